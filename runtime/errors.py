@@ -41,7 +41,8 @@ class RowError(ValueError):
 
     Codes: invalid_json, invalid_utf8, invalid_line, missing_custom_id, duplicate_custom_id,
     unsupported_url, invalid_request, unknown_parameter, context_length_exceeded, empty_prompt,
-    invalid_token_id, chat_template_error, nonfinite_logits, expert_overflow, internal_error.
+    invalid_token_id, chat_template_error, template_error, nonfinite_logits, expert_overflow,
+    internal_error.
     """
 
     def __init__(self, code: str, message: str, param: str | None = None):

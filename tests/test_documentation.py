@@ -24,6 +24,7 @@ from noria.compile.grids.prefix_grid import PrefixGrid
 from noria.compile.plan import Numbers, Plan
 from noria.compile.planning.hardware import read_hardware
 from noria.runtime import cli
+from noria.runtime.stages.pipeline_file import pipeline_from
 from noria.sharding.layout import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,6 +137,8 @@ def _read_tables(table: Mapping[str, Any]) -> None:
         Numbers.from_table(table["numbers"])
     elif set(table) == {"compiler"}:
         read_options(table["compiler"])
+    elif set(table) == {"stages"}:
+        pipeline_from(Path("stages.toml"), table)
     else:
         raise ValueError(f"expected a plan, a layout, hardware or one table, got {list(table)}.")
 

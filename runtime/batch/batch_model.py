@@ -9,7 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,13 @@ def run_with_options(options: argparse.Namespace) -> int:
             "--layout: expected no layout beside a plan, which has its own, got one. Change it in "
             "the plan, or with --set."
         )
+    if options.pipeline is not None and pod_options.are_given(options):
+        raise ConfigError(
+            "--pipeline: expected one process, as the requests of later stages are on the disk of "
+            "one host, got the options of several. Run parts of the rows with --rows i/n."
+        )
+    if options.keep_stages and options.pipeline is None:
+        raise ConfigError("--keep-stages: expected --pipeline beside it, got none.")
     with pod_options.peers(options, _target_name(options, plan_table)) as peers:
         return _run(options, plan_table, layout_table, peers, phases)
 
@@ -74,7 +81,32 @@ def _run(
             shown = json.dumps(dict(settings.sampling_defaults))
             progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
         model = BatchModel(files, options, plan_table, layout_table, peers)
+        if options.pipeline is not None:
+            return _run_stages(options, files, settings, model, progress)
         return run_job(settings, model, peers=peers, progress=progress, phases=phases)
+
+
+def _run_stages(
+    options: argparse.Namespace,
+    files: ModelFiles,
+    settings: JobSettings,
+    model: "BatchModel",
+    progress: Progress,
+) -> int:
+    from ..stages.pipeline_file import read_pipeline
+    from ..stages.run_stages import run_stages
+
+    pipeline = read_pipeline(options.pipeline)
+    configuration = {**settings.configuration, "pipeline": pipeline.text}
+    return run_stages(
+        replace(settings, configuration=configuration),
+        model,
+        pipeline,
+        max_position=lambda: files.spec.config.max_position,
+        seed=options.seed,
+        keeps_stages=options.keep_stages,
+        progress=progress,
+    )
 
 
 def _settings(
@@ -127,6 +159,7 @@ def _also_read(options: argparse.Namespace, files: ModelFiles) -> list[tuple[str
         "the model": files.path,
         "the plan": options.plan,
         "the layout": layout_file(options.layout or ""),
+        "the pipeline": options.pipeline,
     }
     return [(description, path) for description, path in inputs.items() if path is not None]
 

@@ -12,7 +12,7 @@ spacing of their keys.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import RowError
@@ -63,6 +63,10 @@ class BadRow:
     request_hash: str
     error: RowError
 
+    def failed(self, error: RowError) -> "BadRow":
+        """The line with another error."""
+        return replace(self, error=error)
+
 
 def read_row(
     line: Line, row: int, *, defaults: Mapping[str, Any] | None = None
@@ -81,8 +85,8 @@ def read_row(
                 "invalid_line", f"expected at most {MAX_LINE_BYTES} bytes in a line, got more."
             )
         record = parse_object(line.content)
-        custom_id = _custom_id(record, row)
-        url, body = _request(record)
+        custom_id = custom_id_of(record, row, is_simple=_is_simple(record))
+        url, body = request_of(record)
         request_hash = hash_request(url, body)
         content = _read_body(url, body, defaults or {})
     except RowError as error:
@@ -103,13 +107,18 @@ def read_row(
 
 def duplicate_of(row: BatchRow | BadRow, first_line_number: int) -> BadRow:
     """The error row for a line with the custom_id of an earlier line."""
-    error = RowError(
+    error = duplicate_error(row.line_number, row.custom_id, first_line_number)
+    return BadRow(row.row, row.line_number, row.offset, row.custom_id, row.request_hash, error)
+
+
+def duplicate_error(line_number: int, custom_id: str | None, first_line_number: int) -> RowError:
+    """The error for a line with the custom_id of an earlier line."""
+    return RowError(
         "duplicate_custom_id",
-        f"line {row.line_number}: expected a new custom_id, got {str(row.custom_id)[:100]!r}, the "
-        f"id of line {first_line_number}, which counts. Give every line its own.",
+        f"line {line_number}: expected a new custom_id, got {str(custom_id)[:100]!r}, the id of "
+        f"line {first_line_number}, which counts. Give every line its own.",
         "custom_id",
     )
-    return BadRow(row.row, row.line_number, row.offset, row.custom_id, row.request_hash, error)
 
 
 def hash_request(url: str, body: Mapping[str, Any]) -> str:
@@ -122,13 +131,18 @@ def _is_simple(record: Mapping[str, Any]) -> bool:
     return not any(key in record for key in ("method", "url", "body"))
 
 
-def _custom_id(record: Mapping[str, Any], row: int) -> str:
-    names = ("custom_id", "id") if _is_simple(record) else ("custom_id",)
+def custom_id_of(record: Mapping[str, Any], row: int, *, is_simple: bool) -> str:
+    """The id of a line; a simple line may have it in `id`, or none.
+
+    Raises:
+        RowError: The line has no id, or an invalid one.
+    """
+    names = ("custom_id", "id") if is_simple else ("custom_id",)
     present = [name for name in names if record.get(name) is not None]
     if len(present) == 2:
         raise RowError("missing_custom_id", "expected custom_id or id, got both.", "id")
     if not present:
-        if _is_simple(record):
+        if is_simple:
             return f"row-{row}"
         raise RowError("missing_custom_id", "expected a custom_id, got none.", "custom_id")
     value = record[present[0]]
@@ -146,8 +160,12 @@ def _custom_id(record: Mapping[str, Any], row: int) -> str:
     return value
 
 
-def _request(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The endpoint and the body of a line of either form."""
+def request_of(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The endpoint and the body of a line of either form.
+
+    Raises:
+        RowError: The line is no request.
+    """
     if _is_simple(record):
         body = {key: record[key] for key in record if key not in ("custom_id", "id")}
         if ("prompt" in body) == ("messages" in body):

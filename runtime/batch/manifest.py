@@ -23,6 +23,21 @@ from .journal import JournalRow
 SCHEMA = 2
 _BY_CODE = "errors_by_code"
 PERCENTILES = (50, 90, 95, 99)
+COMMON_KEYS = (
+    "schema",
+    "model",
+    "weights",
+    "versions",
+    "configuration",
+    "fingerprint",
+    "plan",
+    "plan_fingerprint",
+    "instant",
+    "sampling_defaults",
+    "config_keys_ignored",
+    "input",
+)
+"""The keys of a manifest that all parts of a job have in common; the others describe one part."""
 Phase = Literal["scan", "load", "build", "run"]
 
 

@@ -24,6 +24,7 @@ from .job_files import check_files, job_outputs, side_files
 from .journal import differences, journal_path
 from .lock import JobLock, lock_path
 from .manifest import (
+    COMMON_KEYS,
     SCHEMA,
     add_outcomes,
     digest_table,
@@ -36,22 +37,6 @@ from .output import write_outputs
 from .part import WHOLE, Part
 from .progress import Progress
 from .results import STOPPED_SAMPLES, TOKENS_LEFT, error_of_line
-
-_COMMON_KEYS = (
-    "schema",
-    "model",
-    "weights",
-    "versions",
-    "configuration",
-    "fingerprint",
-    "plan",
-    "plan_fingerprint",
-    "instant",
-    "sampling_defaults",
-    "config_keys_ignored",
-    "input",
-)
-"""The keys of a manifest that all parts have in common; all other keys describe one part."""
 
 
 @dataclass(frozen=True)
@@ -239,13 +224,13 @@ def _merged_manifest(parts: Sequence[FinishedPart]) -> dict[str, Any]:
     job = next((m for m in manifests if m["plan"] is not None), manifests[0])
     totals = ("prompt_tokens", "output_tokens", STOPPED_SAMPLES, TOKENS_LEFT, "compiles_during_run")
     return {
-        **{key: job[key] for key in _COMMON_KEYS if key in job},
+        **{key: job[key] for key in COMMON_KEYS if key in job},
         "configuration": {**job["configuration"], "rows": str(WHOLE)},
         "rows": add_outcomes([manifest["rows"] for manifest in manifests]),
         **{key: sum(manifest[key] for manifest in manifests) for key in totals},
         "parts": [
             {"name": part.path.name, "part": str(part.part)}
-            | {key: value for key, value in part.manifest.items() if key not in _COMMON_KEYS}
+            | {key: value for key, value in part.manifest.items() if key not in COMMON_KEYS}
             for part in parts
         ],
     }

@@ -70,6 +70,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="answer only rows I, I+N, I+2N, ... of the input; noria merge joins the N parts",
     )
     add(
+        "--pipeline",
+        type=Path,
+        metavar="FILE",
+        help="TOML file with stages, which ask one after another with the answers so far",
+    )
+    add(
+        "--keep-stages",
+        action="store_true",
+        help="keep the files of all stages, in the folder OUTPUT.stages",
+    )
+    add(
         "--expect-weights",
         type=_weights_digest,
         metavar="SHA256",

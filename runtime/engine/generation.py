@@ -31,6 +31,7 @@ from .call_results import CallResults, ChoicesDropped, Event, PromptScored, Toke
 from .decode_slots import DecodeAction, ScheduledRequest
 from .engine import AdmittedRequest, Engine
 from .expert_use import ExpertSetup
+from .metrics import EngineMetrics
 from .open_request import Continuation, OpenRequest
 from .padding import row_seed
 from .sample_rules import RowSamples
@@ -297,6 +298,23 @@ class GenerationSession:
         """
         dropped = self.engine.scheduler.drain()
         return [self._close(request.number).request.request_id for request in dropped]
+
+    def restarted(self, run_seed: int) -> "GenerationSession":
+        """A session for the next rows, with a seed and counters of its own; no row may be open."""
+        assert not self._open
+        self.engine.metrics = EngineMetrics()
+        return GenerationSession(
+            self.engine,
+            self.grid,
+            self.vocab_size,
+            self.max_position,
+            self.eos_ids,
+            self.tokenizer,
+            run_seed,
+            self.experts,
+            self.attention,
+            self.clock,
+        )
 
     def abandon(self) -> None:
         """Drop every request; valid after an interrupted step too."""

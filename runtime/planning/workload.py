@@ -143,6 +143,12 @@ def _manifest_of(output: Path, input_sha256: str) -> Mapping[str, Any]:
             f"{manifest['input']['name']}, whose content differs. Give the input of the job.",
             EXIT_USAGE,
         )
+    if "pipeline" in manifest["configuration"]:
+        raise JobError(
+            f"{output}: expected the output of a job without stages, got one that has stages. Keep "
+            f"their files with --keep-stages, and give the input and the output of one stage.",
+            EXIT_USAGE,
+        )
     if (part := manifest["configuration"]["rows"]) != str(WHOLE) or not manifest["plan"]:
         raise JobError(
             f"{output}: expected the output of a whole job with at least one row that ran, got "

@@ -31,6 +31,12 @@ def add_options(group: "argparse._ArgumentGroup") -> None:
     )
 
 
+def are_given(options: argparse.Namespace) -> bool:
+    """Whether any option says that several processes run the command."""
+    address = (options.coordinator, options.num_processes, options.process_id)
+    return options.distributed is not None or any(part is not None for part in address)
+
+
 @contextmanager
 def peers(options: argparse.Namespace, target: str) -> Iterator[Peers]:
     """Connect to the other processes of the command, or return `ALONE` without pod options."""

@@ -1,4 +1,4 @@
-"""Render chat templates in a child process: one template, many conversations.
+"""Render a template in a child process: the chat template of a model, or that of a stage of a job.
 
 A chat template is a program that comes with a model. The sandbox of jinja2 prevents access to
 Python, but does not limit time and memory. So the template runs in this process, with limits of
@@ -8,8 +8,8 @@ processor time, memory and output, and without permission to write files. The pa
 This file is started as a script and not as a module of the package, so that only the standard
 library and jinja2 are imported. The processes exchange frames over stdin and stdout: 4 bytes with
 the length, then JSON. The first frame is `{"template", "memory_bytes", ...}`; its reply is
-`{"variables"}`. Each following request is `{"num_contexts"}` and this number of conversations; the
-reply to each conversation is `{"text", "reads_clock"}`, as soon as it is rendered. A reply to a
+`{"variables"}`. Each following request is `{"num_contexts"}` and this number of contexts; the
+reply to each context is `{"text", "reads_clock"}`, as soon as it is rendered. A reply to a
 failure has `"error"` instead of the text; with `"fatal": true`, the process ends.
 """
 
@@ -51,12 +51,13 @@ def _content_of_frame(read: Callable[[int], bytes]) -> bytes:
 
 
 def main() -> None:
-    """Render conversations until stdin ends."""
+    """Render contexts until stdin ends."""
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     try:
         setup = read_frame(requests.read)
-        clock = _Clock(datetime.datetime.fromisoformat(setup["now"]))
-        environment = _environment(clock)
+        now = setup["now"]
+        clock = _Clock(now and datetime.datetime.fromisoformat(now))
+        environment = _strict_environment() if setup["is_strict"] else _environment(clock)
         _limit_memory(setup["memory_bytes"])
         _limit_processor_time(setup["cpu_seconds"])
         template, variables = _compile(environment, setup["template"])
@@ -83,11 +84,12 @@ def main() -> None:
 class _Clock:
     """The time that templates see, which is the same for all renderings."""
 
-    def __init__(self, now: datetime.datetime):
+    def __init__(self, now: datetime.datetime | None):
         self._now = now
         self.was_read = False
 
     def strftime(self, form: str) -> str:
+        assert self._now is not None
         self.was_read = True
         return self._now.strftime(form)
 
@@ -122,6 +124,58 @@ def _environment(clock: _Clock):
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.globals["strftime_now"] = clock.strftime
+    return _with_functions(environment)
+
+
+def _strict_environment():
+    """The environment of templates of a stage: data comes before methods, and nothing is random.
+
+    A value that is undefined, null, a list or an object fails, as its text would be that of Python.
+    """
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        """The sandbox, in which `row.items` is the key of an object and not its method."""
+
+        def getattr(self, obj, attribute):
+            if isinstance(obj, dict):
+                return self.getitem(obj, attribute)
+            return super().getattr(obj, attribute)
+
+        def getitem(self, obj, argument):
+            if isinstance(obj, dict) and argument not in obj:
+                return self.undefined(obj=obj, name=argument)
+            return super().getitem(obj, argument)
+
+    def check(value):
+        is_text = isinstance(value, str | int | float | jinja2.Undefined)
+        if not is_text or isinstance(value, bool):
+            shown = json.dumps(value, default=repr)[:80]
+            raise jinja2.TemplateError(
+                f"expected a text or a number to write, got {shown}; the filter tojson writes it"
+            )
+        return value
+
+    environment = Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols],
+        undefined=jinja2.StrictUndefined,
+        finalize=check,
+    )
+    del environment.filters["random"], environment.globals["lipsum"]
+    return _with_functions(environment)
+
+
+def _with_functions(environment):
+    """The environment with the functions of chat templates."""
+    import jinja2
+
     def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         # jinja2's own filter escapes for HTML, which no model was trained on
         return json.dumps(
@@ -135,12 +189,8 @@ def _environment(clock: _Clock):
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = clock.strftime
     return environment
 
 

@@ -1,4 +1,4 @@
-"""Manage the process that renders chat templates: start, limit, kill and replace it.
+"""Manage the process that renders a template: start, limit, kill and replace it.
 
 The process is a new interpreter and never a fork of this one, which may hold devices and threads.
 Does not know about tokens or messages: it turns contexts into texts, many at a time. Guarantees:
@@ -52,8 +52,24 @@ class _Timeout(Exception):
 class TemplateProcess:
     """Renders one template; the first call starts its process."""
 
-    def __init__(self, template: str, limits: TemplateLimits, now: datetime):
+    def __init__(
+        self,
+        template: str,
+        limits: TemplateLimits,
+        now: datetime | None,
+        *,
+        is_strict: bool = False,
+    ):
+        """Start nothing yet.
+
+        Args:
+          template: The source of the template.
+          limits: The limits of one rendering.
+          now: The local time that the template sees; None for a template without a clock.
+          is_strict: Whether a value that is undefined, or is neither text nor a number, fails.
+        """
         self._template = template
+        self._is_strict = is_strict
         self._limits = limits
         self._now = now
         self._process: subprocess.Popen[bytes] | None = None
@@ -153,7 +169,8 @@ class TemplateProcess:
             "memory_bytes": limits.memory_bytes,
             "cpu_seconds": limits.cpu_seconds,
             "max_characters": limits.max_characters,
-            "now": self._now.isoformat(),
+            "now": self._now and self._now.isoformat(),
+            "is_strict": self._is_strict,
         }
         try:
             self._send(setup)

@@ -108,6 +108,9 @@ class FakeGenerator:
     def drain(self) -> None:
         self._waiting.clear()
 
+    def restarted(self, run_seed: int) -> "FakeGenerator":
+        return self
+
     def statistics(self) -> dict[str, object]:
         self.num_reports += 1
         return {"compiles_during_run": self._num_compiles}

@@ -1,0 +1,151 @@
+"""Writes the output and the manifest of a job with stages from its finished stages.
+
+Each row of the job's part is one line: the answer of the last stage, or the error with which the
+row ended. Does not know about models. Guarantees: the lines are those of the stages, byte for byte;
+the manifest can be merged with those of other parts.
+"""
+
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..batch.job import JobSettings
+from ..batch.manifest import (
+    COMMON_KEYS,
+    count_outcomes,
+    digest_table,
+    fingerprint,
+    write_manifest,
+)
+from ..batch.output import write_outputs
+from ..batch.results import STOPPED_SAMPLES, TOKENS_LEFT, error_of_line
+from ..errors import EXIT_RESUMABLE, JobError
+from ..files.disk import Disk, digest_file
+from ..files.strict_json import read_lines
+from .stage_rows import FollowedRow, StageFiles
+
+Follow = Callable[[], Iterator[FollowedRow]]
+"""Follows every row of the job's part through all stages, from the beginning."""
+
+_TOTALS = ("prompt_tokens", "output_tokens", STOPPED_SAMPLES, TOKENS_LEFT, "compiles_during_run")
+_OF_ROWS = {
+    "num_kept": "kept_from_earlier_runs",
+    "num_repeated": "repeated",
+    "num_dropping": "ok_with_dropped_choices",
+    "num_at_max_length": "ok_at_max_length",
+    "num_stopping": "ok_with_stopped_samples",
+}
+
+
+def write_final(
+    settings: JobSettings,
+    stages: Sequence[StageFiles],
+    manifests: Sequence[Mapping[str, Any]],
+    follow: Follow,
+    disk: Disk,
+) -> dict[str, Any]:
+    """Write the outputs and the manifest.
+
+    Args:
+        settings: The job.
+        stages: The files of its stages.
+        manifests: The manifests of its stages.
+        follow: Follows its rows.
+        disk: Disk operations.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        JobError: The disk refused a file; every answer is kept in the files of the stages.
+    """
+    try:
+        lines_of = partial(_output_lines, settings, follow)
+        outputs = write_outputs(disk, settings.outputs, lines_of)
+        manifest = {
+            **_job_facts(settings, manifests),
+            "outputs": outputs,
+            **_outcomes(stages, manifests, follow),
+            **_totals(manifests),
+        }
+        write_manifest(disk, settings.output_path, manifest)
+    except OSError as error:
+        raise JobError(
+            f"{settings.output_path}: cannot be written ({error.strerror or error}). Every answer "
+            f"is kept in {stages[0].folder}; run the same command again to finish.",
+            EXIT_RESUMABLE,
+        ) from error
+    return manifest
+
+
+def _output_lines(settings: JobSettings, follow: Follow, path: Path) -> Iterator[bytes]:
+    is_split = settings.error_file is not None
+    for row in follow():
+        if not is_split or (row.stage is not None) == (path == settings.error_file):
+            yield row.line + b"\n"
+
+
+def _job_facts(settings: JobSettings, manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The facts of the job: those that its stages have in common, and its own input."""
+    with settings.input_path.open("rb") as file:
+        num_rows = sum(1 for _ in read_lines(file))
+    # a stage that ran no row has neither plan nor weights
+    job = next((m for m in manifests if m["plan"] is not None), manifests[0])
+    return {
+        **{key: job[key] for key in COMMON_KEYS if key in job},
+        "platform": {"python": platform.python_version(), "system": platform.platform()},
+        "configuration": settings.stored_configuration,
+        "setups": job["setups"],
+        "fingerprint": fingerprint(settings.configuration),
+        # a stage has a time if its prompts show it
+        "instant": next((m["instant"] for m in manifests if m["instant"] is not None), None),
+        "input": {
+            "name": settings.input_path.name,
+            **digest_table(digest_file(settings.input_path)),
+            "rows": num_rows,
+        },
+    }
+
+
+def _outcomes(
+    stages: Sequence[StageFiles], manifests: Sequence[Mapping[str, Any]], follow: Follow
+) -> dict[str, Any]:
+    """The rows by outcome, and for each stage the facts of its job."""
+    codes: Counter[str | None] = Counter()
+    before: dict[str, Counter[str]] = {stage.name: Counter() for stage in stages}
+    for row in follow():
+        code = None
+        if row.stage is not None:
+            error = error_of_line(row.line)
+            assert error is not None
+            code = error.code
+            if not row.was_asked:
+                before[row.stage][code] += 1
+        codes[code] += 1
+    last = manifests[-1]["rows"]
+    counts = {name: last[key] for name, key in _OF_ROWS.items()}
+    return {
+        "rows": count_outcomes(codes.elements(), **counts),
+        "stages": [
+            {
+                "name": stage.name,
+                "errors_before": dict(sorted(before[stage.name].items())),
+                **{key: value for key, value in manifest.items() if key not in COMMON_KEYS},
+            }
+            for stage, manifest in zip(stages, manifests, strict=True)
+        ],
+    }
+
+
+def _totals(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Seconds and tokens; the seconds are those of the runs in which the stages ended."""
+    phases = [f"{phase}_seconds" for phase in ("scan", "load", "build", "run", "wall")]
+    seconds = sum(m["run_seconds"] for m in manifests)
+    tokens = sum((m["output_tokens_per_second"] or 0.0) * m["run_seconds"] for m in manifests)
+    return {
+        **{key: sum(m[key] for m in manifests) for key in (*phases, *_TOTALS)},
+        "output_tokens_per_second": tokens / seconds if seconds else None,
+    }

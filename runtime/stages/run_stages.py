@@ -1,0 +1,254 @@
+"""Runs a job of several stages: each stage is a job of its own, on one model that is built once.
+
+The files of the stages are in a folder beside the output. For each stage, its requests are made
+from the input and the answers of earlier stages, and then run as a batch job, with a journal, an
+output and a manifest. At the end, the output of the whole job is made from those of the stages.
+
+Guarantees: every row of the input, or of the job's part of it, is exactly one row of the output, in
+input order. A job that is killed at any moment and run again writes the same file as an
+uninterrupted job: the files of a stage are made again until its manifest says that it has finished,
+and nothing is removed before the manifest of the whole job is written.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..batch.finished import (
+    check_finished_by,
+    exit_code_of,
+    finished_manifest,
+    refuse_foreign_outputs,
+)
+from ..batch.job import JobModel, JobSettings
+from ..batch.job_files import check_files, job_outputs, side_files
+from ..batch.journal import journal_path
+from ..batch.lines import BadRow
+from ..batch.lock import JobLock
+from ..batch.manifest import (
+    digest_table,
+    digest_text,
+    fingerprint,
+    manifest_path,
+    read_manifest,
+)
+from ..batch.output import summarise
+from ..batch.part import WHOLE
+from ..batch.progress import Progress
+from ..batch.results import OutputLines, error_text
+from ..batch.run import run_job
+from ..batch.scan import ScanSummary, check_input
+from ..batch.stop_signals import StopSignals
+from ..console import plural
+from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, UnusableFile
+from ..files.disk import Disk, digest_file
+from .final_output import write_final
+from .pipeline_file import Pipeline
+from .stage_bounds import measure_stages
+from .stage_input import write_input
+from .stage_renderer import StageRenderer, open_renderers
+from .stage_rows import FollowedRow, StageFiles, follow_rows, read_rows
+from .staged_model import StagedModel
+
+_FILE_OF_STAGE = re.compile(r"[0-9]+-[a-z0-9_]+(\.in|\.errors)?\.jsonl($|\.)")
+
+
+def stages_folder(output: Path) -> Path:
+    """The folder with the files of an output's stages."""
+    return output.with_name(f"{output.name}.stages")
+
+
+def run_stages(
+    settings: JobSettings,
+    model: JobModel,
+    pipeline: Pipeline,
+    *,
+    max_position: Callable[[], int],
+    seed: int,
+    keeps_stages: bool,
+    progress: Progress | None = None,
+    disk: Disk | None = None,
+) -> int:
+    """Run a job with stages to its end, or resume one that was stopped.
+
+    Args:
+        settings: The input, the outputs and the options of the whole job.
+        model: The model, not yet loaded.
+        pipeline: The stages.
+        max_position: Reads the number of positions of the model.
+        seed: The seed of the job.
+        keeps_stages: Whether the files of the stages stay when the job is complete.
+        progress: Shows progress and notes.
+        disk: Disk operations.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: A template is wrong.
+        UnusableFile: The input or an output cannot be used.
+        JobError: The job cannot continue; finished rows are kept.
+    """
+    progress, disk = progress or Progress(), disk or Disk()
+    check_input(settings.input_path)
+    folder = stages_folder(settings.output_path)
+    stages = [
+        StageFiles(folder, number, stage.name)
+        for number, stage in enumerate(pipeline.stages, start=1)
+    ]
+    _check_files(settings, folder)
+    with StopSignals(), JobLock(settings.lock_path), ExitStack() as opened:
+        if settings.restart:
+            disk.remove(manifest_path(settings.output_path))
+            _remove(folder, disk)
+        elif (manifest := finished_manifest(settings)) is not None:
+            check_finished_by(settings, manifest.get("weights"), model)
+            if not keeps_stages:
+                _remove(folder, disk)
+            errors = plural(manifest["rows"]["errors"], "error")
+            progress.note(f"{settings.output_path}: complete already, {errors}, nothing to do")
+            return exit_code_of(settings, manifest)
+        if _is_foreign(settings, stages[0]):
+            refuse_foreign_outputs(settings)
+        folder.mkdir(exist_ok=True)
+        renderers = open_renderers(pipeline, opened)
+
+        def measure() -> ScanSummary:
+            show = progress.show_scan
+            summary = measure_stages(settings, model, renderers, max_position(), show)
+            progress.finish()
+            return summary
+
+        run = _StagesRun(
+            settings, StagedModel(model, measure, seed), renderers, stages, progress, disk
+        )
+        if (code := run.run()) is not None:
+            return code
+        manifest = run.finish()
+        if not keeps_stages:
+            _remove(folder, disk)
+        progress.note(summarise(settings.output_path, manifest))
+        return exit_code_of(settings, manifest)
+
+
+@dataclass
+class _StagesRun:
+    """One run of a job with stages, whose output is locked."""
+
+    settings: JobSettings
+    model: StagedModel
+    renderers: Sequence[StageRenderer]
+    stages: Sequence[StageFiles]
+    progress: Progress
+    disk: Disk
+
+    def __post_init__(self):
+        self._input = digest_text(digest_table(digest_file(self.settings.input_path)))
+
+    def run(self) -> int | None:
+        """Run the stages that have not finished; return an exit code if the job was stopped."""
+        for index, renderer in enumerate(self.renderers):
+            name = renderer.stage.name
+            self.progress.note(f"stage {name} ({index + 1} of {len(self.stages)})")
+            self.model.stage = name
+            files = self.stages[index]
+            settings = self._settings_of(files)
+            if not manifest_path(files.output).exists():
+                self._write_input(index, renderer, settings)
+            code = run_job(settings, self.model, progress=self.progress, disk=self.disk)
+            if code not in (EXIT_OK, EXIT_ROWS_FAILED):
+                return code
+            self.model.plan = self.model.plan or self._manifest_of(files)["plan"]
+        return None
+
+    def finish(self) -> dict[str, Any]:
+        """Write the output of the job; return its manifest."""
+        manifests = [self._manifest_of(files) for files in self.stages]
+        return write_final(
+            self.settings,
+            self.stages,
+            manifests,
+            partial(self._follow, len(self.stages)),
+            self.disk,
+        )
+
+    def _settings_of(self, files: StageFiles) -> JobSettings:
+        """The settings of a stage's own job, whose input has the rows of the part alone."""
+        return replace(
+            self.settings,
+            input_path=files.input,
+            output_path=files.output,
+            # finished stages match the rows of the input by their order alone
+            configuration={
+                **self.settings.configuration,
+                "stage": files.name,
+                "input of the stages": self._input,
+            },
+            error_file=None,
+            restart=False,
+            part=WHOLE,
+        )
+
+    def _write_input(self, index: int, renderer: StageRenderer, settings: JobSettings) -> None:
+        lines = OutputLines(
+            model_name=settings.model_name, fingerprint=fingerprint(settings.configuration)
+        )
+        rows = self._follow(index)
+        write_input(self.stages[index], rows, renderer, lines, self.disk, self._show_bad_row)
+
+    def _follow(self, num_stages: int) -> Iterator[FollowedRow]:
+        """Follow every row of the job's part through the first stages."""
+        with self.settings.input_path.open("rb") as file:
+            part = self.settings.part
+            rows = (row for row in read_rows(file) if part.has(row.row))
+            yield from follow_rows(rows, self.stages[:num_stages])
+
+    def _manifest_of(self, files: StageFiles) -> dict[str, Any]:
+        manifest = read_manifest(files.output)
+        assert manifest is not None
+        return manifest
+
+    def _show_bad_row(self, bad: BadRow) -> None:
+        if self.settings.on_error == "raise":
+            raise JobError(error_text(bad, bad.error), EXIT_ROWS_FAILED)
+        self.progress.show_error(error_text(bad, bad.error))
+
+
+def _check_files(settings: JobSettings, folder: Path) -> None:
+    """Check that the outputs can be written, and that no input is among the files of stages."""
+    read = [("the input", settings.input_path), *settings.also_read]
+    check_files(
+        job_outputs(settings.output_path, settings.error_file),
+        read,
+        side_files(settings.output_path),
+    )
+    if folder.exists() and not folder.is_dir():
+        raise UnusableFile(f"{folder}: expected a folder for the files of stages, got a file.")
+    for description, path in read:
+        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+            raise UnusableFile(
+                f"{path}: is {description}, and in the folder for the files of stages. Choose "
+                f"another output."
+            )
+
+
+def _is_foreign(settings: JobSettings, first: StageFiles) -> bool:
+    """Whether existing outputs cannot be those of an interrupted run of this job."""
+    begun = manifest_path(first.output).exists() or journal_path(first.output).exists()
+    return not begun or manifest_path(settings.output_path).exists()
+
+
+def _remove(folder: Path, disk: Disk) -> None:
+    """Remove the files of stages, and their folder if nothing else is in it."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if _FILE_OF_STAGE.match(path.name):
+            disk.remove(path)
+    with suppress(OSError):
+        folder.rmdir()

@@ -1,0 +1,149 @@
+"""Measures the rows of all stages before any of them runs, so that one plan covers them all.
+
+The prompts of later stages are not known yet. Each of them is rendered with a placeholder for each
+answer, and counts the tokens of this text, placeholders included, plus the `max_tokens` of each
+answer that it shows. The tokens of a placeholder are the reserve for answers that are encoded again
+in other tokens. A template may show more in a branch that placeholders do not take; a prompt that
+then fits no bucket is refused by name, and `max_prompt_tokens` plans for it.
+
+Later stages share beginnings up to their first answer, less a few tokens, because an answer may
+change how the text directly before it is cut into tokens.
+
+Does not know about devices. Guarantees: the bounds depend on the whole input, the pipeline and the
+tokenizer alone, so all parts of a job have the same.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from datetime import datetime
+from functools import cache
+from itertools import islice
+from typing import BinaryIO
+
+from ..batch.job import JobModel, JobSettings, JobText
+from ..batch.lines import BatchRow
+from ..batch.prompt_encoder import Encoded
+from ..batch.scan import ScanSummary, scan
+from ..errors import RowError
+from ..files.disk import open_nameless
+from ..text.tokenizer import Tokenizer
+from .pipeline_file import ROW, Stage
+from .stage_input import CHUNK_ROWS, request_line
+from .stage_renderer import Context, StageRenderer, answers_table
+from .stage_rows import InputRow, read_rows
+
+_FIRST_MARK = 0x10FF00
+"""The placeholder of the first stage; the others follow. All are private, so no text has them."""
+_LEAD_BYTE = 0xF4
+"""The first byte of a placeholder in UTF-8, which only the plane of private characters has."""
+_MARGIN = 8
+"""Tokens before the first answer that do not count as shared."""
+_OWN_ID = 2**31
+"""Above all token ids: stands for tokens that no other row has."""
+
+
+def measure_stages(
+    settings: JobSettings,
+    model: JobModel,
+    renderers: Sequence[StageRenderer],
+    max_position: int,
+    on_progress: Callable[[int], None],
+) -> ScanSummary:
+    """Measure the rows of all stages, as if they were rows of one job.
+
+    Args:
+        settings: The job.
+        model: Its model.
+        renderers: The renderers of all stages.
+        max_position: The number of positions of the model; no bound is longer.
+        on_progress: Called with the number of measured rows, now and then.
+    """
+    stages = [renderer.stage for renderer in renderers]
+    line_numbers: list[int] = []
+    with (
+        settings.input_path.open("rb") as source,
+        closing(open_nameless(settings.output_path.parent)) as requests,
+        model.open_text(settings.now or datetime.now()) as text,
+    ):
+        for content, number in _requests(source, renderers):
+            requests.write(content)
+            line_numbers += number
+        requests.seek(0)
+        encoder = _BoundingEncoder(text, stages, max_position)
+        summary = scan(
+            requests,
+            encoder.encode,
+            defaults=settings.sampling_defaults,
+            on_progress=on_progress,
+        )
+    rows = [
+        replace(row, line_number=number)
+        for row, number in zip(summary.rows, line_numbers, strict=True)
+    ]
+    return replace(summary, rows=rows)
+
+
+def _requests(
+    source: BinaryIO, renderers: Sequence[StageRenderer]
+) -> Iterator[tuple[bytes, list[int]]]:
+    """The request lines of some rows for each stage, and their line numbers in the input."""
+    placeholders = {
+        renderer.stage.name: answers_table([_mark(index)] * renderer.stage.num_answers)
+        for index, renderer in enumerate(renderers)
+    }
+    rows = (row for row in read_rows(source) if isinstance(row, InputRow))
+    while chunk := list(islice(rows, CHUNK_ROWS)):
+        contexts: list[Context] = [{**placeholders, ROW: row.data} for row in chunk]
+        lines, numbers = [], []
+        for renderer in renderers:
+            for row, request in zip(chunk, renderer.render(contexts), strict=True):
+                if not isinstance(request, RowError):
+                    name = f"{row.custom_id} in stage {renderer.stage.name}"
+                    lines.append(request_line(name, *request))
+                    numbers.append(row.line_number)
+        yield b"".join(lines), numbers
+
+
+def _mark(stage: int) -> str:
+    return chr(_FIRST_MARK + stage)
+
+
+class _BoundingEncoder:
+    """Encodes prompts with placeholders into ids that are as many as the prompt may have."""
+
+    def __init__(self, text: JobText, stages: Sequence[Stage], max_position: int):
+        self._text = text
+        self._limits = {_mark(i): stage.max_tokens or 0 for i, stage in enumerate(stages)}
+        self._longest = {
+            f" in stage {stage.name}": stage.max_prompt_tokens
+            for stage in stages
+            if stage.max_prompt_tokens is not None
+        }
+        self._max_position = max_position
+        tokens = text.tokens
+        self._begins_mark = cache(lambda token: tokens is not None and _has_lead(tokens, token))
+
+    def encode(self, rows: Sequence[BatchRow]) -> list[Encoded]:
+        encoded = self._text.encode(rows)
+        return [
+            ids if isinstance(ids, RowError) else self._bounded(row, ids)
+            for row, ids in zip(rows, encoded, strict=True)
+        ]
+
+    def _bounded(self, row: BatchRow, ids: Sequence[int]) -> Sequence[int]:
+        contents = [message["content"] or "" for message in row.messages or []]
+        content = "".join([*contents, row.prompt or ""])
+        more = sum(content.count(mark) * limit for mark, limit in self._limits.items())
+        given = next((n for name, n in self._longest.items() if row.custom_id.endswith(name)), None)
+        if not more and given is None:
+            return ids
+        room = self._max_position - (row.params.max_tokens or 1)
+        length = max(1, min(len(ids) + more if given is None else given, room))
+        first = next((i for i, token in enumerate(ids) if self._begins_mark(token)), 0)
+        shared = min(max(0, first - _MARGIN), length)
+        return [*ids[:shared], *[_OWN_ID + row.row] * (length - shared)]
+
+
+def _has_lead(tokens: Tokenizer, token: int) -> bool:
+    return _LEAD_BYTE in tokens.token_bytes(token)

@@ -1,0 +1,121 @@
+"""Renders the requests of a stage from rows and the answers of earlier stages.
+
+A template sees the row of the input as `row`, and each earlier stage by its name: `draft.answer` is
+the text of its first answer, `draft.answers` are the texts of all its answers. The templates run in
+a sandbox with limits (`template_process`), one process for each.
+
+Does not know about files or tokens. Guarantees: a request or a `RowError` for each row.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from ..batch.lines import request_of
+from ..errors import RowError
+from ..text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
+from .pipeline_file import ROW, Pipeline, Stage, wrong_key
+
+Context = Mapping[str, Any]
+"""The variables of templates: the row, and a table of answers for each earlier stage."""
+
+
+def answers_table(texts: Sequence[str]) -> dict[str, Any]:
+    """The variable of a stage with these answers."""
+    return {"answer": texts[0], "answers": list(texts)}
+
+
+class StageRenderer:
+    """Renders the requests of one stage; use it in a `with` block."""
+
+    def __init__(self, stage: Stage):
+        self.stage = stage
+        self._processes = {
+            place: TemplateProcess(source, TemplateLimits(), None, is_strict=True)
+            for place, source in stage.templates.items()
+        }
+
+    def variables(self, place: str) -> frozenset[str]:
+        """The names that the template at a place of the body reads; raises TemplateFailure."""
+        return self._processes[place].variables()
+
+    def render(self, contexts: Sequence[Context]) -> list[tuple[str, dict[str, Any]] | RowError]:
+        """The endpoint and the body of the request for each context, or its error."""
+        if not self._processes:
+            return [self._own_request(context[ROW]) for context in contexts]
+        rendered = {place: process.render(contexts) for place, process in self._processes.items()}
+        return [
+            self._request({place: texts[index] for place, texts in rendered.items()})
+            for index in range(len(contexts))
+        ]
+
+    def _request(
+        self, texts: Mapping[str, str | TemplateFailure]
+    ) -> tuple[str, dict[str, Any]] | RowError:
+        for place, text in texts.items():
+            if isinstance(text, TemplateFailure):
+                message = f"stage {self.stage.name}, {place}: the template failed: {text}"
+                return RowError("template_error", message, place)
+        return self.stage.url, self.stage.body([str(text) for text in texts.values()])
+
+    def _own_request(self, row: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | RowError:
+        """The request that is the row itself, with the keys of the stage."""
+        request = {key: value for key, value in row.items() if key not in ("custom_id", "id")}
+        try:
+            url, body = request_of(request)
+        except RowError as error:
+            message = f"stage {self.stage.name} has no template, and the row is no request: "
+            return RowError(error.code, message + error.message, error.param)
+        return url, {**body, **self.stage.fields}
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes.values():
+            process.close()
+
+    def __enter__(self) -> "StageRenderer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def open_renderers(pipeline: Pipeline, files: ExitStack) -> list[StageRenderer]:
+    """The renderers of all stages, whose templates are compiled and read known names only.
+
+    Raises:
+        ConfigError: A template is wrong, or reads answers whose lengths are not limited.
+    """
+    renderers = [files.enter_context(StageRenderer(stage)) for stage in pipeline.stages]
+    earlier: dict[str, Stage] = {}
+    for renderer in renderers:
+        _check_templates(pipeline, renderer, earlier)
+        earlier[renderer.stage.name] = renderer.stage
+    return renderers
+
+
+def _check_templates(
+    pipeline: Pipeline, renderer: StageRenderer, earlier: Mapping[str, Stage]
+) -> None:
+    name = renderer.stage.name
+    for place, source in renderer.stage.templates.items():
+        try:
+            names = renderer.variables(place)
+        except TemplateFailure as failure:
+            expected = f"a template, which fails with {failure}"
+            raise wrong_key(pipeline.path, name, place, expected, source) from None
+        if unknown := names - {ROW, *earlier}:
+            expected = f"a template that reads {', '.join([ROW, *earlier])} only"
+            raise wrong_key(pipeline.path, name, place, expected, min(unknown))
+        for read in sorted(names - {ROW}):
+            _check_answers(pipeline, earlier[read], name)
+
+
+def _check_answers(pipeline: Pipeline, stage: Stage, reader: str) -> None:
+    """Refuse a stage whose answers have no largest length, which later prompts have."""
+    if not stage.max_tokens or stage.fields.get("echo"):
+        key, expected = "max_tokens", f"a number from 1, as {reader} reads the answers"
+        got = stage.max_tokens
+        if stage.fields.get("echo"):
+            key, expected, got = "echo", f"false, as {reader} reads the answers", True
+        raise wrong_key(pipeline.path, stage.name, key, expected, got)

@@ -1,0 +1,185 @@
+"""Reads the rows of an input with stages, and follows each of them through the finished stages.
+
+A row of the input is any JSON object, or an OpenAI Batch line, whose body is then the row. It goes
+through the stages until it ends with an error: of its line, of a template, or of a request. The
+output of a stage has a line for each row that the stage asked, in the order of the input, so rows
+and lines are matched by their order alone.
+
+Does not know about models or templates. Guarantees: every row of the part is followed once, in the
+order of the input; memory does not grow with the number of answers.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..batch.lines import BadRow, custom_id_of, duplicate_error
+from ..batch.results import error_of_line
+from ..errors import RowError
+from ..files.strict_json import MAX_LINE_BYTES, Line, parse_object, read_lines
+from .stage_renderer import answers_table
+
+_ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
+
+
+@dataclass(frozen=True)
+class InputRow:
+    """A row of the input that can enter the first stage."""
+
+    row: int
+    line_number: int
+    offset: int
+    custom_id: str
+    request_hash: str
+    """The hash of its line."""
+    data: Mapping[str, Any]
+
+    def failed(self, error: RowError) -> BadRow:
+        """The row, ended by an error."""
+        place = (self.row, self.line_number, self.offset, self.custom_id, self.request_hash)
+        return BadRow(*place, error)
+
+
+@dataclass(frozen=True)
+class StageFiles:
+    """The files of one stage, in the folder of a job with stages."""
+
+    folder: Path
+    number: int
+    """The number of the stage, from 1."""
+    name: str
+
+    @property
+    def input(self) -> Path:
+        """The requests of the stage."""
+        return self.folder / f"{self.number}-{self.name}.in.jsonl"
+
+    @property
+    def output(self) -> Path:
+        """The answers of the stage; its manifest, journal and lock are beside it."""
+        return self.folder / f"{self.number}-{self.name}.jsonl"
+
+    @property
+    def errors(self) -> Path:
+        """The error lines of rows that end before the stage asks them, with their numbers."""
+        return self.folder / f"{self.number}-{self.name}.errors.jsonl"
+
+
+@dataclass(frozen=True)
+class FollowedRow:
+    """A row after some stages: the answers that it has, or the line with which it ended."""
+
+    row: InputRow | BadRow
+    answers: Mapping[str, Any]
+    """The variables of templates for the stages that answered it."""
+    stage: str | None
+    """The stage in which it ended; None if all of the stages answered it."""
+    was_asked: bool
+    """Whether the last stage that it reached asked its request."""
+    line: bytes
+    """The last output line, without a line end; empty before the first stage."""
+
+
+def read_rows(file: BinaryIO) -> Iterator[InputRow | BadRow]:
+    """Read all rows of an input; later rows with the custom_id of an earlier row are errors."""
+    first_lines: dict[str, int] = {}
+    for index, line in enumerate(read_lines(file)):
+        row = _read_row(line, index)
+        if row.custom_id is not None:
+            first = first_lines.setdefault(row.custom_id, line.number)
+            if first != line.number:
+                row = row.failed(duplicate_error(line.number, row.custom_id, first))
+        yield row
+
+
+def _read_row(line: Line, index: int) -> InputRow | BadRow:
+    content, custom_id = line.content or b"", None
+    place = (index, line.number, line.offset)
+    line_hash = hashlib.sha256(content).hexdigest()
+    try:
+        if line.content is None:
+            raise RowError(
+                "invalid_line", f"expected at most {MAX_LINE_BYTES} bytes in a line, got more."
+            )
+        record = parse_object(content)
+        is_request = set(record) >= _ENVELOPE
+        custom_id = custom_id_of(record, index, is_simple=not is_request)
+        data = record["body"] if is_request else record
+        if not isinstance(data, dict):
+            raise RowError("invalid_line", "body: expected an object, got another value.", "body")
+    except RowError as error:
+        message = f"line {line.number}: {error.message}"
+        return BadRow(*place, custom_id, line_hash, RowError(error.code, message, error.param))
+    return InputRow(*place, custom_id, line_hash, data)
+
+
+def follow_rows(
+    rows: Iterator[InputRow | BadRow], stages: Sequence[StageFiles]
+) -> Iterator[FollowedRow]:
+    """Follow rows through finished stages.
+
+    Args:
+        rows: The rows of the job's part.
+        stages: The files of the first stages, all of them finished.
+    """
+    with ExitStack() as files:
+        finished = [_FinishedStage(stage, files) for stage in stages]
+        for row in rows:
+            yield _follow(row, finished)
+
+
+def _follow(row: InputRow | BadRow, stages: Sequence["_FinishedStage"]) -> FollowedRow:
+    answers: dict[str, Any] = {}
+    line = b""
+    for stage in stages:
+        if (ended := stage.error_before(row.row)) is not None:
+            return FollowedRow(row, answers, stage.name, False, ended)
+        line = stage.next_line()
+        if error_of_line(line) is not None:
+            return FollowedRow(row, answers, stage.name, True, line)
+        answers[stage.name] = answers_table(_texts(line))
+    return FollowedRow(row, answers, None, True, line)
+
+
+class _FinishedStage:
+    """The lines of a finished stage, read once in order."""
+
+    def __init__(self, files: StageFiles, opened: ExitStack):
+        self.name = files.name
+        self._lines = opened.enter_context(files.output.open("rb"))
+        self._errors = opened.enter_context(files.errors.open("rb"))
+        self._next_error = self._read_error()
+
+    def error_before(self, row: int) -> bytes | None:
+        """The line of a row that ended before the stage asked it; None for other rows."""
+        if self._next_error is None or self._next_error[0] != row:
+            return None
+        _, line = self._next_error
+        self._next_error = self._read_error()
+        return line
+
+    def next_line(self) -> bytes:
+        """The output line of the next row that the stage asked."""
+        return self._lines.readline().removesuffix(b"\n")
+
+    def _read_error(self) -> tuple[int, bytes] | None:
+        number, tab, line = self._errors.readline().removesuffix(b"\n").partition(b"\t")
+        return (int(number), line) if tab else None
+
+
+def error_record(row: int, line: bytes) -> bytes:
+    """A line of `StageFiles.errors`."""
+    return b"%d\t%s\n" % (row, line)
+
+
+def _texts(line: bytes) -> list[str]:
+    """The texts of all answers in an output line."""
+    choices = json.loads(line)["response"]["body"]["choices"]
+    return [
+        choice["message"]["content"] if "message" in choice else choice["text"]
+        for choice in choices
+    ]

@@ -1,0 +1,68 @@
+"""The model of a job with stages: loaded and compiled once, for the rows of all stages.
+
+Each stage runs as a job with this model. Does not know about files of stages.
+"""
+
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from ..batch.job import Build, JobModel, JobText
+from ..batch.manifest import PhaseClock
+from ..batch.progress import Progress
+from ..batch.scan import ScanSummary
+
+
+@dataclass
+class StagedModel:
+    """A model that is built for the first stage that runs rows; implements `JobModel`.
+
+    Attributes:
+        model: The model of the whole job.
+        measure: Measures the rows of all stages.
+        seed: The seed of the job, from which each stage has its own.
+        stage: The name of the stage that runs.
+        plan: The plan of an earlier run or stage; None before it is known.
+    """
+
+    model: JobModel
+    measure: Callable[[], ScanSummary]
+    seed: int
+    stage: str = ""
+    plan: str | None = None
+    _built: Build | None = None
+
+    def weights(self) -> str:
+        """The digest of the weights."""
+        return self.model.weights()
+
+    def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
+        """Open the tokenizer and the chat template."""
+        return self.model.open_text(now)
+
+    def build(
+        self,
+        summary: ScanSummary,
+        stored_plan: str | None,
+        *,
+        phases: PhaseClock,
+        progress: Progress,
+    ) -> Build:
+        """Build the plan of all stages once; later stages run on the same graphs."""
+        if self._built is None:
+            stored_plan = stored_plan or self.plan
+            if stored_plan is None:
+                phases.enter("scan")
+                summary = self.measure()
+                phases.enter("load")
+            self._built = self.model.build(summary, stored_plan, phases=phases, progress=progress)
+        generator = self._built.generator.restarted(stage_seed(self.seed, self.stage))
+        return replace(self._built, generator=generator)
+
+
+def stage_seed(seed: int, stage: str) -> int:
+    """The seed of a stage: samples of two stages must differ, also for equal prompts."""
+    digest = hashlib.sha256(f"{seed}\0{stage}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")

@@ -1,0 +1,208 @@
+"""Jobs with stages over a fake model: rows and errors, resuming, bounds, and files."""
+
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+import fake_model as fake
+import pytest
+from fake_model import masked, settings
+from faulty_disk import Crash, FaultyDisk
+
+from noria.runtime.batch.manifest import read_manifest
+from noria.runtime.batch.merge import merge
+from noria.runtime.batch.part import Part
+from noria.runtime.batch.progress import Progress
+from noria.runtime.errors import JournalError, UnusableFile
+from noria.runtime.stages.pipeline_file import read_pipeline
+from noria.runtime.stages.run_stages import run_stages
+from noria.runtime.stages.stage_bounds import measure_stages
+from noria.runtime.stages.stage_renderer import open_renderers
+
+STAGES = """
+[[stages]]
+name = "draft"
+max_tokens = 16
+
+[[stages]]
+name = "revise"
+max_tokens = 4
+prompt = "{{ row.prompt }}: {{ draft.answer }} {{ row.topic | default('none') }}"
+"""
+LINES = [
+    *({"id": f"q{i}", "prompt": f"prompt {i}"} for i in range(6)),
+    {"id": "null", "prompt": "x", "topic": None},
+    {"id": "data", "question": "why?"},
+    {"id": "nan", "prompt": "nan"},
+    {"id": "q1", "prompt": "again"},
+]
+
+
+def run(source: Path, output: Path, model=None, disk=None, *, text=STAGES, keeps=False, **changes):
+    path = source.with_name("stages.toml")
+    path.write_text(text)
+    pipeline = read_pipeline(path)
+    configuration = {"model": "fake", "pipeline": pipeline.text}
+    return run_stages(
+        settings(source, output, **{"configuration": configuration, **changes}),
+        model or fake.FakeModel(),
+        pipeline,
+        max_position=lambda: 512,
+        seed=0,
+        keeps_stages=keeps,
+        progress=Progress(is_quiet=True),
+        disk=disk,
+    )
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    path = tmp_path / "in.jsonl"
+    lines = [json.dumps(line) for line in LINES]
+    path.write_text("\n".join([*lines[:2], "{broken", "", *lines[2:]]))
+    return path
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+
+
+def codes(path: Path) -> list[str | None]:
+    errors = [
+        record["error"] or record["response"]["body"].get("error") or {} for record in records(path)
+    ]
+    return [error.get("code") for error in errors]
+
+
+def test_each_row_is_its_last_answer_or_the_error_that_ended_it(source, tmp_path):
+    output, model = tmp_path / "out.jsonl", fake.FakeModel()
+    assert run(source, output, model, keeps=True) == 1
+    bad = ["template_error", "invalid_line", "nonfinite_logits", "duplicate_custom_id"]
+    assert codes(output) == [None, None, "invalid_json", *[None] * 4, *bad]
+    assert model.num_builds == 1
+    folder = tmp_path / "out.jsonl.stages"
+    drafts = {record["custom_id"]: record for record in records(folder / "1-draft.jsonl")}
+    asked = {record["custom_id"]: record for record in records(folder / "2-revise.in.jsonl")}
+    draft = drafts["q3"]["response"]["body"]["choices"][0]["text"]
+    assert asked["q3"]["body"]["prompt"] == f"prompt 3: {draft} none"
+    assert list(asked) == [f"q{i}" for i in range(6)]
+    revised = {record["custom_id"]: record for record in records(folder / "2-revise.jsonl")}
+    answered = [record for record in records(output) if record["custom_id"] in revised]
+    # the second row of this id is an error
+    assert answered[:-1] == list(revised.values()) and answered[-1]["custom_id"] == "q1"
+
+
+def test_the_manifest_counts_rows_by_outcome_and_stage(source, tmp_path):
+    output = tmp_path / "out.jsonl"
+    run(source, output)
+    manifest = read_manifest(output)
+    assert (manifest["rows"]["total"], manifest["rows"]["ok"]) == (11, 6)
+    draft, revise = manifest["stages"]
+    assert draft["name"] == "draft" and revise["name"] == "revise"
+    before = {"duplicate_custom_id": 1, "invalid_json": 1, "invalid_line": 1}
+    assert draft["errors_before"] == before
+    assert revise["errors_before"] == {"template_error": 1}
+    assert draft["rows"]["errors_by_code"] == {"nonfinite_logits": 1}
+    assert revise["rows"]["total"] == revise["rows"]["ok"] == 6
+    assert manifest["output_tokens"] == draft["output_tokens"] + revise["output_tokens"]
+    assert manifest["input"]["rows"] == 11
+    assert list(tmp_path.glob("out.jsonl*")) == [output, tmp_path / "out.jsonl.manifest.json"]
+
+
+def test_a_template_that_fails_ends_its_row_with_stage_and_field(source, tmp_path):
+    output = tmp_path / "out.jsonl"
+    text = STAGES.replace("row.topic | default('none')", "row.topic")
+    run(source, output, text=text)
+    error = records(output)[0]["response"]["body"]["error"]
+    assert error["code"] == "template_error"
+    assert error["message"].startswith("stage revise, prompt: the template failed: UndefinedError")
+    assert read_manifest(output)["stages"][1]["errors_before"] == {"template_error": 7}
+
+
+def test_a_crash_at_any_disk_operation_changes_nothing_in_the_end(source, tmp_path):
+    run(source, tmp_path / "whole.jsonl")
+    expected = masked(tmp_path / "whole.jsonl")
+    counter = FaultyDisk(0)
+    run(source, tmp_path / "count.jsonl", disk=counter)
+    for at in range(1, counter.calls + 1, 7):
+        output = tmp_path / f"{at}.jsonl"
+        with pytest.raises(Crash):
+            run(source, output, disk=FaultyDisk(at, Crash(), tear=at % 2 == 0))
+        assert run(source, output) == 1
+        assert masked(output) == expected, f"after a crash at operation {at}"
+        assert not (tmp_path / f"{at}.jsonl.stages").exists()
+
+
+def test_parts_merge_to_the_output_of_the_whole_job(source, tmp_path):
+    parts = [tmp_path / f"part{i}.jsonl" for i in range(2)]
+    for i, part in enumerate(parts):
+        run(source, part, part=Part(i, 2))
+    run(source, tmp_path / "whole.jsonl")
+    merge(parts, tmp_path / "merged.jsonl", progress=Progress(is_quiet=True))
+    assert masked(tmp_path / "merged.jsonl") == masked(tmp_path / "whole.jsonl")
+    merged, whole = (read_manifest(tmp_path / f"{name}.jsonl") for name in ("merged", "whole"))
+    assert merged["rows"] == whole["rows"]
+    assert merged["plan"] == whole["plan"]
+
+
+def test_a_complete_job_does_nothing_and_a_changed_one_is_refused(source, tmp_path):
+    output, model = tmp_path / "out.jsonl", fake.FakeModel()
+    run(source, output)
+    before = output.read_bytes()
+    assert run(source, output, model) == 1
+    assert (model.num_texts, model.num_builds) == (0, 0) and output.read_bytes() == before
+    changed = STAGES.replace("max_tokens = 4", "max_tokens = 5")
+    with pytest.raises(UnusableFile, match=r"pipeline: there[\s\S]*--restart"):
+        run(source, output, text=changed)
+    assert run(source, output, text=changed, restart=True) == 1
+
+
+@pytest.mark.parametrize("operations", [36, 90])
+def test_an_input_or_a_stage_that_changes_in_between_is_refused(source, tmp_path, operations):
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(Crash):
+        run(source, output, disk=FaultyDisk(operations, Crash()))
+    errors = (JournalError, UnusableFile)
+    with pytest.raises(errors, match="pipeline: there"):
+        run(source, output, text=STAGES.replace("none", "nothing"))
+    lines = source.read_text().split("\n")
+    source.write_text("\n".join([lines[1], lines[0], *lines[2:]]))
+    with pytest.raises(errors, match="input of the stages: there"):
+        run(source, output)
+
+
+def test_error_rows_may_have_a_file_of_their_own(source, tmp_path):
+    output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    run(source, output, error_file=errors)
+    assert codes(output) == [None] * 6 and len(codes(errors)) == 5 and all(codes(errors))
+
+
+def test_an_input_among_the_files_of_stages_is_refused(source, tmp_path):
+    output, folder = tmp_path / "out.jsonl", tmp_path / "out.jsonl.stages"
+    run(source, output, keeps=True)
+    with pytest.raises(UnusableFile, match="in the folder for the files of stages"):
+        run(folder / "1-draft.jsonl", output)
+
+
+@pytest.mark.parametrize("given", [None, 40])
+def test_bounds_cover_the_prompts_that_stages_ask(source, tmp_path, given):
+    text = STAGES.replace('"revise"', f'"revise"\nmax_prompt_tokens = {given}') if given else STAGES
+    (tmp_path / "stages.toml").write_text(text)
+    job = settings(source, tmp_path / "out.jsonl")
+    with ExitStack() as opened:
+        renderers = open_renderers(read_pipeline(tmp_path / "stages.toml"), opened)
+        summary = measure_stages(job, fake.FakeModel(), renderers, 512, lambda count: None)
+    need = {row.custom_id: row.requirements for row in summary.rows if row.requirements}
+    assert need["q2 in stage draft"].prompt_length == len("prompt 2")
+    placeholder, longest_answer = 4, 16
+    expected = len("prompt 2: ") + placeholder + len(" none") + longest_answer
+    assert need["q2 in stage revise"].prompt_length == given or expected
+    lines = {row.custom_id: row.line_number for row in summary.rows}
+    assert lines["q2 in stage revise"] == 5
+    # all but the tokens directly before the answer count as shared
+    table, place = summary.prefixes, [row.custom_id for row in summary.rows]
+    assert all(
+        shared == 0 or re.search("draft", place[row])
+        for row, shared in zip(table.rows.tolist(), table.shared.tolist(), strict=True)
+    )
