@@ -14,6 +14,7 @@ Knows nothing of token ids, devices or seconds. Guarantees: every chosen prefix 
 of at least the minimum number of rows; if the minimum is 2, no set of prefixes saves more tokens.
 """
 
+import math
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .grid_defaults import GridDefaults, round_up
 from .prefix_grid import PlannedPrefix, PrefixGrid
 from .prefix_table import PrefixTable
+
+GROUPS = (1, 2, 3, 4, 6, 8)
+"""Numbers of groups of slots that are tried, times the pieces into which a layout splits slots."""
+MIN_FILLED = 1 / 2
+"""The smallest number of rows of a planned prefix, as a share of the slots of a group."""
+PREFIX_CHUNK, PREFIX_STEP = 256, 64
+"""Tokens of a call that computes a planned prefix: at most, and in steps of."""
 
 
 class _Step(NamedTuple):
@@ -118,6 +127,25 @@ class _Node:
             self.limit = length
             self.steps[:num_passed] = [_Step(length, slope, value - saved)]
             self.saved, self.num_left = saved, 0
+
+
+def prefix_grids(
+    table: PrefixTable, prompt_lengths: np.ndarray, slots: int, defaults: GridDefaults
+) -> Iterator[PrefixGrid]:
+    """The planned prefixes for each number of groups of about `slots` slots in all."""
+    if not len(table.hashes):
+        return
+    for number in GROUPS:
+        groups = number * defaults.slot_multiple
+        min_rows = max(2, math.ceil(MIN_FILLED * slots / groups))
+        shared = choose_prefixes(table, prompt_lengths, min_rows)
+        if not shared or (number > 1 and len(shared) < groups):
+            continue
+        longest = max(prefix.length for prefix in shared)
+        step = math.lcm(PREFIX_STEP, defaults.length_multiple, defaults.span_multiple)
+        num_calls = math.ceil(longest / max(PREFIX_CHUNK, step))
+        chunk = round_up(math.ceil(longest / num_calls), step)
+        yield PrefixGrid(groups, chunk * num_calls, chunk, tuple(shared), defaults.batch_multiple)
 
 
 def choose_prefixes(

@@ -33,6 +33,8 @@ from ..grids.bucket_search import cheapest_cuts
 from ..grids.default_grid import SPAN_STEP, RowShape, slot_use
 from ..grids.grid_defaults import GridDefaults, round_up
 from ..grids.prefill_ladder import with_small_calls
+from ..grids.prefix_choice import prefix_grids, prefixes_of_rows
+from ..grids.prefix_grid import PrefixGrid
 from ..grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ..grids.span_slots import SlotUse, with_ragged_slots
 from .compile_time import NO_TIME, GraphSeconds
@@ -143,6 +145,7 @@ class CandidateGrids:
         if not rows:
             raise ValueError("workload: expected at least one row that fits the model, got none.")
         self._rows, self._cost, self._defaults = rows, cost, defaults
+        self._max_position = max_position
         self._score = any(row.need.is_scored for row in rows)
         self._only_scores = all(row.need.is_only_scored for row in rows)
         self._budget = budget.with_affordable_graphs(score=self._score)
@@ -199,6 +202,31 @@ class CandidateGrids:
         )
         grids = (self._chunked(*choice) for choice in choices)
         return self._within_budget(grid for grid in grids if grid is not None)
+
+    def prefix_candidates(self, slots: int) -> Iterator[Candidate]:
+        """Candidates with planned prefixes for groups of about `slots` slots in all.
+
+        Their bounds leave out the work of the prefixes, and allow any padding.
+        """
+        if self._score:
+            return
+        for prefixes in prefix_grids(self._table, self._prompts, slots, self._defaults):
+            for candidate in self._after(prefixes).whole_prompt_candidates():
+                if candidate.grid.span_slots is None:
+                    grid = replace(candidate.grid, prefixes=prefixes)
+                    if self._fits_memory(grid):
+                        yield replace(candidate, grid=grid, padding=0.0)
+
+    def _after(self, prefixes: PrefixGrid) -> "CandidateGrids":
+        """The candidates for the rows without the planned prefixes that they begin with."""
+        planned = prefixes_of_rows(self._table, self._prompts, prefixes)
+        rows = [
+            row.after(prefix.length if prefix else 0)
+            for row, prefix in zip(self._rows, planned, strict=True)
+        ]
+        multiple = math.lcm(self._defaults.slot_multiple, prefixes.groups)
+        defaults = replace(self._defaults, slot_multiple=multiple)
+        return CandidateGrids(rows, self._max_position, self._cost, self._budget, defaults)
 
     @property
     def min_bytes(self) -> int:
@@ -257,6 +285,8 @@ class CandidateGrids:
 
     def bound(self, grid: BucketGrid) -> float:
         """A lower bound of the seconds of any schedule over a grid, its build included."""
+        if grid.prefixes is not None:
+            return self._after(grid.prefixes).bound(replace(grid, prefixes=None))
         return self._candidate(grid).bound
 
     def _candidate(self, grid: BucketGrid) -> Candidate:

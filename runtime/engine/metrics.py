@@ -15,6 +15,11 @@ from ...compile.grids.prefix_grid import PrefixGrid
 from .expert_use import ExpertTotals
 
 
+def prefix_bucket(prefixes: PrefixGrid) -> PrefillBucket:
+    """The shape under which the calls that compute planned prefixes are counted."""
+    return PrefillBucket(prefixes.length, prefixes.batch, prefixes.chunk)
+
+
 @dataclass
 class PrefillUse:
     """Counters of one prefill bucket."""
@@ -87,7 +92,7 @@ class EngineMetrics:
     def count_prefix(self, prefixes: PrefixGrid, real_tokens: int, *, seconds: float) -> None:
         """Count one call that computed a piece of a planned prefix."""
         self.count_prefill(
-            PrefillBucket(prefixes.length, prefixes.batch, prefixes.chunk),
+            prefix_bucket(prefixes),
             is_scored=False,
             rows=1,
             real_tokens=real_tokens,

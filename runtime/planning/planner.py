@@ -10,9 +10,10 @@ from functools import cached_property
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
-from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
+from ...compile.planning.candidates import Budget, Candidate, CandidateGrids, ExpectedRow
 from ...compile.planning.cost import CostModel
 from ...compile.planning.other_grids import hand_picked
+from ..errors import NoPlanFits
 from .sample import ROWS_TO_PREDICT, ROWS_TO_SEARCH, Sample, SampleUncertainty
 from .search import MAX_SIMULATED_GRIDS, SearchResult, SimulatedGrid, find_best_grid, simulate_grid
 
@@ -48,18 +49,23 @@ class Planner:
     on_simulated: Callable[[SimulatedGrid], None] = lambda simulated: None
     table: PrefixTable = NOTHING_SHARED
     """The common beginnings of the rows."""
+    may_group: bool = False
+    """Whether groups of slots may share planned prefixes."""
     compared: Mapping[str, BucketGrid] = field(default_factory=dict)
     """Grids to compare with the best one, by name."""
 
     def plan(self) -> PlanResult:
         """Search for the best grid, and simulate the grids to compare with it."""
         search = self._search()
+        whole = search.best.grid
+        if self.may_group:
+            search = self._with_prefixes(search)
         best = search.best.grid
         if not self._prediction_sample.is_whole:
             search = replace(search, best=self._simulate(best))
         max_prompt = max(row.need.prompt_length for row in self.rows)
         tokens = self.defaults.tokens_per_prefill
-        compared = {**self.compared, **hand_picked(best, max_prompt, tokens)}
+        compared = {**self.compared, **hand_picked(whole, max_prompt, tokens)}
         others = {name: self._simulate(grid) for name, grid in compared.items()}
         uncertainty = self._prediction_sample.uncertainty(search.best, self.cost)
         return PlanResult(search, others, uncertainty)
@@ -69,6 +75,24 @@ class Planner:
         candidates = [] if self.must_chunk else list(grids.whole_prompt_candidates())
         if self.may_chunk:
             candidates += grids.chunk_candidates()
+        return self._fastest(candidates)
+
+    def _with_prefixes(self, search: SearchResult) -> SearchResult:
+        """The result of the search, or that of the search among grids with planned prefixes."""
+        grids = self._grids(self.rows, self.table)
+        candidates = list(grids.prefix_candidates(search.best.grid.decode_slots))
+        try:
+            grouped = self._fastest(candidates)
+        except NoPlanFits:
+            return search
+        best = min(search, grouped, key=lambda result: result.best.seconds)
+        return replace(
+            best,
+            num_simulated=search.num_simulated + grouped.num_simulated,
+            num_candidates=search.num_candidates + grouped.num_candidates,
+        )
+
+    def _fastest(self, candidates: Sequence[Candidate]) -> SearchResult:
         return find_best_grid(
             candidates,
             self._search_sample.rows,

@@ -224,6 +224,7 @@ def _planner(
         on_simulated=report,
         compared=_grids_of_run(workload),
         table=workload.prefixes,
+        may_group=options.chunks != "always" and options.max_length is None,
     )
 
 

@@ -18,7 +18,7 @@ from ...compile.planning.cost import CostModel
 from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import sent_by_axes
 from ...sharding.call import Call
-from ..engine.metrics import DecodeUse, PrefillUse
+from ..engine.metrics import DecodeUse, PrefillUse, prefix_bucket
 from ..files.disk import Disk, replace_file
 from . import pictures
 from .compiled_layouts import PlannedLayout
@@ -82,6 +82,11 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
     best, cost = prediction.result.best, prediction.cost
     grid, metrics = best.grid, best.simulation.metrics
     entries = []
+    if (prefixes := grid.prefixes) is not None:
+        use = metrics.prefill.get(str(prefix_bucket(prefixes)), PrefillUse())
+        figures = _graph(CompiledGraphs.PREFIX, use, use.calls, use.real_tokens)
+        evidence = _evidence(prediction, CompiledGraphs.PREFIX)
+        entries.append(figures | _estimate(cost, prefixes.call) | evidence)
     for bucket, is_scored in product(grid.prefill, grid.prefill_kinds):
         kind = " scored" * is_scored
         use = metrics.prefill.get(f"{bucket}{kind}", PrefillUse())

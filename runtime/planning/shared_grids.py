@@ -20,8 +20,7 @@ import numpy as np
 from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.grids.default_grid import RowShape, with_chunks
 from ...compile.grids.grid_defaults import GridDefaults, round_up
-from ...compile.grids.prefix_choice import choose_prefixes, prefixes_of_rows
-from ...compile.grids.prefix_grid import PrefixGrid
+from ...compile.grids.prefix_choice import prefix_grids, prefixes_of_rows
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.planning.candidates import ExpectedRow
 from ...compile.planning.graph_prices import GraphPrices
@@ -40,14 +39,8 @@ CHUNKS = (
     (32, 256),
     (64, 256),
 )
-GROUPS = (1, 2, 3, 4, 6, 8)
-"""Numbers of groups of slots that are tried, times the pieces into which a layout splits slots."""
-MIN_FILLED = 1 / 2
-"""The smallest number of rows of a planned prefix, as a share of the slots of a group."""
 MORE_SLOTS = 2
 """Factor of the slots that are tried as well: with short rows of their own, slots are small."""
-PREFIX_CHUNK, PREFIX_STEP = 256, 64
-"""Tokens of a call that computes a planned prefix: at most, and in steps of."""
 MIN_SHARE = 0.1
 """The share of the prompts' tokens that must be shared for grids that share to be tried."""
 MAX_SHARE_OF_SECONDS = 0.85
@@ -132,27 +125,16 @@ def _prefix_grids(
 ) -> Iterator[BucketGrid]:
     """Grids in which groups of slots share planned prefixes."""
     lengths = np.array([row.need.prompt_length for row in rows], np.int64)
-    if whole.score or not len(table.hashes):
+    if whole.score:
         return
-    for number in GROUPS:
-        groups = number * defaults.slot_multiple
-        min_rows = max(2, math.ceil(MIN_FILLED * whole.decode_slots / groups))
-        shared = choose_prefixes(table, lengths, min_rows)
-        if not shared or (number > 1 and len(shared) < groups):
-            continue
-        longest = max(prefix.length for prefix in shared)
-        step = math.lcm(PREFIX_STEP, defaults.length_multiple, defaults.span_multiple)
-        num_calls = math.ceil(longest / max(PREFIX_CHUNK, step))
-        chunk = round_up(math.ceil(longest / num_calls), step)
-        prefixes = PrefixGrid(
-            groups, chunk * num_calls, chunk, tuple(shared), defaults.batch_multiple
-        )
+    for prefixes in prefix_grids(table, lengths, whole.decode_slots, defaults):
+        groups = prefixes.groups
         planned = prefixes_of_rows(table, lengths, prefixes)
         own = [
             row.after(prefix.length if prefix else 0).need
             for row, prefix in zip(rows, planned, strict=True)
         ]
-        num_rows = sorted(Counter(planned).values())[len(shared) // 2]
+        num_rows = sorted(Counter(planned).values())[len(prefixes.shared) // 2]
         for max_slots in (whole.decode_slots, MORE_SLOTS * whole.decode_slots):
             size = max_slots // groups or 1
             # groups in which the rows of a usual prefix take all slots the same number of times

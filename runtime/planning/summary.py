@@ -58,7 +58,7 @@ def _shared_lines(report: Mapping[str, Any]) -> list[str]:
     if not (saved := report["shared_prefixes"]["saved_tokens"]):
         return []
     share = saved / report["workload"]["prompt_tokens"]
-    return [f"shared     {saved} prompt tokens ({share:.1%}) are copied from other rows"]
+    return [f"shared     {saved} prompt tokens ({share:.1%}) are not computed again"]
 
 
 def _graphs(graphs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

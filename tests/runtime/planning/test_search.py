@@ -6,12 +6,14 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from related_prompts import table_of
 from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults
+from noria.compile.grids.prefix_table import PrefixTable
 from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from noria.compile.planning.compile_time import GraphSeconds
 from noria.compile.planning.cost import CostModel
@@ -65,6 +67,54 @@ def test_the_best_of_the_family_is_found_without_trying_all_of_it(seed):
     every = [simulate_grid(candidate.grid, rows, COST, budget).seconds for candidate in found]
     assert search.best.seconds == min(every)
     assert search.num_simulated < search.num_candidates == len(found)
+
+
+def prompts_of(seed: int, shared: int) -> tuple[list[ExpectedRow], PrefixTable]:
+    """Return rows that begin with one of two beginnings, and what they share."""
+    rng = np.random.default_rng(seed)
+    beginnings = rng.integers(0, 99, (2, shared)).tolist()
+    prompts = [beginnings[row % 2] + rng.integers(0, 99, 4 + row % 9).tolist() for row in range(60)]
+    table, _ = table_of(prompts)
+    return [ExpectedRow(RowShape(len(prompt), 5, 1), 4) for prompt in prompts], table
+
+
+def grids_of(rows, table, budget=None) -> CandidateGrids:
+    return CandidateGrids(
+        rows, CONFIG.max_position, COST, budget or Budget(), GridDefaults(), table
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_schedule_with_planned_prefixes_comes_below_its_bound(seed):
+    rows, table = prompts_of(seed, shared=64)
+    budget = Budget(graph_seconds=GraphSeconds(0.003, 0.003))
+    grids = grids_of(rows, table, budget)
+    found = list(grids.prefix_candidates(slots=16))
+    assert {candidate.grid.prefixes.groups for candidate in found} == {1, 2}
+    for candidate in found[seed::9]:
+        tried = simulate_grid(candidate.grid, rows, COST, budget, table=table)
+        assert tried.seconds >= candidate.bound * (1 - 1e-9)
+        assert grids.bound(candidate.grid) == candidate.bound
+        assert tried.simulation.metrics.saved_tokens > 0.8 * 64 * len(rows)
+
+
+def test_planned_prefixes_are_in_a_plan_if_they_save_seconds_and_fit():
+    rows, table = prompts_of(0, shared=64)
+    plans = [
+        planner(rows, table=table, may_group=may_group, may_chunk=False).plan()
+        for may_group in (False, True)
+    ]
+    apart, grouped = (plan.best for plan in plans)
+    assert apart.grid.prefixes is None
+    assert grouped.grid.prefixes is not None
+    assert grouped.seconds < 0.5 * apart.seconds
+    assert plans[1].search.num_candidates > plans[0].search.num_candidates
+    without = replace(grouped.grid, prefixes=None)
+    room = COST.work.parameter_bytes + COST.work.grid_bytes(without)
+    found = grids_of(rows, table, Budget(memory_bytes=room)).prefix_candidates(slots=16)
+    assert grouped.grid not in [candidate.grid for candidate in found]
+    shared, _ = prompts_of(0, shared=16)
+    assert planner(shared, may_group=True).plan().best.grid.prefixes is None
 
 
 def test_positions_that_a_layout_does_not_divide_are_left_out_of_every_candidate():

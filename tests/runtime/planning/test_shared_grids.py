@@ -10,6 +10,7 @@ from related_prompts import table_of
 from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel, model_sizes
+from noria.compile.grids import prefix_choice
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import RowShape, derive_grid
 from noria.compile.grids.grid_defaults import GridDefaults
@@ -69,10 +70,16 @@ def choose(rows, table, defaults: GridDefaults | None = None) -> tuple[BucketGri
     return whole, with_sharing(whole, rows, table, defaults, PRICES, derive)
 
 
+def leave_out(monkeypatch, kind: str) -> None:
+    """Try no grids that share in this way."""
+    module, name = {"chunks": (shared_grids, "CHUNKS"), "prefixes": (prefix_choice, "GROUPS")}[kind]
+    monkeypatch.setattr(module, name, ())
+
+
 @pytest.fixture(params=["chunks", "prefixes"])
 def kind(request, monkeypatch) -> str:
     """Leave one way to share."""
-    monkeypatch.setattr(shared_grids, "GROUPS" if request.param == "chunks" else "CHUNKS", ())
+    leave_out(monkeypatch, "prefixes" if request.param == "chunks" else "chunks")
     return request.param
 
 
@@ -104,7 +111,7 @@ def test_the_faster_way_to_share_is_taken(monkeypatch):
         _, chosen = choose(rows, table)
         assert shares(chosen, kind)
         with monkeypatch.context() as patch:
-            patch.setattr(shared_grids, "GROUPS" if kind == "prefixes" else "CHUNKS", ())
+            leave_out(patch, kind)
             _, other = choose(rows, table)
         assert seconds_of(chosen, rows, table) < seconds_of(other, rows, table)
 
