@@ -27,7 +27,9 @@ _REQUIRED = {"schema", "target", "model", "buckets"}
 _OPTIONAL = {*_LAYOUT_KEYS, "experts", "attention", "max_length_reason"}
 _RESERVED = {"adapters"}
 DTYPES = ("float32", "bfloat16")
-_RESERVED_NUMBERS = {"activations", "cache"}
+CACHES = {FLOAT: None, "int8": "int8", "float8": "float8_e4m3fn"}
+"""The dtype of codes of the cache, by its name in a plan; None for float."""
+_RESERVED_NUMBERS = {"activations"}
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,18 @@ class Numbers:
     """Exceptions by parameter path: a pattern, such as `layers.0.*` or `*.mlp.down`, and a table
     with its own `weights` and `group`, such as `{weights = "int8", group = 0}`. The last rule that
     matches a parameter decides."""
+    cache: str = FLOAT
+    """The keys and values of the cache: `float` for `dtype` (on the CPU always float32), or codes
+    with a scale for each token and head, `int8` or `float8` (e4m3)."""
 
     def __post_init__(self):
         """Refuse an unknown dtype or format."""
         if self.dtype not in DTYPES:
             raise ValueError(f"numbers.dtype: expected {' or '.join(DTYPES)}, got {self.dtype!r}.")
         _check_format("numbers", self.weights, self.group)
+        if self.cache not in CACHES:
+            known = ", ".join(CACHES)
+            raise ValueError(f"numbers.cache: expected one of {known}, got {self.cache!r}.")
         if not isinstance(self.rules, Mapping):
             raise ValueError(f"numbers.rules: expected a table, got {self.rules!r}.")
         for pattern, rule in self.rules.items():
@@ -100,10 +108,15 @@ class Numbers:
         )
         return WeightRules(_format(self.weights, self.group), tuple(rules))
 
+    @property
+    def cache_codes(self) -> str | None:
+        """The dtype of cache entries in codes; None for float entries."""
+        return CACHES[self.cache]
+
     def to_table(self) -> dict[str, Any]:
         """The table `[numbers]`; keys that have their defaults are left out."""
         table = asdict(self)
-        defaults = {"weights": FLOAT, "group": 0, "rules": {}}
+        defaults = {"weights": FLOAT, "group": 0, "rules": {}, "cache": FLOAT}
         return {key: value for key, value in table.items() if value != defaults.get(key)}
 
     @classmethod
@@ -113,7 +126,7 @@ class Numbers:
         Raises:
           ValueError: A key is wrong, missing or reserved; the error names it.
         """
-        optional = {"weights", "group", "rules"}
+        optional = {"weights", "group", "rules", "cache"}
         check_keys("[numbers]", table, {"dtype"}, optional, reserved=_RESERVED_NUMBERS)
         return cls(**table)
 
@@ -148,7 +161,7 @@ class Plan:
     model: PlannedModel
     """The model, and how its layers run."""
     numbers: Numbers
-    """The dtype of the run, and the format of its weights."""
+    """The dtype of the run, and the formats of its weights and of its cache."""
     buckets: BucketGrid
     """The shapes of all graphs."""
     layout: Layout | None = None

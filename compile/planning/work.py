@@ -306,7 +306,12 @@ class Work:
     def _sent(self, call: Call) -> Sent:
         num_shards = self.layout.mesh.num_shards
         collectives = communication.predict_collectives(
-            self.config, self.layout, call, self._itemsize, self._weight_bytes
+            self.config,
+            self.layout,
+            call,
+            self._itemsize,
+            self._weight_bytes,
+            self.model.arrangement.cache_codes,
         )
         return sum_by_key(
             (
