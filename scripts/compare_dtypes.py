@@ -46,8 +46,9 @@ def main() -> None:
     lines = options.prompts.read_text(encoding="utf-8").splitlines()[: options.rows]
     conversations = [json.loads(line)["body"]["messages"] for line in lines]
     grid = grid_of(len(lines), LONGEST_PROMPT + options.max_tokens)
-    asked = Numbers(options.dtype, options.weights, options.group, cache=options.cache)
-    both = REFERENCE, asked
+    names = ("weights", "group", "cache", "activations")
+    asked = {name: getattr(options, name) for name in names}
+    both = REFERENCE, Numbers(options.dtype, **asked)
     reference, compared = (load(options.model, numbers, grid) for numbers in both)
     figures = compare(reference, compared, conversations, options.max_tokens)
     rows = answered(reference, conversations, options.max_tokens)
@@ -307,6 +308,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--weights", default="float", help="format of weights to compare (float)")
     parser.add_argument("--group", type=int, default=0, help="input features that share a scale")
     parser.add_argument("--cache", default="float", help="format of cache to compare (float)")
+    parser.add_argument("--activations", default="float", help="activations to compare (float)")
     parser.add_argument("--output", type=Path, help="JSON file; a table (.md) is written, too")
     return parser.parse_args()
 

@@ -139,9 +139,11 @@ class CostModel:
             self._known[call] = self._estimate(call)
         return self._known[call]
 
-    def roofline(self, flops: float, num_bytes: float, sent: Sent) -> float:
+    def roofline(
+        self, flops: float, num_bytes: float, sent: Sent, int8_flops: float = 0.0
+    ) -> float:
         """Seconds of this work as one part, by peaks alone."""
-        part = Part("all", flops, num_bytes, sent)
+        part = Part("all", flops, int8_flops, num_bytes, sent)
         return self._local(part, KindFactors())[0] + self._network(part)
 
     def _estimate(self, call: Call) -> Estimate:
@@ -170,7 +172,9 @@ class CostModel:
 
     def _local(self, part: Part, kind_factors: KindFactors) -> tuple[float, str]:
         """Seconds of a part on its device before its own factor, and their limit."""
-        compute = part.flops / self._peak
+        compute = (part.flops - part.int8_flops) / self._peak
+        if part.int8_flops:
+            compute += part.int8_flops / self.hardware.peak("int8")
         memory = kind_factors.memory * part.bytes / self.hardware.memory_rate
         return (compute, "compute") if compute >= memory else (memory, "memory")
 

@@ -1,5 +1,6 @@
 """Decode programs for TPU read codes as they are: none is widened or dequantised in memory."""
 
+import re
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ MOST_BYTES = 1.10
 
 
 def read_decode(model: AbstractModel, layout: Layout, grid: BucketGrid, span: int):
-    """Return the report of the decode program of the longest span, and the bytes it needs."""
+    """Return the report of the longest decode program, the bytes it needs, and its text."""
     target = find_target("tpu:v5e:2x4")
     placement = target.placement(layout)
     graphs = plan_graphs(model, grid, placement, jnp.dtype("bfloat16"))
@@ -46,7 +47,7 @@ def read_decode(model: AbstractModel, layout: Layout, grid: BucketGrid, span: in
     _, text, _ = compile_with_text(decode)
     assert text is not None
     report = read_report(text, target.platform, dict(placement.mesh.shape))
-    return report, Work(model, "bfloat16", layout).needed(grid.decode_call(span))
+    return report, Work(model, "bfloat16", layout).needed(grid.decode_call(span)), text
 
 
 @pytest.mark.tpu_compile
@@ -56,7 +57,7 @@ def test_decode_moves_little_more_than_its_codes_and_scales(form, scan_layers):
     layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
     arrangement = arrangement_of(layout, "tpu", LAYERS_OF_8B, scan_layers)
     model = AbstractModel(LAYERS_OF_8B, arrangement, WeightRules(form))
-    report, needed = read_decode(model, layout, GRID, 512)
+    report, needed, _ = read_decode(model, layout, GRID, 512)
     codes = 2 * 4096 * (4096 * 2 + 1024 * 2 + 3 * 14336) * (1 if form.codes == "int8" else 0.5)
     assert codes / 8 < needed.weights < codes / 8 * 1.25 + 16384 * 4096 * 2 / 8 * 1.01
     assert Evidence(report, needed).ratio < MOST_BYTES
@@ -65,17 +66,34 @@ def test_decode_moves_little_more_than_its_codes_and_scales(form, scan_layers):
 
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize(
-    ("config", "readings"), [(ONE_LAYER, 1), (LATENTS, 2)], ids=["heads", "latents"]
+    ("config", "readings"),
+    [
+        pytest.param(ONE_LAYER, 1, id="heads"),
+        pytest.param(LATENTS, 2, id="latents", marks=pytest.mark.slow),
+    ],
 )
 def test_decode_reads_a_cache_in_codes_as_it_is(config, readings):
     """Latents are read twice, as keys and as values, whether they are in codes or not."""
     layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
     grid = BucketGrid(1024, ((128, 4),), 128, (512, 1024), steps_per_call=4)
     arrangement = arrangement_of(layout, "tpu", config, cache_codes="int8")
-    report, needed = read_decode(AbstractModel(config, arrangement), layout, grid, 1024)
+    report, needed, _ = read_decode(AbstractModel(config, arrangement), layout, grid, 1024)
     entries, heads = 128 * 1024, 1 if config.latent is None else 0
     # one head of keys and values, or the latent padded to whole lanes; two scales in bfloat16
     assert needed.cache == entries * ((2 * 128 if heads else 640) + 2 * 2)
     wanted = needed.total + (readings - 1) * needed.cache
     assert report.step.bytes_moved < MOST_BYTES * wanted
     assert report.step.converted_bytes == report.step.copied_bytes == report.step.loop_turns == 0
+
+
+@pytest.mark.tpu_compile
+def test_products_with_int8_activations_multiply_integers():
+    layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
+    rules = WeightRules(WeightFormat("int8"), rounds_activations=True)
+    model = AbstractModel(ONE_LAYER, arrangement_of(layout, "tpu", ONE_LAYER), rules)
+    report, needed, text = read_decode(model, layout, GRID, 512)
+    products = re.findall(r"= (\w+)\[[\d,]*\]\S* convolution\(", text)
+    # of queries, keys and values, of the output of attention, of gate and up, and of down
+    assert products.count("s32") == 4, products
+    assert Evidence(report, needed).ratio < MOST_BYTES
+    assert report.step.converted_bytes == 0

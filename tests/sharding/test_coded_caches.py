@@ -117,8 +117,10 @@ def test_entries_are_predicted_to_be_sent_as_codes_and_scales():
     config, layout = config_of("qwen2"), layout_of("ring")
     call = Call("chunk", 1, 8, 8, segments=((1, 64),))
 
-    def passed(codes: str | None) -> list[int]:
-        found = predict_collectives(config, layout, call, 4, cache_codes=codes)
-        return sorted(x.num_bytes for x in found if x.kind == "collective-permute")
-
-    print(passed(None), passed(INT8))
+    found = predict_collectives(config, layout, call, 4, cache_codes=INT8)
+    passed = {x.num_bytes: x.times for x in found if x.kind == "collective-permute"}
+    # eight heads of eight features: of eight entries and their positions, and of one new token
+    codes, scales, positions, new, position = 512, 256, 32, 256, 4
+    times = 7 * config.num_layers
+    assert scales == new
+    assert passed == {codes: 2 * times, scales: 4 * times, positions: times, position: times}
