@@ -148,6 +148,19 @@ class AbstractModel:
                 average[single] = num_bytes / math.prod(abstract[name].shape)
         return average
 
+    def integer_products(self) -> frozenset[str]:
+        """The weights whose products multiply integers, by dotted path of a single layer.
+
+        Experts are left out: their products do not round activations.
+        """
+        return frozenset(
+            single
+            for name, quantisation in self.quantisations.items()
+            if quantisation.rounds_activations
+            and not self._variables[name][1].get_metadata()["is_sliced_once"]
+            for single in single_layer_names(name)
+        )
+
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
         """Logical axes of each parameter by dotted path; a leading layer axis has the name ""."""
         by_name = {}

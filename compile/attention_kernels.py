@@ -142,6 +142,8 @@ def choose_kernels(
     placement: Placement,
     dtype: jnp.dtype,
     plan: AttentionPlan = AUTO_ATTENTION,
+    *,
+    has_codes: bool = False,
 ) -> AttentionChoices:
     """Choose the kernel of every graph.
 
@@ -151,6 +153,7 @@ def choose_kernels(
       placement: The layout and the platform.
       dtype: Dtype of activations.
       plan: Kernels that the plan names.
+      has_codes: Whether the entries of the cache are in codes.
 
     Raises:
       ValueError: A named kernel cannot serve a graph; the error says why.
@@ -165,10 +168,13 @@ def choose_kernels(
         num_segments = grid.num_segments(bucket.length)
         return _chunk_call(config, dtype, bucket.chunk, grid.decode_spans, num_segments, placement)
 
-    prompts = {bucket.tokens: call_of(bucket) for bucket in grid.prefill}
+    prompts = {
+        bucket.tokens: replace(call_of(bucket), has_codes=has_codes) for bucket in grid.prefill
+    }
     prefix = None
     if (prefixes := grid.prefixes) is not None:
         call = _chunk_call(config, dtype, prefixes.chunk, [prefixes.length], 1, placement)
+        call = replace(call, has_codes=has_codes)
         prefix = choose(call, placement.platform, "prefill", plan.prefill)
     prefill = {
         tokens: choose(call, placement.platform, "prefill", plan.prefill)

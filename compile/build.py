@@ -178,7 +178,10 @@ class _GraphPlanner:
         platform, kind = placement.platform, placement.mesh.devices.flat[0].device_kind
         self._dispatch = {phase: experts.dispatch(phase, platform, kind) for phase in PHASES}
         self._dispatch["chunk"] = self._dispatch["prefill"]
-        self._kernels = choose_kernels(config, grid, placement, dtype, attention)
+        has_codes = model.arrangement.cache_codes is not None
+        self._kernels = choose_kernels(
+            config, grid, placement, dtype, attention, has_codes=has_codes
+        )
         logical_axes = model.logical_axes()
         shardings = placement.parameters(logical_axes)
         self._parameters = {

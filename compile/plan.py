@@ -27,7 +27,9 @@ _REQUIRED = {"schema", "target", "model", "buckets"}
 _OPTIONAL = {*_LAYOUT_KEYS, "experts", "attention", "max_length_reason"}
 _RESERVED = {"adapters"}
 DTYPES = ("float32", "bfloat16")
-_RESERVED_NUMBERS = {"activations", "cache"}
+ACTIVATIONS = (FLOAT, "int8")
+CACHES = {FLOAT: None, "int8": "int8", "float8": "float8_e4m3fn"}
+"""The dtype of codes of the cache, by its name in a plan; None for float."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +80,49 @@ class Numbers:
     """Exceptions by parameter path: a pattern, such as `layers.0.*` or `*.mlp.down`, and a table
     with its own `weights` and `group`, such as `{weights = "int8", group = 0}`. The last rule that
     matches a parameter decides."""
+    cache: str = FLOAT
+    """The keys and values of the cache: `float` for `dtype` (on the CPU always float32), or codes
+    with a scale for each token and head, `int8` or `float8` (e4m3)."""
+    activations: str = FLOAT
+    """The activations of products with weights in codes: `float` for `dtype`, or `int8`, rounded
+    in each product with one scale for a token. `int8` needs weights of `int8` without groups."""
 
     def __post_init__(self):
         """Refuse an unknown dtype or format."""
         if self.dtype not in DTYPES:
             raise ValueError(f"numbers.dtype: expected {' or '.join(DTYPES)}, got {self.dtype!r}.")
         _check_format("numbers", self.weights, self.group)
+        if self.cache not in CACHES:
+            known = ", ".join(CACHES)
+            raise ValueError(f"numbers.cache: expected one of {known}, got {self.cache!r}.")
+        if self.activations not in ACTIVATIONS:
+            raise ValueError(
+                f"numbers.activations: expected one of {', '.join(ACTIVATIONS)}, got "
+                f"{self.activations!r}."
+            )
         if not isinstance(self.rules, Mapping):
             raise ValueError(f"numbers.rules: expected a table, got {self.rules!r}.")
         for pattern, rule in self.rules.items():
             where = f"numbers.rules {pattern!r}"
             check_keys(where, rule, {"weights"}, {"group"})
             _check_format(where, rule["weights"], rule.get("group", 0))
+        if self.activations == "int8":
+            self._check_int8_activations()
+
+    def _check_int8_activations(self) -> None:
+        """Refuse int8 activations of weights that have no products of integers."""
+        tables: dict[str, Mapping[str, Any]] = {
+            f"numbers.rules {pattern!r}": rule for pattern, rule in self.rules.items()
+        }
+        tables["numbers"] = {"weights": self.weights, "group": self.group}
+        for where, table in tables.items():
+            form, is_rule = (table["weights"], table.get("group", 0)), where != "numbers"
+            if form != ("int8", 0) and not (is_rule and form == (FLOAT, 0)):
+                raise ValueError(
+                    f'{where}: with numbers.activations = "int8", expected weights = "int8" '
+                    f"without groups{' or float weights' if is_rule else ''}, got {form[0]} with "
+                    f"group = {form[1]}. Change it, or set activations = {FLOAT!r}."
+                )
 
     @property
     def weight_rules(self) -> WeightRules:
@@ -98,12 +131,18 @@ class Numbers:
             (pattern, _format(rule["weights"], rule.get("group", 0)))
             for pattern, rule in self.rules.items()
         )
-        return WeightRules(_format(self.weights, self.group), tuple(rules))
+        default, rounds = _format(self.weights, self.group), self.activations != FLOAT
+        return WeightRules(default, tuple(rules), rounds_activations=rounds)
+
+    @property
+    def cache_codes(self) -> str | None:
+        """The dtype of cache entries in codes; None for float entries."""
+        return CACHES[self.cache]
 
     def to_table(self) -> dict[str, Any]:
         """The table `[numbers]`; keys that have their defaults are left out."""
         table = asdict(self)
-        defaults = {"weights": FLOAT, "group": 0, "rules": {}}
+        defaults = {"weights": FLOAT, "group": 0, "rules": {}, "cache": FLOAT, "activations": FLOAT}
         return {key: value for key, value in table.items() if value != defaults.get(key)}
 
     @classmethod
@@ -111,10 +150,10 @@ class Numbers:
         """Read the parsed table.
 
         Raises:
-          ValueError: A key is wrong, missing or reserved; the error names it.
+          ValueError: A key is wrong or missing; the error names it.
         """
-        optional = {"weights", "group", "rules"}
-        check_keys("[numbers]", table, {"dtype"}, optional, reserved=_RESERVED_NUMBERS)
+        optional = {key.name for key in fields(cls)} - {"dtype"}
+        check_keys("[numbers]", table, {"dtype"}, optional)
         return cls(**table)
 
 
@@ -148,7 +187,7 @@ class Plan:
     model: PlannedModel
     """The model, and how its layers run."""
     numbers: Numbers
-    """The dtype of the run, and the format of its weights."""
+    """The dtype of the run, and the formats of its weights, activations and cache."""
     buckets: BucketGrid
     """The shapes of all graphs."""
     layout: Layout | None = None

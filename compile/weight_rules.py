@@ -31,6 +31,8 @@ class WeightRules:
     """The format of weights that no rule matches; None for float."""
     rules: tuple[Rule, ...] = ()
     """The rules of the plan."""
+    rounds_activations: bool = False
+    """Whether products with quantised weights round their activations to int8, too."""
 
     def quantisations(
         self, weights: Mapping[str, tuple[tuple[int, ...], tuple[int, ...] | None]]
@@ -57,7 +59,7 @@ class WeightRules:
             weight_format = self._of(parameter, is_weight=inputs is not None)
             if weight_format is not None:
                 assert inputs is not None, "only weights are quantised"
-                found[parameter] = Quantisation(weight_format, inputs)
+                found[parameter] = Quantisation(weight_format, inputs, self.rounds_activations)
                 _check_groups(parameter, found[parameter], shape)
         return found
 

@@ -16,8 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from .config import PLAIN_SCORES, Chunk, Scores, Window
+from .entry_codes import EntryCodes, score_codes, weigh_codes
 from .key_blocks import join_blocks, num_blocks
 
+Entries = jax.Array | EntryCodes
+"""Keys or values."""
 Position = TypeVar("Position", jax.Array, int)
 EMPTY_POSITION = -1
 """Position of a cache entry that holds no token."""
@@ -35,14 +38,15 @@ class Queries(NamedTuple):
 class Attend(Protocol):
     """An attention implementation, which must equal `attend_dense` within tolerance.
 
+    Keys and values of a cache may be in codes; implementations refuse them by `AttentionCall`.
     A kernel that does not compute `lse` may return NaN for it in graphs that do not use it.
     """
 
     def __call__(
         self,
         q_BTKGH: jax.Array,
-        k_BKHS: jax.Array,
-        v_BKSH: jax.Array,
+        k_BKHS: jax.Array | EntryCodes,
+        v_BKSH: jax.Array | EntryCodes,
         visibility: "Visibility",
         scores: Scores = ...,
     ) -> tuple[jax.Array, jax.Array]: ...
@@ -111,13 +115,15 @@ class Visibility:
         """The mask `mask_BTS`, true where a query sees a key."""
         return visible(self.query_position_BT, self.key_position_BS, self.window)
 
-    def keys_values(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, k: Entries, v: Entries) -> tuple[Entries, Entries]:
         """`k_BKHS` and `v_BKSH` of the batch rows, gathered from the cache if `slots` is set."""
         if self.slots is None:
             return k, v
-        k_BKHS, v_BKSH = map(self.slots.gather, (k, v))
+        k_BKHS, v_BKSH = jax.tree.map(self.slots.gather, (k, v))
         # slicing after the gather: a slice of all slots would be a copy
         S = self.key_position_BS.shape[1]
+        if isinstance(k_BKHS, EntryCodes):
+            return k_BKHS.first(S, axis=3), v_BKSH.first(S, axis=2)
         return join_blocks(k_BKHS, v_BKSH.shape[2])[..., :S], v_BKSH[:, :, :S]
 
 
@@ -144,8 +150,8 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
 
 def attend_dense(
     q_BTKGH: jax.Array,
-    k_BKHS: jax.Array,
-    v_BKSH: jax.Array,
+    k_BKHS: Entries,
+    v_BKSH: Entries,
     visibility: Visibility,
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
@@ -157,8 +163,8 @@ def attend_dense(
 
 def attend_masked(
     q_BTKGH: jax.Array,
-    k_BKHS: jax.Array,
-    v_BKSH: jax.Array,
+    k_BKHS: Entries,
+    v_BKSH: Entries,
     mask_BTS: jax.Array,
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
@@ -166,8 +172,8 @@ def attend_masked(
 
     Args:
       q_BTKGH: Queries.
-      k_BKHS: Keys, which may be stored in blocks (`key_blocks`).
-      v_BKSH: Values. Their head size may differ from that of keys.
+      k_BKHS: Keys, which may be stored in blocks (`key_blocks`) or in codes (`entry_codes`).
+      v_BKSH: Values, in codes if keys are. Their head size may differ from that of keys.
       mask_BTS: True where a query sees a key.
       scores: Scale and cap of the scores.
 
@@ -187,7 +193,7 @@ def attend_masked(
     max_BKA1 = scores_BKAS.max(axis=-1, keepdims=True)
     weights_BKAS = jnp.exp(scores_BKAS - max_BKA1)
     sum_BKA1 = weights_BKAS.sum(axis=-1, keepdims=True)
-    out_BKAH = _product(weights_BKAS.astype(v_BKSH.dtype), v_BKSH) / sum_BKA1
+    out_BKAH = _weighted_sums(weights_BKAS, v_BKSH) / sum_BKA1
     # a maximum that is not finite is kept, so that NaN and infinity reach the output
     is_empty_BKA1 = (max_BKA1 < _MASKED_SCORE / 2) & jnp.isfinite(max_BKA1)
     out_BKGTH = jnp.where(is_empty_BKA1, 0.0, out_BKAH).reshape(B, K, G, T, -1)
@@ -196,8 +202,17 @@ def attend_masked(
     return out_BKGTH.transpose(0, 3, 1, 2, 4), lse_BKGT.transpose(0, 3, 1, 2)
 
 
-def _scores(q_BKAH: jax.Array, k_BKHS: jax.Array, num_entries: int) -> jax.Array:
-    """Products of queries and keys; the keys may be stored in blocks."""
+def _weighted_sums(weights_BKAS: jax.Array, v_BKSH: Entries) -> jax.Array:
+    """Sums of values with float32 weights."""
+    if isinstance(v_BKSH, EntryCodes):
+        return weigh_codes(weights_BKAS, v_BKSH)
+    return _product(weights_BKAS.astype(v_BKSH.dtype), v_BKSH)
+
+
+def _scores(q_BKAH: jax.Array, k_BKHS: Entries, num_entries: int) -> jax.Array:
+    """Products of queries and keys; the keys may be stored in blocks or in codes."""
+    if isinstance(k_BKHS, EntryCodes):
+        return score_codes(q_BKAH, k_BKHS)
     size = k_BKHS.shape[3]
     count = num_blocks(num_entries, size)
     if count == 1:

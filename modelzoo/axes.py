@@ -5,12 +5,13 @@ Array names end in these letters (`x_BTD`), and einsums use the same letters:
     B batch rows or slots    T query tokens          S key/value positions   D embed
     N query heads            K key/value heads       G = N / K               H head dim
     F mlp                    V vocab                 L layers                E experts
-    C capacity               M = B * T flattened     P gate and up (2)       R alternatives reported
+    C capacity               M = B * T flattened     R alternatives reported
     Q steps of one decode call                       X stop ids of a row     Y biased ids of a row
     Z experts chosen by a token                      U rows of experts       W rows of a tile
     O blocks of the keys of a head
     A heads flattened: G * T in a product of one key/value head, N * H after attention
     J = G + 2: the queries, key and value of one key/value head
+    P parts of cached features, each with a scale of its own; gate and up (2) in weights
     I entries of a latent, from which the queries, or the keys and values, of a token are computed;
       latent and rotated key together are the single head of H entries in a cache of latents
 
@@ -76,6 +77,10 @@ CACHE_KEYS = ("", ATTENTION_BATCH, KV_HEADS, "", CACHE_LENGTH)
 """Keys in the cache. Arrays of the cache have layers as first axis, which is never split."""
 CACHE_VALUES = ("", ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH, "")
 CACHE_LATENTS = ("", ATTENTION_BATCH, CACHE_LENGTH, "")
+CACHE_SCALES = ("", ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH)
+"""Scales of keys or of values in codes."""
+CACHE_LATENT_SCALES = ("", ATTENTION_BATCH, "", CACHE_LENGTH)
+"""Scales of latents in codes: two for each entry, that of the latent and that of the rotated key."""
 CACHE_POSITIONS = (ATTENTION_BATCH, CACHE_LENGTH)
 
 

@@ -14,8 +14,17 @@ section 3, with the merge of normalised parts.
 import jax
 import jax.numpy as jnp
 
-from .attention import EMPTY_POSITION, Visibility, attend_masked, first_visible, merge, visible
+from .attention import (
+    EMPTY_POSITION,
+    Entries,
+    Visibility,
+    attend_masked,
+    first_visible,
+    merge,
+    visible,
+)
 from .config import PLAIN_SCORES, Scores, Window
+from .entry_codes import EntryCodes
 from .key_blocks import join_blocks
 
 QUERY_BLOCK = 256
@@ -32,8 +41,8 @@ Attended = tuple[jax.Array, jax.Array]
 
 def attend_blockwise(
     q_BTKGH: jax.Array,
-    k_BKHS: jax.Array,
-    v_BKSH: jax.Array,
+    k_BKHS: Entries,
+    v_BKSH: Entries,
     visibility: Visibility,
     scores: Scores = PLAIN_SCORES,
     *,
@@ -54,15 +63,20 @@ def attend_blockwise(
         out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, k_BKHS, v_BKSH, visibility.mask(), scores)
         return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
     queries = _Blocks(block_T, (q_BTKGH, 1), (visibility.query_position_BT, 1))
-    keys = _Blocks(
-        block_S, (join_blocks(k_BKHS, S), 3), (v_BKSH, 2), (visibility.key_position_BS, 1)
-    )
+    if not isinstance(k_BKHS, EntryCodes):
+        k_BKHS = join_blocks(k_BKHS, S)
+    # the first array is the entries, a second one their scales
+    (k_arrays, k_tree), (v_arrays, v_tree) = map(jax.tree.flatten, (k_BKHS, v_BKSH))
+    entries = *zip(k_arrays, (3, 3), strict=False), *zip(v_arrays, (2, 3), strict=False)
+    keys = _Blocks(block_S, *entries, (visibility.key_position_BS, 1))
 
     def attend_block(i: jax.Array) -> Attended:
         block_BTKGH, query_position_BT = queries[i]
 
         def add_keys(j: jax.Array, attended: Attended) -> Attended:
-            block_BKHS, block_BKSH, key_position_BS = keys[j]
+            *blocks, key_position_BS = keys[j]
+            block_BKHS = k_tree.unflatten(blocks[: len(k_arrays)])
+            block_BKSH = v_tree.unflatten(blocks[len(k_arrays) :])
             seen = Visibility(query_position_BT, key_position_BS, visibility.window)
             mask_BTS = seen.mask()
 

@@ -327,6 +327,15 @@ class DecoderConfig:
         return self.head_dim if self.latent is None else self.latent.cache_dim
 
     @property
+    def entry_splits(self) -> tuple[int, ...]:
+        """The features of a cache entry at which the parts after the first one begin.
+
+        Codes of each part have a scale of their own. A latent and its rotated key are two parts,
+        and other entries have one.
+        """
+        return () if self.latent is None else (self.latent.rank,)
+
+    @property
     def attention_scores(self) -> Scores:
         """The options of scores, with an explicit scale.
 
@@ -378,6 +387,8 @@ class Arrangement:
     empty, the keys of a head are one block."""
     packs_codes: bool = True
     """Whether two int4 codes of a weight share a byte; otherwise they are stored as int8."""
+    cache_codes: str | None = None
+    """The dtype of cache entries in codes (`modelzoo.entry_codes`); None for float entries."""
 
     def __post_init__(self):
         for name in ("kv_copies", "padded_vocab", "head_multiple"):

@@ -133,12 +133,12 @@ class Decoder(nnx.Module):
         def write(
             layers: LayerCache, new: NewEntries, scan_index: jax.Array, window: Window
         ) -> LayerCache:
-            arrays = zip(new, layers.POSITION_AXES, strict=True)
+            arrays = zip(new, new.POSITION_AXES, strict=True)
             new = type(new)(
-                *(change_stripes(x, axis - 1, stripes, cache_stripes, 0) for x, axis in arrays)
+                *(change_stripes(x, axis, stripes, cache_stripes, 0) for x, axis in arrays)
             )
-            is_rolling = cache.positions.is_rolling(window)
-            return write_piece(layers, new, scan_index, rows, is_rolling, cache_operations)
+            is_rolling, splits = cache.positions.is_rolling(window), self.config.entry_splits
+            return write_piece(layers, new, scan_index, rows, is_rolling, cache_operations, splits)
 
         x_BTD, layers, report = self._whole(tokens_BT, rows.count_B, cache.layers, write)
         position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
@@ -207,6 +207,7 @@ class Decoder(nnx.Module):
             head_dim=self.config.cache_dim,
             num_unseen=num_unseen,
             reads_slots=isinstance(self.attend, SlotReader),
+            splits=self.config.entry_splits,
         )
         x_BTD, layers, report = self._run_layers(
             tokens_BT, position_BT, attention, is_token_BT, cache.layers, prefixes
@@ -253,7 +254,8 @@ class Decoder(nnx.Module):
             seen = operations.by_row(Positions.counted_from, positions, first_B)
             prefix = prefixes.positions()
         rows = TokenRows(position_B, own_position_B, seen, prefix, jnp.int32(0))
-        attention = TokenAttention(self._with_scores(self.attend), operations, rows)
+        attend, splits = self._with_scores(self.attend), self.config.entry_splits
+        attention = TokenAttention(attend, operations, rows, splits)
         x_B1D, layers, report = self._run_layers(
             token_B[:, None],
             position_B[:, None],

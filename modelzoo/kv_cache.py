@@ -4,7 +4,8 @@
 an array of its own. A decode graph with span `s` takes only the segments below `s`, so it neither
 copies nor reads the rest. Every entry stores its position (`EMPTY_POSITION` if it holds no token),
 and masks come only from positions. The keys of a segment may be stored in blocks of positions
-(`key_blocks`), which some platforms read faster.
+(`key_blocks`), which some platforms read faster. Entries may be stored as codes with scales
+(`entry_codes`), never in blocks.
 
 **Slots of a segment.** A segment has one row for each slot that is at least as long as the segment
 reaches. These are the first slots, so short slots need no memory there. A write to a slot that a
@@ -45,9 +46,18 @@ from . import axes
 from .attention import EMPTY_POSITION
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window, window_size
 from .key_blocks import blocks_shape, num_blocks
-from .layer_cache import KeysValues, Latents, LayerCache, NewEntries
+from .layer_cache import (
+    CodedKeysValues,
+    CodedLatents,
+    KeysValues,
+    Latents,
+    LayerCache,
+    NewEntries,
+    Splits,
+    layer_of,
+)
 from .layer_groups import block_layers
-from .segments import Segments, heads_last, segment_lengths, segment_starts
+from .segments import Segments, segment_lengths, segment_starts
 from .stripes import ONE_STRIPE, Stripe
 from .weight_products import Axes
 
@@ -164,7 +174,7 @@ def allocate(
       config: The decoder.
       slots: The number of slots.
       spans: The spans of the grid, in ascending order.
-      dtype: The dtype of keys, values and latents.
+      dtype: The dtype of keys, values and latents, or of their scales if they are in codes.
       num_heads: The cached key/value heads, if they are not those of the configuration.
       stripes: The number of stripes that entries are distributed in.
       span_slots: For each span, the number of slots that are at least as long; by default all slots
@@ -183,15 +193,26 @@ def allocate(
         """The rows and the entries of each segment, for a layer with `count` entries."""
         return list(zip(segment_slots, segment_lengths(spans, count), strict=False))
 
+    codes = arrangement.cache_codes
+    assert not (codes and blocks), "entries in codes are not in blocks"
+
     def allocate_layers(layers: range) -> LayerCache:
         segments = segment_sizes(num_entries[config.windows[layers.start]])
-        L = len(layers)
+        L, of_entries = len(layers), codes or dtype
         if config.latent is not None:
-            return Latents(tuple(jnp.zeros((L, B, S, H), dtype) for B, S in segments))
-        return KeysValues(
-            tuple(jnp.zeros((L, B, K, *blocks_shape(H, S, blocks)), dtype) for B, S in segments),
-            tuple(jnp.zeros((L, B, K, S, H), dtype) for B, S in segments),
+            latents = tuple(jnp.zeros((L, B, S, H), of_entries) for B, S in segments)
+            if not codes:
+                return Latents(latents)
+            P = len(config.entry_splits) + 1
+            return CodedLatents(latents, tuple(jnp.zeros((L, B, P, S), dtype) for B, S in segments))
+        keys, values = (
+            tuple(jnp.zeros((L, B, K, *blocks_shape(H, S, blocks)), of_entries) for B, S in segments),
+            tuple(jnp.zeros((L, B, K, S, H), of_entries) for B, S in segments),
         )
+        if not codes:
+            return KeysValues(keys, values)
+        scales = (tuple(jnp.zeros((L, B, K, S), dtype) for B, S in segments) for _ in range(2))
+        return CodedKeysValues(keys, values, *scales)
 
     def empty_positions(count: int) -> Segments:
         sizes = segment_sizes(count)
@@ -257,7 +278,13 @@ def _mark(segment_BS: jax.Array, position_B: jax.Array, index_B: jax.Array) -> j
     return jnp.where(is_entry_BS, position_B[:B, None], segment_BS)
 
 
-def append(layers: LayerCache, new: NewEntries, entry_B: jax.Array, layer: jax.Array) -> LayerCache:
+def append(
+    layers: LayerCache,
+    new: NewEntries,
+    entry_B: jax.Array,
+    layer: jax.Array,
+    splits: Splits = (),
+) -> LayerCache:
     """Write the new entries of one layer, one token per row.
 
     Args:
@@ -265,18 +292,42 @@ def append(layers: LayerCache, new: NewEntries, entry_B: jax.Array, layer: jax.A
       new: Keys and values, or latents, of one token per row.
       entry_B: The entry of each token; outside of the segments it is not written.
       layer: The index of the layer in the arrays.
+      splits: See `layer_cache.Splits`.
     """
     lengths, starts = layers.lengths, segment_starts(layers.lengths)
 
-    def write(segments: Segments, new: jax.Array, axis: int) -> Segments:
+    def write(
+        segments: Segments, new: jax.Array, axis: int, feature_axis: int | None
+    ) -> Segments:
         # `axis` counts the axis of layers, which new entries do not have
         new_BKH = jnp.squeeze(new, axis - 1)
-        return tuple(
-            _write(segment, length, new_BKH, entry_B - start, axis, layer)
-            for segment, length, start in zip(segments, lengths, starts, strict=True)
-        )
 
-    return type(layers)(*map(write, layers, new, layers.POSITION_AXES))
+        def write_segment(segment: jax.Array, length: int, start: int) -> jax.Array:
+            index_B = entry_B - start
+            if feature_axis is None:
+                return _write_scales(segment, new_BKH, index_B, layer)
+            return _write(segment, length, new_BKH, index_B, axis, feature_axis, layer)
+
+        return tuple(map(write_segment, segments, lengths, starts))
+
+    encoded = layers.encode(new, splits)
+    return type(layers)(*map(write, layers, encoded, layers.POSITION_AXES, layers.FEATURE_AXES))
+
+
+def _write_scales(
+    segment_LBKS: jax.Array, new_BK: jax.Array, index_B: jax.Array, layer: jax.Array
+) -> jax.Array:
+    """Write one scale per row and head at `index_B`, in one pass over the scales of the layer.
+
+    NOTE: XLA for TPU compiles a scatter of single numbers to a loop over slots.
+    """
+    _, B, _, S = segment_LBKS.shape
+    is_entry_BS = jnp.arange(S)[None] == index_B[:B, None]
+    new_BK1 = new_BK[:B, :, None].astype(segment_LBKS.dtype)
+    scale_BKS = jnp.where(is_entry_BS[:, None], new_BK1, layer_of(segment_LBKS, layer))
+    if len(segment_LBKS) == 1:
+        return scale_BKS[None]
+    return jax.lax.dynamic_update_index_in_dim(segment_LBKS, scale_BKS, layer, axis=0)
 
 
 def _write(
@@ -285,6 +336,7 @@ def _write(
     new_BKH: jax.Array,
     index_B: jax.Array,
     axis: int,
+    head_axis: int,
     layer: jax.Array,
 ) -> jax.Array:
     """Write one entry per row at `index_B`; an index outside of the segment's `length` is dropped.
@@ -297,7 +349,6 @@ def _write(
     """
     B, size = segment.shape[1], segment.shape[axis]
     count = num_blocks(length, size)
-    *_, head_axis = heads_last(segment.ndim, axis)
     H = segment.shape[head_axis] // count
     rows = segment.reshape(-1, H, size) if head_axis < axis else segment.reshape(-1, size, H)
     new = match_head_dim(new_BKH[:B], H, axis=-1).reshape(-1, H).astype(segment.dtype)

@@ -23,6 +23,8 @@ from .layer_cache import (
     NewEntries,
     PromptKeysValues,
     PromptLatents,
+    Splits,
+    read_layer,
 )
 from .operations import Operations
 from .prompt_pieces import PromptPieces, layer_of_slots, write_piece
@@ -182,6 +184,7 @@ class ChunkAttention:
     buffers."""
     reads_slots: bool
     """Whether `attend` reads the slots of a cache itself (see `SlotReader`)."""
+    splits: Splits
 
     def layer(
         self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
@@ -219,7 +222,10 @@ class ChunkAttention:
         # XLA copies the cache for a write that may run before the layer has read it
         rows = self.rows.after(x_BTD, self.operations)
         is_rolling = self.context.cached.is_rolling(window)
-        return write_piece(cache, cache_update, scan_index, rows, is_rolling, self.cache_operations)
+        operations = self.cache_operations
+        return write_piece(
+            cache, cache_update, scan_index, rows, is_rolling, operations, self.splits
+        )
 
     def _attend(
         self,
@@ -234,7 +240,10 @@ class ChunkAttention:
         assert new_entries is not None
         cached_position_BS = rows.cached.for_window(window)
         cached, *prefixes = (
-            cache.read(jnp.int32(0)) if rows.slots is None else cache.read_all() for cache in caches
+            read_layer(cache, jnp.int32(0), self.splits)
+            if rows.slots is None
+            else cache.as_attended(self.splits)
+            for cache in caches
         )
         # segments of which no token sees anything are left out
         entries = Entries(
@@ -278,6 +287,7 @@ class TokenAttention:
     operations: Operations
     rows: TokenRows
     """Positions, those of the new tokens included; the layer is set for each layer."""
+    splits: Splits
 
     def layer(
         self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
@@ -311,10 +321,11 @@ class TokenAttention:
         assert new_entries is not None
         own, *prefixes = caches
         entry_B = rows.positions.entry(rows.own_position_B, window)
-        own = append(own, new_entries, self.operations.stripe.local_index(entry_B), rows.scan_index)
-        prefix_entries = [cache.read(rows.scan_index) for cache in prefixes]
+        local_B, layer = self.operations.stripe.local_index(entry_B), rows.scan_index
+        own = append(own, new_entries, local_B, layer, self.splits)
+        prefix_entries = [read_layer(cache, layer, self.splits) for cache in prefixes]
         entries = Entries(
-            own.read(rows.scan_index),
+            read_layer(own, layer, self.splits),
             rows.positions.for_window(window),
             *_prefix_entries(prefix_entries, rows.prefix, window),
         )

@@ -2,7 +2,8 @@
 
 Keys have positions along the last axis; values have head features there. Attention reads each as a
 matrix in this order. The keys of a cache may be stored in blocks of positions (`key_blocks`).
-Layers of latent attention cache only latents, which serve as keys and values.
+Layers of latent attention cache only latents, which serve as keys and values. Each kind of cache
+has a form in codes with scales (`entry_codes`); new tokens are never in codes.
 
 The first axis of cache arrays is layers: all layers of one block that is scanned (`layer_groups`),
 or a single layer. An operation on a slot, such as a fork, applies to the slot in all these layers.
@@ -16,10 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from . import axes
+from .entry_codes import EntryCodes, encode
 from .segments import Segments
 
-KeysAndValues = tuple[jax.Array, jax.Array]
+KeysAndValues = tuple[jax.Array | EntryCodes, jax.Array | EntryCodes]
 """`k_BKHS`, which may be in blocks, and `v_BKSH`, as attention reads them."""
+Splits = tuple[int, ...]
+"""The features of an entry at which the parts after the first one begin; codes of each part have a
+scale of their own (`DecoderConfig.entry_splits`)."""
 
 
 class PromptKeysValues(NamedTuple):
@@ -29,6 +34,7 @@ class PromptKeysValues(NamedTuple):
     v_BKTH: jax.Array
 
     AXES = (axes.PROMPT_KEYS, axes.PROMPT_VALUES)
+    POSITION_AXES = (3, 2)
 
     def read(self) -> KeysAndValues:
         """The new tokens as keys and values of one more segment."""
@@ -41,6 +47,7 @@ class PromptLatents(NamedTuple):
     latent_BTH: jax.Array
 
     AXES = (axes.PROMPT_LATENTS,)
+    POSITION_AXES = (1,)
 
     def read(self) -> KeysAndValues:
         """The new tokens as keys and values of one more segment."""
@@ -55,23 +62,25 @@ class KeysValues(NamedTuple):
 
     AXES = (axes.CACHE_KEYS, axes.CACHE_VALUES)
     POSITION_AXES = (4, 3)
+    FEATURE_AXES = (3, 4)
 
     def empty(self) -> "KeysValues":
         """The cache without segments."""
         return KeysValues((), ())
+
+    def encode(self, new: PromptKeysValues, splits: Splits) -> tuple[jax.Array, ...]:
+        """New entries as this cache stores them: an array for each of its fields."""
+        del splits
+        return new
 
     @property
     def lengths(self) -> list[int]:
         """The number of entries of each segment."""
         return [v.shape[3] for v in self.v_LBKSH]
 
-    def read(self, layer: jax.Array) -> list[KeysAndValues]:
-        """Keys and values of one layer, by segment."""
-        segments = zip(self.k_LBKHS, self.v_LBKSH, strict=True)
-        return [(layer_of(k, layer), layer_of(v, layer)) for k, v in segments]
-
-    def read_all(self) -> list[KeysAndValues]:
-        """Keys and values of all layers, by segment."""
+    def as_attended(self, splits: Splits) -> list[KeysAndValues]:
+        """Keys and values by segment, with the axis of layers."""
+        del splits
         return list(zip(self.k_LBKHS, self.v_LBKSH, strict=True))
 
 
@@ -82,27 +91,109 @@ class Latents(NamedTuple):
 
     AXES = (axes.CACHE_LATENTS,)
     POSITION_AXES = (2,)
+    FEATURE_AXES = (3,)
 
     def empty(self) -> "Latents":
         """The cache without segments."""
         return Latents(())
+
+    def encode(self, new: PromptLatents, splits: Splits) -> tuple[jax.Array, ...]:
+        """New entries as this cache stores them: an array for each of its fields."""
+        del splits
+        return new
 
     @property
     def lengths(self) -> list[int]:
         """The number of entries of each segment."""
         return [x.shape[2] for x in self.latent_LBSH]
 
-    def read(self, layer: jax.Array) -> list[KeysAndValues]:
-        """Keys and values of one layer, by segment."""
-        return [_latents_as_heads(layer_of(x, layer)) for x in self.latent_LBSH]
-
-    def read_all(self) -> list[KeysAndValues]:
-        """Keys and values of all layers, by segment."""
+    def as_attended(self, splits: Splits) -> list[KeysAndValues]:
+        """Keys and values by segment, with the axis of layers."""
+        del splits
         return list(map(_latents_as_heads, self.latent_LBSH))
 
 
-LayerCache = KeysValues | Latents
+class CodedKeysValues(NamedTuple):
+    """Cached keys and values of layers in codes, one array per segment."""
+
+    k_LBKHS: Segments
+    v_LBKSH: Segments
+    k_scale_LBKS: Segments
+    v_scale_LBKS: Segments
+
+    AXES = (*KeysValues.AXES, axes.CACHE_SCALES, axes.CACHE_SCALES)
+    POSITION_AXES = (*KeysValues.POSITION_AXES, 3, 3)
+    FEATURE_AXES = (*KeysValues.FEATURE_AXES, None, None)
+
+    def empty(self) -> "CodedKeysValues":
+        """The cache without segments."""
+        return CodedKeysValues((), (), (), ())
+
+    def encode(self, new: PromptKeysValues, splits: Splits) -> tuple[jax.Array, ...]:
+        """New entries as this cache stores them: an array for each of its fields."""
+        dtypes = self.k_LBKHS[0].dtype, self.k_scale_LBKS[0].dtype
+        k, (k_scale_BKT,) = encode(new.k_BKHT, 2, *dtypes, splits)
+        v, (v_scale_BKT,) = encode(new.v_BKTH, 3, *dtypes, splits)
+        return k, v, k_scale_BKT, v_scale_BKT
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of entries of each segment."""
+        return [v.shape[3] for v in self.v_LBKSH]
+
+    def as_attended(self, splits: Splits) -> list[KeysAndValues]:
+        """Keys and values by segment, with the axis of layers."""
+        del splits
+        return [
+            tuple(EntryCodes(x, jnp.expand_dims(scale, -2)) for x, scale in ((k, ks), (v, vs)))
+            for k, v, ks, vs in zip(*self, strict=True)
+        ]
+
+
+class CodedLatents(NamedTuple):
+    """Cached latents and rotated keys of layers in codes, one array per segment."""
+
+    latent_LBSH: Segments
+    scale_LBPS: Segments
+
+    AXES = (*Latents.AXES, axes.CACHE_LATENT_SCALES)
+    POSITION_AXES = (*Latents.POSITION_AXES, 3)
+    FEATURE_AXES = (*Latents.FEATURE_AXES, None)
+
+    def empty(self) -> "CodedLatents":
+        """The cache without segments."""
+        return CodedLatents((), ())
+
+    def encode(self, new: PromptLatents, splits: Splits) -> tuple[jax.Array, ...]:
+        """New entries as this cache stores them: an array for each of its fields."""
+        dtypes = self.latent_LBSH[0].dtype, self.scale_LBPS[0].dtype
+        codes, scales = encode(new.latent_BTH, 2, *dtypes, splits)
+        return codes, jnp.stack(scales, axis=1)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of entries of each segment."""
+        return [x.shape[2] for x in self.latent_LBSH]
+
+    def as_attended(self, splits: Splits) -> list[KeysAndValues]:
+        """Keys and values by segment, with the axis of layers."""
+        return [
+            tuple(
+                EntryCodes(x, jnp.expand_dims(scale, -3), splits)
+                for x in _latents_as_heads(latent)
+            )
+            for latent, scale in zip(*self, strict=True)
+        ]
+
+
+LayerCache = KeysValues | Latents | CodedKeysValues | CodedLatents
 NewEntries = PromptKeysValues | PromptLatents
+
+
+def read_layer(cache: LayerCache, layer: jax.Array, splits: Splits) -> list[KeysAndValues]:
+    """Keys and values of one layer, by segment."""
+    one = jax.tree.map(lambda x: layer_of(x, layer)[None], cache)
+    return jax.tree.map(lambda x: x[0], one.as_attended(splits))
 
 
 def layer_of(x_LB: jax.Array, layer: jax.Array) -> jax.Array:

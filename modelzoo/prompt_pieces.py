@@ -29,7 +29,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from . import axes
 from .key_blocks import join_blocks, num_blocks, split_blocks
 from .kv_cache import Positions, match_head_dim, match_heads
-from .layer_cache import LayerCache, NewEntries
+from .layer_cache import LayerCache, NewEntries, Splits
 from .operations import Operations, rows_of
 from .segments import (
     Segments,
@@ -117,18 +117,20 @@ def layer_of_slots(
       Entries with one layer and one row per slot, and with keys out of their blocks.
     """
 
-    def take(segments: Segments, axis: int, logical_axes: Axes) -> Segments:
+    def take(
+        segments: Segments, axis: int, feature_axis: int | None, logical_axes: Axes
+    ) -> Segments:
         taken = operations.take_rows(segments, slot_B, logical_axes, layer)
         taken = tuple(map(partial(_without_blocks, axis=axis - 1), taken, layers.lengths))
         # slicing after the gather: a slice of all slots would be a copy
         taken = _without_last(taken, num_unseen, axis - 1)
-        *_, head_axis = heads_last(len(logical_axes) - 1, axis - 1)
-        taken = tuple(jax.lax.slice_in_dim(x, 0, head_dim, axis=head_axis) for x in taken)
+        if feature_axis is not None:
+            taken = tuple(jax.lax.slice_in_dim(x, 0, head_dim, axis=feature_axis - 1) for x in taken)
         if axes.KV_HEADS in logical_axes:
             taken = tuple(match_heads(x, num_heads) for x in taken)
         return tuple(x[None] for x in taken)
 
-    return type(layers)(*map(take, layers, layers.POSITION_AXES, layers.AXES))
+    return type(layers)(*map(take, layers, layers.POSITION_AXES, layers.FEATURE_AXES, layers.AXES))
 
 
 def _without_last(segments: Segments, num_entries: int, axis: int) -> Segments:
@@ -157,6 +159,7 @@ def write_piece(
     rows: PromptPieces,
     is_rolling: bool,
     operations: Operations,
+    splits: Splits = (),
 ) -> LayerCache:
     """Write the new entries of a piece to one layer of the cache.
 
@@ -167,31 +170,37 @@ def write_piece(
       rows: The rows of the call.
       is_rolling: Whether the layer has a rolling buffer.
       operations: The operations by which the cache is laid out.
+      splits: See `layer_cache.Splits`.
     """
+    if not layers.lengths:  # a cache without entries
+        return layers
     write = _write_rolling if is_rolling else _write_blocks
     lengths = [length // operations.cache_stripes.count for length in layers.lengths]
 
-    def write_array(old: Segments, new: jax.Array, axis: int, names: Axes) -> Segments:
-        if not old:  # a cache without entries
-            return old
+    def write_array(
+        old: Segments, new: jax.Array, axis: int, feature_axis: int | None, names: Axes
+    ) -> Segments:
         ranges = _segment_ranges(lengths)
         if axes.KV_HEADS in names:
             new = match_heads(new, old[0].shape[names.index(axes.KV_HEADS)])
-        *_, head_axis = heads_last(old[0].ndim, axis)
 
         def body(old: Segments, new: jax.Array, target: _Write) -> Segments:
             slot_B, start_B, count_B, layer = target
             # padded on each device, so that zeros are not sent
-            count = num_blocks(ranges[0].length, old[0].shape[axis])
-            head_dim = old[0].shape[head_axis] // count
-            new = match_head_dim(new, head_dim, head_axis)
+            if feature_axis is not None:
+                count = num_blocks(ranges[0].length, old[0].shape[axis])
+                head_dim = old[0].shape[feature_axis] // count
+                new = match_head_dim(new, head_dim, feature_axis)
             rows = PromptPieces(slot_B, start_B, count_B).in_stripe(operations.stripe)
             return write(old, ranges, new[0], rows, axis, layer)
 
         target = _Write(rows.slot_B, rows.start_B, rows.count_B, layer)
         return operations.write_rows(body, old, new[None], target, names)
 
-    return type(layers)(*map(write_array, layers, new, layers.POSITION_AXES, layers.AXES))
+    axes_of_arrays = layers.POSITION_AXES, layers.FEATURE_AXES, layers.AXES
+    # before rows are sent to the devices of their slots, as codes are fewer bytes
+    encoded = layers.encode(new, splits)
+    return type(layers)(*map(write_array, layers, encoded, *axes_of_arrays))
 
 
 def write_positions(
@@ -355,7 +364,8 @@ def _with_heads_last(blocks: jax.Array, axis: int) -> jax.Array:
     NOTE: otherwise XLA for TPU gives the cache the memory layout in which a projection writes the
     blocks, and copies the cache to this layout and back in every call.
     """
-    if blocks.ndim < 3:
+    is_scales = blocks.ndim == 3 and axis == 2
+    if blocks.ndim < 3 or is_scales:
         return blocks
     layout = Layout(major_to_minor=heads_last(blocks.ndim, axis))
     constrain = partial(with_layout_constraint, layouts=layout)

@@ -5,11 +5,14 @@ for TPU converts codes within the product, but would write a dequantised weight 
 for CPU writes converted codes, too, and its products of small groups are slow. So there a weight in
 groups is dequantised before its product.
 
+A product may round its activations to int8, too, with one scale for all features of a token that it
+sums over. Then it multiplies integers, sums them as int32, and both scales multiply its result.
+
 `weight_formats` describes groups and scales. Knows nothing of layouts or files, and does not choose
 codes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -25,6 +28,7 @@ _GROUP, _MEMBER = "g", "k"
 """The dimension letters of the groups of a weight, and of the input features of a group."""
 _LEADING = "abcd"
 """Dimension letters of leading axes that an equation leaves out."""
+_LARGEST_INT8 = 127
 
 
 @jax.tree_util.register_dataclass
@@ -56,6 +60,10 @@ class QuantisedWeight:
     def __getitem__(self, index: Any) -> "QuantisedWeight":
         """The weight itself at `...`, or a part at an index of axes before the inputs."""
         return self if index is ... else jax.tree.map(lambda x: x[index], self)
+
+    def with_float_activations(self) -> "QuantisedWeight":
+        """The same weight, whose products do not round activations."""
+        return replace(self, quantisation=replace(self.quantisation, rounds_activations=False))
 
     def grouped_codes(self) -> jax.Array:
         """The codes, with groups and their members as two axes in place of the inputs."""
@@ -123,6 +131,7 @@ def multiply_codes(
     product: Callable[[jax.Array, jax.Array], jax.Array],
     x: jax.Array,
     weight: QuantisedWeight,
+    max_over_parts: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
     """Multiply activations with a quantised weight.
 
@@ -131,6 +140,8 @@ def multiply_codes(
       product: Its function of activations and codes, used if there are no groups.
       x: Activations; they may have more leading axes than the equation.
       weight: The weight.
+      max_over_parts: The maximum over the parts of tokens, if devices have only parts of the
+        features that the product sums over. All parts of a token have the same scale.
 
     Returns:
       The product in float32.
@@ -144,13 +155,30 @@ def multiply_codes(
         return jax.lax.platform_dependent(
             x, weight, cpu=lambda x, weight: product(x, weight.dequantise()), default=by_group
         )
-    codes = weight.codes.astype(x.dtype)
     labels = "".join(weight.quantisation.replace_inputs(tuple(labels)))
-    scales = weight.scales.squeeze(weight.quantisation.inputs[-1])
+    scales, codes, of_result = weight.scales.squeeze(weight.quantisation.inputs[-1]), weight.codes, 1
     if set(labels) <= set(out_labels):
-        return product(x, codes) * _align(scales, labels, out_labels)
-    # the product sums over an axis of the scales, so they multiply the activations
-    return product((x * _align(scales, labels, x_labels)).astype(x.dtype), codes)
+        of_result = _align(scales, labels, out_labels)
+    else:
+        # the product sums over an axis of the scales, so they multiply the activations
+        x = (x * _align(scales, labels, x_labels)).astype(x.dtype)
+    if not weight.quantisation.rounds_activations:
+        return product(x, codes.astype(x.dtype)) * of_result
+    summed = [axis for axis, label in enumerate(x_labels) if label not in out_labels]
+    x_codes, x_scale = _round_activations(x, summed, max_over_parts)
+    kept = "".join(label for label in x_labels if label in out_labels)
+    x_scale = _align(x_scale.squeeze(summed), kept, out_labels)
+    return product(x_codes, codes).astype(jnp.float32) * x_scale * of_result
+
+
+def _round_activations(
+    x: jax.Array, summed: Sequence[int], max_over_parts: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Activations as int8 codes, and one scale for all features along the axes `summed`."""
+    x = x.astype(jnp.float32)
+    scale = max_over_parts(jnp.abs(x).max(summed, keepdims=True)) * (1 / _LARGEST_INT8)
+    # a scale that is not finite makes the result so, whatever the codes are
+    return jnp.rint(x / jnp.where(scale > 0, scale, 1)).astype(jnp.int8), scale
 
 
 def _multiply_groups(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .attention import Attend, Slots, Visibility, merge
 from .config import Window
+from .entry_codes import EntryCodes
 from .kv_cache import match_head_dim, match_heads
 from .layer_cache import KeysAndValues
 from .segments import Segments
@@ -89,8 +90,11 @@ def join_segments(entries: Entries, slots: Slots) -> Entries:
     """Join the segments of each row into one; segments of prefixes stay as they are.
 
     The rows of the slots are copied out of the cache. Where attention would copy them anyway, one
-    softmax over all entries is faster than one for each segment and a merge.
+    softmax over all entries is faster than one for each segment and a merge. Segments in codes stay
+    as they are, too: new tokens are not in codes.
     """
+    if any(isinstance(k_BKHS, EntryCodes) for k_BKHS, _ in entries.keys_values):
+        return entries
     (*cached, new), (*cached_position_BS, new_position_BS) = entries.keys_values, entries.positions
     parts = []
     for (k_BKHS, v_BKSH), position_BS in zip(cached, cached_position_BS, strict=True):

@@ -44,6 +44,8 @@ class Quantisation:
     format: WeightFormat
     inputs: tuple[int, ...]
     """The axes of the input features, counted from the end."""
+    rounds_activations: bool = False
+    """Whether products round their activations to int8, too; only for int8 without groups."""
 
     def num_inputs(self, shape: tuple[int, ...]) -> int:
         """The number of input features of a weight, or of a part of one."""

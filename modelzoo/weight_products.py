@@ -25,7 +25,8 @@ Axes = tuple[str, ...]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 """A product of activations and a weight, linear in both, valid for whole arrays and for parts.
 
-The result is in float32. `multiply` rounds it once, after it has multiplied it with scales.
+The result is in float32, or in int32 if both are integers. `multiply` rounds it once, after it has
+multiplied it with scales.
 """
 Project = Callable[..., jax.Array]
 """The type of `Operations.project`."""
@@ -39,12 +40,16 @@ def multiply(
     x_axes: Axes = (),
     out_axes: Axes = (),
     dtype: jax.typing.DTypeLike | None = None,
+    max_over_parts: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
-    """Multiply activations with a weight on one device; see `Operations.project`."""
+    """Multiply activations with a weight on one device; see `Operations.project`.
+
+    `max_over_parts` is that of `multiply_codes`.
+    """
     del x_axes, out_axes
     value = weight[...]
     if isinstance(value, QuantisedWeight):
-        out = multiply_codes(equation, product, x, value)
+        out = multiply_codes(equation, product, x, value, max_over_parts)
     else:
         out = product(x, value)
     return out.astype(dtype or x.dtype)
@@ -71,8 +76,13 @@ def einsum_product(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """
     # XLA for CPU converts the whole weight for a product with a bfloat16 result
     rows = _at_least_two_rows(x)
-    out = jnp.einsum(equation, rows, weight, preferred_element_type=jnp.float32)
+    out = jnp.einsum(equation, rows, weight, preferred_element_type=_sum_dtype(x))
     return out[: len(x)]
+
+
+def _sum_dtype(x: jax.Array) -> jax.typing.DTypeLike:
+    """The dtype in which products of `x` are summed."""
+    return jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32
 
 
 def _at_least_two_rows(x: jax.Array) -> jax.Array:
@@ -86,5 +96,6 @@ def gate_up_product(x: jax.Array, gate_up_PDF: jax.Array) -> jax.Array:
     # a batch of two products: one call, and no backend needs another memory layout of the weights
     rows = _at_least_two_rows(x)
     x_P = jnp.broadcast_to(rows[None], (2, *rows.shape))
-    out = jnp.einsum("P...D,PDF->P...F", x_P, gate_up_PDF, preferred_element_type=jnp.float32)
+    equation, dtype = "P...D,PDF->P...F", _sum_dtype(x)
+    out = jnp.einsum(equation, x_P, gate_up_PDF, preferred_element_type=dtype)
     return out[:, : len(x)]

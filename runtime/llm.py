@@ -135,6 +135,7 @@ class LLM:
                 plan.model.scan_layers,
                 say,
                 plan.numbers.weight_rules,
+                plan.numbers.cache_codes,
             )
         self._tokenizer = loaded.tokenizer
         self._generator: GenerationSession | None = session.start(

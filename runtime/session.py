@@ -163,7 +163,10 @@ def attention_kernels(plan: Plan, config: DecoderConfig, target: Target) -> Atte
       ValueError: The plan asks for a kernel that cannot serve its graphs.
     """
     placement, dtype = target.placement(plan.layout), jnp.dtype(plan.numbers.dtype)
-    return choose_kernels(config, plan.buckets, placement, dtype, plan.attention)
+    has_codes = plan.numbers.cache_codes is not None
+    return choose_kernels(
+        config, plan.buckets, placement, dtype, plan.attention, has_codes=has_codes
+    )
 
 
 def check_target(plan: Plan, target: Target) -> None:
@@ -259,6 +262,7 @@ def load_model(
     scan_layers: bool = False,
     say: Callable[[str], object] = lambda note: None,
     weight_rules: WeightRules = ALL_FLOAT,
+    cache_codes: str | None = None,
 ) -> LoadedModel:
     """Read the parameters, slice by slice, directly into their placement on the target.
 
@@ -270,6 +274,7 @@ def load_model(
       scan_layers: Whether graphs scan over layers, so that their weights are stacked.
       say: Called with a line about tokens without an embedding, if there are any.
       weight_rules: The formats of weights; weights in codes are rounded while they load.
+      cache_codes: The dtype of cache entries in codes; None for float entries.
 
     Raises:
       CheckpointError: The model's files cannot be used.
@@ -285,7 +290,7 @@ def load_model(
     if note := lacking_tokens(files, tokenizer):
         say(note)
     placement = target.placement(layout)
-    arrangement = placement.arrangement(files.spec.config, scan_layers)
+    arrangement = placement.arrangement(files.spec.config, scan_layers, cache_codes)
     definition = AbstractModel(files.spec.config, arrangement, weight_rules)
     abstract = definition.abstract_parameters(jnp.dtype(dtype))
     logical_axes = definition.logical_axes()

@@ -1,4 +1,4 @@
-"""Compare a model in bfloat16 or with weights in codes with itself in float32.
+"""Compare a model in bfloat16, or with weights or a cache in codes, with itself in float32.
 
 Both run the same chat prompts on the same grid, and their probabilities and greedy tokens are
 compared. The log-probabilities of prompts and of float32's
@@ -9,6 +9,7 @@ differ, so later steps are not compared.
 
     python scripts/compare_dtypes.py --rows 24 --output benchmarks/dtypes.json
     python scripts/compare_dtypes.py --rows 16 --dtype float32 --weights int8
+    python scripts/compare_dtypes.py --rows 16 --dtype float32 --cache int8
 """
 
 import argparse
@@ -21,11 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
+from noria.compile.prefill_steps import last_hidden
 from noria.compile.targets import find_target
+from noria.modelzoo.kv_cache import allocate
+from noria.modelzoo.prompt_pieces import PromptPieces
 from noria.runtime import LLM, RequestOutput, SamplingParams, session
 from noria.runtime.checkpoint import open_model
 from noria.runtime.devices.machine import describe_machine
@@ -41,7 +46,9 @@ def main() -> None:
     lines = options.prompts.read_text(encoding="utf-8").splitlines()[: options.rows]
     conversations = [json.loads(line)["body"]["messages"] for line in lines]
     grid = grid_of(len(lines), LONGEST_PROMPT + options.max_tokens)
-    both = REFERENCE, Numbers(options.dtype, options.weights, options.group)
+    names = ("weights", "group", "cache", "activations")
+    asked = {name: getattr(options, name) for name in names}
+    both = REFERENCE, Numbers(options.dtype, **asked)
     reference, compared = (load(options.model, numbers, grid) for numbers in both)
     figures = compare(reference, compared, conversations, options.max_tokens)
     rows = answered(reference, conversations, options.max_tokens)
@@ -109,31 +116,48 @@ def answered(
 def answer_logits(
     model: str, numbers: Numbers, rows: Sequence[tuple[list[int], list[int]]]
 ) -> tuple[np.ndarray, str]:
-    """Return the logits `[M, V]` that predict the answers' tokens, and the residual's dtype."""
+    """Return the logits `[M, V]` that predict the answers' tokens, and the residual's dtype.
+
+    Prompts are prefilled, and the answers' tokens go through decode, one after the other.
+    """
     target = find_target("cpu")
     with open_model(model) as files:
-        rules = numbers.weight_rules
-        loaded = session.load_model(files, target, numbers.dtype, weight_rules=rules)
-    operations = loaded.placement.operations("prefill", loaded.definition.config)
-    longest = max(len(prompt) + len(answer) for prompt, answer in rows)
-    num_answered = len(rows[0][1])
+        loaded = session.load_model(
+            files,
+            target,
+            numbers.dtype,
+            weight_rules=numbers.weight_rules,
+            cache_codes=numbers.cache_codes,
+        )
+    definition, placement = loaded.definition, loaded.placement
+    B, longest = len(rows), max(len(prompt) for prompt, _ in rows)
+    tokens_BT = np.zeros((B, longest), np.int32)
+    for row, (prompt, _) in zip(tokens_BT, rows, strict=True):
+        row[: len(prompt)] = prompt
+    count_B = np.array([len(prompt) for prompt, _ in rows], np.int32)
+    answer_BA = np.array([answer for _, answer in rows], np.int32)
+    spans, dtype = [longest + answer_BA.shape[1]], placement.cache_dtype(numbers.dtype)
     residual = []
 
     @jax.jit
-    def logits_of(parameters, tokens_1T, true_length_1, first):
-        decoder = loaded.definition.bind(parameters, operations)
-        x_1TD, _ = decoder.forward(tokens_1T, true_length_1)
-        residual.append(str(x_1TD.dtype))
-        return decoder.logits(jax.lax.dynamic_slice_in_dim(x_1TD[0], first, num_answered))
+    def logits_of(parameters, tokens_BT, count_B, answer_BA):
+        decoder = definition.bind(parameters)
+        cache = allocate(definition.config, B, spans, dtype, arrangement=definition.arrangement)
+        pieces = PromptPieces(jnp.arange(B), None, count_B)
+        x_BTD, cache, _ = decoder.prefill(tokens_BT, pieces, cache, decoder.operations)
+        residual.append(str(x_BTD.dtype))
 
-    found = []
-    for prompt, answer in rows:
-        tokens_1T = np.zeros((1, longest), np.int32)
-        ids = [*prompt, *answer]
-        tokens_1T[0, : len(ids)] = ids
-        length_1 = np.array([len(ids)], np.int32)
-        found.append(logits_of(loaded.parameters, tokens_1T, length_1, len(prompt) - 1))
-    return np.concatenate(found), residual[0]
+        def step(carry, token_B):
+            position_B, cache = carry
+            logits_BV, cache, _ = decoder.decode(token_B, position_B, cache, position_B >= 0)
+            return (position_B + 1, cache), logits_BV
+
+        first_BV = decoder.logits(last_hidden(decoder, x_BTD, count_B))
+        _, logits_ABV = jax.lax.scan(step, (count_B, cache), answer_BA.T[:-1])
+        return jnp.concatenate([first_BV[None], logits_ABV]).swapaxes(0, 1)
+
+    logits_BAV = logits_of(loaded.parameters, tokens_BT, count_B, answer_BA)
+    return np.asarray(logits_BAV).reshape(-1, logits_BAV.shape[-1]), residual[0]
 
 
 def distributions(reference_MV: np.ndarray, compared_MV: np.ndarray) -> dict[str, Any]:
@@ -283,6 +307,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default=BFLOAT16.dtype, help="dtype to compare (bfloat16)")
     parser.add_argument("--weights", default="float", help="format of weights to compare (float)")
     parser.add_argument("--group", type=int, default=0, help="input features that share a scale")
+    parser.add_argument("--cache", default="float", help="format of cache to compare (float)")
+    parser.add_argument("--activations", default="float", help="activations to compare (float)")
     parser.add_argument("--output", type=Path, help="JSON file; a table (.md) is written, too")
     return parser.parse_args()
 

@@ -187,7 +187,8 @@ def compile_all(case: Case, files: ModelFiles, prediction: Prediction, record: d
     target, plan = find_target(case.target), prediction.plan
     placement = target.placement(plan.layout)
     config = files.spec.config
-    arrangement = placement.arrangement(config, plan.model.scan_layers)
+    options = plan.model.scan_layers, plan.numbers.cache_codes
+    arrangement = placement.arrangement(config, *options)
     definition = AbstractModel(config, arrangement, plan.numbers.weight_rules)
     graphs = plan_graphs(
         definition,

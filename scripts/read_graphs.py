@@ -64,6 +64,7 @@ def main() -> None:
     add("--graphs", nargs="+", default=["decode", "prefill"])
     add("--weights", default="float", help="format of weights: float, int8 or int4 (float)")
     add("--group", type=int, default=0, help="input features of a weight that share a scale (all)")
+    add("--cache", default="float", help="format of the cache: float, int8 or float8 (float)")
     add("--json", action="store_true", help="print the whole report as JSON")
     add("--keep", type=Path, help="folder for the texts of programs")
     options = parser.parse_args()
@@ -83,9 +84,16 @@ def of_text(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 def of_model(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Compile and read the decode graph of the longest span, and the prefill graph."""
     config, layout = read_config(options.model, options.layers), options.layout
-    numbers = Numbers(options.dtype, options.weights, options.group)
-    rules = numbers.weight_rules
-    reader = GraphReader(config, options.target, layout, numbers.dtype, options.scan_layers, rules)
+    numbers = Numbers(options.dtype, options.weights, options.group, cache=options.cache)
+    reader = GraphReader(
+        config,
+        options.target,
+        layout,
+        numbers.dtype,
+        options.scan_layers,
+        numbers.weight_rules,
+        numbers.cache_codes,
+    )
     length, rows = map(int, options.prefill.split("x"))
     prefixes = read_prefixes(options.prefix) if options.prefix else None
     prefill, spans = ((length, rows),), tuple(options.spans)
@@ -132,12 +140,13 @@ class GraphReader:
         dtype: str = "bfloat16",
         scan_layers: bool = False,
         weight_rules: WeightRules = ALL_FLOAT,
+        cache_codes: str | None = None,
     ):
         session.prepare_jax(target)
         self._name, self._target, self._dtype = TargetName.parse(target), find_target(target), dtype
         placed = Layout.from_table(read_layout_table(layout), layout) if layout else None
         self._placement = self._target.placement(placed)
-        arrangement = self._placement.arrangement(config, scan_layers)
+        arrangement = self._placement.arrangement(config, scan_layers, cache_codes)
         self._definition = AbstractModel(config, arrangement, weight_rules)
         self._work = Work(self._definition, dtype, placed or ONE_DEVICE)
         self._hardware = known(target)

@@ -66,13 +66,13 @@ def _new_entries(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
     """
     over, call = shapes.rules[axes.ATTENTION_BATCH], shapes.call
     heads, length = shapes.rules.dimensions((axes.KV_HEADS, axes.LENGTH))
+    num_heads, dims, split = shapes.num_cache_heads, shapes.record.head_dims, (heads, length)
     if shapes.config.latent is not None:
-        sizes = (call.rows, call.tokens, shapes.config.cache_dim)
-        yield from shapes.send("all-gather", over, shapes.local(sizes, (length,)))
-        return
-    for dim in shapes.record.head_dims:
-        sizes = (call.rows, shapes.num_cache_heads, call.tokens, dim)
-        yield from shapes.send("all-gather", over, shapes.local(sizes, (heads, length)))
+        num_heads, dims, split = 1, (shapes.config.cache_dim,), (length,)
+    for dim in dims:
+        for size in shapes.vector_bytes(dim, is_cached=True):
+            num_bytes = shapes.local((call.rows, num_heads, call.tokens), split, size)
+            yield from shapes.send("all-gather", over, num_bytes)
 
 
 def _merge_of_decode(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
@@ -100,8 +100,10 @@ def _cached_chunk(shapes: LayerShapes, window: Window) -> Iterator[ExpectedColle
     over, call = shapes.rules[axes.CACHE_LENGTH], shapes.call
     n = shapes.layout.mesh.num_shards(over)
     num_steps = num_ring_steps(window, n)
-    lengths = [*(end - start for _, start, end in call.pieces), call.tokens]
-    segment_bytes = [_entries(shapes, length // n) for length in lengths]
+    segment_bytes = [
+        _entries(shapes, (end - start) // n, is_cached=True) for _, start, end in call.pieces
+    ]
+    segment_bytes.append(_entries(shapes, call.tokens // n, is_cached=False))
     query_dim, value_dim = shapes.record.head_dims
     lse_bytes = _lse_bytes(shapes)
     q_bytes = lse_bytes // FLOAT32_BYTES * query_dim * shapes.itemsize
@@ -117,13 +119,12 @@ def _cached_chunk(shapes: LayerShapes, window: Window) -> Iterator[ExpectedColle
     yield from shapes.send("reduce-scatter", over, lse_bytes * (value_dim + 1))
 
 
-def _entries(shapes: LayerShapes, length: int) -> list[int]:
+def _entries(shapes: LayerShapes, length: int, *, is_cached: bool) -> list[int]:
     """Bytes of the arrays of `length` cache entries: keys and values or latents, and positions."""
     split = shapes.rules.dimensions((axes.ATTENTION_BATCH, axes.KV_HEADS))
     rows, latent = shapes.call.rows, shapes.config.latent
     heads, over_heads = (shapes.num_cache_heads, split[1]) if latent is None else (1, ())
-    array_bytes = shapes.local(
-        (rows, heads, length, shapes.config.cache_dim), (split[0], over_heads)
-    )
+    sizes = shapes.vector_bytes(shapes.config.cache_dim, is_cached=is_cached)
+    arrays = [shapes.local((rows, heads, length), (split[0], over_heads), size) for size in sizes]
     positions = shapes.local((rows, length), split[:1], INT32_BYTES)
-    return [array_bytes] * (2 if latent is None else 1) + [positions]
+    return arrays * (2 if latent is None else 1) + [positions]

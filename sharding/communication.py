@@ -43,6 +43,7 @@ def predict_collectives(
     call: Call,
     itemsize: int,
     element_bytes: Mapping[str, float] = MappingProxyType({}),
+    cache_codes: str | None = None,
 ) -> list[ExpectedCollective]:
     """Predict the collectives of all layers in one call.
 
@@ -53,6 +54,7 @@ def predict_collectives(
       itemsize: Bytes of an element of activations, and of weights that are not in `element_bytes`.
       element_bytes: Average bytes of an element of a weight, scales included, by dotted path. Codes
         and scales of a weight count as one collective.
+      cache_codes: The dtype of cache entries in codes; None for entries of `itemsize`.
 
     Returns:
       One entry for all collectives of the same kind, mesh axes and bytes.
@@ -60,7 +62,8 @@ def predict_collectives(
     times: Counter[tuple[str, MeshAxes, int]] = Counter()
     kinds = config.layer_kinds
     for kind, count in Counter(kinds).items():
-        shapes = LayerShapes(config, layout, call, itemsize, kinds.index(kind), element_bytes)
+        layer = kinds.index(kind)
+        shapes = LayerShapes(config, layout, call, itemsize, layer, element_bytes, cache_codes)
         for collective in [*_block_collectives(shapes), *predict_attention(shapes, kind[0])]:
             key = collective.kind, collective.mesh_axes, collective.num_bytes
             times[key] += count * collective.times

@@ -60,8 +60,8 @@ def cache_bytes_per_device(
       layout: The mesh and its rules.
       slots: Slots of all devices; they divide over the mesh axes of attention's rows.
       length: Positions of each slot.
-      dtype: Dtype of the cache.
-      arrangement: How the cache is padded.
+      dtype: Dtype of entries, or of their scales if they are in codes.
+      arrangement: How the cache is padded, and the dtype of codes.
     """
     rules, shards = layout.phase("decode"), layout.mesh.num_shards
     over_heads, over_rows = shards(rules[axes.KV_HEADS]), shards(rules[axes.ATTENTION_BATCH])
@@ -70,8 +70,18 @@ def cache_bytes_per_device(
     entries = sum(num_cache_entries(window, length, stripes) for window in config.windows)
     # latents hold keys and values together, have one head, and are on every device that has their
     # row
-    entry_size = arrangement.cache_dim(config) * (2 * heads if config.latent is None else 1)
-    return (slots // over_rows) * -(-entries // stripes) * entry_size * jnp.dtype(dtype).itemsize
+    vectors = 2 * heads if config.latent is None else 1
+    per_entry = vectors * vector_bytes(config, dtype, arrangement)
+    return (slots // over_rows) * -(-entries // stripes) * per_entry
+
+
+def vector_bytes(config: DecoderConfig, dtype: DTypeLike, arrangement: Arrangement) -> int:
+    """Bytes of a cached key, value or latent, with its scales if it is in codes."""
+    size, scale_bytes = arrangement.cache_dim(config), jnp.dtype(dtype).itemsize
+    if arrangement.cache_codes is None:
+        return size * scale_bytes
+    num_scales = len(config.entry_splits) + 1
+    return size * jnp.dtype(arrangement.cache_codes).itemsize + num_scales * scale_bytes
 
 
 def max_context(

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import jax.numpy as jnp
+
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
 from ..modelzoo.products import LayerRecord, WeightProduct, record_layer
@@ -43,6 +45,18 @@ class LayerShapes:
     layer: int = 0
     element_bytes: Mapping[str, float] = field(default_factory=dict)
     """Average bytes of an element of weights that have other bytes, by dotted path."""
+    cache_codes: str | None = None
+    """The dtype of cache entries in codes; None for entries of `itemsize`."""
+
+    def vector_bytes(self, dim: int, *, is_cached: bool) -> list[int]:
+        """Bytes of each array of a key, value or latent, one token of a head: codes and scales.
+
+        Without `is_cached`, the vector belongs to a new token, which is not in codes.
+        """
+        if not is_cached or self.cache_codes is None:
+            return [dim * self.itemsize]
+        num_scales = len(self.config.entry_splits) + 1
+        return [dim * jnp.dtype(self.cache_codes).itemsize, num_scales * self.itemsize]
 
     def element_size(self, product: WeightProduct) -> float:
         """Average bytes of an element of the weight of a product of this layer."""

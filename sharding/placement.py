@@ -31,16 +31,22 @@ _CACHES = (axes.CACHE_KEYS, axes.CACHE_VALUES, axes.CACHE_LATENTS)
 
 
 def arrangement_of(
-    layout: Layout | None, platform: str, config: DecoderConfig, scan_layers: bool = False
+    layout: Layout | None,
+    platform: str,
+    config: DecoderConfig,
+    scan_layers: bool = False,
+    cache_codes: str | None = None,
 ) -> Arrangement:
     """Arrangement of weights and cache for a layout, a platform and a build."""
     # XLA for TPU pads narrow heads to whole rows of tiles in any case
     whole = Arrangement(
         scan_layers=scan_layers,
         head_multiple=axes.LANES if platform == "tpu" else 1,
-        key_blocks=CPU_BLOCKS if platform == "cpu" else (),
+        # codes are converted in any case, so blocks would gain nothing
+        key_blocks=CPU_BLOCKS if platform == "cpu" and cache_codes is None else (),
         # arrays on the CPU have a byte for each int4, and executables refuse them
         packs_codes=platform != "cpu",
+        cache_codes=cache_codes,
     )
     if layout is None:
         return whole
@@ -125,9 +131,11 @@ class Placement:
             for name, x in parameters.items()
         }
 
-    def arrangement(self, config: DecoderConfig, scan_layers: bool = False) -> Arrangement:
-        """Arrangement of weights and layers for this layout and a build option."""
-        return arrangement_of(self.layout, self.platform, config, scan_layers)
+    def arrangement(
+        self, config: DecoderConfig, scan_layers: bool = False, cache_codes: str | None = None
+    ) -> Arrangement:
+        """Arrangement of weights, layers and cache for this layout and the options of a build."""
+        return arrangement_of(self.layout, self.platform, config, scan_layers, cache_codes)
 
     def cache_dtype(self, dtype: DTypeLike) -> jnp.dtype:
         """Dtype of cache entries for weights of `dtype`; see the function `cache_dtype`."""

@@ -107,6 +107,11 @@ class Projection:
         """Mesh axes that divide the operations of the product among devices."""
         return (*chain(*self.partial_split, *self.scatter), *self.sum_over)
 
+    def max_over_parts(self, x: jax.Array) -> jax.Array:
+        """The maximum over the devices whose results are summed; inside `shard_map`."""
+        summed = (*chain(*self.scatter), *self.sum_over)
+        return jax.lax.pmax(x, summed) if summed else x
+
     def prepare(self, x: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
         """Gather and cut both operands as this device's product needs them; inside `shard_map`."""
         return self.prepare_x(x), map_arrays(gather, weight, self.gather_weight, shared=())

@@ -26,11 +26,11 @@ from ..modelzoo.layer_cache import PromptKeysValues, PromptLatents
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
-from ..modelzoo.operations import ON_ONE_DEVICE, Operations
+from ..modelzoo.operations import Operations
 from ..modelzoo.quantised_weight import QuantisedWeight, take_rows
 from ..modelzoo.segments import Segments
 from ..modelzoo.stripes import ONE_STRIPE, Stripe, Stripes
-from ..modelzoo.weight_products import Axes, Product, axes_of
+from ..modelzoo.weight_products import Axes, Product, axes_of, multiply
 from .axis_rules import AxisRules, kv_copies
 from .cache_attention import attend_sharded_cache, attend_sharded_chunk
 from .expert_exchange import ExpertExchange
@@ -73,19 +73,22 @@ class ShardedOperations(Operations):
         self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
         out_axes: Axes = (), dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:  # fmt: skip
-        multiply = partial(ON_ONE_DEVICE.project, equation, product, dtype=dtype)
-        return self._project(equation, multiply, x, weight, x_axes, out_axes)
+        def multiply_part(x: jax.Array, weight: Any, projection: Projection) -> jax.Array:
+            options = {"dtype": dtype, "max_over_parts": projection.max_over_parts}
+            return multiply(equation, product, x, weight, **options)
+
+        return self._project(equation, multiply_part, x, weight, x_axes, out_axes)
 
     def _project(
-        self, equation: str, multiply: Callable[[jax.Array, Any], jax.Array], x: jax.Array,
-        weight: "Weight", x_axes: Axes, out_axes: Axes,
+        self, equation: str, product: Callable[[jax.Array, Any, Projection], jax.Array],
+        x: jax.Array, weight: "Weight", x_axes: Axes, out_axes: Axes,
     ) -> jax.Array:  # fmt: skip
-        """Run `multiply`, the product on one device, between the collectives of an equation."""
+        """Run `product`, that of one device, between the collectives of an equation."""
         weight_axes, rules = axes_of(weight), (self._rules, self._stored)
         projection = Projection.from_rules(*rules, equation, x_axes, weight_axes, out_axes)
 
         def local(x: jax.Array, weight: Any) -> jax.Array:
-            return projection.reduce(multiply(*projection.prepare(x, weight)))
+            return projection.reduce(product(*projection.prepare(x, weight), projection))
 
         weight_specs = weight_specs_of(self._stored, weight[...], weight_axes)
         specs = self._rules.spec(x_axes), weight_specs
@@ -94,7 +97,9 @@ class ShardedOperations(Operations):
     def lookup(self, table: "nnx.Param", ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
         shards = self._rules[axes.VOCAB]
 
-        def rows(ids_BT: jax.Array, table_VD: jax.Array | QuantisedWeight) -> jax.Array:
+        def rows(
+            ids_BT: jax.Array, table_VD: jax.Array | QuantisedWeight, _: Projection
+        ) -> jax.Array:
             V = table_VD.shape[0]
             local_BT = ids_BT - jax.lax.axis_index(shards) * V if shards else ids_BT
             is_here_BT = (local_BT >= 0) & (local_BT < V)

@@ -49,10 +49,12 @@ def keep(
     new: Sequence[NewEntries],
     rows: PromptPieces,
     windows: Sequence[Window] = CONFIG.windows,
+    splits: tuple[int, ...] = (),
 ) -> KVCache:
     """Write a piece of each prompt to every (unrolled) layer, and return the cache."""
+    is_rolling = cache.positions.is_rolling
     layers = tuple(
-        write_piece(old, one, jnp.int32(0), rows, cache.positions.is_rolling(window), ON_ONE_DEVICE)
+        write_piece(old, one, jnp.int32(0), rows, is_rolling(window), ON_ONE_DEVICE, splits)
         for old, one, window in zip(cache.layers, new, windows, strict=True)
     )
     # both values and latents have tokens on the last axis but one

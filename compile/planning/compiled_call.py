@@ -152,16 +152,18 @@ def compiled_call(name: str, call: Call, counted: ProgramCounts, cost: CostModel
     """Combine the counts of a program with the work of its call."""
     parts = cost.work.parts(call)
     flops, num_bytes = sum(part.flops for part in parts), sum(part.bytes for part in parts)
+    int8_flops = sum(part.int8_flops for part in parts)
     planned = sum_by_key(pair for part in parts for pair in part.sent.items())
     more_flops, more_bytes = max(flops, counted.flops), max(num_bytes, counted.num_bytes)
     sent = planned if counted.sent is None else counted.sent
-    by_shapes = cost.roofline(flops, num_bytes, planned)
+    by_shapes = cost.roofline(flops, num_bytes, planned, int8_flops)
+    by_program = cost.roofline(more_flops, more_bytes, sent, int8_flops)
     return CompiledCall(
         graph=name,
         flops=more_flops,
         num_bytes=more_bytes,
         sent=sent,
-        seconds=max(by_shapes, cost.roofline(more_flops, more_bytes, sent), counted.seconds),
+        seconds=max(by_shapes, by_program, counted.seconds),
         shapes_seconds=by_shapes,
         memory_bytes=round(counted.memory_bytes),
         moved_bytes=counted.num_bytes,

@@ -140,9 +140,11 @@ class CostModel:
             self._known[call] = self._estimate(call)
         return self._known[call]
 
-    def roofline(self, flops: float, num_bytes: float, sent: Sent) -> float:
+    def roofline(
+        self, flops: float, num_bytes: float, sent: Sent, int8_flops: float = 0.0
+    ) -> float:
         """Seconds of this work as one part, by peaks alone."""
-        part = Part("all", flops, num_bytes, sent=sent)
+        part = Part("all", flops, int8_flops, num_bytes, sent=sent)
         return self._local(part, KindFactors())[0] + self._network(part)
 
     def _estimate(self, call: Call) -> Estimate:
@@ -171,7 +173,9 @@ class CostModel:
 
     def _local(self, part: Part, kind_factors: KindFactors) -> tuple[float, str]:
         """Seconds of a part on its device before its own factor, and their limit."""
-        compute = part.flops / self._peak
+        compute = (part.flops - part.int8_flops) / self._peak
+        if part.int8_flops:
+            compute += part.int8_flops / self.hardware.peak("int8")
         byte_seconds = kind_factors.memory / self.hardware.memory_rate
         memory = byte_seconds * part.bytes
         copies = byte_seconds * part.weight_bytes * (self.hardware.weight_passes - 1)

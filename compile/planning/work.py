@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -55,11 +55,26 @@ class Part:
 
     name: str
     flops: float = 0.0
+    int8_flops: float = 0.0
+    """Those of the operations that are in products of int8."""
     bytes: float = 0.0
     """Bytes read from and written to main memory."""
     weight_bytes: float = 0.0
     """The bytes of the weights of products among them."""
     sent: Sent = field(default_factory=dict)
+
+
+class _WeightsWork(NamedTuple):
+    """Work of products with weights: operations for one row of activations, and bytes."""
+
+    flops: float
+    int8_flops: float
+    bytes: float
+
+    def part(self, name: str, num_rows: int) -> Part:
+        """The work of some rows, for which the weights are read once."""
+        flops, int8_flops = num_rows * self.flops, num_rows * self.int8_flops
+        return Part(name, flops, int8_flops, self.bytes, weight_bytes=self.bytes)
 
 
 @dataclass(frozen=True)
@@ -111,8 +126,9 @@ class Work:
         )
         """Bytes of the parameters on each device."""
         self._weight_bytes = model.element_bytes(dtype)
+        self._integer_products = model.integer_products()
         self._known_exchanges: dict[tuple[str, int, int, int], Part] = {}
-        self._known_weights: dict[tuple[str, bool], tuple[float, float]] = {}
+        self._known_weights: dict[tuple[str, bool], _WeightsWork] = {}
 
     @property
     def num_program_layers(self) -> int:
@@ -134,9 +150,9 @@ class Work:
     def needed(self, call: Call) -> NeededBytes:
         """Minimum bytes that one call moves."""
         experts = self._experts(call)
-        _, head_bytes = self._head_work(call)
+        head_bytes = self._head_work(call).bytes
         return NeededBytes(
-            weights=self._weights_work(call, of_experts=False)[1] + head_bytes,
+            weights=self._weights_work(call, of_experts=False).bytes + head_bytes,
             experts=0.0 if experts is None else experts.bytes,
             cache=self._span_bytes(call) + self._prefix_bytes(call),
             logits=self._logits_bytes(call),
@@ -170,8 +186,8 @@ class Work:
 
     def _products(self, call: Call) -> Part:
         """Products with the weights that all tokens pass through."""
-        flops, num_bytes = self._weights_work(call, of_experts=False)
-        return Part("products", call.num_tokens * flops, num_bytes, num_bytes)
+        work = self._weights_work(call, of_experts=False)
+        return work.part("products", call.num_tokens)
 
     def _experts(self, call: Call) -> Part | None:
         """Products with the experts that the tokens choose, in lossless tiles."""
@@ -183,14 +199,15 @@ class Work:
         # if choices are uniform, an expert has no token with this probability
         used = 1 - (1 - Z / E) ** call.num_tokens
         rows = choices + used * E * (LOSSLESS.tile(choices, E) - 1) / 2
-        flops, num_bytes = self._weights_work(call, of_experts=True)
-        return Part("experts", rows / E * flops, used * num_bytes, used * num_bytes)
+        work = self._weights_work(call, of_experts=True)
+        num_bytes = used * work.bytes
+        return Part("experts", rows / E * work.flops, bytes=num_bytes, weight_bytes=num_bytes)
 
-    def _weights_work(self, call: Call, *, of_experts: bool) -> tuple[float, float]:
-        """Operations for one row of activations, and bytes of all weights."""
+    def _weights_work(self, call: Call, *, of_experts: bool) -> "_WeightsWork":
+        """Work of the products of all layers with their weights."""
         phase = call.phase
         if (phase, of_experts) not in self._known_weights:
-            flops = num_bytes = 0.0
+            flops = int8_flops = num_bytes = 0.0
             kinds = self.config.layer_kinds
             for kind in dict.fromkeys(kinds):
                 shapes = self._shapes(call, kinds.index(kind))
@@ -198,12 +215,13 @@ class Work:
                 record = shapes.record
                 for product in record.expert_products if of_experts else record.products:
                     row_flops, num_weights = self._product_work(shapes, product)
+                    names = [f"layers.{layer}.{product.parameter}" for layer in layers]
+                    num_integer = len(self._integer_products.intersection(names))
                     flops += len(layers) * row_flops
-                    num_bytes += num_weights * sum(
-                        self._weight_bytes[f"layers.{layer}.{product.parameter}"]
-                        for layer in layers
-                    )
-            self._known_weights[phase, of_experts] = flops, num_bytes
+                    int8_flops += num_integer * row_flops
+                    num_bytes += num_weights * sum(map(self._weight_bytes.__getitem__, names))
+            work = _WeightsWork(flops, int8_flops, num_bytes)
+            self._known_weights[phase, of_experts] = work
         return self._known_weights[phase, of_experts]
 
     def _product_work(self, shapes: LayerShapes, product: WeightProduct) -> tuple[float, float]:
@@ -231,7 +249,7 @@ class Work:
         pairs = sum(_pairs(call, window) for window in config.windows)
         dims = self._shapes(call).record.head_dims
         flops = 2 * pairs * config.num_query_heads * sum(dims)
-        return Part("attention", flops / shards, self._kept_bytes(call))
+        return Part("attention", flops / shards, bytes=self._kept_bytes(call))
 
     def _kept_bytes(self, call: Call) -> float:
         """Bytes of keys and values that are written, or read for each block of queries."""
@@ -272,15 +290,16 @@ class Work:
 
     def _logits(self, call: Call) -> Part:
         """The product with the vocabulary, and the logits that it writes."""
-        flops, num_bytes = self._head_work(call)
-        logits_bytes = self._logits_bytes(call)
-        return Part("logits", call.num_logits * flops, num_bytes + logits_bytes, num_bytes)
+        part = self._head_work(call).part("logits", call.num_logits)
+        return replace(part, bytes=part.bytes + self._logits_bytes(call))
 
-    def _head_work(self, call: Call) -> tuple[float, float]:
-        """Operations for one row of the product with the vocabulary, and bytes of its weight."""
+    def _head_work(self, call: Call) -> "_WeightsWork":
+        """Work of the product with the vocabulary."""
         product = record_logits(self.config)
         flops, num_weights = self._product_work(self._shapes(call), product)
-        return flops, num_weights * self._weight_bytes[product.parameter]
+        num_bytes = num_weights * self._weight_bytes[product.parameter]
+        is_integer = product.parameter in self._integer_products
+        return _WeightsWork(flops, flops * is_integer, num_bytes)
 
     def _logits_bytes(self, call: Call) -> float:
         """Bytes of logits that are written once and read once."""
@@ -293,7 +312,8 @@ class Work:
         rules = self.layout.phase(call.phase)
         shards = self.layout.mesh.num_shards(self._mesh_axes(axes.RESIDUAL, rules))
         stream = call.num_tokens * config.embed * self._itemsize / shards
-        return Part("activations", 0.0, ACTIVATION_PASSES * config.num_layers * stream)
+        num_bytes = ACTIVATION_PASSES * config.num_layers * stream
+        return Part("activations", bytes=num_bytes)
 
     def _exchanges(self, call: Call) -> Part | None:
         """Collectives of all layers."""
@@ -308,7 +328,12 @@ class Work:
     def _sent(self, call: Call) -> Sent:
         num_shards = self.layout.mesh.num_shards
         collectives = communication.predict_collectives(
-            self.config, self.layout, call, self._itemsize, self._weight_bytes
+            self.config,
+            self.layout,
+            call,
+            self._itemsize,
+            self._weight_bytes,
+            self.model.arrangement.cache_codes,
         )
         return sum_by_key(
             (

@@ -53,7 +53,8 @@ class Prices:
                 f"got none. Add clock to a hardware table of your own."
             )
         self._program, self._traffic, self._hardware = program, traffic, hardware
-        self._clock, self._peak = hardware.clock, max(hardware.flops.values())
+        rates = (rate for dtype, rate in hardware.flops.items() if dtype != "int8")
+        self._clock, self._peak = hardware.clock, max(rates)
         self._interconnect = interconnect
         self._collectives = {
             (instruction.computation, instruction.name): instruction for instruction in collectives

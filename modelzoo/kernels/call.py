@@ -25,6 +25,8 @@ class AttentionCall:
     has_sinks: bool
     is_in_order: bool = False
     """See `Visibility.is_in_order`."""
+    has_codes: bool = False
+    """Whether the entries of the cache are in codes (`entry_codes`)."""
     segments: frozenset[int] = frozenset()
     """The lengths of the cache segments that a device attends to, for chunks of prompts on one
     device or under a layout; else empty."""

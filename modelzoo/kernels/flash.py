@@ -40,6 +40,8 @@ def flash_refusal(call: AttentionCall) -> str | None:
     """The reason why the kernel cannot serve a call, or None if it can."""
     if not call.segments:
         return "it takes chunks of prompts, on one device or under a layout"
+    if call.has_codes:
+        return "it takes no cache in codes (numbers.cache)"
     for length in (call.num_queries, *call.segments):
         if length % LANES:
             return f"it takes whole blocks of {LANES} tokens and entries, got {length}"

@@ -192,6 +192,9 @@ def _cut(weights: ExpertWeights, e: jax.Array, start: jax.Array, size: int) -> E
         sizes = [1] * len(outer) + [1, *x.shape[len(outer) + 1 :]]
         starts[axis], sizes[axis] = start, size
         part = slice_weight(x[...], starts, sizes)
+        if isinstance(part, QuantisedWeight):
+            # pieces of the hidden size would have scales of their own, in each layout others
+            part = part.with_float_activations()
         return jax.tree.map(lambda array: array.reshape(array.shape[len(outer) :]), part)
 
     bias_EPF = weights.gate_up_bias_EPF

@@ -235,6 +235,7 @@ class BatchModel:
             plan.model.scan_layers,
             progress.note,
             plan.numbers.weight_rules,
+            plan.numbers.cache_codes,
         )
         digest = weights.result()
         phases.enter("build")

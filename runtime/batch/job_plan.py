@@ -93,7 +93,8 @@ def derived_plan(
     asked, numbers = overridden.get("buckets", {}), Numbers.from_table(overridden["numbers"])
     defaults = with_overrides(GridDefaults.for_layout(layout), asked)
     placement = target.placement(layout)
-    definition = AbstractModel(config, placement.arrangement(config), numbers.weight_rules)
+    arrangement = placement.arrangement(config, cache_codes=numbers.cache_codes)
+    definition = AbstractModel(config, arrangement, numbers.weight_rules)
     work = Work(definition, numbers.dtype, layout, placement.cache_dtype(numbers.dtype))
     prices = GraphPrices.of_target(target.name, work, known_hardware())
     fits, reason = None, ""

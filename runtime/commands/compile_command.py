@@ -105,11 +105,12 @@ def _prepared(plan: "Plan", files: "ModelFiles") -> "tuple[Target, Placement, Ab
     session.prepare_jax(plan.target)
     target = find_target(plan.target)
     session.check_model(plan, files)
-    weight_rules = plan.numbers.weight_rules
+    config, weight_rules = files.spec.config, plan.numbers.weight_rules
     session.check_layout(plan.layout, files, target, plan.buckets, weight_rules)
     placement = target.placement(plan.layout)
-    arrangement = placement.arrangement(files.spec.config, plan.model.scan_layers)
-    return target, placement, AbstractModel(files.spec.config, arrangement, weight_rules)
+    options = plan.model.scan_layers, plan.numbers.cache_codes
+    arrangement = placement.arrangement(config, *options)
+    return target, placement, AbstractModel(config, arrangement, weight_rules)
 
 
 def _check_present(target: str, option: str) -> None:

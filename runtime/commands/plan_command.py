@@ -54,6 +54,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="input features of a weight that share a scale (default: all of an output feature)",
     )
     add(
+        "--cache",
+        choices=("float", "int8", "float8"),
+        default="float",
+        help="format of keys and values, numbers.cache of the plan (default: %(default)s)",
+    )
+    add(
         "--from-output",
         type=Path,
         metavar="OUT",

@@ -126,7 +126,7 @@ class LayoutCompiler:
     def _read(self, layout_plan: PlannedLayout, name: str, config: DecoderConfig) -> ProgramCounts:
         target = find_target(self.target)
         placement = target.placement(layout_plan.layout)
-        arrangement = placement.arrangement(config)
+        arrangement = placement.arrangement(config, cache_codes=self.numbers.cache_codes)
         definition = AbstractModel(config, arrangement, self.numbers.weight_rules)
         experts = default_experts(config) or LOSSLESS_EXPERTS
         grid = layout_plan.result.best.grid

@@ -62,6 +62,8 @@ class Ranking:
     calibration: Calibration | None = None
     platform: str = "cpu"
     weight_rules: WeightRules = ALL_FLOAT
+    cache_codes: str | None = None
+    """The dtype of cache entries in codes; None for float entries."""
     _definitions: dict[object, AbstractModel] = field(default_factory=dict)
 
     def rank(self, layouts: Sequence[Layout | None]) -> list[RankedLayout]:
@@ -124,7 +126,9 @@ class Ranking:
 
     def _definition(self, layout: Layout | None) -> AbstractModel:
         """The model, traced once for all layouts with the same arrangement of the weights."""
-        arrangement = arrangement_of(layout, self.platform, self.config)
+        arrangement = arrangement_of(
+            layout, self.platform, self.config, cache_codes=self.cache_codes
+        )
         if arrangement not in self._definitions:
             definition = AbstractModel(self.config, arrangement, self.weight_rules)
             self._definitions[arrangement] = definition

@@ -20,7 +20,6 @@ from ...compile.planning.compile_time import GraphSeconds
 from ...compile.planning.cost import Calibration, CostModel
 from ...compile.planning.hardware import Hardware, hardware_of
 from ...compile.target_names import TargetName
-from ...compile.weight_rules import ALL_FLOAT
 from ...modelzoo.config import Arrangement, DecoderConfig
 from ...modelzoo.layer_groups import block_layers
 from ...sharding.layout import Layout
@@ -183,6 +182,7 @@ def _ranking(
         _calibration(options, files, numbers),
         target.platform,
         numbers.weight_rules,
+        numbers.cache_codes,
     )
 
 
@@ -275,7 +275,7 @@ def _numbers(options: argparse.Namespace) -> Numbers:
     dtype = options.dtype
     if dtype == "auto":
         dtype = faster_dtype(TargetName.parse(options.target).platform)
-    return Numbers(dtype, options.weights, options.group)
+    return Numbers(dtype, options.weights, options.group, cache=options.cache)
 
 
 def _calibration(
@@ -283,10 +283,11 @@ def _calibration(
 ) -> Calibration | None:
     if options.calibration is None:
         return None
-    if numbers.weight_rules != ALL_FLOAT:
+    if numbers != Numbers(numbers.dtype):
         raise ConfigError(
-            f"--calibration: expected float weights, which calibrations are measured with, got "
-            f"--weights {options.weights}. Plan without it."
+            f"--calibration: expected float weights and a float cache, which calibrations are "
+            f"measured with, got --weights {options.weights} --cache {options.cache}. Plan without "
+            f"it."
         )
     with options.calibration.open(encoding="utf-8") as file:
         try:

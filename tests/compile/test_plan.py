@@ -103,7 +103,7 @@ def test_a_wrong_key_of_schema_1_is_refused_by_name(old, new, message):
 
 def test_formats_of_weights_survive_their_file():
     rules = {"head.table": {"weights": "int8"}, 'a "b"': {"weights": "int4", "group": 32}}
-    plan = replace(PLAN, numbers=Numbers("bfloat16", "int4", 64, rules))
+    plan = replace(PLAN, numbers=Numbers("bfloat16", "int4", 64, rules, "int8"))
     text = plan.to_toml()
     assert '[numbers]\ndtype = "bfloat16"\nweights = "int4"\ngroup = 64\n' in text
     assert Plan.from_table(tomllib.loads(text)) == plan
@@ -192,7 +192,15 @@ def test_prefixes_are_refused_with_experts_of_a_fixed_capacity_in_prefill():
         ("schema = 2\n", "", r"missing \['schema'\]"),
         ("schema = 2", "schema = 1", r"plan of schema 1: expected none of \['numbers'\]"),
         ('dtype = "float32"', "", r"\[numbers\]: .* missing \['dtype'\]"),
-        ("[buckets]", 'cache = "int8"\n[buckets]', r"\['cache'\] are reserved, and not impl"),
+        ("[buckets]", "cache = 8\n[buckets]", "numbers.cache: expected one of float, int8, float8, "),
+        ("[buckets]", 'activations = "int4"\n[buckets]', "numbers.activations: expected one of fl"),
+        ("[buckets]", 'activations = "int8"\n[buckets]', 'numbers: with .* expected weights = "int8"'),
+        (
+            "[buckets]",
+            'weights = "int8"\nactivations = "int8"\n[numbers.rules]\n'
+            '"*.down" = {weights = "int8", group = 8}\n[buckets]',
+            r"numbers.rules '\*.down': with .* got int8 with group = 8. Change it, or set activat",
+        ),
         ("[buckets]", 'weights = "int2"\n[buckets]', "weights: expected one of float, int8, int4"),
         ("[buckets]", "group = 64\n[buckets]", "numbers.group: expected 0, as float weights"),
         ("[buckets]", 'weights = "int4"\ngroup = 1\n[buckets]', "group: .* at least 2 .* got 1"),

@@ -1,4 +1,7 @@
-"""Decode programs for TPU read codes as they are: no weight is widened or dequantised in memory."""
+"""Decode programs for TPU read codes as they are: none is widened or dequantised in memory."""
+
+import re
+from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
@@ -11,10 +14,11 @@ from noria.compile.planning.work import Work
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.compile.weight_rules import WeightRules
-from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.config import DecoderConfig, LatentAttention
 from noria.modelzoo.weight_formats import WeightFormat
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
+from noria.sharding.placement import arrangement_of
 
 LAYERS_OF_8B = DecoderConfig(
     vocab_size=16384,
@@ -28,7 +32,22 @@ LAYERS_OF_8B = DecoderConfig(
 )
 """Two layers of Llama-3.1-8B, with a small vocabulary."""
 GRID = BucketGrid(512, ((128, 4),), 64, (256, 512), steps_per_call=4)
+ONE_LAYER = LAYERS_OF_8B.first_layers(1)
+LATENT = LatentAttention(rank=512, plain_dim=128, rope_dim=64, value_dim=128, query_rank=1536)
+LATENTS = replace(ONE_LAYER, num_kv_heads=32, head_dim=LATENT.head_dim, latent=LATENT)
 MOST_BYTES = 1.10
+
+
+def read_decode(model: AbstractModel, layout: Layout, grid: BucketGrid, span: int):
+    """Return the report of the longest decode program, the bytes it needs, and its text."""
+    target = find_target("tpu:v5e:2x4")
+    placement = target.placement(layout)
+    graphs = plan_graphs(model, grid, placement, jnp.dtype("bfloat16"))
+    decode = [graph for graph in graphs if graph.kind == "decode"][-1]
+    _, text, _ = compile_with_text(decode)
+    assert text is not None
+    report = read_report(text, target.platform, dict(placement.mesh.shape))
+    return report, Work(model, "bfloat16", layout).needed(grid.decode_call(span)), text
 
 
 @pytest.mark.tpu_compile
@@ -36,17 +55,45 @@ MOST_BYTES = 1.10
 @pytest.mark.parametrize("form", [WeightFormat("int8"), WeightFormat("int4", 128)], ids=str)
 def test_decode_moves_little_more_than_its_codes_and_scales(form, scan_layers):
     layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
-    target = find_target("tpu:v5e:2x4")
-    placement = target.placement(layout)
-    arrangement = placement.arrangement(LAYERS_OF_8B, scan_layers)
+    arrangement = arrangement_of(layout, "tpu", LAYERS_OF_8B, scan_layers)
     model = AbstractModel(LAYERS_OF_8B, arrangement, WeightRules(form))
-    graphs = plan_graphs(model, GRID, placement, jnp.dtype("bfloat16"))
-    decode = [graph for graph in graphs if graph.kind == "decode"][-1]
-    _, text, _ = compile_with_text(decode)
-    assert text is not None
-    report = read_report(text, target.platform, dict(placement.mesh.shape))
-    needed = Work(model, "bfloat16", layout).needed(GRID.decode_call(512))
+    report, needed, _ = read_decode(model, layout, GRID, 512)
     codes = 2 * 4096 * (4096 * 2 + 1024 * 2 + 3 * 14336) * (1 if form.codes == "int8" else 0.5)
     assert codes / 8 < needed.weights < codes / 8 * 1.25 + 16384 * 4096 * 2 / 8 * 1.01
+    assert Evidence(report, needed).ratio < MOST_BYTES
+    assert report.step.converted_bytes == 0
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize(
+    ("config", "readings"),
+    [
+        pytest.param(ONE_LAYER, 1, id="heads"),
+        pytest.param(LATENTS, 2, id="latents", marks=pytest.mark.slow),
+    ],
+)
+def test_decode_reads_a_cache_in_codes_as_it_is(config, readings):
+    """Latents are read twice, as keys and as values, whether they are in codes or not."""
+    layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
+    grid = BucketGrid(1024, ((128, 4),), 128, (512, 1024), steps_per_call=4)
+    arrangement = arrangement_of(layout, "tpu", config, cache_codes="int8")
+    report, needed, _ = read_decode(AbstractModel(config, arrangement), layout, grid, 1024)
+    entries, heads = 128 * 1024, 1 if config.latent is None else 0
+    # one head of keys and values, or the latent padded to whole lanes; two scales in bfloat16
+    assert needed.cache == entries * ((2 * 128 if heads else 640) + 2 * 2)
+    wanted = needed.total + (readings - 1) * needed.cache
+    assert report.step.bytes_moved < MOST_BYTES * wanted
+    assert report.step.converted_bytes == report.step.copied_bytes == report.step.loop_turns == 0
+
+
+@pytest.mark.tpu_compile
+def test_products_with_int8_activations_multiply_integers():
+    layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
+    rules = WeightRules(WeightFormat("int8"), rounds_activations=True)
+    model = AbstractModel(ONE_LAYER, arrangement_of(layout, "tpu", ONE_LAYER), rules)
+    report, needed, text = read_decode(model, layout, GRID, 512)
+    products = re.findall(r"= (\w+)\[[\d,]*\]\S* convolution\(", text)
+    # of queries, keys and values, of the output of attention, of gate and up, and of down
+    assert products.count("s32") == 4, products
     assert Evidence(report, needed).ratio < MOST_BYTES
     assert report.step.converted_bytes == 0

@@ -1,4 +1,4 @@
-"""Jobs with weights in codes: their plan, their answers, and plans that are refused."""
+"""Jobs with weights and caches in codes: their plan, their answers, and plans that are refused."""
 
 import json
 import tomllib
@@ -12,7 +12,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.plan import Plan
 from noria.runtime import LLM, SamplingParams
 
-GROUPS = ("--set", "numbers.weights=int4", "--set", "numbers.group=8")
+CODES = ("--set", "numbers.weights=int4", "--set", "numbers.group=8", "--set", "numbers.cache=int8")
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +34,15 @@ def run(noria, source, name, *options):
 
 def test_a_job_runs_in_the_format_that_it_asks_for(noria, source):
     float_rows, float_plan = run(noria, source, "float.jsonl")
-    rows, plan = run(noria, source, "int4.jsonl", *GROUPS)
+    rows, plan = run(noria, source, "int4.jsonl", *CODES)
     assert float_plan["numbers"] == {"dtype": "float32"}
-    assert plan["numbers"] == {"dtype": "float32", "weights": "int4", "group": 8}
+    assert plan["numbers"] == {"dtype": "float32", "weights": "int4", "group": 8, "cache": "int8"}
     assert rows != float_rows
 
 
 def test_rows_keep_their_answers_among_other_rows(noria, source):
     """Under one plan, the answers of a subset in another order are equal."""
-    rows, plan = run(noria, source, "all.jsonl", *GROUPS)
+    rows, plan = run(noria, source, "all.jsonl", *CODES)
     path = source.with_name("plan.toml")
     path.write_text(Plan.from_table(plan).to_toml(), encoding="utf-8")
     lines = [json.loads(line) for line in source.read_text("utf-8").splitlines()]
@@ -70,9 +70,10 @@ def test_simulated_devices_give_the_scores_of_one_device(noria, source):
 
 
 def test_llm_takes_formats_as_keys_of_a_plan(noria):
-    numbers = {"weights": "int8", "rules": {"head.table": {"weights": "int8", "group": 8}}}
+    rules = {"head.table": {"weights": "int8", "group": 8}}
+    numbers = {"weights": "int8", "rules": rules, "cache": "float8"}
     with LLM(str(noria.model), dtype="float32", numbers=numbers, max_model_len=32) as llm:
-        assert llm.plan.numbers.weights == "int8"
+        assert (llm.plan.numbers.weights, llm.plan.numbers.cache) == ("int8", "float8")
         params = SamplingParams(temperature=0, max_tokens=2)
         (output,) = llm.generate([5, 6, 7], params)
         assert len(output.outputs[0].token_ids) == 2
@@ -82,7 +83,7 @@ def test_llm_takes_formats_as_keys_of_a_plan(noria):
 
 def test_experts_load_in_codes(tmp_path):
     write_model(tmp_path / "model", num_experts=4)
-    numbers = {"weights": "int4", "group": 8}
+    numbers = {"weights": "int4", "group": 8, "cache": "int8"}
     with LLM(str(tmp_path / "model"), dtype="float32", numbers=numbers, max_model_len=32) as llm:
         (output,) = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=2))
         assert len(output.outputs[0].token_ids) == 2
@@ -92,6 +93,7 @@ def test_experts_load_in_codes(tmp_path):
     ("options", "message"),
     [
         (("numbers.weights=int3",), "numbers.weights: expected one of float, int8, int4, got"),
+        (("numbers.cache=int4",), "numbers.cache: expected one of float, int8, float8, got 'int4'"),
         (("numbers.weights=int4", "numbers.group=7"), "numbers.group: expected a divisor of the"),
         (('numbers.rules={"*.norms" = {weights = "float"}}',), "'*.norms': expected a pattern"),
     ],

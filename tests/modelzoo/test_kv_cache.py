@@ -9,6 +9,7 @@ from caches import CONFIG, SLOTS, H, K, keep, pieces, random_prompt, sides, used
 from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
 from noria.modelzoo.kv_cache import KVCache
+from noria.modelzoo.layer_cache import read_layer
 from noria.modelzoo.segment_attention import Entries, attend_segments
 
 SPANS = (4, 8, 16)
@@ -95,7 +96,7 @@ def test_append_past_the_segments_writes_nothing(spans, position):
 def attend(cache: KVCache, q_BTKGH, position_B, window) -> np.ndarray:
     @jax.jit
     def attend_step(cache, q_BTKGH, position_B):
-        entries = Entries(cache.layers[0].read(jnp.int32(0)), cache.positions.whole_BS)
+        entries = Entries(read_layer(cache.layers[0], jnp.int32(0), ()), cache.positions.whole_BS)
         return attend_segments(attend_dense, window, q_BTKGH, position_B[:, None], entries)[0]
 
     return np.asarray(attend_step(cache, q_BTKGH, position_B))

@@ -1,5 +1,7 @@
 """Products of quantised weights equal products of the values of their codes and scales."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,46 @@ def test_a_product_with_codes_is_that_with_their_values(case, form, platform, mo
     weight, values = weight_of(shape, inputs, form)
     got, wanted = multiply(equation, product, x, weight), product(x, jnp.asarray(values))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
+
+
+def rounded(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """Return the values of activations in int8, with one scale for all features along `axes`."""
+    scale = np.abs(x).max(axes, keepdims=True) * np.float32(1 / 127)
+    return np.rint(x / np.where(scale == 0, 1, scale)) * scale
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: case[0])
+def test_activations_are_rounded_with_a_scale_for_the_features_of_a_token(case):
+    """One token is zeros. The product itself gets and returns integers."""
+    equation, product, x_shape, shape, inputs = case
+    x = RNG.normal(size=x_shape).astype(np.float32)
+    x[0, 0] = 0
+    weight, values = weight_of(shape, inputs, WeightFormat("int8"))
+    weight = replace(weight, quantisation=replace(weight.quantisation, rounds_activations=True))
+    x_labels, _, out_labels = equation.replace("->", ",").split(",")
+    # an equation may leave out leading axes
+    offset = x.ndim - len(x_labels)
+    summed = tuple(i + offset for i, label in enumerate(x_labels) if label not in out_labels)
+    # the absorbed product of latents sums over features that have scales of their own
+    is_absorbed = equation == "BTNH,NHI->BTNI"
+    scales = np.asarray(weight.scales)[None, None, ..., 0] if is_absorbed else np.float32(1)
+    wanted = product(jnp.asarray(rounded(x * scales, summed) / scales), jnp.asarray(values))
+
+    def checked(x: jax.Array, codes: jax.Array) -> jax.Array:
+        out = product(x, codes)
+        assert (x.dtype, codes.dtype, out.dtype) == (jnp.int8, jnp.int8, jnp.int32)
+        return out
+
+    got = multiply(equation, checked, jnp.asarray(x), weight)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
+
+
+def test_a_token_that_is_not_finite_has_no_finite_result():
+    weight, _ = weight_of((16, 24), (-2,), WeightFormat("int8"))
+    weight = replace(weight, quantisation=replace(weight.quantisation, rounds_activations=True))
+    x = jnp.ones((3, 16)).at[0, 1].set(jnp.nan).at[1, 2].set(jnp.inf)
+    out = multiply(*einsum("BF,FD->BD"), x, weight)
+    np.testing.assert_array_equal(jnp.isfinite(out).all(axis=1), [False, False, True])
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)

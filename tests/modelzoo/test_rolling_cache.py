@@ -18,7 +18,7 @@ from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
 from noria.modelzoo.config import Chunk, DecoderConfig, Window
 from noria.modelzoo.kv_cache import KVCache
-from noria.modelzoo.layer_cache import PromptKeysValues
+from noria.modelzoo.layer_cache import PromptKeysValues, read_layer
 from noria.modelzoo.segment_attention import Entries, attend_segments
 
 CUTS = [(24,), (4, 24), (2, 4, 8, 24), (5, 24)]
@@ -142,7 +142,7 @@ def test_a_rolling_buffer_gives_the_attention_of_a_whole_cache(spans, position, 
     q_BTKGH = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, K, 3, H)), jnp.float32)
 
     def attend(layer: int, kept_window: Window):
-        keys_values = cache.layers[layer].read(jnp.int32(0))
+        keys_values = read_layer(cache.layers[layer], jnp.int32(0), ())
         entries = Entries(keys_values, cache.positions.for_window(kept_window))
         return attend_segments(attend_dense, window, q_BTKGH, length[:, None], entries)[0]
 

@@ -339,6 +339,8 @@ class LaidOut:
     """The prefixes that groups of slots share."""
     weight_rules: WeightRules = ALL_FLOAT
     """The formats of weights; weights in codes are rounded after they are arranged."""
+    cache_codes: str | None = None
+    """The dtype of cache entries in codes."""
 
     @property
     def num_devices(self) -> int:
@@ -364,7 +366,8 @@ class LaidOut:
 
     @cached_property
     def definition(self) -> AbstractModel:
-        arrangement = self.placement.arrangement(self.config, self.scan_layers)
+        options = self.scan_layers, self.cache_codes
+        arrangement = self.placement.arrangement(self.config, *options)
         if arrangement.key_blocks:
             # segments here are shorter than the blocks of a build
             arrangement = replace(arrangement, key_blocks=KEY_BLOCKS)

@@ -12,7 +12,7 @@ from noria.compile.build import plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
-from noria.modelzoo.config import DecoderConfig, LatentAttention
+from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig, LatentAttention
 from noria.sharding.device_bytes import (
     cache_bytes_per_device,
     max_context,
@@ -91,18 +91,21 @@ SOME_LAYOUTS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("codes", [None, "int8"])
 @SOME_LAYOUTS
-def test_the_cache_takes_the_bytes_of_its_shards(name):
+def test_the_cache_takes_the_bytes_of_its_shards(name, codes):
     """One layer keeps all entries, two keep their window, and one has a window beyond the cache."""
     layout = layout_of(name)
     placement = find_target("cpu:8").placement(layout)
-    definition = AbstractModel(WINDOWED, placement.arrangement(WINDOWED))
+    arrangement = placement.arrangement(WINDOWED, cache_codes=codes)
+    definition = AbstractModel(WINDOWED, arrangement)
     grid = BucketGrid(16, ((8, 8),), 8, (8, 16))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.float32))
     (state,) = (graph.arguments[0] for graph in graphs if graph.name == CompiledGraphs.FORK)
-    shards = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(state.cache.layers)]
-    expected = sum(jnp.zeros(shard).nbytes for shard in shards)
-    assert cache_bytes_per_device(WINDOWED, layout, 8, 16, jnp.float32) == expected
+    arrays = jax.tree.leaves(state.cache.layers)
+    expected = sum(jnp.zeros(x.sharding.shard_shape(x.shape), x.dtype).nbytes for x in arrays)
+    got = cache_bytes_per_device(WINDOWED, layout, 8, 16, jnp.float32, arrangement)
+    assert got == expected
 
 
 def test_windows_leave_room_for_longer_contexts():
@@ -135,3 +138,6 @@ def test_a_cache_of_latents_is_whole_on_every_device_that_has_the_row(name, rows
     config = replace(SMALL, num_kv_heads=16, head_dim=9, latent=latent)
     got = cache_bytes_per_device(config, layout_of(name), 16, 64, jnp.bfloat16)
     assert got == config.num_layers * rows * 64 * (12 + 4) * 2
+    codes = replace(AS_PUBLISHED, cache_codes="int8")
+    got = cache_bytes_per_device(config, layout_of(name), 16, 64, jnp.bfloat16, codes)
+    assert got == config.num_layers * rows * 64 * (12 + 4 + 2 * 2)

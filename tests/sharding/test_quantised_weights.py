@@ -3,10 +3,13 @@
 The reference has float weights with the values of codes times scales, on one device.
 """
 
+from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 from laid_out import LAYOUTS, LaidOut, config_of, expected, greedy_rows, layout_of
+from tolerances import INT8_ACTIVATIONS_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel, model_sizes
 from noria.compile.weight_rules import WeightRules
@@ -82,6 +85,44 @@ def test_the_answer_is_that_of_one_device(layout, codes):
     sizes = model_sizes(config_of(family), placed.mesh.num_devices, weight_rules=rules)
     assert not check(placed, sizes)
     assert_answers(family, layout, rules)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param("llama", "weight-stationary-2d", marks=pytest.mark.slow),
+        pytest.param("qwen2", "embed-parallel", marks=pytest.mark.slow),
+        pytest.param("qwen3", "ring-tensor", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "expert-tensor", marks=pytest.mark.slow),
+        pytest.param("gemma3_text", "weight-gathered", marks=pytest.mark.slow),
+        ("deepseek_v3", "weight-stationary-1d"),
+    ],
+)
+def test_int8_activations_give_the_answer_of_one_device(family, layout):
+    """A token has the same scale on all devices that have a part of its features."""
+    rules = replace(rules_of(INT8), rounds_activations=True)
+    config, rows = config_of(family), greedy_rows()
+    one, laid = (
+        LaidOut(config, placed, weight_rules=rules).answer(rows)
+        for placed in (None, layout_of(layout))
+    )
+    slots = list(rows)
+    np.testing.assert_array_equal(laid.output.tokens_BQ[slots], one.output.tokens_BQ[slots])
+    for name in ("prompt_logprobs_BV", "logprobs_BV"):
+        got, wanted = getattr(laid, name)[slots], getattr(one, name)[slots]
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=INT8_ACTIVATIONS_LOGPROB)
+
+
+def test_rows_with_int8_activations_keep_their_bits_in_other_slots():
+    rules = replace(rules_of(INT8), rounds_activations=True)
+    model, rows = LaidOut(config_of("llama"), weight_rules=rules), greedy_rows()
+    last = model.grid.decode_slots - 1
+    together = model.answer(rows)
+    moved = model.answer({last - slot: row for slot, row in rows.items()})
+    for name in ("prompt_logprobs_BV", "logprobs_BV"):
+        for slot in rows:
+            got, wanted = getattr(moved, name)[last - slot], getattr(together, name)[slot]
+            np.testing.assert_array_equal(got, wanted)
 
 
 def test_latents_take_codes_under_a_layout():

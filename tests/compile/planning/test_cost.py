@@ -5,10 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planning_models import PLAIN, work_of
+from planning_models import PLAIN, SPARSE, work_of
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.planning.cost import Calibration, CallTiming, CostModel, KindFactors, calibrate
 from noria.compile.planning.hardware import Hardware
+from noria.compile.planning.work import Work
+from noria.compile.weight_rules import WeightRules
+from noria.modelzoo.weight_formats import WeightFormat
 from noria.sharding.call import KINDS, Call
 from noria.sharding.layout import Layout
 
@@ -49,6 +53,20 @@ def test_one_row_waits_for_memory_and_many_for_products():
     model = CostModel(work_of(PLAIN), HARDWARE)
     assert model.estimate(Call.of_step(1, 64)).binds == "memory"
     assert model.estimate(Call("prefill", 16, 128, 128)).binds == "compute"
+
+
+@pytest.mark.parametrize("config", [PLAIN, SPARSE], ids=["dense", "experts"])
+def test_products_of_int8_take_the_peak_of_int8(config):
+    """Experts, attention, routers and the head take the peak of the run's dtype."""
+    rules = WeightRules(WeightFormat("int8"), rounds_activations=True)
+    work = Work(AbstractModel(config, weight_rules=rules), "float32")
+    hardware = replace(HARDWARE, flops={"float32": 1e9, "int8": 4e9}, memory_rate=1e15)
+    call, plain = Call("prefill", 16, 128, 128), CostModel(work_of(config), hardware)
+    got, wanted = (model.estimate(call).parts for model in (CostModel(work, hardware), plain))
+    for name, seconds in wanted.items():
+        assert got[name] == pytest.approx(seconds / (4 if name == "products" else 1), rel=0.1)
+    with pytest.raises(ValueError, match="mine: expected a rate for int8"):
+        CostModel(work, HARDWARE).estimate(call)
 
 
 def test_what_is_sent_takes_its_time_too():

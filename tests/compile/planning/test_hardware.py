@@ -22,7 +22,7 @@ GOOD = {
 def test_every_published_device_names_its_source_and_the_dtypes_of_plans():
     for device in known_hardware().values():
         assert len(device.source) > 20
-        assert set(device.flops) == {"bfloat16", "float32"}
+        assert set(device.flops) == {"bfloat16", "float32", "int8"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""Cache entries as codes with scales: how they are rounded, and how attention multiplies them.
+
+The features of a key, or of a value, share one scale for each token and head. A latent has two, one
+for the latent itself and one for the rotated key. So the codes of a token depend on nothing but the
+token's own key, value or latent.
+
+A product converts the codes alone, which XLA for TPU does within the product. Scales of keys
+multiply the scores, and scales of values multiply the weights of the softmax.
+
+Knows nothing of segments, slots or layers.
+"""
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LARGEST_CODES = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""The largest code, by dtype of the codes; the smallest one is its negative."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EntryCodes:
+    """Keys, values or latents in codes, in the place of `k_BKHS` or `v_BKSH`."""
+
+    codes: jax.Array
+    """Codes, with the axes of the entries."""
+    scale_BKPS: jax.Array
+    """Scales of the P parts of the features, in the dtype of entries that are not in codes."""
+    splits: tuple[int, ...] = field(default=(), metadata={"static": True})
+    """The features at which the parts after the first one begin."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the entries."""
+        return self.codes.shape
+
+    def first(self, num_entries: int, axis: int) -> "EntryCodes":
+        """The first entries, which are along `axis` of the codes."""
+        codes = jax.lax.slice_in_dim(self.codes, 0, num_entries, axis=axis)
+        return replace(self, codes=codes, scale_BKPS=self.scale_BKPS[..., :num_entries])
+
+
+def encode(
+    x: jax.Array, axis: int, codes: jnp.dtype, scales: jnp.dtype, splits: tuple[int, ...] = ()
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Round entries to codes.
+
+    The scale of a part is its largest magnitude over the largest code, rounded to the dtype of
+    scales. A code is the value over the rounded scale, to nearest.
+
+    Args:
+      x: The entries.
+      axis: The axis of their features.
+      codes: The dtype of codes, a key of `LARGEST_CODES`.
+      scales: The dtype of scales.
+      splits: The features at which the parts after the first one begin.
+
+    Returns:
+      The codes, and the scales of each part, without the axis of features. A value that is not
+      finite makes its scale so.
+    """
+    largest, rounded, scale_of_parts = LARGEST_CODES[codes.name], [], []
+    for start, stop in pairwise((0, *splits, x.shape[axis])):
+        part = jax.lax.slice_in_dim(x, start, stop, axis=axis).astype(jnp.float32)
+        # times the reciprocal, as XLA would make of a division by a constant in some programs
+        scale = (jnp.abs(part).max(axis=axis) * (1 / largest)).astype(scales)
+        divisor = jnp.where(scale > 0, scale, 1).astype(jnp.float32)
+        part = jnp.clip(part / jnp.expand_dims(divisor, axis), -largest, largest)
+        rounded.append(jnp.rint(part) if jnp.issubdtype(codes, jnp.integer) else part)
+        scale_of_parts.append(scale)
+    return jnp.concatenate(rounded, axis=axis).astype(codes), scale_of_parts
+
+
+def score_codes(q_BKAH: jax.Array, keys: EntryCodes) -> jax.Array:
+    """Products of queries and keys in codes, in float32."""
+    scale_BKPS = keys.scale_BKPS.astype(jnp.float32)
+    B, K, A, H = q_BKAH.shape
+    # one row of queries for each part: XLA for TPU copies the whole cache to cut keys in parts
+    part_H = np.searchsorted(keys.splits, np.arange(H), side="right")
+    is_part_PH = np.arange(len(keys.splits) + 1)[:, None] == part_H
+    q_BKPAH = jnp.where(is_part_PH[None, None, :, None], q_BKAH[:, :, None], 0)
+    dtype = keys.scale_BKPS.dtype
+    scores_BKAS = _product(q_BKPAH.reshape(B, K, -1, H).astype(dtype), keys.codes.astype(dtype))
+    scores_BKPAS = scores_BKAS.reshape(B, K, -1, A, scores_BKAS.shape[-1])
+    return (scores_BKPAS * scale_BKPS[:, :, :, None]).sum(axis=2)
+
+
+def weigh_codes(weights_BKAS: jax.Array, values: EntryCodes) -> jax.Array:
+    """Sums of values in codes with float32 weights, in float32; all features have one scale."""
+    scale_BK1S = values.scale_BKPS[:, :, :1]
+    weights_BKAS = weights_BKAS * scale_BK1S.astype(jnp.float32)
+    dtype = scale_BK1S.dtype
+    return _product(weights_BKAS.astype(dtype), values.codes.astype(dtype))
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, preferred_element_type=jnp.float32)

@@ -1,0 +1,126 @@
+"""Caches in codes: the answer of one device under all layouts, and rows that keep their bits.
+
+The reference has the same cache on one device. A code may differ by one step from the reference's
+where a value is near the middle between two, as layouts add in other orders.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+from laid_out import Answers, LaidOut, Row, config_of, greedy_rows, layout_of
+from test_prefixes import own_rows, prefixes_of
+from tolerances import CODED_CACHE_LOGPROB
+
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
+from noria.sharding.call import Call
+from noria.sharding.communication import predict_collectives
+
+INT8, FLOAT8 = "int8", "float8_e4m3fn"
+CASES = [
+    ("whole", "llama", "data-tensor", INT8),
+    ("whole", "llama", "weight-stationary-1d", FLOAT8),
+    ("whole", "gemma3_text", "sequence-parallel", INT8),
+    ("whole", "gpt_oss", "v5p-slice", INT8),
+    ("whole", "qwen3", "data-tensor-batch-attention", INT8),
+    ("whole", "deepseek_v3", "ring-tensor", INT8),
+    ("chunks", "gpt_oss", "ring", INT8),
+    ("chunks", "qwen2", "ring@sequence=4", INT8),
+    ("chunks", "gemma2", "ring-data-expert", FLOAT8),
+    ("chunks", "llama4_text", "data-parallel", INT8),
+    ("chunks", "deepseek_v3", "ring-tensor", INT8),
+    ("chunks", "olmo2", "weight-stationary-1d-batch-attention", INT8),
+    ("prefixes", "gpt_oss", "weight-stationary-1d", INT8),
+    ("prefixes", "deepseek_v3", "ring-tensor", INT8),
+    ("prefixes", "qwen2", "data-tensor-batch-attention", INT8),
+]
+"""Pieces of prompts, family, layout and codes: sinks, windows, chunked attention, latents, and
+caches that are split over slots, heads and entries, or go around rings."""
+OFTEN = [("whole", "deepseek_v3", "ring-tensor", INT8), ("chunks", "gpt_oss", "ring", INT8)]
+
+
+@lru_cache(maxsize=4)
+def coded(
+    pieces: str, family: str, layout: str | None, codes: str | None, *, scan_layers: bool = False
+) -> LaidOut:
+    """Return a model with a cache in codes, compiled once for consecutive tests."""
+    prefixes = None
+    if pieces == "prefixes":
+        listed = tuple(PlannedPrefix(n, f"{n:016x}") for n in (13, 16))
+        prefixes = PrefixGrid(8, 16, 8, listed, batch=8)
+    options = {"in_chunks": pieces == "chunks", "prefixes": prefixes, "scan_layers": scan_layers}
+    placed = layout and layout_of(layout)
+    return LaidOut(config_of(family), placed, cache_codes=codes, **options)
+
+
+def rows_of(model: LaidOut) -> dict[int, Row]:
+    return greedy_rows() if model.prefixes is None else own_rows(model)
+
+
+def answer(model: LaidOut) -> Answers:
+    state = None
+    if model.prefixes is not None:
+        state = model.prefill_prefixes(prefixes_of(model))
+    return model.answer(rows_of(model), state)
+
+
+def assert_close(got: Answers, wanted: Answers, rows: list[int]) -> None:
+    np.testing.assert_array_equal(got.output.tokens_BQ[rows], wanted.output.tokens_BQ[rows])
+    for name in ("prompt_logprobs_BV", "logprobs_BV"):
+        ours, theirs = getattr(got, name)[rows], getattr(wanted, name)[rows]
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=CODED_CACHE_LOGPROB)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "family", "layout", "codes"),
+    [pytest.param(*c, marks=[] if c in OFTEN else [pytest.mark.slow]) for c in CASES],
+)
+def test_the_answer_is_that_of_one_device(pieces, family, layout, codes):
+    wanted, got = coded(pieces, family, None, codes), coded(pieces, family, layout, codes)
+    assert_close(answer(got), answer(wanted), list(rows_of(got)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3"])
+def test_scanned_layers_give_the_answer_of_unrolled_ones(family):
+    wanted, got = (coded("whole", family, None, INT8, scan_layers=x) for x in (False, True))
+    assert_close(answer(got), answer(wanted), list(rows_of(got)))
+
+
+def test_a_row_keeps_its_bits_in_another_slot_and_without_neighbours():
+    """Layers have windows and sinks, and prompts come in chunks of two sizes."""
+    model, rows = coded("chunks", "gpt_oss", None, INT8), greedy_rows()
+    together = model.answer(rows)
+    last = model.grid.decode_slots - 1
+    moved = model.answer({last - slot: row for slot, row in rows.items()})
+    alone = model.answer({5: rows[2]})
+    for name in ("prompt_logprobs_BV", "logprobs_BV"):
+        wanted = getattr(together, name)
+        for slot in rows:
+            np.testing.assert_array_equal(getattr(moved, name)[last - slot], wanted[slot])
+        np.testing.assert_array_equal(getattr(alone, name)[5], wanted[2])
+
+
+@pytest.mark.slow
+def test_a_copied_beginning_has_the_bits_of_one_that_is_computed():
+    model = coded("chunks", "gemma3_text", None, INT8)
+    row = next(row for row in greedy_rows().values() if len(row.prompt) > 16)
+    computed = model.answer({3: row})
+    state, _ = model.prefill({1: Row(row.prompt[:16], limit=16)})
+    state, _ = model.prefill({3: row}, model.fork(state, 1, 3, row), start=16)
+    copied = model.decode(state, [3])
+    np.testing.assert_array_equal(copied.logprobs_BV[3], computed.logprobs_BV[3])
+
+
+def test_entries_are_predicted_to_be_sent_as_codes_and_scales():
+    """A chunk on a ring sends the entries of its slots in codes, and its own tokens as floats."""
+    config, layout = config_of("qwen2"), layout_of("ring")
+    call = Call("chunk", 1, 8, 8, segments=((1, 64),))
+
+    found = predict_collectives(config, layout, call, 4, cache_codes=INT8)
+    passed = {x.num_bytes: x.times for x in found if x.kind == "collective-permute"}
+    # eight heads of eight features: of eight entries and their positions, and of one new token
+    codes, scales, positions, new, position = 512, 256, 32, 256, 4
+    times = 7 * config.num_layers
+    assert scales == new
+    assert passed == {codes: 2 * times, scales: 4 * times, positions: times, position: times}
