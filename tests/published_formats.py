@@ -152,10 +152,15 @@ def write_packed(
 
 
 def write_int8(
-    name: str, weight: np.ndarray, *, is_symmetric: bool = True, whole: bool = False
+    name: str,
+    weight: np.ndarray,
+    *,
+    is_symmetric: bool = True,
+    whole: bool = False,
+    scale_dtype: Any = np.float32,
 ) -> tuple[Arrays, np.ndarray]:
     rows = weight.reshape(1, -1) if whole else weight
-    found = quantise(rows, 8, 0, np.float32, is_symmetric=is_symmetric)
+    found = quantise(rows, 8, 0, scale_dtype, is_symmetric=is_symmetric)
     codes = (found.codes.astype(np.int16) - 128).astype(np.int8).reshape(weight.shape)
     scales = found.scales.reshape(1) if whole else found.scales
     stored = {name: codes, f"{name}_scale": scales}
@@ -242,8 +247,8 @@ FORMATS = (
     PublishedForm(
         "compressed int8 with zero points",
         compressed(INT, strategy="channel", symmetric=False),
-        partial(write_int8, is_symmetric=False),
-        Kept("int8", 0, "float32", has_offsets=True),
+        partial(write_int8, is_symmetric=False, scale_dtype=ml_dtypes.bfloat16),
+        Kept("int8", 0, "bfloat16", has_offsets=True),
     ),
     PublishedForm(
         "compressed int4 in groups",
@@ -324,7 +329,7 @@ def write_model(tensors: Mapping[str, np.ndarray], form: PublishedForm) -> Writt
     """Write the projections of a model in a format, and the other tensors as they are."""
     written = Written()
     for name, values in tensors.items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
             stored, numbers = form.write(name, values)
         else:
             stored, numbers = {name: values}, values

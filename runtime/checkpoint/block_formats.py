@@ -5,15 +5,15 @@ A format has these parts:
 * `suffixes`: the name suffixes and the types under which a file stores the arrays of a tensor.
 * `bind`: the tensor with these arrays; ArrayMismatch if they do not belong together.
 
-A `CodedTensor` says which arrays a box of its numbers needs, and computes one *part* of the box:
-the numbers themselves (`values`), or their codes, scales, offsets or groups, each with the shape
-of the box. Does not know about files. Guarantees: a number is `(code - zero point) * scale` in
+A `CodedTensor` says what a plan may keep of it, and reads one *part* of a box of its numbers: the
+numbers themselves (`values`), or their codes, scales, offsets or groups, each with the shape of the
+box. Does not know about files. Guarantees: a number is `(code - zero point) * scale` in
 float32, rounded once, whichever box contains it, and equals `code * scale + offset` for the codes
 and offsets of the parts if scales have 16 bits.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, Protocol
 
@@ -26,6 +26,7 @@ from ...modelzoo.families.quantisation import (
     Gptq,
     Quantisation,
 )
+from ...modelzoo.weight_formats import WeightFormat
 from .optional_packages import require
 from .packed_words import Packing
 from .tensor_source import Box, Index, Interval, TensorInfo
@@ -57,8 +58,28 @@ class Stored:
     is_optional: bool = False
 
 
+@dataclass(frozen=True)
+class KeptCodes:
+    """The codes of a tensor that a plan may keep."""
+
+    format: WeightFormat
+    """The format, without the size of groups."""
+    blocks: tuple[int, ...]
+    """The numbers along each axis that share a scale; 0 for all."""
+
+    def __str__(self) -> str:
+        sizes = "x".join(str(size) for size in self.blocks if size > 1)
+        form = replace(self.format, scales="")
+        return f"{form} (blocks of {sizes})" if sizes else str(form)
+
+
 class CodedTensor(Protocol):
     """A tensor with the arrays of its codes."""
+
+    @property
+    def kept(self) -> KeptCodes | None:
+        """What a plan may keep; None if numbers that share a scale have any positions."""
+        ...
 
     @property
     def shape(self) -> Shape:
@@ -153,6 +174,8 @@ class CodedMatrix:
     shape: Shape
     block: tuple[int, int]
     """The outputs and inputs of a block; 0 for all."""
+    dtypes: tuple[str, str]
+    """The dtypes of the codes and of the scales."""
     codes: StoredMatrix = PLAIN
     scales: StoredMatrix = PLAIN
     zeros: StoredMatrix | None = None
@@ -169,6 +192,13 @@ class CodedMatrix:
     @property
     def axis_order(self) -> tuple[int, ...] | None:
         return (1, 0) if self.codes.is_transposed else None
+
+    @property
+    def kept(self) -> KeptCodes | None:
+        codes, scales = self.dtypes
+        has_offsets = self.zeros is not None and not self.is_symmetric
+        form = WeightFormat(codes, 0, scales, has_offsets)
+        return KeptCodes(form, self.block)
 
     def read(self, fetch: Fetch, box: Box, part: Part) -> np.ndarray:
         """Read a part of a box."""
@@ -257,7 +287,7 @@ class Float8Blocks:
     def bind(self, infos: Mapping[str, TensorInfo]) -> CodedMatrix:
         shape = _matrix_shape(infos[CODES])
         _expect(infos, SCALES, _num_blocks(shape, self._block))
-        return CodedMatrix(shape, self._block)
+        return CodedMatrix(shape, self._block, ("float8_e4m3fn", infos[SCALES].dtype.name))
 
 
 class GptqFormat:
@@ -299,6 +329,7 @@ class GptqFormat:
         return CodedMatrix(
             (outputs, inputs),
             (1, quantisation.group),
+            (_integers(quantisation.bits, quantisation.is_symmetric), infos[SCALES].dtype.name),
             StoredMatrix(is_transposed=True, packing=packing, packs_first=True),
             transposed,
             StoredMatrix(is_transposed=True, packing=packing),
@@ -338,6 +369,7 @@ class AwqFormat:
         return CodedMatrix(
             (outputs, inputs),
             (1, self._group),
+            (_integers(4, is_symmetric=False), infos[SCALES].dtype.name),
             packed,
             StoredMatrix(is_transposed=True),
             packed,
@@ -403,9 +435,13 @@ class CompressedFormat:
         if GROUPS in infos:
             _expect(infos, GROUPS, (inputs,))
         center = _center(quantisation.bits, quantisation.is_symmetric) if packing else 0
+        codes = _integers(quantisation.bits, quantisation.is_symmetric)
+        if quantisation.is_float:
+            codes = "float8_e4m3fn"
         return CodedMatrix(
             shape,
             block,
+            (codes, infos[SCALES].dtype.name),
             StoredMatrix(packing=packing),
             StoredMatrix(is_flat=is_flat),
             zeros,
@@ -423,6 +459,11 @@ def _center(bits: int, is_symmetric: bool) -> int:
     return 2 ** (bits - 1) if is_symmetric or bits == 8 else 0
 
 
+def _integers(bits: int, is_symmetric: bool) -> str:
+    """The dtype of codes less their center."""
+    return f"{'int' if is_symmetric or bits == 8 else 'uint'}{bits}"
+
+
 def _in_groups(group: int) -> str:
     return f" in groups of {group}" if group else ""
 
@@ -433,6 +474,7 @@ class Mxfp4Tensor:
 
     codes_shape: Shape
     axis_order = (0, 2, 1)
+    kept = KeptCodes(WeightFormat("float4_e2m1fn", 0, "float8_e8m0fnu"), (1, 32, 1))
 
     @property
     def shape(self) -> Shape:

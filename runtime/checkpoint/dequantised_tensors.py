@@ -14,7 +14,17 @@ import numpy as np
 from ...modelzoo.families.quantisation import Quantisation
 from ..console import plural
 from ..errors import InvalidQuantisation
-from .block_formats import CODES, SCALES, ArrayMismatch, BlockFormat, CodedTensor, Part, format_of
+from .block_formats import (
+    CODES,
+    SCALES,
+    ArrayMismatch,
+    BlockFormat,
+    CodedTensor,
+    KeptCodes,
+    Part,
+    format_of,
+)
+from .published_formats import PartOfTensors
 from .tensor_source import Index, TensorInfo, TensorSource, intervals
 
 MAX_LISTED = 20
@@ -35,8 +45,7 @@ class DequantisedTensors:
 
     def __init__(self, stored: TensorSource, form: BlockFormat):
         self._stored, self._form = stored, form
-        self.coded: dict[str, CodedTensor] = {}
-        """The quantised tensors, by plain name."""
+        self._coded: dict[str, CodedTensor] = {}
         used, joined, problems = set(), {}, []
         for beginning in sorted(set(_beginnings(stored.tensors, form))):
             arrays, found = _arrays(beginning, stored.tensors, form)
@@ -45,11 +54,11 @@ class DequantisedTensors:
             if not found:
                 name = beginning + form.plain
                 try:
-                    self.coded[name] = form.bind(arrays)
+                    self._coded[name] = form.bind(arrays)
                 except ArrayMismatch as error:
                     problems.append(f"{beginning}{form.suffixes[error.role].suffix}: {error}")
                 else:
-                    joined[name] = _joined(self.coded[name], arrays, form)
+                    joined[name] = _joined(self._coded[name], arrays, form)
         _refuse(problems, form)
         plain = {
             name: info
@@ -64,12 +73,20 @@ class DequantisedTensors:
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a tensor or a box of it; a quantised tensor is read as float32."""
-        return self.read_part(name, index, "values")
-
-    def read_part(self, name: str, index: Index | None, part: Part) -> np.ndarray:
-        """Read a part of a quantised tensor, or a plain tensor."""
-        if name not in self.coded:
+        if name not in self._coded:
             return self._stored.read(name, index)
+        return self._read_part(name, index, "values")
+
+    @property
+    def kept(self) -> Mapping[str, KeptCodes]:
+        """What a plan may keep of quantised tensors."""
+        return {name: coded.kept for name, coded in self._coded.items() if coded.kept is not None}
+
+    def part(self, part: Part) -> TensorSource:
+        """The quantised tensors, each read as a part of its numbers."""
+        return PartOfTensors(self._tensors, self.kept, part, self._read_part)
+
+    def _read_part(self, name: str, index: Index | None, part: Part) -> np.ndarray:
         shape = self._tensors[name].shape
         box = intervals(index or (slice(None),) * len(shape), shape)
         if not all(map(len, box)):
@@ -80,7 +97,7 @@ class DequantisedTensors:
             return self._stored.read(beginning + self._form.suffixes[role].suffix, index)
 
         try:
-            return self.coded[name].read(fetch, box, part)
+            return self._coded[name].read(fetch, box, part)
         except ArrayMismatch as error:
             raise InvalidQuantisation(f"{name}: {error}") from None
 
@@ -89,7 +106,7 @@ class DequantisedTensors:
 
         Some programs write a bias beside each quantised tensor, also for models without biases.
         """
-        names = (name.removesuffix("weight") + "bias" for name in self.coded)
+        names = (name.removesuffix("weight") + "bias" for name in self._coded)
         present = (name for name in names if name in self._tensors)
         return tuple(name for name in present if not self._stored.read(name).any())
 

@@ -31,15 +31,31 @@ GRID = BucketGrid(512, ((128, 4),), 64, (256, 512), steps_per_call=4)
 MOST_BYTES = 1.10
 
 
+INT8, INT4 = WeightFormat("int8"), WeightFormat("int4", 128)
+ASYMMETRIC = WeightFormat("uint4", 128, "float16", has_offsets=True)
+"""The published format of AWQ, and of GPTQ with zero points."""
+CASES = [
+    (INT8, False),
+    (INT8, True),
+    (INT4, True),
+    (ASYMMETRIC, False),
+    pytest.param(INT4, False, marks=pytest.mark.slow),
+    pytest.param(ASYMMETRIC, True, marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("form", [WeightFormat("int8"), WeightFormat("int4", 128)], ids=str)
+@pytest.mark.parametrize(("form", "scan_layers"), CASES, ids=str)
 def test_decode_moves_little_more_than_its_codes_and_scales(form, scan_layers):
     layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
     target = find_target("tpu:v5e:2x4")
     placement = target.placement(layout)
     arrangement = placement.arrangement(LAYERS_OF_8B, scan_layers)
-    model = AbstractModel(LAYERS_OF_8B, arrangement, WeightRules(form))
+    rules = WeightRules(form)
+    if form.is_published:
+        weights = ("qkv", "output", "gate_up", "down")
+        rules = WeightRules(published=tuple((f"*.{weight}", form) for weight in weights))
+    model = AbstractModel(LAYERS_OF_8B, arrangement, rules)
     graphs = plan_graphs(model, GRID, placement, jnp.dtype("bfloat16"))
     decode = [graph for graph in graphs if graph.kind == "decode"][-1]
     _, text, _ = compile_with_text(decode)
