@@ -20,12 +20,15 @@ from ..modelzoo.layer_groups import block_layers, layers_name, single_layer_name
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.quantised_weight import QuantisedWeight
-from ..modelzoo.weight_formats import SCALES
+from ..modelzoo.weight_formats import BYTE_DTYPES, OFFSETS, SCALES
 from ..modelzoo.weight_products import Axes
 from ..sharding.device_bytes import array_bytes
 from ..sharding.legality import ModelSizes
 from .grids.bucket_grid import BucketGrid
 from .weight_rules import ALL_FLOAT, WeightRules
+
+_IN_RUN_DTYPE = "final_norm.scale"
+"""A parameter that always has the dtype of weights that are not quantised."""
 
 
 def model_sizes(
@@ -85,7 +88,7 @@ class AbstractModel:
     """The structure of a decoder: its abstract parameters, and the module bound to real ones.
 
     The codes of a quantised weight have the name of the weight. Its scales are a parameter of their
-    own, `layers.0.mlp.down.scales`.
+    own, `layers.0.mlp.down.scales`, and so are its offsets if it has any.
     """
 
     def __init__(
@@ -107,19 +110,19 @@ class AbstractModel:
             self._name(*path): (path, variable) for path, variable in nnx.to_flat_state(state)
         }
         self.weight_rules = weight_rules
-        self.quantisations = weight_rules.quantisations(
-            {
-                name: (variable.get_value().shape, variable.get_metadata().get("inputs"))
-                for name, (_, variable) in self._variables.items()
-            }
-        )
+        self.weights: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
+            name: (variable.get_value().shape, variable.get_metadata().get("inputs"))
+            for name, (_, variable) in self._variables.items()
+        }
+        """The shape of each parameter, and its inputs if it is a weight of products."""
+        self.quantisations = weight_rules.quantisations(self.weights)
         """The quantisation of each quantised weight, by its dotted path."""
 
     def abstract_parameters(self, dtype: jax.typing.DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of all parameters by dotted path, in the dtype in which they are stored.
 
-        Weights that are not quantised, and scales, have `dtype`. Some parameters have a dtype of
-        their own instead.
+        Weights that are not quantised, and scales that are not published, have `dtype`. Some
+        parameters have a dtype of their own instead.
         """
         abstract = {}
         for name, (_, variable) in self._variables.items():
@@ -128,21 +131,25 @@ class AbstractModel:
             if quantisation is None:
                 abstract[name] = jax.ShapeDtypeStruct(shape, kept_dtype or dtype)
             else:
-                codes = quantisation.format.codes if self.arrangement.packs_codes else "int8"
+                form, codes = quantisation.format, quantisation.format.codes
+                codes = codes if self.arrangement.packs_codes else BYTE_DTYPES[codes]
                 abstract[name] = jax.ShapeDtypeStruct(shape, codes)
                 scale_shape = quantisation.scale_shape(shape)
-                abstract[name + SCALES] = jax.ShapeDtypeStruct(scale_shape, dtype)
+                abstract[name + SCALES] = jax.ShapeDtypeStruct(scale_shape, form.scales or dtype)
+                if form.has_offsets:
+                    abstract[name + OFFSETS] = jax.ShapeDtypeStruct(scale_shape, "float32")
         return abstract
 
     def element_bytes(self, dtype: jax.typing.DTypeLike) -> dict[str, float]:
         """Average bytes of an element of each parameter, by dotted path of a single layer.
 
-        Those of a weight in codes include its scales.
+        Those of a weight in codes include its scales and offsets.
         """
         abstract = self.abstract_parameters(dtype)
         average = {}
         for name in self._variables:
-            arrays = [abstract[x] for x in (name, name + SCALES) if x in abstract]
+            paths = (name, name + SCALES, name + OFFSETS)
+            arrays = [abstract[path] for path in paths if path in abstract]
             num_bytes = sum(array_bytes(x.shape, x.dtype) for x in arrays)
             for single in single_layer_names(name):
                 average[single] = num_bytes / math.prod(abstract[name].shape)
@@ -167,8 +174,11 @@ class AbstractModel:
         for name, (_, variable) in self._variables.items():
             declared = variable.get_metadata()["logical_axes"]
             by_name[name] = ("",) * (variable.get_value().ndim - len(declared)) + declared
-            if name in self.quantisations:
-                by_name[name + SCALES] = self.quantisations[name].of_scales(by_name[name], "")
+            quantisation = self.quantisations.get(name)
+            if quantisation is not None:
+                by_name[name + SCALES] = quantisation.of_scales(by_name[name], "")
+                if quantisation.format.has_offsets:
+                    by_name[name + OFFSETS] = by_name[name + SCALES]
         return by_name
 
     def _name(self, *path: Any) -> str:
@@ -182,7 +192,13 @@ class AbstractModel:
         quantisation = self.quantisations.get(name)
         if quantisation is None:
             return parameters[name]
-        return QuantisedWeight(parameters[name], parameters[name + SCALES], quantisation)
+        return QuantisedWeight(
+            parameters[name],
+            parameters[name + SCALES],
+            quantisation,
+            parameters.get(name + OFFSETS),
+            parameters[_IN_RUN_DTYPE].dtype,
+        )
 
     @property
     def padded_vocab(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
-from ..modelzoo.weight_formats import CODE_BITS, WeightFormat
+from ..modelzoo.weight_formats import BYTE_DTYPES, CODE_BITS, SCALE_DTYPES, WeightFormat
 from ..sharding.layout import PHASES, Layout
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .compiler_options import CompilerOptions, read_options
@@ -19,7 +19,7 @@ from .grids.bucket_grid import BucketGrid
 from .grids.prefix_grid import PrefixGrid
 from .plan_tables import check_keys, key_lines, table_lines
 from .target_names import TargetName
-from .weight_rules import FLOAT, WeightRules
+from .weight_rules import FLOAT, KEPT, WeightRules
 
 SCHEMA = 2
 _LAYOUT_KEYS = {"layout", "max_replicated", "mesh", "rules", *PHASES}
@@ -72,7 +72,8 @@ class Numbers:
     weights: str = FLOAT
     """The weights of products: `float` for `dtype`, or codes with scales, `int8` or `int4`. Weights
     are rounded to codes while they load. Embeddings, the head, routers, norms and biases stay in
-    float; rules may quantise the former three."""
+    float; rules may quantise the former three. `as_published` keeps the codes and scales of the
+    checkpoint."""
     group: int = 0
     """The input features of a weight that share a scale; 0 for one scale per output feature, or
     output channel. A smaller group loses less; `int4` should have 32 to 128. Unit: features."""
@@ -86,12 +87,22 @@ class Numbers:
     activations: str = FLOAT
     """The activations of products with weights in codes: `float` for `dtype`, or `int8`, rounded
     in each product with one scale for a token. `int8` needs weights of `int8` without groups."""
+    published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The formats of the checkpoint that `as_published` keeps, by parameter path: a pattern, and a
+    table such as `{codes = "uint4", group = 32, scales = "float16", offsets = true}`. noria writes
+    it when it reads the checkpoint, and refuses a checkpoint with other formats."""
 
     def __post_init__(self):
         """Refuse an unknown dtype or format."""
         if self.dtype not in DTYPES:
             raise ValueError(f"numbers.dtype: expected {' or '.join(DTYPES)}, got {self.dtype!r}.")
-        _check_format("numbers", self.weights, self.group)
+        if self.weights != KEPT:
+            _check_format("numbers", self.weights, self.group, (KEPT,))
+        elif self.group:
+            raise ValueError(
+                f"numbers.group: expected 0, as published weights have their own groups, got "
+                f"{self.group!r}. Remove it."
+            )
         if self.cache not in CACHES:
             known = ", ".join(CACHES)
             raise ValueError(f"numbers.cache: expected one of {known}, got {self.cache!r}.")
@@ -100,8 +111,10 @@ class Numbers:
                 f"numbers.activations: expected one of {', '.join(ACTIVATIONS)}, got "
                 f"{self.activations!r}."
             )
-        if not isinstance(self.rules, Mapping):
-            raise ValueError(f"numbers.rules: expected a table, got {self.rules!r}.")
+        for name in ("rules", "published"):
+            if not isinstance(value := getattr(self, name), Mapping):
+                raise ValueError(f"numbers.{name}: expected a table, got {value!r}.")
+        _check_published(self.weights, self.published)
         for pattern, rule in self.rules.items():
             where = f"numbers.rules {pattern!r}"
             check_keys(where, rule, {"weights"}, {"group"})
@@ -114,9 +127,13 @@ class Numbers:
         tables: dict[str, Mapping[str, Any]] = {
             f"numbers.rules {pattern!r}": rule for pattern, rule in self.rules.items()
         }
-        tables["numbers"] = {"weights": self.weights, "group": self.group}
+        if self.weights != KEPT:
+            tables["numbers"] = {"weights": self.weights, "group": self.group}
+        for pattern, kept in self.published.items():
+            codes = f"{kept['codes']} with offsets" if kept.get("offsets") else kept["codes"]
+            tables[f"numbers.published {pattern!r}"] = {**kept, "weights": codes}
         for where, table in tables.items():
-            form, is_rule = (table["weights"], table.get("group", 0)), where != "numbers"
+            form, is_rule = (table["weights"], table.get("group", 0)), where.startswith("numbers.rules")
             if form != ("int8", 0) and not (is_rule and form == (FLOAT, 0)):
                 raise ValueError(
                     f'{where}: with numbers.activations = "int8", expected weights = "int8" '
@@ -131,8 +148,17 @@ class Numbers:
             (pattern, _format(rule["weights"], rule.get("group", 0)))
             for pattern, rule in self.rules.items()
         )
-        default, rounds = _format(self.weights, self.group), self.activations != FLOAT
-        return WeightRules(default, tuple(rules), rounds_activations=rounds)
+        rounds = self.activations != FLOAT
+        if self.weights != KEPT:
+            default = _format(self.weights, self.group)
+            return WeightRules(default, tuple(rules), rounds_activations=rounds)
+        if not self.published:
+            raise ValueError(
+                f"numbers.published: expected the formats of the checkpoint, as weights is "
+                f"{KEPT}, got none. Make the plan with the weights of the model."
+            )
+        published = ((name, published_format(x)) for name, x in self.published.items())
+        return WeightRules(None, tuple(rules), tuple(published), rounds)
 
     @property
     def cache_codes(self) -> str | None:
@@ -142,7 +168,8 @@ class Numbers:
     def to_table(self) -> dict[str, Any]:
         """The table `[numbers]`; keys that have their defaults are left out."""
         table = asdict(self)
-        defaults = {"weights": FLOAT, "group": 0, "rules": {}, "cache": FLOAT, "activations": FLOAT}
+        defaults = {"group": 0, "rules": {}, "published": {}}
+        defaults |= dict.fromkeys(("weights", "cache", "activations"), FLOAT)
         return {key: value for key, value in table.items() if value != defaults.get(key)}
 
     @classmethod
@@ -157,20 +184,57 @@ class Numbers:
         return cls(**table)
 
 
-def _check_format(where: str, weights: Any, group: Any) -> None:
+def published_format(table: Mapping[str, Any]) -> WeightFormat:
+    """The format that an entry of the table `numbers.published` describes."""
+    group, has_offsets = table.get("group", 0), table.get("offsets", False)
+    return WeightFormat(table["codes"], group, table["scales"], has_offsets)
+
+
+def published_table(form: WeightFormat) -> dict[str, Any]:
+    """The entry of the table `numbers.published` for a format; defaults are left out."""
+    table = {"codes": form.codes, "group": form.group, "scales": form.scales}
+    table["offsets"] = form.has_offsets
+    return {key: value for key, value in table.items() if value}
+
+
+def _check_published(weights: str, published: Mapping[str, Any]) -> None:
+    """Refuse entries of the table `numbers.published` that no checkpoint has."""
+    if published and weights != KEPT:
+        raise ValueError(
+            f"numbers.published: expected none, as weights is {weights!r}, got "
+            f"{len(published)} formats. Remove it, or set weights = {KEPT!r}."
+        )
+    for pattern, table in published.items():
+        where = f"numbers.published {pattern!r}"
+        check_keys(where, table, {"codes", "scales"}, {"group", "offsets"})
+        for key, known in (("codes", BYTE_DTYPES), ("scales", SCALE_DTYPES)):
+            if table[key] not in known:
+                raise ValueError(
+                    f"{where}.{key}: expected one of {', '.join(known)}, got {table[key]!r}."
+                )
+        _check_group(where, table.get("group", 0))
+        if not isinstance(table.get("offsets", False), bool):
+            raise ValueError(f"{where}.offsets: expected true or false, got {table['offsets']!r}.")
+
+
+def _check_format(where: str, weights: Any, group: Any, others: tuple[str, ...] = ()) -> None:
     """Refuse unknown codes, and groups that no weight can have."""
     if weights not in (FLOAT, *CODE_BITS):
-        known = ", ".join((FLOAT, *CODE_BITS))
+        known = ", ".join((FLOAT, *CODE_BITS, *others))
         raise ValueError(f"{where}.weights: expected one of {known}, got {weights!r}.")
-    if type(group) is not int or group < 0 or group == 1:
-        raise ValueError(
-            f"{where}.group: expected 0 for one scale per output feature, or at least 2 input "
-            f"features, got {group!r}."
-        )
+    _check_group(where, group)
     if weights == FLOAT and group:
         raise ValueError(
             f"{where}.group: expected 0, as float weights have no scales, got {group}. Remove it, "
             f'or set weights = "int8" or "int4".'
+        )
+
+
+def _check_group(where: str, group: Any) -> None:
+    if type(group) is not int or group < 0 or group == 1:
+        raise ValueError(
+            f"{where}.group: expected 0 for one scale per output feature, or at least 2 input "
+            f"features, got {group!r}."
         )
 
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ..modelzoo.layer_groups import single_layer_names
-from ..modelzoo.weight_formats import Quantisation, WeightFormat
+from ..modelzoo.weight_formats import Quantisation, WeightFormat, common_format
 
 FLOAT = "float"
+KEPT = "as_published"
+"""The value of `numbers.weights` for weights in the codes of the checkpoint."""
 FLOAT_BY_DEFAULT = ("embedding.table", "head.table", "*.router", "*.shared_gate")
 """Patterns of weights that stay in float unless a rule names them.
 
@@ -31,6 +33,8 @@ class WeightRules:
     """The format of weights that no rule matches; None for float."""
     rules: tuple[Rule, ...] = ()
     """The rules of the plan."""
+    published: tuple[Rule, ...] = ()
+    """The published formats that the plan keeps, for weights that no rule matches."""
     rounds_activations: bool = False
     """Whether products with quantised weights round their activations to int8, too."""
 
@@ -47,7 +51,7 @@ class WeightRules:
           ValueError: A rule matches nothing, or a weight cannot have its format.
         """
         names = [name for parameter in weights for name in single_layer_names(parameter)]
-        for pattern, _ in self.rules:
+        for pattern, _ in (*self.rules, *self.published):
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(
                     f"numbers.rules {pattern!r}: expected a pattern of parameter paths such as "
@@ -66,6 +70,8 @@ class WeightRules:
     def _of(self, parameter: str, *, is_weight: bool) -> WeightFormat | None:
         """The format of a parameter, which may be that of several layers."""
         formats = {self._of_layer(name, is_weight) for name in single_layer_names(parameter)}
+        if self.published and all(x is None or x.is_published for x in formats):
+            return common_format(formats)
         if len(formats) > 1:
             raise ValueError(
                 f"numbers.rules: with model.scan_layers, expected one format for {parameter}, got "
@@ -84,6 +90,9 @@ class WeightRules:
                     f"{name}, which is always float. Write a narrower pattern."
                 )
             return weight_format
+        if self.published:
+            kept = [x for pattern, x in self.published if fnmatchcase(name, pattern)]
+            return kept[-1] if kept else None
         is_float = not is_weight or _matches(name, FLOAT_BY_DEFAULT)
         return None if is_float else self.default
 

@@ -1,9 +1,10 @@
-"""Weights as integer codes with scales, and the products of activations with them.
+"""Weights as codes with scales, and the products of activations with them.
 
-A product converts the codes alone, and applies the scales to its result or to its activations. XLA
-for TPU converts codes within the product, but would write a dequantised weight to memory first. XLA
-for CPU writes converted codes, too, and its products of small groups are slow. So there a weight in
-groups is dequantised before its product.
+A product converts the codes alone, and applies the scales to its result or to its activations. It
+adds the offset of a group times the sum of the activations of the group. XLA for TPU converts codes
+within the product, but would write a dequantised weight to memory first. XLA for CPU writes
+converted codes, too, and its products of small groups are slow. So there a weight in groups is
+dequantised before its product.
 
 A product may round its activations to int8, too, with one scale for all features of a token that it
 sums over. Then it multiplies integers, sums them as int32, and both scales multiply its result.
@@ -37,10 +38,19 @@ class QuantisedWeight:
     """A weight in codes, or a part of one."""
 
     codes: jax.Array
-    """Integers, with the axes of the weight."""
+    """Integers or small floats, with the axes of the weight."""
     scales: jax.Array
-    """The factors of the codes, in the dtype of weights that are not quantised."""
+    """The factors of the codes."""
     quantisation: Quantisation = field(metadata={"static": True})
+    offsets: jax.Array | None = None
+    """The numbers to add to all codes of a group times its scale; None for zeros."""
+    dtype: jnp.dtype | None = field(default=None, metadata={"static": True})
+    """The dtype of weights that are not quantised; None for that of the scales."""
+
+    @property
+    def value_dtype(self) -> jnp.dtype:
+        """The dtype of weights that are not quantised."""
+        return self.dtype or self.scales.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,9 +81,15 @@ class QuantisedWeight:
         return self.codes.reshape(shape)
 
     def dequantise(self) -> jax.Array:
-        """The weight as an array in the dtype of the scales."""
-        scales = jnp.expand_dims(self.scales, self.quantisation.inputs[-1])
-        return (self.grouped_codes().astype(scales.dtype) * scales).reshape(self.shape)
+        """The weight as an array, rounded once to the dtype of weights that are not quantised."""
+        values = self.grouped_codes().astype(jnp.float32) * self._by_member(self.scales)
+        if self.offsets is not None:
+            values = values + self._by_member(self.offsets)
+        return values.astype(self.value_dtype).reshape(self.shape)
+
+    def _by_member(self, of_groups: jax.Array) -> jax.Array:
+        """Float32 numbers of groups, with an axis of size one for the members of groups."""
+        return jnp.expand_dims(of_groups.astype(jnp.float32), self.quantisation.inputs[-1])
 
 
 def map_arrays(
@@ -82,7 +98,7 @@ def map_arrays(
     of_axes: tuple[_Value, ...],
     shared: _Value,
 ) -> Any:
-    """Apply a function to the array of a weight, or to both arrays of a quantised weight.
+    """Apply a function to the array of a weight, or to all arrays of a quantised weight.
 
     Args:
       function: A function of an array and of one value for each of its axes.
@@ -93,8 +109,11 @@ def map_arrays(
     if not isinstance(weight, QuantisedWeight):
         return function(weight, of_axes)
     of_scales = weight.quantisation.of_scales(of_axes, shared)
-    codes, scales = function(weight.codes, of_axes), function(weight.scales, of_scales)
-    return replace(weight, codes=codes, scales=scales)
+    scales, offsets = (
+        None if array is None else function(array, of_scales)
+        for array in (weight.scales, weight.offsets)
+    )
+    return replace(weight, codes=function(weight.codes, of_axes), scales=scales, offsets=offsets)
 
 
 def take_rows(table: jax.Array | QuantisedWeight, ids: jax.Array) -> jax.Array:
@@ -104,8 +123,8 @@ def take_rows(table: jax.Array | QuantisedWeight, ids: jax.Array) -> jax.Array:
 
 
 def float_dtype(weight: jax.Array | QuantisedWeight) -> jnp.dtype:
-    """The dtype of a weight, or that of its scales."""
-    return weight.scales.dtype if isinstance(weight, QuantisedWeight) else weight.dtype
+    """The dtype of a weight; of a quantised one, that of its dequantised value."""
+    return weight.value_dtype if isinstance(weight, QuantisedWeight) else weight.dtype
 
 
 def slice_weight(weight: jax.Array | QuantisedWeight, starts: list[Any], sizes: list[int]) -> Any:
@@ -116,14 +135,16 @@ def slice_weight(weight: jax.Array | QuantisedWeight, starts: list[Any], sizes: 
     (axis,), groups = quantisation.inputs, (0, 1)
     if group := quantisation.format.group:
         groups = starts[axis] // group, sizes[axis] // group
-    codes, scales = (
-        jax.lax.dynamic_slice(array, *zip(*of_axes, strict=True))
+    of_scales = quantisation.replace_inputs(ranges, groups)
+    codes, scales, offsets = (
+        None if array is None else jax.lax.dynamic_slice(array, *zip(*of_axes, strict=True))
         for array, of_axes in (
             (weight.codes, ranges),
-            (weight.scales, quantisation.replace_inputs(ranges, groups)),
+            (weight.scales, of_scales),
+            (weight.offsets, of_scales),
         )
     )
-    return replace(weight, codes=codes, scales=scales)
+    return replace(weight, codes=codes, scales=scales, offsets=offsets)
 
 
 def multiply_codes(
@@ -150,7 +171,7 @@ def multiply_codes(
     x_labels, labels = operands.split(",")
     leading = _LEADING[: x.ndim - len(x_labels)]
     x_labels, out_labels = leading + x_labels, leading + out_labels
-    if weight.num_groups > 1:
+    if weight.num_groups > 1 or weight.offsets is not None:
         by_group = partial(_multiply_groups, x_labels, labels, out_labels)
         return jax.lax.platform_dependent(
             x, weight, cpu=lambda x, weight: product(x, weight.dequantise()), default=by_group
@@ -195,14 +216,23 @@ def _multiply_groups(
         start = x_labels.index(inputs)
         shape = x.shape[:start], x.shape[start + len(inputs) :]
         x = x.reshape(*shape[0], *codes.shape[members.index(_GROUP) :][:2], *shape[1])
-        x_labels, out_labels = x_labels.replace(inputs, _GROUP + _MEMBER), _GROUP + out_labels
-        out = _einsum(f"{x_labels},{members}->{out_labels}", x, codes)
-        return (out * _align(weight.scales, scale_labels, out_labels)).sum(axis=0)
+        x_labels, of_groups = x_labels.replace(inputs, _GROUP + _MEMBER), _GROUP + out_labels
+        out = _einsum(f"{x_labels},{members}->{of_groups}", x, codes)
+        out = (out * _align(weight.scales, scale_labels, of_groups)).sum(axis=0)
+        if weight.offsets is not None:
+            sums = x.astype(jnp.float32).sum(axis=start + 1)
+            equation = f"{x_labels.replace(_MEMBER, '')},{scale_labels}->{out_labels}"
+            out = out + _einsum(equation, sums, weight.offsets)
+        return out
     # the inputs are output features of this product, so the scales multiply the activations
-    x_labels, grouped_out = x_labels + _GROUP, out_labels.replace(inputs, _GROUP + _MEMBER)
-    x = (x[..., None] * _align(weight.scales, scale_labels, x_labels)).astype(x.dtype)
-    out = _einsum(f"{x_labels},{members}->{grouped_out}", x, codes)
-    start = out_labels.index(inputs)
+    start, of_groups = out_labels.index(inputs), out_labels.replace(inputs, _GROUP)
+    grouped_x, grouped_out = x_labels + _GROUP, of_groups.replace(_GROUP, _GROUP + _MEMBER)
+    scaled = (x[..., None] * _align(weight.scales, scale_labels, grouped_x)).astype(x.dtype)
+    out = _einsum(f"{grouped_x},{members}->{grouped_out}", scaled, codes)
+    if weight.offsets is not None:
+        equation = f"{x_labels},{scale_labels}->{of_groups}"
+        added = _einsum(equation, x.astype(jnp.float32), weight.offsets)
+        out = out + jnp.expand_dims(added, start + 1)
     sizes = [weight.shape[axis] for axis in quantisation.inputs]
     return out.reshape(*out.shape[:start], *sizes, *out.shape[start + 2 :])
 

@@ -1,9 +1,10 @@
 """Formats of weights in codes: the dtype of codes, groups, and the shape of their scales.
 
-A weight in codes has the value `codes * scales`. Its *inputs* are the axes of its input features;
-they are adjacent and count as one axis. A *group* is a range of input features with one scale for
-each output feature. Without groups, all input features of an output feature share a scale. The
-scales have the axes of the weight, with an axis of groups in place of the inputs:
+A weight in codes has the value `codes * scales`, or `codes * scales + offsets`. Its *inputs* are
+the axes of its input features; they are adjacent and count as one axis. A *group* is a range of
+input features with one scale for each output feature. Without groups, all input features of an
+output feature share a scale. The scales have the axes of the weight, with an axis of groups in
+place of the inputs; offsets have the axes of the scales:
 
     weight                  inputs    codes           scales, groups of 64   without groups
     [D, F] = [512, 1024]    D         [512, 1024]     [8, 1024]              [1, 1024]
@@ -13,28 +14,82 @@ Knows nothing of arrays.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
 
 _Value = TypeVar("_Value")
 
 CODE_BITS = {"int8": 8, "int4": 4}
-"""The bits of a code, by dtype of the codes."""
-SCALES = ".scales"
-"""The end of the path of the scales, after the path of the weight."""
+"""The bits of a code, by dtype of the codes that weights can be rounded to."""
+BYTE_DTYPES = {
+    "int8": "int8",
+    "int4": "int8",
+    "uint4": "uint8",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float4_e2m1fn": "float8_e4m3fn",
+}
+"""A dtype of one byte that has all values of the codes, by dtype of the codes."""
+SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+"""The dtypes that published scales may have."""
+SCALES, OFFSETS = ".scales", ".offsets"
+"""The ends of the paths of scales and offsets, after the path of the weight."""
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The dtype of codes and the size of groups."""
+    """The dtype of codes, the size of groups, and the numbers that groups have."""
 
     codes: str
-    """A key of `CODE_BITS`."""
+    """A key of `BYTE_DTYPES`."""
     group: int = 0
     """The number of input features that share a scale; 0 for all input features."""
+    scales: str = ""
+    """The dtype of published scales. If it is empty, weights are rounded to codes, and scales have
+    the dtype of weights that are not quantised."""
+    has_offsets: bool = False
+    """Whether groups have offsets, in float32."""
+
+    @property
+    def is_published(self) -> bool:
+        """Whether codes and scales are those of the checkpoint."""
+        return bool(self.scales)
 
     def __str__(self) -> str:
-        return f"{self.codes} in groups of {self.group}" if self.group else self.codes
+        groups = f" in groups of {self.group}" if self.group else ""
+        offsets = " with offsets" if self.has_offsets else ""
+        return f"{self.codes}{groups}{offsets}" + (f", scales in {self.scales}" * bool(self.scales))
+
+
+def common_format(formats: Iterable[WeightFormat | None]) -> WeightFormat | None:
+    """A format for arrays of several published formats, exact for all; None for float.
+
+    >>> str(common_format(WeightFormat("int4", g, "float16") for g in (32, 48)))
+    'int4 in groups of 16, scales in float16'
+    """
+    return reduce(_join, formats)
+
+
+def _join(one: WeightFormat | None, other: WeightFormat | None) -> WeightFormat | None:
+    if one is None or other is None or one == other:
+        return one if one == other else None
+    codes = one.codes
+    if one.codes != other.codes:
+        bytes_ = {BYTE_DTYPES[x.codes].removeprefix("u") for x in (one, other)}
+        if len(bytes_) > 1:
+            return None
+        # codes of four bits without a sign fit into int8, too
+        codes = bytes_.pop()
+    group = math.gcd(one.group, other.group)
+    if group == 1:
+        return None
+    return WeightFormat(
+        codes,
+        group,
+        one.scales if one.scales == other.scales else "float32",
+        one.has_offsets or other.has_offsets,
+    )
 
 
 @dataclass(frozen=True)

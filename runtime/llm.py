@@ -12,6 +12,7 @@ import operator
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from numbers import Number
 from pathlib import Path
@@ -35,6 +36,7 @@ from .engine.generation import GenerationSession
 from .errors import RowError, check_process
 from .files.layout_files import read_layout_table
 from .files.run_config import read_instant, read_plan_table
+from .published_numbers import keep_published
 from .request import Request, RequestOutput, SamplingParams
 from .text.chat_template import ChatRenderer
 from .text.tokenizer import Tokenizer
@@ -115,6 +117,7 @@ class LLM:
                 dtype = session.resolve_dtype(dtype, device)
                 planned = PlannedModel(model, files.fingerprint())
                 own = Numbers.from_table({"dtype": dtype, **(numbers or {})})
+                own = keep_published(own, files)
                 plan = _own_plan(
                     files, device, planned, own, layout, experts, max_model_len, max_num_seqs
                 )
@@ -123,6 +126,7 @@ class LLM:
                     "layout, experts, numbers: expected none beside a plan, which has its own. "
                     "Change them in the plan."
                 )
+            plan = replace(plan, numbers=keep_published(plan.numbers, files))
             session.check_plan(plan, files, device, dtype)
             self.plan = plan
             bundle = path if path is not None and path.is_dir() else None

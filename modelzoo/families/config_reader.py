@@ -64,6 +64,11 @@ class ConfigReader:
         self._read.add(key)
         return self._values.get(key, self._defaults.get(key)) is not None
 
+    def names(self) -> tuple[str, ...]:
+        """All keys of the table; they count as read."""
+        self._read.update(self._values)
+        return tuple(self._values)
+
     def is_null(self, key: str) -> bool:
         """Whether the key is in the table and null."""
         return key in self._values and self._values[key] is None

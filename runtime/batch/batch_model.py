@@ -255,6 +255,7 @@ class BatchModel:
         from ...compile.plan import Plan
         from ...compile.targets import find_target
         from .. import session
+        from ..published_numbers import keep_published
 
         name = _target_name(self.options, self.plan_table)
         try:
@@ -267,6 +268,7 @@ class BatchModel:
                 if self.plan_table is None:
                     session.check_layout(self._layout, self.files, target)
                 plan = self._make_plan(rows, table, target)
+            plan = replace(plan, numbers=keep_published(plan.numbers, self.files))
             session.check_plan(plan, self.files, target, self.options.dtype)
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
@@ -290,7 +292,8 @@ class BatchModel:
         """The given plan, or a plan derived from the rows of this job, with the overrides."""
         from ...compile.plan import Numbers, PlannedModel
         from .. import session
-        from .job_plan import derived_plan, given_plan
+        from ..published_numbers import keep_published
+        from .job_plan import derived_plan, given_plan, overridden_numbers
 
         overrides = self.options.set
         if self.plan_table is not None:
@@ -306,6 +309,8 @@ class BatchModel:
         dtype = session.resolve_dtype(self.options.dtype, target)
         model, numbers = PlannedModel(self.files.name, self.files.fingerprint()), Numbers(dtype)
         config, layout = self.files.spec.config, self._layout
+        # the formats of weights decide how much memory is left for the cache
+        numbers = keep_published(overridden_numbers(numbers, overrides), self.files)
         return derived_plan(
             rows, target, model, numbers, config, layout, overrides, self.peers, table
         )

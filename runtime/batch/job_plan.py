@@ -61,6 +61,12 @@ def given_plan(table: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
     return Plan.from_table(apply_overrides(table, overrides))
 
 
+def overridden_numbers(numbers: Numbers, overrides: Sequence[str]) -> Numbers:
+    """The numbers of a plan, changed by the user's overrides of any keys of the plan."""
+    table = apply_overrides({"numbers": numbers.to_table()}, overrides)["numbers"]
+    return Numbers.from_table(table)
+
+
 def derived_plan(
     rows: Sequence[RowShape],
     target: Target,
@@ -90,7 +96,7 @@ def derived_plan(
     """
     # overrides of some keys change the derived sizes; later all overrides are applied
     overridden = apply_overrides({"numbers": numbers.to_table()}, overrides)
-    asked, numbers = overridden.get("buckets", {}), Numbers.from_table(overridden["numbers"])
+    asked, numbers = overridden.get("buckets", {}), overridden_numbers(numbers, overrides)
     defaults = with_overrides(GridDefaults.for_layout(layout), asked)
     placement = target.placement(layout)
     arrangement = placement.arrangement(config, cache_codes=numbers.cache_codes)

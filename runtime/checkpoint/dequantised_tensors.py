@@ -1,10 +1,10 @@
 """Read quantised tensors of a checkpoint as float32 tensors under their plain names.
 
-A reader gets one float32 tensor for codes and scales: `down_proj` for the published tensors
-`down_proj_blocks` and `down_proj_scales`. All other tensors are unchanged. Does not know about
-parameters, families or file formats. Guarantees: all codes have scales, all scales have codes, and
-their types and shapes match, or an error lists all differences before anything is read; a box is
-read from its own codes and the scales of their blocks.
+A reader gets one float32 tensor for the stored arrays of a tensor: `down_proj` for the published
+tensors `down_proj_blocks` and `down_proj_scales`. All other tensors are unchanged. Does not know
+about parameters, families or file formats. Guarantees: all codes have scales, all scales have
+codes, and their types and shapes match, or an error lists all differences before anything is read;
+a box is read from its own codes and the scales of their blocks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,17 @@ import numpy as np
 from ...modelzoo.families.quantisation import Quantisation
 from ..console import plural
 from ..errors import InvalidQuantisation
-from .block_formats import BlockFormat, format_of
+from .block_formats import (
+    CODES,
+    SCALES,
+    ArrayMismatch,
+    BlockFormat,
+    CodedTensor,
+    KeptCodes,
+    Part,
+    format_of,
+)
+from .published_formats import PartOfTensors
 from .tensor_source import Index, TensorInfo, TensorSource, intervals
 
 MAX_LISTED = 20
@@ -31,27 +41,31 @@ def dequantise(stored: TensorSource, quantisation: Quantisation | None) -> Tenso
 
 
 class DequantisedTensors:
-    """A tensor source that joins the codes and scales of another tensor source."""
+    """A tensor source that joins the arrays of quantised tensors of another source."""
 
     def __init__(self, stored: TensorSource, form: BlockFormat):
         self._stored, self._form = stored, form
-        names = sorted(set(_quantised_names(stored.tensors, form)))
-        if problems := [p for name in names for p in _problems(name, stored.tensors, form)]:
-            more = (
-                f"\n  and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
-            )
-            listed = "".join(f"\n  {problem}" for problem in problems[:MAX_LISTED])
-            raise InvalidQuantisation(
-                f"Expected quantised tensors ({form.name}) with matching scales, "
-                f"got {plural(len(problems), 'difference')}:{listed}{more}\n"
-                f"Use the quantization_config of this model, and fetch incomplete files again."
-            )
-        self._quantised = {name: _joined(name, stored.tensors, form) for name in names}
-        used = {
-            name + suffix for name in names for suffix in (form.codes.suffix, form.scales.suffix)
+        self._coded: dict[str, CodedTensor] = {}
+        used, joined, problems = set(), {}, []
+        for beginning in sorted(set(_beginnings(stored.tensors, form))):
+            arrays, found = _arrays(beginning, stored.tensors, form)
+            problems += found
+            used |= {beginning + form.suffixes[role].suffix for role in arrays}
+            if not found:
+                name = beginning + form.plain
+                try:
+                    self._coded[name] = form.bind(arrays)
+                except ArrayMismatch as error:
+                    problems.append(f"{beginning}{form.suffixes[error.role].suffix}: {error}")
+                else:
+                    joined[name] = _joined(self._coded[name], arrays, form)
+        _refuse(problems, form)
+        plain = {
+            name: info
+            for name, info in stored.tensors.items()
+            if name not in used and not name.endswith(form.unused or ("\0",))
         }
-        plain = {name: info for name, info in stored.tensors.items() if name not in used}
-        self._tensors = plain | self._quantised
+        self._tensors = plain | joined
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -59,59 +73,96 @@ class DequantisedTensors:
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a tensor or a box of it; a quantised tensor is read as float32."""
-        if name not in self._quantised:
+        if name not in self._coded:
             return self._stored.read(name, index)
-        shape, form = self._tensors[name].shape, self._form
+        return self._read_part(name, index, "values")
+
+    @property
+    def kept(self) -> Mapping[str, KeptCodes]:
+        """What a plan may keep of quantised tensors."""
+        return {name: coded.kept for name, coded in self._coded.items() if coded.kept is not None}
+
+    def part(self, part: Part) -> TensorSource:
+        """The quantised tensors, each read as a part of its numbers."""
+        return PartOfTensors(self._tensors, self.kept, part, self._read_part)
+
+    def _read_part(self, name: str, index: Index | None, part: Part) -> np.ndarray:
+        shape = self._tensors[name].shape
         box = intervals(index or (slice(None),) * len(shape), shape)
-        codes_box, scales_box = form.boxes_to_read(box)
-        codes = self._stored.read(name + form.codes.suffix, codes_box)
-        scales = self._stored.read(name + form.scales.suffix, scales_box)
-        return form.values(codes, scales, box)
+        if not all(map(len, box)):
+            return np.empty([len(interval) for interval in box], np.float32)
+        beginning = name.removesuffix(self._form.plain)
+
+        def fetch(role: str, index: Index | None) -> np.ndarray:
+            return self._stored.read(beginning + self._form.suffixes[role].suffix, index)
+
+        try:
+            return self._coded[name].read(fetch, box, part)
+        except ArrayMismatch as error:
+            raise InvalidQuantisation(f"{name}: {error}") from None
+
+    def zero_biases(self) -> tuple[str, ...]:
+        """The biases of quantised tensors that are zeros.
+
+        Some programs write a bias beside each quantised tensor, also for models without biases.
+        """
+        names = (name.removesuffix("weight") + "bias" for name in self._coded)
+        present = (name for name in names if name in self._tensors)
+        return tuple(name for name in present if not self._stored.read(name).any())
 
     def close(self) -> None:
         self._stored.close()
 
 
-def _quantised_names(tensors: Mapping[str, TensorInfo], form: BlockFormat) -> Iterator[str]:
-    """The plain names of tensors with codes or scales; a name may occur twice."""
+def _beginnings(tensors: Mapping[str, TensorInfo], form: BlockFormat) -> Iterator[str]:
+    """The beginnings of the names of quantised tensors; one may occur several times."""
+    codes, scales = form.suffixes[CODES], form.suffixes[SCALES]
+    # codes under plain names have no suffix of their own
+    others = tuple(stored.suffix for stored in form.suffixes.values() if stored.suffix)
     for name, info in tensors.items():
-        if name.endswith(form.codes.suffix) and info.stored_as in form.codes.types:
-            yield name.removesuffix(form.codes.suffix)
-        if name.endswith(form.scales.suffix):
-            yield name.removesuffix(form.scales.suffix)
+        is_codes = name.endswith(codes.suffix) and info.stored_as in codes.types
+        if is_codes and (codes.suffix or not name.endswith(others)):
+            yield name.removesuffix(codes.suffix)
+        if name.endswith(scales.suffix) and not name.endswith(form.unused or ("\0",)):
+            yield name.removesuffix(scales.suffix)
 
 
-def _problems(name: str, tensors: Mapping[str, TensorInfo], form: BlockFormat) -> Iterator[str]:
-    """The reasons why the codes and scales of one tensor cannot be read."""
-    infos = []
-    for kind, role in (("codes", form.codes), ("scales", form.scales)):
-        info = tensors.get(name + role.suffix)
+def _arrays(
+    beginning: str, tensors: Mapping[str, TensorInfo], form: BlockFormat
+) -> tuple[dict[str, TensorInfo], list[str]]:
+    """The stored arrays of a tensor by role, and the reasons why they cannot be read."""
+    arrays, problems = {}, []
+    for role, stored in form.suffixes.items():
+        name = beginning + stored.suffix
+        info = tensors.get(name)
         if info is None:
-            yield f"{name}: expected {kind} {name + role.suffix!r}, got no such tensor"
-        elif info.stored_as not in role.types:
-            expected = " or ".join(role.types)
-            yield f"{name + role.suffix}: expected {kind} in {expected}, got {info.stored_as}"
+            if not stored.is_optional:
+                plain = beginning + form.plain
+                problems.append(f"{plain}: expected {role} {name!r}, got no such tensor")
+        elif info.stored_as not in stored.types:
+            expected = " or ".join(stored.types)
+            problems.append(f"{name}: expected {role} in {expected}, got {info.stored_as}")
         else:
-            infos.append(info)
-    if form.codes.suffix and name in tensors:
-        yield f"{name}: expected either codes and scales or a plain tensor, got both"
-    if len(infos) < 2:
-        return
-    codes, scales = infos
-    try:
-        expected = form.scales_shape(codes.shape)
-    except ValueError as error:
-        yield f"{name + form.codes.suffix}: {error}"
-        return
-    if scales.shape != expected:
-        yield (
-            f"{name + form.scales.suffix}: expected shape {expected} for codes of {codes.shape}, "
-            f"got {scales.shape}"
-        )
+            arrays[role] = info
+    plain = beginning + form.plain
+    if form.suffixes[CODES].suffix != form.plain and plain in tensors:
+        problems.append(f"{plain}: expected either codes and scales or a plain tensor, got both")
+    return arrays, problems
 
 
-def _joined(name: str, tensors: Mapping[str, TensorInfo], form: BlockFormat) -> TensorInfo:
-    codes, scales = (tensors[name + role.suffix] for role in (form.codes, form.scales))
-    shape, axis_order = form.numbers_shape(codes.shape)
-    num_bytes = codes.num_bytes + scales.num_bytes
-    return TensorInfo(shape, np.dtype(np.float32), form.name, num_bytes, axis_order)
+def _joined(coded: CodedTensor, arrays: Mapping[str, TensorInfo], form: BlockFormat) -> TensorInfo:
+    num_bytes = sum(info.num_bytes for info in arrays.values())
+    float32 = np.dtype(np.float32)
+    return TensorInfo(coded.shape, float32, form.name, num_bytes, coded.axis_order)
+
+
+def _refuse(problems: list[str], form: BlockFormat) -> None:
+    if not problems:
+        return
+    more = f"\n  and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
+    listed = "".join(f"\n  {problem}" for problem in problems[:MAX_LISTED])
+    raise InvalidQuantisation(
+        f"Expected quantised tensors ({form.name}) with matching scales, "
+        f"got {plural(len(problems), 'difference')}:{listed}{more}\n"
+        f"Use the quantization_config of this model, and fetch incomplete files again."
+    )

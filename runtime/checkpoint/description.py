@@ -15,6 +15,7 @@ from ...modelzoo.families.config_reader import listing
 from ..console import plural
 from ..errors import InvalidConfig
 from .model_files import ModelFiles
+from .published_formats import CodedSource
 from .small_files import has_file, read_json_object
 from .tensor_source import TensorSource
 
@@ -24,7 +25,8 @@ def describe(model: ModelFiles, *, digest_weights: bool = False) -> str:
 
     `digest_weights` adds the digest of the weights, which reads all their bytes.
     """
-    tensors = _tensors(model).tensors
+    tensors_of_model = _tensors(model)
+    tensors = tensors_of_model.tensors
     num_bytes, counts = Counter(), Counter()
     for info in tensors.values():
         num_bytes[info.stored_as] += info.num_bytes
@@ -37,6 +39,7 @@ def describe(model: ModelFiles, *, digest_weights: bool = False) -> str:
         ("kind", model.kind),
         *_architecture(model),
         ("tensors", f"{len(tensors)}, {_bytes(sum(num_bytes.values()))}: {stored}"),
+        *_kept(tensors_of_model),
         ("parameters", f"{sum(info.size for info in tensors.values()):,}"),
         ("tokenizer", _tokenizer(model.tokenizer_files)),
         ("chat template", "yes" if has_chat_template(model.tokenizer_files) else "no"),
@@ -65,6 +68,16 @@ def _tensors(model: ModelFiles) -> TensorSource:
         return model.tensors
     except InvalidConfig:
         return model.stored_tensors
+
+
+def _kept(tensors: TensorSource) -> list[tuple[str, str]]:
+    """The codes that a plan with `numbers.weights = "as_published"` would keep."""
+    if not isinstance(tensors, CodedSource) or not tensors.kept:
+        return []
+    counts = Counter(str(codes) for codes in tensors.kept.values())
+    listed = ", ".join(f"{form} in {count}" for form, count in counts.most_common())
+    num_others = len(tensors.tensors) - len(tensors.kept)
+    return [("as published", f"{listed}, float in {num_others}")]
 
 
 def _architecture(model: ModelFiles) -> list[tuple[str, str]]:

@@ -7,13 +7,14 @@ to the returned arrays, the host holds at most a piece of one tensor and two sha
 is being read, and the previous one, which jax releases at its next transfer. A checkpoint of noria
 is read in whole parameters, so the host holds one parameter in addition. A shard of a quantised
 weight is read in float32 and rounded to codes. It is read twice if the input features that share a
-scale are split over devices.
+scale are split over devices. A shard of a weight in published codes is read once for its codes, and
+once for its scales and offsets each, which are checked to be equal for all features of a group.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
@@ -24,9 +25,11 @@ import numpy as np
 from ...modelzoo.config import Arrangement
 from ...modelzoo.families.mapping import ParameterSource
 from ...modelzoo.layer_groups import single_layer_names
-from ...modelzoo.weight_formats import SCALES, Quantisation
+from ...modelzoo.weight_formats import OFFSETS, SCALES, Quantisation
 from ..errors import CheckpointMismatch
-from .quantiser import WeightQuantiser
+from .block_formats import Part
+from .published_formats import CodedSource
+from .quantiser import WeightQuantiser, by_group, weight_box
 from .tensor_source import AxisPattern, Box, Index, Interval, TensorSource, intervals, source_of
 
 if TYPE_CHECKING:
@@ -74,8 +77,8 @@ def load_params(
     """
     if isinstance(tensors, RearrangeableSource):
         tensors = tensors.arranged(spec.arrangement)
-    scales = {path + SCALES for path in quantisations}
-    weights = {path: leaf for path, leaf in abstract.items() if path not in scales}
+    of_groups = {path + end for path in quantisations for end in (SCALES, OFFSETS)}
+    weights = {path: leaf for path, leaf in abstract.items() if path not in of_groups}
     check_coverage(spec, tensors, _by_single_layers(weights))
     if not isinstance(shardings, Mapping):
         shardings = dict.fromkeys(abstract, shardings)
@@ -89,8 +92,11 @@ def load_params(
             read = partial(reader.read, dtype=np.dtype(leaf.dtype))
             params[path] = _put_on_devices(leaf, shardings[path], read)
             continue
-        placed = [(abstract[name], shardings[name]) for name in (path, path + SCALES)]
-        params[path], params[path + SCALES] = _load_quantised(reader, quantisations[path], *placed)
+        paths = [path + end for end in ("", SCALES, OFFSETS) if path + end in abstract]
+        placed = [(abstract[name], shardings[name]) for name in paths]
+        quantisation = quantisations[path]
+        load = _load_published if quantisation.format.is_published else _load_quantised
+        params |= zip(paths, load(reader, quantisation, *placed), strict=True)
     return params
 
 
@@ -101,6 +107,11 @@ class _Reader:
     sources: Sequence[ParameterSource]
     tensors: TensorSource
     shape: tuple[int, ...]
+
+    def part(self, part: Part) -> "_Reader":
+        """A reader of a part of tensors in codes."""
+        assert isinstance(self.tensors, CodedSource), "the formats are those of the checkpoint"
+        return replace(self, tensors=self.tensors.part(part))
 
     def read(self, box: Box, dtype: np.dtype) -> np.ndarray:
         index = tuple(interval.as_slice() for interval in box)
@@ -130,6 +141,35 @@ def _load_quantised(
 
     in_codes = _put_on_devices(leaf, sharding, read_codes)
     return in_codes, _put_on_devices(scale_leaf, scale_sharding, read_scales)
+
+
+def _load_published(
+    reader: _Reader, quantisation: Quantisation, codes: "_Placed", *of_groups: "_Placed"
+) -> "list[jax.Array]":
+    """Load the published codes of a weight, and the scales and offsets of its groups."""
+    leaf, sharding = codes
+    read = partial(reader.part("codes").read, dtype=np.dtype(leaf.dtype))
+    loaded = [_put_on_devices(leaf, sharding, read)]
+    for (leaf, sharding), part in zip(of_groups, ("scales", "offsets"), strict=False):
+        read = partial(_read_groups, reader.part(part), quantisation, np.dtype(leaf.dtype))
+        loaded.append(_put_on_devices(leaf, sharding, read))
+    return loaded
+
+
+def _read_groups(
+    reader: _Reader, quantisation: Quantisation, dtype: np.dtype, box: Box
+) -> np.ndarray:
+    """Read one number for each group of a box, from the numbers of all its features."""
+    numbers = reader.read(weight_box(quantisation, reader.shape, box), np.dtype(np.float32))
+    grouped = by_group(numbers, quantisation, tuple(map(len, box)))
+    found = grouped[:, :, 0]
+    if not np.array_equal(grouped, np.broadcast_to(found[:, :, None], grouped.shape)):
+        names = ", ".join(part.tensor for source in reader.sources for part in source.parts)
+        raise CheckpointMismatch(
+            f"{names}: expected {quantisation.format}, got groups of other features. Set "
+            f'numbers.weights = "float" for these weights.'
+        )
+    return found.reshape([len(interval) for interval in box]).astype(dtype)
 
 
 def _by_single_layers(

@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
 from ...modelzoo.families.quantisation import read_quantisation
 from ..errors import CheckpointError, InvalidConfig, ModelNotFound
 from ..pods.peers import ALONE, Peers
-from .dequantised_tensors import dequantise
+from .dequantised_tensors import DequantisedTensors, dequantise
 from .generation_defaults import GenerationDefaults
 from .gguf import GGUFFile
 from .orbax_store import (
@@ -157,7 +158,11 @@ class HuggingFaceModel(ModelFiles):
 
         names = self.tensors.tensors if self._has_weights else ()
         with _naming_file(self.path / CONFIG):
-            return from_hf_config(self._config, names)
+            spec = from_hf_config(self._config, names)
+        if self._has_weights and isinstance(self.tensors, DequantisedTensors):
+            zeros = self.tensors.zero_biases()
+            spec = replace(spec, ignored_tensors=(*spec.ignored_tensors, *zeros))
+        return spec
 
     @cached_property
     def tensors(self) -> TensorSource:

@@ -69,6 +69,20 @@ class WeightQuantiser:
         return tuple(interval.as_slice() for interval in of_scales)
 
 
+def weight_box(quantisation: Quantisation, shape: tuple[int, ...], box: Box) -> Box:
+    """The box of a weight whose features have the groups of a box of scales."""
+    axes = [len(shape) + axis for axis in quantisation.inputs]
+    inputs = [Interval(0, shape[axis]) for axis in axes]
+    if group := quantisation.format.group:
+        features = math.prod(shape[axis] for axis in axes[1:])
+        groups = box[axes[0]]
+        start, stop = groups.start * group, groups.stop * group
+        # groups are split over devices along the first input axis
+        inputs[0] = Interval(start // features, -(-stop // features))
+        assert len(inputs[0]) * features == stop - start, "a group is on one device"
+    return (*box[: axes[0]], *inputs, *box[axes[0] + 1 :])
+
+
 def largest_code(quantisation: Quantisation) -> int:
     """The largest code; the smallest one is its negative."""
     return 2 ** (CODE_BITS[quantisation.format.codes] - 1) - 1
@@ -77,7 +91,7 @@ def largest_code(quantisation: Quantisation) -> int:
 def magnitudes(weight: np.ndarray, quantisation: Quantisation) -> np.ndarray:
     """The largest magnitude of each group of a part of a weight, in the shape of its scales."""
     shape = quantisation.scale_shape(weight.shape)
-    grouped = _grouped(weight, quantisation, shape)
+    grouped = by_group(weight, quantisation, shape)
     return np.maximum(grouped.max(axis=2), -grouped.min(axis=2)).reshape(shape)
 
 
@@ -93,10 +107,10 @@ def codes_of(
 ) -> np.ndarray:
     """The codes of a part of a weight in an integer dtype, given its scales."""
     largest = largest_code(quantisation)
-    grouped = _grouped(weight, quantisation, scales.shape)
+    grouped = by_group(weight, quantisation, scales.shape)
     members, features = grouped.shape[2:]
     grouped = grouped.reshape(-1, members, features)
-    by_group = scales.reshape(-1, 1, features).astype(np.float32)
+    of_groups = scales.reshape(-1, 1, features).astype(np.float32)
     codes = np.empty(grouped.shape, dtype)
     # pieces, as all of the weight would need another array of its size
     groups_step = max(1, _PIECE // (members * features))
@@ -105,12 +119,12 @@ def codes_of(
         groups = slice(first, first + groups_step)
         for start in range(0, members, members_step):
             part = groups, slice(start, start + members_step)
-            rounded = grouped[part] / by_group[groups]
+            rounded = grouped[part] / of_groups[groups]
             codes[part] = np.clip(np.rint(rounded, out=rounded), -largest, largest, out=rounded)
     return codes.reshape(weight.shape)
 
 
-def _grouped(
+def by_group(
     weight: np.ndarray, quantisation: Quantisation, scale_shape: tuple[int, ...]
 ) -> np.ndarray:
     """A part of a weight as four axes: outer features, groups, members of a group, features."""

@@ -8,6 +8,7 @@ If several processes run the command, each process writes its own folder of the 
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,7 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     from ..bundles.key import digest
     from ..checkpoint import open_model
     from ..devices.graph_memory import required_bytes
+    from ..published_numbers import keep_published
 
     def say(message: object) -> None:
         if peers.is_leader:
@@ -77,6 +79,7 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
         files.unread.report(say, is_strict=options.strict_config)
         bundle.check_folder(options.output, files.path, peers)
         config = files.spec.config
+        plan = replace(plan, numbers=keep_published(plan.numbers, files))
         facts = {"plan": plan.to_toml(), "model": digest(repr(config))}
         peers.agree(lambda: facts)
         target, placement, definition = _prepared(plan, files)

@@ -30,6 +30,7 @@ from ..devices.machine import faster_dtype
 from ..errors import CheckpointError, ConfigError, NoPlanFits
 from ..files.hardware_files import known_hardware
 from ..files.layout_files import named_layout_tables, read_layout_table, split_spellings
+from ..published_numbers import keep_published
 from .compiled_layouts import LayoutCompiler, PlannedLayout, describe_problems
 from .fitting_plan import suggest_fitting_plan
 from .layout_ranking import RankedLayout, Ranking, all_layouts
@@ -69,7 +70,7 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
       ConfigError: An option or the workload cannot be used.
     """
     started = time.perf_counter()
-    config, numbers = files.spec.config, _numbers(options)
+    config, numbers = files.spec.config, _numbers(options, files)
     workload = read_workload(
         options.workload,
         files,
@@ -94,7 +95,7 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
         raise NoPlanFits(
             f"no layout can serve this:{reasons}{suggest_fitting_plan(ranking, ranked)}"
         )
-    searched = _planned_layouts(options, config, workload, chosen)
+    searched = _planned_layouts(options, ranking, workload, chosen)
     if options.compile_layouts:
         searched = _as_compiled(options, config, numbers, searched)
     best = searched[0]
@@ -142,7 +143,7 @@ def _as_compiled(
 
 def _planned_layouts(
     options: argparse.Namespace,
-    config: DecoderConfig,
+    ranking: Ranking,
     workload: Workload,
     chosen: list[RankedLayout],
 ) -> list[PlannedLayout]:
@@ -151,9 +152,8 @@ def _planned_layouts(
     reasons = []
     for ranked_layout in chosen:
         try:
-            result = _planner(options, config, workload, ranked_layout).plan()
-            devices = TargetName.parse(options.target).num_devices
-            _require(ranked_layout.layout, config, devices, result.best.grid, _numbers(options))
+            result = _planner(options, ranking.config, workload, ranked_layout).plan()
+            _require(ranked_layout.layout, ranking, result.best.grid)
             assert ranked_layout.cost is not None
             planned.append(PlannedLayout(ranked_layout.layout, ranked_layout.cost, result))
         except (NoPlanFits, IllegalLayout) as error:
@@ -192,7 +192,7 @@ def _rank(options: argparse.Namespace, ranking: Ranking) -> list[RankedLayout]:
     if not layouts:
         raise ConfigError("--layout: expected at least one layout, got none.")
     if len(layouts) == 1:
-        _require(layouts[0], ranking.config, ranking.num_devices, None, _numbers(options))
+        _require(layouts[0], ranking)
     ranked = ranking.rank(layouts)
     if len(layouts) > 1:
         for ranked_layout in ranked:
@@ -260,22 +260,18 @@ def _layouts(options: argparse.Namespace, count: int) -> list[Layout | None]:
     return [None] if count == 1 else list(all_layouts(named_layout_tables(), count))
 
 
-def _require(
-    layout: Layout | None,
-    config: DecoderConfig,
-    num_devices: int,
-    grid: BucketGrid | None,
-    numbers: Numbers,
-) -> None:
+def _require(layout: Layout | None, ranking: Ranking, grid: BucketGrid | None = None) -> None:
     if layout is not None:
-        require(layout, model_sizes(config, num_devices, grid, numbers.weight_rules))
+        sizes = model_sizes(ranking.config, ranking.num_devices, grid, ranking.weight_rules)
+        require(layout, sizes)
 
 
-def _numbers(options: argparse.Namespace) -> Numbers:
+def _numbers(options: argparse.Namespace, files: ModelFiles) -> Numbers:
     dtype = options.dtype
     if dtype == "auto":
         dtype = faster_dtype(TargetName.parse(options.target).platform)
-    return Numbers(dtype, options.weights, options.group, cache=options.cache)
+    numbers = Numbers(dtype, options.weights, options.group, cache=options.cache)
+    return keep_published(numbers, files)
 
 
 def _calibration(

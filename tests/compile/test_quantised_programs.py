@@ -38,6 +38,19 @@ LATENTS = replace(ONE_LAYER, num_kv_heads=32, head_dim=LATENT.head_dim, latent=L
 MOST_BYTES = 1.10
 
 
+INT8, INT4 = WeightFormat("int8"), WeightFormat("int4", 128)
+ASYMMETRIC = WeightFormat("uint4", 128, "float16", has_offsets=True)
+"""The published format of AWQ, and of GPTQ with zero points."""
+CASES = [
+    (INT8, False),
+    (INT8, True),
+    (INT4, True),
+    (ASYMMETRIC, False),
+    pytest.param(INT4, False, marks=pytest.mark.slow),
+    pytest.param(ASYMMETRIC, True, marks=pytest.mark.slow),
+]
+
+
 def read_decode(model: AbstractModel, layout: Layout, grid: BucketGrid, span: int):
     """Return the report of the longest decode program, the bytes it needs, and its text."""
     target = find_target("tpu:v5e:2x4")
@@ -51,12 +64,15 @@ def read_decode(model: AbstractModel, layout: Layout, grid: BucketGrid, span: in
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("form", [WeightFormat("int8"), WeightFormat("int4", 128)], ids=str)
+@pytest.mark.parametrize(("form", "scan_layers"), CASES, ids=str)
 def test_decode_moves_little_more_than_its_codes_and_scales(form, scan_layers):
     layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
     arrangement = arrangement_of(layout, "tpu", LAYERS_OF_8B, scan_layers)
-    model = AbstractModel(LAYERS_OF_8B, arrangement, WeightRules(form))
+    rules = WeightRules(form)
+    if form.is_published:
+        weights = ("qkv", "output", "gate_up", "down")
+        rules = WeightRules(published=tuple((f"*.{weight}", form) for weight in weights))
+    model = AbstractModel(LAYERS_OF_8B, arrangement, rules)
     report, needed, _ = read_decode(model, layout, GRID, 512)
     codes = 2 * 4096 * (4096 * 2 + 1024 * 2 + 3 * 14336) * (1 if form.codes == "int8" else 0.5)
     assert codes / 8 < needed.weights < codes / 8 * 1.25 + 16384 * 4096 * 2 / 8 * 1.01

@@ -15,6 +15,12 @@ from noria.modelzoo.weight_products import einsum, gate_up_product, multiply
 
 RNG = np.random.default_rng(0)
 FORMATS = [WeightFormat("int8"), WeightFormat("int8", 4), WeightFormat("int4", 8)]
+PUBLISHED = [
+    WeightFormat("int8", 0, "bfloat16", has_offsets=True),
+    WeightFormat("uint4", 8, "float16", has_offsets=True),
+    WeightFormat("float8_e4m3fn", 4, "float32"),
+    WeightFormat("float4_e2m1fn", 4, "float8_e8m0fnu"),
+]
 PRODUCTS = [
     (*einsum("BTF,FD->BTD"), (3, 5, 16), (16, 24), (-2,)),
     (*einsum("BTD,DKJH->BTKJH"), (3, 1, 16), (16, 2, 4, 8), (-4,)),
@@ -32,13 +38,32 @@ def weight_of(shape: tuple[int, ...], inputs: tuple[int, ...], form: WeightForma
     """Return a random quantised weight, and its values."""
     quantisation = Quantisation(form, inputs)
     weight = RNG.normal(size=shape).astype(np.float32)
+    if form.is_published:
+        return published_weight(weight, quantisation)
     codes, scales = map(jnp.asarray, quantise(weight, quantisation))
     assert scales.shape == quantisation.scale_shape(shape)
     return QuantisedWeight(codes, scales, quantisation), dequantised(weight, quantisation)
 
 
+def published_weight(weight: np.ndarray, quantisation: Quantisation):
+    """Return a weight whose codes have other dtypes, with scales and offsets of its groups."""
+    form, shape = quantisation.format, quantisation.scale_shape(weight.shape)
+    codes = np.rint(weight * 3).clip(0 if form.codes.startswith("u") else -6, 6)
+    codes, scales = codes.astype(form.codes), RNG.uniform(0.1, 1, shape).astype(form.scales)
+    offsets = RNG.normal(size=shape).astype(np.float32) if form.has_offsets else None
+    axis = len(shape) + quantisation.inputs[-1]
+    before, members = shape[:axis], quantisation.num_inputs(weight.shape) // shape[axis]
+    grouped = codes.astype(np.float32).reshape(*before, shape[axis], members, *shape[axis + 1 :])
+    values = grouped * np.expand_dims(scales.astype(np.float32), axis + 1)
+    if offsets is not None:
+        values = values + np.expand_dims(offsets, axis + 1)
+    arrays = jnp.asarray(codes), jnp.asarray(scales), quantisation
+    given = None if offsets is None else jnp.asarray(offsets)
+    return QuantisedWeight(*arrays, given, jnp.dtype("float32")), values.reshape(weight.shape)
+
+
 @pytest.mark.parametrize("platform", ["cpu", "default"])
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", [*FORMATS, *PUBLISHED], ids=str)
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: case[0])
 def test_a_product_with_codes_is_that_with_their_values(case, form, platform, monkeypatch):
     """The form for other platforms runs on the CPU, too."""
@@ -94,7 +119,7 @@ def test_a_token_that_is_not_finite_has_no_finite_result():
     np.testing.assert_array_equal(jnp.isfinite(out).all(axis=1), [False, False, True])
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", [*FORMATS, *PUBLISHED], ids=str)
 def test_the_values_of_codes_are_exact(form):
     weight, values = weight_of((2, 3, 8, 12), (-4, -3, -2), form)
     np.testing.assert_array_equal(weight.dequantise(), values)
@@ -104,7 +129,7 @@ def test_the_values_of_codes_are_exact(form):
     )
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", [*FORMATS, *PUBLISHED], ids=str)
 def test_a_slice_has_its_own_scales(form):
     weight, values = weight_of((3, 16, 12), (-2,), form)
     got = slice_weight(weight, [jnp.int32(1), jnp.int32(8), 0], [1, 8, 12])

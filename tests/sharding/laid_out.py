@@ -5,7 +5,7 @@ helpers compile the graphs of the build. The reference is the same model on one 
 forward pass for each token, or the graphs of the build if a test compares more than greedy tokens.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -260,11 +260,22 @@ def expected(
     Weights in codes are dequantised first.
     """
     rows = tuple(greedy_rows().values()) if rows is None else rows
-    definition, prompts = AbstractModel(config), [row.prompt for row in rows]
+    definition = AbstractModel(config)
     parameters = random_parameters(definition)
     quantisations = AbstractModel(config, weight_rules=weight_rules).quantisations
     for name, quantisation in quantisations.items():
         parameters[name] = jnp.asarray(dequantised(np.asarray(parameters[name]), quantisation))
+    return expected_of(definition, parameters, rows, num_tokens)
+
+
+def expected_of(
+    definition: AbstractModel,
+    parameters: Mapping[str, jax.Array],
+    rows: Sequence[Row],
+    num_tokens: int = 12,
+) -> Expected:
+    """Compute greedy rows with these parameters on one device."""
+    prompts = [row.prompt for row in rows]
 
     @jax.jit
     def last_logits(parameters, tokens_RT, length_R):

@@ -668,9 +668,9 @@ REFUSED = {
         "rope_scaling.rope_type: expected the same value",
     ),
     "quantised otherwise": (
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "quantization_config.quant_method: expected fp8 or mxfp4, .*plain weights first, "
-        "got 'gptq'",
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        "quantization_config.quant_method: expected fp8 or mxfp4 or gptq or awq or compressed-"
+        "tensors, .*plain weights first, got 'bitsandbytes'",
     ),
     "quantised without a method": ({"quantization_config": {}}, "quant_method: expected a string"),
     "quantised as text": ({"quantization_config": "fp8"}, "quantization_config: expected a table"),

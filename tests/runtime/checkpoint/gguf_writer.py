@@ -4,7 +4,9 @@ import math
 import struct
 from dataclasses import dataclass, field
 
+import gguf
 import numpy as np
+from gguf import quants
 
 SCALAR_LETTERS = {
     0: "B",
@@ -100,3 +102,20 @@ def llama_metadata(vocab=("a", "b", "</s>")):
 def f32(name, array):
     array = np.asarray(array, "<f4")
     return name, array.shape, 0, array.tobytes()
+
+
+def stored_rows(kind, shape):
+    """Return a random tensor's bytes: quantised by gguf if it can, otherwise valid blocks."""
+    rng = np.random.default_rng(sum(shape))
+    number = gguf.GGMLQuantizationType[kind]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    try:
+        data = quants.quantize(rng.standard_normal(shape, np.float32), number)
+        return data.view(np.uint8)
+    except NotImplementedError:
+        data = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, block_bytes), np.uint8)
+        # The scales are halves and must be finite: at the front of Q4_K and Q5_K, the end of Q6_K
+        scales = rng.uniform(0.01, 1, (*data.shape[:-1], 2)).astype("<f2").view(np.uint8)
+        front = slice(0, 4) if kind != "Q6_K" else slice(-2, None)
+        data[..., front] = scales[..., : data[..., front].shape[-1]]
+        return data.reshape(*shape[:-1], -1)

@@ -8,11 +8,12 @@ import pytest
 
 from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4
 from noria.runtime.checkpoint.block_formats import format_of
-from noria.runtime.checkpoint.tensor_source import intervals
+from noria.runtime.checkpoint.tensor_source import TensorInfo, intervals
 
 ROWS, COLUMNS = 5, 3
 FLOAT8 = format_of(BlockFloat8(ROWS, COLUMNS))
 MXFP4 = format_of(Mxfp4())
+FLOAT8_CODES = ml_dtypes.float8_e4m3fn
 
 
 def float_of(code: int, exponent_bits: int, mantissa_bits: int) -> float:
@@ -61,7 +62,7 @@ def random_float8(shape, scale_dtype=np.float32):
     """Return every code except NaN's, and scales of many sizes."""
     rng = np.random.default_rng(sum(shape))
     codes = rng.integers(0, 127, shape, np.uint8) | rng.integers(0, 2, shape, np.uint8) << 7
-    scales = rng.lognormal(sigma=4, size=FLOAT8.scales_shape(shape)).astype(scale_dtype)
+    scales = rng.lognormal(sigma=4, size=scales_shape(FLOAT8, shape)).astype(scale_dtype)
     return codes.view(ml_dtypes.float8_e4m3fn), scales
 
 
@@ -73,10 +74,39 @@ def random_mxfp4(scales_below=254):
 
 def read(form, codes, scales, index=None):
     """Read a box of the numbers, from only the codes and scales that the format requests."""
-    shape, _ = form.numbers_shape(codes.shape)
-    box = intervals(index or (slice(None),) * len(shape), shape)
-    codes_box, scales_box = form.boxes_to_read(box)
-    return form.values(codes[codes_box], scales[scales_box], box)
+    tensor = bound(form, codes.shape)
+    box = intervals(index or (slice(None),) * len(tensor.shape), tensor.shape)
+    if not all(map(len, box)):
+        return np.empty([len(interval) for interval in box], np.float32)
+    arrays = {"codes": codes, "scales": scales}
+    return tensor.read(lambda role, index: arrays[role][index], box, "values")
+
+
+def boxes_to_read(form, codes_shape, index):
+    """Return the boxes of codes and scales that a box of the numbers needs."""
+    tensor, boxes = bound(form, codes_shape), {}
+    shapes = {"codes": codes_shape, "scales": scales_shape(form, codes_shape)}
+
+    def fetch(role, index):
+        boxes[role] = index
+        dtype = np.uint8 if form is MXFP4 else np.float32 if role == "scales" else FLOAT8_CODES
+        return np.zeros(shapes[role], dtype)[index]
+
+    tensor.read(fetch, intervals(index, tensor.shape), "values")
+    return boxes["codes"], boxes["scales"]
+
+
+def bound(form, codes_shape):
+    """Return a tensor with codes of a shape."""
+    shapes = {"codes": codes_shape, "scales": scales_shape(form, codes_shape)}
+    infos = {role: TensorInfo(shape, np.dtype(np.uint8), "", 0) for role, shape in shapes.items()}
+    return form.bind(infos)
+
+
+def scales_shape(form, codes_shape):
+    if form is MXFP4:
+        return codes_shape[:-1]
+    return (-(-codes_shape[0] // ROWS), -(-codes_shape[1] // COLUMNS))
 
 
 def random_indices(shape, count=200):
@@ -97,7 +127,7 @@ def test_float8_is_the_value_of_each_code_times_the_scale_of_its_block(shape, sc
 
 def test_every_float8_code_has_the_value_of_its_bits():
     codes = np.arange(256, dtype=np.uint8).reshape(16, 16).view(ml_dtypes.float8_e4m3fn)
-    scales = np.ones(FLOAT8.scales_shape((16, 16)), np.float32)
+    scales = np.ones(scales_shape(FLOAT8, (16, 16)), np.float32)
     got = read(FLOAT8, codes, scales)
     np.testing.assert_array_equal(got, float8_reference(codes, scales))
     assert np.isnan(got).sum() == 2 and np.nanmax(got) == 448
@@ -170,10 +200,10 @@ def test_mxfp4_equals_what_transformers_makes_of_it():
 def test_a_box_of_float8_needs_its_own_codes_and_the_scales_of_the_blocks_it_touches(
     index, codes_box, scales_box
 ):
-    assert FLOAT8.boxes_to_read(intervals(index, (17, 10))) == (codes_box, scales_box)
+    assert boxes_to_read(FLOAT8, (17, 10), index) == (codes_box, scales_box)
 
 
 def test_a_box_of_mxfp4_needs_the_blocks_that_it_touches():
-    box = intervals((slice(1, 2), slice(40, 65), slice(2, 5)), (2, 96, 7))
+    index = slice(1, 2), slice(40, 65), slice(2, 5)
     held = (slice(1, 2), slice(2, 5), slice(1, 3))
-    assert MXFP4.boxes_to_read(box) == ((*held, slice(0, 16)), held)
+    assert boxes_to_read(MXFP4, (2, 7, 3, 16), index) == ((*held, slice(0, 16)), held)

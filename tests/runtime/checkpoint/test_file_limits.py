@@ -6,7 +6,7 @@ import struct
 import pytest
 from gguf_writer import build
 
-from noria.runtime.checkpoint import gguf, safetensors
+from noria.runtime.checkpoint import gguf_header, safetensors
 from noria.runtime.errors import InvalidGGUF, InvalidSafetensors
 
 
@@ -59,7 +59,7 @@ def _gguf(
     [
         ("tensors", 5, "MAX_TENSORS"),
         ("keys", 5, "MAX_METADATA_KEYS"),
-        ("rank", gguf.MAX_RANK, "MAX_RANK"),
+        ("rank", gguf_header.MAX_RANK, "MAX_RANK"),
         ("name", 10, "MAX_NAME_BYTES"),
         ("items", 20, "MAX_ARRAY_ITEMS"),
     ],
@@ -67,7 +67,7 @@ def _gguf(
 def test_a_gguf_file_has_no_more_than_the_limit(monkeypatch, what, limit, constant):
     # the list of items is a key too, and a tensor's name ends in its number
     extra = {"keys": 1, "name": 1}.get(what, 0)
-    monkeypatch.setattr(gguf, constant, limit + extra)
-    gguf.parse_header(_gguf(**{what: limit}))
+    monkeypatch.setattr(gguf_header, constant, limit + extra)
+    gguf_header.parse_header(_gguf(**{what: limit}))
     with pytest.raises(InvalidGGUF, match=f"{limit + extra}.* got|{limit + extra} "):
-        gguf.parse_header(_gguf(**{what: limit + 1}))
+        gguf_header.parse_header(_gguf(**{what: limit + 1}))

@@ -9,15 +9,16 @@ import gguf
 import numpy as np
 import pytest
 from gguf import quants
-from gguf_writer import Writer, build, f32, llama_metadata
+from gguf_writer import Writer, build, f32, llama_metadata, stored_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noria.runtime.checkpoint.gguf import (
+from noria.runtime.checkpoint.gguf import GGUFFile
+from noria.runtime.checkpoint.gguf_codes import CODES
+from noria.runtime.checkpoint.gguf_header import (
     MAX_ALIGNMENT,
     MAX_RANK,
     TENSOR_TYPES,
-    GGUFFile,
     parse_header,
     read_header,
 )
@@ -34,22 +35,6 @@ def write(tmp_path, *arguments, **keywords):
 
 def parse(*arguments, **keywords):
     return parse_header(bytes(build(*arguments, **keywords).data))
-
-
-def stored_rows(kind, shape):
-    """Return a random tensor's bytes: quantised by gguf if it can, otherwise valid blocks."""
-    number = gguf.GGMLQuantizationType[kind]
-    block, block_bytes = gguf.GGML_QUANT_SIZES[number]
-    try:
-        data = quants.quantize(RNG.standard_normal(shape, np.float32), number)
-        return data.view(np.uint8)
-    except NotImplementedError:
-        data = RNG.integers(0, 256, (*shape[:-1], shape[-1] // block, block_bytes), np.uint8)
-        # The scales are halves and must be finite: at the front of Q4_K and Q5_K, the end of Q6_K
-        scales = RNG.uniform(0.01, 1, (*data.shape[:-1], 2)).astype("<f2").view(np.uint8)
-        front = slice(0, 4) if kind != "Q6_K" else slice(-2, None)
-        data[..., front] = scales[..., : data[..., front].shape[-1]]
-        return data.reshape(*shape[:-1], -1)
 
 
 def test_metadata_of_every_value_type_comes_out_as_written():
@@ -105,6 +90,28 @@ def test_each_type_dequantises_as_gguf_does_whole_and_in_slices(tmp_path, kind):
         [slice(0, 6), slice(2, 5), slice(3, 3)], [slice(0, 512), slice(30, 290), slice(511, 512)]
     ):
         np.testing.assert_array_equal(file.read("w", (rows, columns)), expected[rows, columns])
+    file.close()
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_codes_scales_and_offsets_of_each_type_give_the_numbers_of_gguf(tmp_path, kind):
+    shape, number = (6, 512), gguf.GGMLQuantizationType[kind]
+    stored = stored_rows(kind, shape)
+    expected = quants.dequantize(stored, number)
+    path = write(tmp_path, [], [f32("a", [1.0]), ("w", shape, int(number), stored.tobytes())])
+    file = GGUFFile(path)
+    assert file.kept.keys() == {"w"}
+    kept, form = file.kept["w"], CODES[kind].format
+    assert kept.blocks == (1, form.group)
+    lowest = 0 if form.has_offsets else -(2 ** (int(kind[1]) - 1))
+    for index in [(slice(0, 6), slice(0, 512)), (slice(2, 5), slice(30, 290))]:
+        codes, scales, offsets = (
+            file.part(part).read("w", index) for part in ("codes", "scales", "offsets")
+        )
+        assert codes.min() >= lowest and codes.max() < lowest + 2 ** int(kind[1])
+        assert form.has_offsets or not offsets.any()
+        np.testing.assert_array_equal(scales.astype(form.scales), scales)
+        np.testing.assert_array_equal(codes * scales + offsets, expected[index])
     file.close()
 
 
