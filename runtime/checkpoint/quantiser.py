@@ -77,7 +77,7 @@ def largest_code(quantisation: Quantisation) -> int:
 def magnitudes(weight: np.ndarray, quantisation: Quantisation) -> np.ndarray:
     """The largest magnitude of each group of a part of a weight, in the shape of its scales."""
     shape = quantisation.scale_shape(weight.shape)
-    grouped = _grouped(weight, quantisation, shape)
+    grouped = split_groups(weight, quantisation, shape)
     return np.maximum(grouped.max(axis=2), -grouped.min(axis=2)).reshape(shape)
 
 
@@ -93,7 +93,7 @@ def codes_of(
 ) -> np.ndarray:
     """The codes of a part of a weight in an integer dtype, given its scales."""
     largest = largest_code(quantisation)
-    grouped = _grouped(weight, quantisation, scales.shape)
+    grouped = split_groups(weight, quantisation, scales.shape)
     members, features = grouped.shape[2:]
     grouped = grouped.reshape(-1, members, features)
     by_group = scales.reshape(-1, 1, features).astype(np.float32)
@@ -110,7 +110,7 @@ def codes_of(
     return codes.reshape(weight.shape)
 
 
-def _grouped(
+def split_groups(
     weight: np.ndarray, quantisation: Quantisation, scale_shape: tuple[int, ...]
 ) -> np.ndarray:
     """A part of a weight as four axes: outer features, groups, members of a group, features."""
