@@ -11,15 +11,21 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..batch.job_files import check_files, check_fillable
 from ..console import note, tell
 from ..devices.default_target import default_target
 from ..errors import ConfigError
 from ..files.layout_files import layout_file
-from ..files.run_config import apply_overrides
-from .shared_options import add_dtype, add_layout, add_model, add_overrides, add_quiet
+from .shared_options import (
+    add_dtype,
+    add_layout,
+    add_model,
+    add_overrides,
+    add_quiet,
+    read_numbers,
+)
 
 if TYPE_CHECKING:
     from ..comparison.compare import ComparedModel, Comparison
@@ -119,18 +125,6 @@ def _models(options: argparse.Namespace) -> "list[ComparedModel]":
             f"Give --against MODEL, or --numbers float --numbers int8."
         )
     return [ComparedModel(*pair) for pair in zip(names, tables, strict=True)]
-
-
-def read_numbers(text: str) -> dict[str, Any]:
-    """Read the numbers of a model: a format of weights, with a group or without, or keys.
-
-    >>> read_numbers("int4:64"), read_numbers("weights=int8,dtype=bfloat16")
-    ({'weights': 'int4', 'group': 64}, {'weights': 'int8', 'dtype': 'bfloat16'})
-    """
-    if "=" in text:
-        return apply_overrides({}, text.split(","))
-    weights, colon, group = text.partition(":")
-    return apply_overrides({}, [f"weights={weights}", *([f"group={group}"] if colon else [])])
 
 
 def _check(options: argparse.Namespace) -> None:
