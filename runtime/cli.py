@@ -118,7 +118,7 @@ _COMMANDS = {
         quantize_command,
         "write a model with weights in int8 or int4",
         "Round the weights of a model to codes, layer by layer, and write them as a model "
-        "directory that noria, transformers and vLLM read.",
+        "directory of the format compressed-tensors.",
         "noria quantize --model smollm2 --numbers int8 -o smollm2-int8",
     ),
     "compare": _Command(

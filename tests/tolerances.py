@@ -37,3 +37,7 @@ EXTRAPOLATED_LAYERS_RELATIVE = 0.02
 # standard errors of the 128 tokens of the test.
 INT8_WEIGHTS_MEAN_KL = 0.005
 INT8_WEIGHTS_GREEDY_AGREEMENT = 0.915
+
+# Log-probabilities of a directory with weights in codes, against one with their values in float32,
+# both by transformers: it multiplies codes and scales in the same float32.
+COMPRESSED_MODEL_LOGPROB = 1e-3

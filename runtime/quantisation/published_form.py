@@ -83,7 +83,8 @@ class PublishedForm:
         end_ids = list(self._files.generation_defaults.eos_ids)
         table = {"eos_token_id": end_ids} if end_ids else {}
         table |= {k: v for k, v in self._table.items() if k not in ("torch_dtype", "dtype")}
-        parts = [part for path in self._in_float for part in self._sources[path].parts]
+        matrices = [path for path in self._in_float if path != "embedding.table"]
+        parts = [part for path in matrices for part in self._sources[path].parts]
         names = {name.removesuffix(".weight") for part in parts for name in part.tensors}
         # readers count a tied head as a matrix, although it has no tensor
         ignored = sorted({"lm_head", *names})
