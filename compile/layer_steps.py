@@ -88,7 +88,9 @@ class CalibrationLayer:
         parameter: str,
     ) -> jax.Array:
         decoder = self._bind(parameters)
-        (weight,) = (i for i, name in parameter_names(decoder.layers[0]).items() if name == parameter)
+        (weight,) = (
+            i for i, name in parameter_names(decoder.layers[0]).items() if name == parameter
+        )
         operations = _InputSum(weight, jnp.arange(x_BTD.shape[1])[None] < true_length_B[:, None])
         decoder.operations = operations
         decoder.run_layers(x_BTD, true_length_B)

@@ -110,6 +110,14 @@ def codes_of(
     return codes.reshape(weight.shape)
 
 
+def dequantise(codes: np.ndarray, scales: np.ndarray, quantisation: Quantisation) -> np.ndarray:
+    """The values of a weight in float32."""
+    groups = split_groups(codes, quantisation, scales.shape)
+    outer, count, _, features = groups.shape
+    by_group = scales.astype(np.float32).reshape(outer, count, 1, features)
+    return (groups * by_group).reshape(codes.shape)
+
+
 def split_groups(
     weight: np.ndarray, quantisation: Quantisation, scale_shape: tuple[int, ...]
 ) -> np.ndarray:

@@ -306,9 +306,7 @@ class AxisPattern:
             rest = (*box[:axis], piece, *box[axis + 1 :])
             yield from self.pieces(info, rest, max_elements)
 
-    def _resolve(
-        self, shape: Sequence[int], groups: Sequence[tuple[str, ...]]
-    ) -> dict[str, int]:
+    def _resolve(self, shape: Sequence[int], groups: Sequence[tuple[str, ...]]) -> dict[str, int]:
         """The sizes of all names, from the given sizes and a shape of one of the two sides."""
         if len(shape) != len(groups):
             raise ValueError(f"expected {len(groups)} axes, got shape {tuple(shape)}")

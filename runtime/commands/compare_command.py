@@ -8,7 +8,6 @@ and prints the table.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -144,8 +143,9 @@ def _write(comparison: "Comparison", folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     table = report.markdown(comparison)
     content = json.dumps(report.to_json(comparison), indent=1) + "\n"
-    paths: Sequence[Path] = list(report.files_in(folder).values())
-    for path, data in zip(paths, (content.encode(), table.encode(), report.draw(comparison))):
+    contents = content.encode(), table.encode(), report.draw(comparison)
+    paths = report.files_in(folder).values()
+    for path, data in zip(paths, contents, strict=True):
         replace_file(Disk(), path, [data])
     tell(sys.stdout, table.rstrip())
-    tell(sys.stdout, f"{', '.join(map(str, paths))}")
+    tell(sys.stdout, ", ".join(map(str, paths)))

@@ -38,7 +38,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--numbers",
         required=True,
         metavar="FORMAT",
-        help="format of weights: int8 or int4, with input features that share a scale as in int4:64",
+        help="format of weights: int8 or int4, with a number of input features that share a scale "
+        "as in int4:64",
     )
     add(
         "--method",

@@ -8,6 +8,7 @@ number of tokens. The reference and one other model are in memory at the same ti
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,6 +21,7 @@ from ...compile.steps import NO_TOKEN
 from ...compile.targets import Target, default_platform, find_target
 from ...sharding.layout import Layout
 from .. import session
+from ..batch.row_ids import read_row_ids
 from ..checkpoint import ModelFiles, open_model
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
@@ -28,6 +30,7 @@ from .forced_model import ForcedModel, forced_grid
 from .statistics import PairFigures
 
 if TYPE_CHECKING:
+    from ...compile.build import BuildProgress
     from ...compile.grids.bucket_grid import BucketGrid
 
 DEFAULT_MAX_TOKENS = 64
@@ -65,7 +68,7 @@ class Comparison:
 
 def compare(
     models: Sequence[ComparedModel],
-    rows: Sequence[Sequence[int]],
+    rows: Sequence[Sequence[int]] | str | Path,
     *,
     max_tokens: int = DEFAULT_MAX_TOKENS,
     dtype: str = "auto",
@@ -79,7 +82,7 @@ def compare(
 
     Args:
       models: At least two models with the same vocabulary.
-      rows: Prompts, as token ids of the reference.
+      rows: A batch file with prompts, or prompts as token ids of the reference.
       max_tokens: The number of tokens of the reference's greedy answer to each prompt, over which
         models are compared; 0 compares over the rows' own tokens, from the second on.
       dtype: `float32`, `bfloat16` or `auto`, for models whose numbers have no dtype.
@@ -97,8 +100,11 @@ def compare(
     """
     if len(models) < 2:
         raise ConfigError(f"compare: expected two models or more, got {len(models)}.")
-    work = _Rows.of(rows, max_tokens)
     session.prepare_jax(target)
+    if isinstance(rows, str | Path):
+        with open_model(models[0].model) as files:
+            rows = read_row_ids(Path(rows), files)
+    work = _Rows.of(rows, max_tokens)
     setup = _Setup(
         find_target(target or default_platform()),
         None if layout is None else Layout.from_table(read_layout_table(layout)),
@@ -186,8 +192,11 @@ class _Setup:
                 plan.numbers.weight_rules,
             )
         named = ComparedModel(model.model, plan.numbers.to_table())
-        forced = ForcedModel(loaded, plan, lambda built: self.say(f"{named}: {built}"))
-        return forced, config.vocab_size, named
+
+        def report(built: "BuildProgress") -> None:
+            self.say(f"{named}: {built}")
+
+        return ForcedModel(loaded, plan, report), config.vocab_size, named
 
     def _plan(self, model: ComparedModel, files: ModelFiles, grid: "BucketGrid") -> Plan:
         dtype = session.resolve_dtype(self.dtype, self.target)

@@ -92,6 +92,5 @@ class ForcedModel:
     def read(self, forced_BV: jax.Array, is_live_B: np.ndarray) -> None:
         """Read the token that `forced_BV` chooses in each live slot."""
         state = self.state._replace(logits_BV=forced_BV)
-        is_live_B = self.host.put(is_live_B)
-        span = self._grid.max_length
-        self.state, _ = self._graphs.decode(self._parameters, state, is_live_B, span)
+        live, span = self.host.put(is_live_B), self._grid.max_length
+        self.state, _ = self._graphs.decode(self._parameters, state, live, span)

@@ -6,6 +6,7 @@ of layer compile once. Knows nothing of files, texts or codes.
 
 from collections.abc import Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -61,16 +62,20 @@ class Calibration:
           parameters: Its parameters in float32, by their paths in the layer.
           parameter: The path of the weight in the layer.
         """
-        program = self.layer(layer)
-        total_AA = 0
-        for x_BTD, length_B in self._batches:
-            total_AA = total_AA + program.input_sum(parameters, x_BTD, length_B, parameter)
-        return np.asarray(total_AA)
+        program, own = self.layer(layer), _on_device(parameters)
+        sums = [
+            program.input_sum(own, jnp.asarray(x_BTD), jnp.asarray(length_B), parameter)
+            for x_BTD, length_B in self._batches
+        ]
+        return np.asarray(sum(sums[1:], sums[0]))
 
     def advance(self, layer: int, parameters: Mapping[str, np.ndarray]) -> None:
         """Run a layer, so that the residual stream is that before the layer after it."""
-        program = self.layer(layer)
-        self._batches = [
-            (np.asarray(program.output(parameters, x_BTD, length_B)), length_B)
-            for x_BTD, length_B in self._batches
-        ]
+        program, own = self.layer(layer), _on_device(parameters)
+        for i, (x_BTD, length_B) in enumerate(self._batches):
+            x_BTD = program.output(own, jnp.asarray(x_BTD), jnp.asarray(length_B))
+            self._batches[i] = np.asarray(x_BTD), length_B
+
+
+def _on_device(parameters: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(array) for name, array in parameters.items()}

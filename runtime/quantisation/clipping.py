@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...modelzoo.weight_formats import Quantisation
-from ..checkpoint.quantiser import codes_of, magnitudes, scales_of, split_groups
+from ..checkpoint.quantiser import codes_of, dequantise, magnitudes, scales_of, split_groups
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -48,12 +48,12 @@ def _squared_errors(
     importance_A: np.ndarray | None,
 ) -> np.ndarray:
     """The squared error of each group with these scales, in the shape of the scales."""
-    codes = split_groups(codes_of(weight, scales, quantisation, np.int8), quantisation, scales.shape)
-    outer, groups, members, features = codes.shape
-    by_group = scales.astype(np.float32).reshape(outer, groups, 1, features)
-    errors = codes * by_group
-    errors -= split_groups(weight, quantisation, scales.shape)
+    codes = codes_of(weight, scales, quantisation, np.int8)
+    errors = dequantise(codes, scales, quantisation)
+    errors -= weight
     np.square(errors, out=errors)
+    by_group = split_groups(errors, quantisation, scales.shape)
     if importance_A is not None:
-        errors *= importance_A.astype(np.float32).reshape(1, groups, members, 1)
-    return errors.sum(axis=2).reshape(scales.shape)
+        _, groups, members, _ = by_group.shape
+        by_group *= importance_A.astype(np.float32).reshape(1, groups, members, 1)
+    return by_group.sum(axis=2).reshape(scales.shape)

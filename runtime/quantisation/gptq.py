@@ -10,6 +10,7 @@ Knows nothing of models, files or devices.
 """
 
 import numpy as np
+from scipy.linalg import solve_triangular
 
 DAMPING = 0.01
 """The share of the mean of the diagonal of a Hessian that is added to its diagonal."""
@@ -77,5 +78,5 @@ def _inverse_factor(hessian_AA: np.ndarray) -> np.ndarray:
     damped_AA = hessian_AA + (DAMPING * mean or 1.0) * np.eye(len(hessian_AA))
     # the factor of the inverse from that of the matrix in reverse order, without an inverse
     reverse_AA = np.linalg.cholesky(damped_AA[::-1, ::-1])
-    lower_AA = np.linalg.inv(reverse_AA)
+    lower_AA = solve_triangular(reverse_AA, np.eye(len(reverse_AA)), lower=True)
     return np.ascontiguousarray(lower_AA[::-1, ::-1], dtype=np.float32)

@@ -14,10 +14,11 @@ from ...modelzoo.weight_formats import SCALES, WeightFormat
 from ..checkpoint import ModelFiles
 from ..checkpoint.compressed_tensors import write_directory
 from ..checkpoint.loader import check_coverage, read_parameter
+from ..checkpoint.quantiser import dequantise
 from ..errors import ConfigError
 from .calibration import Calibration
 from .published_form import PublishedForm
-from .rounding import GPTQ, dequantise, round_weight
+from .rounding import GPTQ, round_weight
 
 Say = Callable[[str], object]
 

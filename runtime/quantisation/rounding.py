@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...modelzoo.weight_formats import Quantisation
-from ..checkpoint.quantiser import codes_of, largest_code, magnitudes, scales_of, split_groups
+from ..checkpoint.quantiser import codes_of, largest_code, magnitudes, scales_of
 from .clipping import clipped_scales
 from .gptq import gptq_codes
 
@@ -54,14 +54,6 @@ def round_weight(
     weight_AF = as_matrix.join(weight)
     codes_AF = gptq_codes(weight_AF, hessian_AA, scales_AF, largest_code(quantisation))
     return as_matrix.split(codes_AF), scales
-
-
-def dequantise(codes: np.ndarray, scales: np.ndarray, quantisation: Quantisation) -> np.ndarray:
-    """The values of a weight in float32."""
-    groups = split_groups(codes, quantisation, scales.shape)
-    outer, count, _, features = groups.shape
-    by_group = scales.astype(np.float32).reshape(outer, count, 1, features)
-    return (groups * by_group).reshape(codes.shape)
 
 
 class _Matrix:

@@ -76,9 +76,7 @@ def plain_figures(models: list[Path], rows, max_tokens: int) -> np.ndarray:
 @pytest.mark.parametrize("max_tokens", [5, 0], ids=["answers", "rows"])
 def test_figures_are_those_of_plain_forward_passes(models, max_tokens):
     sides = [ComparedModel(str(path)) for path in models]
-    comparison = compare(
-        sides, ROWS, max_tokens=max_tokens, dtype="float32", target="cpu", slots=3
-    )
+    comparison = compare(sides, ROWS, max_tokens=max_tokens, dtype="float32", target="cpu", slots=3)
     wanted = plain_figures(models, ROWS, max_tokens)
     (figures,) = comparison.figures
     assert comparison.num_tokens == len(wanted) and comparison.num_rows == len(ROWS)

@@ -100,7 +100,7 @@ def test_nearest_has_the_values_of_weights_that_load_in_codes(published, form, t
 
 
 def test_gptq_changes_the_products_of_calibration_rows_less(published, calibration, tmp_path):
-    """Of the first layer's input, whose Hessian does not depend on the rounding."""
+    """The first layer is measured, as its input does not depend on the rounding of others."""
     table, name = "model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight"
     norm = "model.layers.0.input_layernorm.weight"
     floats = load_file(published / "model.safetensors")
@@ -110,9 +110,7 @@ def test_gptq_changes_the_products_of_calibration_rows_less(published, calibrati
     for method in ("nearest", "clip", "gptq"):
         options = ["--calibration", calibration] if method == "gptq" else []
         folder = tmp_path / method
-        quantize(
-            published, folder, "--numbers", "int4:8", "--method", method, "--quiet", *options
-        )
+        quantize(published, folder, "--numbers", "int4:8", "--method", method, "--quiet", *options)
         error = dequantised_tensors(folder)[name] - floats[name]
         errors[method] = float(np.square(x_MD @ error.T).sum())
     assert errors["gptq"] < 0.6 * min(errors["nearest"], errors["clip"])
