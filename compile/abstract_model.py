@@ -117,6 +117,12 @@ class AbstractModel:
         """The shape of each parameter, and its inputs if it is a weight of products."""
         self.quantisations = weight_rules.quantisations(self.weights)
         """The quantisation of each quantised weight, by its dotted path."""
+        self.float_weights = tuple(
+            name
+            for name, (_, variable) in self._variables.items()
+            if variable.get_metadata().get("inputs") and name not in self.quantisations
+        )
+        """The dotted paths of weights of products that are not quantised."""
 
     def abstract_parameters(self, dtype: jax.typing.DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of all parameters by dotted path, in the dtype in which they are stored.

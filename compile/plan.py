@@ -133,7 +133,10 @@ class Numbers:
             codes = f"{kept['codes']} with offsets" if kept.get("offsets") else kept["codes"]
             tables[f"numbers.published {pattern!r}"] = {**kept, "weights": codes}
         for where, table in tables.items():
-            form, is_rule = (table["weights"], table.get("group", 0)), where.startswith("numbers.rules")
+            form, is_rule = (
+                (table["weights"], table.get("group", 0)),
+                where.startswith("numbers.rules"),
+            )
             if form != ("int8", 0) and not (is_rule and form == (FLOAT, 0)):
                 raise ValueError(
                     f'{where}: with numbers.activations = "int8", expected weights = "int8" '

@@ -348,11 +348,14 @@ class DecoderConfig:
 
     def first_layers(self, count: int) -> "DecoderConfig":
         """The same decoder with only its first `count` layers."""
+        return self.select_layers(slice(count))
+
+    def select_layers(self, layers: slice) -> "DecoderConfig":
+        """The same decoder with only some of its layers."""
         moe = self.moe
         if moe is not None:
-            layers = moe.layers[:count]
-            moe = replace(moe, layers=layers) if any(layers) else None
-        return replace(self, windows=self.windows[:count], moe=moe)
+            moe = replace(moe, layers=moe.layers[layers]) if any(moe.layers[layers]) else None
+        return replace(self, windows=self.windows[layers], moe=moe)
 
     @property
     def layer_kinds(self) -> tuple[tuple[Window, bool], ...]:

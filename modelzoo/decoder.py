@@ -102,6 +102,16 @@ class Decoder(nnx.Module):
         x_BTD, _, report = self._whole(tokens_BT, true_length_B, None, _write_nothing)
         return x_BTD, report
 
+    def run_layers(self, x_BTD: jax.Array, true_length_B: jax.Array) -> jax.Array:
+        """The residual stream after all layers, for right-padded prompts without a cache.
+
+        Args:
+          x_BTD: The residual stream before the first layer, as `embed` returns it.
+          true_length_B: The number of tokens of each prompt.
+        """
+        call = self._prompt_call(x_BTD.shape[:2], true_length_B, _write_nothing)
+        return self._run_blocks(x_BTD, *call, None)[0]
+
     def prefill(
         self,
         tokens_BT: jax.Array,
@@ -158,14 +168,21 @@ class Decoder(nnx.Module):
         write: WriteCache,
     ) -> tuple[jax.Array, tuple[Any, ...], ExpertReport | None]:
         tokens_BT = self.operations.prompt_stripes.permute(tokens_BT, axis=1)
-        position_1T = self.operations.positions(tokens_BT.shape[1])
-        query_position_BT = jnp.broadcast_to(position_1T, tokens_BT.shape)
+        call = self._prompt_call(tokens_BT.shape, true_length_B, write)
+        return self._run_layers(tokens_BT, *call, cache)
+
+    def _prompt_call(
+        self, shape: tuple[int, int], true_length_B: jax.Array, write: WriteCache
+    ) -> tuple[jax.Array | np.ndarray, PromptAttention, jax.Array]:
+        """Positions, attention and the mask of tokens of whole prompts of shape `[B, T]`."""
+        position_1T = self.operations.positions(shape[1])
+        query_position_BT = jnp.broadcast_to(position_1T, shape)
         is_token_BT = query_position_BT < true_length_B[:, None]
         key_position_BT = jnp.where(is_token_BT, query_position_BT, EMPTY_POSITION)
         attend_tokens = self._with_scores(self.operations.over_tokens(self.attend))
         rows = PromptRows(query_position_BT, key_position_BT)
         attention = PromptAttention(attend_tokens, self.operations, rows, write)
-        return self._run_layers(tokens_BT, position_1T, attention, is_token_BT, cache)
+        return position_1T, attention, is_token_BT
 
     def _prefill_chunk(
         self,
@@ -306,6 +323,21 @@ class Decoder(nnx.Module):
         prefixes: Prefixes | None = None,
     ) -> tuple[jax.Array, Cache, ExpertReport | None]:
         """Final hidden states, the cache of each block, and the report of sparse layers."""
+        x_BTD, cache, report = self._run_blocks(
+            self.embed(tokens_BT), position_BT, attention, is_token_BT, cache, prefixes
+        )
+        return self.final_norm(x_BTD), cache, report
+
+    def _run_blocks(
+        self,
+        x_BTD: jax.Array,
+        position_BT: jax.Array | np.ndarray,
+        attention: CallAttention,
+        is_token_BT: jax.Array,
+        cache: Cache | None,
+        prefixes: Prefixes | None = None,
+    ) -> tuple[jax.Array, Cache, ExpertReport | None]:
+        """As `_run_layers`, from the residual stream before the first block, without final norm."""
         prefix_caches = {} if prefixes is None else self._by_first_layer(prefixes.cache.layers)
         ropes = dict.fromkeys(map(self.config.rope_of, self.config.windows))
         codes = {rope: position_code(position_BT, rope, self.config.rope_dim) for rope in ropes}
@@ -331,7 +363,6 @@ class Decoder(nnx.Module):
             return x_BTD, new_cache
 
         experts = ExpertCall(is_token_BT, self.dispatch)
-        x_BTD = self.embed(tokens_BT)
         new_cache: Cache = ()
         for group in self.groups:
             blocks = slice(len(new_cache), len(new_cache) + len(group))
@@ -342,4 +373,4 @@ class Decoder(nnx.Module):
             else:
                 x_BTD, new = scan_group(run_group, *arguments, experts)
             new_cache += new
-        return self.final_norm(x_BTD), new_cache, experts.report()
+        return x_BTD, new_cache, experts.report()

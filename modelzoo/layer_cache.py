@@ -179,8 +179,7 @@ class CodedLatents(NamedTuple):
         """Keys and values by segment, with the axis of layers."""
         return [
             tuple(
-                EntryCodes(x, jnp.expand_dims(scale, -3), splits)
-                for x in _latents_as_heads(latent)
+                EntryCodes(x, jnp.expand_dims(scale, -3), splits) for x in _latents_as_heads(latent)
             )
             for latent, scale in zip(*self, strict=True)
         ]

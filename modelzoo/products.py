@@ -143,7 +143,7 @@ def record_layer(
 
     def run() -> None:
         block = make_block(nnx.Rngs(0), config, Arrangement(kv_copies), range(layer, layer + 1))
-        record.names = _names(block)
+        record.names = parameter_names(block)
         rope = config.rope_of(config.windows[layer])
         code = position_code(jnp.zeros((1, 1), jnp.int32), rope, config.rope_dim)
         experts = ExpertCall(jnp.ones((1, 1), bool))
@@ -169,7 +169,7 @@ def record_logits(config: DecoderConfig) -> WeightProduct:
     return record.products[0]
 
 
-def _names(block: nnx.Module) -> dict[int, str]:
+def parameter_names(block: nnx.Module) -> dict[int, str]:
     """The dotted paths of the parameters of a block, by `id`."""
     return {
         id(node): ".".join(map(str, path))

@@ -177,7 +177,11 @@ def multiply_codes(
             x, weight, cpu=lambda x, weight: product(x, weight.dequantise()), default=by_group
         )
     labels = "".join(weight.quantisation.replace_inputs(tuple(labels)))
-    scales, codes, of_result = weight.scales.squeeze(weight.quantisation.inputs[-1]), weight.codes, 1
+    scales, codes, of_result = (
+        weight.scales.squeeze(weight.quantisation.inputs[-1]),
+        weight.codes,
+        1,
+    )
     if set(labels) <= set(out_labels):
         of_result = _align(scales, labels, out_labels)
     else:

@@ -1,21 +1,34 @@
 """The host side: text, files, queues, the engine, the command line. The only package with I/O.
 
-`LLM` is imported on first use, so that commands without a device start without jax.
+Names that need a device are imported on first use, so that commands without one start without jax.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .request import CompletionOutput, RequestOutput, SampleRule, SamplingParams
 
 if TYPE_CHECKING:
+    from .comparison.compare import ComparedModel, compare
     from .llm import LLM
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SampleRule", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "ComparedModel",
+    "CompletionOutput",
+    "RequestOutput",
+    "SampleRule",
+    "SamplingParams",
+    "compare",
+]
+_ON_FIRST_USE = {
+    "LLM": ".llm",
+    "ComparedModel": ".comparison.compare",
+    "compare": ".comparison.compare",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from .llm import LLM
-
-        return LLM
+    if name in _ON_FIRST_USE:
+        return getattr(import_module(_ON_FIRST_USE[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,6 +16,7 @@ from . import errors
 from .commands import (
     batch_command,
     bench_command,
+    compare_command,
     compile_command,
     convert_command,
     doctor_command,
@@ -23,6 +24,7 @@ from .commands import (
     layouts_command,
     merge_command,
     plan_command,
+    quantize_command,
 )
 from .console import printable, tell
 from .errors import ConfigError
@@ -111,6 +113,21 @@ _COMMANDS = {
         "Write any model that noria loads as an orbax checkpoint, with its tokenizer and "
         "generation defaults.",
         "noria convert --model smollm2 -o checkpoint",
+    ),
+    "quantize": _Command(
+        quantize_command,
+        "write a model with weights in int8 or int4",
+        "Round the weights of a model to codes, layer by layer, and write them as a model "
+        "directory of the format compressed-tensors.",
+        "noria quantize --model smollm2 --numbers int8 -o smollm2-int8",
+    ),
+    "compare": _Command(
+        compare_command,
+        "measure how far numbers or models are from others",
+        "Compare the distributions of next tokens of models, or of one model in several numbers, "
+        "over the same tokens: divergence, equal choices and perplexity.",
+        "noria compare --model smollm2 --numbers float --numbers int8 -i examples/hello.jsonl "
+        "-o report",
     ),
     "layouts": _Command(
         layouts_command,

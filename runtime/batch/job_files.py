@@ -93,6 +93,26 @@ def check_fillable(folder: Path) -> None:
         )
 
 
+def check_new_folder(folder: Path, model: Path) -> None:
+    """Check that a folder is new or empty, and outside a model's directory.
+
+    Raises:
+        ConfigError: The folder has files, is in the model's directory, or cannot be created.
+    """
+    if model.is_dir() and folder.resolve().is_relative_to(model.resolve()):
+        raise ConfigError(
+            f"{folder}: expected a folder outside the model's directory, which is only read. "
+            f"Choose another folder."
+        )
+    check_fillable(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(
+            f"{folder}: expected a new or empty folder, got one with files, and no file is "
+            f"overwritten. Choose another folder, or remove this one if an earlier command did "
+            f"not finish it."
+        )
+
+
 def _check_folder(path: Path) -> None:
     if path.is_dir():
         raise UnusableFile(f"{path}: expected a file to write, got a directory. Name a file in it.")

@@ -29,7 +29,7 @@ from ...modelzoo.weight_formats import OFFSETS, SCALES, Quantisation
 from ..errors import CheckpointMismatch
 from .block_formats import Part
 from .published_formats import CodedSource
-from .quantiser import WeightQuantiser, by_group, weight_box
+from .quantiser import WeightQuantiser, split_groups, weight_box
 from .tensor_source import AxisPattern, Box, Index, Interval, TensorSource, intervals, source_of
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _read_groups(
 ) -> np.ndarray:
     """Read one number for each group of a box, from the numbers of all its features."""
     numbers = reader.read(weight_box(quantisation, reader.shape, box), np.dtype(np.float32))
-    grouped = by_group(numbers, quantisation, tuple(map(len, box)))
+    grouped = split_groups(numbers, quantisation, tuple(map(len, box)))
     found = grouped[:, :, 0]
     if not np.array_equal(grouped, np.broadcast_to(found[:, :, None], grouped.shape)):
         names = ", ".join(part.tensor for source in reader.sources for part in source.parts)

@@ -91,7 +91,7 @@ def largest_code(quantisation: Quantisation) -> int:
 def magnitudes(weight: np.ndarray, quantisation: Quantisation) -> np.ndarray:
     """The largest magnitude of each group of a part of a weight, in the shape of its scales."""
     shape = quantisation.scale_shape(weight.shape)
-    grouped = by_group(weight, quantisation, shape)
+    grouped = split_groups(weight, quantisation, shape)
     return np.maximum(grouped.max(axis=2), -grouped.min(axis=2)).reshape(shape)
 
 
@@ -107,7 +107,7 @@ def codes_of(
 ) -> np.ndarray:
     """The codes of a part of a weight in an integer dtype, given its scales."""
     largest = largest_code(quantisation)
-    grouped = by_group(weight, quantisation, scales.shape)
+    grouped = split_groups(weight, quantisation, scales.shape)
     members, features = grouped.shape[2:]
     grouped = grouped.reshape(-1, members, features)
     of_groups = scales.reshape(-1, 1, features).astype(np.float32)
@@ -124,7 +124,15 @@ def codes_of(
     return codes.reshape(weight.shape)
 
 
-def by_group(
+def dequantise(codes: np.ndarray, scales: np.ndarray, quantisation: Quantisation) -> np.ndarray:
+    """The values of a weight in float32."""
+    groups = split_groups(codes, quantisation, scales.shape)
+    outer, count, _, features = groups.shape
+    by_group = scales.astype(np.float32).reshape(outer, count, 1, features)
+    return (groups * by_group).reshape(codes.shape)
+
+
+def split_groups(
     weight: np.ndarray, quantisation: Quantisation, scale_shape: tuple[int, ...]
 ) -> np.ndarray:
     """A part of a weight as four axes: outer features, groups, members of a group, features."""

@@ -219,7 +219,7 @@ class AxisPattern:
 
     def parameter_shape(self, tensor_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the parameter's shape for a tensor's shape; ValueError if they do not match."""
-        sizes = self._resolve(tensor_shape)
+        sizes = self._resolve(tensor_shape, self.source)
         return tuple(math.prod(sizes[name] for name in group) for group in self.target)
 
     def read(self, source: TensorSource, name: str, index: Index | None = None) -> np.ndarray:
@@ -229,7 +229,7 @@ class AxisPattern:
         intervals of a source group become one interval of the group's axis, which is read. (3) The
         array is cut, transposed, repeated and grouped, and cut again where an interval was widened.
         """
-        sizes = self._resolve(source.tensors[name].shape)
+        sizes = self._resolve(source.tensors[name].shape, self.source)
         target_shape = [math.prod(sizes[n] for n in group) for group in self.target]
         wanted = intervals(index or (slice(None),) * len(target_shape), target_shape)
         if not all(map(len, wanted)):
@@ -256,6 +256,29 @@ class AxisPattern:
             )
         ]
 
+    def invert(self, parameter: np.ndarray) -> np.ndarray:
+        """Return the tensor that becomes a whole parameter; of repetitions the first is taken."""
+        sizes = self._resolve(parameter.shape, self.target)
+        names, wanted = _flat(self.target), _flat(self.source)
+        array = parameter.reshape([sizes[name] for name in names])
+        array = array[tuple(slice(None) if name in wanted else 0 for name in names)]
+        kept = [name for name in names if name in wanted]
+        array = array.transpose([kept.index(name) for name in wanted])
+        return array.reshape([math.prod(sizes[name] for name in group) for group in self.source])
+
+    def join_last(self) -> "AxisPattern":
+        """The pattern of an array that has one axis in place of the names of the last source axis.
+
+        The scales of a weight are such an array: its groups replace the input features, which are
+        the last axis of a published matrix, and adjacent axes of the parameter.
+        """
+        *others, last = self.source
+        target = [group for group in self.target if not group or not set(group) <= set(last)]
+        first = next(i for i, group in enumerate(self.target) if set(group) & set(last))
+        target.insert(first, last[:1])
+        sizes = tuple((name, size) for name, size in self.sizes if name not in last)
+        return AxisPattern((*others, last[:1]), tuple(target), sizes)
+
     def pieces(
         self, info: TensorInfo, box: tuple[Interval, ...], max_elements: int
     ) -> Iterator[tuple[Interval, ...]]:
@@ -265,7 +288,7 @@ class AxisPattern:
         """
         if not all(map(len, box)):
             return
-        sizes = self._resolve(info.shape)
+        sizes = self._resolve(info.shape, self.source)
         name_intervals = _split_all(self.target, box, sizes)
         size = max(
             math.prod(len(_cover(group, name_intervals, sizes)) for group in self.source),
@@ -283,13 +306,13 @@ class AxisPattern:
             rest = (*box[:axis], piece, *box[axis + 1 :])
             yield from self.pieces(info, rest, max_elements)
 
-    def _resolve(self, tensor_shape: Sequence[int]) -> dict[str, int]:
-        """The sizes of all names, from the given sizes and the shape of the tensor."""
-        if len(tensor_shape) != len(self.source):
-            raise ValueError(f"expected {len(self.source)} axes, got shape {tuple(tensor_shape)}")
+    def _resolve(self, shape: Sequence[int], groups: Sequence[tuple[str, ...]]) -> dict[str, int]:
+        """The sizes of all names, from the given sizes and a shape of one of the two sides."""
+        if len(shape) != len(groups):
+            raise ValueError(f"expected {len(groups)} axes, got shape {tuple(shape)}")
         given = dict(self.sizes)
         sizes = {name: given[name] for name in _flat(self.target) if name in given}
-        for group, length in zip(self.source, tensor_shape, strict=True):
+        for group, length in zip(groups, shape, strict=True):
             unknown = [name for name in group if name not in given]
             known = math.prod(given[name] for name in group if name in given)
             if len(unknown) > 1:

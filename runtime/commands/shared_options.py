@@ -1,8 +1,12 @@
 """Options that several subcommands have, each defined once."""
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
-from ..files.run_config import STRICT_CONFIG
+from ..files.run_config import STRICT_CONFIG, apply_overrides
+
+if TYPE_CHECKING:
+    from ..checkpoint import ModelFiles
 
 
 def add_model(parser: argparse.ArgumentParser, *, reads_weights: bool = True) -> None:
@@ -35,6 +39,37 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
         help="dtype of weights and activations (default: auto, bfloat16 on TPU and GPU and the "
         "faster of the two on the CPU)",
     )
+
+
+def add_stored_dtype(parser: argparse.ArgumentParser, stored: str) -> None:
+    """Add `--dtype` of what a command writes, which `stored_dtype` reads."""
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help=f"dtype of {stored} (default: auto, bfloat16 if all tensors are bfloat16, else "
+        "float32)",
+    )
+
+
+def stored_dtype(files: "ModelFiles", dtype: str) -> str:
+    """The given dtype; for `auto` the narrower one that holds all tensors without rounding."""
+    if dtype != "auto":
+        return dtype
+    dtypes = {info.dtype.name for info in files.tensors.tensors.values()}
+    return "bfloat16" if dtypes == {"bfloat16"} else "float32"
+
+
+def read_numbers(text: str) -> dict[str, Any]:
+    """Read keys of `[numbers]`: a format of weights, with a group or without, or keys and values.
+
+    >>> read_numbers("int4:64"), read_numbers("weights=int8,dtype=bfloat16")
+    ({'weights': 'int4', 'group': 64}, {'weights': 'int8', 'dtype': 'bfloat16'})
+    """
+    if "=" in text:
+        return apply_overrides({}, text.split(","))
+    weights, colon, group = text.partition(":")
+    return apply_overrides({}, [f"weights={weights}", *([f"group={group}"] if colon else [])])
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:

@@ -8,14 +8,19 @@ names are refused: a guess would give plausible but wrong ids.
 Does not know about GGUF files: their metadata are passed as a mapping.
 """
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import InvalidTokenizer
 from .sentencepiece_model import Piece, PieceType, load_model, model_proto
 from .tokenizer import TextSettings, Tokenizer
 from .tokenizer_json import build_tokenizer, import_tokenizers
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _SOURCE = "GGUF metadata"
 _TEMPLATE_KEY = "tokenizer.chat_template"
@@ -90,7 +95,41 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer | None:
     )
 
 
+def files_from_gguf(metadata: Mapping[str, object]) -> dict[str, bytes]:
+    """The tokenizer files of a model directory, by name, from GGUF metadata.
+
+    Raises:
+      InvalidTokenizer: The vocabulary is invalid, or has no byte-level merges.
+    """
+    if (model := metadata.get("tokenizer.ggml.model")) in (None, "none"):
+        return {}
+    if model != "gpt2":
+        raise InvalidTokenizer(
+            f"tokenizer.ggml.model: expected 'gpt2', whose vocabulary can be written as "
+            f"tokenizer.json, got {model!r}. Start from the published directory of the model."
+        )
+    backend, settings, _ = _merges_backend(metadata)
+    table = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": settings.add_bos,
+        "clean_up_tokenization_spaces": False,
+        **settings.named_tokens,
+    }
+    if settings.chat_template is not None:
+        table["chat_template"] = settings.chat_template
+    content = json.dumps(table, indent=1, ensure_ascii=False)
+    return {"tokenizer.json": backend.to_str().encode(), "tokenizer_config.json": content.encode()}
+
+
 def _merges_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
+    backend, settings, unused_ids = _merges_backend(metadata)
+    return build_tokenizer(backend, settings, source=_SOURCE, unused_ids=unused_ids)
+
+
+def _merges_backend(
+    metadata: Mapping[str, object],
+) -> "tuple[tokenizers.Tokenizer, TextSettings, list[int]]":
+    """The tokenizer of the library, the settings, and the ids that decode to nothing."""
     library = import_tokenizers("a GGUF vocabulary", extra="gguf")
     pre = metadata.get("tokenizer.ggml.pre", "default")
     pre_tokenizer = _PRE_TOKENIZERS.get(pre) if isinstance(pre, str) else None
@@ -125,12 +164,9 @@ def _merges_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
         texts = [text for text, type_ in zip(tokens, types, strict=True) if type_ == kind and text]
         added = [library.AddedToken(t, special=is_special, normalized=False) for t in texts]
         (backend.add_special_tokens if is_special else backend.add_tokens)(added)
-    return build_tokenizer(
-        backend,
-        _settings(metadata, tokens, default_add_bos=pre_tokenizer.add_bos),
-        source=_SOURCE,
-        unused_ids=[token for token, type_ in enumerate(types) if type_ == PieceType.UNUSED],
-    )
+    settings = _settings(metadata, tokens, default_add_bos=pre_tokenizer.add_bos)
+    unused_ids = [token for token, type_ in enumerate(types) if type_ == PieceType.UNUSED]
+    return backend, settings, unused_ids
 
 
 def _sentencepiece_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:

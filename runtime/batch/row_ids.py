@@ -1,0 +1,41 @@
+"""The token ids of a batch file's prompts, for commands that read prompts and answer none."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..checkpoint import ModelFiles
+from ..errors import InputError
+from .batch_model import open_text
+from .lines import BadRow, BatchRow
+from .scan import check_input, scan
+
+
+def read_row_ids(path: Path, files: ModelFiles) -> list[list[int]]:
+    """The token ids of the prompts of a batch file, in order.
+
+    Args:
+      path: The batch file.
+      files: The model whose tokenizer and chat template encode the prompts.
+
+    Raises:
+      InputError: The file cannot be read, has no rows, or a row is wrong.
+    """
+    check_input(path)
+    rows: list[list[int]] = []
+    vocab_size = files.spec.config.vocab_size
+
+    def refuse(bad: BadRow) -> None:
+        raise InputError(f"{path}: line {bad.line_number}: {bad.error}")
+
+    def keep(row: BatchRow, ids: Sequence[int]) -> None:
+        if beyond := [token for token in ids if token >= vocab_size]:
+            raise InputError(
+                f"{path}: line {row.line_number}: expected ids below {vocab_size}, got {beyond[0]}."
+            )
+        rows.append(list(ids))
+
+    with path.open("rb") as file, open_text(files) as text:
+        scan(file, text.encode, on_error=refuse, on_encoded=keep)
+    if not rows:
+        raise InputError(f"{path}: expected at least one row, got none.")
+    return rows

@@ -1,0 +1,150 @@
+"""Write weights in codes as a directory of the format compressed-tensors, which others read, too.
+
+A quantised matrix `[out, in]` becomes `weight` in int8 (format `int-quantized`), or
+`weight_packed`, eight codes of four bits in each int32 word, the first in the lowest bits, with 8
+added to each code, and `weight_shape` (format `pack-quantized`). `weight_scale` is
+`[out, groups]`. Source: the Python package compressed-tensors, version 0.20.
+
+Does not choose codes. Guarantees: one tensor is in memory at a time; config.json is written last,
+so an unfinished directory is no model.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...modelzoo.weight_formats import CODE_BITS, WeightFormat
+from ..files.disk import Disk, replace_file
+from .safetensors import SINGLE
+
+CODES_IN_WORD = 8
+_SAFETENSORS_DTYPES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "int8": "I8",
+    "int32": "I32",
+    "int64": "I64",
+}
+
+
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+"""The dtype and the shape of each tensor, by name, in the order of the file."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A quantised matrix: codes `[out, in]` in int8 and scales `[out, groups]`."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+
+    def stored(self, name: str, weight_format: WeightFormat) -> dict[str, np.ndarray]:
+        """The tensors that hold the matrix.
+
+        Args:
+          name: The published name of the matrix, which ends in `.weight`.
+          weight_format: The format of the codes.
+        """
+        scales = {f"{name}_scale": self.scales}
+        if CODE_BITS[weight_format.codes] == 8:
+            return {name: self.codes, **scales}
+        packed = pack_int4(self.codes)
+        shape = np.array(self.codes.shape, np.int64)
+        return {f"{name}_packed": packed, **scales, f"{name}_shape": shape}
+
+
+def pack_int4(codes: np.ndarray) -> np.ndarray:
+    """Codes of four bits along the last axis in words of int32; the last word is padded."""
+    *outer, count = codes.shape
+    padding = -count % CODES_IN_WORD
+    unsigned = np.pad((codes + 8).astype(np.uint8), [(0, 0)] * len(outer) + [(0, padding)])
+    pairs = unsigned[..., 0::2] | unsigned[..., 1::2] << 4
+    return np.ascontiguousarray(pairs).view("<i4")
+
+
+def quantisation_config(weight_format: WeightFormat, ignored: Sequence[str]) -> dict[str, Any]:
+    """The table `quantization_config` of config.json.
+
+    Args:
+      weight_format: The format of all quantised matrices.
+      ignored: The names of modules with a matrix in float.
+    """
+    bits, group = CODE_BITS[weight_format.codes], weight_format.group
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group" if group else "channel",
+        "group_size": group or None,
+        "dynamic": False,
+    }
+    form = "int-quantized" if bits == 8 else "pack-quantized"
+    # without a format of the group, readers expect packed codes if activations are in float
+    group_0 = {"targets": ["Linear"], "weights": weights, "format": form}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group_0},
+        "ignore": list(ignored),
+    }
+
+
+def write_directory(
+    folder: Path,
+    config: Mapping[str, Any],
+    other_files: Mapping[str, bytes],
+    layout: Layout,
+    tensors: Iterable[tuple[str, np.ndarray]],
+) -> int:
+    """Write a model directory; returns the number of bytes of its tensors.
+
+    Args:
+      folder: A new or empty folder.
+      config: The table of config.json.
+      other_files: Other files by name.
+      layout: The dtype and the shape of each tensor, in the order of the file.
+      tensors: The tensors in this order.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in other_files.items():
+        replace_file(Disk(), folder / name, [content])
+    header, num_bytes = _header(layout)
+    replace_file(Disk(), folder / SINGLE, _chunks(header, layout, tensors))
+    text = json.dumps(config, indent=2) + "\n"
+    replace_file(Disk(), folder / "config.json", [text.encode()])
+    return num_bytes
+
+
+def _header(layout: Layout) -> tuple[bytes, int]:
+    """The header of a safetensors file, and the number of bytes after it."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, (dtype, shape) in layout.items():
+        stop = start + int(np.prod(shape, dtype=np.int64)) * _item_bytes(dtype)
+        stored = _SAFETENSORS_DTYPES[dtype]
+        entries[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    content = json.dumps(entries, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)
+    return len(content).to_bytes(8, "little") + content, start
+
+
+def _item_bytes(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def _chunks(
+    header: bytes,
+    layout: Layout,
+    tensors: Iterable[tuple[str, np.ndarray]],
+) -> Iterator[bytes | memoryview]:
+    yield header
+    for (name, array), planned in zip(tensors, layout.items(), strict=True):
+        assert planned == (name, (array.dtype.name, array.shape)), (planned, name, array.shape)
+        # ml_dtypes' types have no buffer of their own
+        yield memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))

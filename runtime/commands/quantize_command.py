@@ -1,0 +1,106 @@
+"""`noria quantize`: write a model with weights in codes, for noria and for others.
+
+The result is a model directory of the format compressed-tensors. Weights are rounded layer by
+layer, so a model need not fit into memory. Guarantees: only a new or empty folder outside the
+model's directory is written to; it becomes a model only when it is complete.
+"""
+
+import argparse
+import resource
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..batch.job_files import check_new_folder
+from ..console import note, tell
+from ..errors import ConfigError
+from .shared_options import (
+    add_model,
+    add_quiet,
+    add_stored_dtype,
+    read_numbers,
+    stored_dtype,
+)
+
+if TYPE_CHECKING:
+    from ...modelzoo.weight_formats import WeightFormat
+
+GIGABYTE = 1e9
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
+    add = parser.add_argument
+    add_model(parser)
+    add(
+        "--numbers",
+        required=True,
+        metavar="FORMAT",
+        help="format of weights: int8 or int4, with a number of input features that share a scale "
+        "as in int4:64",
+    )
+    add(
+        "--method",
+        choices=("nearest", "clip", "gptq"),
+        default="nearest",
+        help="rounding: nearest, scales with the least squared error (clip), or by calibration "
+        "rows (gptq) (default: %(default)s)",
+    )
+    add("--calibration", type=Path, metavar="FILE", help="batch file with rows for --method gptq")
+    add("--rows", type=int, metavar="N", help="use only the first N calibration rows")
+    add("-o", "--output", type=Path, required=True, help="new folder for the model")
+    add_stored_dtype(parser, "scales and of weights in float")
+    add_quiet(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Quantise the model, and print its size, the time and the peak memory."""
+    from .. import session
+    from ..batch.row_ids import read_row_ids
+    from ..checkpoint import open_model
+    from ..quantisation.quantise import quantise
+
+    say = partial(note, options)
+    started = time.monotonic()
+    weight_format = _weight_format(options.numbers)
+    if options.rows is not None and options.rows < 1:
+        raise ConfigError(f"--rows: expected at least 1, got {options.rows}.")
+    with open_model(options.model) as files:
+        check_new_folder(options.output, files.path)
+        session.prepare_jax("cpu")
+        files.unread.report(say, is_strict=options.strict_config)
+        rows = []
+        if options.calibration is not None:
+            rows = read_row_ids(options.calibration, files)[: options.rows]
+        num_bytes = quantise(
+            files,
+            options.output,
+            weight_format,
+            method=options.method,
+            rows=rows,
+            dtype=stored_dtype(files, options.dtype),
+            say=say,
+        )
+    # kilobytes on Linux
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    tell(
+        sys.stdout,
+        f"{options.output}: {weight_format} by {options.method}, {num_bytes / GIGABYTE:.2f} GB, in "
+        f"{time.monotonic() - started:.0f} s with at most {peak / GIGABYTE:.2f} GB of memory",
+    )
+    return 0
+
+
+def _weight_format(text: str) -> "WeightFormat":
+    """The format of all weights."""
+    from ...compile.plan import Numbers
+
+    table = read_numbers(text)
+    if other := sorted(table.keys() - {"weights", "group"}):
+        raise ConfigError(f"--numbers {text}: expected weights and group alone, got {other}.")
+    weight_format = Numbers("float32", **table).weight_rules.default
+    if weight_format is None:
+        raise ConfigError(f"--numbers {text}: expected a format of codes, such as int8 or int4:64.")
+    return weight_format

@@ -1,0 +1,240 @@
+"""Compare models on the same tokens: the distributions of each next token, with teacher forcing.
+
+The first model is the reference. It answers every prompt greedily, and all models read its answers;
+or all models read given rows. End tokens do not end an answer, so that all rows count the same
+number of tokens. The reference and one other model are in memory at the same time.
+"""
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from ...compile.comparison_steps import comparison_graph
+from ...compile.expert_plan import default_experts
+from ...compile.plan import Numbers, Plan, PlannedModel
+from ...compile.steps import NO_TOKEN
+from ...compile.targets import Target, default_platform, find_target
+from ...sharding.layout import Layout
+from .. import session
+from ..batch.row_ids import read_row_ids
+from ..checkpoint import ModelFiles, open_model
+from ..errors import ConfigError
+from ..files.layout_files import read_layout_table
+from ..files.run_config import apply_overrides
+from .forced_model import ForcedModel, forced_grid
+from .statistics import PairFigures
+
+if TYPE_CHECKING:
+    from ...compile.build import BuildProgress
+    from ...compile.grids.bucket_grid import BucketGrid
+
+DEFAULT_MAX_TOKENS = 64
+DEFAULT_SLOTS = 16
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """A model and its numbers."""
+
+    model: str
+    """The model, as for `LLM`."""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    """The table `[numbers]` of a plan; without `dtype`, that of the comparison."""
+
+    def __str__(self) -> str:
+        """The model, and its numbers as in a plan."""
+        return " ".join([self.model, *(f"{key}={value}" for key, value in self.numbers.items())])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The figures of all models against the first."""
+
+    models: tuple[ComparedModel, ...]
+    """The models with all of their numbers; the first is the reference."""
+    figures: tuple[PairFigures, ...]
+    """The figures of each model after the first."""
+    num_rows: int
+    num_tokens: int
+    """The number of tokens whose distributions were compared."""
+    read_answers: bool
+    """Whether the tokens are the reference's answers; otherwise they are those of the rows."""
+
+
+def compare(
+    models: Sequence[ComparedModel],
+    rows: Sequence[Sequence[int]] | str | Path,
+    *,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    dtype: str = "auto",
+    target: str | None = None,
+    layout: str | None = None,
+    slots: int = DEFAULT_SLOTS,
+    overrides: Sequence[str] = (),
+    say: Callable[[str], object] = lambda note: None,
+) -> Comparison:
+    """Compare models with the first of them.
+
+    Args:
+      models: At least two models with the same vocabulary.
+      rows: A batch file with prompts, or prompts as token ids of the reference.
+      max_tokens: The number of tokens of the reference's greedy answer to each prompt, over which
+        models are compared; 0 compares over the rows' own tokens, from the second on.
+      dtype: `float32`, `bfloat16` or `auto`, for models whose numbers have no dtype.
+      target: The hardware to run on; by default jax's default backend.
+      layout: The layout of all models on several devices.
+      slots: The number of rows that run at once.
+      overrides: Settings of all plans, such as `model.scan_layers=true`.
+      say: Called with lines about progress.
+
+    Raises:
+      ValueError: There are fewer than two models or no tokens, vocabularies differ, a number is
+        invalid, or logits are not finite.
+      CheckpointError: A model cannot be used.
+      OutOfMemory: Two models do not fit into the memory of the devices.
+    """
+    if len(models) < 2:
+        raise ConfigError(f"compare: expected two models or more, got {len(models)}.")
+    session.prepare_jax(target)
+    if isinstance(rows, str | Path):
+        with open_model(models[0].model) as files:
+            rows = read_row_ids(Path(rows), files)
+    work = _Rows.of(rows, max_tokens)
+    setup = _Setup(
+        find_target(target or default_platform()),
+        None if layout is None else Layout.from_table(read_layout_table(layout)),
+        dtype,
+        slots,
+        overrides,
+        say,
+    )
+    reference, vocab_size, first = setup.open(models[0], work, None)
+    named, figures = [first], []
+    for model in models[1:]:
+        compared, _, name = setup.open(model, work, vocab_size)
+        named.append(name)
+        figures.append(PairFigures.of(_figures(reference, compared, work, slots, vocab_size)))
+        say(f"{name}: divergence {figures[-1].divergence.text(4)}")
+        del compared  # before the next model is loaded
+    counts = len(work.prompts), sum(work.counts)
+    return Comparison(tuple(named), tuple(figures), *counts, read_answers=max_tokens > 0)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The prompts, and the tokens after them."""
+
+    prompts: list[Sequence[int]]
+    """In order of length."""
+    counts: list[int]
+    """The number of tokens after each prompt."""
+    given: list[Sequence[int]]
+    """The tokens after each prompt; empty if the reference chooses them."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], max_tokens: int) -> "_Rows":
+        rows = sorted(rows, key=len)
+        if max_tokens:
+            work = cls(list(rows), [max_tokens] * len(rows), [()] * len(rows))
+        else:
+            rows = [row for row in rows if len(row) > 1]
+            given = [row[1:] for row in rows]
+            work = cls([row[:1] for row in rows], list(map(len, given)), given)
+        if not work.prompts:
+            raise ConfigError("compare: expected a row with tokens to compare, got none.")
+        return work
+
+    @property
+    def max_length(self) -> int:
+        """The longest row; the last token is compared and not read."""
+        return max(len(p) + n for p, n in zip(self.prompts, self.counts, strict=True))
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What all models of a comparison share."""
+
+    target: Target
+    layout: Layout | None
+    dtype: str
+    slots: int
+    overrides: Sequence[str]
+    say: Callable[[str], object]
+
+    def open(
+        self, model: ComparedModel, work: _Rows, vocab_size: int | None
+    ) -> tuple[ForcedModel, int, ComparedModel]:
+        """Load a model and compile its graphs; return it, its vocabulary size and its numbers."""
+        with open_model(model.model) as files:
+            config = files.spec.config
+            if vocab_size not in (None, config.vocab_size):
+                raise ConfigError(
+                    f"{model.model}: expected the {vocab_size} tokens of the reference, as both "
+                    f"read the same ids, got {config.vocab_size}. Compare models that share a "
+                    f"vocabulary."
+                )
+            lengths = list(map(len, work.prompts))
+            grid = forced_grid(lengths, work.max_length, self.slots, self.layout)
+            plan = self._plan(model, files, grid)
+            session.check_plan(plan, files, self.target)
+            loaded = session.load_model(
+                files,
+                self.target,
+                plan.numbers.dtype,
+                plan.layout,
+                plan.model.scan_layers,
+                self.say,
+                plan.numbers.weight_rules,
+            )
+        named = ComparedModel(model.model, plan.numbers.to_table())
+
+        def report(built: "BuildProgress") -> None:
+            self.say(f"{named}: {built}")
+
+        return ForcedModel(loaded, plan, report), config.vocab_size, named
+
+    def _plan(self, model: ComparedModel, files: ModelFiles, grid: "BucketGrid") -> Plan:
+        dtype = session.resolve_dtype(self.dtype, self.target)
+        numbers = Numbers.from_table({"dtype": dtype, **model.numbers})
+        planned = PlannedModel(files.name, files.fingerprint())
+        experts = default_experts(files.spec.config)
+        plan = Plan(self.target.name, planned, numbers, grid, self.layout, experts)
+        return Plan.from_table(apply_overrides(tomllib.loads(plan.to_toml()), self.overrides))
+
+
+def _figures(
+    reference: ForcedModel, compared: ForcedModel, work: _Rows, slots: int, vocab_size: int
+) -> list[np.ndarray]:
+    """The figures of the tokens of each row, `[tokens, 4]`."""
+    graph = comparison_graph(reference.state, compared.state, vocab_size)
+    found = []
+    for start in range(0, len(work.prompts), slots):
+        rows = slice(start, start + slots)
+        count_B = np.zeros(reference.logits_BV.shape[0], np.int32)
+        count_B[: len(work.counts[rows])] = work.counts[rows]
+        token_QB = np.full((count_B.max(), len(count_B)), NO_TOKEN, np.int32)
+        for b, given in enumerate(work.given[rows]):
+            token_QB[: len(given), b] = given
+        for model in (reference, compared):
+            model.prefill(work.prompts[rows])
+        steps = []
+        for q, token_B in enumerate(token_QB):
+            arrays = reference.logits_BV, compared.logits_BV, reference.host.put(token_B)
+            chosen = graph(*arrays)
+            steps.append(chosen.figures)
+            is_live_B = q + 1 < count_B
+            reference.read(chosen.reference_forced_BV, is_live_B)
+            compared.read(chosen.compared_forced_BV, is_live_B)
+        figures_QB4 = np.stack([np.stack(step, axis=-1) for step in jax.device_get(steps)])
+        found += [figures_QB4[:count, b] for b, count in enumerate(work.counts[rows])]
+    if not all(np.isfinite(row).all() for row in found):
+        raise ConfigError(
+            "compare: expected finite log-probabilities from both models, got others. Try --dtype "
+            "float32; if it fails too, the weights of one of them are at fault."
+        )
+    return found

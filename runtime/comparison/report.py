@@ -1,0 +1,102 @@
+"""The report of a comparison: a table in Markdown, the figures as JSON, and a picture.
+
+Does not know how figures were measured.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ..devices.machine import describe_machine
+from ..planning.pictures import png_figure
+from .compare import ComparedModel, Comparison
+
+_HEAD = (
+    "| model | divergence | largest | same choice | perplexity |",
+    "|:--|--:|--:|--:|--:|",
+)
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """The comparison as an object."""
+    reference, *others = comparison.models
+    return {
+        "reference": _named(reference),
+        "rows": comparison.num_rows,
+        "tokens": comparison.num_tokens,
+        "tokens_of": _tokens_of(comparison),
+        "machine": describe_machine(),
+        "compared": [
+            {**_named(model), **figures.as_json()}
+            for model, figures in zip(others, comparison.figures, strict=True)
+        ],
+    }
+
+
+def markdown(comparison: Comparison) -> str:
+    """The comparison as a table in Markdown, with the words that explain it."""
+    reference, *others = comparison.models
+    first = comparison.figures[0]
+    lines = [
+        f"{comparison.num_tokens} tokens of {comparison.num_rows} rows: "
+        f"{_tokens_of(comparison)}, which all models read. Divergence is the mean Kullback-Leibler "
+        f"divergence of next-token distributions from the first model's, in nats. ± is one "
+        f"standard error, over rows.",
+        "",
+        *_HEAD,
+        f"| {reference} | 0 | 0 | 100 % | {first.reference_perplexity.text(3)} |",
+    ]
+    for model, figures in zip(others, comparison.figures, strict=True):
+        largest = figures.divergence_quantiles[1.0]
+        cells = [
+            str(model),
+            figures.divergence.text(4),
+            f"{largest:.3f}",
+            f"{figures.agreement.text(1, 100)} %",
+            figures.perplexity.text(3),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(comparison: Comparison) -> bytes:
+    """Draw a PNG with one bar for each compared model: divergence, agreement and perplexity."""
+    names = [str(model).replace(" ", "\n", 1) for model in comparison.models[1:]]
+    with png_figure((13, 2.2 + 0.6 * len(names)), num_panels=3) as (figure, panels, png):
+        figure.suptitle(
+            f"against {comparison.models[0]}: {comparison.num_tokens} tokens, one standard error",
+            fontsize=10,
+        )
+        chosen = {
+            "divergence, in nats": [f.divergence for f in comparison.figures],
+            "share of equal choices": [f.agreement for f in comparison.figures],
+            "perplexity; line: the reference": [f.perplexity for f in comparison.figures],
+        }
+        for panel, (title, estimates) in zip(panels, chosen.items(), strict=True):
+            means = [estimate.mean for estimate in estimates]
+            errors = [estimate.error or 0.0 for estimate in estimates]
+            panel.barh(range(len(means)), means, xerr=errors, color="#4c72b0", height=0.6)
+            for row, mean in enumerate(means):
+                panel.text(0, row, f" {mean:.4g}", va="center", fontsize=8, color="white")
+            panel.set_title(title, fontsize=10)
+            panel.spines[["top", "right"]].set_visible(False)
+        panels[2].axvline(comparison.figures[0].reference_perplexity.mean, color="#c44e52")
+        panels[0].set_yticks(range(len(names)), names, fontsize=8)
+        panels[0].invert_yaxis()
+    return png.getvalue()
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """The files of a report, by description."""
+    return {
+        "the figures": folder / "compare.json",
+        "the table": folder / "compare.md",
+        "the picture": folder / "compare.png",
+    }
+
+
+def _tokens_of(comparison: Comparison) -> str:
+    return "the first model's greedy answers" if comparison.read_answers else "the rows' own tokens"
+
+
+def _named(model: ComparedModel) -> dict[str, Any]:
+    return {"model": model.model, "numbers": dict(model.numbers)}

@@ -1,0 +1,81 @@
+"""The residual stream of calibration rows, layer by layer, and the Hessians of a layer's products.
+
+Rows are cut to the same length at most and run in batches of one shape, so the programs of a kind
+of layer compile once. Knows nothing of files, texts or codes.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...compile.layer_steps import CalibrationLayer
+from ...modelzoo.config import DecoderConfig
+
+MAX_LENGTH = 512
+"""The number of tokens at which rows are cut."""
+BATCH_TOKENS = 2048
+"""The number of tokens of a batch, padding included."""
+
+
+class Calibration:
+    """The residual stream of all rows before the next layer, in host memory."""
+
+    def __init__(self, config: DecoderConfig, rows: Sequence[Sequence[int]], table_VD: np.ndarray):
+        """Embed the token ids of rows.
+
+        Args:
+          config: The decoder.
+          rows: Token ids; at least one row.
+          table_VD: The table of embeddings in float32.
+        """
+        rows = sorted((row[:MAX_LENGTH] for row in rows), key=len)
+        self.num_tokens = sum(map(len, rows))
+        length = len(rows[-1])
+        batch = max(1, BATCH_TOKENS // length)
+        self._config = config
+        self._kinds: dict[object, CalibrationLayer] = {}
+        self._batches: list[tuple[np.ndarray, np.ndarray]] = []
+        for start in range(0, len(rows), batch):
+            ids_BT = np.zeros((batch, length), np.int32)
+            length_B = np.zeros(batch, np.int32)
+            for b, row in enumerate(rows[start : start + batch]):
+                ids_BT[b, : len(row)], length_B[b] = row, len(row)
+            x_BTD = table_VD[ids_BT] * np.float32(config.multipliers.embedding)
+            self._batches.append((x_BTD, length_B))
+
+    def layer(self, layer: int) -> CalibrationLayer:
+        """The programs of a layer."""
+        kind = self._config.layer_kinds[layer]
+        if kind not in self._kinds:
+            self._kinds[kind] = CalibrationLayer(self._config, layer)
+        return self._kinds[kind]
+
+    def hessian(
+        self, layer: int, parameters: Mapping[str, np.ndarray], parameter: str
+    ) -> np.ndarray:
+        """The sum `[A, A]` of the outer products of the input of a weight, over all tokens.
+
+        Args:
+          layer: The next layer.
+          parameters: Its parameters in float32, by their paths in the layer.
+          parameter: The path of the weight in the layer.
+        """
+        program, own = self.layer(layer), _on_device(parameters)
+        sums = [
+            program.input_sum(own, jnp.asarray(x_BTD), jnp.asarray(length_B), parameter)
+            for x_BTD, length_B in self._batches
+        ]
+        return np.asarray(sum(sums[1:], sums[0]))
+
+    def advance(self, layer: int, parameters: Mapping[str, np.ndarray]) -> None:
+        """Run a layer, so that the residual stream is that before the layer after it."""
+        program, own = self.layer(layer), _on_device(parameters)
+        for i, (x_BTD, length_B) in enumerate(self._batches):
+            x_BTD = program.output(own, jnp.asarray(x_BTD), jnp.asarray(length_B))
+            self._batches[i] = np.asarray(x_BTD), length_B
+
+
+def _on_device(parameters: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(array) for name, array in parameters.items()}

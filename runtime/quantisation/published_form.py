@@ -1,0 +1,136 @@
+"""The directory that a quantised model becomes: its config.json, other files and tensors.
+
+A model of a Hugging Face directory keeps its config.json and names. Other models are written in the
+published form of their family. Does not know how weights are rounded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...compile.abstract_model import AbstractModel
+from ...compile.weight_rules import WeightRules
+from ...modelzoo.config import AS_PUBLISHED
+from ...modelzoo.families.config_reader import UnsupportedModel
+from ...modelzoo.families.family import ModelSpec
+from ...modelzoo.families.written_config import write_config
+from ...modelzoo.weight_formats import SCALES, WeightFormat
+from ..checkpoint import ModelFiles
+from ..checkpoint.compressed_tensors import Layout, Matrix, quantisation_config
+from ..checkpoint.orbax_store import TOKENIZER_FILES
+from ..checkpoint.published_tensors import publish
+from ..checkpoint.small_files import has_file, read_small
+from ..errors import InvalidConfig
+from ..files.strict_json import dump_line
+from ..text.gguf_vocabulary import files_from_gguf
+
+Parameters = Mapping[str, np.ndarray]
+"""Arrays by dotted path; a weight in codes has codes and scales."""
+
+
+class PublishedForm:
+    """The published form of a model with weights in codes."""
+
+    def __init__(self, files: ModelFiles, weight_format: WeightFormat, dtype: str):
+        """Describe a model.
+
+        Args:
+          files: The model.
+          weight_format: The format of weights.
+          dtype: The dtype of scales and of weights in float.
+
+        Raises:
+          CheckpointError: The model cannot be written in a published form.
+          ValueError: A weight cannot have the format.
+        """
+        self._files, self._format, self._dtype = files, weight_format, dtype
+        config = files.spec.config
+        # codes are int8 here, whatever devices pack
+        arrangement = replace(AS_PUBLISHED, packs_codes=False)
+        definition = AbstractModel(config, arrangement, WeightRules(weight_format))
+        self.quantisations = definition.quantisations
+        self.abstract = definition.abstract_parameters(jnp.dtype(dtype))
+        """The shape and the dtype of all arrays, by dotted path."""
+        self._in_float = definition.float_weights
+        table, spec = self._written
+        self._table, self._sources = table, {source.parameter: source for source in spec.sources}
+
+    @cached_property
+    def _written(self) -> tuple[Mapping[str, Any], ModelSpec]:
+        """config.json, and the published form that it describes."""
+        spec, name = self._files.spec, self._files.name
+        try:
+            if self._files.kind != "hf":
+                return write_config(spec.family, spec.config)
+        except UnsupportedModel as error:
+            raise InvalidConfig(f"{name}: {error}") from None
+        if spec.ignored_prefixes:
+            raise InvalidConfig(
+                f"{name}: expected a model of text alone, got one with other parts, which would be "
+                f"lost. Quantise the text model alone."
+            )
+        return self._files.published_config, spec
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The table of config.json."""
+        end_ids = list(self._files.generation_defaults.eos_ids)
+        table = {"eos_token_id": end_ids} if end_ids else {}
+        table |= {k: v for k, v in self._table.items() if k not in ("torch_dtype", "dtype")}
+        matrices = [path for path in self._in_float if path != "embedding.table"]
+        parts = [part for path in matrices for part in self._sources[path].parts]
+        names = {name.removesuffix(".weight") for part in parts for name in part.tensors}
+        # readers count a tied head as a matrix, although it has no tensor
+        ignored = sorted({"lm_head", *names})
+        quantisation = quantisation_config(self._format, ignored)
+        return {**table, "dtype": self._dtype, "quantization_config": quantisation}
+
+    @property
+    def other_files(self) -> dict[str, bytes]:
+        """The tokenizer, the chat template and the generation defaults, by file name."""
+        found = self._files.tokenizer_files
+        if isinstance(found, Path):
+            names = (name for name in TOKENIZER_FILES if has_file(found, name))
+            files = {name: read_small(found / name) for name in names}
+        else:
+            files = files_from_gguf(found)
+        defaults = self._files.generation_defaults.as_json()
+        return {**files, "generation_config.json": dump_line(defaults)}
+
+    def layout(self, paths: list[str]) -> Layout:
+        """The dtype and the shape of the tensors of weights, by name, in order."""
+
+        def zeros(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+            return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+
+        layout: Layout = {}
+        for path in paths:
+            names = [name for name in (path, path + SCALES) if name in self.abstract]
+            arrays = {name: zeros(self.abstract[name]) for name in names}
+            layout |= {
+                name: (array.dtype.name, array.shape)
+                for name, array in self.tensors(path, arrays).items()
+            }
+        return layout
+
+    def tensors(self, path: str, arrays: Parameters) -> Mapping[str, np.ndarray]:
+        """The published tensors of a weight, by name.
+
+        Args:
+          path: The dotted path of the weight.
+          arrays: The weight in its dtype, or its codes in int8 and its scales.
+        """
+        source = self._sources[path]
+        if path not in self.quantisations:
+            return publish(source, arrays[path])
+        scales = publish(source, arrays[path + SCALES], is_scales=True)
+        stored: dict[str, np.ndarray] = {}
+        for name, codes in publish(source, arrays[path]).items():
+            stored |= Matrix(codes, scales[name]).stored(name, self._format)
+        return stored

@@ -1,0 +1,147 @@
+"""Round the weights of a model to codes, layer by layer, and write them as a model directory.
+
+Guarantees: besides the residual stream of calibration rows, the host holds the float weights of one
+layer and their codes, or one of the tables of tokens. The weights that stay in float are those that
+do when weights are rounded as they load.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ...modelzoo.weight_formats import SCALES, WeightFormat
+from ..checkpoint import ModelFiles
+from ..checkpoint.compressed_tensors import write_directory
+from ..checkpoint.loader import check_coverage, read_parameter
+from ..checkpoint.quantiser import dequantise
+from ..errors import ConfigError
+from .calibration import Calibration
+from .published_form import PublishedForm
+from .rounding import GPTQ, round_weight
+
+Say = Callable[[str], object]
+
+
+def quantise(
+    files: ModelFiles,
+    folder: Path,
+    weight_format: WeightFormat,
+    *,
+    method: str,
+    rows: Sequence[Sequence[int]] = (),
+    dtype: str = "float32",
+    say: Say = lambda note: None,
+) -> int:
+    """Write a model with its weights in codes; returns the number of bytes of its tensors.
+
+    Args:
+      files: The model.
+      folder: A new or empty folder.
+      weight_format: The format of weights.
+      method: A method of `rounding`.
+      rows: Token ids of calibration rows, for `gptq`.
+      dtype: The dtype of scales and of weights in float.
+      say: Called with lines about progress.
+
+    Raises:
+      CheckpointError: The model cannot be read, or cannot be written in a published form.
+      ValueError: A weight cannot have the format, or `gptq` has no rows.
+    """
+    if (method == GPTQ) != bool(rows):
+        raise ConfigError(
+            f"--method {method}: expected calibration rows for {GPTQ}, and none for other methods, "
+            f"got {len(rows)}. Give --calibration with --method {GPTQ} alone."
+        )
+    model = _Model(files, weight_format, dtype)
+    form, paths = model.form, model.paths
+    return write_directory(
+        folder, form.config, form.other_files, form.layout(paths), model.rounded(method, rows, say)
+    )
+
+
+class _Model:
+    """The weights of a model in float32, and the form in which it is written."""
+
+    def __init__(self, files: ModelFiles, weight_format: WeightFormat, dtype: str):
+        self._files = files
+        self.form = PublishedForm(files, weight_format, dtype)
+        self._shapes = {
+            path: leaf
+            for path, leaf in self.form.abstract.items()
+            if not path.endswith(SCALES) or path.removesuffix(SCALES) not in self.form.quantisations
+        }
+        check_coverage(files.spec, files.tensors, self._shapes)
+        self._sources = {source.parameter: source for source in files.spec.sources}
+        prefixes = [f"layers.{layer}." for layer in range(files.spec.config.num_layers)]
+        self._in_layers = [[x for x in self._shapes if x.startswith(p)] for p in prefixes]
+        self._others = [path for path in self._shapes if not path.startswith("layers.")]
+
+    @property
+    def paths(self) -> list[str]:
+        """The weights in the order in which they are written: those of layers, then the others."""
+        return [path for paths in (*self._in_layers, self._others) for path in paths]
+
+    def rounded(
+        self, method: str, rows: Sequence[Sequence[int]], say: Say
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """The published tensors, in the order of `paths`."""
+        calibration = None
+        if rows:
+            table_VD = self._read("embedding.table")
+            calibration = Calibration(self._files.spec.config, rows, table_VD)
+            say(f"calibration: {calibration.num_tokens} tokens of {len(rows)} rows")
+            del table_VD
+        for layer in range(len(self._in_layers)):
+            yield from self._rounded_layer(layer, method, calibration)
+            say(f"layer {layer + 1} of {len(self._in_layers)}")
+        for path in self._others:
+            yield from self._round(path, self._read(path), method)[1].items()
+
+    def _rounded_layer(
+        self, layer: int, method: str, calibration: Calibration | None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """The tensors of a layer.
+
+        With calibration, the products of the layer are rounded in their order, each with the
+        Hessian of its input in the model that is rounded so far.
+        """
+        prefix = f"layers.{layer}."
+        weights = {path: self._read(path) for path in self._in_layers[layer]}
+        tensors: dict[str, Mapping[str, np.ndarray]] = {}
+        if calibration is not None:
+            local = {path.removeprefix(prefix): weight for path, weight in weights.items()}
+            for products in calibration.layer(layer).products:
+                paths = [p for p in products if prefix + p in self.form.quantisations]
+                hessian_AA = calibration.hessian(layer, local, paths[0]) if paths else None
+                for name in paths:
+                    path = prefix + name
+                    local[name], tensors[path] = self._round(
+                        path, weights.pop(path), method, hessian_AA
+                    )
+            for path in [path for path in weights if path in self.form.quantisations]:
+                local[path.removeprefix(prefix)], tensors[path] = self._round(
+                    path, weights.pop(path), method
+                )
+            calibration.advance(layer, local)
+        for path in self._in_layers[layer]:
+            if path not in tensors:
+                tensors[path] = self._round(path, weights.pop(path), method)[1]
+            yield from tensors[path].items()
+
+    def _round(
+        self, path: str, weight: np.ndarray, method: str, hessian_AA: np.ndarray | None = None
+    ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+        """The values of a rounded weight in float32, and its tensors; a float weight is cast."""
+        dtype, quantisation = self.form.abstract[path].dtype, self.form.quantisations.get(path)
+        if quantisation is None:
+            return weight, self.form.tensors(path, {path: weight.astype(dtype)})
+        scales_dtype = self.form.abstract[path + SCALES].dtype
+        codes, scales = round_weight(weight, quantisation, scales_dtype, method, hessian_AA)
+        tensors = self.form.tensors(path, {path: codes, path + SCALES: scales})
+        return dequantise(codes, scales, quantisation), tensors
+
+    def _read(self, path: str) -> np.ndarray:
+        shape = self._shapes[path].shape
+        whole = (slice(None),) * len(shape)
+        return read_parameter(self._sources[path], self._files.tensors, whole, shape, np.float32)

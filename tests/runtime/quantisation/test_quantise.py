@@ -1,0 +1,164 @@
+"""Quantised directories: transformers opens them, and scores as noria scores their values."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from compressed_folder import dequantised_tensors, write_dequantised
+from conformance import CASES, save_reference
+from model_on_disk import write_model
+from quantised import dequantised
+from safetensors.numpy import load_file
+from tolerances import COMPRESSED_MODEL_LOGPROB
+from transformers import AutoModelForCausalLM
+
+from noria.compile.abstract_model import AbstractModel
+from noria.compile.weight_rules import WeightRules
+from noria.modelzoo.weight_formats import WeightFormat
+from noria.runtime.checkpoint import open_model
+from noria.runtime.checkpoint.loader import read_parameter
+from noria.runtime.cli import main
+
+ROWS = [np.random.default_rng(n).integers(3, 101, 14).tolist() for n in range(6)]
+
+
+def quantize(model: Path, folder: Path, *options: object) -> int:
+    """Run the command in this process."""
+    return main(["quantize", "--model", str(model), "-o", str(folder), *map(str, options)])
+
+
+def read_all(folder: Path) -> dict[str, np.ndarray]:
+    """Return all parameters of a model in float32."""
+    with open_model(folder) as files:
+        shapes = AbstractModel(files.spec.config).abstract_parameters(jnp.float32)
+        return {
+            source.parameter: read_parameter(
+                source,
+                files.tensors,
+                (slice(None),) * shapes[source.parameter].ndim,
+                shapes[source.parameter].shape,
+                np.float32,
+            )
+            for source in files.spec.sources
+        }
+
+
+def logprobs(folder: Path) -> np.ndarray:
+    """Return the log-probabilities of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor(ROWS)).logits, -1).numpy()
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """A small Llama that transformers saved; its inputs have groups of 8."""
+    folder = tmp_path_factory.mktemp("published") / "model"
+    (case,) = (case for case in CASES if case.name == "llama-2")
+    save_reference(case, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("calibration") / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in ROWS))
+    return path
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("numbers", ["int8", "int8:8", "int4", "int4:8"])
+def test_transformers_scores_a_directory_as_its_values(published, numbers, tmp_path):
+    assert quantize(published, tmp_path / "q", "--numbers", numbers, "--quiet") == 0
+    write_dequantised(tmp_path / "q", tmp_path / "values")
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    matrix = "model.layers.0.mlp.down_proj.weight"
+    assert (matrix in stored) == numbers.startswith("int8")
+    assert (f"{matrix}_packed" in stored) == numbers.startswith("int4")
+    got, wanted = logprobs(tmp_path / "q"), logprobs(tmp_path / "values")
+    assert np.abs(got - wanted).max() < COMPRESSED_MODEL_LOGPROB
+    assert np.abs(got - logprobs(published)).max() > 10 * COMPRESSED_MODEL_LOGPROB
+
+
+@pytest.mark.parametrize("form", [WeightFormat("int8"), WeightFormat("int4", 8)], ids=str)
+def test_nearest_has_the_values_of_weights_that_load_in_codes(published, form, tmp_path):
+    numbers = f"{form.codes}:{form.group}" if form.group else form.codes
+    quantize(published, tmp_path / "q", "--numbers", numbers, "--quiet")
+    write_dequantised(tmp_path / "q", tmp_path / "values")
+    floats, got = read_all(published), read_all(tmp_path / "values")
+    with open_model(published) as files:
+        rules = WeightRules(form)
+        quantisations = AbstractModel(files.spec.config, weight_rules=rules).quantisations
+    for path, array in got.items():
+        wanted = floats[path]
+        if path in quantisations:
+            wanted = dequantised(wanted, quantisations[path])
+        np.testing.assert_array_equal(array, wanted)
+
+
+def test_gptq_changes_the_products_of_calibration_rows_less(published, calibration, tmp_path):
+    """The first layer is measured, as its input does not depend on the rounding of others."""
+    table, name = "model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight"
+    norm = "model.layers.0.input_layernorm.weight"
+    floats = load_file(published / "model.safetensors")
+    x_MD = floats[table][np.array(ROWS).ravel()]
+    x_MD = x_MD / np.sqrt((x_MD**2).mean(axis=1, keepdims=True) + 1e-6) * floats[norm]
+    errors = {}
+    for method in ("nearest", "clip", "gptq"):
+        options = ["--calibration", calibration] if method == "gptq" else []
+        folder = tmp_path / method
+        quantize(published, folder, "--numbers", "int4:8", "--method", method, "--quiet", *options)
+        error = dequantised_tensors(folder)[name] - floats[name]
+        errors[method] = float(np.square(x_MD @ error.T).sum())
+    assert errors["gptq"] < 0.6 * min(errors["nearest"], errors["clip"])
+
+
+def test_experts_are_written_one_by_one_and_routers_stay_in_float(tmp_path):
+    write_model(tmp_path / "model", num_experts=3)
+    assert quantize(tmp_path / "model", tmp_path / "q", "--numbers", "int4:8", "--quiet") == 0
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    ignored = config["quantization_config"]["ignore"]
+    assert ignored == [
+        "lm_head",
+        "model.layers.0.block_sparse_moe.gate",
+        "model.layers.1.block_sparse_moe.gate",
+    ]
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    assert stored["model.layers.1.block_sparse_moe.experts.2.w1.weight_packed"].dtype == np.int32
+    write_dequantised(tmp_path / "q", tmp_path / "values")
+    floats, got = read_all(tmp_path / "model"), read_all(tmp_path / "values")
+    assert floats.keys() == got.keys()
+    np.testing.assert_array_equal(got["layers.1.mlp.router"], floats["layers.1.mlp.router"])
+
+
+def test_the_directory_is_that_of_a_model(tmp_path):
+    write_model(tmp_path / "model")
+    quantize(tmp_path / "model", tmp_path / "q", "--numbers", "int8", "--quiet")
+    write_dequantised(tmp_path / "q", tmp_path / "values")
+    with open_model(tmp_path / "model") as model, open_model(tmp_path / "values") as values:
+        assert values.spec.config == model.spec.config
+        assert values.generation_defaults == model.generation_defaults
+    names = {path.name for path in (tmp_path / "q").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= names
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--numbers", "float"], "expected a format of codes"),
+        (["--numbers", "int4:5"], "expected a divisor of the"),
+        (["--numbers", "weights=int8,dtype=bfloat16"], "expected weights and group alone"),
+        (["--numbers", "int8", "--method", "gptq"], "Give --calibration"),
+        (["--numbers", "int8", "--calibration", "ROWS"], "Give --calibration"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused(
+    published, calibration, options, message, tmp_path, capsys
+):
+    options = [calibration if option == "ROWS" else option for option in options]
+    assert quantize(published, tmp_path / "q", *options) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "q" / "config.json").exists()
