@@ -7,7 +7,7 @@ number of tokens. The reference and one other model are in memory at the same ti
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from ..checkpoint import ModelFiles, open_model
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
 from ..files.run_config import apply_overrides
+from ..published_numbers import keep_published
 from .forced_model import ForcedModel, forced_grid
 from .statistics import PairFigures
 
@@ -190,6 +191,7 @@ class _Setup:
                 plan.model.scan_layers,
                 self.say,
                 plan.numbers.weight_rules,
+                plan.numbers.cache_codes,
             )
         named = ComparedModel(model.model, plan.numbers.to_table())
 
@@ -204,7 +206,8 @@ class _Setup:
         planned = PlannedModel(files.name, files.fingerprint())
         experts = default_experts(files.spec.config)
         plan = Plan(self.target.name, planned, numbers, grid, self.layout, experts)
-        return Plan.from_table(apply_overrides(tomllib.loads(plan.to_toml()), self.overrides))
+        plan = Plan.from_table(apply_overrides(tomllib.loads(plan.to_toml()), self.overrides))
+        return replace(plan, numbers=keep_published(plan.numbers, files))
 
 
 def _figures(
