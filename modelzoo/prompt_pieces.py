@@ -125,7 +125,9 @@ def layer_of_slots(
         # slicing after the gather: a slice of all slots would be a copy
         taken = _without_last(taken, num_unseen, axis - 1)
         if feature_axis is not None:
-            taken = tuple(jax.lax.slice_in_dim(x, 0, head_dim, axis=feature_axis - 1) for x in taken)
+            taken = tuple(
+                jax.lax.slice_in_dim(x, 0, head_dim, axis=feature_axis - 1) for x in taken
+            )
         if axes.KV_HEADS in logical_axes:
             taken = tuple(match_heads(x, num_heads) for x in taken)
         return tuple(x[None] for x in taken)

@@ -90,9 +90,7 @@ MODEL: Mapping[str, AcceptedValues] = {
     ),
     "load_format": AcceptedValues(("auto", "safetensors"), "The format is seen from the files"),
     "quantization": AcceptedValues((None,), "Give numbers, such as {'weights': 'int8'}"),
-    "kv_cache_dtype": AcceptedValues(
-        ("auto",), "Give numbers, such as {'cache': 'int8'}"
-    ),
+    "kv_cache_dtype": AcceptedValues(("auto",), "Give numbers, such as {'cache': 'int8'}"),
     "logprobs_mode": AcceptedValues(("raw_logprobs",), "Log-probabilities are of the raw logits"),
     "revision": AcceptedValues((None,), _REVISION),
     "code_revision": AcceptedValues((None,), _REVISION),

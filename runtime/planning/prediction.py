@@ -274,7 +274,10 @@ def _numbers(options: argparse.Namespace) -> Numbers:
     dtype = options.dtype
     if dtype == "auto":
         dtype = faster_dtype(TargetName.parse(options.target).platform)
-    return Numbers(dtype, options.weights, options.group, cache=options.cache)
+    formats = {
+        name: getattr(options, name) for name in ("weights", "group", "cache", "activations")
+    }
+    return Numbers(dtype, **formats)
 
 
 def _calibration(
@@ -285,8 +288,7 @@ def _calibration(
     if numbers != Numbers(numbers.dtype):
         raise ConfigError(
             f"--calibration: expected float weights and a float cache, which calibrations are "
-            f"measured with, got --weights {options.weights} --cache {options.cache}. Plan without "
-            f"it."
+            f"measured with, got {numbers.to_table()}. Plan without it."
         )
     with options.calibration.open(encoding="utf-8") as file:
         try:

@@ -192,9 +192,17 @@ def test_prefixes_are_refused_with_experts_of_a_fixed_capacity_in_prefill():
         ("schema = 2\n", "", r"missing \['schema'\]"),
         ("schema = 2", "schema = 1", r"plan of schema 1: expected none of \['numbers'\]"),
         ('dtype = "float32"', "", r"\[numbers\]: .* missing \['dtype'\]"),
-        ("[buckets]", "cache = 8\n[buckets]", "numbers.cache: expected one of float, int8, float8, "),
+        (
+            "[buckets]",
+            "cache = 8\n[buckets]",
+            "numbers.cache: expected one of float, int8, float8, ",
+        ),
         ("[buckets]", 'activations = "int4"\n[buckets]', "numbers.activations: expected one of fl"),
-        ("[buckets]", 'activations = "int8"\n[buckets]', 'numbers: with .* expected weights = "int8"'),
+        (
+            "[buckets]",
+            'activations = "int8"\n[buckets]',
+            'numbers: with .* expected weights = "int8"',
+        ),
         (
             "[buckets]",
             'weights = "int8"\nactivations = "int8"\n[numbers.rules]\n'
