@@ -38,15 +38,16 @@ class Queries(NamedTuple):
 class Attend(Protocol):
     """An attention implementation, which must equal `attend_dense` within tolerance.
 
-    Keys and values of a cache may be in codes; implementations refuse them by `AttentionCall`.
+    Keys and values of a cache may be `EntryCodes`, unless the implementation refuses them by
+    `AttentionCall.has_codes`.
     A kernel that does not compute `lse` may return NaN for it in graphs that do not use it.
     """
 
     def __call__(
         self,
         q_BTKGH: jax.Array,
-        k_BKHS: jax.Array | EntryCodes,
-        v_BKSH: jax.Array | EntryCodes,
+        k_BKHS: Any,
+        v_BKSH: Any,
         visibility: "Visibility",
         scores: Scores = ...,
     ) -> tuple[jax.Array, jax.Array]: ...

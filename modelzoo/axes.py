@@ -80,7 +80,7 @@ CACHE_LATENTS = ("", ATTENTION_BATCH, CACHE_LENGTH, "")
 CACHE_SCALES = ("", ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH)
 """Scales of keys or of values in codes."""
 CACHE_LATENT_SCALES = ("", ATTENTION_BATCH, "", CACHE_LENGTH)
-"""Scales of latents in codes: two for each entry, that of the latent and that of the rotated key."""
+"""Scales of latents in codes; the latent and the rotated key of an entry have one each."""
 CACHE_POSITIONS = (ATTENTION_BATCH, CACHE_LENGTH)
 
 

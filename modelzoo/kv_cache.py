@@ -205,12 +205,9 @@ def allocate(
                 return Latents(latents)
             P = len(config.entry_splits) + 1
             return CodedLatents(latents, tuple(jnp.zeros((L, B, P, S), dtype) for B, S in segments))
-        keys, values = (
-            tuple(
-                jnp.zeros((L, B, K, *blocks_shape(H, S, blocks)), of_entries) for B, S in segments
-            ),
-            tuple(jnp.zeros((L, B, K, S, H), of_entries) for B, S in segments),
-        )
+        key_shapes = [(L, B, K, *blocks_shape(H, S, blocks)) for B, S in segments]
+        keys = tuple(jnp.zeros(shape, of_entries) for shape in key_shapes)
+        values = tuple(jnp.zeros((L, B, K, S, H), of_entries) for B, S in segments)
         if not codes:
             return KeysValues(keys, values)
         scales = (tuple(jnp.zeros((L, B, K, S), dtype) for B, S in segments) for _ in range(2))

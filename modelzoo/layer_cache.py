@@ -68,7 +68,7 @@ class KeysValues(NamedTuple):
         """The cache without segments."""
         return KeysValues((), ())
 
-    def encode(self, new: PromptKeysValues, splits: Splits) -> tuple[jax.Array, ...]:
+    def encode(self, new: tuple[jax.Array, ...], splits: Splits) -> tuple[jax.Array, ...]:
         """New entries as this cache stores them: an array for each of its fields."""
         del splits
         return new
@@ -97,7 +97,7 @@ class Latents(NamedTuple):
         """The cache without segments."""
         return Latents(())
 
-    def encode(self, new: PromptLatents, splits: Splits) -> tuple[jax.Array, ...]:
+    def encode(self, new: tuple[jax.Array, ...], splits: Splits) -> tuple[jax.Array, ...]:
         """New entries as this cache stores them: an array for each of its fields."""
         del splits
         return new
@@ -129,12 +129,13 @@ class CodedKeysValues(NamedTuple):
         """The cache without segments."""
         return CodedKeysValues((), (), (), ())
 
-    def encode(self, new: PromptKeysValues, splits: Splits) -> tuple[jax.Array, ...]:
+    def encode(self, new: tuple[jax.Array, ...], splits: Splits) -> tuple[jax.Array, ...]:
         """New entries as this cache stores them: an array for each of its fields."""
         dtypes = self.k_LBKHS[0].dtype, self.k_scale_LBKS[0].dtype
-        k, (k_scale_BKT,) = encode(new.k_BKHT, 2, *dtypes, splits)
-        v, (v_scale_BKT,) = encode(new.v_BKTH, 3, *dtypes, splits)
-        return k, v, k_scale_BKT, v_scale_BKT
+        k_BKHT, v_BKTH = new
+        k_BKHT, (k_scale_BKT,) = encode(k_BKHT, 2, *dtypes, splits)
+        v_BKTH, (v_scale_BKT,) = encode(v_BKTH, 3, *dtypes, splits)
+        return k_BKHT, v_BKTH, k_scale_BKT, v_scale_BKT
 
     @property
     def lengths(self) -> list[int]:
@@ -144,10 +145,13 @@ class CodedKeysValues(NamedTuple):
     def as_attended(self, splits: Splits) -> list[KeysAndValues]:
         """Keys and values by segment, with the axis of layers."""
         del splits
-        return [
-            tuple(EntryCodes(x, jnp.expand_dims(scale, -2)) for x, scale in ((k, ks), (v, vs)))
-            for k, v, ks, vs in zip(*self, strict=True)
-        ]
+
+        def side(codes: Segments, scales: Segments) -> list[EntryCodes]:
+            scales = tuple(jnp.expand_dims(scale, -2) for scale in scales)
+            return list(map(EntryCodes, codes, scales))
+
+        keys, values = side(self.k_LBKHS, self.k_scale_LBKS), side(self.v_LBKSH, self.v_scale_LBKS)
+        return list(zip(keys, values, strict=True))
 
 
 class CodedLatents(NamedTuple):
@@ -164,10 +168,11 @@ class CodedLatents(NamedTuple):
         """The cache without segments."""
         return CodedLatents((), ())
 
-    def encode(self, new: PromptLatents, splits: Splits) -> tuple[jax.Array, ...]:
+    def encode(self, new: tuple[jax.Array, ...], splits: Splits) -> tuple[jax.Array, ...]:
         """New entries as this cache stores them: an array for each of its fields."""
         dtypes = self.latent_LBSH[0].dtype, self.scale_LBPS[0].dtype
-        codes, scales = encode(new.latent_BTH, 2, *dtypes, splits)
+        (latent_BTH,) = new
+        codes, scales = encode(latent_BTH, 2, *dtypes, splits)
         return codes, jnp.stack(scales, axis=1)
 
     @property
@@ -177,12 +182,13 @@ class CodedLatents(NamedTuple):
 
     def as_attended(self, splits: Splits) -> list[KeysAndValues]:
         """Keys and values by segment, with the axis of layers."""
-        return [
-            tuple(
-                EntryCodes(x, jnp.expand_dims(scale, -3), splits) for x in _latents_as_heads(latent)
-            )
-            for latent, scale in zip(*self, strict=True)
-        ]
+
+        def segment(latent_LBSH: jax.Array, scale_LBPS: jax.Array) -> KeysAndValues:
+            keys, values = _latents_as_heads(latent_LBSH)
+            scale_LB1PS = jnp.expand_dims(scale_LBPS, -3)
+            return EntryCodes(keys, scale_LB1PS, splits), EntryCodes(values, scale_LB1PS, splits)
+
+        return list(map(segment, self.latent_LBSH, self.scale_LBPS))
 
 
 LayerCache = KeysValues | Latents | CodedKeysValues | CodedLatents
@@ -202,7 +208,7 @@ def layer_of(x_LB: jax.Array, layer: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x_LB, layer, axis=0, keepdims=False)
 
 
-def _latents_as_heads(latent_BSH: jax.Array) -> KeysAndValues:
+def _latents_as_heads(latent_BSH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Latents as keys and values of one head.
 
     The values include the rotated key, so the last features of the attention output are undefined.

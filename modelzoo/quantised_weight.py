@@ -177,23 +177,19 @@ def multiply_codes(
             x, weight, cpu=lambda x, weight: product(x, weight.dequantise()), default=by_group
         )
     labels = "".join(weight.quantisation.replace_inputs(tuple(labels)))
-    scales, codes, of_result = (
-        weight.scales.squeeze(weight.quantisation.inputs[-1]),
-        weight.codes,
-        1,
-    )
+    scales, of_result = weight.scales.squeeze(weight.quantisation.inputs[-1]), 1
     if set(labels) <= set(out_labels):
         of_result = _align(scales, labels, out_labels)
     else:
         # the product sums over an axis of the scales, so they multiply the activations
         x = (x * _align(scales, labels, x_labels)).astype(x.dtype)
     if not weight.quantisation.rounds_activations:
-        return product(x, codes.astype(x.dtype)) * of_result
+        return product(x, weight.codes.astype(x.dtype)) * of_result
     summed = [axis for axis, label in enumerate(x_labels) if label not in out_labels]
     x_codes, x_scale = _round_activations(x, summed, max_over_parts)
     kept = "".join(label for label in x_labels if label in out_labels)
     x_scale = _align(x_scale.squeeze(summed), kept, out_labels)
-    return product(x_codes, codes).astype(jnp.float32) * x_scale * of_result
+    return product(x_codes, weight.codes).astype(jnp.float32) * x_scale * of_result
 
 
 def _round_activations(

@@ -4,7 +4,7 @@ Masks are computed from the positions of entries. Does not know how entries were
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ def join_segments(entries: Entries, slots: Slots) -> Entries:
     if any(isinstance(k_BKHS, EntryCodes) for k_BKHS, _ in entries.keys_values):
         return entries
     (*cached, new), (*cached_position_BS, new_position_BS) = entries.keys_values, entries.positions
-    parts = []
+    parts: list[tuple[Any, ...]] = []
     for (k_BKHS, v_BKSH), position_BS in zip(cached, cached_position_BS, strict=True):
         taken = Visibility(position_BS, position_BS, slots=slots).keys_values(k_BKHS, v_BKSH)
         parts.append((*taken, position_BS))
@@ -107,7 +107,7 @@ def join_segments(entries: Entries, slots: Slots) -> Entries:
     return entries._replace(keys_values=[(k_BKHS, v_BKSH)], positions=(position_BS,))
 
 
-def _like(new: jax.Array, cached: jax.Array, head_axis: int) -> jax.Array:
+def _like(new: Any, cached: jax.Array, head_axis: int) -> jax.Array:
     """New keys or values with the heads and the dtype of cached ones."""
     new = match_heads(new, cached.shape[1]).astype(cached.dtype)
     return match_head_dim(new, cached.shape[head_axis], head_axis)

@@ -56,7 +56,7 @@ class Part:
     name: str
     flops: float = 0.0
     int8_flops: float = 0.0
-    """Those of the operations that are in products of int8."""
+    """The operations among them that are in products of int8."""
     bytes: float = 0.0
     """Bytes read from and written to main memory."""
     weight_bytes: float = 0.0

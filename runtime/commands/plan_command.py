@@ -60,6 +60,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="format of keys and values, numbers.cache of the plan (default: %(default)s)",
     )
     add(
+        "--activations",
+        choices=("float", "int8"),
+        default="float",
+        help="activations of int8 weights, numbers.activations of the plan (default: %(default)s)",
+    )
+    add(
         "--from-output",
         type=Path,
         metavar="OUT",

@@ -270,8 +270,10 @@ def _numbers(options: argparse.Namespace, files: ModelFiles) -> Numbers:
     dtype = options.dtype
     if dtype == "auto":
         dtype = faster_dtype(TargetName.parse(options.target).platform)
-    numbers = Numbers(dtype, options.weights, options.group, cache=options.cache)
-    return keep_published(numbers, files)
+    formats = {
+        name: getattr(options, name) for name in ("weights", "group", "cache", "activations")
+    }
+    return keep_published(Numbers(dtype, **formats), files)
 
 
 def _calibration(
@@ -282,8 +284,7 @@ def _calibration(
     if numbers != Numbers(numbers.dtype):
         raise ConfigError(
             f"--calibration: expected float weights and a float cache, which calibrations are "
-            f"measured with, got --weights {options.weights} --cache {options.cache}. Plan without "
-            f"it."
+            f"measured with, got {numbers.to_table()}. Plan without it."
         )
     with options.calibration.open(encoding="utf-8") as file:
         try:

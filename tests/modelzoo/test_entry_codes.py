@@ -102,13 +102,9 @@ def test_every_write_leaves_the_codes_of_the_floats_that_it_would_leave(kind, co
                 for x in segments
             ]
             encoded.append([x for x, _ in parts])
-            # the heads of keys and values have one part each, and latents have parts, but no heads
-            scales.append(
-                [
-                    np.concatenate([x.reshape(1, SLOTS, -1, x.shape[-1]) for x in s], 2)
-                    for _, s in parts
-                ]
-            )
+            # the heads of keys and values have one part each; latents have parts, but no heads
+            of_parts = [[x.reshape(1, SLOTS, -1, x.shape[-1]) for x in found] for _, found in parts]
+            scales.append([np.concatenate(found, axis=2) for found in of_parts])
         for got, wanted in zip(in_codes, encoded + scales, strict=True):
             assert len(got) == len(wanted) > 0
             for ours, theirs in zip(got, wanted, strict=True):

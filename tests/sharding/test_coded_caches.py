@@ -29,7 +29,7 @@ CASES = [
     ("chunks", "gemma2", "ring-data-expert", FLOAT8),
     ("chunks", "llama4_text", "data-parallel", INT8),
     ("chunks", "deepseek_v3", "ring-tensor", INT8),
-    ("chunks", "olmo2", "weight-stationary-1d-batch-attention", INT8),
+    ("chunks", "olmo2", "weight-stationary-1d-batch-attention", FLOAT8),
     ("prefixes", "gpt_oss", "weight-stationary-1d", INT8),
     ("prefixes", "deepseek_v3", "ring-tensor", INT8),
     ("prefixes", "qwen2", "data-tensor-batch-attention", INT8),
