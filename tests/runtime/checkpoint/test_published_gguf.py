@@ -15,8 +15,7 @@ from noria.modelzoo.weight_formats import BYTE_DTYPES
 from noria.runtime.checkpoint import open_model
 from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.gguf_codes import CODES
-from noria.runtime.checkpoint.published_formats import published_formats
-from noria.runtime.published_numbers import keep_published
+from noria.runtime.checkpoint.published_numbers import keep_published
 
 EMBED, KEYS = 256, 64
 SHAPES = {
@@ -92,7 +91,9 @@ def test_a_mix_of_types_has_a_format_for_each_parameter(tmp_path):
 
 
 def test_a_parameter_with_a_float_part_is_float(tmp_path):
-    found = formats_of(saved(tmp_path / "m.gguf", "Q8_0", {"blk.0.attn_v": "F16", "token_embd": "F32"}))
+    found = formats_of(
+        saved(tmp_path / "m.gguf", "Q8_0", {"blk.0.attn_v": "F16", "token_embd": "F32"})
+    )
     missing = {"layers.0.attention.qkv", "embedding.table"}
     assert len(found) == 4 and not missing & found.keys()
 
