@@ -20,7 +20,7 @@ from ..modelzoo.layer_groups import block_layers, layers_name, single_layer_name
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.quantised_weight import QuantisedWeight
-from ..modelzoo.weight_formats import BYTE_DTYPES, OFFSETS, SCALES
+from ..modelzoo.weight_formats import BYTE_DTYPES, OFFSETS, ORDER, SCALES
 from ..modelzoo.weight_products import Axes
 from ..sharding.device_bytes import array_bytes
 from ..sharding.legality import ModelSizes
@@ -80,7 +80,8 @@ def _published_weights(
             (num_groups, *_), (logical_axis, *_) = (
                 of_axes[quantisation.inputs[-1] :] for of_axes in weights[name + SCALES]
             )
-            groups[name] = num_groups, logical_axis
+            # in an order of activations, a range of features has features of all groups
+            groups[name] = 1 if quantisation.format.is_ordered else num_groups, logical_axis
     return weights, groups
 
 
@@ -88,7 +89,7 @@ class AbstractModel:
     """The structure of a decoder: its abstract parameters, and the module bound to real ones.
 
     The codes of a quantised weight have the name of the weight. Its scales are a parameter of their
-    own, `layers.0.mlp.down.scales`, and so are its offsets if it has any.
+    own, `layers.0.mlp.down.scales`, and so are its offsets and its order if it has any.
     """
 
     def __init__(
@@ -144,6 +145,10 @@ class AbstractModel:
                 abstract[name + SCALES] = jax.ShapeDtypeStruct(scale_shape, form.scales or dtype)
                 if form.has_offsets:
                     abstract[name + OFFSETS] = jax.ShapeDtypeStruct(scale_shape, "float32")
+                if form.is_ordered:
+                    layers = shape[: len(shape) - len(variable.get_metadata()["logical_axes"])]
+                    order_shape = (*layers, quantisation.num_inputs(shape))
+                    abstract[name + ORDER] = jax.ShapeDtypeStruct(order_shape, "int32")
         return abstract
 
     def element_bytes(self, dtype: jax.typing.DTypeLike) -> dict[str, float]:
@@ -154,7 +159,7 @@ class AbstractModel:
         abstract = self.abstract_parameters(dtype)
         average = {}
         for name in self._variables:
-            paths = (name, name + SCALES, name + OFFSETS)
+            paths = (name, *(name + end for end in (SCALES, OFFSETS, ORDER)))
             arrays = [abstract[path] for path in paths if path in abstract]
             num_bytes = sum(array_bytes(x.shape, x.dtype) for x in arrays)
             for single in single_layer_names(name):
@@ -185,6 +190,9 @@ class AbstractModel:
                 by_name[name + SCALES] = quantisation.of_scales(by_name[name], "")
                 if quantisation.format.has_offsets:
                     by_name[name + OFFSETS] = by_name[name + SCALES]
+                if quantisation.format.is_ordered:
+                    num_layer_axes = len(by_name[name]) - len(declared)
+                    by_name[name + ORDER] = ("",) * (num_layer_axes + 1)
         return by_name
 
     def _name(self, *path: Any) -> str:
@@ -203,6 +211,7 @@ class AbstractModel:
             parameters[name + SCALES],
             quantisation,
             parameters.get(name + OFFSETS),
+            parameters.get(name + ORDER),
             parameters[_IN_RUN_DTYPE].dtype,
         )
 

@@ -189,14 +189,14 @@ class Numbers:
 
 def published_format(table: Mapping[str, Any]) -> WeightFormat:
     """The format that an entry of the table `numbers.published` describes."""
-    group, has_offsets = table.get("group", 0), table.get("offsets", False)
-    return WeightFormat(table["codes"], group, table["scales"], has_offsets)
+    group, flags = table.get("group", 0), (table.get(key, False) for key in ("offsets", "order"))
+    return WeightFormat(table["codes"], group, table["scales"], *flags)
 
 
 def published_table(form: WeightFormat) -> dict[str, Any]:
     """The entry of the table `numbers.published` for a format; defaults are left out."""
     table = {"codes": form.codes, "group": form.group, "scales": form.scales}
-    table["offsets"] = form.has_offsets
+    table |= {"offsets": form.has_offsets, "order": form.is_ordered}
     return {key: value for key, value in table.items() if value}
 
 
@@ -209,15 +209,16 @@ def _check_published(weights: str, published: Mapping[str, Any]) -> None:
         )
     for pattern, table in published.items():
         where = f"numbers.published {pattern!r}"
-        check_keys(where, table, {"codes", "scales"}, {"group", "offsets"})
+        check_keys(where, table, {"codes", "scales"}, {"group", "offsets", "order"})
         for key, known in (("codes", BYTE_DTYPES), ("scales", SCALE_DTYPES)):
             if table[key] not in known:
                 raise ValueError(
                     f"{where}.{key}: expected one of {', '.join(known)}, got {table[key]!r}."
                 )
         _check_group(where, table.get("group", 0))
-        if not isinstance(table.get("offsets", False), bool):
-            raise ValueError(f"{where}.offsets: expected true or false, got {table['offsets']!r}.")
+        for key in ("offsets", "order"):
+            if not isinstance(value := table.get(key, False), bool):
+                raise ValueError(f"{where}.{key}: expected true or false, got {value!r}.")
 
 
 def _check_format(where: str, weights: Any, group: Any, others: tuple[str, ...] = ()) -> None:

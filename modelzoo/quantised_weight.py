@@ -44,6 +44,8 @@ class QuantisedWeight:
     quantisation: Quantisation = field(metadata={"static": True})
     offsets: jax.Array | None = None
     """The numbers to add to all codes of a group times its scale; None for zeros."""
+    order: jax.Array | None = None
+    """The input feature of each position of the codes; None for their own order."""
     dtype: jnp.dtype | None = field(default=None, metadata={"static": True})
     """The dtype of weights that are not quantised; None for that of the scales."""
 
@@ -81,7 +83,10 @@ class QuantisedWeight:
         return self.codes.reshape(shape)
 
     def dequantise(self) -> jax.Array:
-        """The weight as an array, rounded once to the dtype of weights that are not quantised."""
+        """The weight as an array, rounded once to the dtype of weights that are not quantised.
+
+        Its input features are in the order of the codes.
+        """
         values = self.grouped_codes().astype(jnp.float32) * self._by_member(self.scales)
         if self.offsets is not None:
             values = values + self._by_member(self.offsets)
@@ -113,7 +118,9 @@ def map_arrays(
         None if array is None else function(array, of_scales)
         for array in (weight.scales, weight.offsets)
     )
-    return replace(weight, codes=function(weight.codes, of_axes), scales=scales, offsets=offsets)
+    order = None if weight.order is None else function(weight.order, (shared,))
+    codes = function(weight.codes, of_axes)
+    return replace(weight, codes=codes, scales=scales, offsets=offsets, order=order)
 
 
 def take_rows(table: jax.Array | QuantisedWeight, ids: jax.Array) -> jax.Array:
@@ -132,6 +139,7 @@ def slice_weight(weight: jax.Array | QuantisedWeight, starts: list[Any], sizes: 
     if not isinstance(weight, QuantisedWeight):
         return jax.lax.dynamic_slice(weight, starts, sizes)
     quantisation, ranges = weight.quantisation, tuple(zip(starts, sizes, strict=True))
+    assert weight.order is None, "slices have the order of the weight"
     (axis,), groups = quantisation.inputs, (0, 1)
     if group := quantisation.format.group:
         groups = starts[axis] // group, sizes[axis] // group
@@ -171,6 +179,9 @@ def multiply_codes(
     x_labels, labels = operands.split(",")
     leading = _LEADING[: x.ndim - len(x_labels)]
     x_labels, out_labels = leading + x_labels, leading + out_labels
+    if weight.order is not None:
+        inputs = "".join(labels[axis] for axis in weight.quantisation.inputs)
+        x = _take_flat(x, weight.order, x_labels.index(inputs), len(inputs))
     if weight.num_groups > 1 or weight.offsets is not None:
         by_group = partial(_multiply_groups, x_labels, labels, out_labels)
         return jax.lax.platform_dependent(
@@ -200,6 +211,12 @@ def _round_activations(
     scale = max_over_parts(jnp.abs(x).max(summed, keepdims=True)) * (1 / _LARGEST_INT8)
     # a scale that is not finite makes the result so, whatever the codes are
     return jnp.rint(x / jnp.where(scale > 0, scale, 1)).astype(jnp.int8), scale
+
+
+def _take_flat(x: jax.Array, order: jax.Array, start: int, num_axes: int) -> jax.Array:
+    """Take entries of some adjacent axes, which count as one axis."""
+    flat = x.reshape(*x.shape[:start], -1, *x.shape[start + num_axes :])
+    return jnp.take(flat, order, axis=start).reshape(x.shape)
 
 
 def _multiply_groups(

@@ -33,8 +33,8 @@ BYTE_DTYPES = {
 """A dtype of one byte that has all values of the codes, by dtype of the codes."""
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 """The dtypes that published scales may have."""
-SCALES, OFFSETS = ".scales", ".offsets"
-"""The ends of the paths of scales and offsets, after the path of the weight."""
+SCALES, OFFSETS, ORDER = ".scales", ".offsets", ".order"
+"""The ends of the paths of scales, offsets and orders, after the path of the weight."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class WeightFormat:
     the dtype of weights that are not quantised."""
     has_offsets: bool = False
     """Whether groups have offsets, in float32."""
+    is_ordered: bool = False
+    """Whether codes have another order of input features, in which groups are ranges."""
 
     @property
     def is_published(self) -> bool:
@@ -59,7 +61,10 @@ class WeightFormat:
     def __str__(self) -> str:
         groups = f" in groups of {self.group}" if self.group else ""
         offsets = " with offsets" if self.has_offsets else ""
-        return f"{self.codes}{groups}{offsets}" + (f", scales in {self.scales}" * bool(self.scales))
+        order = " in order of activations" if self.is_ordered else ""
+        return f"{self.codes}{groups}{order}{offsets}" + (
+            f", scales in {self.scales}" * bool(self.scales)
+        )
 
 
 def common_format(formats: Iterable[WeightFormat | None]) -> WeightFormat | None:
@@ -82,13 +87,14 @@ def _join(one: WeightFormat | None, other: WeightFormat | None) -> WeightFormat 
         # codes of four bits without a sign fit into int8, too
         codes = bytes_.pop()
     group = math.gcd(one.group, other.group)
-    if group == 1:
+    if group == 1 or one.is_ordered != other.is_ordered:
         return None
     return WeightFormat(
         codes,
         group,
         one.scales if one.scales == other.scales else "float32",
         one.has_offsets or other.has_offsets,
+        one.is_ordered,
     )
 
 

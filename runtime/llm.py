@@ -31,12 +31,12 @@ from . import session
 from .bundles import compilation_cache
 from .bundles.warm_start import WarmStart
 from .checkpoint import ModelFiles, open_model
+from .checkpoint.published_numbers import keep_published
 from .console import tell
 from .engine.generation import GenerationSession
 from .errors import RowError, check_process
 from .files.layout_files import read_layout_table
 from .files.run_config import read_instant, read_plan_table
-from .published_numbers import keep_published
 from .request import Request, RequestOutput, SamplingParams
 from .text.chat_template import ChatRenderer
 from .text.tokenizer import Tokenizer

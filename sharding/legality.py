@@ -337,7 +337,10 @@ def _weight_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
     for name, (num_groups, axis) in sizes.groups.items():
         if axis:
             what = f"the number of groups of {name}, which must not be on two devices,"
-            remedy = "Take a smaller numbers.group, or change the rule."
+            remedy = (
+                "Take a smaller numbers.group, change the rule, or set the weights of this "
+                'parameter to "float" in numbers.rules.'
+            )
             yield from _division(layout, rules, axis, what, num_groups, remedy)
     kinds = {tuple(sorted(filter(None, a))) for _, a in sizes.weights.values()}
     for logical_axes in sorted(kinds):

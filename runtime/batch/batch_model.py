@@ -255,7 +255,7 @@ class BatchModel:
         from ...compile.plan import Plan
         from ...compile.targets import find_target
         from .. import session
-        from ..published_numbers import keep_published
+        from ..checkpoint.published_numbers import keep_published
 
         name = _target_name(self.options, self.plan_table)
         try:
@@ -292,7 +292,7 @@ class BatchModel:
         """The given plan, or a plan derived from the rows of this job, with the overrides."""
         from ...compile.plan import Numbers, PlannedModel
         from .. import session
-        from ..published_numbers import keep_published
+        from ..checkpoint.published_numbers import keep_published
         from .job_plan import derived_plan, given_plan, overridden_numbers
 
         overrides = self.options.set

@@ -78,7 +78,7 @@ class CodedTensor(Protocol):
 
     @property
     def kept(self) -> KeptCodes | None:
-        """What a plan may keep; None if numbers that share a scale have any positions."""
+        """The codes that a plan may keep; None for none."""
         ...
 
     @property
@@ -186,6 +186,8 @@ class CodedMatrix:
     """The number to add to stored zero points."""
     has_groups: bool = False
     """Whether the group of each input is stored."""
+    is_ordered: bool = False
+    """Whether stored groups may have inputs of any positions."""
     is_symmetric: bool = True
     """Whether all zero points must be `center`."""
 
@@ -197,7 +199,7 @@ class CodedMatrix:
     def kept(self) -> KeptCodes | None:
         codes, scales = self.dtypes
         has_offsets = self.zeros is not None and not self.is_symmetric
-        form = WeightFormat(codes, 0, scales, has_offsets)
+        form = WeightFormat(codes, 0, scales, has_offsets, self.is_ordered)
         return KeptCodes(form, self.block)
 
     def read(self, fetch: Fetch, box: Box, part: Part) -> np.ndarray:
@@ -336,6 +338,7 @@ class GptqFormat:
             _center(quantisation.bits, quantisation.is_symmetric),
             quantisation.zero_bias,
             GROUPS in infos,
+            quantisation.is_ordered,
             quantisation.is_symmetric,
         )
 
@@ -447,6 +450,7 @@ class CompressedFormat:
             zeros,
             center,
             has_groups=GROUPS in infos,
+            is_ordered=GROUPS in infos,
             is_symmetric=quantisation.is_symmetric,
         )
 

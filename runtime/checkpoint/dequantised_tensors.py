@@ -79,7 +79,7 @@ class DequantisedTensors:
 
     @property
     def kept(self) -> Mapping[str, KeptCodes]:
-        """What a plan may keep of quantised tensors."""
+        """The codes of quantised tensors that a plan may keep."""
         return {name: coded.kept for name, coded in self._coded.items() if coded.kept is not None}
 
     def part(self, part: Part) -> TensorSource:

@@ -46,7 +46,7 @@ class GGUFFile:
 
     @property
     def kept(self) -> Mapping[str, KeptCodes]:
-        """What a plan may keep of tensors in codes."""
+        """The codes of tensors that a plan may keep."""
         found = {}
         for name, info in self._tensors.items():
             if info.stored_as in CODES:

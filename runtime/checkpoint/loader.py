@@ -25,11 +25,12 @@ import numpy as np
 from ...modelzoo.config import Arrangement
 from ...modelzoo.families.mapping import ParameterSource
 from ...modelzoo.layer_groups import single_layer_names
-from ...modelzoo.weight_formats import OFFSETS, SCALES, Quantisation
+from ...modelzoo.weight_formats import OFFSETS, ORDER, SCALES, Quantisation
 from ..errors import CheckpointMismatch
 from .block_formats import Part
 from .published_formats import CodedSource
-from .quantiser import WeightQuantiser, split_groups, weight_box
+from .published_weight import PublishedWeight
+from .quantiser import WeightQuantiser
 from .tensor_source import AxisPattern, Box, Index, Interval, TensorSource, intervals, source_of
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def load_params(
     """
     if isinstance(tensors, RearrangeableSource):
         tensors = tensors.arranged(spec.arrangement)
-    of_groups = {path + end for path in quantisations for end in (SCALES, OFFSETS)}
+    of_groups = {path + end for path in quantisations for end in (SCALES, OFFSETS, ORDER)}
     weights = {path: leaf for path, leaf in abstract.items() if path not in of_groups}
     check_coverage(spec, tensors, _by_single_layers(weights))
     if not isinstance(shardings, Mapping):
@@ -92,11 +93,18 @@ def load_params(
             read = partial(reader.read, dtype=np.dtype(leaf.dtype))
             params[path] = _put_on_devices(leaf, shardings[path], read)
             continue
-        paths = [path + end for end in ("", SCALES, OFFSETS) if path + end in abstract]
-        placed = [(abstract[name], shardings[name]) for name in paths]
         quantisation = quantisations[path]
-        load = _load_published if quantisation.format.is_published else _load_quantised
-        params |= zip(paths, load(reader, quantisation, *placed), strict=True)
+        ends = [end for end in ("", SCALES, OFFSETS, ORDER) if path + end in abstract]
+        placed = {end: (abstract[path + end], shardings[path + end]) for end in ends}
+        if quantisation.format.is_published:
+            weight = PublishedWeight(path, quantisation, leaf.shape, reader.read_part)
+            arrays = [
+                _put_on_devices(leaf, sharding, partial(weight.read, end, dtype=leaf.dtype))
+                for end, (leaf, sharding) in placed.items()
+            ]
+        else:
+            arrays = _load_quantised(reader, quantisation, *placed.values())
+        params |= {path + end: array for end, array in zip(ends, arrays, strict=True)}
     return params
 
 
@@ -108,10 +116,10 @@ class _Reader:
     tensors: TensorSource
     shape: tuple[int, ...]
 
-    def part(self, part: Part) -> "_Reader":
-        """A reader of a part of tensors in codes."""
+    def read_part(self, part: Part, box: Box, dtype: np.dtype) -> np.ndarray:
+        """Read a part of a box of a weight in codes."""
         assert isinstance(self.tensors, CodedSource), "the formats are those of the checkpoint"
-        return replace(self, tensors=self.tensors.part(part))
+        return replace(self, tensors=self.tensors.part(part)).read(box, dtype)
 
     def read(self, box: Box, dtype: np.dtype) -> np.ndarray:
         index = tuple(interval.as_slice() for interval in box)
@@ -141,35 +149,6 @@ def _load_quantised(
 
     in_codes = _put_on_devices(leaf, sharding, read_codes)
     return in_codes, _put_on_devices(scale_leaf, scale_sharding, read_scales)
-
-
-def _load_published(
-    reader: _Reader, quantisation: Quantisation, codes: "_Placed", *of_groups: "_Placed"
-) -> "list[jax.Array]":
-    """Load the published codes of a weight, and the scales and offsets of its groups."""
-    leaf, sharding = codes
-    read = partial(reader.part("codes").read, dtype=np.dtype(leaf.dtype))
-    loaded = [_put_on_devices(leaf, sharding, read)]
-    for (leaf, sharding), part in zip(of_groups, ("scales", "offsets"), strict=False):
-        read = partial(_read_groups, reader.part(part), quantisation, np.dtype(leaf.dtype))
-        loaded.append(_put_on_devices(leaf, sharding, read))
-    return loaded
-
-
-def _read_groups(
-    reader: _Reader, quantisation: Quantisation, dtype: np.dtype, box: Box
-) -> np.ndarray:
-    """Read one number for each group of a box, from the numbers of all its features."""
-    numbers = reader.read(weight_box(quantisation, reader.shape, box), np.dtype(np.float32))
-    grouped = split_groups(numbers, quantisation, tuple(map(len, box)))
-    found = grouped[:, :, 0]
-    if not np.array_equal(grouped, np.broadcast_to(found[:, :, None], grouped.shape)):
-        names = ", ".join(part.tensor for source in reader.sources for part in source.parts)
-        raise CheckpointMismatch(
-            f"{names}: expected {quantisation.format}, got groups of other features. Set "
-            f'numbers.weights = "float" for these weights.'
-        )
-    return found.reshape([len(interval) for interval in box]).astype(dtype)
 
 
 def _by_single_layers(

@@ -33,7 +33,7 @@ class CodedSource(TensorSource, Protocol):
 
     @property
     def kept(self) -> Mapping[str, KeptCodes]:
-        """What a plan may keep of tensors, by name; a tensor with plain numbers is not there."""
+        """The codes that a plan may keep, by name; a tensor with plain numbers is not there."""
         ...
 
     def part(self, part: Part) -> TensorSource:
@@ -107,6 +107,9 @@ def _format_of(
     if kept is None:
         return None
     pattern = AxisPattern.of(part)
+    if kept.format.is_ordered and any(pattern.target[: inputs[0]]):
+        # activations have one order, so all of these axes would have it
+        return None
     names = tuple(name for axis in inputs for name in pattern.target[axis])
     blocks = (1, *kept.blocks) if part.stacked else kept.blocks
     group = None
@@ -119,7 +122,7 @@ def _format_of(
         group = math.gcd(size, num_inputs) if size else 0
     if group is None or group == 1:
         return None
-    return replace(kept.format, group=group)
+    return replace(kept.format, group=group, is_ordered=kept.format.is_ordered and group > 0)
 
 
 def by_pattern(

@@ -60,8 +60,8 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     from ..bundles import bundle
     from ..bundles.key import digest
     from ..checkpoint import open_model
+    from ..checkpoint.published_numbers import keep_published
     from ..devices.graph_memory import required_bytes
-    from ..published_numbers import keep_published
 
     def say(message: object) -> None:
         if peers.is_leader:

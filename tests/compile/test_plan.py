@@ -11,9 +11,10 @@ from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.expert_plan import ExpertPlan
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
-from noria.compile.plan import Numbers, Plan, PlannedModel
+from noria.compile.plan import Numbers, Plan, PlannedModel, published_format, published_table
 from noria.compile.plan_tables import table_lines
 from noria.modelzoo.moe.config import LOSSLESS, Dispatch, Tiles
+from noria.modelzoo.weight_formats import WeightFormat
 
 GRID = BucketGrid(64, ((16, 4), (48, 1)), 8, (32, 64), steps_per_call=4, score=True)
 PLAN = Plan("cpu", PlannedModel('a "quoted" \\ name', "sha256:00"), Numbers("float32"), GRID)
@@ -108,6 +109,48 @@ def test_formats_of_weights_survive_their_file():
     assert '[numbers]\ndtype = "bfloat16"\nweights = "int4"\ngroup = 64\n' in text
     assert Plan.from_table(tomllib.loads(text)) == plan
     assert "weights" not in PLAN.to_toml()
+
+
+PUBLISHED = {
+    "layers.*.mlp.down": {"codes": "uint4", "group": 32, "scales": "float16", "offsets": True},
+    "layers.0.attention.qkv": {"codes": "float8_e4m3fn", "scales": "float32"},
+}
+
+
+def test_published_formats_survive_their_file_and_are_the_formats_of_weights():
+    plan = replace(PLAN, numbers=Numbers("bfloat16", "as_published", published=PUBLISHED))
+    assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan
+    assert plan.numbers.weight_rules.published == (
+        ("layers.*.mlp.down", WeightFormat("uint4", 32, "float16", has_offsets=True)),
+        ("layers.0.attention.qkv", WeightFormat("float8_e4m3fn", 0, "float32")),
+    )
+    for _, form in plan.numbers.weight_rules.published:
+        assert published_format(published_table(form)) == form
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "int8", "published": PUBLISHED}, "expected none, as weights is 'int8', got 2"),
+        ({"published": {"a": {"codes": "int4"}}}, r"'a': .* missing \['scales'\]"),
+        ({"published": {"a": {"codes": "int3", "scales": "float32"}}}, "'a'.codes: .* got 'int3'"),
+        ({"published": {"a": {"codes": "int4", "scales": "int8"}}}, "'a'.scales: .* got 'int8'"),
+        (
+            {"published": {"a": {"codes": "int4", "scales": "float16", "order": 1}}},
+            "'a'.order: expected true or false, got 1",
+        ),
+        ({"group": 32}, "numbers.group: expected 0, as published weights have their own groups"),
+        ({"published": 1}, "numbers.published: expected a table, got 1"),
+    ],
+)
+def test_published_formats_that_no_checkpoint_has_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        Numbers(**{"dtype": "float32", "weights": "as_published"} | options)
+
+
+def test_a_plan_without_the_formats_of_its_checkpoint_has_no_weights():
+    with pytest.raises(ValueError, match=r"numbers\.published: expected the formats of the check"):
+        Numbers("float32", "as_published").weight_rules  # noqa: B018
 
 
 def test_options_of_the_compiler_survive_their_file_in_an_order_of_their_own():

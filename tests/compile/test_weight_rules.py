@@ -9,7 +9,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.planning.work import Work
 from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.config import AS_PUBLISHED
-from noria.modelzoo.weight_formats import SCALES, WeightFormat
+from noria.modelzoo.weight_formats import SCALES, WeightFormat, common_format
 from noria.sharding.call import Call
 
 INT8, INT4 = WeightFormat("int8"), WeightFormat("int4", 8)
@@ -82,3 +82,29 @@ def test_the_bytes_that_decode_needs_are_those_of_codes_and_scales(form, bits):
     assert saved == pytest.approx(elements * (16 - bits) / 8, rel=0.02)
     parameters = wide.parameter_bytes - narrow.parameter_bytes
     assert parameters == pytest.approx(saved)
+
+
+@pytest.mark.parametrize(
+    ("formats", "common"),
+    [
+        (("int4", "int4"), "int4"),
+        (("int4", "uint4"), "int8"),
+        (("uint4", "int8"), "int8"),
+        (("float4_e2m1fn", "float8_e4m3fn"), "float8_e4m3fn"),
+        (("int4", "float8_e4m3fn"), None),
+    ],
+)
+def test_a_common_format_has_codes_for_the_values_of_both(formats, common):
+    one, other = (WeightFormat(codes, 32, "float16") for codes in formats)
+    found = common_format([one, other])
+    assert found == (common and WeightFormat(common, 32, "float16"))
+    assert common_format([one, None]) is None
+
+
+def test_a_common_format_has_the_groups_scales_and_offsets_of_both():
+    one = WeightFormat("int8", 48, "float16")
+    found = common_format([one, WeightFormat("int8", 32, "float32", has_offsets=True)])
+    assert found == WeightFormat("int8", 16, "float32", has_offsets=True)
+    assert common_format([one, WeightFormat("int8", 0, "float16")]) == one
+    assert common_format([one, WeightFormat("int8", 5, "float16")]) is None
+    assert common_format([one, replace(one, is_ordered=True)]) is None

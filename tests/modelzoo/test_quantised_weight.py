@@ -1,6 +1,7 @@
 """Products of quantised weights equal products of the values of their codes and scales."""
 
 from dataclasses import replace
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +60,16 @@ def published_weight(weight: np.ndarray, quantisation: Quantisation):
         values = values + np.expand_dims(offsets, axis + 1)
     arrays = jnp.asarray(codes), jnp.asarray(scales), quantisation
     given = None if offsets is None else jnp.asarray(offsets)
-    return QuantisedWeight(*arrays, given, jnp.dtype("float32")), values.reshape(weight.shape)
+    weight = QuantisedWeight(*arrays, given, dtype=jnp.dtype("float32"))
+    return weight, values.reshape(weight.shape)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "default"])
-@pytest.mark.parametrize("form", [*FORMATS, *PUBLISHED], ids=str)
+@pytest.mark.parametrize(
+    ("form", "platform"),
+    # on the CPU, all formats take the same way
+    [*product(FORMATS, ["cpu", "default"]), *((form, "default") for form in PUBLISHED)],
+    ids=str,
+)
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: case[0])
 def test_a_product_with_codes_is_that_with_their_values(case, form, platform, monkeypatch):
     """The form for other platforms runs on the CPU, too."""
@@ -72,10 +78,11 @@ def test_a_product_with_codes_is_that_with_their_values(case, form, platform, mo
         return forms[platform](*operands)
 
     monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
-    equation, product, x_shape, shape, inputs = case
+    equation, multiplied, x_shape, shape, inputs = case
     x = jnp.asarray(RNG.normal(size=x_shape).astype(np.float32))
     weight, values = weight_of(shape, inputs, form)
-    got, wanted = multiply(equation, product, x, weight), product(x, jnp.asarray(values))
+    got = multiply(equation, multiplied, x, weight)
+    wanted = multiplied(x, jnp.asarray(values))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
 
 
@@ -150,3 +157,15 @@ def test_products_of_bfloat16_are_rounded_once():
 def test_weights_are_pytrees_of_codes_and_scales():
     weight, _ = weight_of((16, 24), (-2,), WeightFormat("int8"))
     assert [leaf.shape for leaf in jax.tree.leaves(weight)] == [(16, 24), (1, 24)]
+
+
+def test_an_order_is_that_of_the_input_features_of_the_codes():
+    weight, values = weight_of((2, 4, 8, 12), (-4, -3, -2), WeightFormat("int8", 4))
+    order = RNG.permutation(64)
+    unordered = np.empty((64, 12), np.float32)
+    unordered[order] = values.reshape(64, 12)
+    x = jnp.asarray(RNG.normal(size=(3, 2, 4, 8)).astype(np.float32))
+    equation, multiplied = einsum("BKGH,KGHD->BD")
+    got = multiply(equation, multiplied, x, replace(weight, order=jnp.asarray(order)))
+    wanted = multiplied(x, jnp.asarray(unordered.reshape(2, 4, 8, 12)))
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)

@@ -15,7 +15,7 @@ from noria.modelzoo.weight_formats import BYTE_DTYPES
 from noria.runtime.checkpoint import open_model
 from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.gguf_codes import CODES
-from noria.runtime.published_numbers import keep_published
+from noria.runtime.checkpoint.published_numbers import keep_published
 
 EMBED, KEYS = 256, 64
 SHAPES = {

@@ -13,18 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from laid_out import VOCAB, LaidOut, expected_of, greedy_rows, layout_of
-from published_formats import FORMATS, PublishedForm, write_model
+from published_formats import ACT_ORDER, FORMATS, PublishedForm, write_model
+from test_dequantised_tensors import GPT_OSS, gpt_oss_tensors
 from tiny_llama import CONFIG, random_tensors, save
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel, model_sizes
 from noria.compile.plan import Numbers
 from noria.compile.weight_rules import WeightRules
-from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig
+from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.modelzoo.quantised_weight import QuantisedWeight
-from noria.modelzoo.weight_formats import BYTE_DTYPES, OFFSETS, SCALES
+from noria.modelzoo.weight_formats import BYTE_DTYPES, OFFSETS, ORDER, SCALES
 from noria.runtime.checkpoint import load_params, open_model
-from noria.runtime.published_numbers import keep_published
+from noria.runtime.checkpoint.published_numbers import keep_published
+from noria.runtime.errors import CheckpointMismatch
 from noria.sharding.legality import check
 
 LLAMA = CONFIG | {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8}
@@ -63,10 +65,22 @@ def numbers_of(laid: LaidOut) -> dict[str, np.ndarray]:
         if quantisation is not None:
             scales, offsets = (laid.parameters.get(name + x) for x in (SCALES, OFFSETS))
             dtype = jnp.dtype("float32")
-            array = QuantisedWeight(array, scales, quantisation, offsets, dtype).dequantise()
-        if not name.endswith((SCALES, OFFSETS)):
+            weight = QuantisedWeight(array, scales, quantisation, offsets, dtype=dtype)
+            array = weight.dequantise()
+            if (order := laid.parameters.get(name + ORDER)) is not None:
+                array = in_own_order(array, order, quantisation.inputs)
+        if not name.endswith((SCALES, OFFSETS, ORDER)):
             found[name] = np.asarray(array)
     return found
+
+
+def in_own_order(array, order, inputs) -> np.ndarray:
+    """Return a weight of one layer with its inputs at their own positions."""
+    first = array.ndim + inputs[0]
+    flat = np.asarray(array).reshape(*array.shape[:first], order.size, -1)
+    found = np.empty_like(flat)
+    found[..., order, :] = flat
+    return found.reshape(array.shape)
 
 
 @FORMS
@@ -104,7 +118,7 @@ def test_devices_hold_the_codes_of_one_device(tmp_path, form):
         np.testing.assert_array_equal(found[name], values, err_msg=name)
 
 
-@FORMS
+@pytest.mark.parametrize("form", (*FORMATS, ACT_ORDER), ids=lambda form: form.name)
 def test_a_model_answers_as_the_same_model_dequantised(tmp_path, form):
     path = saved(tmp_path / "m", form)
     answers = [
@@ -115,9 +129,9 @@ def test_a_model_answers_as_the_same_model_dequantised(tmp_path, form):
 
 
 @cache
-def forward(config: DecoderConfig, rules: WeightRules):
+def forward(config: DecoderConfig, rules: WeightRules, arrangement: Arrangement = AS_PUBLISHED):
     """Return a compiled function from parameters to log-probabilities of two prompts."""
-    definition = AbstractModel(config, weight_rules=rules)
+    definition = AbstractModel(config, arrangement, rules)
     tokens_BT, length_B = np.arange(3, 19, dtype=np.int32).reshape(2, 8), np.array([8, 5])
 
     @jax.jit
@@ -180,7 +194,61 @@ def test_devices_answer_as_one_device_with_float_weights(tmp_path, config, layou
     np.testing.assert_allclose(got, wanted.prompt_logprobs_RV, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
 
 
-def test_scanned_layers_keep_a_format_that_is_exact_for_all_of_them(tmp_path):
+def test_act_order_is_kept_as_an_order_of_input_features(tmp_path):
+    path = saved(tmp_path / "m", ACT_ORDER)
+    kept, plain = load(path), load(path, Numbers("float32"))
+    found = numbers_of(kept)
+    for name, values in numbers_of(plain).items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    orders = [np.asarray(kept.parameters[f"layers.0.{name}.order"]) for name in WEIGHTS]
+    assert all(sorted(order) == list(range(128)) for order in orders)
+    assert not np.array_equal(orders[0], np.arange(128))
+
+
+def test_act_order_of_split_inputs_is_refused_by_name(tmp_path):
+    with open_model(saved(tmp_path / "m", ACT_ORDER)) as files:
+        rules, config = keep_published(KEEP, files).weight_rules, files.spec.config
+    layout = layout_of("weight-stationary-1d@tensor=2")
+    findings = check(layout, model_sizes(config, 2, weight_rules=rules))
+    names = ("layers.0.mlp.down", "layers.0.attention.output")
+    assert len(findings) == 2 and all(
+        name in finding and "numbers.rules" in finding
+        for name, finding in zip(names, sorted(findings), strict=True)
+    )
+
+
+def test_tensors_of_one_parameter_with_two_orders_are_refused_by_name(tmp_path):
+    written = write_model(random_tensors(LLAMA), ACT_ORDER)
+    name = "model.layers.0.self_attn.k_proj.g_idx"
+    written.stored[name] = np.roll(written.stored[name], 1)
+    config = LLAMA | {"quantization_config": ACT_ORDER.config}
+    path = save(tmp_path / "m", config, written.stored)
+    with pytest.raises(CheckpointMismatch, match=r"layers.0.attention.qkv: expected one order"):
+        load(path)
+
+
+def test_scanned_layers_keep_orders_of_their_own(tmp_path):
+    config = LLAMA | {"num_hidden_layers": 2}
+    stored = write_model(random_tensors(LLAMA), ACT_ORDER).stored
+    for name, array in list(stored.items()):
+        if ".layers.0." in name:
+            array = np.roll(array, 1) if name.endswith("g_idx") else array
+            stored[name.replace(".layers.0.", ".layers.1.")] = array
+    path = save(tmp_path / "m", config | {"quantization_config": ACT_ORDER.config}, stored)
+    with open_model(path) as files:
+        scanned = LaidOut(files.spec.config, scan_layers=True)
+    kept, unrolled = load(path, KEEP, scanned), load(path)
+    orders = kept.parameters["layers.0:2.mlp.down.order"]
+    assert orders.shape == (2, 128) and not np.array_equal(*orders)
+    for i, order in enumerate(orders):
+        np.testing.assert_array_equal(order, unrolled.parameters[f"layers.{i}.mlp.down.order"])
+    scanning = replace(AS_PUBLISHED, scan_layers=True, packs_codes=False)
+    found = forward(kept.config, kept.weight_rules, scanning)(kept.parameters)
+    wanted = forward(kept.config, unrolled.weight_rules)(unrolled.parameters)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
+
+
+def test_scanned_layers_keep_a_a_format_that_is_exact_for_all_of_them(tmp_path):
     """Two layers of int4 and uint4 have codes of int8 in a loop."""
     config = LLAMA | {"num_hidden_layers": 2}
     one, other = form_of("GPTQ without zero points"), form_of("GPTQ of 4 bits")
@@ -236,3 +304,22 @@ def test_rules_of_the_plan_decide_before_what_is_published(tmp_path):
         "layers.0.mlp.gate_up": kept_as,
     }
     assert kept.parameters["layers.0.mlp.down"].dtype == "float32"
+
+
+def test_experts_of_gpt_oss_keep_their_codes(tmp_path):
+    rng, stored = np.random.default_rng(2), gpt_oss_tensors()
+    for name, blocks in (("gate_up_proj", 2), ("down_proj", 1)):
+        name = f"model.layers.0.mlp.experts.{name}"
+        stored[f"{name}_blocks"] = rng.integers(0, 256, (3, 64, blocks, 16), np.uint8)
+        stored[f"{name}_scales"] = rng.integers(120, 130, (3, 64, blocks), np.uint8)
+    quantisation = {"quantization_config": {"quant_method": "mxfp4"}}
+    path = save(tmp_path / "m", GPT_OSS | quantisation, stored)
+    kept, plain = load(path), load(path, Numbers("float32"))
+    form = "float4_e2m1fn in groups of 32, scales in float8_e8m0fnu"
+    formats = {name: str(x.format) for name, x in kept.definition.quantisations.items()}
+    assert formats == {"layers.0.mlp.gate_up": form, "layers.0.mlp.down": form}
+    assert kept.parameters["layers.0.mlp.down"].dtype == "float8_e4m3fn"
+    assert kept.parameters["layers.0.mlp.down.scales"].dtype == "float8_e8m0fnu"
+    found = numbers_of(kept)
+    for name, values in numbers_of(plain).items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)

@@ -6,11 +6,11 @@ the plan alone. Reads headers of files only.
 
 from dataclasses import replace
 
-from ..compile.plan import Numbers, published_table
-from ..compile.weight_rules import KEPT
-from .checkpoint import ModelFiles
-from .checkpoint.published_formats import by_pattern, published_formats
-from .errors import ModelNotFound
+from ...compile.plan import Numbers, published_table
+from ...compile.weight_rules import KEPT
+from ..errors import ModelNotFound
+from .model_files import ModelFiles
+from .published_formats import by_pattern, published_formats
 
 
 def keep_published(numbers: Numbers, files: ModelFiles) -> Numbers:
@@ -22,7 +22,7 @@ def keep_published(numbers: Numbers, files: ModelFiles) -> Numbers:
     if numbers.weights != KEPT:
         return numbers
     # a start from a bundle loads executables before flax
-    from ..compile.abstract_model import AbstractModel
+    from ...compile.abstract_model import AbstractModel
 
     weights = AbstractModel(files.spec.config).weights
     try:
