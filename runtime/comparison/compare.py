@@ -158,7 +158,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Setup:
-    """What all models of a comparison share."""
+    """The settings that all models of a comparison share."""
 
     target: Target
     layout: Layout | None

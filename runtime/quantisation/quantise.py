@@ -5,7 +5,7 @@ layer and their codes, or one of the tables of tokens. The weights that stay in 
 do when weights are rounded as they load.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..checkpoint.loader import check_coverage, read_parameter
 from ..checkpoint.quantiser import dequantise
 from ..errors import ConfigError
 from .calibration import Calibration
-from .published_form import PublishedForm
+from .published_form import Parameters, PublishedForm
 from .rounding import GPTQ, round_weight
 
 Say = Callable[[str], object]
@@ -96,7 +96,8 @@ class _Model:
             yield from self._rounded_layer(layer, method, calibration)
             say(f"layer {layer + 1} of {len(self._in_layers)}")
         for path in self._others:
-            yield from self._round(path, self._read(path), method)[1].items()
+            rounded = self._round(path, self._read(path), method)
+            yield from self.form.tensors(path, rounded).items()
 
     def _rounded_layer(
         self, layer: int, method: str, calibration: Calibration | None
@@ -107,39 +108,43 @@ class _Model:
         Hessian of its input in the model that is rounded so far.
         """
         prefix = f"layers.{layer}."
-        weights = {path: self._read(path) for path in self._in_layers[layer]}
-        tensors: dict[str, Mapping[str, np.ndarray]] = {}
+        weights = {path.removeprefix(prefix): self._read(path) for path in self._in_layers[layer]}
+        rounded: dict[str, Parameters] = {}
+        for names in () if calibration is None else calibration.layer(layer).products:
+            if not any(prefix + name in self.form.quantisations for name in names):
+                continue
+            assert calibration is not None
+            hessian_AA = calibration.hessian(layer, weights, names[0])
+            for name in names:
+                path = prefix + name
+                rounded[name] = self._round(path, weights[name], method, hessian_AA)
+                weights[name] = self._values(path, rounded[name])
+        for name, weight in weights.items():
+            if name not in rounded:
+                rounded[name] = self._round(prefix + name, weight, method)
         if calibration is not None:
-            local = {path.removeprefix(prefix): weight for path, weight in weights.items()}
-            for products in calibration.layer(layer).products:
-                paths = [p for p in products if prefix + p in self.form.quantisations]
-                hessian_AA = calibration.hessian(layer, local, paths[0]) if paths else None
-                for name in paths:
-                    path = prefix + name
-                    local[name], tensors[path] = self._round(
-                        path, weights.pop(path), method, hessian_AA
-                    )
-            for path in [path for path in weights if path in self.form.quantisations]:
-                local[path.removeprefix(prefix)], tensors[path] = self._round(
-                    path, weights.pop(path), method
-                )
-            calibration.advance(layer, local)
-        for path in self._in_layers[layer]:
-            if path not in tensors:
-                tensors[path] = self._round(path, weights.pop(path), method)[1]
-            yield from tensors[path].items()
+            values = {name: self._values(prefix + name, x) for name, x in rounded.items()}
+            calibration.advance(layer, values)
+        for name in weights:
+            yield from self.form.tensors(prefix + name, rounded[name]).items()
 
     def _round(
         self, path: str, weight: np.ndarray, method: str, hessian_AA: np.ndarray | None = None
-    ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
-        """The values of a rounded weight in float32, and its tensors; a float weight is cast."""
-        dtype, quantisation = self.form.abstract[path].dtype, self.form.quantisations.get(path)
+    ) -> Parameters:
+        """Codes and scales of a weight, or a weight in float in the dtype in which it is stored."""
+        quantisation = self.form.quantisations.get(path)
         if quantisation is None:
-            return weight, self.form.tensors(path, {path: weight.astype(dtype)})
-        scales_dtype = self.form.abstract[path + SCALES].dtype
-        codes, scales = round_weight(weight, quantisation, scales_dtype, method, hessian_AA)
-        tensors = self.form.tensors(path, {path: codes, path + SCALES: scales})
-        return dequantise(codes, scales, quantisation), tensors
+            return {path: weight.astype(self.form.abstract[path].dtype)}
+        dtype = self.form.abstract[path + SCALES].dtype
+        codes, scales = round_weight(weight, quantisation, dtype, method, hessian_AA)
+        return {path: codes, path + SCALES: scales}
+
+    def _values(self, path: str, rounded: Parameters) -> np.ndarray:
+        """The values of a weight that `_round` returned, in float32."""
+        quantisation = self.form.quantisations.get(path)
+        if quantisation is None:
+            return rounded[path].astype(np.float32)
+        return dequantise(rounded[path], rounded[path + SCALES], quantisation)
 
     def _read(self, path: str) -> np.ndarray:
         shape = self._shapes[path].shape
