@@ -6,11 +6,19 @@
 from typing import TYPE_CHECKING, Any
 
 from .request import CompletionOutput, RequestOutput, SampleRule, SamplingParams
+from .structured.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from .llm import LLM
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SampleRule", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SampleRule",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 
 def __getattr__(name: str) -> Any:
