@@ -81,6 +81,8 @@ def test_the_order_of_keys_makes_another_form():
         accepted(chat(guided_json=s)).params.structured_outputs.fingerprint for s in schemas
     )
     assert one == same != other
+    hashes = [accepted(chat(guided_json=s)).request_hash for s in schemas]
+    assert hashes[0] == hashes[2] != hashes[1]
 
 
 @pytest.mark.parametrize(
