@@ -98,6 +98,14 @@ def test_the_plan_names_the_forms(job):
     assert job[2]["compiles_during_run"] == 0
 
 
+def test_a_planned_job_has_the_same_forms(noria, job, tmp_path):
+    path = tmp_path / "plan.toml"
+    arguments = ("--workload", job[0], "--target", "cpu", "--tries", 1, "-o", path)
+    noria.run_here("plan", "--model", noria.model, *arguments)
+    of_job = job[2]["plan"].partition("[structured]")[2]
+    assert path.read_text("utf-8").partition("[structured]")[2] == of_job
+
+
 def test_rows_without_a_form_have_the_answers_of_a_job_without_forms(noria, job, tmp_path):
     rows = [row for i, row in enumerate(lines()[:40]) if i % 3 == 2 and i not in (3, 4)]
     plan = job[2]["plan"].split("[structured]")[0]
