@@ -224,6 +224,9 @@ class _GraphPlanner:
         body = partial(decode_step, span=span, num_steps=self._grid.steps_per_call)
         head = self._head(span)
         arguments = (self._parameters, head, self._replicated(signatures.live_mask(self._grid)))
+        if (structured := self._grid.structured) is not None:
+            tables = signatures.structure_tables(structured, self._model)
+            arguments = (*arguments, self._replicated(tables))
         results = (_shardings(head), self._placement.replicated)
         name = CompiledGraphs.decode_name(span)
         assert self._kernels.decode is not None
@@ -236,7 +239,10 @@ class _GraphPlanner:
         return self._state._replace(cache=self._state.cache.head(num_segments))
 
     def _fork_graph(self) -> GraphSpec:
-        arguments = (self._state, *self._replicated(signatures.fork_arguments(self._model)))
+        arguments = (
+            self._state,
+            *self._replicated(signatures.fork_arguments(self._model, self._grid)),
+        )
         body = partial(fork_step, cache_operations=self._operations["decode"])
         return GraphSpec(CompiledGraphs.FORK, body, arguments, _shardings(self._state), (0,))
 
@@ -285,7 +291,7 @@ class _GraphPlanner:
                 (
                     self._parameters,
                     head,
-                    *self._replicated(arguments(self._model, bucket, has_prefix=has_prefix)),
+                    *self._replicated(arguments(self._model, bucket, self._grid)),
                 ),
                 results,
                 (1,),

@@ -11,6 +11,7 @@ import jax
 
 from ..modelzoo.prompt_pieces import PromptPieces
 from ..modelzoo.sampling import SamplingState
+from ..modelzoo.structure import StructureTables
 from .grids.bucket_grid import BucketGrid, PrefillBucket
 from .prefill_steps import PrefillOutput, SlotRequests
 from .steps import DecodeOutput, DecodeState
@@ -109,11 +110,20 @@ class CompiledGraphs:
         return self._with_segments(state, 0, lambda *x: (graph(*x), None), row)[0]
 
     def decode(
-        self, parameters: Parameters, state: DecodeState, is_live_B: jax.Array, span: int
+        self,
+        parameters: Parameters,
+        state: DecodeState,
+        is_live_B: jax.Array,
+        span: int,
+        structures: StructureTables | None = None,
     ) -> tuple[DecodeState, DecodeOutput]:
-        """Decode several steps of the live rows over `span` cache positions. `state` is donated."""
+        """Decode several steps of the live rows over `span` cache positions. `state` is donated.
+
+        A plan with structured output needs the tables of its automata, `structures`.
+        """
         graph = partial(self.executable(self.decode_name(span)), parameters)
-        return self._over_span(state, span, graph, is_live_B)
+        tables = () if structures is None else (structures,)
+        return self._over_span(state, span, graph, is_live_B, *tables)
 
     def _over_span(
         self, state: DecodeState, span: int, graph: Callable[..., Any], *arguments: Any

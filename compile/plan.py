@@ -17,6 +17,7 @@ from .compiler_options import CompilerOptions, read_options
 from .expert_plan import ExpertPlan
 from .grids.bucket_grid import BucketGrid
 from .grids.prefix_grid import PrefixGrid
+from .grids.structured_grid import StructuredGrid
 from .plan_tables import check_keys, key_lines, table_lines
 from .target_names import TargetName
 from .weight_rules import FLOAT, KEPT, WeightRules
@@ -303,6 +304,8 @@ class Plan:
         lines += table_lines("buckets", self.buckets.to_table())
         if self.buckets.prefixes is not None:
             lines += table_lines("prefixes", self.buckets.prefixes.to_table())
+        if self.buckets.structured is not None:
+            lines += table_lines("structured", asdict(self.buckets.structured))
         if self.attention != AUTO_ATTENTION:
             lines += table_lines("attention", asdict(self.attention))
         if self.experts is not None:
@@ -329,22 +332,29 @@ class Plan:
           ValueError: A key or value is wrong, or a key is missing; the error names it.
         """
         table = _in_schema_2(table)
-        required, optional = _REQUIRED | {"numbers"}, _OPTIONAL | {"compiler", "prefixes"}
+        required, optional = (
+            _REQUIRED | {"numbers"},
+            _OPTIONAL | {"compiler", "prefixes", "structured"},
+        )
         check_keys("plan", table, required, optional, reserved=_RESERVED)
         model, buckets = table["model"], table["buckets"]
         check_keys("[model]", model, {"source", "fingerprint"}, {"scan_layers"})
-        _check_fields("[buckets]", buckets, BucketGrid, {"chunk"}, {"prefixes"})
+        _check_fields("[buckets]", buckets, BucketGrid, {"chunk"}, {"prefixes", "structured"})
         prefixes = None
         if "prefixes" in table:
             _check_fields("[prefixes]", table["prefixes"], PrefixGrid)
             prefixes = PrefixGrid.from_table(table["prefixes"])
+        structured = None
+        if "structured" in table:
+            _check_fields("[structured]", table["structured"], StructuredGrid)
+            structured = StructuredGrid(**table["structured"])
         experts = ExpertPlan.from_table(table["experts"]) if "experts" in table else None
         attention = AttentionPlan.from_table(table.get("attention", {}))
         return cls(
             table["target"],
             PlannedModel(**model),
             Numbers.from_table(table["numbers"]),
-            BucketGrid.from_table({**buckets, "prefixes": prefixes}),
+            BucketGrid.from_table({**buckets, "prefixes": prefixes, "structured": structured}),
             _layout(table),
             experts,
             attention,
@@ -376,7 +386,7 @@ def _in_schema_2(table: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     if schema == SCHEMA:
         return table
-    if newer := sorted({"numbers", "compiler", "prefixes"} & set(table)):
+    if newer := sorted({"numbers", "compiler", "prefixes", "structured"} & set(table)):
         raise ValueError(
             f"plan of schema 1: expected none of {newer}, which schema {SCHEMA} has. Set schema = "
             f"{SCHEMA}, and move model.dtype to [numbers]."

@@ -15,8 +15,10 @@ from ..modelzoo import kv_cache
 from ..modelzoo.prefixes import Prefixes
 from ..modelzoo.prompt_pieces import PromptPieces
 from ..modelzoo.sampling import SamplingState
+from ..modelzoo.structure import BITS, StructureTables
 from .grids.bucket_grid import BucketGrid, PrefillBucket
 from .grids.prefix_grid import PrefixGrid
+from .grids.structured_grid import MAX_LEVELS, StructuredGrid
 from .prefill_steps import SlotRequests
 from .steps import DecodeState
 
@@ -76,13 +78,19 @@ def decode_state(
         length_B=zeros(),
         limit_B=zeros(),
         is_active_B=jnp.zeros(B, bool),
-        sampling=greedy_sampling(B, V),
+        sampling=greedy_sampling(B, V, is_structured=grid.structured is not None),
         prefixes=prefixes,
     )
 
 
-def greedy_sampling(B: int, V: int) -> SamplingState:
-    """Greedy sampling parameters, as for rows without any of their own."""
+def greedy_sampling(B: int, V: int, *, is_structured: bool = False) -> SamplingState:
+    """Greedy sampling parameters, as for rows without any of their own.
+
+    Args:
+      B: The number of rows.
+      V: The padded size of the vocabulary.
+      is_structured: Whether rows have states of automata.
+    """
     return SamplingState(
         temperature_B=jnp.zeros(B),
         top_k_B=jnp.zeros(B, jnp.int32),
@@ -98,26 +106,27 @@ def greedy_sampling(B: int, V: int) -> SamplingState:
         bias_ids_BY=jnp.full((B, MAX_BIASES), V, jnp.int32),
         bias_BY=jnp.zeros((B, MAX_BIASES)),
         num_logprobs_B=jnp.full(B, -1, jnp.int32),
+        structure_B=jnp.zeros(B, jnp.int32) if is_structured else None,
     )
 
 
 def prefill_arguments(
-    model: "AbstractModel", bucket: PrefillBucket, *, has_prefix: bool = False
+    model: "AbstractModel", bucket: PrefillBucket, grid: BucketGrid
 ) -> tuple[PromptPieces, SlotRequests, jax.ShapeDtypeStruct]:
     """Arguments of a prefill graph: `rows, requests, tokens_BT`."""
     B = bucket.batch
     int_B = jax.ShapeDtypeStruct((B,), jnp.int32)
     start_B = None if bucket.is_whole else int_B
-    prefix_B = jax.ShapeDtypeStruct((1,), jnp.int32) if has_prefix else None
+    prefix_B = None if grid.prefixes is None else jax.ShapeDtypeStruct((1,), jnp.int32)
     rows = PromptPieces._make((int_B, start_B, int_B, prefix_B))
-    sampling = jax.eval_shape(lambda: greedy_sampling(B, model.padded_vocab))
+    sampling = _abstract_sampling(model, grid, B)
     tokens_BT = jax.ShapeDtypeStruct((B, bucket.tokens), jnp.int32)
     return rows, SlotRequests._make((int_B, int_B, sampling)), tokens_BT
 
 
-def score_arguments(model: "AbstractModel", bucket: PrefillBucket, *, has_prefix: bool = False):
+def score_arguments(model: "AbstractModel", bucket: PrefillBucket, grid: BucketGrid):
     """Arguments of a scoring graph: `rows, requests, tokens_BT, next_BT, num_logprobs_B`."""
-    rows, requests, tokens_BT = prefill_arguments(model, bucket, has_prefix=has_prefix)
+    rows, requests, tokens_BT = prefill_arguments(model, bucket, grid)
     return rows, requests, tokens_BT, tokens_BT, rows.count_B
 
 
@@ -133,12 +142,39 @@ def prefix_row() -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), jnp.int32)
 
 
-def fork_arguments(model: "AbstractModel"):
+def fork_arguments(model: "AbstractModel", grid: BucketGrid):
     """Arguments of the fork graph: `source, slot` and the row's sampling parameters."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    return number, number, jax.eval_shape(lambda: greedy_sampling(1, model.padded_vocab))
+    return number, number, _abstract_sampling(model, grid, 1)
 
 
 def live_mask(grid: BucketGrid) -> jax.ShapeDtypeStruct:
     """Argument `is_live_B` of a decode graph."""
     return jax.ShapeDtypeStruct((grid.decode_slots,), jnp.bool_)
+
+
+def structure_tables(structured: StructuredGrid, model: "AbstractModel") -> StructureTables:
+    """Argument `structures` of a decode graph."""
+    S, K, V = structured.states, len(structured.schemas) + 1, model.padded_vocab
+
+    def table(dtype: jax.typing.DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return StructureTables._make(
+        (
+            table(jnp.int16, S, structured.classes),
+            table(jnp.int32, S),
+            table(jnp.int32, K),
+            table(jnp.int16, K, V),
+            table(jnp.int32, S, MAX_LEVELS),
+            table(jnp.int32, S, MAX_LEVELS),
+            table(jnp.uint32, structured.masks, -(-V // BITS)),
+        )
+    )
+
+
+def _abstract_sampling(model: "AbstractModel", grid: BucketGrid, B: int) -> SamplingState:
+    is_structured = grid.structured is not None
+    return jax.eval_shape(
+        lambda: greedy_sampling(B, model.padded_vocab, is_structured=is_structured)
+    )

@@ -18,6 +18,7 @@ from ..modelzoo.operations import Operations
 from ..modelzoo.prefixes import Prefixes
 from ..modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens
 from ..modelzoo.segments import Segments
+from ..modelzoo.structure import StructureTables, allowed_tokens, next_states
 from ..modelzoo.weight_products import Axes
 
 if TYPE_CHECKING:
@@ -113,7 +114,13 @@ def score_positions(
 
 
 def decode_step(
-    decoder: "Decoder", state: DecodeState, is_live_B: jax.Array, *, span: int, num_steps: int
+    decoder: "Decoder",
+    state: DecodeState,
+    is_live_B: jax.Array,
+    structures: StructureTables | None = None,
+    *,
+    span: int,
+    num_steps: int,
 ) -> tuple[DecodeState, DecodeOutput]:
     """Decode up to `num_steps` tokens of every live row. Static: span, num_steps. Donated: state.
 
@@ -124,6 +131,7 @@ def decode_step(
       state: The state with the cache segments below `span`. A row whose next position is not below
         `span` waits.
       is_live_B: The rows that the host allows to run.
+      structures: The automata of rows whose answers have a given form; None if no row has one.
       span: Number of cache positions that the graph reads.
       num_steps: Maximum number of steps.
     """
@@ -142,7 +150,11 @@ def decode_step(
         state = _constrain_slots(state, decoder.operations)
         runs_B = runs(state)
         history = History(state.tokens_BS, state.prompt_length_B, state.length_B, prefixes)
-        token_B = sample(state.logits_BV, state.sampling, history, runs_B)
+        allowed_BV, structure_B = None, state.sampling.structure_B
+        if structures is not None and structure_B is not None:
+            left_B, V = state.limit_B - state.length_B, state.logits_BV.shape[1]
+            allowed_BV = allowed_tokens(structures, structure_B, left_B, V)
+        token_B = sample(state.logits_BV, state.sampling, history, runs_B, allowed_BV)
         token_B = decoder.operations.constrain(token_B, axes.LOGITS[:1])
         # max passes NaN on; a row with only -inf has nothing to choose from
         is_finite_B = jnp.isfinite(state.logits_BV.max(axis=-1)) | ~runs_B
@@ -170,6 +182,10 @@ def decode_step(
             length_B=length_B,
             is_active_B=state.is_active_B & ~(runs_B & ends_B),
         )
+        if structures is not None and structure_B is not None:
+            next_B = next_states(structures, structure_B, token_B)
+            sampling = state.sampling._replace(structure_B=jnp.where(emits_B, next_B, structure_B))
+            state = state._replace(sampling=sampling)
         return step + 1, state, output
 
     # prefixes do not change, and are no part of the loop's carry

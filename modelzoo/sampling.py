@@ -5,8 +5,8 @@ logits, parameters, key and step. Costly parts (penalties, biases, thresholds, n
 are inside `lax.cond` and run only if a live row needs them; the other rows get the same bits in
 both cases.
 
-Order of operations as in vLLM (v1/sample/sampler.py): logit bias, minimum length, penalties,
-temperature, min-p, top-k, top-p. Thresholds also keep all tokens that tie with
+Order of operations as in vLLM (v1/sample/sampler.py): allowed tokens, logit bias, minimum length,
+penalties, temperature, min-p, top-k, top-p. Thresholds also keep all tokens that tie with
 the least likely token that is kept.
 """
 
@@ -47,6 +47,9 @@ class SamplingState(NamedTuple):
     bias_BY: jax.Array
     num_logprobs_B: jax.Array
     """The number of alternatives to report; -1 means that nothing is reported."""
+    structure_B: jax.Array | None = None
+    """The state of the automaton that says what tokens may come, which changes with every token; 0
+    for rows without one. None if no row of the plan has one."""
 
 
 class History(NamedTuple):
@@ -69,9 +72,23 @@ class TokenScores(NamedTuple):
 
 
 def sample(
-    logits_BV: jax.Array, state: SamplingState, history: History, is_live_B: jax.Array
+    logits_BV: jax.Array,
+    state: SamplingState,
+    history: History,
+    is_live_B: jax.Array,
+    allowed_BV: jax.Array | None = None,
 ) -> jax.Array:
-    """Choose one token per row. Rows that are not live get an undefined token at no extra cost."""
+    """Choose one token per row. Rows that are not live get an undefined token at no extra cost.
+
+    Args:
+      logits_BV: Raw logits.
+      state: The sampling parameters of each row.
+      history: The tokens of each row.
+      is_live_B: The rows that run.
+      allowed_BV: The tokens that may come; None for all.
+    """
+    if allowed_BV is not None:
+        logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
     processed_BV = process_logits(logits_BV, state, history, is_live_B)
     greedy_B = _argmax(processed_BV)
     is_random_B = state.temperature_B > 0

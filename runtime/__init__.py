@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .request import CompletionOutput, RequestOutput, SampleRule, SamplingParams
+from .structured.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from .comparison.compare import ComparedModel, compare
@@ -19,6 +20,7 @@ __all__ = [
     "RequestOutput",
     "SampleRule",
     "SamplingParams",
+    "StructuredOutputsParams",
     "compare",
 ]
 _ON_FIRST_USE = {

@@ -38,7 +38,10 @@ from .errors import RowError, check_process
 from .files.layout_files import read_layout_table
 from .files.run_config import read_instant, read_plan_table
 from .request import Request, RequestOutput, SamplingParams
+from .structured.params import StructuredOutputsParams
+from .structured.structures import Structures
 from .text.chat_template import ChatRenderer
+from .text.load_tokenizer import load_tokenizer
 from .text.tokenizer import Tokenizer
 from .vllm_options import CALL, CHAT, MODEL, also_accepts
 
@@ -74,6 +77,7 @@ class LLM:
       experts: The dispatch of tokens to experts in a mixture. By default no choice is dropped.
       seed: Derives the seeds of requests that have no seed of their own.
       strict_config: Whether to refuse a config.json with keys that nothing reads.
+      structured_outputs: The forms that requests may ask for, which are compiled with the graphs.
       now: The local time that chat templates see, such as `2026-01-31T12:00:00`. By default the
         time of the first chat.
 
@@ -100,6 +104,7 @@ class LLM:
         experts: ExpertPlan | None = None,
         seed: int = 0,
         strict_config: bool = False,
+        structured_outputs: Sequence[StructuredOutputsParams] = (),
         now: str | None = None,
     ):
         """Load the model and compile its grid; see the class for the arguments."""
@@ -127,6 +132,11 @@ class LLM:
                     "Change them in the plan."
                 )
             plan = replace(plan, numbers=keep_published(plan.numbers, files))
+            structures = _structures(files, structured_outputs)
+            if path is None and plan.buckets.structured is None:
+                forms = {form.fingerprint for form in structured_outputs}
+                grid = replace(plan.buckets, structured=structures.grid(forms))
+                plan = replace(plan, buckets=grid)
             session.check_plan(plan, files, device, dtype)
             self.plan = plan
             bundle = path if path is not None and path.is_dir() else None
@@ -143,7 +153,7 @@ class LLM:
             )
         self._tokenizer = loaded.tokenizer
         self._generator: GenerationSession | None = session.start(
-            loaded, plan, seed=seed, warm=warm
+            loaded, plan, seed=seed, warm=warm, structures=structures
         )
         self._renderer: ChatRenderer | None = None
         self._num_requests = 0
@@ -319,6 +329,16 @@ class LLM:
                 )
             self._renderer = ChatRenderer(self._tokenizer, now=self._now)
         return self._renderer
+
+
+def _structures(files: ModelFiles, forms: Sequence[StructuredOutputsParams]) -> Structures:
+    """Compile the forms that requests may ask for."""
+    structures = Structures()
+    if forms and (tokenizer := load_tokenizer(files.tokenizer_files)) is not None:
+        structures.make_trie = partial(session.vocabulary_trie, files, tokenizer)
+    for form in forms:
+        structures.automaton(form)
+    return structures
 
 
 def _own_plan(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .errors import RowError
+from .structured.params import StructuredOutputsParams
 from .text.answer_pattern import compile_answer
 from .vllm_options import SAMPLING, also_accepts
 
@@ -104,6 +105,7 @@ class SamplingParams:
       include_stop_str_in_output: Whether the text includes the stop string that ended it.
       logit_bias: Numbers that are added to logits, by token id, -100 to 100.
       stopping: When continuations stop early, and which of them are returned.
+      structured_outputs: The form that every continuation has.
 
     Raises:
       RowError: A value has a wrong type or is out of range.
@@ -129,6 +131,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] | None = None
     stopping: SampleRule | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self):
         """Check all values, and turn the stops into tuples."""
@@ -167,6 +170,20 @@ class SamplingParams:
             )
         if self.stopping is not None:
             self._check_rule(self.stopping)
+        if self.structured_outputs is not None:
+            self._check_structured(self.structured_outputs)
+
+    def _check_structured(self, form: StructuredOutputsParams) -> None:
+        if not isinstance(form, StructuredOutputsParams):
+            raise wrong_value("structured_outputs", "StructuredOutputsParams", form)
+        # an end in the middle of a text, or none where it must end, would break its form
+        others = {"stop": self.stop, "stop_token_ids": self.stop_token_ids}
+        others |= {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens}
+        for name, value in others.items():
+            if value:
+                raise wrong_value(name, "none beside structured_outputs", value)
+        if self.max_tokens == 0:
+            raise wrong_value("structured_outputs", "none beside max_tokens 0", "a form")
 
     def _check_rule(self, rule: SampleRule) -> None:
         if not isinstance(rule, SampleRule):

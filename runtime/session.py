@@ -36,6 +36,9 @@ from .engine.engine import Engine
 from .engine.expert_use import ExpertSetup
 from .engine.generation import GenerationSession
 from .errors import InvalidConfig, OutOfMemory, note_start
+from .structured.form_compiler import make_trie
+from .structured.structures import Structures
+from .structured.token_automaton import TokenTrie
 from .text.load_tokenizer import load_tokenizer
 from .text.tokenizer import Tokenizer
 
@@ -343,6 +346,13 @@ def eos_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def vocabulary_trie(files: ModelFiles, tokenizer: Tokenizer) -> TokenTrie:
+    """The tokens that structured answers are made of, and those that end them."""
+    num_tokens = min(files.spec.config.vocab_size, tokenizer.vocab_size)
+    ends = eos_ids(files, tokenizer)
+    return make_trie(tokenizer.token_bytes, num_tokens, tokenizer.special_ids, ends)
+
+
 def lacking_tokens(files: ModelFiles, tokenizer: Tokenizer | None) -> str:
     """A line about tokens of the tokenizer that have no embedding in the model; empty if all
     have one."""
@@ -400,6 +410,7 @@ def start(
     seed: int = 0,
     on_graph: Callable[["BuildProgress"], None] = lambda built: None,
     warm: WarmStart | None = None,
+    structures: Structures | None = None,
 ) -> GenerationSession:
     """Compile a plan and start a generation session with an empty decode state.
 
@@ -409,9 +420,11 @@ def start(
       seed: The seed of the run, from which seeds of requests are derived.
       on_graph: Called after each graph.
       warm: Stored executables, which are not compiled again.
+      structures: The forms of answers that rows ask for.
 
     Raises:
       GraphFailed: A graph does not compile, or needs more memory than a device has.
+      ValueError: The forms need larger tables than the plan has.
     """
     definition, placement, grid = model.definition, model.placement, plan.buckets
     experts = plan.experts or LOSSLESS_EXPERTS
@@ -420,7 +433,11 @@ def start(
     with naming_graph(graphs.EMPTY_STATE, grid, "failed as it ran"):
         state = (warm and warm.state()) or graphs.empty_state()
     host = HostArrays(placement.replicated)
-    engine = Engine(graphs, model.parameters, state, host, definition.padded_vocab)
+    packed = None
+    if grid.structured is not None:
+        packed = (structures or Structures()).pack(grid.structured, definition.padded_vocab)
+    tables = packed and host.put(packed.tables)
+    engine = Engine(graphs, model.parameters, state, host, definition.padded_vocab, tables)
     config = definition.config
     setup = None if config.moe is None else ExpertSetup(config.moe, experts)
     attention = attention_kernels(plan, config, model.target).report()
@@ -434,4 +451,5 @@ def start(
         seed,
         experts=setup,
         attention=attention,
+        structures=packed,
     )

@@ -118,12 +118,19 @@ SAMPLING: Mapping[str, AcceptedValues] = {
     "allowed_token_ids": _NONE,
     "logits_processors": _NONE,
     "logprob_token_ids": _NONE,
-    "structured_outputs": _NONE,
-    "guided_decoding": _NONE,
+    "guided_decoding": AcceptedValues((None,), "Give structured_outputs"),
     "thinking_token_budget": _NONE,
     "repetition_detection": _NONE,
     "truncate_prompt_tokens": AcceptedValues((None,), "Nothing is truncated: shorten the prompt"),
     "extra_args": _NONE,
+}
+STRUCTURED: Mapping[str, AcceptedValues] = {
+    "grammar": AcceptedValues((None,), "Only regular forms: give json, regex or choice"),
+    "structural_tag": AcceptedValues((None,), "Give json, regex or choice"),
+    "whitespace_pattern": AcceptedValues((None,), "Spaces follow colons and commas only"),
+    "disable_fallback": ANY,
+    "disable_any_whitespace": ANY,
+    "disable_additional_properties": ANY,
 }
 
 

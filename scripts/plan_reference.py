@@ -22,6 +22,7 @@ from noria.compile import compiler_options
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.expert_plan import ExpertPlan
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
+from noria.compile.grids.structured_grid import StructuredGrid
 from noria.compile.plan import SCHEMA, Numbers, Plan, PlannedModel
 from noria.compile.planning.hardware import Hardware
 from noria.modelzoo import axes
@@ -32,6 +33,8 @@ from noria.sharding.legality import RULE_AXES
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "plan_file.md"
 HEAD = "| key | type | unit | default | meaning |\n|---|---|---|---|---|\n"
 NUMBERS = ("integer", "number")
+TABLES_OF_BUCKETS = ("prefixes", "structured")
+"""Fields of the grid that are tables of their own in a file."""
 BucketGrid = typing.get_type_hints(Plan)["buckets"]
 
 INTRO = f"""\
@@ -52,6 +55,10 @@ PREFIXES = """\
 The beginnings of prompts that groups of slots share ([Prompts that begin alike](sharing.md)). A
 plan without this table has no such groups. With it, all lengths of `[buckets]` are counted from the
 end of a row's prefix.
+"""
+STRUCTURED = """\
+The forms that answers may have ([Structured output](structured.md)), and the sizes of their tables.
+A plan without this table serves no row with a form.
 """
 LAYOUT_OF_PLAN = """\
 The layout stands in the plan itself. On one device a plan has none of these keys. `layout` is the
@@ -117,6 +124,9 @@ def _sections() -> Iterator[str]:
     yield "### `[prefixes]`\n"
     yield PREFIXES
     yield _table(_keys(PrefixGrid))
+    yield "### `[structured]`\n"
+    yield STRUCTURED
+    yield _table(_keys(StructuredGrid))
     yield "### Layout of a plan\n"
     yield LAYOUT_OF_PLAN
     yield "### `[attention]`\n"
@@ -166,7 +176,7 @@ def _keys(
 
 def _bucket_keys() -> list[Key]:
     """The keys of `[buckets]`: the fields, and `chunk`, which a file has apart."""
-    keys = [key for key in _keys(BucketGrid, tables=True) if key.name != "prefixes"]
+    keys = [key for key in _keys(BucketGrid, tables=True) if key.name not in TABLES_OF_BUCKETS]
     chunk = BucketGrid.__dict__["chunks"].__doc__ or ""
     position = next(index for index, key in enumerate(keys) if key.name == "prefill") + 1
     keys.insert(position, Key("chunk", "integer, or list of integers", "none", chunk))
@@ -194,6 +204,8 @@ def _type(hint: object, tables: bool) -> str:
 
 
 def _plural(item: object) -> str:
+    if item is str:
+        return "strings"
     if item is PlannedPrefix:
         return "pairs of an integer and a string"
     return "integers" if item is int else "lists of integers"

@@ -93,12 +93,15 @@ class TinyModel:
         self._forward = jax.jit(self._logits)
 
     def generator(self, parameters=None, **options) -> GenerationSession:
+        host = HostArrays(self.placement.replicated)
+        packed = options.get("structures")
         engine = Engine(
             self.graphs,
             parameters or self.parameters,
             self._empty(),
-            HostArrays(self.placement.replicated),
+            host,
             self.config.vocab_size,
+            packed and host.put(packed.tables),
         )
         options = {"experts": self.experts, **options}
         config = self.config

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from ...sharding.call import Call
 from .grid_values import check_count, check_growing, check_list, chunk_sizes, is_count
 from .prefix_grid import PrefixGrid
+from .structured_grid import StructuredGrid
 
 CHUNKS_PER_DECODE = 32
 MAX_SIZE = 2**31 - 1
@@ -111,6 +112,8 @@ class BucketGrid:
     prefixes: PrefixGrid | None = None
     """The prefixes that rows begin with: the table `[prefixes]`. All other lengths are then counted
     from the end of a row's prefix."""
+    structured: StructuredGrid | None = None
+    """The forms that answers may have: the table `[structured]`."""
 
     def __post_init__(self):
         """Normalise the fields and check them; ValueError names the wrong key."""
@@ -139,6 +142,10 @@ class BucketGrid:
         self._check_span_slots()
         self._check_decode_graphs()
         self._check_prefixes()
+        if self.structured is not None and only_scores:
+            raise ValueError(
+                "plan [structured]: expected none without decode slots, got one. Remove it."
+            )
         if self.decode_spans and self.decode_spans[-1] != self.max_length:
             raise ValueError(
                 f"buckets.decode_spans: expected the last span to be max_length "
@@ -172,7 +179,7 @@ class BucketGrid:
         """The table that `from_table` reads; a value of None means that the key is left out."""
         by_length = groupby(self.prefill, key=lambda bucket: bucket.length)
         entries = [[length, *(bucket.batch for bucket in group)] for length, group in by_length]
-        table = asdict(replace(self, prefixes=None)) | {"prefill": entries}
+        table = asdict(replace(self, prefixes=None, structured=None)) | {"prefill": entries}
         return table | {"chunk": self.chunks or None}
 
     @cached_property

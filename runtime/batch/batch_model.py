@@ -7,9 +7,9 @@ tokenizer is opened for the scan, and jax is imported only if there is something
 import argparse
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,10 @@ from ..files.layout_files import layout_file, read_layout_table
 from ..files.run_config import read_instant, read_plan_table
 from ..pods import pod_options
 from ..pods.peers import ALONE, Peers
+from ..structured.structures import Structures
 from ..text.chat_template import ChatRenderer
 from ..text.load_tokenizer import load_tokenizer
+from ..text.tokenizer import Tokenizer
 from .graph_rows import naming_rows
 from .job import Build, JobSettings, JobText
 from .manifest import PhaseClock, versions
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from ...compile.targets import Target
     from ...modelzoo.config import DecoderConfig
     from ...sharding.layout import Layout
+    from ..structured.token_automaton import TokenTrie
 
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 
@@ -177,6 +180,8 @@ class BatchModel:
     plan_table: Mapping[str, Any] | None
     layout_table: Mapping[str, Any] | None
     peers: Peers = ALONE
+    structures: Structures = field(default_factory=Structures)
+    """The forms of answers that rows ask for, which the scan compiles."""
 
     @property
     def _layout(self) -> "Layout | None":
@@ -186,7 +191,7 @@ class BatchModel:
 
     def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
         """Open the tokenizer, and the process that renders chat templates."""
-        return open_text(self.files, now)
+        return open_text(self.files, now, self.structures)
 
     def weights(self) -> str:
         """The digest of the weights, computed by this process alone; files whose hash root is not
@@ -218,7 +223,8 @@ class BatchModel:
         shared = summary.prefixes.of_rows([row.row for row in can_run])
         table = shared if self.options.shares else NOTHING_SHARED
         cache = compilation_cache.enable(progress.note)
-        plan, target = self._resolve_plan(rows, table, stored_plan)
+        forms = {row.structure for row in summary.requirements if row.structure is not None}
+        plan, target = self._resolve_plan(rows, table, forms, stored_plan)
         text = plan.to_toml()
         bundle = self._agree_on_plan(text)
         weights = self.files.weights_digest(self.peers)
@@ -241,7 +247,9 @@ class BatchModel:
         phases.enter("build")
         seed = self.options.seed
         with naming_rows(summary.rows):
-            generator = session.start(model, plan, seed=seed, on_graph=report, warm=warm)
+            generator = session.start(
+                model, plan, seed=seed, on_graph=report, warm=warm, structures=self.structures
+            )
         # with a capacity, the other rows of a call decide which choices a prefix would drop
         is_lossless = plan.experts is None or plan.experts.prefill.kind != "capacity"
         shares = self.options.shares and is_lossless
@@ -249,7 +257,11 @@ class BatchModel:
         return Build(generator, text, digest, submission)
 
     def _resolve_plan(
-        self, rows: "Sequence[RowShape]", table: "PrefixTable", stored_plan: str | None
+        self,
+        rows: "Sequence[RowShape]",
+        table: "PrefixTable",
+        forms: Set[str],
+        stored_plan: str | None,
     ) -> "tuple[Plan, Target]":
         """The plan to run and its target, both checked; starts jax."""
         from ...compile.plan import Plan
@@ -267,7 +279,7 @@ class BatchModel:
                 session.check_present(target)
                 if self.plan_table is None:
                     session.check_layout(self._layout, self.files, target)
-                plan = self._make_plan(rows, table, target)
+                plan = self._make_plan(rows, table, forms, target)
             plan = replace(plan, numbers=keep_published(plan.numbers, self.files))
             session.check_plan(plan, self.files, target, self.options.dtype)
         except ValueError as error:
@@ -287,7 +299,11 @@ class BatchModel:
         return given if is_bundle else None
 
     def _make_plan(
-        self, rows: "Sequence[RowShape]", table: "PrefixTable", target: "Target"
+        self,
+        rows: "Sequence[RowShape]",
+        table: "PrefixTable",
+        forms: Set[str],
+        target: "Target",
     ) -> "Plan":
         """The given plan, or a plan derived from the rows of this job, with the overrides."""
         from ...compile.plan import Numbers, PlannedModel
@@ -311,8 +327,9 @@ class BatchModel:
         config, layout = self.files.spec.config, self._layout
         # the formats of weights decide how much memory is left for the cache
         numbers = keep_published(overridden_numbers(numbers, overrides), self.files)
+        structured = self.structures.grid(forms)
         return derived_plan(
-            rows, target, model, numbers, config, layout, overrides, self.peers, table
+            rows, target, model, numbers, config, layout, overrides, self.peers, table, structured
         )
 
 
@@ -339,12 +356,15 @@ def _note_plan(
 
 
 @contextmanager
-def open_text(files: ModelFiles, now: datetime | None = None) -> Iterator[JobText]:
+def open_text(
+    files: ModelFiles, now: datetime | None = None, structures: Structures | None = None
+) -> Iterator[JobText]:
     """Open the tokenizer of a model, and the process that renders its chat template.
 
     Args:
         files: The model; without a tokenizer, rows must have token ids.
         now: The time that templates see; by default the time of this call.
+        structures: Compiles the forms of answers that rows ask for.
 
     Raises:
         JobError: The tokenizer's files are invalid.
@@ -356,13 +376,21 @@ def open_text(files: ModelFiles, now: datetime | None = None) -> Iterator[JobTex
     if tokenizer is None:
         yield JobText(PromptEncoder(None), None)
         return
+    structures = structures or Structures()
+    structures.make_trie = partial(_vocabulary, files, tokenizer)
     with ChatRenderer(tokenizer, now=now) as chat:
         yield JobText(
-            PromptEncoder(tokenizer, chat.encode_all),
+            PromptEncoder(tokenizer, chat.encode_all, structures),
             tokenizer,
             reads_clock=lambda: chat.reads_clock,
             gave_up=lambda: chat.gave_up,
         )
+
+
+def _vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> "TokenTrie":
+    from .. import session
+
+    return session.vocabulary_trie(files, tokenizer)
 
 
 def _sets_dtype(overrides: Sequence[str]) -> bool:

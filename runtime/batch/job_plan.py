@@ -28,6 +28,7 @@ from ...compile.grids.prefill_ladder import prefill_padding
 from ...compile.grids.prefix_choice import own_lengths, prefixes_of_rows
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.span_slots import with_ragged_slots
+from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.hardware import hardware_of
@@ -77,6 +78,7 @@ def derived_plan(
     overrides: Sequence[str],
     peers: Peers,
     table: PrefixTable,
+    structured: StructuredGrid | None = None,
 ) -> Plan:
     """A plan for the rows of a job, changed by the user's overrides.
 
@@ -90,6 +92,7 @@ def derived_plan(
         overrides: Settings `a.b=value`; some of them also change the sizes that are derived.
         peers: The processes of the job, which must derive the same plan.
         table: What the prompts of the rows share.
+        structured: The forms of answers that rows ask for.
 
     Raises:
         ValueError: A key of the overrides is unknown or its value is invalid.
@@ -128,6 +131,7 @@ def derived_plan(
     if grid.max_length >= defaults.longest_span(config.max_position):
         reason = ""
     experts = default_experts(config)
+    grid = replace(grid, structured=structured)
     plan = Plan(target.name, model, numbers, grid, layout, experts, max_length_reason=reason)
     plan = given_plan(tomllib.loads(plan.to_toml()), overrides)
     grid = plan.buckets

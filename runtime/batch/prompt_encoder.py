@@ -2,7 +2,8 @@
 
 Token ids are taken as they are. The text of a completions prompt is encoded with special tokens
 parsed and the model's BOS rule applied. Chat messages are rendered by the model's template. Without
-a tokenizer only token ids are accepted; other rows get an error.
+a tokenizer only token ids are accepted; other rows get an error. The form that a row asks for is
+compiled here, because its errors are errors of the row.
 
 Does not know about files or buckets. Guarantees: token ids or a `RowError` for each row.
 """
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import RowError
+from ..structured.structures import Structures
 from ..text.chat_template import Conversation
 from ..text.tokenizer import Tokenizer
 from .lines import BatchRow
@@ -25,9 +27,16 @@ class PromptEncoder:
     Args:
         tokenizer: The model's tokenizer; None to refuse text.
         encode_chats: Renders and encodes conversations; None to refuse messages.
+        structures: Compiles the forms that rows ask for.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, encode_chats: EncodeAll | None = None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        encode_chats: EncodeAll | None = None,
+        structures: Structures | None = None,
+    ):
+        self._structures = structures or Structures()
         encode_texts = None if tokenizer is None else tokenizer.encode_prompts
         self._encode_texts = _or_refuse(encode_texts, "prompt")
         self._encode_chats = _or_refuse(encode_chats, "messages")
@@ -41,12 +50,22 @@ class PromptEncoder:
         ]
         encoded_texts = iter(self._encode_texts(texts))
         encoded_chats = iter(self._encode_chats(chats))
-        return [
+        encoded = [
             row.prompt_token_ids
             if row.prompt_token_ids is not None
             else _not_empty(next(encoded_chats if row.prompt is None else encoded_texts))
             for row in rows
         ]
+        return [self._with_form(row, ids) for row, ids in zip(rows, encoded, strict=True)]
+
+    def _with_form(self, row: BatchRow, encoded: Encoded) -> Encoded:
+        """The encoded prompt, or the error of the form that the row asks for."""
+        if (form := row.params.structured_outputs) is not None:
+            try:
+                self._structures.automaton(form)
+            except RowError as error:
+                return error
+        return encoded
 
 
 def _not_empty(encoded: Encoded) -> Encoded:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import RowError
 from ..request import MAX_LOGPROBS, SampleRule, SamplingParams, wrong_value
+from .structured_body import FORM_KEYS, read_form
 
 # keys with the name and the meaning of a SamplingParams field
 _DIRECT = (
@@ -39,15 +40,15 @@ _TRANSLATED = ("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", 
 _WITHOUT_EFFECT = ("user", "metadata", "store")
 _RULE = "noria"
 """The key of the rule for the samples of a row, an extension of OpenAI's interface."""
-_COMMON = (*_DIRECT, *_TRANSLATED, *_WITHOUT_EFFECT, _RULE, "model", "logprobs", "stream")
-CHAT_KEYS = (*_COMMON, "messages", "top_logprobs", "chat_template_kwargs", "response_format")
-COMPLETION_KEYS = (*_COMMON, "prompt", "echo", "response_format")
-
-_NO_CONSTRAINTS = (
-    "The form of answers cannot be enforced; ask for it in the prompt and check the answer."
+_COMMON = (
+    *(*_DIRECT, *_TRANSLATED, *_WITHOUT_EFFECT, *FORM_KEYS),
+    *(_RULE, "model", "logprobs", "stream"),
 )
+CHAT_KEYS = (*_COMMON, "messages", "top_logprobs", "chat_template_kwargs")
+COMPLETION_KEYS = (*_COMMON, "prompt", "echo")
+
+_OTHER_FORMS = "Give response_format, or structured_outputs with json, regex or choice."
 _NOT_SUPPORTED = {
-    "response_format": f"Only {{'type': 'text'}} is supported. {_NO_CONSTRAINTS}",
     "best_of": "Use n.",
     "suffix": "Only continuations of the prompt are generated.",
     "tools": "Write the tools into the system message.",
@@ -60,11 +61,7 @@ _NOT_SUPPORTED = {
     "top_logprobs": "In /v1/completions, logprobs is the number of alternatives.",
     **dict.fromkeys(
         (
-            "structured_outputs",
             "structural_tag",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
             "guided_grammar",
             "guided_decoding_backend",
             "guided_whitespace_pattern",
@@ -73,7 +70,7 @@ _NOT_SUPPORTED = {
             "regex",
             "ebnf",
         ),
-        _NO_CONSTRAINTS,
+        _OTHER_FORMS,
     ),
 }
 
@@ -129,6 +126,7 @@ def read_params(
     try:
         if _RULE in given:
             fields["stopping"] = _read_rule(given[_RULE])
+        fields["structured_outputs"] = read_form(given)
         params = SamplingParams(**fields)
     except RowError as error:
         raise _in_body_keys(error, {"max_tokens": limit_key, "stopping": _RULE}) from None
@@ -170,8 +168,6 @@ def _check_without_effect(given: Mapping[str, Any]) -> None:
     """Check keys that are accepted only with values that have no effect."""
     if _switch(given, "stream"):
         raise RowError("invalid_request", "stream: expected false in a batch, got true.", "stream")
-    if given.get("response_format", {"type": "text"}) != {"type": "text"}:
-        raise _not_supported("response_format")
 
 
 def _switch(given: Mapping[str, Any], key: str) -> bool:

@@ -44,6 +44,8 @@ class RowRequirements:
     prompt_logprobs: int | None
     has_stops: bool = False
     """Whether the text of the request may end it: stop strings, or a rule for its samples."""
+    structure: str | None = None
+    """The fingerprint of the form that its answers have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,7 @@ def _requirements_of(row: BatchRow, prompt_length: int) -> RowRequirements:
         n=params.n,
         prompt_logprobs=params.prompt_logprobs,
         has_stops=bool(params.stop) or params.stopping is not None,
+        structure=params.structured_outputs and params.structured_outputs.fingerprint,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from ...modelzoo.weight_formats import OFFSETS, ORDER, SCALES, Quantisation
 from ..errors import CheckpointMismatch
 from .block_formats import Part
-from .quantiser import by_group, weight_box
+from .quantiser import split_groups, weight_box
 from .tensor_source import Box, Interval
 
 ReadPart = Callable[[Part, Box, np.dtype], np.ndarray]
@@ -46,7 +46,7 @@ class PublishedWeight:
         """Read one number for each group of a box, from the numbers of all its features."""
         features = weight_box(self._quantisation, self._shape, box)
         numbers = self._read_part(part, features, np.dtype(np.float32))
-        grouped = by_group(
+        grouped = split_groups(
             self._in_order(features, numbers), self._quantisation, tuple(map(len, box))
         )
         found = grouped[:, :, :1]

@@ -27,6 +27,7 @@ from ...compile.prefill_steps import PrefillOutput
 from ...compile.steps import DecodeOutput, DecodeState
 from ...modelzoo.moe.use import ExpertReport
 from ...modelzoo.sampling import SamplingState, TokenScores
+from ...modelzoo.structure import StructureTables
 from ..devices.host_arrays import HostArrays
 from ..request import Request, TokenLogprob
 from .call_results import (
@@ -64,6 +65,9 @@ class AdmittedRequest:
     request: Request
     seed: int
     stop_ids: tuple[int, ...]
+    structure: int | None = None
+    """The first state of the automaton of its answers, 0 without one; None in a plan without
+    automata."""
 
     @property
     def own_token_ids(self) -> Sequence[int]:
@@ -91,6 +95,7 @@ class Engine:
       state: An empty decode state; every call donates it.
       host: The transfers between host and devices.
       padded_vocab: The vocabulary size of the logits, padding included.
+      structures: The automata of the plan on the devices; None in a plan without them.
       clock: Monotonic seconds.
     """
 
@@ -101,6 +106,7 @@ class Engine:
         state: DecodeState,
         host: HostArrays,
         padded_vocab: int,
+        structures: StructureTables | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.metrics = EngineMetrics()
@@ -112,7 +118,7 @@ class Engine:
         self._parameters = parameters
         self._state = state
         self._host = host
-        self._padded_vocab = padded_vocab
+        self._padded_vocab, self._structures = padded_vocab, structures
         self._clock = clock
         self._in_flight: _InFlight | None = None
         self._requests: dict[int, AdmittedRequest] = {}
@@ -142,6 +148,7 @@ class Engine:
             prompt_length=request.scheduled.prompt_length,
             stop_ids=request.stop_ids,
             vocab_size=self._padded_vocab,
+            structure=request.structure,
         )
 
     def forget(self, number: int) -> None:
@@ -336,7 +343,8 @@ class Engine:
 
     def _copy(self, source: int, slot: int, sequence: ScheduledSequence | None) -> None:
         """Copy a slot, with the sampling parameters of a sequence if it has one."""
-        sampling = greedy_sampling(self._padded_vocab)
+        structure = None if self._structures is None else 0
+        sampling = greedy_sampling(self._padded_vocab, structure)
         if sequence is not None:
             sampling = self._sampling_of(sequence)
         arguments = self._host.put((np.int32(source), np.int32(slot), sampling))
@@ -358,7 +366,11 @@ class Engine:
         is_live_B = np.zeros(self._graphs.grid.decode_slots, bool)
         is_live_B[list(action.slots)] = True
         self._state, output = self._graphs.decode(
-            self._parameters, self._state, self._host.put(is_live_B), action.span
+            self._parameters,
+            self._state,
+            self._host.put(is_live_B),
+            action.span,
+            self._structures,
         )
         return output
 

@@ -25,6 +25,7 @@ from ...compile.monitor import compile_monitor
 from ...compile.signatures import MAX_STOP_IDS
 from ..errors import RowError, check_process
 from ..request import CompletionOutput, Request, RequestMetrics, RequestOutput
+from ..structured.tables import PackedStructures
 from ..text.collector import TextCollector
 from ..text.tokenizer import Tokenizer
 from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted
@@ -53,6 +54,7 @@ class GenerationSession:
       run_seed: Derives the seeds of requests that have no seed of their own.
       experts: The model's experts and their dispatch; None for a dense model.
       attention: The attention kernel of each phase with the reason for the choice, for the report.
+      structures: The automata of the plan; None in a plan without structured output.
       clock: Monotonic seconds.
     """
 
@@ -65,6 +67,7 @@ class GenerationSession:
     run_seed: int = 0
     experts: ExpertSetup | None = None
     attention: Mapping[str, str] = field(default_factory=dict)
+    structures: PackedStructures | None = None
     clock: Callable[[], float] = time.monotonic
     _open: dict[int, OpenRequest] = field(default_factory=dict)
     _num_submitted: int = 0
@@ -114,20 +117,19 @@ class GenerationSession:
         params = request.params
         stop_ids = self.check(request)
         planned_prefix = self._planned_prefix(request)
-        num_shared = planned_prefix.length if planned_prefix else 0
-        prompt_length = len(request.prompt_token_ids) - num_shared
-        max_total_length = self.grid.max_total_length(prompt_length, params.max_tokens)
+        prompt_length, max_total_length = self._lengths(request)
         scheduled = ScheduledRequest(
             number=self._num_submitted,
             prompt_length=prompt_length,
-            max_total_length=min(max_total_length, self.max_position - num_shared),
+            max_total_length=max_total_length,
             num_sequences=params.n,
             is_scored=params.prompt_logprobs is not None,
             prefix=self._matching(prefix, request.prompt_token_ids),
             planned_prefix=planned_prefix,
         )
         seed = row_seed(params, self.run_seed, request.request_id)
-        admitted = AdmittedRequest(scheduled, _scored_as_needed(request), seed, stop_ids)
+        structure = self._first_state(request)
+        admitted = AdmittedRequest(scheduled, _scored_as_needed(request), seed, stop_ids, structure)
         new_collector = partial(TextCollector, self.tokenizer, params)
         continuations = [
             Continuation(new_collector(), CompletionOutput(i, "", [], None))
@@ -188,6 +190,45 @@ class GenerationSession:
             )
         return prefix
 
+    def _lengths(self, request: Request) -> tuple[int, int]:
+        """The length of a prompt, and that at which its answers end; without the planned prefix."""
+        prefix = self._planned_prefix(request)
+        num_shared = prefix.length if prefix else 0
+        prompt_length = len(request.prompt_token_ids) - num_shared
+        max_total_length = self.grid.max_total_length(prompt_length, request.params.max_tokens)
+        return prompt_length, min(max_total_length, self.max_position - num_shared)
+
+    def _first_state(self, request: Request) -> int | None:
+        """The first state of the automaton of a request's answers, 0 without one.
+
+        None in a plan without automata.
+
+        Raises:
+          RowError: The plan does not have the automaton, or the shortest answer does not fit.
+        """
+        form, structures = request.params.structured_outputs, self.structures
+        if form is None:
+            return None if structures is None else 0
+        state = None if structures is None else structures.first_states.get(form.fingerprint)
+        if structures is None or state is None:
+            raise RowError(
+                "invalid_request",
+                f"request {request.request_id!r}: expected a form of answers that the plan's "
+                f"[structured] has, got {form.fingerprint}. Plan again for this input, or give the "
+                f"form to LLM(structured_outputs=...).",
+                "response_format",
+            )
+        prompt_length, max_total_length = self._lengths(request)
+        room = max_total_length - prompt_length
+        if (shortest := structures.shortest[form.fingerprint]) > room:
+            raise RowError(
+                "context_length_exceeded",
+                f"request {request.request_id!r}: expected room for the shortest answer of its "
+                f"form, {shortest} tokens with the end token, got {room}. Raise max_tokens.",
+                "max_tokens",
+            )
+        return state
+
     def check(self, request: Request) -> tuple[int, ...]:
         """Check a request against the plan and the vocabulary.
 
@@ -214,6 +255,7 @@ class GenerationSession:
                 "stopping.answer",
             )
         self._check_length(request)
+        self._first_state(request)
         if params.prompt_logprobs is not None and not self.grid.score:
             raise RowError(
                 "invalid_request",

@@ -7,6 +7,7 @@ expert capacity is reserved for them. Does not know about text.
 import hashlib
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
@@ -100,7 +101,8 @@ def pack_greedy(
         for i, request in enumerate(requests)
     ]
     pieces, tokens_BT, _ = pack_pieces(rows, prompts, bucket, grid.decode_slots)
-    greedy = [greedy_sampling(vocab_size)] * len(requests)
+    structure = None if grid.structured is None else 0
+    greedy = [greedy_sampling(vocab_size, structure)] * len(requests)
     return pieces, pack_requests(requests, greedy, bucket.batch), tokens_BT
 
 
@@ -116,7 +118,7 @@ def pack_requests(
     sampling = [*sampling, *[sampling[-1]] * num_dummies]
     prompt_length_B = np.array([request.prompt_length for request in requests], np.int32)
     limit_B = np.array([request.max_total_length for request in requests], np.int32)
-    sampling_B = SamplingState._make(map(np.concatenate, zip(*sampling, strict=True)))
+    sampling_B = jax.tree.map(lambda *fields: np.concatenate(fields), *sampling)
     return SlotRequests._make((prompt_length_B, limit_B, sampling_B))
 
 
@@ -128,6 +130,7 @@ def pack_sampling(
     prompt_length: int,
     stop_ids: Sequence[int],
     vocab_size: int,
+    structure: int | None = None,
 ) -> SamplingState:
     """The sampling parameters of one sequence, as numpy arrays with a leading axis of one.
 
@@ -138,6 +141,8 @@ def pack_sampling(
       prompt_length: Tokens of the prompt, to turn `min_tokens` into a length.
       stop_ids: Ids that end the sequence.
       vocab_size: The padded vocabulary size, which fills the unused places of id arrays.
+      structure: The first state of the automaton of the answer, 0 without one; None in a plan
+        without automata.
     """
     bias = params.logit_bias or {}
     num_logprobs = -1 if params.logprobs is None else params.logprobs
@@ -156,15 +161,16 @@ def pack_sampling(
         "bias_ids_BY": _filled(list(bias), MAX_BIASES, vocab_size),
         "bias_BY": _filled(list(bias.values()), MAX_BIASES, 0.0),
         "num_logprobs_B": np.array([num_logprobs], np.int32),
+        "structure_B": None if structure is None else np.array([structure], np.int32),
     }
     return SamplingState(**fields)
 
 
-def greedy_sampling(vocab_size: int) -> SamplingState:
+def greedy_sampling(vocab_size: int, structure: int | None = None) -> SamplingState:
     """The sampling parameters of one sequence that is sampled greedily."""
     return pack_sampling(
         SamplingParams(temperature=0), seed=0, sample=0, prompt_length=0, stop_ids=(),
-        vocab_size=vocab_size,
+        vocab_size=vocab_size, structure=structure,
     )  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
         searched = _as_compiled(options, config, numbers, searched)
     best = searched[0]
     model = PlannedModel(files.name, _fingerprint(files), options.scan_layers)
-    grid = best.result.best.grid
+    grid = replace(best.result.best.grid, structured=workload.structured)
     plan = Plan(
         options.target,
         model,

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
+from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.planning.candidates import ExpectedRow
 from ..batch.batch_model import open_text, row_shape
 from ..batch.manifest import read_manifest
@@ -20,6 +21,7 @@ from ..batch.scan import ScannedRow, check_input, scan
 from ..checkpoint import ModelFiles
 from ..errors import EXIT_USAGE, JobError
 from ..files.disk import digest_file
+from ..structured.structures import Structures
 from .length_table import read_table
 
 OK = 200
@@ -39,6 +41,8 @@ class Workload:
     """The common beginnings of `rows`; none are known for a table of lengths."""
     manifest: Mapping[str, Any] | None = None
     """The manifest of the finished job whose output lengths are used; None without one."""
+    structured: StructuredGrid | None = None
+    """The forms of answers that rows ask for."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -88,7 +92,8 @@ def read_workload(
             )
         return Workload(path.name, tuple(read_table(path)))
     check_input(path)
-    with path.open("rb") as file, open_text(files) as text:
+    structures = Structures()
+    with path.open("rb") as file, open_text(files, structures=structures) as text:
         summary = scan(file, text.encode, defaults=files.generation_defaults.sampling)
     emitted, manifest = {}, None
     if output is not None:
@@ -105,7 +110,11 @@ def read_workload(
     errors = (f"line {row.line_number}: {row.bad.error}" for row in summary.rows if row.bad)
     num_refused = len(summary.rows) - len(rows)
     first_error = next(errors, "")
-    return Workload(path.name, tuple(rows), num_refused, first_error, prefixes, manifest)
+    forms = {row.requirements.structure for row in scanned if row.requirements is not None}
+    structured = structures.grid({form for form in forms if form is not None})
+    return Workload(
+        path.name, tuple(rows), num_refused, first_error, prefixes, manifest, structured
+    )
 
 
 def _expected(

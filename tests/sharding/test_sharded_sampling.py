@@ -28,6 +28,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.signatures import greedy_sampling
 from noria.compile.steps import NO_TOKEN
 from noria.modelzoo.sampling import History, sample
+from noria.modelzoo.structure import StructureTables, allowed_tokens, next_states
 from noria.runtime.request import SamplingParams
 from noria.sharding.mesh_layout import MeshLayout
 
@@ -178,3 +179,39 @@ def test_prompt_tokens_score_as_on_one_device(family, layout, in_chunks):
         )
         ids, wanted_ids = (x.top_ids_BR[:, :num_logprobs] for x in (ours, wanted))
         assert (ids == wanted_ids).all()
+
+
+def test_masks_of_forms_hold_on_a_split_vocabulary():
+    mesh = MeshLayout.from_table({"tensor": 8}).build(jax.devices())
+    B, V, S = 4, 152, 3
+    draw = np.random.default_rng(0)
+    tables = StructureTables._make(
+        (
+            draw.integers(0, 2, (S, 5)).astype(np.int16),
+            np.array([0, 1, 1], np.int32),
+            np.array([0, 1], np.int32),
+            draw.integers(0, 5, (2, V)).astype(np.int16),
+            np.array([[0, 9], [1, 3], [2, 9]], np.int32),
+            np.array([[0, 0], [1, 2], [3, 0]], np.int32),
+            draw.integers(0, 2**32, (4, -(-V // 32)), np.uint32, endpoint=False),
+        )
+    )
+    state_B, left_B = np.array([0, 1, 1, 2], np.int32), np.array([5, 2, 3, 2], np.int32)
+    logits_BV = draw.normal(size=(B, V)).astype(np.float32)
+    history = History(jnp.zeros((B, 4), jnp.int32), jnp.zeros(B, jnp.int32), jnp.ones(B, jnp.int32))
+
+    @jax.jit
+    def step(logits_BV: jax.Array, tables: StructureTables) -> tuple[jax.Array, jax.Array]:
+        allowed_BV = allowed_tokens(tables, jnp.asarray(state_B), jnp.asarray(left_B), V)
+        live_B = jnp.ones(B, bool)
+        token_B = sample(logits_BV, greedy_sampling(B, V), history, live_B, allowed_BV)
+        return token_B, next_states(tables, jnp.asarray(state_B), token_B)
+
+    split_BV = jax.device_put(logits_BV, NamedSharding(mesh, P(None, "tensor")))
+    replicated = jax.device_put(tables, NamedSharding(mesh, P()))
+    words_BW = tables.masks_MW[[0, 1, 2, 3]]
+    bits_BV = np.unpackbits(words_BW.view(np.uint8), axis=1, bitorder="little")[:, :V]
+    expected_B = np.where(bits_BV, logits_BV, -np.inf).argmax(axis=1)
+    for given in (step(logits_BV, tables), step(split_BV, replicated)):
+        assert given[0].tolist() == expected_B.tolist()
+    assert step(split_BV, replicated)[1].tolist() == step(logits_BV, tables)[1].tolist()

@@ -1,0 +1,40 @@
+"""The forms of answers that a plan has automata for: the table `[structured]`.
+
+The graphs depend on the sizes alone, and the contents of the tables are arguments. The hashes tell
+which rows the plan can serve. Knows nothing of schemas, models or devices.
+"""
+
+from dataclasses import dataclass
+from re import fullmatch
+
+from .grid_values import check_count, check_list
+
+MAX_LEVELS = 8
+"""Maximum number of masks of one state, for different numbers of tokens that are left."""
+
+
+@dataclass(frozen=True)
+class StructuredGrid:
+    """The sizes of the tables of all automata together."""
+
+    states: int
+    """The states of all automata, and one for rows without a schema. Unit: states."""
+    classes: int
+    """The classes of tokens of the automaton that has most. Unit: classes."""
+    masks: int
+    """The masks of all automata, and one that allows everything. Unit: masks."""
+    schemas: tuple[str, ...]
+    """The hashes of the schemas, patterns and choices that rows may ask for."""
+
+    def __post_init__(self):
+        """Check the fields; ValueError names the wrong key."""
+        for name in ("states", "classes", "masks"):
+            check_count(f"structured.{name}", getattr(self, name))
+        schemas = tuple(check_list("structured.schemas", self.schemas))
+        object.__setattr__(self, "schemas", schemas)
+        is_hash = [isinstance(s, str) and fullmatch("sha256:[0-9a-f]{64}", s) for s in schemas]
+        if not schemas or not all(is_hash) or len(set(schemas)) < len(schemas):
+            raise ValueError(
+                f"structured.schemas: expected at least one hash, as sha256: and 64 digits, and "
+                f"each one once, got {list(schemas)[:3]}."
+            )

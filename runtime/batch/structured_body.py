@@ -1,0 +1,103 @@
+"""Reads the form of answers that the body of a request asks for.
+
+OpenAI's key is `response_format`; vLLM's are `structured_outputs` and, in older versions,
+`guided_json`, `guided_regex` and `guided_choice`. Does not know what schemas mean.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import RowError
+from ..request import wrong_value
+from ..structured.params import StructuredOutputsParams
+
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
+FORM_KEYS = ("response_format", "structured_outputs", *_GUIDED)
+_SCHEMA_KEYS = ("name", "description", "schema", "strict")
+_NOT_REGULAR = "Only regular forms are supported: give json, regex or choice."
+_REFUSED = {
+    "grammar": _NOT_REGULAR,
+    "structural_tag": _NOT_REGULAR,
+    "whitespace_pattern": "Spaces follow colons and commas only.",
+}
+_WITHOUT_EFFECT = (
+    "disable_fallback",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+)
+
+
+def read_form(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """The form that a body asks for; None for text.
+
+    Args:
+        given: The keys of the body that have a value.
+
+    Raises:
+        RowError: A value is wrong, or several keys ask for a form.
+    """
+    forms = {key: _form(key, given[key]) for key in FORM_KEYS if key in given}
+    asked = [key for key, form in forms.items() if form is not None]
+    if len(asked) > 1:
+        raise wrong_value(asked[1], f"none beside {asked[0]}", "a form")
+    return forms[asked[0]] if asked else None
+
+
+def _form(key: str, value: Any) -> StructuredOutputsParams | None:
+    if key == "response_format":
+        fields = _response_format(value)
+    elif key == "structured_outputs":
+        fields = _structured_outputs(value)
+    else:
+        fields = {_GUIDED[key]: value}
+    if fields is None:
+        return None
+    try:
+        return StructuredOutputsParams(**fields)
+    except RowError as error:
+        where = f"{key}.{error.param}" if key == "structured_outputs" else key
+        expected = error.message.partition(": ")[2]
+        raise RowError(error.code, f"{where}: {expected}", key) from None
+
+
+def _response_format(value: Any) -> dict[str, Any] | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        expected = "an object with the type text, json_object or json_schema"
+        raise wrong_value("response_format", expected, value)
+    known = ("type", "json_schema") if kind == "json_schema" else ("type",)
+    if unknown := [key for key in value if key not in known]:
+        raise wrong_value("response_format", f"the keys {', '.join(known)}", unknown[0])
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    described = value.get("json_schema")
+    where = "response_format.json_schema"
+    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
+        raise wrong_value(where, "an object with a schema", described, "response_format")
+    for key, content in described.items():
+        if key not in _SCHEMA_KEYS:
+            expected = f"the keys {', '.join(_SCHEMA_KEYS)}"
+            raise wrong_value(where, expected, key, "response_format")
+        kind = dict if key == "schema" else bool if key == "strict" else str
+        if content is not None and not isinstance(content, kind):
+            raise wrong_value(f"{where}.{key}", f"{kind.__name__}", content, "response_format")
+    return {"json": described["schema"]}
+
+
+def _structured_outputs(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong_value("structured_outputs", "an object", value)
+    known = ("json", "json_object", "regex", "choice")
+    fields = {key: content for key, content in value.items() if content is not None}
+    for key in [*fields]:
+        if key in _WITHOUT_EFFECT:
+            del fields[key]
+        elif key in _REFUSED:
+            message = f"structured_outputs.{key} is not supported here. {_REFUSED[key]}"
+            raise RowError("unknown_parameter", message, "structured_outputs")
+        elif key not in known:
+            expected = f"the keys {', '.join(known)}"
+            raise wrong_value("structured_outputs", expected, key)
+    return fields

@@ -1,0 +1,1 @@
+"""Structured output: schemas and patterns, compiled to tables of token automata."""

@@ -1,0 +1,74 @@
+"""Compiles one form of answers to the automaton over the tokens of a vocabulary.
+
+Does not know about jobs or devices. Guarantees: a form that cannot be compiled is a `RowError`,
+whose message names the keyword and its place.
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterable
+
+from ..errors import RowError
+from .byte_automaton import TooLarge, compile_language
+from .json_scalars import SchemaError, too_large
+from .json_schema import read_schema
+from .json_text import any_object
+from .language import Alternatives, Language, Literal, Origin
+from .params import StructuredOutputsParams
+from .pattern import PatternError, read_pattern
+from .token_automaton import NoTokens, TokenAutomaton, TokenTrie, compile_tokens
+
+DEPTH_OF_OBJECTS = 4
+"""Maximum number of arrays and objects inside each other in an answer that is any JSON object."""
+
+
+def compile_form(form: StructuredOutputsParams, trie: TokenTrie) -> TokenAutomaton:
+    """The automaton of a form.
+
+    Raises:
+      RowError: The form is wrong, not supported, too large, or the model cannot write it.
+    """
+    if not trie.end_ids:
+        raise refused("expected a model with an end token, got one without")
+    try:
+        return compile_tokens(compile_language(read_language(form)), trie)
+    except (SchemaError, PatternError) as error:
+        raise refused(str(error)) from None
+    except TooLarge as error:
+        raise refused(str(too_large(error, Origin("schema", "")))) from None
+    except NoTokens:
+        raise refused("expected a text that the vocabulary can spell, got none") from None
+
+
+def read_language(form: StructuredOutputsParams) -> Language:
+    """The language of a form."""
+    if isinstance(form.json, str):
+        return read_schema(json.loads(form.json))
+    if form.regex is not None:
+        try:
+            return read_pattern(form.regex, origin=Origin("regex", ""))
+        except PatternError as error:
+            raise PatternError(f"regex: {error}") from None
+    if form.choice is not None:
+        try:
+            "".join(form.choice).encode()
+        except UnicodeEncodeError:
+            raise PatternError("choice: expected texts without lone surrogates") from None
+        return Alternatives(tuple(map(Literal, form.choice)), Origin("choice", ""))
+    return any_object(DEPTH_OF_OBJECTS)
+
+
+def make_trie(
+    token_bytes: Callable[[int], bytes],
+    num_tokens: int,
+    special_ids: Iterable[int],
+    end_ids: Collection[int],
+) -> TokenTrie:
+    """The tokens of a vocabulary that texts are made of; special tokens are none of them."""
+    special = frozenset(special_ids)
+    texts = [b"" if token in special else token_bytes(token) for token in range(num_tokens)]
+    return TokenTrie(texts, end_ids)
+
+
+def refused(message: str) -> RowError:
+    """The error of rows that ask for a form."""
+    return RowError("invalid_request", f"structured output: {message}.", "response_format")

@@ -1,0 +1,171 @@
+"""Reads the parts of JSON Schemas that describe strings, numbers and constants.
+
+Does not know about objects, arrays, references or tokens.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from functools import reduce
+from typing import Any
+
+from .byte_automaton import TooLarge, both, compile_language
+from .formats import PATTERNS
+from .json_text import (
+    INTEGER,
+    JSON_CHARACTER,
+    NUMBER,
+    bounded_integer,
+    bounded_number,
+    in_json_string,
+    literal,
+)
+from .language import Alternatives, Compiled, Language, Origin, Repetition, sequence
+from .pattern import PatternError, read_pattern
+
+
+class SchemaError(ValueError):
+    """A schema that is wrong or not supported; the message names the keyword and its place."""
+
+
+def values_of(key: str, schema: Mapping[str, Any], at: str) -> Language:
+    """The values of `enum` or `const` that have the schema's type."""
+    values = schema[key] if key == "enum" else [schema[key]]
+    if not isinstance(values, list) or not values:
+        raise schema_error(key, at, "a list of values that is not empty", values)
+    types = schema.get("type")
+    types = types if isinstance(types, list) or types is None else [types]
+    fitting = [v for v in values if types is None or any(_has_type(v, t) for t in types)]
+    if not fitting:
+        raise schema_error(key, at, f"a value of the type {schema.get('type')}", values)
+    options = tuple(literal_of(value, key, at) for value in fitting)
+    return options[0] if len(options) == 1 else Alternatives(options, Origin(key, at))
+
+
+def _has_type(value: Any, name: Any) -> bool:
+    match name:
+        case "object":
+            return isinstance(value, dict)
+        case "array":
+            return isinstance(value, list)
+        case "string":
+            return isinstance(value, str)
+        case "boolean":
+            return isinstance(value, bool)
+        case "null":
+            return value is None
+        case "integer":
+            is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+            return is_whole and not isinstance(value, bool)
+    return name == "number" and isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def literal_of(value: Any, key: str, at: str) -> Language:
+    text = literal(value)
+    try:
+        text.text.encode()
+    except UnicodeEncodeError:
+        raise schema_error(key, at, "text without lone surrogates", value) from None
+    return text
+
+
+def string_of(schema: Mapping[str, Any], at: str) -> Language:
+    least = count_of(schema, "minLength", at) or 0
+    most = count_of(schema, "maxLength", at)
+    if most is not None and most < least:
+        raise schema_error("maxLength", at, f"at least minLength, {least}", most)
+    parts = [
+        (key, _own_pattern(key, schema[key], at)) for key in ("pattern", "format") if key in schema
+    ]
+    if least or most is not None or not parts:
+        key = "minLength" if most is None else "maxLength"
+        parts.append((key, Repetition(JSON_CHARACTER, least, most, Origin(key, at))))
+    content = parts[0][1]
+    if len(parts) > 1:
+        try:
+            automata = [compile_language(language) for _, language in parts]
+            content = Compiled(reduce(both, automata))
+        except TooLarge as error:
+            raise too_large(error, Origin(parts[0][0], at)) from None
+    return sequence('"', content, '"')
+
+
+def _own_pattern(key: str, value: Any, at: str) -> Language:
+    if not isinstance(value, str):
+        raise schema_error(key, at, "a string", value)
+    if key == "format" and value not in PATTERNS:
+        raise schema_error(key, at, f"one of {', '.join(PATTERNS)}", value)
+    try:
+        origin = Origin(key, at)
+        if key == "format":
+            language = read_pattern(PATTERNS[value], origin=origin)
+        else:
+            language = read_pattern(value, is_search=True, origin=origin)
+        # on its own, so that an error names it
+        return Compiled(compile_language(in_json_string(language)))
+    except PatternError as error:
+        raise SchemaError(f"{Origin(key, at)}: {error}") from None
+    except TooLarge as error:
+        raise too_large(error, Origin(key, at)) from None
+
+
+def number_of(name: str, schema: Mapping[str, Any], at: str) -> Language:
+    if "multipleOf" in schema and not (name == "integer" and schema["multipleOf"] == 1):
+        raise schema_error(
+            "multipleOf", at, "a schema without this keyword, which is not supported"
+        )
+    low, above = _bound(schema, "minimum", "exclusiveMinimum", at, sign=1)
+    high, below = _bound(schema, "maximum", "exclusiveMaximum", at, sign=-1)
+    if low is None and high is None:
+        return INTEGER if name == "integer" else NUMBER
+    if low is not None and high is not None and (low > high or (low == high and (above or below))):
+        raise schema_error("maximum", at, f"a number above the minimum, {low}", str(high))
+    if name == "number":
+        return bounded_number(low, high, above=above, below=below)
+    least = None if low is None else math.ceil(low)
+    most = None if high is None else math.floor(high)
+    least = least + 1 if above and least == low and least is not None else least
+    most = most - 1 if below and most == high and most is not None else most
+    if least is not None and most is not None and least > most:
+        raise schema_error("maximum", at, "bounds with an integer between them", str(high))
+    return bounded_integer(least, most)
+
+
+def _bound(
+    schema: Mapping[str, Any], key: str, exclusive: str, at: str, *, sign: int
+) -> tuple[Decimal | None, bool]:
+    """The stricter of two bounds, and whether it is excluded itself."""
+    found: tuple[Decimal | None, bool] = None, False
+    for name in (key, exclusive):
+        value = schema.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) >= 1e15:
+            raise schema_error(name, at, "a number of at most 15 digits", value)
+        bound = Decimal(repr(value))
+        is_stricter = found[0] is None or sign * bound > sign * found[0]
+        if is_stricter or (bound == found[0] and name == exclusive):
+            found = bound, name == exclusive
+    return found
+
+
+def count_of(schema: Mapping[str, Any], key: str, at: str) -> int | None:
+    value = schema.get(key)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is not None and (type(value) is not int or value < 0):
+        raise schema_error(key, at, "a number from 0 up", value)
+    return value
+
+
+def too_large(error: TooLarge, otherwise: Origin) -> SchemaError:
+    """The error for a part that needs too many states."""
+    origin = error.origin or otherwise
+    return SchemaError(f"{origin}: expected a smaller language, got one of too many states")
+
+
+def schema_error(key: str, at: str, expected: str, got: Any = None) -> SchemaError:
+    shown = "" if got is None else f", got {json.dumps(got, ensure_ascii=False)[:100]}"
+    where = Origin(key, at) if key else f"schema at {at or '/'}"
+    return SchemaError(f"{where}: expected {expected}{shown}")

@@ -1,0 +1,81 @@
+"""The form that a request asks its answers to have.
+
+Names are those of vLLM's `StructuredOutputsParams` (github.com/vllm-project/vllm,
+sampling_params.py). Does not know about schemas' meaning, tokens or endpoints.
+"""
+
+import json as json_module
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from ..errors import RowError
+from ..vllm_options import STRUCTURED, also_accepts
+
+_KINDS = ("json", "json_object", "regex", "choice")
+
+
+@also_accepts(STRUCTURED)
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """The form of an answer: exactly one of its fields.
+
+    Attributes:
+      json: A JSON Schema, as an object or as text. The order of keys matters.
+      json_object: True for any JSON object.
+      regex: A pattern that the whole answer matches.
+      choice: Texts, one of which is the answer.
+
+    Raises:
+      RowError: A value has a wrong type, or not exactly one field is given.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | Sequence[str] | None = None
+
+    def __post_init__(self):
+        """Check the fields; a schema becomes compact text, which keeps the order of keys."""
+        if self.json_object is False:
+            object.__setattr__(self, "json_object", None)
+        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise _wrong("structured_outputs", f"one of {', '.join(_KINDS)}", given)
+        if self.json_object is not None and self.json_object is not True:
+            raise _wrong("json_object", "true", self.json_object)
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.regex is not None and not isinstance(self.regex, str):
+            raise _wrong("regex", "a pattern", self.regex)
+        if self.choice is not None:
+            self._check_choice()
+
+    @property
+    def fingerprint(self) -> str:
+        """The hash by which a plan names this form."""
+        (kind,) = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        content = json_module.dumps([kind, getattr(self, kind)])
+        return f"sha256:{sha256(content.encode()).hexdigest()}"
+
+    def _check_choice(self) -> None:
+        choice = self.choice
+        is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
+        if not is_list or not choice or not all(isinstance(c, str) and c for c in choice):
+            raise _wrong("choice", "a list of texts that are not empty", choice)
+        object.__setattr__(self, "choice", tuple(choice))
+
+
+def _schema_text(schema: Any) -> str:
+    try:
+        if isinstance(schema, str):
+            schema = json_module.loads(schema)
+        return json_module.dumps(schema, separators=(",", ":"), allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        raise _wrong("json", "a JSON Schema", schema) from None
+
+
+def _wrong(where: str, expected: str, got: object) -> RowError:
+    message = f"{where}: expected {expected}, got {str(got)[:100]}."
+    return RowError("invalid_request", message, where)

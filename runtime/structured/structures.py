@@ -1,0 +1,97 @@
+"""Compiles the forms that the rows of a job ask for, each once, and packs their tables.
+
+Does not know about devices, files or endpoints. Guarantees: the same form has the same automaton
+in every process and every run. Modules that take time to import wait for the first form.
+"""
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from ..errors import RowError
+from .params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from ...compile.grids.structured_grid import StructuredGrid
+    from .tables import PackedStructures
+    from .token_automaton import TokenAutomaton, TokenTrie
+
+MAX_TABLE_BYTES = 256 << 20
+"""Maximum size of the tables of all forms of a job."""
+MakeTrie = Callable[[], "TokenTrie"]
+
+
+class Structures:
+    """The automata of all forms that were asked for.
+
+    Args:
+      make_trie: Makes the vocabulary, when the first form is compiled; None for a model without a
+        tokenizer, which cannot have forms.
+    """
+
+    def __init__(self, make_trie: MakeTrie | None = None):
+        self.make_trie = make_trie
+        self._trie: TokenTrie | None = None
+        self._known: dict[str, TokenAutomaton | RowError] = {}
+
+    def automaton(self, form: StructuredOutputsParams) -> "TokenAutomaton":
+        """The automaton of a form.
+
+        Raises:
+          RowError: The form is wrong, not supported, too large, or the model cannot write it.
+        """
+        known = self._known.get(key := form.fingerprint)
+        if known is None:
+            try:
+                known = self._compiled(form)
+            except RowError as error:
+                known = error
+            self._known[key] = known
+        if isinstance(known, RowError):
+            raise known
+        return known
+
+    def grid(self, fingerprints: Collection[str]) -> "StructuredGrid | None":
+        """The sizes of the tables of some forms that were compiled; None for no form.
+
+        Raises:
+          ValueError: The tables would be too large.
+        """
+        if not fingerprints:
+            return None
+        from ...compile.grids.structured_grid import StructuredGrid
+
+        schemas = tuple(sorted(fingerprints))
+        automata = [self._compiled_before(fingerprint) for fingerprint in schemas]
+        if (size := sum(automaton.num_bytes for automaton in automata)) > MAX_TABLE_BYTES:
+            raise ValueError(
+                f"structured output: expected tables of at most {MAX_TABLE_BYTES / 1e6:.0f} MB, "
+                f"got {size / 1e6:.0f} MB for {len(schemas)} schemas. Split the job by schemas."
+            )
+        return StructuredGrid(
+            1 + sum(len(automaton.next_SC) for automaton in automata),
+            max(automaton.next_SC.shape[1] for automaton in automata),
+            1 + sum(len(automaton.masks_MV) for automaton in automata),
+            schemas,
+        )
+
+    def pack(self, grid: "StructuredGrid", padded_vocab: int) -> "PackedStructures":
+        """The tables of a plan; a schema of the plan that no row asks for stays empty."""
+        from .tables import pack_tables
+
+        known = {schema: self._known.get(schema) for schema in grid.schemas}
+        automata = {s: a for s, a in known.items() if a and not isinstance(a, RowError)}
+        return pack_tables(grid, automata, padded_vocab)
+
+    def _compiled_before(self, fingerprint: str) -> "TokenAutomaton":
+        automaton = self._known[fingerprint]
+        assert not isinstance(automaton, RowError)
+        return automaton
+
+    def _compiled(self, form: StructuredOutputsParams) -> "TokenAutomaton":
+        from .form_compiler import compile_form, refused
+
+        if self._trie is None:
+            if self.make_trie is None:
+                raise refused("expected a model with a tokenizer, got one without")
+            self._trie = self.make_trie()
+        return compile_form(form, self._trie)

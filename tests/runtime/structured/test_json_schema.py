@@ -1,0 +1,117 @@
+"""Texts of schemas are valid for an independent validator, keyword by keyword."""
+
+import json
+import random
+import re
+from functools import cache
+
+import jsonschema
+import numpy as np
+import pytest
+from schemas import CASES, REFUSED
+
+from noria.runtime.structured.automaton import DEAD, START, ByteAutomaton
+from noria.runtime.structured.byte_automaton import compile_language
+from noria.runtime.structured.json_scalars import SchemaError
+from noria.runtime.structured.json_schema import read_schema
+
+FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
+
+
+@cache
+def automaton_of(number: int) -> ByteAutomaton:
+    return compile_language(read_schema(CASES[number].schema))
+
+
+def is_valid(text: str, schema: object) -> bool:
+    """Whether an independent validator accepts a text."""
+    try:
+        value = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    except ValueError:
+        return False
+    validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
+    return validator.is_valid(value)
+
+
+def random_text(automaton: ByteAutomaton, draw: random.Random, limit: int = 60) -> bytes:
+    """A random accepted text: after `limit` bytes, each byte leads nearer to its end."""
+    left_S = _steps_left(automaton)
+    bytes_of_class = [
+        np.flatnonzero(automaton.class_of_byte == c) for c in range(automaton.next_SC.shape[1])
+    ]
+    state, text = START, bytearray()
+    while True:
+        moves = [c for c, s in enumerate(automaton.next_SC[state]) if s != DEAD]
+        if automaton.is_accepting_S[state] and (not moves or draw.random() < 0.2):
+            return bytes(text)
+        if len(text) > limit:
+            if automaton.is_accepting_S[state]:
+                return bytes(text)
+            nearest = min(left_S[automaton.next_SC[state, c]] for c in moves)
+            moves = [c for c in moves if left_S[automaton.next_SC[state, c]] == nearest]
+        move = draw.choice(moves)
+        text.append(draw.choice(bytes_of_class[move]))
+        state = automaton.next_SC[state, move]
+
+
+@cache
+def _steps_left(automaton: ByteAutomaton) -> np.ndarray:
+    left_S = np.where(automaton.is_accepting_S, 0.0, np.inf)
+    while True:
+        nearer_S = np.minimum(left_S, 1 + left_S[automaton.next_SC].min(axis=1))
+        if (nearer_S == left_S).all():
+            return left_S
+        left_S = nearer_S
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+def test_each_keyword_accepts_and_rejects_its_examples(number: int):
+    case, automaton = CASES[number], automaton_of(number)
+    for text in case.accepted:
+        assert automaton.accepts(text.encode()), text
+        assert is_valid(text, case.schema), text
+    for text in case.rejected:
+        assert not automaton.accepts(text.encode()), text
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+def test_random_texts_of_a_schema_are_valid(number: int):
+    case, draw = CASES[number], random.Random(number)
+    for _ in range(40):
+        text = random_text(automaton_of(number), draw).decode()
+        assert is_valid(text, case.schema), text
+
+
+@pytest.mark.parametrize(("schema", "where"), REFUSED, ids=[where for _, where in REFUSED])
+def test_a_schema_outside_the_subset_is_refused_by_keyword_and_place(schema: object, where: str):
+    with pytest.raises(SchemaError, match=f"^{re.escape(where)}: "):
+        read_schema(schema)
+
+
+def test_bounds_of_numbers_hold_at_random():
+    draw = random.Random(0)
+    for _ in range(60):
+        places = draw.randint(0, 3)
+        low, high = sorted(round(draw.uniform(-50, 50), places) for _ in range(2))
+        keys = draw.choice([("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")])
+        if low == high:
+            continue
+        kind = draw.choice(["number", "integer"])
+        schema = {"type": kind, keys[0]: low, keys[1]: high}
+        schema.pop(draw.choice([*keys, "type", "none"]), None) if kind == "number" else None
+        schema["type"] = kind
+        try:
+            automaton = compile_language(read_schema(schema))
+        except SchemaError:
+            assert kind == "integer" and high - low < 2
+            continue
+        validator = jsonschema.Draft202012Validator(schema)
+        for _ in range(25):
+            text = random_text(automaton, draw).decode()
+            assert validator.is_valid(json.loads(text)), (schema, text)
+        for _ in range(25):
+            value = draw.uniform(-60, 60)
+            text = str(round(value)) if kind == "integer" else f"{value:.{draw.randint(1, 2)}f}"
+            if text.startswith("-0") and float(text) == 0:
+                continue
+            assert automaton.accepts(text.encode()) == validator.is_valid(json.loads(text)), text
