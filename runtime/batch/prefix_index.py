@@ -5,6 +5,10 @@ of all tokens up to the end of the unit. If there are too many hashes, it drops 
 compares in units twice as long, so that memory is bounded. Two different beginnings may have equal
 hashes, so users of the table must compare the tokens.
 
+Scored prompts share with scored prompts only, and only with those that ask for as many
+alternatives. They share a beginning if they have the token after it in common, too, because its
+log-probability is that of the beginning's last position.
+
 Knows nothing of grids or of the meaning of a row. Guarantees: the table depends on the prompts
 alone, and is the same in every process.
 """
@@ -38,12 +42,23 @@ class PrefixIndex:
         """The same, for rows that are in no block yet."""
         self._num_hashes = 0
 
-    def add(self, row: int, ids: Sequence[int]) -> None:
-        """Add a row's prompt."""
+    def add(self, row: int, ids: Sequence[int], num_alternatives: int | None = None) -> None:
+        """Add a row's prompt.
+
+        Args:
+          row: The number of the row.
+          ids: The prompt.
+          num_alternatives: The alternatives to each token of a scored prompt; None for others.
+        """
         data = memoryview(array(_UINT32, ids)).cast("B")
+        state, digests = blake2b(digest_size=8), bytearray()
+        if num_alternatives is not None:
+            state.update(b"scored %d" % num_alternatives)
+            # so that each unit ends with the token after it
+            state.update(data[:4])
+            data = data[4:]
         step = self._unit * 4
         count = len(data) // step
-        state, digests = blake2b(digest_size=8), bytearray()
         for start in range(0, count * step, step):
             state.update(data[start : start + step])
             digests += state.copy().digest()

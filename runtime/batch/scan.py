@@ -74,7 +74,7 @@ class ScanSummary:
     input_sha256: str
     num_bytes: int
     prefixes: "PrefixTable"
-    """The common beginnings of the rows that generate; row numbers are those of `rows`."""
+    """The common beginnings of the rows; row numbers are those of `rows`."""
 
     @property
     def requirements(self) -> list[RowRequirements]:
@@ -142,8 +142,7 @@ def scan(
             row, ids = outcome
             on_encoded(row, ids)
             requirements = _requirements_of(row, len(ids))
-            if row.params.prompt_logprobs is None:
-                prefixes.add(row.row, ids)
+            prefixes.add(row.row, ids, row.params.prompt_logprobs)
             # rows with equal requirements share one object
             rows.append(_scanned_row(row, distinct.setdefault(requirements, requirements), None))
         on_progress(len(rows))

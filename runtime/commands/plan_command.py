@@ -69,7 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--from-output",
         type=Path,
         metavar="OUT",
-        help="output of a finished job with this workload, for the output lengths",
+        help="output of a finished job, for the output lengths: known if it had this workload, "
+        "learned by endpoint and prompt length if not",
     )
     add(
         "--expected-output",

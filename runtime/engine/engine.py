@@ -26,15 +26,14 @@ from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.prefill_steps import PrefillOutput
 from ...compile.steps import DecodeOutput, DecodeState
 from ...modelzoo.moe.use import ExpertReport
-from ...modelzoo.sampling import SamplingState, TokenScores
+from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import StructureTables
 from ..devices.host_arrays import HostArrays
-from ..request import Request, TokenLogprob
+from ..request import Request
 from .call_results import (
     CallResults,
     ChoicesDropped,
     Event,
-    PromptScored,
     TokensEmitted,
     token_logprob,
 )
@@ -47,6 +46,7 @@ from .padding import (
     pack_requests,
     pack_sampling,
 )
+from .prompt_scores import PromptScores, num_alternatives
 from .scheduler import (
     Action,
     ForkAction,
@@ -125,8 +125,7 @@ class Engine:
         self._sampling: dict[int, SamplingState] = {}
         """Sampling parameters of each request, for its first sample."""
         self._in_slot: dict[int, ScheduledSequence] = {}
-        self._scores: dict[int, list[TokenLogprob]] = {}
-        """Log-probabilities of the pieces scored so far, of prompts that are not complete."""
+        self._scores = PromptScores()
         self._unclean: set[int] = set()
         """Slots whose cache may hold non-finite numbers."""
         self._unclean_prefixes: set[int] = set()
@@ -273,7 +272,9 @@ class Engine:
 
     def _events_of_prefill(self, action: PrefillAction, results: CallResults) -> list[Event]:
         rows, output = action.rows, results.output
-        events = self._scored(rows, output.scores) if action.is_scored else []
+        events: list[Event] = []
+        if action.is_scored:
+            events += self._scores.add(rows, output.scores, self._requests)
         if output.experts is not None:
             self.metrics.experts["prefill"].add(output.experts.use)
             sequences = enumerate(row.sequence for row in rows)
@@ -350,17 +351,6 @@ class Engine:
         arguments = self._host.put((np.int32(source), np.int32(slot), sampling))
         self._state = self._graphs.fork(self._state, *arguments)
         self._unclean.discard(slot)
-
-    def _scored(self, rows: Iterable[PromptPiece], scores: TokenScores) -> list[Event]:
-        """Keep the log-probabilities of pieces; return an event for each complete prompt."""
-        events: list[Event] = []
-        for i, row in enumerate(rows):
-            number = row.sequence.request.number
-            logprobs = self._scores.setdefault(number, [])
-            logprobs += _prompt_scores(self._requests[number], scores, i, row.start, row.count)
-            if row.is_last:
-                events.append(PromptScored(number, self._scores.pop(number)))
-        return events
 
     def _decode(self, action: DecodeAction) -> DecodeOutput:
         is_live_B = np.zeros(self._graphs.grid.decode_slots, bool)
@@ -458,25 +448,9 @@ def _dropped(
     ]
 
 
-def _num_prompt_logprobs(request: AdmittedRequest) -> int:
-    num_logprobs = request.request.params.prompt_logprobs
-    return -1 if num_logprobs is None else num_logprobs
-
-
 def _num_logprobs_B(requests: Iterable[AdmittedRequest], bucket: PrefillBucket) -> np.ndarray:
     """The numbers of alternatives that the rows of a scored call ask for; -1 for dummy rows."""
     num_logprobs_B = np.full(bucket.batch, -1, np.int32)
     for row, request in enumerate(requests):
-        num_logprobs_B[row] = _num_prompt_logprobs(request)
+        num_logprobs_B[row] = num_alternatives(request)
     return num_logprobs_B
-
-
-def _prompt_scores(
-    request: AdmittedRequest, scores: TokenScores, row: int, start: int, count: int
-) -> list[TokenLogprob]:
-    """Log-probabilities of the prompt tokens at positions `start + 1` to `start + count`."""
-    ids, num_alternatives = request.request.prompt_token_ids, _num_prompt_logprobs(request)
-    return [
-        token_logprob(scores, (row, t), token_id, num_alternatives)
-        for t, token_id in enumerate(ids[start + 1 : start + count + 1])
-    ]

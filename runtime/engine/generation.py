@@ -76,7 +76,8 @@ class GenerationSession:
     _prefix_ids: MutableMapping[SharedPrefix, "array[int]"] = field(
         default_factory=WeakKeyDictionary
     )
-    """The tokens of shared prefixes, until no request can begin with them."""
+    """The tokens of shared prefixes, until no request can begin with them, and how they are scored.
+    """
     _received: list[tuple[CallResults, float]] = field(default_factory=list)
     """Calls that were received and not yet collected, each with its end time."""
 
@@ -124,7 +125,7 @@ class GenerationSession:
             max_total_length=max_total_length,
             num_sequences=params.n,
             is_scored=params.prompt_logprobs is not None,
-            prefix=self._matching(prefix, request.prompt_token_ids),
+            prefix=self._matching(prefix, request),
             planned_prefix=planned_prefix,
         )
         seed = row_seed(params, self.run_seed, request.request_id)
@@ -154,15 +155,17 @@ class GenerationSession:
         if rule is not None or continuations[0].collector.may_stop:
             self._ended_by_text.add(scheduled.number)
 
-    def _matching(
-        self, prefix: SharedPrefix | None, token_ids: Sequence[int]
-    ) -> SharedPrefix | None:
-        """The longest prefix on the path of `prefix` whose tokens the prompt truly begins with.
+    def _matching(self, prefix: SharedPrefix | None, request: Request) -> SharedPrefix | None:
+        """The longest prefix on the path of `prefix` with which the prompt truly begins.
 
-        The search for prefixes compares hashes, and different tokens may have equal hashes.
+        The search for prefixes compares hashes, and different prompts may have equal hashes. The
+        log-probabilities of a scored prefix include that of the token after it.
         """
+        num_alternatives = request.params.prompt_logprobs
+        is_scored = num_alternatives is not None
         while prefix is not None:
-            own = array("I", token_ids[: prefix.length])
+            own = array("I", request.prompt_token_ids[: prefix.length + is_scored])
+            own.append(0 if num_alternatives is None else 1 + num_alternatives)
             if self._prefix_ids.setdefault(prefix, own) == own:
                 return prefix
             prefix = prefix.parent

@@ -189,20 +189,16 @@ class Scheduler:
             request.prompt_length, request.max_total_length - request.prompt_length
         )
         self._newest_prefix = request.planned_prefix
-        if not request.generates:
-            is_one_piece = request.prompt_length <= bucket.tokens
-            self._wait(Prompt(request, num_slots=0 if is_one_piece else 1))
-            return
         base = self._prefixes.enter(request)
+        if not request.generates:
+            needs_slot = base is not None or request.prompt_length > bucket.tokens
+            self._add(Prompt(request, num_slots=int(needs_slot), base=base))
+            return
         max_slots = self._slots.num_usable(request.max_total_length) - self._prefixes.max_slots
         max_slots = min(max_slots, self._groups.size)
         for first in range(0, request.num_sequences, max_slots):
             num_slots = min(max_slots, request.num_sequences - first)
-            prompt = Prompt(request, num_slots, first, base=base)
-            if base is None:
-                self._wait(prompt)
-            else:
-                self._prefixes.add(prompt)
+            self._add(Prompt(request, num_slots, first, base=base))
 
     def next_action(self) -> Action | None:
         """The next action to run; None when all work is done."""
@@ -276,6 +272,13 @@ class Scheduler:
                 prompt.base, prompt.length = None, 0
                 self._wait(prompt)
         return list(dropped.values())
+
+    def _add(self, prompt: Prompt) -> None:
+        """Let the prompt of a request wait for the prefix with which it begins, or for a call."""
+        if prompt.base is None:
+            self._wait(prompt)
+        else:
+            self._prefixes.add(prompt)
 
     def _queue(self, prompt: Prompt) -> None:
         """Queue a prompt that begins with a prefix, or a prefix itself."""

@@ -79,6 +79,8 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
     ).within_context(config.max_position)
     rows = plural(len(workload.rows), "row")
     note(options, f"{rows} to plan for, {workload.num_refused} refused")
+    if workload.length_source:
+        note(options, workload.length_source)
     if not workload.rows:
         raise ConfigError(
             f"{options.workload}: expected at least one row of at most {config.max_position} "

@@ -72,7 +72,7 @@ def with_sharing(
     """
     lengths = np.array([row.need.prompt_length for row in rows], np.int64)
     is_enough = table.shares and table.shared.sum() >= MIN_SHARE * lengths.sum()
-    if not is_enough or not whole.decode_slots:
+    if not is_enough:
         return whole
     grids = _chunk_grids(whole, rows, defaults, derive)
     if may_group:

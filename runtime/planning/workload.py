@@ -1,12 +1,13 @@
 """Read the lengths of a job's rows from a batch file, a table of lengths, or a finished job.
 
 A batch file has only the largest number of tokens that each row may emit; the output of a finished
-job has the emitted numbers.
+job has the emitted numbers. They are taken for the rows of the same job, and learned for others
+(`finished_lengths`).
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,13 @@ from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.planning.candidates import ExpectedRow
 from ..batch.batch_model import open_text, row_shape
-from ..batch.manifest import read_manifest
-from ..batch.part import WHOLE
+from ..batch.lines import BatchRow
 from ..batch.scan import ScannedRow, check_input, scan
 from ..checkpoint import ModelFiles
 from ..errors import EXIT_USAGE, JobError
-from ..files.disk import digest_file
 from ..structured.structures import Structures
+from .finished_lengths import AnsweredRow, FinishedJob, LengthForecast, read_finished_job
 from .length_table import read_table
-
-OK = 200
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,10 @@ class Workload:
     prefixes: PrefixTable = NOTHING_SHARED
     """The common beginnings of `rows`; none are known for a table of lengths."""
     manifest: Mapping[str, Any] | None = None
-    """The manifest of the finished job whose output lengths are used; None without one."""
+    """The manifest of the finished job with these rows, whose lengths are used; None without one.
+    """
+    length_source: str = ""
+    """The source of learned output lengths; empty if none were learned."""
     structured: StructuredGrid | None = None
     """The forms of answers that rows ask for."""
 
@@ -69,18 +70,18 @@ def read_workload(
 ) -> Workload:
     """Read the rows of a batch file or a table of lengths.
 
-    A finished job contributes only the rows that it answered. Its output does not distinguish stop
-    strings from end tokens: a row with stop strings that stopped is taken to have ended at a stop
-    string.
+    A finished job with this input contributes only the rows that it answered. Its output does not
+    distinguish stop strings from end tokens: a row with stop strings that stopped is taken to have
+    ended at a stop string. From a part of the job, or from another job, lengths are learned.
 
     Args:
       path: A batch file, or a `.csv` table of lengths.
       share_of_limit: Expected output tokens as a share of `max_tokens`, or of the default number
         for rows without `max_tokens`, if neither `output` nor a table has the lengths.
-      output: The output of a finished job with the same input.
+      output: The output of a finished job.
 
     Raises:
-      JobError: `output` does not belong to a finished, whole job of the same input.
+      JobError: `output` is not the output of a finished job with answers.
       ConfigError: A line of the table is wrong.
     """
     if path.suffix.lower() == ".csv":
@@ -93,19 +94,27 @@ def read_workload(
         return Workload(path.name, tuple(read_table(path)))
     check_input(path)
     structures = Structures()
+    finished = None if output is None else read_finished_job(output)
+    chat_rows: set[int] = set()
+
+    def note_kind(row: BatchRow, ids: Sequence[int]) -> None:
+        if row.kind == "chat":
+            chat_rows.add(row.row)
+
     with path.open("rb") as file, open_text(files, structures=structures) as text:
-        summary = scan(file, text.encode, defaults=files.generation_defaults.sampling)
-    emitted, manifest = {}, None
-    if output is not None:
-        manifest = _manifest_of(output, summary.input_sha256)
-        emitted = _emitted(output)
-    scanned = [
-        row
-        for row in summary.rows
+        defaults = files.generation_defaults.sampling
+        summary = scan(file, text.encode, defaults=defaults, on_encoded=note_kind)
+    scanned = [row for row in summary.rows if row.requirements is not None]
+    manifest, source, of_row = None, "", _unknown
+    if finished is not None and finished.answered(summary.input_sha256):
+        manifest, of_row = finished.manifest, partial(_known, finished)
         # rows that a finished job has not answered cost it nothing
-        if row.requirements is not None and (output is None or row.custom_id in emitted)
-    ]
-    rows = [_expected(row, emitted, share_of_limit) for row in scanned]
+        scanned = [row for row in scanned if row.custom_id in finished.rows]
+    elif finished is not None:
+        forecast = LengthForecast.learn(list(finished.rows.values()))
+        of_row = partial(_learned, forecast, chat_rows)
+        source = f"{finished.path}: output lengths are learned from {forecast}"
+    rows = [_expected(row, of_row(row), share_of_limit) for row in scanned]
     prefixes = summary.prefixes.of_rows([row.row for row in scanned])
     errors = (f"line {row.line_number}: {row.bad.error}" for row in summary.rows if row.bad)
     num_refused = len(summary.rows) - len(rows)
@@ -113,22 +122,34 @@ def read_workload(
     forms = {row.requirements.structure for row in scanned if row.requirements is not None}
     structured = structures.grid({form for form in forms if form is not None})
     return Workload(
-        path.name, tuple(rows), num_refused, first_error, prefixes, manifest, structured
+        path.name, tuple(rows), num_refused, first_error, prefixes, manifest, source, structured
     )
 
 
-def _expected(
-    row: ScannedRow, emitted: Mapping[str, tuple[int, bool]], share_of_limit: float
-) -> ExpectedRow:
+def _unknown(row: ScannedRow) -> None:
+    return None
+
+
+def _known(finished: FinishedJob, row: ScannedRow) -> AnsweredRow | None:
+    return finished.rows[row.custom_id or ""]
+
+
+def _learned(
+    forecast: LengthForecast, chat_rows: Collection[int], row: ScannedRow
+) -> AnsweredRow | None:
+    assert row.requirements is not None
+    length = row.requirements.prompt_length
+    return forecast.next_row(is_chat=row.row in chat_rows, prompt_length=length)
+
+
+def _expected(row: ScannedRow, seen: AnsweredRow | None, share_of_limit: float) -> ExpectedRow:
+    """A row with its expected output: that of an answered row, or a share of its limit."""
     assert row.requirements is not None
     need = row_shape(row.requirements)
-    if (known := emitted.get(row.custom_id or "")) is not None:
-        output, stopped = known
-        # a job with several answers for a row records only the sum of their tokens
-        return ExpectedRow(
-            need, output // need.num_sequences, stopped and row.requirements.has_stops
-        )
     limit = need.max_tokens
+    if seen is not None and limit != 0:
+        output = seen.output if limit is None else min(seen.output, limit)
+        return ExpectedRow(need, output, seen.stopped and row.requirements.has_stops)
     if limit is None:
         limit = GridDefaults().unspecified_output
     return ExpectedRow(need, min(limit, max(1, round(limit * share_of_limit))))
@@ -136,53 +157,3 @@ def _expected(
 
 def _within(row: ExpectedRow, max_position: int) -> ExpectedRow:
     return replace(row, output=min(row.output, max_position - row.need.prompt_length))
-
-
-def _manifest_of(output: Path, input_sha256: str) -> Mapping[str, Any]:
-    manifest = read_manifest(output)
-    if manifest is None:
-        raise JobError(
-            f"{output}: expected the output of a finished job with its manifest beside it, got no "
-            f"manifest. Finish the job first.",
-            EXIT_USAGE,
-        )
-    if manifest["input"]["sha256"] != input_sha256:
-        raise JobError(
-            f"{output}: expected the output of a job with this --workload, got that of a job with "
-            f"{manifest['input']['name']}, whose content differs. Give the input of the job.",
-            EXIT_USAGE,
-        )
-    if "pipeline" in manifest["configuration"]:
-        raise JobError(
-            f"{output}: expected the output of a job without stages, got one that has stages. Keep "
-            f"their files with --keep-stages, and give the input and the output of one stage.",
-            EXIT_USAGE,
-        )
-    if (part := manifest["configuration"]["rows"]) != str(WHOLE) or not manifest["plan"]:
-        raise JobError(
-            f"{output}: expected the output of a whole job with at least one row that ran, got "
-            f"that of {part}. Run the whole job, and give its output.",
-            EXIT_USAGE,
-        )
-    recorded = manifest["outputs"].get(output.name, {}).get("sha256")
-    if recorded != digest_file(output).sha256:
-        raise JobError(
-            f"{output}: expected the content that its manifest records, got another content. Run "
-            f"the job again.",
-            EXIT_USAGE,
-        )
-    return manifest
-
-
-def _emitted(output: Path) -> dict[str, tuple[int, bool]]:
-    """Output tokens of each answered row, and whether a stop ended one of its answers, by id."""
-    emitted = {}
-    with output.open(encoding="utf-8") as file:
-        for line in file:
-            row = json.loads(line)
-            if row["response"] is None or row["response"]["status_code"] != OK:
-                continue
-            body = row["response"]["body"]
-            stopped = any(choice["finish_reason"] == "stop" for choice in body["choices"])
-            emitted[row["custom_id"]] = (body["usage"]["completion_tokens"], stopped)
-    return emitted

@@ -236,18 +236,27 @@ def test_a_job_in_which_rows_were_refused_can_be_planned_again(noria, source):
     assert report["workload"]["refused"] == 1
 
 
-def test_a_part_of_a_job_is_no_run_to_plan_from(noria, source):
-    part = source.with_name("part.jsonl")
-    arguments = ("-i", source, "-o", part, "--model", noria.model, "--dtype", "float32")
-    noria.run("batch", *arguments, "--rows", "0/2")
-    options = ("--model", noria.model, "--workload", source, "-o", source.with_name("no.toml"))
-    assert "Run the whole job" in noria.refuse("plan", *options, "--from-output", part)
+def test_lengths_are_known_from_merged_parts_and_learned_from_one(noria, source, output):
+    whole = read_manifest(output)["output_tokens"]
+    parts = [source.with_name(f"part{i}.jsonl") for i in range(2)]
+    for i, part in enumerate(parts):
+        options = ("-i", source, "-o", part, "--model", noria.model, "--dtype", "float32")
+        noria.run("batch", *options, "--rows", f"{i}/2")
+    merged = source.with_name("merged.jsonl")
+    noria.run("merge", *parts, "-o", merged)
+    _, report, _ = plan(noria, source, "--from-output", merged, "--chunks", "never")
+    assert report["workload"]["expected_output_tokens"] == whole
+    assert "plan of the run" in report["comparison"]
+    _, report, _ = plan(noria, source, "--from-output", parts[0], "--chunks", "never")
+    assert report["workload"]["rows"] == 80 and "plan of the run" not in report["comparison"]
+    learned = report["workload"]["expected_output_tokens"]
+    assert abs(learned - whole) < 0.25 * whole
 
 
-def test_an_output_of_another_job_is_refused(noria, source, output):
-    other = write_lines(source.with_name("other.jsonl"), [completion("a", [5, 6])])
-    options = ("--model", noria.model, "--workload", other, "-o", source.with_name("no.toml"))
-    assert "whose content differs" in noria.refuse("plan", *options, "--from-output", output)
+def test_lengths_are_learned_from_the_output_of_another_job(noria, source, output):
+    other = write_lines(source.with_name("other.jsonl"), [completion("a", [5, 6], max_tokens=99)])
+    _, report, _ = plan(noria, other, "--from-output", output, "--chunks", "never")
+    assert 0 < report["workload"]["expected_output_tokens"] <= 40
 
 
 @pytest.mark.slow

@@ -106,3 +106,21 @@ def test_such_a_job_runs_under_a_layout(noria, source, job, tmp_path):
     for row, expected in zip(rows, job[0], strict=True):
         ours, theirs = (choices[0]["logprobs"] for choices, _ in (answer(row), expected))
         assert ours["token_logprobs"][1:] == pytest.approx(theirs["token_logprobs"][1:], abs=1e-4)
+
+
+def test_scored_rows_that_begin_alike_compute_it_once_with_the_same_bytes(noria, tmp_path):
+    header = [3 + i % 200 for i in range(70)]
+    rows = [
+        completion(f"q{i}", [*header[: 70 - 16 * (i % 3)], 9 + i, *range(5, 5 + i % 7)], **SCORE)
+        for i in range(24)
+    ]
+    # a row that is not scored shares nothing with those that are
+    rows.append(completion("more", [*header, 9, 8], max_tokens=3))
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    in_chunks = ("--set", "buckets.chunk=16")
+    shared, manifest = noria.batch(source, tmp_path / "shared.jsonl", *in_chunks)
+    options = (*in_chunks, "--no-sharing")
+    whole, without = noria.batch(source, tmp_path / "whole.jsonl", *options)
+    assert [answer(row) for row in shared] == [answer(row) for row in whole]
+    assert manifest["generator"]["shared_prefixes"]["saved_tokens"] > 800
+    assert without["generator"]["shared_prefixes"]["saved_tokens"] == 0
