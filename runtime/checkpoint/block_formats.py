@@ -18,7 +18,7 @@ from functools import cache
 import numpy as np
 
 from ...modelzoo.families.quantisation import BlockFloat8, Quantisation
-from .optional_packages import require
+from ..files.optional_packages import require
 from .tensor_source import Index, Interval
 
 Shape = tuple[int, ...]

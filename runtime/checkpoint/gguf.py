@@ -26,7 +26,7 @@ import numpy as np
 
 from ..errors import CheckpointChanged, InvalidGGUF
 from ..files.file_facts import FileStamp
-from .optional_packages import require
+from ..files.optional_packages import require
 from .tensor_source import Index, Interval, TensorInfo, intervals
 
 MAX_METADATA_KEYS = 65_536

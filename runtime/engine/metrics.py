@@ -8,11 +8,22 @@ them, or emitted past a stop string. Does not know about devices.
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...compile.grids.bucket_grid import PrefillBucket
 from ...compile.grids.prefix_grid import PrefixGrid
 from .expert_use import ExpertTotals
+
+
+class RunFigures(NamedTuple):
+    """The figures of a run at one moment, for people."""
+
+    tokens: int
+    """Tokens that decode calls have emitted."""
+    used_slots: int
+    slots: int
+    padding_waste: float | None
+    """Share of the computed tokens that are padding; None before the first call."""
 
 
 @dataclass

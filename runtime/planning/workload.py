@@ -5,6 +5,7 @@ job has the emitted numbers.
 """
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from ...compile.planning.candidates import ExpectedRow
 from ..batch.batch_model import open_text, row_shape
 from ..batch.manifest import read_manifest
 from ..batch.part import WHOLE
-from ..batch.scan import ScannedRow, check_input, scan
+from ..batch.row_files import check_input, open_rows, output_lines
+from ..batch.scan import ScannedRow, scan
+from ..batch.tables import Columns
 from ..checkpoint import ModelFiles
 from ..errors import EXIT_USAGE, JobError
 from ..files.disk import digest_file
@@ -88,11 +91,13 @@ def read_workload(
             )
         return Workload(path.name, tuple(read_table(path)))
     check_input(path)
-    with path.open("rb") as file, open_text(files) as text:
+    folder = Path(tempfile.gettempdir())
+    rows = open_rows(path, Columns(), folder, note=lambda message: None)
+    with rows as (file, digest), open_text(files) as text:
         summary = scan(file, text.encode, defaults=files.generation_defaults.sampling)
     emitted, manifest = {}, None
     if output is not None:
-        manifest = _manifest_of(output, summary.input_sha256)
+        manifest = _manifest_of(output, digest.sha256 if digest else summary.input_sha256)
         emitted = _emitted(output)
     scanned = [
         row
@@ -162,8 +167,8 @@ def _manifest_of(output: Path, input_sha256: str) -> Mapping[str, Any]:
 def _emitted(output: Path) -> dict[str, tuple[int, bool]]:
     """Output tokens of each answered row, and whether a stop ended one of its answers, by id."""
     emitted = {}
-    with output.open(encoding="utf-8") as file:
-        for line in file:
+    with output.open("rb") as file:
+        for line in output_lines(output, file):
             row = json.loads(line)
             if row["response"] is None or row["response"]["status_code"] != OK:
                 continue
