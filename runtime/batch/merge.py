@@ -10,6 +10,7 @@ file with other content is never replaced. Merging again does nothing.
 """
 
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -247,6 +248,9 @@ def _merged_manifest(parts: Sequence[FinishedPart]) -> dict[str, Any]:
         "configuration": {**job["configuration"], "rows": str(WHOLE)},
         "rows": add_outcomes([manifest["rows"] for manifest in manifests]),
         **{key: sum(manifest[key] for manifest in manifests) for key in totals},
+        "ignored_keys": dict(
+            sum((Counter(m.get("ignored_keys", ())) for m in manifests), Counter())
+        ),
         "parts": [
             {"name": part.path.name, "part": str(part.part)}
             | {key: value for key, value in part.manifest.items() if key not in _COMMON_KEYS}

@@ -98,6 +98,8 @@ def csv_lines(
         raise InputError(
             f"{path}: line {reader.line_num}: expected CSV, got {error}. Write the table again."
         ) from None
+    finally:
+        text.detach()  # its end would close the file
 
 
 def parquet_lines(path: Path, columns: Columns, note: Callable[[str], None]) -> Iterator[bytes]:

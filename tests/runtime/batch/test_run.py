@@ -289,7 +289,7 @@ def test_inputs_and_outputs_that_cannot_work_are_refused_by_name(tmp_path):
         (input_path, tmp_path, "directory"),
         (tmp_path / "pipe", tmp_path / "out.jsonl", "pipe"),
         (input_path, tmp_path / "pipe", "pipe or device"),
-        (tmp_path / "in.gz", tmp_path / "out.jsonl", "gunzip"),
+        (tmp_path / "in.gz", tmp_path / "out.jsonl", "cut off"),
         (tmp_path / "absent", tmp_path / "out.jsonl", "got no file"),
     ]
     for source, target, message in cases:
@@ -602,7 +602,8 @@ def test_what_differs_from_a_finished_output_is_said(tmp_path):
             run(source, output, **changes)
         message = str(caught.value)
         assert message.startswith(f"{output}: exists and is not the finished output of this input,")
-        assert message.endswith("\nChoose another output, or replace it with --restart.")
+        keep = ", keep the answers of equal rows with --update" if "  the input:" in message else ""
+        assert message.endswith(f"\nChoose another output{keep}, or replace it with --restart.")
         return "\n".join(message.split("\n")[1:-1])
 
     other = {"model": "another", "dtype": "bfloat16"}
