@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import ModelFiles, open_model
 from ..devices.default_target import default_target
-from ..errors import EXIT_MODEL, EXIT_USAGE, ConfigError, InvalidTokenizer, JobError
+from ..errors import (
+    EXIT_MODEL,
+    EXIT_OK,
+    EXIT_ROWS_FAILED,
+    EXIT_USAGE,
+    ConfigError,
+    InvalidTokenizer,
+    JobError,
+)
+from ..files.disk import Disk
 from ..files.layout_files import layout_file, read_layout_table
 from ..files.run_config import read_instant, read_plan_table
 from ..pods import pod_options
@@ -28,12 +37,15 @@ from ..text.load_tokenizer import load_tokenizer
 from ..text.tokenizer import Tokenizer
 from .graph_rows import naming_rows
 from .job import Build, JobSettings, JobText
-from .manifest import PhaseClock, versions
+from .manifest import PhaseClock, fingerprint, versions
 from .part import Part
+from .pipes import PIPE, copy_path, write_to_stdout
 from .progress import Progress
 from .prompt_encoder import PromptEncoder
+from .request_body import read_sampling
 from .run import run_job
 from .scan import RowRequirements, ScanSummary
+from .tables import Columns
 
 if TYPE_CHECKING:
     from ...compile.build import BuildProgress
@@ -85,8 +97,12 @@ def _run(
             progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
         model = BatchModel(files, options, plan_table, layout_table, peers)
         if options.pipeline is not None:
-            return _run_stages(options, files, settings, model, progress)
-        return run_job(settings, model, peers=peers, progress=progress, phases=phases)
+            code = _run_stages(options, files, settings, model, progress)
+        else:
+            code = run_job(settings, model, peers=peers, progress=progress, phases=phases)
+        if options.output == PIPE and code in (EXIT_OK, EXIT_ROWS_FAILED):
+            write_to_stdout(settings.output_path, Disk())
+        return code
 
 
 def _run_stages(
@@ -119,8 +135,17 @@ def _settings(
     layout_table: Mapping[str, Any] | None,
     setup: str,
 ) -> JobSettings:
+    if PIPE in (options.input, options.output) and setup != ALONE.setup:
+        raise ConfigError(
+            "-i -, -o -: expected files for a job of several processes, got a pipe. Save the input "
+            "to a file, and name an output."
+        )
     uses_defaults = options.generation_config == "model"
     defaults = dict(files.generation_defaults.sampling) if uses_defaults else {}
+    source = "generation_config.json of the model" if defaults else "noria"
+    if options.sampling:
+        source = "--sampling" if source == "noria" else f"--sampling, {source}"
+        defaults |= read_sampling(options.sampling)
     package_versions = versions()
     configuration = {
         "model": files.fingerprint(),
@@ -136,13 +161,23 @@ def _settings(
             for name in _VERSIONS_THAT_DECIDE_ANSWERS
         },
     }
+    # only if they are given, so that earlier journals without them fit
+    if options.ignore_unknown:
+        configuration["unknown keys"] = "ignored"
+    if options.prompt_column or options.id_column:
+        configuration["columns"] = f"{options.prompt_column}, {options.id_column}"
+    output = options.output
+    if output == PIPE:
+        # in the current folder; the same command finds its journal again
+        output = Path(f"noria-stdout-{fingerprint(configuration)[7:19]}.jsonl")
+    reads_stdin = options.input == PIPE
     return JobSettings(
-        input_path=options.input,
-        output_path=options.output,
+        input_path=copy_path(output) if reads_stdin else options.input,
+        output_path=output,
         model_name=files.name,
         configuration=configuration,
         sampling_defaults=defaults,
-        sampling_defaults_source="generation_config.json of the model" if defaults else "noria",
+        sampling_defaults_source=source,
         config_keys_ignored=files.unread.keys,
         error_file=options.error_file,
         also_read=_also_read(options, files),
@@ -153,6 +188,10 @@ def _settings(
         setup=setup,
         allow_other_setup=options.allow_different_numerics,
         expected_weights=options.expect_weights,
+        reads_stdin=reads_stdin,
+        columns=Columns(options.prompt_column, options.id_column),
+        ignores_unknown=options.ignore_unknown,
+        updates=options.update,
         now=None if options.now is None else read_instant("--now", options.now),
     )
 

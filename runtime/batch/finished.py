@@ -28,7 +28,17 @@ def finished_manifest(settings: JobSettings) -> dict[str, Any] | None:
     return manifest
 
 
-def _differences_from(settings: JobSettings, manifest: Mapping[str, Any]) -> list[str]:
+def updatable_manifest(settings: JobSettings) -> dict[str, Any] | None:
+    """The manifest of finished outputs that differ from the job in their input only; else None."""
+    manifest = read_manifest(settings.output_path)
+    if manifest is None or _differences_from(settings, manifest, compares_input=False):
+        return None
+    return manifest
+
+
+def _differences_from(
+    settings: JobSettings, manifest: Mapping[str, Any], *, compares_input: bool = True
+) -> list[str]:
     """The differences of a job and its files from a manifest, one line for each.
 
     Times are compared only if the settings give one and the manifest has one, which it has if
@@ -41,10 +51,11 @@ def _differences_from(settings: JobSettings, manifest: Mapping[str, Any]) -> lis
     instant, shown = settings.now and settings.now.isoformat(), manifest.get("instant")
     if instant is not None and shown not in (None, instant):
         lines.append(f"  the time: there {shown}, now {instant}")
-    digest = digest_table(digest_file(settings.input_path))
-    known = {key: table_in(manifest, "input").get(key) for key in digest}
-    if known != digest:
-        lines.append(f"  the input: there {digest_text(known)}, now {digest_text(digest)}")
+    if compares_input:
+        digest = digest_table(digest_file(settings.input_path))
+        known = {key: table_in(manifest, "input").get(key) for key in digest}
+        if known != digest:
+            lines.append(f"  the input: there {digest_text(known)}, now {digest_text(digest)}")
     return lines + output_differences(manifest, settings.outputs)
 
 
@@ -65,13 +76,15 @@ def refuse_foreign_outputs(settings: JobSettings) -> None:
             )
         if path.exists():
             manifest = read_manifest(settings.output_path)
-            lines = ["  no manifest is beside it"]
+            lines, remedy = ["  no manifest is beside it"], ""
             if manifest is not None:
                 lines = _differences_from(settings, manifest)
+                if updatable_manifest(settings) is not None:
+                    remedy = ", keep the answers of equal rows with --update"
             raise UnusableFile(
                 f"{path}: exists and is not the finished output of this input, model and "
-                "settings:\n" + "\n".join(lines) + "\nChoose another output, or replace it with "
-                "--restart."
+                "settings:\n" + "\n".join(lines) + f"\nChoose another output{remedy}, or "
+                "replace it with --restart."
             )
 
 

@@ -9,31 +9,37 @@ import json
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 HEAD_BYTES = 2**20
 """The number of bytes that are read to recognise a format."""
 _PACKED = "Run {tool} on it first."
-_TABLE = "Convert it: pandas.{read}(...).to_json(..., orient='records', lines=True)."
+_TABLE = "Convert it: pandas.read_feather(...).to_parquet(...)."
+_NAMED = "Give it a name that ends in {suffix}."
 _SIGNATURES = (
-    (b"\x1f\x8b", "gzip", _PACKED.format(tool="gunzip")),
+    (b"\x1f\x8b", "gzip", _NAMED.format(suffix=".gz")),
     (b"\xfd7zXZ\0", "xz", _PACKED.format(tool="unxz")),
-    (b"\x28\xb5\x2f\xfd", "Zstandard", _PACKED.format(tool="unzstd")),
+    (b"\x28\xb5\x2f\xfd", "Zstandard", _NAMED.format(suffix=".zst")),
     (b"PK\x03\x04", "a zip file", _PACKED.format(tool="unzip")),
     (b"\x04\x22\x4d\x18", "LZ4", _PACKED.format(tool="unlz4")),
-    (b"PAR1\x15", "Parquet", _TABLE.format(read="read_parquet")),
-    (b"ARROW1\0\0", "an Arrow file", _TABLE.format(read="read_feather")),
+    (b"PAR1\x15", "Parquet", _NAMED.format(suffix=".parquet")),
+    (b"ARROW1\0\0", "an Arrow file", _TABLE),
     (b"\xff\xfe", "UTF-16", "Run iconv -f UTF-16 -t UTF-8 on it first."),
     (b"\xfe\xff", "UTF-16", "Run iconv -f UTF-16 -t UTF-8 on it first."),
 )
 
 
-def other_format(path: Path) -> tuple[str, str] | None:
-    """The format of a file that is not JSON Lines, and the remedy; None for JSON Lines."""
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-        is_whole = len(head) < HEAD_BYTES
-        file.seek(-min(len(head), 4096), 2)
-        tail = file.read()
+def other_format(path: Path, file: BinaryIO) -> tuple[str, str] | None:
+    """The format of content that is not JSON Lines, and the remedy; None for JSON Lines.
+
+    Args:
+        path: The file's path, for its suffix and the remedy.
+        file: The content, open at its beginning.
+    """
+    head = file.read(HEAD_BYTES)
+    is_whole = len(head) < HEAD_BYTES
+    file.seek(-min(len(head), 4096), 2)
+    tail = file.read()
     for start, name, remedy in _SIGNATURES:
         if head.startswith(start):
             return name, remedy
@@ -47,7 +53,7 @@ def other_format(path: Path) -> tuple[str, str] | None:
         return "an object over several lines", f"Write one line for each: jq -c . {path}"
     lines = text.splitlines() if is_whole else text.splitlines()[:-1]
     if _is_table(lines, is_named_so=path.suffix.lower() in (".csv", ".tsv")):
-        return "CSV", _TABLE.format(read="read_csv")
+        return "CSV", _NAMED.format(suffix=".csv")
     return None
 
 

@@ -20,7 +20,9 @@ from .lock import lock_path
 from .manifest import PhaseClock
 from .part import WHOLE, Part
 from .progress import Progress
+from .row_files import check_output
 from .scan import Encode, ScanSummary
+from .tables import Columns
 
 if TYPE_CHECKING:
     from ...compile.grids.prefix_table import PrefixTable
@@ -94,6 +96,7 @@ class JobSettings:
     """The input, the outputs and the options of one job."""
 
     input_path: Path
+    """The input, or the file into which standard input is copied."""
     output_path: Path
     model_name: str
     configuration: Mapping[str, str]
@@ -115,6 +118,13 @@ class JobSettings:
     allow_other_setup: bool = False
     expected_weights: str | None = None
     """The digest that the weights must have; None accepts any weights."""
+    reads_stdin: bool = False
+    columns: Columns = field(default_factory=Columns)
+    """The columns to read of an input that is a table."""
+    ignores_unknown: bool = False
+    """Whether unknown keys of requests are ignored."""
+    updates: bool = False
+    """Whether a finished output of another input may be replaced; equal rows keep their answers."""
     now: datetime | None = None
     """The local time that chat templates see; None for the start of the job."""
 
@@ -146,6 +156,11 @@ class JobSettings:
         return lock_path(self.output_path)
 
     @property
+    def input_name(self) -> str:
+        """The name of the input in the manifest."""
+        return "stdin" if self.reads_stdin else self.input_path.name
+
+    @property
     def outputs(self) -> list[Path]:
         """The output, and the error file if there is one."""
         return list(job_outputs(self.output_path, self.error_file).values())
@@ -156,11 +171,14 @@ class JobSettings:
         Raises:
             UnusableFile: An output cannot be written, is also read, or is written twice.
         """
-        check_files(
-            job_outputs(self.output_path, self.error_file),
-            [("the input", self.input_path), *self.also_read],
-            side_files(self.output_path),
-        )
+        side, read = side_files(self.output_path), list(self.also_read)
+        if self.reads_stdin:
+            side["the copy of the input"] = self.input_path
+        else:
+            read.append(("the input", self.input_path))
+        check_files(job_outputs(self.output_path, self.error_file), read, side)
+        for path in self.outputs:
+            check_output(path)
 
 
 def facts_to_agree_on(settings: JobSettings, summary: ScanSummary) -> dict[str, str]:

@@ -5,14 +5,18 @@ Does not know about devices. Guarantees: a row runs with the ids that the scan m
 templates see the same time in all runs of a job.
 """
 
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import Any, BinaryIO
 
 from ..console import plural
 from ..errors import JournalError, RowError
+from ..files.disk import FileDigest
 from .job import JobModel, JobSettings, JobText
 from .journal import Journal
 from .journal_records import INSTANT
@@ -20,6 +24,7 @@ from .lines import BadRow, BatchRow
 from .part import Part
 from .progress import Progress
 from .repeats import RowDigests
+from .row_files import open_rows
 from .scan import ScannedRow, ScanSummary, read_again, scan
 from .token_spill import TokenSpill
 
@@ -35,6 +40,11 @@ class JobInput:
     part: Part
     defaults: Mapping[str, Any]
     token_ids: TokenSpill
+    digest: FileDigest | None = None
+    """The digest of an input that was converted; None if `file` is the input itself."""
+    ignores_unknown: bool = False
+    ignored: Counter[str] = field(default_factory=Counter)
+    """The number of rows with each unknown key that was ignored."""
     digests: RowDigests = field(default_factory=RowDigests)
     """Digests of the rows that this job runs, to find equal rows."""
 
@@ -44,11 +54,21 @@ class JobInput:
             self.file,
             self.text.encode,
             defaults=self.defaults,
+            ignores_unknown=self.ignores_unknown,
             on_error=on_error,
             on_encoded=self._keep,
-            on_progress=progress.show_scan,
+            on_progress=partial(
+                progress.show_scan, total_bytes=os.fstat(self.file.fileno()).st_size
+            ),
         )
         progress.finish()
+        if self.digest is not None:
+            summary = replace(
+                summary, input_sha256=self.digest.sha256, num_bytes=self.digest.num_bytes
+            )
+        if self.ignored:
+            counts = ", ".join(f"{key!r} in {plural(n, 'row')}" for key, n in self.ignored.items())
+            progress.note(f"ignored keys that noria does not know: {counts}")
         if (reason := self.text.gave_up()) is not None:
             progress.note(f"chat template in {reason}; rows that need it end as errors")
         if num_dropped := self.token_ids.num_dropped:
@@ -62,7 +82,9 @@ class JobInput:
         Raises:
             InputError: The row has changed since the scan.
         """
-        return read_again(self.file, scanned, defaults=self.defaults)
+        return read_again(
+            self.file, scanned, defaults=self.defaults, ignores_unknown=self.ignores_unknown
+        )
 
     def token_ids_of(self, row: BatchRow, scanned: ScannedRow) -> Sequence[int]:
         """The token ids of a prompt.
@@ -83,19 +105,43 @@ class JobInput:
         if not self.part.has(row.row):
             return
         self.digests.add(row, ids)
+        self.ignored.update(row.ignored)
         if row.prompt_token_ids is None:
             self.token_ids.keep(row.row, ids)
 
 
 @contextmanager
-def open_input(settings: JobSettings, model: JobModel, now: str) -> Iterator[JobInput]:
-    """Open the input of a job; `now` is the time that chat templates see, as ISO 8601."""
+def open_input(
+    settings: JobSettings, model: JobModel, now: str, progress: Progress
+) -> Iterator[JobInput]:
+    """Open the input of a job; `now` is the time that chat templates see, as ISO 8601.
+
+    Raises:
+        InputError: The input is no table or compressed file of its name's format.
+    """
+    folder = settings.output_path.parent
+    rows = open_rows(
+        settings.input_path,
+        settings.columns,
+        folder,
+        note=progress.note,
+        on_progress=progress.show_reading,
+    )
     with (
-        settings.input_path.open("rb") as file,
+        rows as (file, digest),
         model.open_text(datetime.fromisoformat(now)) as text,
-        TokenSpill(settings.output_path.parent) as token_ids,
+        TokenSpill(folder) as token_ids,
     ):
-        yield JobInput(file, text, now, settings.part, settings.sampling_defaults, token_ids)
+        yield JobInput(
+            file,
+            text,
+            now,
+            settings.part,
+            settings.sampling_defaults,
+            token_ids,
+            digest,
+            settings.ignores_unknown,
+        )
 
 
 def decide_instant(settings: JobSettings, journal: Journal) -> str:

@@ -19,7 +19,7 @@ from ..errors import RowError
 from ..files.strict_json import MAX_LINE_BYTES, Line, dump_line, parse_object
 from ..request import SamplingParams, wrong_value
 from ..text.chat_messages import normalise_messages
-from .request_body import read_params, unknown_parameter
+from .request_body import read_params, unknown_keys, unknown_parameter
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETION_URL = "/v1/completions"
@@ -50,6 +50,8 @@ class BatchRow:
     echo: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    ignored: tuple[str, ...] = ()
+    """The unknown keys of the body, which were ignored."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,11 @@ class BadRow:
 
 
 def read_row(
-    line: Line, row: int, *, defaults: Mapping[str, Any] | None = None
+    line: Line,
+    row: int,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    ignores_unknown: bool = False,
 ) -> BatchRow | BadRow:
     """Read one line.
 
@@ -77,6 +83,7 @@ def read_row(
         line: The line, at most `MAX_LINE_BYTES` long.
         row: Index of the row, counted from zero over the lines that are not blank.
         defaults: Sampling parameters for keys that the request leaves out.
+        ignores_unknown: Whether unknown keys of the body are ignored.
     """
     custom_id = None
     try:
@@ -88,7 +95,9 @@ def read_row(
         custom_id = custom_id_of(record, row, is_simple=_is_simple(record))
         url, body = request_of(record)
         request_hash = hash_request(url, body)
-        content = _read_body(url, body, defaults or {})
+        ignored = unknown_keys(body, is_chat=url == CHAT_URL) if ignores_unknown else ()
+        known = {key: body[key] for key in body if key not in ignored}
+        content = _read_body(url, known, defaults or {})
         if (form := content["params"].structured_outputs) is not None:
             # the order of keys in a schema decides the answer
             request_hash = hashlib.sha256(f"{request_hash} {form.fingerprint}".encode()).hexdigest()
@@ -104,6 +113,7 @@ def read_row(
         offset=line.offset,
         custom_id=custom_id,
         request_hash=request_hash,
+        ignored=ignored,
         **content,
     )
 

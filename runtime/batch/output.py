@@ -34,6 +34,7 @@ from .manifest import (
     write_manifest,
 )
 from .results import AT_MAX_LENGTH, DROPPED, STOPPED_SAMPLES, TOKENS_LEFT, OutputLines
+from .row_files import encoded
 from .scan import ScannedRow, ScanSummary
 
 
@@ -48,6 +49,7 @@ def finalise(
     statistics: Mapping[str, Any],
     num_kept: int,
     num_tokens: int,
+    ignored: Mapping[str, int],
 ) -> dict[str, Any]:
     """Write the outputs and the manifest, and remove the journal.
 
@@ -61,6 +63,7 @@ def finalise(
         statistics: The counters of the run; empty if it ran no rows.
         num_kept: Rows that earlier runs finished.
         num_tokens: Tokens that this run emitted.
+        ignored: The number of rows with each unknown key that was ignored.
 
     Returns:
         The manifest.
@@ -83,6 +86,7 @@ def finalise(
                 num_at_max_length=sum(AT_MAX_LENGTH in row.metrics for row in finished),
                 num_stopping=sum(STOPPED_SAMPLES in row.metrics for row in finished),
             ),
+            "ignored_keys": dict(ignored),
             **_run_facts(phases, statistics, finished, num_tokens),
         }
         write_manifest(disk, settings.output_path, manifest)
@@ -122,7 +126,7 @@ def _job_facts(
         },
         "config_keys_ignored": list(settings.config_keys_ignored),
         "input": {
-            "name": settings.input_path.name,
+            "name": settings.input_name,
             "sha256": summary.input_sha256,
             "bytes": summary.num_bytes,
             "rows": len(summary.rows),
@@ -159,7 +163,7 @@ def write_outputs(
     """Write all outputs, each complete or not at all; return their digests by name."""
     # the main output last: if it exists, the others exist too
     return {
-        path.name: digest_table(replace_file(disk, path, lines_of(path)))
+        path.name: digest_table(replace_file(disk, path, encoded(path, lines_of(path))))
         for path in reversed(outputs)
     }
 

@@ -1,21 +1,32 @@
-"""Shows the progress of a running job: rows, tokens per second, padding waste, remaining time.
+"""Shows the progress of a running job: rows, tokens per second, slots, padding, remaining time.
 
-On a terminal one line is redrawn; otherwise (a log file, a pod) a line is written every five
-seconds. The clock and the stream are arguments, so tests need neither time nor a terminal.
+On a terminal one line is redrawn; otherwise (a log file, a pod) lines are written at growing
+intervals. The clock and the stream are arguments, so tests need neither time nor a terminal.
 
 Does not know where its numbers come from. Guarantees: nothing is written in quiet mode, and the job
 continues if the stream can no longer be written to, for example after the terminal was closed.
 """
 
+import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from ..console import plural, printable, say
 
+if TYPE_CHECKING:
+    from ..engine.metrics import RunFigures
+
 LOG_SECONDS = 5.0
+"""Seconds between the first lines of a log."""
+MAX_LOG_SECONDS = 300.0
+LOG_SHARE = 0.2
+"""Seconds between later lines of a log, as a share of the seconds that have passed."""
 REDRAW_SECONDS = 0.1
+RATE_SECONDS = 10.0
+"""The seconds over which the present rate of tokens is measured."""
 
 
 class Progress:
@@ -34,7 +45,8 @@ class Progress:
         self._is_terminal = self._stream.isatty()
         self._width = 0
         self._has_shown_error = False
-        self._total = self._kept = self._done = self._errors = self._tokens = 0
+        self._total = self._kept = self._done = self._errors = 0
+        self._max_tokens: int | None = None
         self._start_clock()
 
     def note(self, message: str) -> None:
@@ -49,35 +61,52 @@ class Progress:
             self._has_shown_error = True
             self.note(f"first error: {message}")
 
-    def start_rows(self, total: int, *, done: int, errors: int) -> None:
+    def start_rows(
+        self, total: int, *, done: int, errors: int, max_tokens: int | None = None
+    ) -> None:
         """Begin the run.
 
         Args:
             total: Rows of the job.
             done: Rows that need no work: errors, and rows kept from an earlier run.
             errors: Rows that the scan found in error.
+            max_tokens: The tokens that all rows together can have; None if it is not known.
         """
         self._total, self._kept, self._done, self._errors = total, done, done, errors
-        self._tokens = 0
+        self._max_tokens = max_tokens
         self._start_clock()
 
     def _start_clock(self) -> None:
         self._start = self._clock()
         self._next_line = self._start + (REDRAW_SECONDS if self._is_terminal else LOG_SECONDS)
+        self._counts: deque[tuple[float, int]] = deque([(self._start, 0)])
+        self._before_tokens = self._start
 
-    def count_row(self, *, tokens: int, is_error: bool) -> None:
+    def count_row(self, *, is_error: bool) -> None:
         """Count one finished row."""
         self._done += 1
         self._errors += is_error
-        self._tokens += tokens
 
-    def show_scan(self, num_rows: int) -> None:
-        """Show the number of rows that the scan has read, if a line is due."""
-        self._show(lambda: self._scan_line(num_rows))
+    def show_reading(self, num_bytes: int) -> None:
+        """Show the size of the lines that an input was converted to, if a line is due."""
+        self._show(lambda: f"reading the input: {num_bytes / 1e6:.0f} MB of lines")
 
-    def update(self, padding_waste: Callable[[], float | None] = lambda: None) -> None:
-        """Show the progress line, if a line is due; `padding_waste` is a share of all tokens."""
-        self._show(lambda: self.line(padding_waste()))
+    def show_scan(self, num_rows: int, num_bytes: int, total_bytes: int) -> None:
+        """Show the rows and the share of the input that the scan has read, if a line is due."""
+        self._show(lambda: self._scan_line(num_rows, num_bytes / total_bytes))
+
+    def update(self, figures: "RunFigures") -> None:
+        """Take the figures of the run, and show the progress line if one is due."""
+        now = self._clock()
+        if not figures.tokens:
+            # until the first tokens are there, so that rates begin with the first decode call
+            self._before_tokens = now
+            self._counts = deque([(now, 0)])
+        elif now - self._counts[-1][0] >= RATE_SECONDS / 10:
+            self._counts.append((now, figures.tokens))
+            while now - self._counts[1][0] >= RATE_SECONDS:
+                self._counts.popleft()
+        self._show(lambda: self.line(figures))
 
     def _show(self, line_of: Callable[[], str]) -> None:
         now = self._clock()
@@ -86,28 +115,51 @@ class Progress:
         line = line_of()
         if self._is_terminal:
             self._next_line = now + REDRAW_SECONDS
+            line = line[: self._columns() - 1]
             self._say("\r" + line.ljust(self._width))
             self._width = len(line)
         else:
-            self._next_line = now + LOG_SECONDS
+            interval = LOG_SHARE * (now - self._start)
+            self._next_line = now + min(max(LOG_SECONDS, interval), MAX_LOG_SECONDS)
             self._say(f"{line}\n")
 
-    def _scan_line(self, num_rows: int) -> str:
+    def _columns(self) -> int:
+        """The width of the terminal; a longer line could not be redrawn."""
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or sys.maxsize
+        except OSError:
+            return sys.maxsize
+
+    def _scan_line(self, num_rows: int, share: float) -> str:
         elapsed = self._clock() - self._start
         rate = f"{num_rows / elapsed:.0f}" if elapsed else "-"
-        return f"scan: {plural(num_rows, 'row')}  {rate} rows/s"
+        line = f"scan: {plural(num_rows, 'row')}  {share:.0%}  {rate} rows/s"
+        return f"{line}  ETA {_duration(elapsed / share - elapsed)}" if 0 < share < 1 else line
 
-    def line(self, padding_waste: float | None = None) -> str:
+    def line(self, figures: "RunFigures") -> str:
         """The current progress line."""
-        elapsed = self._clock() - self._start
         parts = [f"{self._done}/{self._total} rows", plural(self._errors, "error")]
-        parts.append(f"{self._tokens / elapsed:.1f} tokens/s" if elapsed else "- tokens/s")
-        if padding_waste is not None:
-            parts.append(f"padding {padding_waste:.1%}")
-        ran = self._done - self._kept
-        if ran and elapsed:
-            parts.append(f"ETA {_duration((self._total - self._done) * elapsed / ran)}")
-        return "  ".join(parts)
+        now = self._clock()
+        if figures.tokens and now > self._before_tokens:
+            since, tokens = self._counts[0]
+            rate = (figures.tokens - tokens) / (now - since)
+            average = figures.tokens / (now - self._before_tokens)
+            parts.append(f"{rate:.1f} tokens/s, {average:.1f} on average")
+        if figures.slots:
+            parts.append(f"{figures.used_slots}/{figures.slots} slots")
+        if figures.padding_waste is not None:
+            parts.append(f"padding {figures.padding_waste:.1%}")
+        return "  ".join(parts) + self._remaining(figures.tokens, now)
+
+    def _remaining(self, tokens: int, now: float) -> str:
+        """The remaining time by the rows that ended, or an upper bound by the tokens."""
+        if ran := self._done - self._kept:
+            seconds = (self._total - self._done) * (now - self._start) / ran
+            return f"  ETA {_duration(seconds)}"
+        if self._max_tokens is None or not tokens:
+            return ""
+        seconds = (self._max_tokens - tokens) * (now - self._before_tokens) / tokens
+        return f"  ETA at most {_duration(max(0.0, seconds))}"
 
     def finish(self) -> None:
         """Clear the redrawn line."""

@@ -10,11 +10,12 @@ raises `RowError`.
 """
 
 import difflib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import RowError
+from ..errors import ConfigError, RowError
 from ..request import MAX_LOGPROBS, SampleRule, SamplingParams, wrong_value
 from .structured_body import FORM_KEYS, read_form
 
@@ -44,6 +45,19 @@ _COMMON = (
     *(*_DIRECT, *_TRANSLATED, *_WITHOUT_EFFECT, *FORM_KEYS),
     *(_RULE, "model", "logprobs", "stream"),
 )
+SAMPLING_KEYS = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+)
+"""Keys that a job may set for all rows."""
 CHAT_KEYS = (*_COMMON, "messages", "top_logprobs", "chat_template_kwargs")
 COMPLETION_KEYS = (*_COMMON, "prompt", "echo")
 
@@ -133,6 +147,30 @@ def read_params(
     return BodyParams(params, echo, logprobs, asked_prompt_logprobs)
 
 
+def read_sampling(assignments: Sequence[str]) -> dict[str, Any]:
+    """The sampling parameters in the values of `--sampling`, as `max_tokens=64`.
+
+    Raises:
+        ConfigError: A key is unknown, or its value is no JSON or invalid.
+    """
+    values: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        try:
+            if not equals:
+                raise ValueError("expected KEY=VALUE")
+            if key not in SAMPLING_KEYS:
+                raise unknown_parameter(key, SAMPLING_KEYS)
+            values[key] = json.loads(text)
+            read_params(values, is_chat=False, defaults={})
+        except ValueError as error:
+            raise ConfigError(
+                f"--sampling {assignment}: {error} Write KEY=VALUE with one of "
+                f"{', '.join(SAMPLING_KEYS)} and a value in JSON."
+            ) from None
+    return values
+
+
 def _in_body_keys(error: RowError, keys: Mapping[str, str]) -> RowError:
     """An error of `SamplingParams` with the key of the body in place of the name of the field."""
     field, dot, rest = (error.param or "").partition(".")
@@ -148,6 +186,12 @@ def unknown_parameter(key: str, known: tuple[str, ...]) -> RowError:
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     remedy = f"Did you mean {close[0]!r}?" if close else "Remove it from the line."
     return RowError("unknown_parameter", f"{key!r} is not a known parameter. {remedy}", key)
+
+
+def unknown_keys(body: Mapping[str, Any], *, is_chat: bool) -> tuple[str, ...]:
+    """The keys of a body that noria does not know; they differ from keys it does not support."""
+    known = CHAT_KEYS if is_chat else COMPLETION_KEYS
+    return tuple(key for key in body if key not in known and key not in _NOT_SUPPORTED)
 
 
 def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:

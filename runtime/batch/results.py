@@ -119,6 +119,10 @@ class OutputLines:
         }
         return self._line(row, self._response(row, status, {"error": description}), None)
 
+    def id_of(self, row: ScannedRow) -> str:
+        """The id of the output line of a row that runs."""
+        return self._id("batch_req_", row)
+
     def _line(
         self, row: BatchRow | BadRow, response: dict[str, Any] | None, error: dict[str, Any] | None
     ) -> dict[str, Any]:
@@ -134,7 +138,7 @@ class OutputLines:
     ) -> dict[str, Any]:
         return {"status_code": status, "request_id": self._id("", row), "body": body}
 
-    def _id(self, prefix: str, row: BatchRow | BadRow) -> str:
+    def _id(self, prefix: str, row: BatchRow | BadRow | ScannedRow) -> str:
         # lines without a usable custom_id may be equal, so their index is part of the id
         index = str(row.row) if isinstance(row, BadRow) else ""
         parts = (prefix, row.custom_id or "", row.request_hash, index, self._fingerprint)

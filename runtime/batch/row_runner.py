@@ -103,7 +103,7 @@ class RowRunner:
                 break
             if self.journal is not None:
                 self.journal.sync_if_due()
-            self.progress.update(lambda: generator.padding_waste)
+            self.progress.update(generator.figures)
         drain.end()
         if self.journal is not None:
             self.journal.sync()
@@ -203,7 +203,7 @@ class RowRunner:
         # rates count the tokens that the run emitted, and a repeat's tokens were emitted before
         num_tokens = 0 if is_repeat else int(metrics.get("output_tokens", 0))
         self.num_tokens += num_tokens
-        self.progress.count_row(tokens=num_tokens, is_error=error is not None)
+        self.progress.count_row(is_error=error is not None)
         if error is not None:
             self.progress.show_error(error_text(row, error))
             if self.settings.on_error == "raise":

@@ -32,6 +32,7 @@ from .finished import (
     exit_code_of,
     finished_manifest,
     refuse_foreign_outputs,
+    updatable_manifest,
 )
 from .job import Build, JobModel, JobSettings, facts_to_agree_on
 from .job_input import JobInput, decide_instant, open_input, record_instant
@@ -41,11 +42,14 @@ from .lines import BadRow
 from .lock import JobLock
 from .manifest import PhaseClock, fingerprint, manifest_path
 from .output import finalise, summarise
+from .pipes import stdin_copied
 from .progress import Progress
 from .results import OutputLines, error_of_line, error_text
+from .row_files import check_input
 from .row_runner import RowRunner
-from .scan import ScannedRow, ScanSummary, check_input
+from .scan import ScannedRow, ScanSummary
 from .stop_signals import EXIT_CODES, StopSignals
+from .update import keep_answers, keep_facts
 
 
 def run_job(
@@ -78,19 +82,27 @@ def run_job(
         StopNow: A signal ended the job immediately.
     """
     progress, disk, phases = progress or Progress(), disk or Disk(), phases or PhaseClock()
-    check_input(settings.input_path)
+    if not settings.reads_stdin:
+        check_input(settings.input_path)
     services = {"peers": peers, "disk": disk, "progress": progress, "phases": phases}
     if not peers.is_leader:
         with StopSignals() as stop:
             # process 0 sends an exit code if it has nothing to do
             if (code := peers.broadcast(None)) is not None:
                 return code
-            with open_input(settings, model, peers.broadcast("")) as source:
+            with open_input(settings, model, peers.broadcast(""), progress) as source:
                 return _JobRun(settings, model, source, None, stop=stop, **services).run()
     settings.check_files()
-    with StopSignals() as stop, JobLock(settings.lock_path) as lock:
+    with (
+        StopSignals() as stop,
+        JobLock(settings.lock_path) as lock,
+        stdin_copied(settings, disk),
+    ):
         # the next run may be on another host, which cannot detect that this process has ended
         peers.on_abort(lock.release)
+        if settings.reads_stdin:
+            check_input(settings.input_path)
+        earlier = None
         if settings.restart:
             # first the manifest: without it the old output no longer counts as complete
             disk.remove(manifest_path(settings.output_path))
@@ -101,7 +113,10 @@ def run_job(
             errors = plural(manifest["rows"]["errors"], "error")
             progress.note(f"{settings.output_path}: complete already, {errors}, nothing to do")
             return peers.broadcast(exit_code_of(settings, manifest))
-        refuse_foreign_outputs(settings)
+        if settings.updates:
+            earlier = updatable_manifest(settings)
+        if earlier is None:
+            refuse_foreign_outputs(settings)
         journal = Journal.open(
             settings.journal_path,
             settings.stored_configuration,
@@ -109,10 +124,13 @@ def run_job(
             disk=disk,
         )
         with closing(journal):
+            if earlier is not None:
+                keep_facts(earlier, journal)
             now = decide_instant(settings, journal)
             peers.broadcast(None)
-            with open_input(settings, model, peers.broadcast(now)) as source:
-                return _JobRun(settings, model, source, journal, stop=stop, **services).run()
+            with open_input(settings, model, peers.broadcast(now), progress) as source:
+                run = _JobRun(settings, model, source, journal, stop=stop, **services)
+                return run.run(keeps_answers=earlier is not None)
 
 
 @dataclass
@@ -139,9 +157,15 @@ class _JobRun:
             tokens=self.source.text.tokens,
         )
 
-    def run(self) -> int:
-        """Run the job; return the exit code."""
+    def run(self, *, keeps_answers: bool = False) -> int:
+        """Run the job; return the exit code.
+
+        Args:
+            keeps_answers: Whether rows keep the answers that the finished outputs have.
+        """
         summary = self.source.scan(self._show_bad_row, self.progress)
+        if keeps_answers and self.journal is not None:
+            keep_answers(self.settings, summary, self.journal, self.lines)
         if self.journal is not None and self.source.text.reads_clock():
             self._bind_to_time(self.journal)
         self.peers.agree(lambda: facts_to_agree_on(self.settings, summary))
@@ -163,7 +187,9 @@ class _JobRun:
             self._note_repeats(len(waiting) - len(computed))
             built = self._build(summary)
             self.phases.enter("run")
-            self.progress.start_rows(len(rows), done=num_bad + num_kept, errors=num_bad)
+            self.progress.start_rows(
+                len(rows), done=num_bad + num_kept, errors=num_bad, max_tokens=_max_tokens(computed)
+            )
             table = summary.prefixes.of_rows([row.row for row in computed])
             runner = RowRunner(
                 self.settings,
@@ -282,9 +308,17 @@ class _JobRun:
             statistics=statistics,
             num_kept=num_kept,
             num_tokens=num_tokens,
+            ignored=self.source.ignored,
         )
         self.progress.note(summarise(self.settings.output_path, manifest))
         return self.peers.broadcast(exit_code_of(self.settings, manifest))
+
+
+def _max_tokens(rows: Iterable[ScannedRow]) -> int | None:
+    """The tokens that rows can have together; None if one has no `max_tokens`."""
+    needs = [row.requirements for row in rows if row.requirements is not None]
+    limits = [need.max_tokens * need.n for need in needs if need.max_tokens is not None]
+    return sum(limits) if len(limits) == len(needs) else None
 
 
 def _schema(plan: str) -> str:

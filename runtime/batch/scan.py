@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from ..errors import InputError, RowError
 from ..files.strict_json import Line, read_line_at, read_lines
-from .input_format import other_format
 from .lines import BadRow, BatchRow, duplicate_of, read_row
 from .prompt_encoder import Encoded
 
@@ -82,32 +80,15 @@ class ScanSummary:
         return [row.requirements for row in self.rows if row.requirements is not None]
 
 
-def check_input(path: Path) -> None:
-    """Check that an input can be read twice, line by line.
-
-    Raises:
-        InputError: The input is absent, is no regular file, or has another format.
-    """
-    if not path.exists():
-        raise InputError(f"{path}: expected an input file, got no file.")
-    if not path.is_file():
-        raise InputError(
-            f"{path}: expected a regular file, as the input is read twice, got "
-            f"{'a directory' if path.is_dir() else 'a pipe or device'}. Save it to a file first."
-        )
-    if (name_and_remedy := other_format(path)) is not None:
-        name, remedy = name_and_remedy
-        raise InputError(f"{path}: expected plain JSON Lines, got {name}. {remedy}")
-
-
 def scan(
     file: BinaryIO,
     encode: Encode,
     *,
     defaults: Mapping[str, Any] | None = None,
+    ignores_unknown: bool = False,
     on_error: Callable[[BadRow], None] = lambda bad: None,
     on_encoded: Callable[[BatchRow, Sequence[int]], None] = lambda row, ids: None,
-    on_progress: Callable[[int], None] = lambda num_rows: None,
+    on_progress: Callable[[int, int], None] = lambda num_rows, num_bytes: None,
 ) -> ScanSummary:
     """Read, tokenize and measure every row; rows are read while earlier rows are tokenized.
 
@@ -115,9 +96,10 @@ def scan(
         file: The input, open at its beginning.
         encode: Returns token ids or an error for each of several rows; called in another thread.
         defaults: Sampling parameters for keys that a request leaves out.
+        ignores_unknown: Whether unknown keys of a request are ignored.
         on_error: Called with each row in error, in order, as soon as it is known.
         on_encoded: Called with each other row and its token ids, in order.
-        on_progress: Called with the number of rows so far, after every chunk.
+        on_progress: Called with the numbers of rows and bytes so far, after every chunk.
     """
     from .prefix_index import PrefixIndex  # only a job that scans waits for numpy
 
@@ -132,7 +114,8 @@ def scan(
         num_bytes += len(piece)
         digest.update(piece)
 
-    chunks = _read_chunks(file, defaults, observe)
+    read = partial(read_row, defaults=defaults, ignores_unknown=ignores_unknown)
+    chunks = _read_chunks(file, read, observe)
     for encoded in map_ahead(partial(_encode_chunk, encode), chunks):
         for outcome in encoded:
             if isinstance(outcome, BadRow):
@@ -145,7 +128,7 @@ def scan(
             prefixes.add(row.row, ids, row.params.prompt_logprobs)
             # rows with equal requirements share one object
             rows.append(_scanned_row(row, distinct.setdefault(requirements, requirements), None))
-        on_progress(len(rows))
+        on_progress(len(rows), num_bytes)
     return ScanSummary(rows, digest.hexdigest(), num_bytes, prefixes.table())
 
 
@@ -169,14 +152,16 @@ def map_ahead(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator
 
 
 def _read_chunks(
-    file: BinaryIO, defaults: Mapping[str, Any] | None, observe: Callable[[bytes], None]
+    file: BinaryIO,
+    read: Callable[[Line, int], BatchRow | BadRow],
+    observe: Callable[[bytes], None],
 ) -> Iterator[list[BatchRow | BadRow]]:
     """Read the rows of a file in chunks, and check them for repeated custom_ids."""
     first_lines: dict[str, int] = {}
     chunk: list[BatchRow | BadRow] = []
     num_bytes = 0
     for index, line in enumerate(read_lines(file, observe=observe)):
-        row = read_row(line, index, defaults=defaults)
+        row = read(line, index)
         if row.custom_id is not None:
             first = first_lines.setdefault(row.custom_id, line.number)
             if first != line.number:
@@ -205,7 +190,11 @@ def _encode_chunk(
 
 
 def read_again(
-    file: BinaryIO, scanned: ScannedRow, *, defaults: Mapping[str, Any] | None = None
+    file: BinaryIO,
+    scanned: ScannedRow,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    ignores_unknown: bool = False,
 ) -> BatchRow:
     """Read a row that the scan accepted again, to run it.
 
@@ -214,7 +203,7 @@ def read_again(
     """
     content = read_line_at(file, scanned.offset)
     line = Line(scanned.line_number, scanned.offset, content)
-    row = read_row(line, scanned.row, defaults=defaults)
+    row = read_row(line, scanned.row, defaults=defaults, ignores_unknown=ignores_unknown)
     if isinstance(row, BadRow) or (row.custom_id, row.request_hash) != scanned.key:
         raise InputError(
             f"line {scanned.line_number} of the input changed while the job ran. Finished rows are "

@@ -27,7 +27,7 @@ from ...modelzoo.families.quantisation import (
     Quantisation,
 )
 from ...modelzoo.weight_formats import WeightFormat
-from .optional_packages import require
+from ..files.optional_packages import require
 from .packed_words import Packing
 from .tensor_source import Box, Index, Interval, TensorInfo
 

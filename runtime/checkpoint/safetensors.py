@@ -19,7 +19,7 @@ import numpy as np
 from ..console import plural
 from ..errors import CheckpointError, InvalidSafetensors, ModelNotFound
 from ..files.file_facts import FileStamp
-from .optional_packages import require
+from ..files.optional_packages import require
 from .small_files import file_inside, has_file, parse_json_object, read_json_object
 from .tensor_source import Index, TensorInfo
 

@@ -15,9 +15,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--input",
         type=Path,
         required=True,
-        help="JSON Lines file with requests: OpenAI Batch lines, or simple lines",
+        help="file with requests: OpenAI Batch lines or simple lines (.jsonl), or a table of "
+        "prompts (.csv, .tsv, .parquet); lines and CSV may end in .gz or .zst; -, standard input",
     )
-    add("-o", "--output", type=Path, required=True, help="file for the results, in input order")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        help="file for the results, in input order (.jsonl, .jsonl.gz, .jsonl.zst or .parquet); "
+        "-, standard output",
+    )
+    add(
+        "--prompt-column",
+        metavar="NAME",
+        help="column of a table with the prompts (default: prompt, else messages)",
+    )
+    add(
+        "--id-column",
+        metavar="NAME",
+        help="column of a table with the ids (default: custom_id, else id, else row numbers)",
+    )
     add_model(parser)
     add(
         "--plan",
@@ -39,6 +57,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="model",
         help="source of sampling defaults: model, its generation_config.json; none, noria's own "
         "defaults (default: model)",
+    )
+    add(
+        "--sampling",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="sampling parameter of rows that do not have it, such as max_tokens=64",
+    )
+    add(
+        "--ignore-unknown",
+        action="store_true",
+        help="ignore keys of requests that noria does not know; by default such rows are errors",
     )
     add(
         "--now",
@@ -93,10 +123,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="compute every prompt whole, even if prompts begin with the same tokens; the "
         "prefixes of a given plan stay",
     )
-    add(
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument(
         "--restart",
         action="store_true",
         help="discard the finished rows of an earlier run, and start again",
+    )
+    earlier.add_argument(
+        "--update",
+        action="store_true",
+        help="replace the finished output of another input: equal rows keep their answers, and "
+        "only new and changed rows run, on the same plan",
     )
     add_quiet(parser)
     several = parser.add_argument_group("several processes over one mesh")

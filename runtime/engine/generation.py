@@ -32,7 +32,7 @@ from .call_results import CallResults, ChoicesDropped, Event, PromptScored, Toke
 from .decode_slots import DecodeAction, ScheduledRequest
 from .engine import AdmittedRequest, Engine
 from .expert_use import ExpertSetup
-from .metrics import EngineMetrics
+from .metrics import EngineMetrics, RunFigures
 from .open_request import Continuation, OpenRequest
 from .padding import row_seed
 from .sample_rules import RowSamples
@@ -95,9 +95,15 @@ class GenerationSession:
         return self.engine.scheduler.wants_more
 
     @property
-    def padding_waste(self) -> float | None:
-        """Share of the computed tokens that are padding; None before the first call."""
-        return self.engine.metrics.padding_waste
+    def figures(self) -> RunFigures:
+        """The figures of the run so far, for people."""
+        metrics = self.engine.metrics
+        return RunFigures(
+            metrics.emitted_tokens,
+            self.engine.scheduler.num_live,
+            self.grid.decode_slots,
+            metrics.padding_waste,
+        )
 
     def reserve(self, num_slots: int) -> None:
         """Let shared prefixes hold up to this number of slots at one time."""

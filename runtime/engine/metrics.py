@@ -8,7 +8,7 @@ them, or emitted past a stop string. Does not know about devices.
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...compile.grids.bucket_grid import PrefillBucket
 from ...compile.grids.prefix_grid import PrefixGrid
@@ -18,6 +18,17 @@ from .expert_use import ExpertTotals
 def prefix_bucket(prefixes: PrefixGrid) -> PrefillBucket:
     """The shape under which the calls that compute planned prefixes are counted."""
     return PrefillBucket(prefixes.length, prefixes.batch, prefixes.chunk)
+
+
+class RunFigures(NamedTuple):
+    """The figures of a run at one moment, for people."""
+
+    tokens: int
+    """Tokens that decode calls have emitted."""
+    used_slots: int
+    slots: int
+    padding_waste: float | None
+    """Share of the computed tokens that are padding; None before the first call."""
 
 
 @dataclass

@@ -175,6 +175,11 @@ class Scheduler:
         """Whether too few prompts wait for full batches to be formed."""
         return self.num_waiting < self._target_waiting
 
+    @property
+    def num_live(self) -> int:
+        """The number of slots that decode."""
+        return len(self._slots.live)
+
     def reserve(self, num_slots: int) -> None:
         """Let shared prefixes hold up to this number of slots at one time."""
         self._prefixes.max_slots = num_slots

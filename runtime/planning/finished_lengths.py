@@ -19,6 +19,7 @@ from typing import Any
 
 from ..batch.manifest import read_manifest
 from ..batch.part import WHOLE
+from ..batch.row_files import output_lines
 from ..console import plural
 from ..errors import EXIT_USAGE, JobError
 from ..files.disk import digest_file
@@ -97,8 +98,8 @@ def read_finished_job(output: Path) -> FinishedJob:
 
 def _answered_rows(output: Path) -> dict[str, AnsweredRow]:
     rows = {}
-    with output.open(encoding="utf-8") as file:
-        for line in file:
+    with output.open("rb") as file:
+        for line in output_lines(output, file):
             record = json.loads(line)
             if record["response"] is None or record["response"]["status_code"] != OK:
                 continue

@@ -5,6 +5,7 @@ job has the emitted numbers. They are taken for the rows of the same job, and le
 (`finished_lengths`).
 """
 
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,9 @@ from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.planning.candidates import ExpectedRow
 from ..batch.batch_model import open_text, row_shape
 from ..batch.lines import BatchRow
-from ..batch.scan import ScannedRow, check_input, scan
+from ..batch.row_files import check_input, open_rows
+from ..batch.scan import ScannedRow, scan
+from ..batch.tables import Columns
 from ..checkpoint import ModelFiles
 from ..errors import EXIT_USAGE, JobError
 from ..structured.structures import Structures
@@ -101,12 +104,15 @@ def read_workload(
         if row.kind == "chat":
             chat_rows.add(row.row)
 
-    with path.open("rb") as file, open_text(files, structures=structures) as text:
+    folder = Path(tempfile.gettempdir())
+    rows_of_file = open_rows(path, Columns(), folder, note=lambda message: None)
+    with rows_of_file as (file, digest), open_text(files, structures=structures) as text:
         defaults = files.generation_defaults.sampling
         summary = scan(file, text.encode, defaults=defaults, on_encoded=note_kind)
+    input_sha256 = digest.sha256 if digest else summary.input_sha256
     scanned = [row for row in summary.rows if row.requirements is not None]
     manifest, source, of_row = None, "", _unknown
-    if finished is not None and finished.answered(summary.input_sha256):
+    if finished is not None and finished.answered(input_sha256):
         manifest, of_row = finished.manifest, partial(_known, finished)
         # rows that a finished job has not answered cost it nothing
         scanned = [row for row in scanned if row.custom_id in finished.rows]

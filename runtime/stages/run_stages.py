@@ -41,8 +41,9 @@ from ..batch.output import summarise
 from ..batch.part import WHOLE
 from ..batch.progress import Progress
 from ..batch.results import OutputLines, error_text
+from ..batch.row_files import check_input, is_plain
 from ..batch.run import run_job
-from ..batch.scan import ScanSummary, check_input
+from ..batch.scan import ScanSummary
 from ..batch.stop_signals import StopSignals
 from ..console import plural
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, UnusableFile
@@ -221,6 +222,12 @@ class _StagesRun:
 
 def _check_files(settings: JobSettings, folder: Path) -> None:
     """Check that the outputs can be written, and that no input is among the files of stages."""
+    for path in (settings.input_path, settings.output_path):
+        if not is_plain(path):
+            raise UnusableFile(
+                f"{path}: expected plain lines with --pipeline, as .jsonl, got {path.suffix}. "
+                f"Convert the file, or run the stages as jobs of their own."
+            )
     read = [("the input", settings.input_path), *settings.also_read]
     check_files(
         job_outputs(settings.output_path, settings.error_file),

@@ -1,5 +1,6 @@
 """Jobs that are killed, stopped and run again, with the real engine and real signals."""
 
+import gzip
 import json
 import os
 import random
@@ -82,6 +83,22 @@ def test_a_job_killed_at_random_moments_ends_as_if_undisturbed(noria, job, tmp_p
                 path.unlink()
     noria.run(*arguments, expect=1)
     assert masked(output) == masked(whole)
+
+
+def test_a_killed_job_with_compressed_input_ends_as_if_undisturbed(noria, job, tmp_path):
+    source, whole = job
+    packed, output = tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl"
+    packed.write_bytes(gzip.compress(source.read_bytes()))
+    arguments = ("batch", "-i", packed, "-o", output, "--model", noria.model, *IN_CHUNKS)
+    process = noria.start(*arguments)
+    wait_for_records(process, output, 20)
+    process.kill()
+    process.communicate()
+    assert not output.exists()
+    noria.run(*arguments, expect=1)
+    assert masked(output) == masked(whole)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"in.jsonl.gz", "out.jsonl", "out.jsonl.manifest.json"}
 
 
 def test_a_job_that_shares_nothing_gives_the_same_answers(noria, job, tmp_path):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 from noria.runtime.batch.job import Build, JobSettings, JobText
 from noria.runtime.batch.progress import Progress
@@ -62,8 +63,11 @@ class FakeGenerator:
         return len(self._waiting) < 2
 
     @property
-    def padding_waste(self) -> float:
-        return 0.25
+    def figures(self) -> SimpleNamespace:
+        # RunFigures without an import of jax
+        used, slots = len(self._slots), self._num_slots
+        tokens = 20 * self.num_steps
+        return SimpleNamespace(tokens=tokens, used_slots=used, slots=slots, padding_waste=0.25)
 
     def reserve(self, num_slots: int) -> None:
         assert not num_slots

@@ -13,12 +13,16 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from noria.runtime.batch import input_format
-from noria.runtime.batch.input_format import other_format
 from noria.runtime.errors import InputError
 
 ROWS = [{"id": f"q{i}", "prompt": f"prompt {i}, with a comma"} for i in range(5)]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
 TABLE = b"id,prompt\n" + b"".join(b'"q%d","hello, you"\n' % i for i in range(5))
+
+
+def other_format(path):
+    with path.open("rb") as file:
+        return input_format.other_format(path, file)
 
 
 def zipped(folder):
@@ -28,16 +32,16 @@ def zipped(folder):
 
 
 FORMATS = {
-    "gzip. Run gunzip on it": gzip.compress(LINES),
+    "gzip. Give it a name that ends in .gz": gzip.compress(LINES),
     "xz. Run unxz": lzma.compress(LINES),
     "bzip2. Run bunzip2": bz2.compress(LINES),
-    "Zstandard. Run unzstd": b"\x28\xb5\x2f\xfd" + LINES,
+    "Zstandard. Give it a name that ends in .zst": b"\x28\xb5\x2f\xfd" + LINES,
     "a zip file. Run unzip": zipped,
     "LZ4. Run unlz4": b"\x04\x22\x4d\x18" + LINES,
-    r"Parquet. Convert it: pandas.read_parquet\(": b"PAR1\x15\x04" + LINES,
+    "Parquet. Give it a name that ends in .parquet": b"PAR1\x15\x04" + LINES,
     "an Arrow file. Convert it": b"ARROW1\0\0" + LINES,
     "UTF-16. Run iconv": LINES.decode().encode("utf-16"),
-    r"CSV. Convert it: pandas.read_csv\(": TABLE,
+    "CSV. Give it a name that ends in .csv": TABLE,
     "a JSON array. Write one line for each of its items: jq -c '.\\[\\]'": json.dumps(
         ROWS
     ).encode(),

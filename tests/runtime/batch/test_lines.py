@@ -469,3 +469,17 @@ def test_parsing_gives_what_can_be_written_again_or_a_row_error(content):
         assert error.code in ("invalid_json", "invalid_utf8")
     else:
         assert parse_object(dump_line(value)) == value
+
+
+def test_unknown_keys_of_a_body_are_ignored_if_that_is_asked_for():
+    def read(ignores_unknown: bool = True, **body):
+        content = json.dumps({"id": "a", "prompt": "x", **body}).encode()
+        return read_row(Line(1, 0, content), 0, ignores_unknown=ignores_unknown)
+
+    row = read(label=3, temprature=1, n=2)
+    assert isinstance(row, BatchRow)
+    assert row.ignored == ("label", "temprature") and row.params.n == 2
+    # a key that noria knows and cannot follow would change the answer
+    for key in ("tools", "guided_json"):
+        assert isinstance(read(**{key: 1}), BadRow)
+    assert isinstance(read(ignores_unknown=False, label=3), BadRow)

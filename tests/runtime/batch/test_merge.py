@@ -1,17 +1,19 @@
 """Merging parts: the whole job's output, and refusal of files that are not its parts."""
 
 import errno
+import io
 import json
 import os
 from pathlib import Path
 
 import pytest
-from fake_model import FakeModel, masked, run, write_input
+from fake_model import FakeModel, masked, run, settings, write_input
 from faulty_disk import Crash, FaultyDisk
 
 from noria.runtime.batch.merge import merge as merge_parts
 from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
+from noria.runtime.batch.run import run_job
 from noria.runtime.errors import JobError, MergeError, OutputIsLocked, UnusableFile
 from noria.runtime.files.disk import Disk
 
@@ -302,3 +304,17 @@ def test_a_full_disk_is_a_clear_error_and_the_same_command_finishes(parts, tmp_p
         merge(parts, tmp_path / "out.jsonl", disk=full)
     assert caught.value.exit_code == 75
     assert merge(parts, tmp_path / "out.jsonl") == 1
+
+
+def test_ignored_keys_are_said_once_and_counted_over_the_parts(tmp_path):
+    source, said = tmp_path / "in.jsonl", io.StringIO()
+    rows = [{"prompt": f"p{i}", "label": i} | ({} if i % 4 else {"split": 1}) for i in range(9)]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    parts = run_parts(source, 2, tmp_path / "parts", ignores_unknown=True)
+    assert manifest_of(parts[0])["ignored_keys"] == {"label": 5, "split": 3}
+    assert merge(parts, tmp_path / "out.jsonl") == 0
+    assert manifest_of(tmp_path / "out.jsonl")["ignored_keys"] == {"label": 9, "split": 3}
+    job = settings(source, tmp_path / "whole.jsonl", ignores_unknown=True)
+    assert run_job(job, FakeModel(), progress=Progress(stream=said)) == 0
+    note = "ignored keys that noria does not know: 'label' in 9 rows, 'split' in 3 rows\n"
+    assert said.getvalue().count(note) == 1

@@ -27,6 +27,7 @@ from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.batch.stop_signals import StopSignals
+from noria.runtime.engine.metrics import RunFigures
 from noria.runtime.errors import (
     JobError,
     JournalError,
@@ -288,7 +289,7 @@ def test_inputs_and_outputs_that_cannot_work_are_refused_by_name(tmp_path):
         (input_path, tmp_path, "directory"),
         (tmp_path / "pipe", tmp_path / "out.jsonl", "pipe"),
         (input_path, tmp_path / "pipe", "pipe or device"),
-        (tmp_path / "in.gz", tmp_path / "out.jsonl", "gunzip"),
+        (tmp_path / "in.gz", tmp_path / "out.jsonl", "cut off"),
         (tmp_path / "absent", tmp_path / "out.jsonl", "got no file"),
     ]
     for source, target, message in cases:
@@ -441,19 +442,50 @@ class Clock:
         return self.now
 
 
-def test_progress_is_one_line_in_five_seconds_when_not_on_a_terminal():
+def test_a_log_gets_lines_at_growing_intervals():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(stream=stream, clock=clock)
     progress.note("compile [9/9] prefill 256x2  4.1 s")
     progress.start_rows(100, done=10, errors=2)
-    for _ in range(30):
+    for step in range(1, 1001):
         clock.now += 0.5
-        progress.count_row(tokens=20, is_error=False)
-        progress.update(lambda: 0.25)
+        if step % 10 == 0 and step <= 900:
+            progress.count_row(is_error=False)
+        progress.update(RunFigures(20 * (step - 4) if step > 4 else 0, 3, 4, 0.25))
     lines = stream.getvalue().splitlines()
     assert lines[0] == "compile [9/9] prefill 256x2  4.1 s"
-    assert lines[1] == "20/100 rows  2 errors  40.0 tokens/s  padding 25.0%  ETA 0:40"
-    assert len(lines) == 4
+    # the tokens of the first call came after 2 s
+    assert lines[1] == (
+        "11/100 rows  2 errors  40.0 tokens/s, 40.0 on average  3/4 slots  padding 25.0%  ETA 7:25"
+    )
+    assert 15 < len(lines) < 30
+
+
+def test_a_rate_is_that_of_the_last_seconds_beside_the_average():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream=stream, clock=clock)
+    progress.start_rows(8, done=0, errors=0, max_tokens=1700)
+    tokens = 0
+    for second in range(100):
+        clock.now += 1.0
+        tokens += 10 if second < 50 else 20
+        progress.update(RunFigures(tokens, 4, 4, None))
+    assert progress.line(RunFigures(tokens, 4, 4, None)) == (
+        "0/8 rows  0 errors  20.0 tokens/s, 15.0 on average  4/4 slots  ETA at most 0:13"
+    )
+
+
+def test_tokens_that_flow_are_never_shown_as_none():
+    stream, clock = io.StringIO(), Clock()
+    stream.isatty = lambda: True
+    progress = Progress(stream=stream, clock=clock)
+    progress.start_rows(8, done=0, errors=0)
+    for step in range(200):
+        clock.now += 0.11
+        progress.update(RunFigures(max(0, step - 50), 4, 4, None))
+    shown = stream.getvalue().split("\r")
+    assert len([line for line in shown if "tokens/s" in line]) == 149
+    assert not any(re.search(r"\b0\.0 ", line) for line in shown)
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -463,12 +495,13 @@ def test_the_scan_says_how_many_rows_it_has_read_now_and_then(is_terminal):
     progress = Progress(stream=stream, clock=clock)
     for num_rows in range(1, 101):
         clock.now += 0.06
-        progress.show_scan(num_rows * 100)
+        progress.show_scan(num_rows * 100, num_rows, 100)
     progress.finish()
     shown = [line.strip() for line in stream.getvalue().replace("\r", "\n").split("\n")]
     shown = [line for line in shown if line]
     assert len(shown) == (50 if is_terminal else 1)
-    assert shown[-1] == f"scan: {10000 if is_terminal else 8400} rows  1667 rows/s"
+    done = "10000 rows  100%" if is_terminal else "8400 rows  84%"
+    assert shown[-1] == f"scan: {done}  1667 rows/s{'' if is_terminal else '  ETA 0:01'}"
 
 
 def test_progress_asks_for_the_padding_alone_and_the_report_is_made_once(tmp_path):
@@ -569,7 +602,8 @@ def test_what_differs_from_a_finished_output_is_said(tmp_path):
             run(source, output, **changes)
         message = str(caught.value)
         assert message.startswith(f"{output}: exists and is not the finished output of this input,")
-        assert message.endswith("\nChoose another output, or replace it with --restart.")
+        keep = ", keep the answers of equal rows with --update" if "  the input:" in message else ""
+        assert message.endswith(f"\nChoose another output{keep}, or replace it with --restart.")
         return "\n".join(message.split("\n")[1:-1])
 
     other = {"model": "another", "dtype": "bfloat16"}

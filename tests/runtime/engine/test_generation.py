@@ -388,7 +388,7 @@ def test_drain_returns_what_has_no_slot_and_finishes_the_rest(model):
 def test_padding_and_tokens_are_counted(model):
     rows = prompts(11, seed=14)
     generator = model.generator()
-    assert generator.padding_waste is None
+    assert generator.figures.padding_waste is None
     for request in requests_of(rows):
         generator.submit(request)
     outputs = generator.run()
@@ -401,7 +401,7 @@ def test_padding_and_tokens_are_counted(model):
         + padding["overshoot_tokens"]
     )
     assert padding["computed_tokens"] == padding["real_tokens"] + wasted
-    assert generator.padding_waste == pytest.approx(wasted / padding["computed_tokens"])
+    assert generator.figures.padding_waste == pytest.approx(wasted / padding["computed_tokens"])
 
 
 def test_a_step_that_the_device_fails_names_its_graph(model, monkeypatch):

@@ -1,0 +1,77 @@
+"""Connects a job with pipes: `-i -` reads standard input, `-o -` writes to standard output.
+
+Rows are read twice, so standard input is first copied into a file beside the journal, where an
+unfinished job leaves it. The output is finished in a file too, and then copied.
+
+Does not know about rows. Guarantees: the copy of standard input is there as long as the journal;
+a finished output is removed only after its last byte was written.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import EXIT_RESUMABLE, JobError, UnusableFile
+from ..files.disk import Disk, replace_file
+from .job import JobSettings
+from .manifest import manifest_path
+
+PIPE = Path("-")
+"""The path that stands for standard input or standard output."""
+_PIECE_BYTES = 2**20
+
+
+def copy_path(output: Path) -> Path:
+    """The path of the copy of standard input, beside an output."""
+    return output.with_name(f"{output.name}.input")
+
+
+@contextmanager
+def stdin_copied(settings: JobSettings, disk: Disk) -> Iterator[None]:
+    """Copy standard input to the input path of a job that reads it; else do nothing.
+
+    Raises:
+        UnusableFile: Another file has the name of the copy.
+    """
+    if not settings.reads_stdin:
+        yield
+        return
+    path = settings.input_path
+    is_of_job = settings.journal_path.exists() or manifest_path(settings.output_path).exists()
+    if path.exists() and not is_of_job and not settings.restart:
+        raise UnusableFile(
+            f"{path}: expected no file, as standard input is copied to this name, got one without "
+            f"a journal. Run with -i {path}, move it away, or discard it with --restart."
+        )
+    if sys.stdin is None:
+        raise UnusableFile("-i -: expected standard input, got none. Pipe the input in.")
+    pieces = iter(lambda: sys.stdin.buffer.read(_PIECE_BYTES), b"")
+    try:
+        replace_file(disk, path, pieces)
+        yield
+    finally:
+        if not settings.journal_path.exists():
+            disk.remove(path)
+
+
+def write_to_stdout(output: Path, disk: Disk) -> None:
+    """Write a finished output to standard output, and remove it with its manifest.
+
+    Raises:
+        JobError: Standard output has no reader; the finished output is kept.
+    """
+    try:
+        with output.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+    except OSError as error:
+        raise JobError(
+            f"-o -: standard output cannot be written ({error.strerror or error}). The finished "
+            f"output is kept in {output}; the same command writes it again.",
+            EXIT_RESUMABLE,
+        ) from error
+    # without its output, a manifest that is left counts for nothing
+    disk.remove(output)
+    disk.remove(manifest_path(output))

@@ -1,0 +1,81 @@
+"""Keeps the answers of a finished job whose input has changed, so that only other rows run.
+
+The id of an output line is a hash of the row's custom_id, its request and the configuration. So an
+old answer belongs to a row of the new input if both have the same id, and the old input is not
+needed.
+
+Does not know how rows run. Guarantees: the finished output stays until the new one replaces it; the
+plan, the weights and the time stay those of the finished job.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import RowError
+from .job import JobSettings
+from .journal import Journal
+from .journal_records import INSTANT, MODEL, PLAN, WEIGHTS
+from .results import DROPPED, OutputLines, error_of_line
+from .row_files import output_lines
+from .scan import ScannedRow, ScanSummary
+
+_FACTS = {MODEL: "model", WEIGHTS: "weights", INSTANT: "instant", PLAN: "plan"}
+"""The keys of a manifest by the facts of a journal; the plan binds, so it is recorded last."""
+
+
+def keep_facts(manifest: Mapping[str, Any], journal: Journal) -> None:
+    """Record the decisions of a finished job, unless the journal has decisions already."""
+    if journal.plan is None and manifest["plan"] is not None:
+        for fact, key in _FACTS.items():
+            if fact not in journal.facts and manifest[key] is not None:
+                journal.record_fact(fact, manifest[key])
+
+
+def keep_answers(
+    settings: JobSettings, summary: ScanSummary, journal: Journal, lines: OutputLines
+) -> None:
+    """Record the finished answers of all rows that the new input still has.
+
+    Raises:
+        InputError: A finished output is damaged.
+    """
+    wanted = {
+        lines.id_of(row): row
+        for row in settings.part.take(summary.rows)
+        if row.requirements is not None and row.key not in journal.rows
+    }
+    for path in settings.outputs:
+        with path.open("rb") as file:
+            for content in output_lines(path, file):
+                line = json.loads(content)
+                if (row := wanted.get(line["id"])) is not None:
+                    _record(journal, row, line, error_of_line(content))
+
+
+def _record(
+    journal: Journal, row: ScannedRow, line: Mapping[str, Any], error: RowError | None
+) -> None:
+    assert row.custom_id is not None  # the scan accepted the row
+    journal.record_row(
+        row=row.row,
+        custom_id=row.custom_id,
+        request_hash=row.request_hash,
+        line=line,
+        code=error and error.code,
+        metrics=_figures(line),
+    )
+
+
+def _figures(line: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of an answer that its line shows; times are not among them."""
+    body = (line["response"] or {}).get("body") or {}
+    if "usage" not in body:
+        return {}
+    usage = body["usage"]
+    figures = {
+        "prompt_tokens": usage["prompt_tokens"],
+        "output_tokens": usage["completion_tokens"],
+    }
+    dropped = body.get("noria", {}).get(DROPPED)
+    return figures if dropped is None else {**figures, DROPPED: dropped}

@@ -1,0 +1,74 @@
+"""Jobs whose input and output are pipes or tables, with the real engine."""
+
+import json
+import subprocess
+
+import pytest
+from command import COMMAND, completion, read_rows, write_lines
+
+ROWS = [completion(f"row-{i}", [3 + i, 4, 5], max_tokens=4) for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def answers(noria, tmp_path_factory):
+    """The texts of all rows, from a job of plain files."""
+    folder = tmp_path_factory.mktemp("plain")
+    rows, _ = noria.batch(write_lines(folder / "in.jsonl", ROWS), folder / "out.jsonl")
+    return [row["response"]["body"]["choices"] for row in rows]
+
+
+def test_a_pipe_gets_the_finished_file_and_messages_go_to_stderr(noria, answers, tmp_path):
+    done = subprocess.run(
+        [*COMMAND, "batch", "-i", "-", "-o", "-", "--model", str(noria.model)],
+        input="".join(json.dumps(row) + "\n" for row in ROWS),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=noria.environment,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["response"]["body"]["choices"] for row in rows] == answers
+    assert "5 rows, 0 errors" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_runs_with_the_sampling_of_the_command_line(noria, answers, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    prompts = [row["body"]["prompt"] for row in ROWS]
+    table = pyarrow.table({"tokens": prompts, "key": [f"row-{i}" for i in range(5)]})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    names = ("--prompt-column", "tokens", "--id-column", "key")
+    arguments = ("batch", "-i", tmp_path / "in.parquet", "-o", tmp_path / "out.parquet")
+    noria.run(*arguments, "--model", noria.model, *names, "--sampling", "max_tokens=4")
+    lines = parquet.read_table(tmp_path / "out.parquet").column("line").to_pylist()
+    rows = [json.loads(line) for line in lines]
+    assert [row["custom_id"] for row in rows] == [row["custom_id"] for row in ROWS]
+    assert [row["response"]["body"]["choices"] for row in rows] == answers
+
+
+def test_changed_rows_of_a_finished_job_run_alone(noria, tmp_path):
+    source, output = write_lines(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    before, _ = noria.batch(source, output)
+    write_lines(source, [*ROWS[1:], completion("row-0", [9, 9], max_tokens=3)])
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model)
+    assert "keep the answers of equal rows with --update" in noria.refuse(*arguments)
+    done = noria.run(*arguments, "--update")
+    assert "resumed: 4 finished rows, 1 to go" in done.stderr
+    after = read_rows(output)
+    assert after[:4] == before[1:]
+    assert after[4]["response"]["body"]["usage"]["completion_tokens"] <= 3
+
+
+def test_options_of_pipes_and_sampling_that_cannot_work_are_refused(noria, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", ROWS)
+    files = ("batch", "-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model)
+    for sampling, message in [
+        ("max_tokens", "expected KEY=VALUE"),
+        ("max_token=3", "Did you mean 'max_tokens'?"),
+        ("temperature=-1", "temperature"),
+        ("max_tokens=ten", "Write KEY=VALUE with one of"),
+    ]:
+        assert message in noria.refuse(*files, "--sampling", sampling)

@@ -1,0 +1,78 @@
+"""Jobs that read standard input, and that write to standard output."""
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+from fake_model import FakeModel, masked, run, write_input
+from faulty_disk import Crash, FaultyDisk
+
+from noria.runtime.batch import pipes
+from noria.runtime.batch.pipes import copy_path, write_to_stdout
+from noria.runtime.errors import JobError, UnusableFile
+from noria.runtime.files.disk import Disk
+
+
+@pytest.fixture
+def piped(tmp_path, monkeypatch):
+    """Run a job whose input comes from a pipe."""
+    content = write_input(tmp_path / "in.jsonl").read_bytes()
+    run(tmp_path / "in.jsonl", tmp_path / "whole.jsonl")
+
+    def run_piped(output, *arguments, **changes):
+        monkeypatch.setattr(pipes.sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+        return run(copy_path(output), output, *arguments, reads_stdin=True, **changes)
+
+    return run_piped
+
+
+def test_a_piped_job_goes_on_after_every_stop_and_leaves_no_copy(tmp_path, piped):
+    counter = FaultyDisk(0)
+    piped(tmp_path / "count.jsonl", disk=counter)
+    for at in range(1, counter.calls, counter.calls // 12):
+        output = tmp_path / f"{at}.jsonl"
+        with pytest.raises(Crash):
+            piped(output, disk=FaultyDisk(at, Crash()))
+        assert piped(output) == 1
+        assert masked(output) == masked(tmp_path / "whole.jsonl")
+    assert not [path for path in tmp_path.iterdir() if path.suffix in (".input", ".journal")]
+    manifest = json.loads((tmp_path / "count.jsonl.manifest.json").read_text())
+    assert manifest["input"]["name"] == "stdin"
+    model = FakeModel()
+    assert piped(tmp_path / "count.jsonl", model) == 1
+    assert not model.num_texts
+
+
+def test_a_stopped_piped_job_goes_on_with_the_copy_of_its_input(tmp_path, piped):
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(Crash):
+        piped(output, disk=FaultyDisk(30, Crash()))
+    assert run(copy_path(output), output) == 1
+    assert masked(output) == masked(tmp_path / "whole.jsonl")
+
+
+def test_a_file_with_the_name_of_the_copy_is_not_overwritten(tmp_path, piped):
+    output = tmp_path / "out.jsonl"
+    copy_path(output).write_text("precious")
+    with pytest.raises(UnusableFile, match=r"got one without a journal. Run with -i"):
+        piped(output)
+    assert copy_path(output).read_text() == "precious"
+
+
+def test_an_output_for_a_pipe_is_kept_until_it_was_written(tmp_path, monkeypatch):
+    run(write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl")
+    content = (tmp_path / "out.jsonl").read_bytes()
+
+    class Closed(io.BytesIO):
+        def flush(self):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(pipes.sys, "stdout", SimpleNamespace(buffer=Closed()))
+    with pytest.raises(JobError, match=r"The finished output is kept in .*out.jsonl"):
+        write_to_stdout(tmp_path / "out.jsonl", Disk())
+    pipe = io.BytesIO()
+    monkeypatch.setattr(pipes.sys, "stdout", SimpleNamespace(buffer=pipe))
+    write_to_stdout(tmp_path / "out.jsonl", Disk())
+    assert pipe.getvalue() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
