@@ -1,5 +1,6 @@
 """The token ids of a batch file's prompts, for commands that read prompts and answer none."""
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,9 @@ from ..checkpoint import ModelFiles
 from ..errors import InputError
 from .batch_model import open_text
 from .lines import BadRow, BatchRow
-from .scan import check_input, scan
+from .row_files import check_input, open_rows
+from .scan import scan
+from .tables import Columns
 
 
 def read_row_ids(path: Path, files: ModelFiles) -> list[list[int]]:
@@ -34,7 +37,9 @@ def read_row_ids(path: Path, files: ModelFiles) -> list[list[int]]:
             )
         rows.append(list(ids))
 
-    with path.open("rb") as file, open_text(files) as text:
+    folder = Path(tempfile.gettempdir())
+    opened = open_rows(path, Columns(), folder, note=lambda message: None)
+    with opened as (file, _), open_text(files) as text:
         scan(file, text.encode, on_error=refuse, on_encoded=keep)
     if not rows:
         raise InputError(f"{path}: expected at least one row, got none.")

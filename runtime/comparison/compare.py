@@ -23,10 +23,10 @@ from ...sharding.layout import Layout
 from .. import session
 from ..batch.row_ids import read_row_ids
 from ..checkpoint import ModelFiles, open_model
+from ..checkpoint.published_numbers import keep_published
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
 from ..files.run_config import apply_overrides
-from ..published_numbers import keep_published
 from .forced_model import ForcedModel, forced_grid
 from .statistics import PairFigures
 

@@ -364,6 +364,7 @@ class GenerationSession:
             run_seed,
             self.experts,
             self.attention,
+            self.structures,
             self.clock,
         )
 

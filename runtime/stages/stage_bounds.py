@@ -48,7 +48,7 @@ def measure_stages(
     model: JobModel,
     renderers: Sequence[StageRenderer],
     max_position: int,
-    on_progress: Callable[[int], None],
+    on_progress: Callable[[int, int, int], None],
 ) -> ScanSummary:
     """Measure the rows of all stages, as if they were rows of one job.
 
@@ -57,7 +57,8 @@ def measure_stages(
         model: Its model.
         renderers: The renderers of all stages.
         max_position: The number of positions of the model; no bound is longer.
-        on_progress: Called with the number of measured rows, now and then.
+        on_progress: Called with the numbers of measured rows and bytes, and of all bytes, now and
+            then.
     """
     stages = [renderer.stage for renderer in renderers]
     line_numbers: list[int] = []
@@ -69,13 +70,14 @@ def measure_stages(
         for content, number in _requests(source, renderers):
             requests.write(content)
             line_numbers += number
+        total_bytes = requests.tell()
         requests.seek(0)
         encoder = _BoundingEncoder(text, stages, max_position)
         summary = scan(
             requests,
             encoder.encode,
             defaults=settings.sampling_defaults,
-            on_progress=on_progress,
+            on_progress=lambda rows, num_bytes: on_progress(rows, num_bytes, total_bytes),
         )
     rows = [
         replace(row, line_number=number)
