@@ -273,3 +273,11 @@ def test_a_kernel_that_is_asked_for_is_never_replaced():
     ):
         with pytest.raises(ValueError, match=rf"\[attention\] {phase}: .* '{asked}': {reason}"):
             choose(call, platform, phase, asked)
+
+
+def test_the_kernel_of_chunks_refuses_a_cache_in_codes():
+    call = replace(CHUNK, has_codes=True)
+    assert choose(CHUNK, "tpu", "prefill").kernel == "flash"
+    assert choose(call, "tpu", "prefill").kernel == "xla"
+    with pytest.raises(ValueError, match=r"got 'flash': it takes no cache in codes \(numbers"):
+        choose(call, "tpu", "prefill", "flash")
