@@ -51,10 +51,12 @@ class WeightRules:
           ValueError: A rule matches nothing, or a weight cannot have its format.
         """
         names = [name for parameter in weights for name in single_layer_names(parameter)]
-        for pattern, _ in (*self.rules, *self.published):
+        patterns = [("rules", pattern) for pattern, _ in self.rules]
+        patterns += [("published", pattern) for pattern, _ in self.published]
+        for key, pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(
-                    f"numbers.rules {pattern!r}: expected a pattern of parameter paths such as "
+                    f"numbers.{key} {pattern!r}: expected a pattern of parameter paths such as "
                     f"'layers.*.mlp.down', got one that matches no parameter of the model. "
                     f"Change or remove it."
                 )
@@ -69,8 +71,9 @@ class WeightRules:
 
     def _of(self, parameter: str, *, is_weight: bool) -> WeightFormat | None:
         """The format of a parameter, which may be that of several layers."""
-        formats = {self._of_layer(name, is_weight) for name in single_layer_names(parameter)}
-        if self.published and all(x is None or x.is_published for x in formats):
+        names = single_layer_names(parameter)
+        formats = {self._of_layer(name, is_weight) for name in names}
+        if self.published and not any(_matches(name, dict(self.rules)) for name in names):
             return common_format(formats)
         if len(formats) > 1:
             raise ValueError(

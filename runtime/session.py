@@ -276,7 +276,8 @@ def load_model(
       layout: The layout on several devices; None for one device.
       scan_layers: Whether graphs scan over layers, so that their weights are stacked.
       say: Called with a line about tokens without an embedding, if there are any.
-      weight_rules: The formats of weights; weights in codes are rounded while they load.
+      weight_rules: The formats of weights; weights that are not published in codes are rounded
+        to them while they load.
       cache_codes: The dtype of cache entries in codes; None for float entries.
 
     Raises:

@@ -86,11 +86,12 @@ Quantisation = BlockFloat8 | Mxfp4 | Gptq | Awq | CompressedTensors
 _IGNORED_KEYS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize")
 # About calibration, files, and the kernels of other programs.
 _IGNORED_GPTQ_KEYS = (
-    "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_percent",
-    "dataset", "disable_exllama", "exllama_config", "lm_head", "max_input_length", "meta",
-    "model_file_base_name", "model_name_or_path", "model_seqlen",
-    "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id",
-    "quantizer", "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
+    "damp_auto_increment", "damp_percent", "dataset", "disable_exllama", "exllama_config",
+    "lm_head", "max_input_length", "meta", "method", "model_file_base_name", "mse",
+    "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
+    "modules_in_block_to_quantize", "pad_token_id", "quantizer", "static_groups", "tokenizer",
+    "true_sequential", "use_cuda_fp16", "use_exllama",
 )  # fmt: skip
 _IGNORED_AWQ_KEYS = (
     "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse",
@@ -136,7 +137,7 @@ def _gptq(table: ConfigReader) -> Gptq:
     if bits not in (4, 8):
         raise table.error("bits", f"4 or 8, the implemented ones{REMEDY}")
     versions = {"gptq": 1, "gptq_v2": 0}
-    version = table.text("checkpoint_format", default="gptq")
+    version = table.text("checkpoint_format", default=table.text("format", default="gptq"))
     if version not in versions:
         raise table.error("checkpoint_format", f"{' or '.join(versions)}{REMEDY}")
     table.expect("is_marlin_format", False, REMEDY)

@@ -213,7 +213,7 @@ class CodedMatrix:
             return scales
         zeros = None
         if self.zeros is not None:
-            zeros = self._by_block(fetch, ZEROS, self.zeros, box).astype(np.int32)
+            zeros = as_float32(self._by_block(fetch, ZEROS, self.zeros, box)).astype(np.int32)
             zeros = zeros + (self.zero_bias - self.center)
             if self.is_symmetric and zeros.any():
                 problem = "expected equal zero points of a symmetric format, got others"
@@ -247,7 +247,11 @@ class CodedMatrix:
     def _groups(self, fetch: Fetch, inputs: Interval) -> np.ndarray:
         """The group of each input."""
         if self.has_groups:
-            return fetch(GROUPS, (inputs.as_slice(),)).astype(np.int64)
+            groups = fetch(GROUPS, (inputs.as_slice(),)).astype(np.int64)
+            num_groups = -(-self.shape[1] // (self.block[1] or self.shape[1]))
+            if groups.min() < 0 or groups.max() >= num_groups:
+                raise ArrayMismatch(GROUPS, f"expected groups below {num_groups}, got others")
+            return groups
         return np.arange(inputs.start, inputs.stop) // (self.block[1] or inputs.stop)
 
 
@@ -402,10 +406,10 @@ class CompressedFormat:
         self.suffixes: dict[str, Stored] = {
             CODES: Stored("_packed", ("I32",)) if packed else Stored("", types),
             SCALES: Stored("_scale", _FLOATS),
+            # left out if all are zeros
+            ZEROS: Stored("_zero_point", ("I32",) if packed else types, is_optional=True),
             GROUPS: Stored("_g_idx", ("I32",), is_optional=True),
         }
-        if not quantisation.is_symmetric:
-            self.suffixes[ZEROS] = Stored("_zero_point", ("I32",) if packed else ("I8",))
         kind = "FP8" if quantisation.is_float else f"int{bits}"
         rows, columns = quantisation.block or (1, 0)
         blocks = f" by {rows}x{columns}" if rows > 1 else _in_groups(columns)
@@ -437,8 +441,9 @@ class CompressedFormat:
             _expect(infos, ZEROS, *shapes)
         if GROUPS in infos:
             _expect(infos, GROUPS, (inputs,))
-        center = _center(quantisation.bits, quantisation.is_symmetric) if packing else 0
-        codes = _integers(quantisation.bits, quantisation.is_symmetric)
+        is_symmetric = quantisation.is_symmetric or ZEROS not in infos
+        center = _center(quantisation.bits, is_symmetric) if packing else 0
+        codes = _integers(quantisation.bits, is_symmetric)
         if quantisation.is_float:
             codes = "float8_e4m3fn"
         return CodedMatrix(
@@ -451,7 +456,7 @@ class CompressedFormat:
             center,
             has_groups=GROUPS in infos,
             is_ordered=GROUPS in infos,
-            is_symmetric=quantisation.is_symmetric,
+            is_symmetric=is_symmetric,
         )
 
 

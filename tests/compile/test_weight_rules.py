@@ -108,3 +108,13 @@ def test_a_common_format_has_the_groups_scales_and_offsets_of_both():
     assert common_format([one, WeightFormat("int8", 0, "float16")]) == one
     assert common_format([one, WeightFormat("int8", 5, "float16")]) is None
     assert common_format([one, replace(one, is_ordered=True)]) is None
+
+
+def test_layers_of_a_loop_with_several_published_formats_have_a_common_one():
+    one, other = WeightFormat("int4", 8, "float16"), WeightFormat("uint4", 4, "float16")
+    published = ("layers.0.mlp.down", one), ("layers.[12].mlp.down", other)
+    found = formats(WeightRules(published=published), SCANNED)
+    assert found == {"layers.0:3.mlp.down": WeightFormat("int8", 4, "float16")}
+    rules = WeightRules(rules=(("layers.0.mlp.down", None),), published=published)
+    with pytest.raises(ValueError, match=r"expected one format for layers.0:3.mlp.down"):
+        formats(rules, SCANNED)

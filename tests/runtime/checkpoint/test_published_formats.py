@@ -62,8 +62,11 @@ def test_an_array_of_another_shape_is_refused_by_name(tmp_path, form):
 @FORMS
 def test_a_missing_array_is_refused_by_name(tmp_path, form):
     stored, _ = form.write("a.weight", RNG.normal(size=(40, 64)).astype(np.float32))
+    optional = (
+        ("_shape", "_zero_point") if form is ACT_ORDER else ("_shape", "_zero_point", "g_idx")
+    )
     for missing in stored:
-        if missing.endswith("_shape") or (missing.endswith("g_idx") and form is not ACT_ORDER):
+        if missing.endswith(optional):
             continue
         others = {name: array for name, array in stored.items() if name != missing}
         with pytest.raises(InvalidQuantisation, match=r"a\.(weight|g_idx).*expected"):
@@ -76,6 +79,24 @@ def test_zero_points_that_a_symmetric_format_cannot_have_are_refused(tmp_path):
     stored, _ = other.write("a.weight", RNG.normal(size=(40, 64)).astype(np.float32))
     source = opened(tmp_path, symmetric, stored)
     with pytest.raises(InvalidQuantisation, match=r"a\.weight: expected equal zero points"):
+        source.read("a.weight")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_that_a_file_leaves_out_are_zeros(tmp_path, bits):
+    written = {4: "compressed int4 in groups", 8: "compressed int8 by channel"}[bits]
+    read = {4: "compressed int4 with zero points", 8: "compressed int8 with zero points"}[bits]
+    (form,) = (form for form in FORMATS if form.name == written)
+    (other,) = (form for form in FORMATS if form.name == read)
+    stored, values = form.write("a.weight", RNG.normal(size=(40, 64)).astype(np.float32))
+    np.testing.assert_array_equal(opened(tmp_path, other, stored).read("a.weight"), values)
+
+
+def test_a_group_that_does_not_exist_is_refused_by_name(tmp_path):
+    stored, _ = ACT_ORDER.write("a.weight", RNG.normal(size=(40, 64)).astype(np.float32))
+    stored["a.g_idx"][3] = 4
+    source = opened(tmp_path, ACT_ORDER, stored)
+    with pytest.raises(InvalidQuantisation, match=r"a.weight: expected groups below 4"):
         source.read("a.weight")
 
 
