@@ -3,6 +3,7 @@
 Does not know how figures were measured.
 """
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,13 @@ def markdown(comparison: Comparison) -> str:
     """The comparison as a table in Markdown, with the words that explain it."""
     reference, *others = comparison.models
     first = comparison.figures[0]
+    text = (
+        f"{comparison.num_tokens} tokens of {comparison.num_rows} rows: {_tokens_of(comparison)}, "
+        f"which all models read. Divergence is the mean Kullback-Leibler divergence of next-token "
+        f"distributions from the first model's, in nats. ± is one standard error, over rows."
+    )
     lines = [
-        f"{comparison.num_tokens} tokens of {comparison.num_rows} rows: "
-        f"{_tokens_of(comparison)}, which all models read. Divergence is the mean Kullback-Leibler "
-        f"divergence of next-token distributions from the first model's, in nats. ± is one "
-        f"standard error, over rows.",
+        *textwrap.wrap(text, 120),
         "",
         *_HEAD,
         f"| {reference} | 0 | 0 | 100 % | {first.reference_perplexity.text(3)} |",
@@ -75,9 +78,10 @@ def draw(comparison: Comparison) -> bytes:
             means = [estimate.mean for estimate in estimates]
             errors = [estimate.error or 0.0 for estimate in estimates]
             panel.barh(range(len(means)), means, xerr=errors, color="#4c72b0", height=0.6)
-            for row, mean in enumerate(means):
-                panel.text(0, row, f" {mean:.4g}", va="center", fontsize=8, color="white")
+            for row, (mean, error) in enumerate(zip(means, errors, strict=True)):
+                panel.text(mean + error, row, f" {mean:.4g}", va="center", fontsize=8)
             panel.set_title(title, fontsize=10)
+            panel.margins(x=0.15)
             panel.spines[["top", "right"]].set_visible(False)
         panels[2].axvline(comparison.figures[0].reference_perplexity.mean, color="#c44e52")
         panels[0].set_yticks(range(len(names)), names, fontsize=8)
