@@ -274,7 +274,7 @@ class Engine:
         rows, output = action.rows, results.output
         events: list[Event] = []
         if action.is_scored:
-            events += self._scores.add(rows, output.scores, self._requests)
+            events += self._scores.add(rows, output.scores, self._request_of)
         if output.experts is not None:
             self.metrics.experts["prefill"].add(output.experts.use)
             sequences = enumerate(row.sequence for row in rows)
@@ -290,6 +290,9 @@ class Engine:
             shared_tokens=action.shared_tokens,
         )
         return events
+
+    def _request_of(self, number: int) -> Request:
+        return self._requests[number].request
 
     def _prefill_prefix(self, action: PrefixAction) -> PrefillOutput:
         prefixes = self._graphs.grid.prefixes
@@ -452,5 +455,5 @@ def _num_logprobs_B(requests: Iterable[AdmittedRequest], bucket: PrefillBucket) 
     """The numbers of alternatives that the rows of a scored call ask for; -1 for dummy rows."""
     num_logprobs_B = np.full(bucket.batch, -1, np.int32)
     for row, request in enumerate(requests):
-        num_logprobs_B[row] = num_alternatives(request)
+        num_logprobs_B[row] = num_alternatives(request.request)
     return num_logprobs_B

@@ -8,18 +8,14 @@ Does not know about devices. Guarantees: a prompt has the same log-probabilities
 beginning is computed or copied.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, MutableMapping
 from weakref import WeakKeyDictionary
 
 from ...modelzoo.sampling import TokenScores
-from ..request import TokenLogprob
+from ..request import Request, TokenLogprob
 from .call_results import PromptScored, token_logprob
 from .scheduler import PromptPiece
 from .shared_prefixes import SharedPrefix
-
-if TYPE_CHECKING:
-    from .engine import AdmittedRequest
 
 
 class PromptScores:
@@ -27,9 +23,9 @@ class PromptScores:
 
     def __init__(self):
         self._of_prompts: dict[int, list[TokenLogprob]] = {}
-        """Those of the pieces so far, by the number of the request."""
+        """Log-probabilities of the pieces so far, by the number of the request."""
         self._of_prefixes: MutableMapping[SharedPrefix, list[TokenLogprob]] = WeakKeyDictionary()
-        """Those that a prefix adds to its parent, until no request can begin with it."""
+        """Log-probabilities that a prefix adds to its parent, while requests may begin with it."""
 
     def clear(self) -> None:
         """Forget all prompts and prefixes."""
@@ -40,13 +36,19 @@ class PromptScores:
         self,
         rows: Iterable[PromptPiece],
         scores: TokenScores,
-        requests: "Mapping[int, AdmittedRequest]",
+        request_of: Callable[[int], Request],
     ) -> list[PromptScored]:
-        """Add the results of a scored call; return an event for each complete prompt."""
+        """Add the results of a scored call; return an event for each complete prompt.
+
+        Args:
+          rows: The pieces that were scored.
+          scores: The results of the call.
+          request_of: Gives a request by its number.
+        """
         events: list[PromptScored] = []
         for i, row in enumerate(rows):
             number = row.sequence.request.number
-            own = _scores_of(requests[number], scores, i, row)
+            own = _scores_of(request_of(number), scores, i, row)
             if row.is_of_prefix:
                 self._of_prefixes.setdefault(_prefix_of(row), []).extend(own)
                 continue
@@ -65,9 +67,9 @@ class PromptScores:
         return [score for prefix in copied for score in self._of_prefixes[prefix]]
 
 
-def num_alternatives(request: "AdmittedRequest") -> int:
+def num_alternatives(request: Request) -> int:
     """The number of alternatives to each prompt token that a request asks for; -1 for no scores."""
-    count = request.request.params.prompt_logprobs
+    count = request.params.prompt_logprobs
     return -1 if count is None else count
 
 
@@ -79,9 +81,9 @@ def _prefix_of(row: PromptPiece) -> SharedPrefix:
 
 
 def _scores_of(
-    request: "AdmittedRequest", scores: TokenScores, index: int, row: PromptPiece
+    request: Request, scores: TokenScores, index: int, row: PromptPiece
 ) -> list[TokenLogprob]:
     """Log-probabilities of the prompt tokens at positions `start + 1` to `start + count`."""
-    next_ids = request.request.prompt_token_ids[row.start + 1 : row.start + row.count + 1]
+    next_ids = request.prompt_token_ids[row.start + 1 : row.start + row.count + 1]
     count = num_alternatives(request)
     return [token_logprob(scores, (index, t), token, count) for t, token in enumerate(next_ids)]

@@ -1,4 +1,4 @@
-"""Scored prompts that begin alike: computed once, with the bits of prompts that are scored whole."""
+"""Scored prompts that begin alike: computed once, with the bits of prompts scored alone."""
 
 from dataclasses import replace
 
@@ -89,7 +89,7 @@ def test_rows_that_differ_in_the_token_after_a_beginning_share_less():
 
 
 def test_only_rows_that_ask_for_as_many_alternatives_share():
-    prompt = HEADER[:32] + [7, 8]
+    prompt = [*HEADER[:32], 7, 8]
     counts = [0, 2, None]
     rows = [
         Request(f"row {i}", prompt, SamplingParams(max_tokens=1, prompt_logprobs=count))

@@ -22,7 +22,7 @@ from noria.compile.planning.graph_prices import GraphPrices
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig
-from noria.runtime.batch.prefix_index import UNIT
+from noria.runtime.batch.prefix_index import UNIT, PrefixIndex
 from noria.runtime.files.layout_files import named_layout_tables, read_layout_table
 from noria.runtime.planning import shared_grids
 from noria.runtime.planning.forecast import fits_grid
@@ -98,6 +98,19 @@ def test_prompts_with_one_long_beginning_share_it_if_that_is_predicted_faster(ki
     )
     assert shared.seconds < 0.5 * computed.seconds
     assert shared.metrics.saved_tokens > 0.7 * 500 * len(rows)
+
+
+def test_scored_prompts_with_one_long_beginning_copy_pieces_of_it():
+    index = PrefixIndex()
+    prompts = [few_tokens(500, 0) + few_tokens(20 + i % 40, i + 1) for i in range(120)]
+    for row, prompt in enumerate(prompts):
+        index.add(row, prompt, 0)
+    rows = [ExpectedRow(RowShape(len(prompt), 0, is_scored=True), 0) for prompt in prompts]
+    table = index.table()
+    whole, chosen = choose(rows, table)
+    assert whole.decode_slots == 0 and shares(chosen, "chunks") and chosen.score
+    metrics = simulate_in_order(rows, chosen, PRICES.cost, table).metrics
+    assert metrics.saved_tokens > 0.7 * 500 * len(rows)
 
 
 def test_the_faster_way_to_share_is_taken(monkeypatch):
