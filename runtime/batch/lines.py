@@ -20,6 +20,7 @@ from ..files.strict_json import MAX_LINE_BYTES, Line, dump_line, parse_object
 from ..request import SamplingParams, wrong_value
 from ..text.chat_messages import normalise_messages
 from .request_body import read_params, unknown_keys, unknown_parameter
+from .tools import Tools
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETION_URL = "/v1/completions"
@@ -52,6 +53,7 @@ class BatchRow:
     prompt_logprobs: int | None = None
     ignored: tuple[str, ...] = ()
     """The unknown keys of the body, which were ignored."""
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
         "model": _model(body),
     }
     if is_chat:
-        content["kind"] = "chat"
+        content["kind"], content["tools"] = "chat", read.tools
         content["messages"] = _messages(body.get("messages"))
         content["chat_template_kwargs"] = _template_kwargs(body.get("chat_template_kwargs"))
         return content

@@ -44,7 +44,9 @@ class PromptEncoder:
     def __call__(self, rows: Sequence[BatchRow]) -> list[Encoded]:
         texts = [row.prompt for row in rows if row.prompt is not None]
         chats = [
-            Conversation(row.messages, row.chat_template_kwargs)
+            Conversation(
+                row.messages, row.chat_template_kwargs, tools=row.tools and row.tools.tools
+            )
             for row in rows
             if row.messages is not None
         ]

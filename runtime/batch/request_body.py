@@ -18,6 +18,7 @@ from typing import Any
 from ..errors import ConfigError, RowError
 from ..request import MAX_LOGPROBS, SampleRule, SamplingParams, wrong_value
 from .structured_body import FORM_KEYS, read_form
+from .tools import TOOL_KEYS, Tools, read_tools
 
 # keys with the name and the meaning of a SamplingParams field
 _DIRECT = (
@@ -58,18 +59,16 @@ SAMPLING_KEYS = (
     "ignore_eos",
 )
 """Keys that a job may set for all rows."""
-CHAT_KEYS = (*_COMMON, "messages", "top_logprobs", "chat_template_kwargs")
+CHAT_KEYS = (*_COMMON, "messages", "top_logprobs", "chat_template_kwargs", *TOOL_KEYS)
 COMPLETION_KEYS = (*_COMMON, "prompt", "echo")
 
 _OTHER_FORMS = "Give response_format, or structured_outputs with json, regex or choice."
 _NOT_SUPPORTED = {
     "best_of": "Use n.",
     "suffix": "Only continuations of the prompt are generated.",
-    "tools": "Write the tools into the system message.",
-    "tool_choice": "Write the tools into the system message.",
-    "parallel_tool_calls": "Write the tools into the system message.",
-    "functions": "Write the functions into the system message.",
-    "function_call": "Write the functions into the system message.",
+    **dict.fromkeys(TOOL_KEYS, "Only /v1/chat/completions has tools."),
+    "functions": "Give tools.",
+    "function_call": "Give tool_choice.",
     "stream_options": "A batch has no streams.",
     "echo": "Only /v1/completions echoes its prompt.",
     "top_logprobs": "In /v1/completions, logprobs is the number of alternatives.",
@@ -99,6 +98,8 @@ class BodyParams:
     """Number of alternatives to show for each token of the answer and of the echoed prompt."""
     prompt_logprobs: int | None
     """Number of alternatives to show in the separate `prompt_logprobs` field."""
+    tools: Tools | None = None
+    """The tools that the model may call, or must call."""
 
 
 def read_params(
@@ -140,11 +141,15 @@ def read_params(
     try:
         if _RULE in given:
             fields["stopping"] = _read_rule(given[_RULE])
-        fields["structured_outputs"] = read_form(given)
+        tools, form = read_tools(given), read_form(given)
+        forced = tools and tools.form()
+        if tools is not None and forced is not None and form is not None:
+            raise wrong_value("tool_choice", "none or auto beside a form of answers", tools.choice)
+        fields["structured_outputs"] = forced or form
         params = SamplingParams(**fields)
     except RowError as error:
         raise _in_body_keys(error, {"max_tokens": limit_key, "stopping": _RULE}) from None
-    return BodyParams(params, echo, logprobs, asked_prompt_logprobs)
+    return BodyParams(params, echo, logprobs, asked_prompt_logprobs, tools)
 
 
 def read_sampling(assignments: Sequence[str]) -> dict[str, Any]:

@@ -152,12 +152,33 @@ class OutputLines:
         if row.logprobs is not None:
             entries = completion.logprobs or []
             logprobs = {"content": [self._chat_logprob(e, row.logprobs) for e in entries]}
+        message, finish_reason = self._message(row, completion)
         return {
             "index": completion.index,
-            "message": {"role": "assistant", "content": completion.text},
+            "message": message,
             "logprobs": logprobs,
-            "finish_reason": completion.finish_reason or "length",
+            "finish_reason": finish_reason,
         }
+
+    def _message(self, row: BatchRow, completion: CompletionOutput) -> tuple[dict[str, Any], str]:
+        """The message of a chat answer, with its tool calls, and the reason for its end."""
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text}
+        finish_reason = completion.finish_reason or "length"
+        if row.tools is None or completion.stopped_early is not None or finish_reason != "stop":
+            return message, finish_reason
+        message["content"], calls = row.tools.read(completion.text)
+        if not calls:
+            return message, finish_reason
+        message["tool_calls"] = [
+            {
+                "id": self._id(f"call_{completion.index}_{number}_", row),
+                "type": "function",
+                "function": call._asdict(),
+            }
+            for number, call in enumerate(calls)
+        ]
+        # as in OpenAI's interface, where a named tool is no choice of the model
+        return message, finish_reason if row.tools.choice == "named" else "tool_calls"
 
     def _text_choice(
         self, row: BatchRow, output: RequestOutput, completion: CompletionOutput

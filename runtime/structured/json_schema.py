@@ -211,6 +211,8 @@ class _Reader:
         others = schema.get("additionalProperties", True)
         least = count_of(schema, "minProperties", at) or 0
         most = count_of(schema, "maxProperties", at)
+        if not properties and "additionalProperties" not in schema and "properties" in schema:
+            others = False
         if not properties:
             return self._map(others, least, most, at, open_refs)
         if least > len(set(required)):

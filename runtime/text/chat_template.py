@@ -35,6 +35,7 @@ class Conversation(NamedTuple):
     messages: object
     template_kwargs: Mapping[str, object] | None = None
     add_generation_prompt: bool = True
+    tools: Sequence[Mapping[str, object]] | None = None
 
 
 class ChatRenderer:
@@ -134,15 +135,17 @@ class ChatRenderer:
         messages = normalise_messages(conversation.messages)
         variables = normalise_json(conversation.template_kwargs or {}, "chat_template_kwargs")
         self._check_variables(variables, self._process)
+        tools = self._tools(conversation, self._process)
         mark = None
-        if any(map(self._special.may_occur_in, iterate_strings([messages, variables]))):
-            mark = self._mark(messages, variables)
+        if any(map(self._special.may_occur_in, iterate_strings([messages, variables, tools]))):
+            mark = self._mark(messages, variables, tools)
             messages, variables = self._protected(messages, mark), self._protected(variables, mark)
+            tools = self._protected(tools, mark)
         context = {
             **self._tokenizer.named_tokens,
             **variables,
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": conversation.add_generation_prompt,
         }
@@ -174,6 +177,23 @@ class ChatRenderer:
             else:
                 # a template may have written the mark as an ASCII escape in JSON
                 yield text.replace(json.dumps(mark)[1:-1], mark), mark
+
+    def _tools(self, conversation: Conversation, process: TemplateProcess) -> list[object] | None:
+        """The tools of a conversation; RowError if the template does not show them."""
+        if conversation.tools is None:
+            return None
+        try:
+            known = process.variables()
+        except TemplateFailure as failure:
+            raise _template_error(failure) from None
+        if "tools" not in known:
+            raise RowError(
+                "invalid_request",
+                "tools: expected none, as the model's chat template does not show them, got some. "
+                "Write them into the system message.",
+                "tools",
+            )
+        return [normalise_json(tool, "tools") for tool in conversation.tools]
 
     def _check_variables(self, variables: Mapping[str, object], process: TemplateProcess) -> None:
         if not variables:

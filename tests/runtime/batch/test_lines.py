@@ -279,7 +279,8 @@ BAD_ROWS = [
     ("typo", completion(max_token=5), "unknown_parameter"),
     ("best_of", completion(best_of=2), "unknown_parameter"),
     ("suffix", completion(suffix="x"), "unknown_parameter"),
-    ("tools", chat(tools=[]), "unknown_parameter"),
+    ("tools", chat(tools=[]), "invalid_request"),
+    ("tools of a completion", completion(tools=[]), "unknown_parameter"),
     ("functions", chat(functions=[]), "unknown_parameter"),
     ("temperature 1e-21", completion(temperature=1e-21), "invalid_request"),
     ("temperature 1e21", completion(temperature=1e21), "invalid_request"),
@@ -379,9 +380,11 @@ def test_a_form_that_is_not_supported_is_refused_with_the_remedy(make, key, valu
 
 
 @pytest.mark.parametrize("key", ["tools", "tool_choice", "parallel_tool_calls", "functions"])
-def test_a_row_that_brings_tools_is_refused_with_the_remedy(key):
+def test_a_row_that_brings_no_tools_of_the_standard_is_refused_with_the_remedy(key):
     error = refused(chat(**{key: [HUGE]})).error
-    assert error.param == key and "into the system message" in error.message
+    assert error.param == key and len(error.message) < 300
+    error = refused(completion(**{key: [HUGE]})).error
+    assert error.param == key and "is not supported here" in error.message
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ CASES = (
         ("{}", '{"a": 1}', '{"a": 1, "b": 2}'),
         ('{"a": "x"}', '{"a" : 1}'),
     ),
+    Case("empty properties", {"properties": {}}, ("{}",), ('{"a": 1}',)),
     Case("no keys", {"type": "object", "additionalProperties": False}, ("{}",), ('{"a": 1}',)),
     Case(
         "numbers of keys",

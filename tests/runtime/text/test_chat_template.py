@@ -172,6 +172,22 @@ def test_strings_of_tools_and_json_are_plain_text_too(renderer):
     assert decoded == f"<|im_start|>{shown}{shown}<|im_end|>"
 
 
+def test_a_template_shows_tools_and_their_strings_are_plain_text(renderer):
+    chat = renderer("<|im_start|>{% for t in tools or [] %}{{ t | tojson }}{% endfor %}<|im_end|>")
+    tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
+    conversation = Conversation([{"role": "user", "content": "x"}], tools=[tool])
+    (ids,) = chat.encode_all([conversation])
+    assert [i for i in ids if i in chat._tokenizer.special_ids] == [2, 3]
+    decoded = chat._tokenizer.decode(ids, skip_special_tokens=False)
+    assert decoded == f"<|im_start|>{json.dumps(tool)}<|im_end|>"
+
+
+def test_tools_that_a_template_does_not_show_are_refused(renderer):
+    conversation = Conversation([{"role": "user", "content": "x"}], tools=[{"type": "function"}])
+    (error,) = renderer(CHATML).encode_all([conversation])
+    assert error.param == "tools" and "Write them into the system message" in error.message
+
+
 def test_sentencepiece_conversations_keep_injected_tokens_plain(mistral_v3, monkeypatch):
     monkeypatch.setattr(mistral_v3, "chat_template", MISTRAL)
     with ChatRenderer(mistral_v3) as chat:

@@ -1,0 +1,178 @@
+"""Tools of a chat request: what a body offers, the form of forced calls, and calls in answers.
+
+A tool that must be called is a form of the answer (`structured`): the arguments of a named tool, or
+a list of calls. Calls that the model is free to make are found in its text, in the two usual
+notations: `<tool_call>{...}</tool_call>`, or an answer that is one JSON object. Does not know about
+templates, tokens or output lines.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..errors import RowError
+from ..request import wrong_value
+from ..structured.params import StructuredOutputsParams
+
+TOOL_KEYS = ("tools", "tool_choice", "parallel_tool_calls")
+_FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+_CHOICES = ("none", "auto", "required")
+_NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
+_TAGGED = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
+
+
+class ToolCall(NamedTuple):
+    """One call: the name of the tool, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request, and the calls that it asks for."""
+
+    tools: tuple[dict[str, Any], ...]
+    """As in the body, for the chat template."""
+    choice: str = "auto"
+    """`none`, `auto`, `required` or `named`."""
+    name: str = ""
+    """The tool that must be called, if the choice is `named`."""
+    is_parallel: bool = True
+    """Whether an answer may have several calls."""
+
+    def form(self) -> StructuredOutputsParams | None:
+        """The form of an answer that must be a call; None if the model is free."""
+        if self.choice == "named":
+            (function,) = (f for f in self._functions if f["name"] == self.name)
+            return StructuredOutputsParams(json=_parameters(function))
+        if self.choice != "required":
+            return None
+        calls = []
+        for index, function in enumerate(self._functions):
+            place = f"#/items/anyOf/{index}/properties/parameters"
+            parameters = _moved(_parameters(function), place)
+            properties = {"name": {"const": function["name"]}, "parameters": parameters}
+            calls.append(
+                {"type": "object", "properties": properties, "required": ["name", "parameters"]}
+            )
+        schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+        return StructuredOutputsParams(
+            json=schema if self.is_parallel else schema | {"maxItems": 1}
+        )
+
+    def read(self, text: str) -> tuple[str | None, list[ToolCall]]:
+        """The content of an answer without its calls, and the calls."""
+        if self.choice == "named":
+            return None, [ToolCall(self.name, text)]
+        if self.choice == "none":
+            return text, []
+        tagged = _TAGGED.findall(text)
+        pieces = [_calls(piece) for piece in tagged or [text]]
+        calls = [call for piece in pieces for call in piece]
+        if not all(pieces) or any(call.name not in self._names for call in calls):
+            return text, []
+        content = _TAGGED.sub("", text).strip() if tagged else ""
+        return content or None, calls
+
+    @property
+    def _functions(self) -> list[dict[str, Any]]:
+        return [tool["function"] for tool in self.tools]
+
+    @property
+    def _names(self) -> set[str]:
+        return {function["name"] for function in self._functions}
+
+
+def read_tools(given: Mapping[str, Any]) -> Tools | None:
+    """The tools of a body; None if it has none.
+
+    Args:
+        given: The keys of the body that have a value.
+
+    Raises:
+        RowError: A value is wrong.
+    """
+    if "tools" not in given:
+        for key in TOOL_KEYS[1:]:
+            if key in given and given[key] != "none":
+                raise RowError(
+                    "invalid_request", f"{key}: expected tools beside it, got none.", key
+                )
+        return None
+    value = given["tools"]
+    if not isinstance(value, list) or not value:
+        raise wrong_value("tools", "a list of tools that is not empty", value)
+    for index, tool in enumerate(value):
+        _check_tool(tool, f"tools[{index}]")
+    tools = Tools(tuple(value))
+    if len(tools._names) < len(value):
+        raise wrong_value("tools", "tools of different names", "one name twice")
+    is_parallel = given.get("parallel_tool_calls", True)
+    if not isinstance(is_parallel, bool):
+        raise wrong_value("parallel_tool_calls", "true or false", is_parallel)
+    return _with_choice(replace(tools, is_parallel=is_parallel), given.get("tool_choice", "auto"))
+
+
+def _with_choice(tools: Tools, choice: Any) -> Tools:
+    if choice in _CHOICES:
+        return replace(tools, choice=choice)
+    named = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(named, dict) or choice.get("type") != "function":
+        expected = f"{', '.join(_CHOICES)}, or an object that names a function"
+        raise wrong_value("tool_choice", expected, choice)
+    if named.get("name") not in tools._names:
+        raise wrong_value("tool_choice", "the name of one of the tools", named.get("name"))
+    return replace(tools, choice="named", name=named["name"])
+
+
+def _check_tool(tool: Any, where: str) -> None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get("type") != "function" or len(tool) > 2:
+        raise wrong_value(where, "an object with the type function and a function", tool, "tools")
+    if unknown := [key for key in function if key not in _FUNCTION_KEYS]:
+        raise wrong_value(f"{where}.function", ", ".join(_FUNCTION_KEYS), unknown[0], "tools")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        expected = "1 to 64 letters, digits, underscores, dots and dashes"
+        raise wrong_value(f"{where}.function.name", expected, name, "tools")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise wrong_value(f"{where}.function.parameters", "a JSON Schema", parameters, "tools")
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    return function.get("parameters") or _NO_ARGUMENTS
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references point to itself at another place."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: f"{place}{value[1:]}"
+        if key == "$ref" and isinstance(value, str) and value[:1] == "#"
+        else _moved(value, place)
+        for key, value in schema.items()
+    }
+
+
+def _calls(text: str) -> list[ToolCall]:
+    """The calls in a JSON object, or in a list of them; empty for other texts."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
+        arguments = None
+        if isinstance(call, dict) and isinstance(call.get("name"), str):
+            arguments = call.get("arguments", call.get("parameters"))
+        if not isinstance(arguments, dict):
+            return []
+        calls.append(ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False)))
+    return calls
