@@ -602,9 +602,11 @@ def test_what_differs_from_a_finished_output_is_said(tmp_path):
             run(source, output, **changes)
         message = str(caught.value)
         assert message.startswith(f"{output}: exists and is not the finished output of this input,")
-        keep = ", keep the answers of equal rows with --update" if "  the input:" in message else ""
+        found = message.split("\n")[1:-1]
+        is_input = len(found) == 1 and found[0].startswith("  the input:")
+        keep = ", keep the answers of equal rows with --update" if is_input else ""
         assert message.endswith(f"\nChoose another output{keep}, or replace it with --restart.")
-        return "\n".join(message.split("\n")[1:-1])
+        return "\n".join(found)
 
     other = {"model": "another", "dtype": "bfloat16"}
     assert refusal(configuration=other) == (
