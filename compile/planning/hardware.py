@@ -41,12 +41,15 @@ class Hardware:
     libraries first copy a weight into another layout, as on CPUs. Unit: passes."""
     clock: float | None = None
     """The clock of the cores, if the compiler reports cycles. Unit: cycles a second."""
+    price_per_hour: float | None = None
+    """The price of one device, for the price of a job. Unit: any currency an hour."""
 
     def __post_init__(self):
         numbers = {f"flops.{dtype}": rate for dtype, rate in self.flops.items()}
         numbers |= {name: getattr(self, name) for name in _NUMBERS}
-        if self.clock is not None:
-            numbers["clock"] = self.clock
+        for name in ("clock", "price_per_hour"):
+            if getattr(self, name) is not None:
+                numbers[name] = getattr(self, name)
         for name, number in numbers.items():
             check_number(f"hardware {self.name}.{name}", number, above=0)
         if not _is_block(self.wraps):
@@ -103,7 +106,7 @@ class Hardware:
         return {
             key: value
             for key, value in asdict(self).items()
-            if key != "name" and (key, value) not in (("clock", None), ("weight_passes", 1))
+            if key != "name" and value is not None and (key, value) != ("weight_passes", 1)
         }
 
 
@@ -115,7 +118,7 @@ def read_hardware(tables: Mapping[str, Any]) -> dict[str, Hardware]:
             f"hardware [{name}]",
             table,
             {"source", "flops", "wraps", *_NUMBERS},
-            {"clock", "weight_passes"},
+            {"clock", "weight_passes", "price_per_hour"},
         )
         if not isinstance(table["flops"], Mapping):
             raise ValueError(

@@ -192,6 +192,7 @@ def _settings(
         columns=Columns(options.prompt_column, options.id_column),
         ignores_unknown=options.ignore_unknown,
         updates=options.update,
+        price_per_hour=_price_per_hour(options.prices, _target_name(options, plan_table)),
         now=None if options.now is None else read_instant("--now", options.now),
     )
 
@@ -204,6 +205,25 @@ def _also_read(options: argparse.Namespace, files: ModelFiles) -> list[tuple[str
         "the pipeline": options.pipeline,
     }
     return [(description, path) for description, path in inputs.items() if path is not None]
+
+
+def _price_per_hour(prices: Path | None, target: str) -> float | None:
+    """The price of all devices of a target, by the user's hardware tables."""
+    if prices is None:
+        return None
+    from ...compile.planning.hardware import hardware_of
+    from ...compile.target_names import TargetName
+    from ..files.hardware_files import known_hardware
+
+    hardware = hardware_of(target, known_hardware(prices))
+    if hardware.price_per_hour is None:
+        raise ConfigError(
+            f"--prices {prices}: expected a table [{hardware.name}] with price_per_hour, as the "
+            f"job runs on {target}, got none. Add the key."
+        )
+    # the devices of a CPU target are parts of one machine
+    name = TargetName.parse(target)
+    return hardware.price_per_hour * (1 if name.platform == "cpu" else name.num_devices)
 
 
 def _target_name(options: argparse.Namespace, plan_table: Mapping[str, Any] | None) -> str:
@@ -251,6 +271,8 @@ class BatchModel:
         from ..bundles import compilation_cache
         from ..bundles.warm_start import WarmStart
         from ..engine.shared_prefixes import plan_submission
+        from .job_plan import work_of
+        from .plan_report import plan_table, with_waste
 
         def report(built: "BuildProgress") -> None:
             progress.note(str(built))
@@ -271,6 +293,8 @@ class BatchModel:
         warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
         # the prefixes of a given plan are read in any case
         noted = table if plan.buckets.prefixes is None else shared
+        work = work_of(config, plan.numbers, plan.layout, target)
+        progress.note(text.rstrip() if self.options.verbose else plan_table(plan, work))
         _note_plan(plan, rows, noted, config, target, progress)
         model = session.load_model(
             self.files,
@@ -293,7 +317,8 @@ class BatchModel:
         is_lossless = plan.experts is None or plan.experts.prefill.kind != "capacity"
         shares = self.options.shares and is_lossless
         submission = partial(plan_submission, grid=plan.buckets, shares=shares)
-        return Build(generator, text, digest, submission)
+        waste = partial(with_waste, grid=plan.buckets, work=work)
+        return Build(generator, text, digest, submission, waste)
 
     def _resolve_plan(
         self,
@@ -380,11 +405,10 @@ def _note_plan(
     target: "Target",
     progress: Progress,
 ) -> None:
-    """Show the plan, its padding, what rows share, rows that end early, and the kernels."""
+    """Show the padding of the plan, what rows share, rows that end early, and the kernels."""
     from .. import session
     from .job_plan import limit_note, padding_note, rows_after_prefixes, sharing_note
 
-    progress.note(plan.to_toml().rstrip())
     own_rows = rows_after_prefixes(rows, table, plan.buckets)
     progress.note(padding_note(own_rows, plan.buckets, plan.layout, config.max_position))
     if note := sharing_note(rows, table, plan.buckets):

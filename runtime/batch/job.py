@@ -42,6 +42,8 @@ class Build:
     """The digest of every byte of the model's weights."""
     submission: "Callable[[Sequence[RowLengths], PrefixTable], Submission]"
     """Plans the order in which to submit rows, and the prefixes that they share."""
+    with_waste: Callable[[dict[str, Any]], dict[str, Any]] = lambda statistics: statistics
+    """Adds the wasted work of each bucket to the statistics of the run."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ class JobSettings:
     """Whether unknown keys of requests are ignored."""
     updates: bool = False
     """Whether a finished output of another input may be replaced; equal rows keep their answers."""
+    price_per_hour: float | None = None
+    """The price of all devices; None if it is not known."""
     now: datetime | None = None
     """The local time that chat templates see; None for the start of the job."""
 

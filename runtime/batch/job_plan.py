@@ -101,10 +101,7 @@ def derived_plan(
     overridden = apply_overrides({"numbers": numbers.to_table()}, overrides)
     asked, numbers = overridden.get("buckets", {}), overridden_numbers(numbers, overrides)
     defaults = with_overrides(GridDefaults.for_layout(layout), asked)
-    placement = target.placement(layout)
-    arrangement = placement.arrangement(config, cache_codes=numbers.cache_codes)
-    definition = AbstractModel(config, arrangement, numbers.weight_rules)
-    work = Work(definition, numbers.dtype, layout, placement.cache_dtype(numbers.dtype))
+    work = work_of(config, numbers, layout, target)
     prices = GraphPrices.of_target(target.name, work, known_hardware())
     fits, reason = None, ""
     if defaults.max_length is None and any(row.max_tokens is None for row in rows):
@@ -144,6 +141,14 @@ def derived_plan(
     if not {"decode_spans", "decode_graphs"} & set(asked):
         grid = prices.without_idle_spans(grid, forecast_steps(rows, grid))
     return replace(plan, buckets=grid)
+
+
+def work_of(config: DecoderConfig, numbers: Numbers, layout: Layout | None, target: Target) -> Work:
+    """The work of a model's graphs on a target."""
+    placement = target.placement(layout)
+    arrangement = placement.arrangement(config, cache_codes=numbers.cache_codes)
+    definition = AbstractModel(config, arrangement, numbers.weight_rules)
+    return Work(definition, numbers.dtype, layout, placement.cache_dtype(numbers.dtype))
 
 
 def rows_after_prefixes(

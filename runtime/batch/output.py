@@ -88,6 +88,7 @@ def finalise(
             ),
             "ignored_keys": dict(ignored),
             **_run_facts(phases, statistics, finished, num_tokens),
+            **_price(settings, phases),
         }
         write_manifest(disk, settings.output_path, manifest)
         disk.remove(journal.path)
@@ -152,9 +153,19 @@ def _run_facts(
         "output_tokens_per_second": num_tokens / seconds["run"] if seconds["run"] else None,
         "time_to_first_token_seconds": spread(finished, "time_to_first_token"),
         "inter_token_latency_seconds": spread(finished, "inter_token_latency"),
+        "end_to_end_latency_seconds": spread(finished, "latency"),
         "compiles_during_run": statistics.get("compiles_during_run", 0),
         "generator": dict(statistics),
     }
+
+
+def _price(settings: JobSettings, phases: PhaseClock) -> dict[str, Any]:
+    """The price of this run, if the price of its devices is known."""
+    if settings.price_per_hour is None:
+        return {}
+    hours = sum(phases.seconds().values()) / 3600
+    price = {"per_hour": settings.price_per_hour, "of_this_run": settings.price_per_hour * hours}
+    return {"price": price}
 
 
 def write_outputs(

@@ -138,28 +138,35 @@ class Progress:
 
     def line(self, figures: "RunFigures") -> str:
         """The current progress line."""
-        parts = [f"{self._done}/{self._total} rows", plural(self._errors, "error")]
-        now = self._clock()
+        parts, now = [f"{self._done}/{self._total} rows"], self._clock()
+        if self._errors:
+            parts.append(plural(self._errors, "error"))
+        parts += self._remaining(figures.tokens, now)
         if figures.tokens and now > self._before_tokens:
             since, tokens = self._counts[0]
             rate = (figures.tokens - tokens) / (now - since)
             average = figures.tokens / (now - self._before_tokens)
-            parts.append(f"{rate:.1f} tokens/s, {average:.1f} on average")
+            parts.append(f"{_rate(rate)} tokens/s, {_rate(average)} on average")
         if figures.slots:
             parts.append(f"{figures.used_slots}/{figures.slots} slots")
         if figures.padding_waste is not None:
-            parts.append(f"padding {figures.padding_waste:.1%}")
-        return "  ".join(parts) + self._remaining(figures.tokens, now)
+            parts.append(f"padding {figures.padding_waste:.0%}")
+        return "  ".join(parts)
 
-    def _remaining(self, tokens: int, now: float) -> str:
-        """The remaining time by the rows that ended, or an upper bound by the tokens."""
-        if ran := self._done - self._kept:
-            seconds = (self._total - self._done) * (now - self._start) / ran
-            return f"  ETA {_duration(seconds)}"
-        if self._max_tokens is None or not tokens:
-            return ""
-        seconds = (self._max_tokens - tokens) * (now - self._before_tokens) / tokens
-        return f"  ETA at most {_duration(max(0.0, seconds))}"
+    def _remaining(self, tokens: int, now: float) -> list[str]:
+        """The remaining time, if it is known: that of the rows, and at most that of the tokens.
+
+        The first rows end late, as all slots are filled first, so the rows alone say too much.
+        """
+        ran, seconds = self._done - self._kept, []
+        if ran:
+            seconds.append((self._total - self._done) * (now - self._start) / ran)
+        if self._max_tokens is not None and tokens:
+            left = max(0, self._max_tokens - tokens)
+            seconds.append(left * (now - self._before_tokens) / tokens)
+        if not seconds:
+            return []
+        return [f"ETA {'' if ran else 'at most '}{_duration(min(seconds))}"]
 
     def finish(self) -> None:
         """Clear the redrawn line."""
@@ -173,6 +180,10 @@ class Progress:
 
     def _say(self, text: str) -> None:
         self._is_quiet = not say(self._stream, text)
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
 
 
 def _duration(seconds: float) -> str:

@@ -309,6 +309,8 @@ def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:
     if row.params.max_tokens is None and "length" in reasons:
         values[AT_MAX_LENGTH] = reasons.count("length")
     times = output.metrics
+    if times is not None:
+        values["latency"] = times.finished - times.arrival
     if times is not None and times.first_token is not None:
         values["time_to_first_token"] = times.first_token - times.arrival
         longest = max(lengths, default=0)

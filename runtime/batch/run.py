@@ -205,7 +205,8 @@ class _JobRun:
             self.progress.finish()
             if stopped_by is not None:
                 return self._stopped(stopped_by, len(rows))
-            statistics, num_tokens = built.generator.statistics(), runner.num_tokens
+            statistics = built.with_waste(built.generator.statistics())
+            num_tokens = runner.num_tokens
         elif self.journal is not None:
             check_finished_by(self.settings, self.journal.facts.get(WEIGHTS), self.model)
         self.phases.enter("run")

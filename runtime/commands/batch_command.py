@@ -135,6 +135,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="replace the finished output of another input: equal rows keep their answers, and "
         "only new and changed rows run, on the same plan",
     )
+    add(
+        "--prices",
+        type=Path,
+        metavar="FILE",
+        help="hardware tables with price_per_hour, for the price of the job in its manifest",
+    )
+    add("--verbose", action="store_true", help="print the whole plan, as a plan file has it")
     add_quiet(parser)
     several = parser.add_argument_group("several processes over one mesh")
     pod_options.add_options(several)

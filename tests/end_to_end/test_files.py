@@ -72,3 +72,20 @@ def test_options_of_pipes_and_sampling_that_cannot_work_are_refused(noria, tmp_p
         ("max_tokens=ten", "Write KEY=VALUE with one of"),
     ]:
         assert message in noria.refuse(*files, "--sampling", sampling)
+
+
+def test_the_price_of_a_job_is_that_of_its_hours(noria, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", ROWS)
+    arguments = ("batch", "-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model)
+    peaks = (
+        "source = 'own'\nmemory_bytes = 1e11\nmemory_rate = 1e11\nlink_rate = 1e10\nwraps = []\n"
+    )
+    table = f"[cpu]\n{peaks}flops = {{ float32 = 1e12 }}\n"
+    (tmp_path / "prices.toml").write_text(table)
+    options = ("--prices", tmp_path / "prices.toml")
+    assert "expected a table [cpu] with price_per_hour" in noria.refuse(*arguments, *options)
+    (tmp_path / "prices.toml").write_text(f"{table}price_per_hour = 3.6\n")
+    _, manifest = noria.batch(source, tmp_path / "out.jsonl", *options)
+    price = manifest["price"]
+    assert price["per_hour"] == 3.6
+    assert price["of_this_run"] == pytest.approx(manifest["wall_seconds"] / 1000, rel=0.2)

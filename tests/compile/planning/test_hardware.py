@@ -17,6 +17,7 @@ GOOD = {
     "link_rate": 50e9,
     "wraps": [16],
 }
+PRICED = GOOD | {"price_per_hour": 1.2}
 
 
 def test_every_published_device_names_its_source_and_the_dtypes_of_plans():
@@ -45,6 +46,7 @@ def test_every_published_device_names_its_source_and_the_dtypes_of_plans():
         ("clock", "1.5 GHz"),
         ("weight_passes", 0),
         ("weight_passes", 1.5),
+        ("price_per_hour", 0),
     ],
 )
 def test_a_figure_that_cannot_be_is_refused_by_name(key, value):
@@ -61,8 +63,12 @@ def test_every_tpu_has_a_clock_that_fits_its_peak_and_nothing_else_has_one():
         assert of_cycle == pytest.approx(round(of_cycle), abs=0.01)
 
 
+def test_published_tables_have_no_prices():
+    assert {device.price_per_hour for device in known_hardware().values()} == {None}
+
+
 def test_a_table_with_optional_figures_and_one_without_are_read_as_they_are_written():
-    for table in (GOOD, GOOD | {"clock": 1.5e9}, GOOD | {"weight_passes": 3}):
+    for table in (GOOD, GOOD | {"clock": 1.5e9}, GOOD | {"weight_passes": 3}, PRICED):
         assert read_hardware({"mine": table})["mine"].to_table() == table
 
 

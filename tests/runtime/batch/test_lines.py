@@ -483,6 +483,6 @@ def test_unknown_keys_of_a_body_are_ignored_if_that_is_asked_for():
     assert isinstance(row, BatchRow)
     assert row.ignored == ("label", "temprature") and row.params.n == 2
     # a key that noria knows and cannot follow would change the answer
-    for key in ("tools", "guided_json"):
+    for key in ("functions", "guided_grammar"):
         assert isinstance(read(**{key: 1}), BadRow)
     assert isinstance(read(ignores_unknown=False, label=3), BadRow)

@@ -192,7 +192,7 @@ def test_bounds_cover_the_prompts_that_stages_ask(source, tmp_path, given):
     job = settings(source, tmp_path / "out.jsonl")
     with ExitStack() as opened:
         renderers = open_renderers(read_pipeline(tmp_path / "stages.toml"), opened)
-        summary = measure_stages(job, fake.FakeModel(), renderers, 512, lambda count: None)
+        summary = measure_stages(job, fake.FakeModel(), renderers, 512, lambda *counts: None)
     need = {row.custom_id: row.requirements for row in summary.rows if row.requirements}
     assert need["q2 in stage draft"].prompt_length == len("prompt 2")
     placeholder, longest_answer = 4, 16

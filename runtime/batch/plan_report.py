@@ -1,0 +1,103 @@
+"""Reports the plan of a job as a short table, and the work that its padding wasted.
+
+Does not know about rows or files.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.plan import Plan
+from ...compile.planning.work import Work
+from ..console import align_columns, plural
+
+
+def plan_table(plan: Plan, work: Work) -> str:
+    """The plan as a table of its buckets, slots, spans and memory."""
+    grid = plan.buckets
+    rows = [
+        ("plan", f"{plan.target}, {plan.model.source}, {plan.numbers.dtype}"),
+        ("rows", f"at most {plural(grid.max_length, 'token')}, prompt and output"),
+        ("prefill", ", ".join(map(str, grid.prefill))),
+        ("decode", _decode(grid)),
+    ]
+    if grid.span_slots:
+        rows.append(("slots", _slots(grid)))
+    if grid.prefixes is not None:
+        shared, groups = plural(len(grid.prefixes.shared), "prefix"), grid.prefixes.groups
+        rows.append(("prefixes", f"{shared}, at most {groups} at one time"))
+    if plan.layout is not None:
+        rows.append(("layout", f"{plan.layout.name}: {plan.layout.mesh}"))
+    weights, cache = _size(work.parameter_bytes), _size(work.grid_bytes(grid))
+    where = "" if plan.layout is None else " on each device"
+    rows.append(("memory", f"weights {weights}, cache {cache}{where}"))
+    return "\n".join(align_columns(rows, num_left=2))
+
+
+def with_waste(statistics: Mapping[str, Any], grid: BucketGrid, work: Work) -> dict[str, Any]:
+    """The statistics of a run, with operations and wasted operations and seconds of each bucket.
+
+    A bucket's calls all take the same operations, so the share of its padding is the share of its
+    operations and seconds that is wasted. Operations are those of all devices.
+    """
+    devices = work.layout.mesh.num_devices
+    calls = {
+        f"{bucket}{' scored' if is_scored else ''}": grid.prefill_call(bucket, is_scored=is_scored)
+        for bucket in grid.prefill
+        for is_scored in (False, True)
+    }
+    if (prefixes := grid.prefixes) is not None:
+        bucket = PrefillBucket(prefixes.length, prefixes.batch, prefixes.chunk)
+        calls[str(bucket)] = prefixes.call
+    steps = {str(span): grid.decode_call(span) for span in grid.graph_spans}
+    flops = {
+        name: devices * sum(part.flops for part in work.parts(call))
+        for name, call in (*calls.items(), *steps.items())
+    }
+    buckets = statistics["buckets"]
+    found = {
+        phase: {
+            name: use | _wasted(use, flops.get(name), counted, real)
+            for name, use in buckets[phase].items()
+        }
+        for phase, counted, real in (
+            ("prefill", "calls", "real_tokens"),
+            ("decode", "steps", "emitted_tokens"),
+        )
+    }
+    return {**statistics, "buckets": found}
+
+
+def _wasted(
+    use: Mapping[str, Any], flops: float | None, counted: str, real: str
+) -> dict[str, float | None]:
+    """The figures of one bucket; `flops` are those of one call, None if they are not known."""
+    computed = use["computed_tokens"]
+    share = 1 - use[real] / computed if computed else 0.0
+    total = None if flops is None else flops * use[counted]
+    return {
+        "flops": total,
+        "wasted_flops": None if total is None else total * share,
+        "wasted_seconds": use["seconds"] * share,
+    }
+
+
+def _decode(grid: BucketGrid) -> str:
+    if not grid.decode_slots:
+        return "none, as rows are only scored"
+    spans = " or ".join(map(str, grid.graph_spans))
+    steps = plural(grid.steps_per_call, "step")
+    return f"{plural(grid.decode_slots, 'slot')}, {steps} in a call over {spans} tokens"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _slots(grid: BucketGrid) -> str:
+    """The slots of each length, the longest first."""
+    slots = grid.span_slots or ()
+    counts = [below - above for below, above in pairwise((*slots, 0))]
+    pieces = zip(reversed(counts), reversed(grid.decode_spans), strict=True)
+    return ", ".join(f"{count} of {span} tokens" for count, span in pieces if count)
