@@ -3,7 +3,7 @@
 Only a few numbers for each row leave the device. Knows nothing of requests or statistics.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,12 +80,9 @@ def comparison_graph(
         return compare_step(reference_BV, compared_BV, token_B, vocab_size=vocab_size)
 
     replicated = reference.length_B.sharding
-    results = ChosenToken(
-        replicated,
-        replicated,  # pyright: ignore[reportArgumentType]
-        reference.logits_BV.format,  # pyright: ignore[reportArgumentType]
-        compared.logits_BV.format,  # pyright: ignore[reportArgumentType]
-    )
+    states: tuple[Any, Any] = reference, compared
+    placements: list[Any] = [replicated, replicated, *(x.logits_BV.format for x in states)]
+    results = ChosenToken(*placements)
     token_B = jax.ShapeDtypeStruct((B,), jnp.int32, sharding=replicated)
     arguments = reference.logits_BV, compared.logits_BV, token_B
     return jax.jit(graph, out_shardings=results).lower(*arguments).compile()
