@@ -36,7 +36,8 @@ CASES = [
 ]
 """Pieces of prompts, family, layout and codes: sinks, windows, chunked attention, latents, and
 caches that are split over slots, heads and entries, or go around rings."""
-OFTEN = [("whole", "deepseek_v3", "ring-tensor", INT8), ("chunks", "gpt_oss", "ring", INT8)]
+OFTEN = [("whole", "deepseek_v3", "ring-tensor", INT8)]
+"""Cases of every run; the others are slow."""
 
 
 @lru_cache(maxsize=4)
