@@ -3,7 +3,7 @@
 Only a few numbers for each row leave the device. Knows nothing of requests or statistics.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,12 +80,8 @@ def comparison_graph(
         return compare_step(reference_BV, compared_BV, token_B, vocab_size=vocab_size)
 
     replicated = reference.length_B.sharding
-    results = ChosenToken(
-        replicated,
-        replicated,  # pyright: ignore[reportArgumentType]
-        reference.logits_BV.format,  # pyright: ignore[reportArgumentType]
-        compared.logits_BV.format,  # pyright: ignore[reportArgumentType]
-    )
+    logits: list[Any] = [state.logits_BV for state in (reference, compared)]
+    results = ChosenToken._make((replicated, replicated, *(x.format for x in logits)))
     token_B = jax.ShapeDtypeStruct((B,), jnp.int32, sharding=replicated)
     arguments = reference.logits_BV, compared.logits_BV, token_B
     return jax.jit(graph, out_shardings=results).lower(*arguments).compile()

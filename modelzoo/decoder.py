@@ -172,7 +172,7 @@ class Decoder(nnx.Module):
         return self._run_layers(tokens_BT, *call, cache)
 
     def _prompt_call(
-        self, shape: tuple[int, int], true_length_B: jax.Array, write: WriteCache
+        self, shape: tuple[int, ...], true_length_B: jax.Array, write: WriteCache
     ) -> tuple[jax.Array | np.ndarray, PromptAttention, jax.Array]:
         """Positions, attention and the mask of tokens of whole prompts of shape `[B, T]`."""
         position_1T = self.operations.positions(shape[1])

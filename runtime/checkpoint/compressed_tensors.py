@@ -147,4 +147,4 @@ def _chunks(
     for (name, array), planned in zip(tensors, layout.items(), strict=True):
         assert planned == (name, (array.dtype.name, array.shape)), (planned, name, array.shape)
         # ml_dtypes' types have no buffer of their own
-        yield memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
