@@ -80,9 +80,8 @@ def comparison_graph(
         return compare_step(reference_BV, compared_BV, token_B, vocab_size=vocab_size)
 
     replicated = reference.length_B.sharding
-    states: tuple[Any, Any] = reference, compared
-    placements: list[Any] = [replicated, replicated, *(x.logits_BV.format for x in states)]
-    results = ChosenToken(*placements)
+    logits: list[Any] = [state.logits_BV for state in (reference, compared)]
+    results = ChosenToken._make((replicated, replicated, *(x.format for x in logits)))
     token_B = jax.ShapeDtypeStruct((B,), jnp.int32, sharding=replicated)
     arguments = reference.logits_BV, compared.logits_BV, token_B
     return jax.jit(graph, out_shardings=results).lower(*arguments).compile()

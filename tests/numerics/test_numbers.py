@@ -22,7 +22,13 @@ def test_bfloat16_and_int8_weights_lose_little():
         rows = sorted(read_row_ids(path, files), key=len)[:NUM_ROWS]
     models = [ComparedModel("smollm2", numbers) for numbers in NUMBERS.values()]
     comparison = compare(
-        models, rows, max_tokens=NUM_TOKENS, dtype="float32", target="cpu", slots=NUM_ROWS
+        models,
+        rows,
+        max_tokens=NUM_TOKENS,
+        dtype="float32",
+        target="cpu",
+        slots=NUM_ROWS,
+        overrides=["model.scan_layers=true"],
     )
     bfloat16, int8 = comparison.figures
     assert 0 < bfloat16.divergence.mean < tolerances.BFLOAT16_MEAN_KL
