@@ -29,6 +29,8 @@ MAX_EDGE_STATES = 60_000
 """Maximum number of states of the automaton before it is made deterministic."""
 MAX_STATES = 8_192
 """Maximum number of deterministic states."""
+MAX_MEMBERS = 500_000
+"""Maximum number of states in all sets that become deterministic states: a bound of the time."""
 MERGES = 16
 """Maximum number of times that equal states are merged."""
 State = TypeVar("State", bound=Hashable)
@@ -144,6 +146,7 @@ class _Closures:
         self._builder, self._end = builder, end
         self._of_state: dict[int, frozenset[int]] = {}
         self._of_set: dict[frozenset[int], tuple[int, ...]] = {}
+        self._num_members = 0
 
     def of(self, states: set[int]) -> tuple[int, ...]:
         key = frozenset(states)
@@ -151,6 +154,7 @@ class _Closures:
             found = frozenset().union(*map(self._of, key))
             known = tuple(sorted(found - {self._end}))
             known += (self._end,) if self._end in found else ()
+            self._count(len(known))
             self._of_set[key] = known
         return known
 
@@ -164,7 +168,13 @@ class _Closures:
                         waiting.append(target)
             known = frozenset(s for s in seen if self._builder.edges[s] or s == self._end)
             self._of_state[state] = known
+            self._count(len(seen))
         return known
+
+    def _count(self, num_members: int) -> None:
+        self._num_members += num_members
+        if self._num_members > MAX_MEMBERS:
+            raise TooLarge(None)
 
 
 def _explored(

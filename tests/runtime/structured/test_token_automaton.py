@@ -89,6 +89,7 @@ def test_special_tokens_are_no_text():
         ({"json": {"type": "string", "pattern": "a[ab]{15}$"}}, "pattern at /: expected a smaller"),
         ({"regex": "(a|b)*a(a|b){15}"}, "regex at /: expected a smaller"),
         ({"regex": "(a{1000}){1000}"}, "regex at /: expected a smaller"),
+        ({"regex": "((a|b){0,90}a){0,90}"}, "regex at /: expected a smaller"),
         ({"regex": "(a"}, "regex: expected a closing parenthesis"),
         ({"regex": "й"}, "expected a text that the vocabulary can spell"),
         ({"json": {"not": {}}}, "not at /: expected a schema without this keyword"),
