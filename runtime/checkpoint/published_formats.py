@@ -16,7 +16,7 @@ import numpy as np
 
 from ...modelzoo.families.mapping import TensorPart
 from ...modelzoo.weight_formats import BYTE_DTYPES, Quantisation, WeightFormat, common_format
-from .block_formats import KeptCodes, Part
+from .coded_tensors import KeptCodes, Part
 from .optional_packages import require
 from .tensor_source import AxisPattern, Index, TensorInfo, TensorSource
 
