@@ -1,4 +1,4 @@
-"""Tensors in codes: the stored arrays that a box of numbers needs, and its numbers, codes and scales.
+"""Tensors in codes: the stored arrays that a box of numbers needs, and the parts of the box.
 
 A `CodedTensor` says what a plan may keep of it, and reads one *part* of a box of its numbers: the
 numbers themselves (`values`), or their codes, scales, offsets or groups, each with the shape of the
