@@ -14,16 +14,8 @@ import numpy as np
 from ...modelzoo.families.quantisation import Quantisation
 from ..console import plural
 from ..errors import InvalidQuantisation
-from .block_formats import (
-    CODES,
-    SCALES,
-    ArrayMismatch,
-    BlockFormat,
-    CodedTensor,
-    KeptCodes,
-    Part,
-    format_of,
-)
+from .block_formats import BlockFormat, format_of
+from .coded_tensors import CODES, SCALES, ArrayMismatch, CodedTensor, KeptCodes, Part
 from .published_formats import PartOfTensors
 from .tensor_source import Index, TensorInfo, TensorSource, intervals
 

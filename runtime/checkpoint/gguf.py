@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import CheckpointChanged
 from ..files.file_facts import FileStamp
 from ..files.optional_packages import require
-from .block_formats import KeptCodes, Part
+from .coded_tensors import KeptCodes, Part
 from .gguf_codes import CODES
 from .gguf_header import TENSOR_TYPES, read_header
 from .published_formats import PartOfTensors

@@ -27,7 +27,7 @@ from ...modelzoo.families.mapping import ParameterSource
 from ...modelzoo.layer_groups import single_layer_names
 from ...modelzoo.weight_formats import OFFSETS, ORDER, SCALES, Quantisation
 from ..errors import CheckpointMismatch
-from .block_formats import Part
+from .coded_tensors import Part
 from .published_formats import CodedSource
 from .published_weight import PublishedWeight
 from .quantiser import WeightQuantiser

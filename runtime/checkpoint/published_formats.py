@@ -17,7 +17,7 @@ import numpy as np
 from ...modelzoo.families.mapping import TensorPart
 from ...modelzoo.weight_formats import BYTE_DTYPES, Quantisation, WeightFormat, common_format
 from ..files.optional_packages import require
-from .block_formats import KeptCodes, Part
+from .coded_tensors import KeptCodes, Part
 from .tensor_source import AxisPattern, Index, TensorInfo, TensorSource
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...modelzoo.weight_formats import OFFSETS, ORDER, SCALES, Quantisation
 from ..errors import CheckpointMismatch
-from .block_formats import Part
+from .coded_tensors import Part
 from .quantiser import split_groups, weight_box
 from .tensor_source import Box, Interval
 
