@@ -21,6 +21,9 @@ class TokenFigures(NamedTuple):
     reference_logprob_B: jax.Array
     """The log-probability of the token that both read next."""
     compared_logprob_B: jax.Array
+    gap_B: jax.Array
+    """The reference's log-probability of its likeliest token, less that of the compared model's
+    likeliest one."""
 
 
 class ChosenToken(NamedTuple):
@@ -47,18 +50,19 @@ def compare_step(
     p_BV, q_BV = (
         jax.nn.log_softmax(logits_BV[:, :vocab_size]) for logits_BV in (reference_BV, compared_BV)
     )
-    best_B = jnp.argmax(p_BV, axis=-1).astype(jnp.int32)
+    best_B, other_B = (jnp.argmax(x_BV, axis=-1).astype(jnp.int32) for x_BV in (p_BV, q_BV))
     token_B = jnp.where(token_B == NO_TOKEN, best_B, token_B)
 
-    def of_token(logprobs_BV: jax.Array) -> jax.Array:
+    def of_token(logprobs_BV: jax.Array, token_B: jax.Array = token_B) -> jax.Array:
         return jnp.take_along_axis(logprobs_BV, token_B[:, None], axis=-1)[:, 0]
 
     figures = TokenFigures(
         # without the padding of p * log(p / q) at p = 0, an impossible token would give NaN
         jnp.where(p_BV > -jnp.inf, jnp.exp(p_BV) * (p_BV - q_BV), 0).sum(axis=-1),
-        (best_B == jnp.argmax(q_BV, axis=-1)).astype(jnp.float32),
+        (best_B == other_B).astype(jnp.float32),
         of_token(p_BV),
         of_token(q_BV),
+        of_token(p_BV, best_B) - of_token(p_BV, other_B),
     )
     forced = (_choosing(token_B, logits_BV) for logits_BV in (reference_BV, compared_BV))
     return ChosenToken(token_B, figures, *forced)

@@ -24,6 +24,8 @@ BFLOAT16_ELEMENTWISE_RELATIVE = 1e-2
 # embedded model, 0.0005, and its 99.15 % less four standard errors of the 128 tokens of the test.
 BFLOAT16_MEAN_KL = 0.0015
 BFLOAT16_GREEDY_AGREEMENT = 0.955
+# Where bfloat16 makes another greedy choice, float32's log-probabilities of the two are this near.
+BFLOAT16_WIDEST_GAP = 0.1
 
 # Bytes of a program extrapolated from one with fewer layers: with more layers, XLA shares
 # memory and fuses a little differently at both ends.
@@ -42,6 +44,7 @@ CODED_CACHE_LOGPROB = 5e-3
 
 # The same with int8 activations, of which every product rounds many.
 INT8_ACTIVATIONS_LOGPROB = 5e-2
+
 # Log-probabilities of a directory with weights in codes, against one with their values in float32,
 # both by transformers: it multiplies codes and scales in the same float32.
 COMPRESSED_MODEL_LOGPROB = 1e-3

@@ -213,7 +213,7 @@ class _Setup:
 def _figures(
     reference: ForcedModel, compared: ForcedModel, work: _Rows, slots: int, vocab_size: int
 ) -> list[np.ndarray]:
-    """The figures of the tokens of each row, `[tokens, 4]`."""
+    """The figures of the tokens of each row, `[tokens, 5]`."""
     graph = comparison_graph(reference.state, compared.state, vocab_size)
     found = []
     for start in range(0, len(work.prompts), slots):
@@ -233,8 +233,8 @@ def _figures(
             is_live_B = q + 1 < count_B
             reference.read(chosen.reference_forced_BV, is_live_B)
             compared.read(chosen.compared_forced_BV, is_live_B)
-        figures_QB4 = np.stack([np.stack(step, axis=-1) for step in jax.device_get(steps)])
-        found += [figures_QB4[:count, b] for b, count in enumerate(work.counts[rows])]
+        figures_QB5 = np.stack([np.stack(step, axis=-1) for step in jax.device_get(steps)])
+        found += [figures_QB5[:count, b] for b, count in enumerate(work.counts[rows])]
     if not all(np.isfinite(row).all() for row in found):
         raise ConfigError(
             "compare: expected finite log-probabilities from both models, got others. Try --dtype "

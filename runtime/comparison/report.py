@@ -12,8 +12,8 @@ from ..planning.pictures import png_figure
 from .compare import ComparedModel, Comparison
 
 _HEAD = (
-    "| model | divergence | largest | same choice | perplexity |",
-    "|:--|--:|--:|--:|--:|",
+    "| model | divergence | largest | same choice | widest gap | perplexity |",
+    "|:--|--:|--:|--:|--:|--:|",
 )
 
 
@@ -40,13 +40,15 @@ def markdown(comparison: Comparison) -> str:
     text = (
         f"{comparison.num_tokens} tokens of {comparison.num_rows} rows: {_tokens_of(comparison)}, "
         f"which all models read. Divergence is the mean Kullback-Leibler divergence of next-token "
-        f"distributions from the first model's, in nats. ± is one standard error, over rows."
+        f"distributions from the first model's, in nats. The gap of a choice is the first model's "
+        f"log-probability of its own choice, less that of the other model's. ± is one standard "
+        f"error, over rows."
     )
     lines = [
         *textwrap.wrap(text, 120),
         "",
         *_HEAD,
-        f"| {reference} | 0 | 0 | 100 % | {first.reference_perplexity.text(3)} |",
+        f"| {reference} | 0 | 0 | 100 % | 0 | {first.reference_perplexity.text(3)} |",
     ]
     for model, figures in zip(others, comparison.figures, strict=True):
         largest = figures.divergence_quantiles[1.0]
@@ -55,6 +57,7 @@ def markdown(comparison: Comparison) -> str:
             figures.divergence.text(4),
             f"{largest:.3f}",
             f"{figures.agreement.text(1, 100)} %",
+            f"{figures.widest_gap:.3f}",
             figures.perplexity.text(3),
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -69,16 +69,19 @@ class PairFigures:
     reference_perplexity: Estimate
     divergence_quantiles: Mapping[float, float]
     """The divergence below which a share of all tokens is, for each of `QUANTILES`."""
+    widest_gap: float
+    """The most that a choice of the compared model is less likely for the reference than its own
+    choice, as a difference of log-probabilities."""
 
     @classmethod
     def of(cls, rows: Sequence[np.ndarray]) -> "PairFigures":
         """Compute all figures.
 
         Args:
-          rows: For each row, an array `[tokens, 4]` with the fields of `TokenFigures`.
+          rows: For each row, an array `[tokens, 5]` with the fields of `TokenFigures`.
         """
-        divergence, agreement, reference, compared = (
-            [row[:, i].astype(np.float64) for row in rows] for i in range(4)
+        divergence, agreement, reference, compared, gap = (
+            [row[:, i].astype(np.float64) for row in rows] for i in range(5)
         )
         tokens = np.concatenate(divergence)
         return cls(
@@ -87,6 +90,7 @@ class PairFigures:
             perplexity(compared),
             perplexity(reference),
             {share: float(np.quantile(tokens, share)) for share in QUANTILES},
+            max(float(row.max()) for row in gap),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -94,4 +98,4 @@ class PairFigures:
         names = ("divergence", "agreement", "perplexity", "reference_perplexity")
         estimates = {name: getattr(self, name).as_json() for name in names}
         quantiles = {str(share): value for share, value in self.divergence_quantiles.items()}
-        return {**estimates, "divergence_quantiles": quantiles}
+        return {**estimates, "divergence_quantiles": quantiles, "widest_gap": self.widest_gap}

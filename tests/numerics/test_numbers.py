@@ -33,5 +33,6 @@ def test_bfloat16_and_int8_weights_lose_little():
     bfloat16, int8 = comparison.figures
     assert 0 < bfloat16.divergence.mean < tolerances.BFLOAT16_MEAN_KL
     assert bfloat16.agreement.mean > tolerances.BFLOAT16_GREEDY_AGREEMENT
+    assert bfloat16.widest_gap < tolerances.BFLOAT16_WIDEST_GAP
     assert 0 < int8.divergence.mean < tolerances.INT8_WEIGHTS_MEAN_KL
     assert int8.agreement.mean > tolerances.INT8_WEIGHTS_GREEDY_AGREEMENT

@@ -69,7 +69,8 @@ def plain_figures(models: list[Path], rows, max_tokens: int) -> np.ndarray:
             p_V, q_V = p_TV[t - 1].astype(np.float64), q_TV[t - 1].astype(np.float64)
             divergence = (np.exp(p_V) * (p_V - q_V)).sum()
             same = float(p_V.argmax() == q_V.argmax())
-            found.append([divergence, same, p_V[ids[t]], q_V[ids[t]]])
+            gap = p_V.max() - p_V[q_V.argmax()]
+            found.append([divergence, same, p_V[ids[t]], q_V[ids[t]], gap])
     return np.array(found)
 
 
@@ -87,7 +88,12 @@ def test_figures_are_those_of_plain_forward_passes(models, max_tokens):
         -np.log(figures.perplexity.mean),
     ]
     scale = max(1.0, wanted[:, 0].mean())
-    np.testing.assert_allclose(got, wanted.mean(0), atol=FLOAT32_MODEL_LOGPROB * scale, rtol=0)
+    np.testing.assert_allclose(
+        [*got, figures.widest_gap],
+        [*wanted[:, :4].mean(0), wanted[:, 4].max()],
+        atol=FLOAT32_MODEL_LOGPROB * scale,
+        rtol=0,
+    )
     assert figures.divergence.mean > 0.1 and figures.divergence.error
 
 
@@ -95,7 +101,7 @@ def test_a_model_does_not_differ_from_itself(models):
     sides = [ComparedModel(str(models[0]))] * 2
     comparison = compare(sides, ROWS, max_tokens=3, dtype="float32", target="cpu", slots=4)
     (same,) = comparison.figures
-    assert same.divergence.mean == 0.0 and same.agreement.mean == 1.0
+    assert same.divergence.mean == same.widest_gap == 0.0 and same.agreement.mean == 1.0
     assert same.perplexity == same.reference_perplexity
 
 
@@ -117,6 +123,9 @@ def test_a_step_compares_the_vocabulary_and_forces_one_token():
     rows = np.arange(3), np.asarray(chosen.token_B)
     np.testing.assert_allclose(chosen.figures.reference_logprob_B, p_BV[rows], atol=1e-5)
     np.testing.assert_allclose(chosen.figures.compared_logprob_B, q_BV[rows], atol=1e-5)
+    other_B = q_BV.argmax(1)
+    gap_B = p_BV[np.arange(3), best_B] - p_BV[np.arange(3), other_B]
+    np.testing.assert_allclose(chosen.figures.gap_B, gap_B, atol=1e-5)
     for forced_BV in (chosen.reference_forced_BV, chosen.compared_forced_BV):
         assert forced_BV.shape == (3, 7)
         np.testing.assert_array_equal(np.isfinite(forced_BV).sum(1), 1)

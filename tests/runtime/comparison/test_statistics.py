@@ -48,10 +48,12 @@ def test_perplexity_is_the_exponential_of_the_mean_loss():
 
 
 def test_figures_keep_the_order_of_fields():
-    rows = [np.array([[0.1, 1, -1, -2], [0.3, 0, -3, -4]]), np.array([[0.2, 1, -2, -3]])]
+    rows = [np.array([[0.1, 1, -1, -2, 0], [0.3, 0, -3, -4, 0.6]])]
+    rows.append(np.array([[0.2, 1, -2, -3, 0]]))
     figures = PairFigures.of(rows)
     assert figures.divergence.mean == pytest.approx(0.2)
     assert figures.agreement.mean == pytest.approx(2 / 3)
     assert figures.reference_perplexity.mean == pytest.approx(math.exp(2))
     assert figures.perplexity.mean == pytest.approx(math.exp(3))
     assert figures.divergence_quantiles[1.0] == pytest.approx(0.3)
+    assert figures.widest_gap == pytest.approx(0.6)
