@@ -5,10 +5,12 @@ import re
 from dataclasses import replace
 
 import jsonschema
+import numpy as np
 import pytest
 from tiny import CONFIG, EOS_ID, GRID, TWO_LAYERS, TinyModel, prompts
 
 from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
 from noria.runtime import StructuredOutputsParams
 from noria.runtime.errors import RowError
 from noria.runtime.request import Request, RequestOutput, SamplingParams
@@ -221,3 +223,35 @@ def test_a_form_whose_shortest_answer_does_not_fit_is_refused(model, structures)
     params = SamplingParams(max_tokens=shortest - 1, structured_outputs=FORMS["json"])
     with pytest.raises(RowError, match=f"{shortest} tokens with the end token, got {shortest - 1}"):
         generator.check(Request("x", [5], params))
+
+
+BEGINNING = np.random.default_rng(1).integers(3, CONFIG.vocab_size, 9).tolist()
+"""The tokens with which every second prompt of the next test begins."""
+SHARING_GRIDS = {
+    "chunks": {"prefill": ((64, 2, 8),), "chunks_per_decode": None},
+    "planned prefixes": {
+        "prefixes": PrefixGrid(2, 16, 16, (PlannedPrefix(9, hash_tokens(BEGINNING)),)),
+        "decode_slots": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SHARING_GRIDS)
+def test_answers_are_valid_where_prompts_share_a_beginning(structures, requests, name):
+    hashes = {form.fingerprint for form in FORMS.values()}
+    grid = replace(PLAIN_GRID, structured=structures.grid(hashes), **SHARING_GRIDS[name])
+    model = TinyModel(TWO_LAYERS, grid)
+    rows = [r for r in requests[::7] if r.params.structured_outputs is not None]
+    rows = [
+        replace(row, prompt_token_ids=[*BEGINNING[: 9 * (i % 2)], *row.prompt_token_ids])
+        for i, row in enumerate(rows)
+    ]
+    generator = generator_of(model, structures)
+    outputs = run(generator, rows)
+    assert len(outputs) == len(rows) > 10
+    for row in rows:
+        for choice in outputs[row.request_id].outputs:
+            assert is_valid(row.request_id.split()[0], choice.text), choice.text
+            assert choice.finish_reason == "stop"
+    if name == "planned prefixes":
+        assert generator.statistics()["shared_prefixes"]["copied_tokens"] > 9 * 4
