@@ -118,15 +118,16 @@ def read_tools(given: Mapping[str, Any]) -> Tools | None:
 
 
 def _with_choice(tools: Tools, choice: Any) -> Tools:
-    if choice in _CHOICES:
+    if isinstance(choice, str) and choice in _CHOICES:
         return replace(tools, choice=choice)
     named = choice.get("function") if isinstance(choice, dict) else None
     if not isinstance(named, dict) or choice.get("type") != "function":
         expected = f"{', '.join(_CHOICES)}, or an object that names a function"
         raise wrong_value("tool_choice", expected, choice)
-    if named.get("name") not in tools._names:
-        raise wrong_value("tool_choice", "the name of one of the tools", named.get("name"))
-    return replace(tools, choice="named", name=named["name"])
+    name = named.get("name")
+    if not isinstance(name, str) or name not in tools._names:
+        raise wrong_value("tool_choice", "the name of one of the tools", name)
+    return replace(tools, choice="named", name=name)
 
 
 def _check_tool(tool: Any, where: str) -> None:

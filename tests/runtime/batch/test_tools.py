@@ -154,6 +154,11 @@ def test_an_answer_that_was_cut_or_may_have_no_calls_stays_text():
         ({"tool_choice": "auto"}, "tool_choice", "expected tools beside it"),
         ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "none, auto, required, or an obj"),
         ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice", "the name of one of the tools"),
+        (
+            {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": []}}},
+            "tool_choice",
+            "the name of one of the tools",
+        ),
         ({"tools": [NOW], "parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
         (
             {"tools": [NOW], "tool_choice": "required", "guided_regex": "a"},
