@@ -120,8 +120,9 @@ def read_tools(given: Mapping[str, Any]) -> Tools | None:
 def _with_choice(tools: Tools, choice: Any) -> Tools:
     if isinstance(choice, str) and choice in _CHOICES:
         return replace(tools, choice=choice)
-    named = choice.get("function") if isinstance(choice, dict) else None
-    if not isinstance(named, dict) or choice.get("type") != "function":
+    given = choice if isinstance(choice, dict) else {}
+    named = given.get("function")
+    if not isinstance(named, dict) or given.get("type") != "function":
         expected = f"{', '.join(_CHOICES)}, or an object that names a function"
         raise wrong_value("tool_choice", expected, choice)
     name = named.get("name")
