@@ -75,6 +75,7 @@ class Tools:
         calls = [call for piece in pieces for call in piece]
         if not all(pieces) or any(call.name not in self._names for call in calls):
             return text, []
+        calls = calls if self.is_parallel else calls[:1]
         content = _TAGGED.sub("", text).strip() if tagged else ""
         return content or None, calls
 
@@ -143,6 +144,9 @@ def _check_tool(tool: Any, where: str) -> None:
         raise wrong_value(f"{where}.function.name", expected, name, "tools")
     if parameters is not None and not isinstance(parameters, dict):
         raise wrong_value(f"{where}.function.parameters", "a JSON Schema", parameters, "tools")
+    if parameters and parameters.get("type", "object") != "object":
+        place = f"{where}.function.parameters.type"
+        raise wrong_value(place, "object, as arguments have names", parameters["type"], "tools")
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
