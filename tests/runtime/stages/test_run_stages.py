@@ -20,6 +20,7 @@ from noria.runtime.stages.pipeline_file import read_pipeline
 from noria.runtime.stages.run_stages import run_stages
 from noria.runtime.stages.stage_bounds import measure_stages
 from noria.runtime.stages.stage_renderer import open_renderers
+from noria.runtime.stages.stage_rows import StageFiles, follow_rows, read_rows
 from noria.runtime.stages.staged_model import StagedModel
 
 STAGES = """
@@ -210,6 +211,26 @@ def test_unknown_keys_that_are_ignored_are_planned_and_counted(source, tmp_path)
     assert "max_length = 42" in manifest["plan"]  # the longest prompt of the second stage
     prices = [stage["price"]["of_this_run"] for stage in manifest["stages"]]
     assert manifest["price"] == {"per_hour": 3600.0, "of_this_run": sum(prices)}
+
+
+def test_calls_are_part_of_the_answer_that_later_stages_read(source, tmp_path):
+    files = StageFiles(tmp_path, 1, "draft")
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
+        {"role": "assistant", "content": "No."},
+    ]
+    body = {"choices": [{"message": message} for message in messages]}
+    line = {"custom_id": "q0", "response": {"status_code": 200, "body": body}, "error": None}
+    files.output.write_text(json.dumps(line) + "\n")
+    files.errors.touch()
+    with source.open("rb") as file:
+        row = next(read_rows(file))
+    (followed,) = follow_rows(iter([row]), [files])
+    shown = '[{"name": "now", "arguments": "{}"}]'
+    answers = [shown, f"Let me see.\n{shown}", "No."]
+    assert followed.answers["draft"] == {"answer": shown, "answers": answers}
 
 
 def test_an_error_file_that_cannot_be_written_is_refused(source, tmp_path):
