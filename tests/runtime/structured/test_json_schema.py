@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import warnings
 from contextlib import suppress
 from functools import cache
 
@@ -12,7 +13,7 @@ import pytest
 from schemas import CASES, REFUSED
 
 from noria.runtime.structured.automaton import DEAD, START, ByteAutomaton
-from noria.runtime.structured.byte_automaton import compile_language
+from noria.runtime.structured.byte_automaton import compile_language, steps_to
 from noria.runtime.structured.json_scalars import SchemaError
 from noria.runtime.structured.json_schema import read_schema
 
@@ -160,3 +161,10 @@ def test_no_schema_raises_another_error():
         defs = {"a": schema(1), "b": {"$ref": draw.choice(words)}}
         with suppress(SchemaError):
             read_schema({"oneOf": options, "$defs": defs})
+
+
+def test_a_move_of_many_classes_is_one_step():
+    next_SC = np.array([[DEAD] * 130, [2] * 130, [DEAD] * 130])
+    with warnings.catch_warnings(action="error"):
+        steps_S = steps_to(np.array([False, False, True]), next_SC)
+    assert steps_S.tolist() == [np.inf, 1, 0]
