@@ -181,7 +181,8 @@ class SamplingParams:
         others |= {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens}
         for name, value in others.items():
             if value:
-                raise wrong_value(name, "none beside structured_outputs", value)
+                expected = "none beside structured_outputs, which decides where answers end"
+                raise wrong_value(name, expected, value)
         if self.max_tokens == 0:
             raise wrong_value("structured_outputs", "none beside max_tokens 0", "a form")
 

@@ -99,7 +99,8 @@ def measure(forms: dict[str, StructuredOutputsParams], model: str) -> str:
         tokens = compile_tokens(compile_language(read_language(form)), trie)
         seconds = time.perf_counter() - start
         states, classes = tokens.next_SC.shape
-        sizes = f"{states} | {classes} | {len(tokens.masks_MV)} | {tokens.num_bytes / 1e6:.2f}"
+        num_bytes = sum(table.nbytes for table in vars(tokens).values())
+        sizes = f"{states} | {classes} | {len(tokens.masks_MV)} | {num_bytes / 1e6:.2f}"
         lines.append(f"| {name} | {sizes} | {seconds:.2f} |")
     return "\n".join(lines)
 

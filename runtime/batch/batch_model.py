@@ -75,6 +75,16 @@ def run_with_options(options: argparse.Namespace) -> int:
             "--pipeline: expected one process, as the requests of later stages are on the disk of "
             "one host, got the options of several. Run parts of the rows with --rows i/n."
         )
+    if options.pipeline is not None and options.input == PIPE:
+        raise ConfigError(
+            "--pipeline: expected a file as input, which every stage reads, got a pipe. Save the "
+            "input to a file."
+        )
+    if options.pipeline is not None and options.update:
+        raise ConfigError(
+            "--update: expected no --pipeline beside it, as only single jobs keep the answers of "
+            "equal rows, got one. Choose another output, or replace it with --restart."
+        )
     if options.keep_stages and options.pipeline is None:
         raise ConfigError("--keep-stages: expected --pipeline beside it, got none.")
     with pod_options.peers(options, _target_name(options, plan_table)) as peers:

@@ -79,7 +79,9 @@ def refuse_foreign_outputs(settings: JobSettings) -> None:
             lines, remedy = ["  no manifest is beside it"], ""
             if manifest is not None:
                 lines = _differences_from(settings, manifest)
-                if updatable_manifest(settings) is not None:
+                # jobs with stages have no --update
+                is_single = "pipeline" not in settings.configuration
+                if is_single and updatable_manifest(settings) is not None:
                     remedy = ", keep the answers of equal rows with --update"
             raise UnusableFile(
                 f"{path}: exists and is not the finished output of this input, model and "

@@ -7,7 +7,7 @@ n counted from zero over the rows of the file.
 
 Does not know about files, tokenizers or buckets. Guarantees: every line gives exactly one row, and
 no content of a line raises an exception; equal requests have equal hashes, whatever the order or
-spacing of their keys.
+spacing of their keys, except in tools and forms of answers.
 """
 
 import hashlib
@@ -103,6 +103,10 @@ def read_row(
         if (form := content["params"].structured_outputs) is not None:
             # the order of keys in a schema decides the answer
             request_hash = hashlib.sha256(f"{request_hash} {form.fingerprint}".encode()).hexdigest()
+        if (tools := content.get("tools")) is not None:
+            # templates show the keys of tools in their order
+            shown = request_hash.encode() + dump_line(tools.tools)
+            request_hash = hashlib.sha256(shown).hexdigest()
     except RowError as error:
         if custom_id is None:
             message = f"line {line.number}: {error.message}"

@@ -138,17 +138,21 @@ def read_params(
         fields["prompt_logprobs"] = max(logprobs, asked_prompt_logprobs or 0)
     if fields.get("max_tokens") == 0:
         fields["logprobs"] = None
+    asked = ""
     try:
         if _RULE in given:
             fields["stopping"] = _read_rule(given[_RULE])
         tools, form = read_tools(given), read_form(given)
         forced = tools and tools.form()
+        asked = "tool_choice" if forced else next((key for key in FORM_KEYS if key in given), "")
         if tools is not None and forced is not None and form is not None:
             raise wrong_value("tool_choice", "none or auto beside a form of answers", tools.choice)
         fields["structured_outputs"] = forced or form
         params = SamplingParams(**fields)
     except RowError as error:
-        raise _in_body_keys(error, {"max_tokens": limit_key, "stopping": _RULE}) from None
+        keys = {"max_tokens": limit_key, "stopping": _RULE}
+        keys |= {"structured_outputs": asked} if asked else {}
+        raise _in_body_keys(error, keys) from None
     return BodyParams(params, echo, logprobs, asked_prompt_logprobs, tools)
 
 
@@ -179,10 +183,10 @@ def read_sampling(assignments: Sequence[str]) -> dict[str, Any]:
 def _in_body_keys(error: RowError, keys: Mapping[str, str]) -> RowError:
     """An error of `SamplingParams` with the key of the body in place of the name of the field."""
     field, dot, rest = (error.param or "").partition(".")
-    if field not in keys:
-        return error
-    message = error.message.replace(field, keys[field], 1)
-    return RowError(error.code, message, f"{keys[field]}{dot}{rest}")
+    form = keys.get("structured_outputs", "structured_outputs")
+    message = error.message.replace("beside structured_outputs", f"beside {form}", 1)
+    message = message.replace(field, keys.get(field, field), 1)
+    return RowError(error.code, message, f"{keys.get(field, field)}{dot}{rest}")
 
 
 def unknown_parameter(key: str, known: tuple[str, ...]) -> RowError:

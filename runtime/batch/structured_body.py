@@ -18,11 +18,11 @@ _NOT_REGULAR = "Only regular forms are supported: give json, regex or choice."
 _REFUSED = {
     "grammar": _NOT_REGULAR,
     "structural_tag": _NOT_REGULAR,
+    "disable_any_whitespace": "Spaces follow colons and commas in every answer.",
     "whitespace_pattern": "Spaces follow colons and commas only.",
 }
 _WITHOUT_EFFECT = (
     "disable_fallback",
-    "disable_any_whitespace",
     "disable_additional_properties",
 )
 
@@ -92,7 +92,8 @@ def _structured_outputs(value: Any) -> dict[str, Any]:
     known = ("json", "json_object", "regex", "choice")
     fields = {key: content for key, content in value.items() if content is not None}
     for key in [*fields]:
-        if key in _WITHOUT_EFFECT:
+        is_off = key == "disable_any_whitespace" and fields[key] is False
+        if key in _WITHOUT_EFFECT or is_off:
             del fields[key]
         elif key in _REFUSED:
             message = f"structured_outputs.{key} is not supported here. {_REFUSED[key]}"

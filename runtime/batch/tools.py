@@ -75,6 +75,7 @@ class Tools:
         calls = [call for piece in pieces for call in piece]
         if not all(pieces) or any(call.name not in self._names for call in calls):
             return text, []
+        calls = calls if self.is_parallel else calls[:1]
         content = _TAGGED.sub("", text).strip() if tagged else ""
         return content or None, calls
 
@@ -118,15 +119,17 @@ def read_tools(given: Mapping[str, Any]) -> Tools | None:
 
 
 def _with_choice(tools: Tools, choice: Any) -> Tools:
-    if choice in _CHOICES:
+    if isinstance(choice, str) and choice in _CHOICES:
         return replace(tools, choice=choice)
-    named = choice.get("function") if isinstance(choice, dict) else None
-    if not isinstance(named, dict) or choice.get("type") != "function":
+    given = choice if isinstance(choice, dict) else {}
+    named = given.get("function")
+    if not isinstance(named, dict) or given.get("type") != "function":
         expected = f"{', '.join(_CHOICES)}, or an object that names a function"
         raise wrong_value("tool_choice", expected, choice)
-    if named.get("name") not in tools._names:
-        raise wrong_value("tool_choice", "the name of one of the tools", named.get("name"))
-    return replace(tools, choice="named", name=named["name"])
+    name = named.get("name")
+    if not isinstance(name, str) or name not in tools._names:
+        raise wrong_value("tool_choice", "the name of one of the tools", name)
+    return replace(tools, choice="named", name=name)
 
 
 def _check_tool(tool: Any, where: str) -> None:
@@ -141,6 +144,9 @@ def _check_tool(tool: Any, where: str) -> None:
         raise wrong_value(f"{where}.function.name", expected, name, "tools")
     if parameters is not None and not isinstance(parameters, dict):
         raise wrong_value(f"{where}.function.parameters", "a JSON Schema", parameters, "tools")
+    if parameters and parameters.get("type", "object") != "object":
+        place = f"{where}.function.parameters.type"
+        raise wrong_value(place, "object, as arguments have names", parameters["type"], "tools")
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:

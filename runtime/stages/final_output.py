@@ -141,11 +141,18 @@ def _outcomes(
 
 
 def _totals(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Seconds and tokens; the seconds are those of the runs in which the stages ended."""
+    """Seconds, tokens, ignored keys and the price.
+
+    Seconds and the price are those of the runs in which the stages ended.
+    """
     phases = [f"{phase}_seconds" for phase in ("scan", "load", "build", "run", "wall")]
     seconds = sum(m["run_seconds"] for m in manifests)
     tokens = sum((m["output_tokens_per_second"] or 0.0) * m["run_seconds"] for m in manifests)
+    prices = [m["price"] for m in manifests if "price" in m]
+    price = {**prices[-1], "of_this_run": sum(p["of_this_run"] for p in prices)} if prices else None
     return {
         **{key: sum(m[key] for m in manifests) for key in (*phases, *_TOTALS)},
         "output_tokens_per_second": tokens / seconds if seconds else None,
+        "ignored_keys": dict(sum((Counter(m["ignored_keys"]) for m in manifests), Counter())),
+        **({"price": price} if price else {}),
     }

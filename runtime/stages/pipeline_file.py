@@ -114,7 +114,8 @@ def wrong_key(path: Path, stage: str, key: str, expected: str, got: object) -> C
 
 def _canonical(path: Path, table: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(table, sort_keys=True, allow_nan=False)
+        # in the order of the file, which decides the answers in schemas and tools
+        return json.dumps(table, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}: expected values that JSON has, without dates, inf and nan, got: {error}."

@@ -41,7 +41,7 @@ from ..batch.output import summarise
 from ..batch.part import WHOLE
 from ..batch.progress import Progress
 from ..batch.results import OutputLines, error_text
-from ..batch.row_files import check_input, is_plain
+from ..batch.row_files import check_input, check_output, is_plain
 from ..batch.run import run_job
 from ..batch.scan import ScanSummary
 from ..batch.stop_signals import StopSignals
@@ -228,6 +228,8 @@ def _check_files(settings: JobSettings, folder: Path) -> None:
                 f"{path}: expected plain lines with --pipeline, as .jsonl, got {path.suffix}. "
                 f"Convert the file, or run the stages as jobs of their own."
             )
+    for path in settings.outputs:
+        check_output(path)
     read = [("the input", settings.input_path), *settings.also_read]
     check_files(
         job_outputs(settings.output_path, settings.error_file),

@@ -77,6 +77,7 @@ def measure_stages(
             requests,
             encoder.encode,
             defaults=settings.sampling_defaults,
+            ignores_unknown=settings.ignores_unknown,
             on_progress=lambda rows, num_bytes: on_progress(rows, num_bytes, total_bytes),
         )
     rows = [

@@ -180,6 +180,13 @@ def _texts(line: bytes) -> list[str]:
     """The texts of all answers in an output line."""
     choices = json.loads(line)["response"]["body"]["choices"]
     return [
-        choice["message"]["content"] if "message" in choice else choice["text"]
-        for choice in choices
+        _text_of(choice["message"]) if "message" in choice else choice["text"] for choice in choices
     ]
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """The content of a message, and its calls as a list in JSON."""
+    parts = [message["content"]] if message["content"] else []
+    if calls := message.get("tool_calls"):
+        parts.append(json.dumps([call["function"] for call in calls], ensure_ascii=False))
+    return "\n".join(parts)

@@ -4,6 +4,7 @@ Each stage runs as a job with this model. Does not know about files of stages.
 """
 
 import hashlib
+import tomllib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -53,7 +54,8 @@ class StagedModel:
         """Build the plan of all stages once; later stages run on the same graphs."""
         if self._built is None:
             stored_plan = stored_plan or self.plan
-            if stored_plan is None:
+            # the forms of later stages must be compiled before their tables are packed
+            if stored_plan is None or "structured" in tomllib.loads(stored_plan):
                 phases.enter("scan")
                 summary = self.measure()
                 phases.enter("load")

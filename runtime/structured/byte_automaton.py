@@ -245,5 +245,6 @@ def steps_to(is_target_S: np.ndarray, next_SC: np.ndarray) -> np.ndarray:
     sources = np.repeat(np.arange(S), next_SC.shape[1])
     is_move = next_SC.reshape(-1) != DEAD
     moves = (next_SC.reshape(-1)[is_move], sources[is_move])
-    backwards = csr_array((np.ones(len(moves[0]), np.int8), moves), shape=(S, S))
+    # equal moves are summed, which smaller types do not hold
+    backwards = csr_array((np.ones(len(moves[0])), moves), shape=(S, S))
     return dijkstra(backwards, indices=targets, unweighted=True, min_only=True)

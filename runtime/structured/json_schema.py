@@ -142,9 +142,9 @@ class _Reader:
             raise schema_error(key, at, "a list of schemas that is not empty", value)
         if key == "allOf" and len(value) > 1:
             raise schema_error(key, at, "a single schema, as several are not supported", value)
+        options = [self.read(s, f"{at}/{key}/{i}", open_refs) for i, s in enumerate(value)]
         if key == "oneOf":
             self._check_apart(value, at)
-        options = [self.read(s, f"{at}/{key}/{i}", open_refs) for i, s in enumerate(value)]
         return options[0] if len(options) == 1 else Alternatives(tuple(options), Origin(key, at))
 
     def _ref(self, ref: Any, at: str, open_refs: tuple[str, ...]) -> Language:
@@ -158,7 +158,7 @@ class _Reader:
         target = self._root
         for part in ref.split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+            if isinstance(target, list) and name in map(str, range(len(target))):
                 target = target[int(name)]
             elif isinstance(target, dict) and name in target:
                 target = target[name]
@@ -167,13 +167,11 @@ class _Reader:
         return target
 
     def _check_apart(self, options: Sequence[Any], at: str) -> None:
-        """Refuse `oneOf` unless no value can be valid for two of its schemas."""
+        """Refuse `oneOf` unless no value can be valid for two of its schemas, which were read."""
         schemas = []
         for option in options:
             while isinstance(option, dict) and "$ref" in option:
-                before, option = option, self._target(str(option["$ref"]), at)
-                if option == before:
-                    break
+                option = self._target(option["$ref"], at)
             schemas.append(option)
         for i, left in enumerate(schemas):
             if not all(_are_apart(left, right) for right in schemas[:i]):
@@ -306,7 +304,9 @@ def _are_apart(left: Any, right: Any) -> bool:
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
     types = schema.get("type")
-    names = set(types) if isinstance(types, list) else {types} if isinstance(types, str) else set()
+    given = types if isinstance(types, list) else [types]
+    # beside constants, types are not checked
+    names = {name for name in given if isinstance(name, str)}
     return names | ({"integer"} if "number" in names else set())
 
 

@@ -7,6 +7,7 @@ sampling_params.py). Does not know about schemas' meaning, tokens or endpoints.
 import json as json_module
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -52,7 +53,7 @@ class StructuredOutputsParams:
         if self.choice is not None:
             self._check_choice()
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """The hash by which a plan names this form."""
         (kind,) = [kind for kind in _KINDS if getattr(self, kind) is not None]

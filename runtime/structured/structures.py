@@ -7,13 +7,13 @@ in every process and every run. Modules that take time to import wait for the fi
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from ..errors import RowError
+from ..errors import ConfigError, RowError
 from .params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from ...compile.grids.structured_grid import StructuredGrid
     from .tables import PackedStructures
-    from .token_automaton import TokenAutomaton, TokenTrie
+    from .token_automaton import TableSizes, TokenAutomaton, TokenTrie
 
 MAX_TABLE_BYTES = 256 << 20
 """Maximum size of the tables of all forms of a job."""
@@ -32,12 +32,14 @@ class Structures:
         self.make_trie = make_trie
         self._trie: TokenTrie | None = None
         self._known: dict[str, TokenAutomaton | RowError] = {}
+        self._sizes: TableSizes | None = None
 
     def automaton(self, form: StructuredOutputsParams) -> "TokenAutomaton":
         """The automaton of a form.
 
         Raises:
           RowError: The form is wrong, not supported, too large, or the model cannot write it.
+          ConfigError: The tables of all forms together are too large.
         """
         known = self._known.get(key := form.fingerprint)
         if known is None:
@@ -51,28 +53,16 @@ class Structures:
         return known
 
     def grid(self, fingerprints: Collection[str]) -> "StructuredGrid | None":
-        """The sizes of the tables of some forms that were compiled; None for no form.
-
-        Raises:
-          ValueError: The tables would be too large.
-        """
+        """The sizes of the tables of some forms that were compiled; None for no form."""
         if not fingerprints:
             return None
         from ...compile.grids.structured_grid import StructuredGrid
+        from .token_automaton import TableSizes
 
-        schemas = tuple(sorted(fingerprints))
-        automata = [self._compiled_before(fingerprint) for fingerprint in schemas]
-        if (size := sum(automaton.num_bytes for automaton in automata)) > MAX_TABLE_BYTES:
-            raise ValueError(
-                f"structured output: expected tables of at most {MAX_TABLE_BYTES / 1e6:.0f} MB, "
-                f"got {size / 1e6:.0f} MB for {len(schemas)} schemas. Split the job by schemas."
-            )
-        return StructuredGrid(
-            1 + sum(len(automaton.next_SC) for automaton in automata),
-            max(automaton.next_SC.shape[1] for automaton in automata),
-            1 + sum(len(automaton.masks_MV) for automaton in automata),
-            schemas,
-        )
+        schemas, sizes = tuple(sorted(fingerprints)), TableSizes()
+        for fingerprint in schemas:
+            sizes = sizes.plus(self._compiled_before(fingerprint))
+        return StructuredGrid(sizes.states, sizes.classes, sizes.masks, schemas)
 
     def pack(self, grid: "StructuredGrid", padded_vocab: int) -> "PackedStructures":
         """The tables of a plan; a schema of the plan that no row asks for stays empty."""
@@ -94,4 +84,18 @@ class Structures:
             if self.make_trie is None:
                 raise refused("expected a model with a tokenizer, got one without")
             self._trie = self.make_trie()
-        return compile_form(form, self._trie)
+        automaton = compile_form(form, self._trie)
+        self._add(automaton, self._trie.vocab_size)
+        return automaton
+
+    def _add(self, automaton: "TokenAutomaton", vocab_size: int) -> None:
+        """Count the tables of one form more; those of all forms are in memory."""
+        from .token_automaton import TableSizes
+
+        self._sizes = (self._sizes or TableSizes()).plus(automaton)
+        if (size := self._sizes.num_bytes(vocab_size)) > MAX_TABLE_BYTES:
+            raise ConfigError(
+                f"structured output: expected tables of at most {MAX_TABLE_BYTES / 1e6:.0f} MB, "
+                f"got {size / 1e6:.0f} MB for {self._sizes.forms - 1} forms. Split the job by "
+                f"forms."
+            )

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...compile.grids.structured_grid import MAX_LEVELS, StructuredGrid
 from ...modelzoo.structure import BITS, StructureTables
-from .token_automaton import TokenAutomaton
+from .token_automaton import TableSizes, TokenAutomaton
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ def pack_tables(
       ValueError: The automata need larger tables than the plan has.
     """
     found = [automata.get(schema) for schema in grid.schemas]
-    own_sizes = [(len(a.next_SC), a.next_SC.shape[1], len(a.masks_MV)) for a in found if a]
-    states, classes, masks = zip(*own_sizes, strict=True) if own_sizes else ((), (), ())
-    needed = (1 + sum(states), max(classes, default=1), 1 + sum(masks))
+    sizes = TableSizes()
+    for automaton in filter(None, found):
+        sizes = sizes.plus(automaton)
+    needed = (sizes.states, sizes.classes, sizes.masks)
     planned = (grid.states, grid.classes, grid.masks)
     if any(size > limit for size, limit in zip(needed, planned, strict=True)):
         raise ValueError(

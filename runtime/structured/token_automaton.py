@@ -10,6 +10,7 @@ far is in the language.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,7 @@ _NEVER = np.iinfo(np.int32).max
 
 
 MAX_BYTES = 8 << 20
-"""Maximum size of the tables of one automaton."""
+"""Maximum size of the states' moves, and of the masks, of one automaton."""
 
 
 class NoTokens(Exception):
@@ -101,11 +102,30 @@ class TokenAutomaton:
         """The number of tokens of the shortest text, its end token included."""
         return int(self.needs_SL[0, 0])
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of the tables."""
-        tables = (self.class_of_token, self.next_SC, self.needs_SL, self.mask_SL, self.masks_MV)
-        return sum(table.nbytes for table in tables)
+
+class TableSizes(NamedTuple):
+    """The sizes of the tables of some automata together, and of rows without a form."""
+
+    states: int = 1
+    classes: int = 1
+    masks: int = 1
+    forms: int = 1
+
+    def plus(self, automaton: TokenAutomaton) -> "TableSizes":
+        """The sizes with one automaton more."""
+        states, classes = automaton.next_SC.shape
+        return TableSizes(
+            self.states + states,
+            max(self.classes, classes),
+            self.masks + len(automaton.masks_MV),
+            self.forms + 1,
+        )
+
+    def num_bytes(self, vocab_size: int) -> int:
+        """The size of the tables in bytes, which every state makes as wide as the most classes."""
+        of_state = 2 * self.classes + 4 + 8 * MAX_LEVELS
+        of_form = 4 + 2 * vocab_size
+        return self.states * of_state + self.forms * of_form + self.masks * vocab_size // 8
 
 
 def compile_tokens(automaton: ByteAutomaton, trie: TokenTrie) -> TokenAutomaton:
@@ -113,10 +133,13 @@ def compile_tokens(automaton: ByteAutomaton, trie: TokenTrie) -> TokenAutomaton:
 
     Raises:
       NoTokens: No tokens spell a text of the language.
-      TooLarge: The tables would be larger than `MAX_BYTES`.
+      TooLarge: A table would be larger than `MAX_BYTES`.
     """
     class_of_token = _token_classes(automaton, trie)
     num_classes = int(class_of_token.max()) + 1
+    # before they are made, with two bytes for each move
+    if 2 * automaton.num_states * num_classes > MAX_BYTES:
+        raise TooLarge(None)
     first_token = np.full(num_classes, trie.vocab_size)
     np.minimum.at(first_token, class_of_token, np.arange(trie.vocab_size))
     next_SC = _next_of_tokens(automaton, [trie.texts[token] for token in first_token])

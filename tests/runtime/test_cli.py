@@ -58,6 +58,18 @@ def test_every_subcommand_refuses_a_url(arguments, capsys):
     assert f"noria: {arguments[-1]}: expected a path" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (("-i", "-"), "--pipeline: expected a file as input"),
+        (("--update",), "--update: expected no --pipeline"),
+    ],
+)
+def test_options_that_pipelines_do_not_have_are_refused(tmp_path, capsys, extra, message):
+    assert cli.main(batch(tmp_path, "--pipeline", "stages.toml", *extra)) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_debug_shows_the_traceback(tmp_path, capsys):
     assert cli.main(["--debug", *batch(tmp_path)]) == 3
     assert "Traceback" in capsys.readouterr().err

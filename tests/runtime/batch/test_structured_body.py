@@ -39,6 +39,8 @@ for _ in range(25):
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}}
 
+TOOL = {"type": "function", "function": {"name": "now"}}
+
 
 @pytest.mark.parametrize(
     ("key", "value", "field", "expected"),
@@ -53,7 +55,7 @@ SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": 
         ("structured_outputs", {"json": SCHEMA}, "json", dumps(SCHEMA, separators=(",", ":"))),
         (
             "structured_outputs",
-            {"regex": "a+", "choice": None, "disable_any_whitespace": True},
+            {"regex": "a+", "choice": None, "disable_any_whitespace": False},
             "regex",
             "a+",
         ),
@@ -114,6 +116,21 @@ def test_the_order_of_keys_makes_another_form():
         ({"structured_outputs": []}, "structured_outputs", "expected an object"),
         ({"structured_outputs": {}}, "structured_outputs", "one of json, json_object, regex"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs", "not supported here"),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+            "structured_outputs",
+            "disable_any_whitespace is not supported here",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": "required", "stop": ["a"]},
+            "stop",
+            "none beside tool_choice, which decides",
+        ),
+        (
+            {"guided_regex": "a", "max_tokens": 0, "prompt_logprobs": 0},
+            "guided_regex",
+            "guided_regex: expected none",
+        ),
         ({"structured_outputs": {"json": {}, "regex": "x"}}, "structured_outputs", "one of json"),
         ({"guided_json": "{"}, "guided_json", "guided_json: expected a JSON Schema, got {"),
         ({"guided_regex": 1}, "guided_regex", "guided_regex: expected a pattern, got 1"),
@@ -121,10 +138,10 @@ def test_the_order_of_keys_makes_another_form():
         ({"guided_choice": "yes"}, "guided_choice", "expected a list of texts"),
         ({"guided_choice": [""]}, "guided_choice", "expected a list of texts"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "none beside guided_json"),
-        ({"guided_regex": "a", "stop": "x"}, "stop", "none beside structured_outputs"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "none beside structured"),
-        ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "none beside structured"),
-        ({"guided_regex": "a", "stop_token_ids": [3]}, "stop_token_ids", "none beside structured"),
+        ({"guided_regex": "a", "stop": "x"}, "stop", "none beside guided_regex, which decides"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "none beside guided_regex"),
+        ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "none beside guided_regex"),
+        ({"guided_regex": "a", "stop_token_ids": [3]}, "stop_token_ids", "beside guided_regex"),
     ],
 )
 def test_a_wrong_form_is_refused_by_key(body, param, message):

@@ -26,6 +26,7 @@ WEATHER = {
         "strict": True,
     },
 }
+TEXT = {"type": "string"}
 NOW = {"type": "function", "function": {"name": "now"}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 LINES = OutputLines(model_name="m", fingerprint="f", wall_clock=lambda: 0.0)
@@ -124,6 +125,24 @@ def test_free_calls_are_found_in_the_usual_notations(text, content, calls):
     assert ("tool_calls" in choice["message"]) == bool(calls)
 
 
+def test_only_the_first_free_call_is_kept_without_parallel_calls():
+    text = '[{"name": "now", "arguments": {}}, {"name": "weather", "arguments": {}}]'
+    row = accepted(parallel_tool_calls=False)
+    assert row.tools is not None and row.tools.read(text) == (None, [ToolCall("now", "{}")])
+
+
+def test_the_order_of_keys_in_tools_makes_another_request():
+    function = NOW["function"] | {"description": "The time."}
+    turned = {"description": "The time."} | NOW["function"]
+    hashes = []
+    for shown in (function, turned, function):
+        row = read(tools=[{"type": "function", "function": shown}])
+        assert isinstance(row, BatchRow)
+        hashes.append(row.request_hash)
+    assert hashes[0] == hashes[2] != hashes[1]
+    assert accepted().request_hash == accepted().request_hash
+
+
 def test_an_answer_that_was_cut_or_may_have_no_calls_stays_text():
     call = '{"name": "now", "parameters": {}}'
     assert "tool_calls" not in choice_of(accepted(), call, "length")["message"]
@@ -150,10 +169,20 @@ def test_an_answer_that_was_cut_or_may_have_no_calls_stays_text():
             "tools",
             "parameters: expected a JSON Schema",
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": TEXT}}]},
+            "tools",
+            "parameters.type: expected object, as",
+        ),
         ({"tools": [NOW, NOW]}, "tools", "tools of different names"),
         ({"tool_choice": "auto"}, "tool_choice", "expected tools beside it"),
         ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "none, auto, required, or an obj"),
         ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice", "the name of one of the tools"),
+        (
+            {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": []}}},
+            "tool_choice",
+            "the name of one of the tools",
+        ),
         ({"tools": [NOW], "parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
         (
             {"tools": [NOW], "tool_choice": "required", "guided_regex": "a"},

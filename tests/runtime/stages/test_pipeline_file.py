@@ -46,6 +46,13 @@ def test_stages_have_templates_and_the_keys_of_a_request(tmp_path):
     assert judge.body(["p"]) == {"prompt": "p", "temperature": 0, "stop": ["\n"]}
 
 
+def test_the_order_of_keys_in_a_schema_makes_another_pipeline(tmp_path):
+    text = "[[stages]]\nname = 'a'\nguided_json = {{ properties = {{ {}, {} }} }}"
+    keys = "a = { type = 'null' }", "b = { type = 'null' }"
+    one, other = (read(tmp_path, text.format(*order)).text for order in (keys, keys[::-1]))
+    assert one != other and one == read(tmp_path, f"# a note\n{text.format(*keys)}").text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -4,13 +4,14 @@ import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_model as fake
 import pytest
 from fake_model import masked, settings
 from faulty_disk import Crash, FaultyDisk
 
-from noria.runtime.batch.manifest import read_manifest
+from noria.runtime.batch.manifest import PhaseClock, read_manifest
 from noria.runtime.batch.merge import merge
 from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
@@ -19,6 +20,8 @@ from noria.runtime.stages.pipeline_file import read_pipeline
 from noria.runtime.stages.run_stages import run_stages
 from noria.runtime.stages.stage_bounds import measure_stages
 from noria.runtime.stages.stage_renderer import open_renderers
+from noria.runtime.stages.stage_rows import StageFiles, follow_rows, read_rows
+from noria.runtime.stages.staged_model import StagedModel
 
 STAGES = """
 [[stages]]
@@ -155,6 +158,9 @@ def test_a_complete_job_does_nothing_and_a_changed_one_is_refused(source, tmp_pa
     changed = STAGES.replace("max_tokens = 4", "max_tokens = 5")
     with pytest.raises(UnusableFile, match=r"pipeline: there[\s\S]*--restart"):
         run(source, output, text=changed)
+    source.write_text(source.read_text() + '\n{"prompt": "new"}')
+    with pytest.raises(UnusableFile, match=r"the input: there[\s\S]*output, or replace it with"):
+        run(source, output)
     assert run(source, output, text=changed, restart=True) == 1
 
 
@@ -176,6 +182,60 @@ def test_error_rows_may_have_a_file_of_their_own(source, tmp_path):
     output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     run(source, output, error_file=errors)
     assert codes(output) == [None] * 6 and len(codes(errors)) == 5 and all(codes(errors))
+
+
+@pytest.mark.parametrize("plan", [None, "max_length = 9\n", "[structured]\nstates = 2\n"])
+def test_a_stored_plan_with_forms_measures_all_stages(plan):
+    measured = SimpleNamespace(requirements=[SimpleNamespace(prompt_length=3)])
+    model = fake.FakeModel()
+    seen = []
+
+    def build(summary, *others, **options):
+        seen.append(summary)
+        return fake.FakeModel.build(model, summary, *others, **options)
+
+    model.build = build
+    own = SimpleNamespace(requirements=measured.requirements)
+    staged = StagedModel(model, lambda: measured, 0)
+    staged.build(own, plan, phases=PhaseClock(), progress=Progress(is_quiet=True))
+    assert seen == [own if plan == "max_length = 9\n" else measured]
+
+
+def test_unknown_keys_that_are_ignored_are_planned_and_counted(source, tmp_path):
+    lines = [json.dumps({"prompt": "a longer prompt", "extra": 1}), json.dumps({"prompt": "b"})]
+    source.write_text("\n".join(lines))
+    output, changes = tmp_path / "out.jsonl", {"ignores_unknown": True, "price_per_hour": 3600.0}
+    run(source, output, **changes)
+    manifest = read_manifest(output)
+    assert manifest["rows"]["ok"] == 2 and manifest["ignored_keys"] == {"extra": 1}
+    assert "max_length = 42" in manifest["plan"]  # the longest prompt of the second stage
+    prices = [stage["price"]["of_this_run"] for stage in manifest["stages"]]
+    assert manifest["price"] == {"per_hour": 3600.0, "of_this_run": sum(prices)}
+
+
+def test_calls_are_part_of_the_answer_that_later_stages_read(source, tmp_path):
+    files = StageFiles(tmp_path, 1, "draft")
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
+        {"role": "assistant", "content": "No."},
+    ]
+    body = {"choices": [{"message": message} for message in messages]}
+    line = {"custom_id": "q0", "response": {"status_code": 200, "body": body}, "error": None}
+    files.output.write_text(json.dumps(line) + "\n")
+    files.errors.touch()
+    with source.open("rb") as file:
+        row = next(read_rows(file))
+    (followed,) = follow_rows(iter([row]), [files])
+    shown = '[{"name": "now", "arguments": "{}"}]'
+    answers = [shown, f"Let me see.\n{shown}", "No."]
+    assert followed.answers["draft"] == {"answer": shown, "answers": answers}
+
+
+def test_an_error_file_that_cannot_be_written_is_refused(source, tmp_path):
+    with pytest.raises(UnusableFile, match="which cannot hold answers"):
+        run(source, tmp_path / "out.jsonl", error_file=tmp_path / "errors.csv")
 
 
 def test_an_input_among_the_files_of_stages_is_refused(source, tmp_path):

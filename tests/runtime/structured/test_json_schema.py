@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import warnings
+from contextlib import suppress
 from functools import cache
 
 import jsonschema
@@ -11,7 +13,7 @@ import pytest
 from schemas import CASES, REFUSED
 
 from noria.runtime.structured.automaton import DEAD, START, ByteAutomaton
-from noria.runtime.structured.byte_automaton import compile_language
+from noria.runtime.structured.byte_automaton import compile_language, steps_to
 from noria.runtime.structured.json_scalars import SchemaError
 from noria.runtime.structured.json_schema import read_schema
 
@@ -115,3 +117,54 @@ def test_bounds_of_numbers_hold_at_random():
             if text.startswith("-0") and float(text) == 0:
                 continue
             assert automaton.accepts(text.encode()) == validator.is_valid(json.loads(text)), text
+
+
+_REFERRED = {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"enum": 5}, {"type": "null"}]},
+        {"oneOf": [{"type": "object", "required": 5}, {"type": "object"}]},
+        {"oneOf": [{"type": "object", "required": [{}]}, {"type": "object"}]},
+        {"oneOf": [{"type": "object", "properties": []}, {"type": "object"}]},
+        {"oneOf": [{"type": [{}]}, {"type": "null"}]},
+        {"oneOf": [{"enum": [1], "type": [{}, "integer"]}, {"enum": [1]}]},
+        {**_REFERRED, "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"$ref": f"#/$defs/{'9' * 5000}", "$defs": []},
+    ],
+)
+def test_a_wrong_schema_inside_another_is_refused(schema):
+    with pytest.raises(SchemaError):
+        read_schema(schema)
+
+
+def test_no_schema_raises_another_error():
+    draw = random.Random(0)
+    words = ["object", "array", "string", "a", "#/$defs/a", "#/$defs/b", "#/oneOf/0"]
+    keys = ["type", "required", "properties", "enum", "const", "oneOf", "anyOf", "$ref", "items"]
+
+    def value(depth: int) -> object:
+        kind = draw.randrange(6 if depth else 4)
+        if kind > 3:
+            items = [value(depth - 1) for _ in range(draw.randrange(3))]
+            return items if kind == 4 else {draw.choice(words): item for item in items}
+        return schema(depth - 1) if kind == 3 and depth else draw.choice([*words, 5, None, True])
+
+    def schema(depth: int) -> dict[str, object]:
+        chosen = draw.sample(keys, draw.randrange(1, 3))
+        return {key: value(depth) for key in chosen}
+
+    for _ in range(3000):
+        options = [schema(2), schema(1)]
+        defs = {"a": schema(1), "b": {"$ref": draw.choice(words)}}
+        with suppress(SchemaError):
+            read_schema({"oneOf": options, "$defs": defs})
+
+
+def test_a_move_of_many_classes_is_one_step():
+    next_SC = np.array([[DEAD] * 130, [2] * 130, [DEAD] * 130])
+    with warnings.catch_warnings(action="error"):
+        steps_S = steps_to(np.array([False, False, True]), next_SC)
+    assert steps_S.tolist() == [np.inf, 1, 0]

@@ -11,11 +11,12 @@ from numerics_helpers import script
 from schemas import CASES
 
 from noria.modelzoo.structure import StructureTables, allowed_tokens, next_states
-from noria.runtime.errors import RowError
+from noria.runtime.errors import ConfigError, RowError
+from noria.runtime.structured import structures, token_automaton
 from noria.runtime.structured.form_compiler import compile_form
 from noria.runtime.structured.params import StructuredOutputsParams
 from noria.runtime.structured.structures import Structures
-from noria.runtime.structured.token_automaton import TokenTrie
+from noria.runtime.structured.token_automaton import TableSizes, TokenTrie
 
 WALKS = script("scripts/structured_walks.py")
 FORMS = [StructuredOutputsParams(json=case.schema) for case in CASES]
@@ -110,13 +111,42 @@ def test_a_model_without_tokenizer_or_end_token_has_no_forms():
 
 
 def test_a_plan_with_smaller_tables_is_refused():
-    structures = Structures(WALKS.trie)
-    structures.automaton(form := StructuredOutputsParams(choice=["a", "b"]))
-    grid = structures.grid({form.fingerprint})
+    made = Structures(WALKS.trie)
+    made.automaton(form := StructuredOutputsParams(choice=["a", "b"]))
+    grid = made.grid({form.fingerprint})
     assert grid is not None
     small = type(grid)(grid.states - 1, grid.classes, grid.masks, grid.schemas)
     with pytest.raises(ValueError, match=r"plan \[structured\]: expected states, classes and"):
-        structures.pack(small, WALKS.PADDED_VOCAB)
+        made.pack(small, WALKS.PADDED_VOCAB)
+
+
+def test_sizes_are_those_of_the_packed_tables(monkeypatch):
+    made = Structures(WALKS.trie)
+    sizes = TableSizes()
+    forms = FORMS[:6]
+    for form in forms:
+        sizes = sizes.plus(made.automaton(form))
+    grid = made.grid({form.fingerprint for form in forms})
+    vocab_size = 8 * (WALKS.PADDED_VOCAB // 8)
+    assert grid is not None
+    packed = made.pack(grid, WALKS.PADDED_VOCAB)
+    num_bytes = sum(table.nbytes for table in packed.tables)
+    assert num_bytes == pytest.approx(sizes.num_bytes(vocab_size), rel=0.01)
+    # the first form beyond the limit ends the job
+    limit = num_bytes // 2
+    monkeypatch.setattr(structures, "MAX_TABLE_BYTES", limit)
+    bounded = Structures(WALKS.trie)
+    with pytest.raises(ConfigError, match=r"expected tables of at most .* Split the job by forms"):
+        for form in forms:
+            bounded.automaton(form)
+
+
+def test_many_moves_are_refused_before_they_are_made(monkeypatch):
+    form = StructuredOutputsParams(choice=["name", "na"])
+    moves = compile_form(form, WALKS.trie()).next_SC
+    monkeypatch.setattr(token_automaton, "MAX_BYTES", moves.nbytes // 2)
+    with pytest.raises(RowError, match="expected a smaller language"):
+        compile_form(form, WALKS.trie())
 
 
 def test_references_that_double_are_refused_in_time():
