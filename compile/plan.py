@@ -120,30 +120,12 @@ class Numbers:
             where = f"numbers.rules {pattern!r}"
             check_keys(where, rule, {"weights"}, {"group"})
             _check_format(where, rule["weights"], rule.get("group", 0))
-        if self.activations == "int8":
-            self._check_int8_activations()
-
-    def _check_int8_activations(self) -> None:
-        """Refuse int8 activations of weights that have no products of integers."""
-        tables: dict[str, Mapping[str, Any]] = {
-            f"numbers.rules {pattern!r}": rule for pattern, rule in self.rules.items()
-        }
-        if self.weights != KEPT:
-            tables["numbers"] = {"weights": self.weights, "group": self.group}
-        for pattern, kept in self.published.items():
-            codes = f"{kept['codes']} with offsets" if kept.get("offsets") else kept["codes"]
-            tables[f"numbers.published {pattern!r}"] = {**kept, "weights": codes}
-        for where, table in tables.items():
-            form, is_rule = (
-                (table["weights"], table.get("group", 0)),
-                where.startswith("numbers.rules"),
+        formats = {self.weights, *(rule["weights"] for rule in self.rules.values())}
+        if self.activations != FLOAT and formats == {FLOAT}:
+            raise ValueError(
+                f"numbers.activations: with {self.activations!r}, expected weights in int8, got "
+                f"float weights alone. Change weights, or set activations = {FLOAT!r}."
             )
-            if form != ("int8", 0) and not (is_rule and form == (FLOAT, 0)):
-                raise ValueError(
-                    f'{where}: with numbers.activations = "int8", expected weights = "int8" '
-                    f"without groups{' or float weights' if is_rule else ''}, got {form[0]} with "
-                    f"group = {form[1]}. Change it, or set activations = {FLOAT!r}."
-                )
 
     @property
     def weight_rules(self) -> WeightRules:

@@ -65,6 +65,8 @@ class WeightRules:
             weight_format = self._of(parameter, is_weight=inputs is not None)
             if weight_format is not None:
                 assert inputs is not None, "only weights are quantised"
+                if self.rounds_activations:
+                    _check_has_integers(parameter, weight_format)
                 found[parameter] = Quantisation(weight_format, inputs, self.rounds_activations)
                 _check_groups(parameter, found[parameter], shape)
         return found
@@ -105,6 +107,17 @@ ALL_FLOAT = WeightRules()
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_has_integers(parameter: str, weight_format: WeightFormat) -> None:
+    """Check that a weight has products of integers; an order of inputs needs groups."""
+    form = weight_format
+    if (form.codes, form.group, form.has_offsets) != ("int8", 0, False):
+        raise ValueError(
+            f'numbers.activations: with "int8", expected int8 without groups and offsets, or '
+            f"float, for {parameter}, got {form}. Write a rule for this parameter, or set "
+            f"activations = {FLOAT!r}."
+        )
 
 
 def _check_groups(parameter: str, quantisation: Quantisation, shape: tuple[int, ...]) -> None:

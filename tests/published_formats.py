@@ -155,17 +155,20 @@ def write_int8(
     name: str,
     weight: np.ndarray,
     *,
+    bits: int = 8,
+    group: int = 0,
     is_symmetric: bool = True,
     whole: bool = False,
     scale_dtype: Any = np.float32,
 ) -> tuple[Arrays, np.ndarray]:
     rows = weight.reshape(1, -1) if whole else weight
-    found = quantise(rows, 8, 0, scale_dtype, is_symmetric=is_symmetric)
-    codes = (found.codes.astype(np.int16) - 128).astype(np.int8).reshape(weight.shape)
+    found = quantise(rows, bits, group, scale_dtype, is_symmetric=is_symmetric)
+    half = 2 ** (bits - 1)
+    codes = (found.codes.astype(np.int16) - half).astype(np.int8).reshape(weight.shape)
     scales = found.scales.reshape(1) if whole else found.scales
     stored = {name: codes, f"{name}_scale": scales}
     if not is_symmetric:
-        stored[f"{name}_zero_point"] = (found.zeros - 128).astype(np.int8)
+        stored[f"{name}_zero_point"] = (found.zeros - half).astype(np.int8)
     return stored, found.values.reshape(weight.shape)
 
 
@@ -249,6 +252,12 @@ FORMATS = (
         compressed(INT, strategy="channel", symmetric=False),
         partial(write_int8, is_symmetric=False, scale_dtype=ml_dtypes.bfloat16),
         Kept("int8", 0, "bfloat16", has_offsets=True),
+    ),
+    PublishedForm(
+        "compressed int4 with zero points, not packed",
+        compressed(INT, **GROUP, symmetric=False),
+        partial(write_int8, bits=4, group=16, is_symmetric=False, scale_dtype=ml_dtypes.bfloat16),
+        Kept("uint4", 16, "bfloat16", has_offsets=True),
     ),
     PublishedForm(
         "compressed int4 in groups",

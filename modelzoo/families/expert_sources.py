@@ -84,8 +84,9 @@ def sparse_sources(moe: MoeConfig, names: ExpertNames, i: int) -> list[Parameter
             _source(names, i, "down_bias", names.down_bias, "e d -> e d", E),
         ]
     if moe.has_shared_gate:
-        shared = names.shared_router_axes
-        sources.append(_source(names, i, "shared_gate", names.shared_router, shared))
+        gate = names.tensor_name(names.shared_router, i)
+        part = TensorPart(gate, names.shared_router_axes, (("s", 1),))
+        sources.append(ParameterSource(f"layers.{i}.mlp.shared_gate", (part,)))
     return sources
 
 

@@ -37,6 +37,7 @@ from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import chunk_findings
+from ..checkpoint.published_numbers import override_plan
 from ..console import plural
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
@@ -59,12 +60,12 @@ def given_plan(table: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
     Raises:
         ValueError: A key is unknown or its value is invalid; the error names the key.
     """
-    return Plan.from_table(apply_overrides(table, overrides))
+    return Plan.from_table(override_plan(table, overrides))
 
 
 def overridden_numbers(numbers: Numbers, overrides: Sequence[str]) -> Numbers:
     """The numbers of a plan, changed by the user's overrides of any keys of the plan."""
-    table = apply_overrides({"numbers": numbers.to_table()}, overrides)["numbers"]
+    table = override_plan({"numbers": numbers.to_table()}, overrides)["numbers"]
     return Numbers.from_table(table)
 
 

@@ -277,10 +277,12 @@ class CompressedFormat:
         if GROUPS in infos:
             _expect(infos, GROUPS, (inputs,))
         is_symmetric = quantisation.is_symmetric or ZEROS not in infos
-        center = _center(quantisation.bits, is_symmetric) if packing else 0
+        center = _center(quantisation.bits, is_symmetric)
+        if packing is None:  # codes are stored with a sign
+            center -= 2 ** (quantisation.bits - 1)
         codes = _integers(quantisation.bits, is_symmetric)
         if quantisation.is_float:
-            codes = "float8_e4m3fn"
+            center, codes = 0, "float8_e4m3fn"
         return CodedMatrix(
             shape,
             block,

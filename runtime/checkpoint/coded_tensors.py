@@ -146,15 +146,16 @@ class CodedMatrix:
         if part == "codes":
             return self._codes(fetch, box)
         scales = self._by_block(fetch, SCALES, self.scales, box).astype(np.float32)
-        if part == "scales":
-            return scales
         zeros = None
-        if self.zeros is not None:
+        # the scales of a symmetric format are all that a plan reads of it beside codes
+        if self.zeros is not None and (part != "scales" or self.is_symmetric):
             zeros = as_float32(self._by_block(fetch, ZEROS, self.zeros, box)).astype(np.int32)
             zeros = zeros + (self.zero_bias - self.center)
             if self.is_symmetric and zeros.any():
                 problem = "expected equal zero points of a symmetric format, got others"
                 raise ArrayMismatch(ZEROS, problem)
+        if part == "scales":
+            return scales
         if part == "offsets":
             return np.zeros_like(scales) if zeros is None else scales * -zeros.astype(np.float32)
         values = as_float32(self._codes(fetch, box))

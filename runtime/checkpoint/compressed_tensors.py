@@ -48,20 +48,26 @@ class Matrix:
         Args:
           name: The published name of the matrix, which ends in `.weight`.
           weight_format: The format of the codes.
+
+        Raises:
+          ValueError: The codes of four bits of an output do not fill their words.
         """
         scales = {f"{name}_scale": self.scales}
         if CODE_BITS[weight_format.codes] == 8:
             return {name: self.codes, **scales}
+        if self.codes.shape[1] % CODES_IN_WORD:
+            raise ValueError(
+                f"{name}: expected a multiple of {CODES_IN_WORD} inputs for codes of four bits, as "
+                f"readers take the number of inputs from words, got {self.codes.shape[1]}"
+            )
         packed = pack_int4(self.codes)
         shape = np.array(self.codes.shape, np.int64)
         return {f"{name}_packed": packed, **scales, f"{name}_shape": shape}
 
 
 def pack_int4(codes: np.ndarray) -> np.ndarray:
-    """Codes of four bits along the last axis in words of int32; the last word is padded."""
-    *outer, count = codes.shape
-    padding = -count % CODES_IN_WORD
-    unsigned = np.pad((codes + 8).astype(np.uint8), [(0, 0)] * len(outer) + [(0, padding)])
+    """Codes of four bits along the last axis in words of int32, which they fill."""
+    unsigned = (codes + 8).astype(np.uint8)
     pairs = unsigned[..., 0::2] | unsigned[..., 1::2] << 4
     return np.ascontiguousarray(pairs).view("<i4")
 

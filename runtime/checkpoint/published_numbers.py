@@ -4,13 +4,30 @@ A plan has the formats of the checkpoint, so its graphs and the keys of its exec
 the plan alone. Reads headers of files only.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...compile.plan import Numbers, published_table
 from ...compile.weight_rules import KEPT
 from ..errors import ModelNotFound
+from ..files.run_config import apply_overrides
 from .model_files import ModelFiles
 from .published_formats import by_pattern, published_formats
+
+
+def override_plan(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The table of a plan, changed by overrides.
+
+    A plan that no longer keeps published weights loses the formats of its checkpoint, too.
+    """
+    changed = apply_overrides(table, overrides)
+    before, numbers = table.get("numbers"), changed.get("numbers")
+    if not isinstance(before, Mapping) or not isinstance(numbers, dict):
+        return changed
+    if before.get("weights") == KEPT != numbers.get("weights"):
+        numbers.pop("published", None)
+    return changed
 
 
 def keep_published(numbers: Numbers, files: ModelFiles) -> Numbers:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..batch.job_files import check_files
 from ..console import note, plural, tell
 from ..errors import EXIT_BUILD, ConfigError, JobError
-from ..files.run_config import apply_overrides, read_plan_table
+from ..files.run_config import read_plan_table
 from ..pods import pod_options
 from ..pods.peers import Peers
 from .shared_options import add_model, add_overrides, add_quiet
@@ -45,8 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compile the plan, write the bundle, and print its size and compile time."""
     from ...compile.plan import Plan
+    from ..checkpoint.published_numbers import override_plan
 
-    plan = Plan.from_table(apply_overrides(read_plan_table(options.plan), options.set))
+    plan = Plan.from_table(override_plan(read_plan_table(options.plan), options.set))
     if options.coordinator or options.distributed:
         option = "--coordinator" if options.coordinator else "--distributed"
         _check_present(plan.target, option)

@@ -23,10 +23,9 @@ from ...sharding.layout import Layout
 from .. import session
 from ..batch.row_ids import read_row_ids
 from ..checkpoint import ModelFiles, open_model
-from ..checkpoint.published_numbers import keep_published
+from ..checkpoint.published_numbers import keep_published, override_plan
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
-from ..files.run_config import apply_overrides
 from .forced_model import ForcedModel, forced_grid
 from .statistics import PairFigures
 
@@ -48,8 +47,9 @@ class ComparedModel:
     """The table `[numbers]` of a plan; without `dtype`, that of the comparison."""
 
     def __str__(self) -> str:
-        """The model, and its numbers as in a plan."""
-        return " ".join([self.model, *(f"{key}={value}" for key, value in self.numbers.items())])
+        """The model, and its numbers as in a plan, without the formats of its checkpoint."""
+        shown = {key: value for key, value in self.numbers.items() if key != "published"}
+        return " ".join([self.model, *(f"{key}={value}" for key, value in shown.items())])
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,12 @@ class _Setup:
         planned = PlannedModel(files.name, files.fingerprint())
         experts = default_experts(files.spec.config)
         plan = Plan(self.target.name, planned, numbers, grid, self.layout, experts)
-        plan = Plan.from_table(apply_overrides(tomllib.loads(plan.to_toml()), self.overrides))
+        plan = Plan.from_table(override_plan(tomllib.loads(plan.to_toml()), self.overrides))
+        if plan.buckets != grid:
+            raise ConfigError(
+                "--set buckets: expected no settings of buckets, as compare has a grid of its own, "
+                "got some. Remove them; --slots changes the number of rows that run at once."
+            )
         return replace(plan, numbers=keep_published(plan.numbers, files))
 
 

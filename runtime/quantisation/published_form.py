@@ -104,7 +104,11 @@ class PublishedForm:
         return {**files, "generation_config.json": dump_line(defaults)}
 
     def layout(self, paths: list[str]) -> Layout:
-        """The dtype and the shape of the tensors of weights, by name, in order."""
+        """The dtype and the shape of the tensors of weights, by name, in order.
+
+        Raises:
+          CheckpointError: A weight has no published form in codes.
+        """
 
         def zeros(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
             return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
@@ -113,10 +117,15 @@ class PublishedForm:
         for path in paths:
             names = [name for name in (path, path + SCALES) if name in self.abstract]
             arrays = {name: zeros(self.abstract[name]) for name in names}
-            layout |= {
-                name: (array.dtype.name, array.shape)
-                for name, array in self.tensors(path, arrays).items()
-            }
+            try:
+                tensors = self.tensors(path, arrays)
+            except ValueError as error:
+                raise InvalidConfig(
+                    f"{self._files.name}: models of the family {self._files.spec.family} with "
+                    f"{path} cannot be written in codes: {error}. Set numbers.weights of a plan "
+                    f"instead, which rounds weights while they load."
+                ) from None
+            layout |= {name: (array.dtype.name, array.shape) for name, array in tensors.items()}
         return layout
 
     def tensors(self, path: str, arrays: Parameters) -> Mapping[str, np.ndarray]:
@@ -125,12 +134,22 @@ class PublishedForm:
         Args:
           path: The dotted path of the weight.
           arrays: The weight in its dtype, or its codes in int8 and its scales.
+
+        Raises:
+          ValueError: A weight in codes has no published form.
         """
         source = self._sources[path]
+        tensors = publish(source, arrays[path])
         if path not in self.quantisations:
-            return publish(source, arrays[path])
+            return tensors
+        for name, codes in tensors.items():
+            if codes.ndim != 2:
+                raise ValueError(
+                    f"{name}: expected a matrix for each expert, got one tensor of shape "
+                    f"{codes.shape}"
+                )
         scales = publish(source, arrays[path + SCALES], is_scales=True)
         stored: dict[str, np.ndarray] = {}
-        for name, codes in publish(source, arrays[path]).items():
+        for name, codes in tensors.items():
             stored |= Matrix(codes, scales[name]).stored(name, self._format)
         return stored

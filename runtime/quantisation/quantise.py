@@ -111,10 +111,12 @@ class _Model:
         weights = {path.removeprefix(prefix): self._read(path) for path in self._in_layers[layer]}
         rounded: dict[str, Parameters] = {}
         for names in () if calibration is None else calibration.layer(layer).products:
-            if not any(prefix + name in self.form.quantisations for name in names):
+            # weights in float with the same input, such as routers, need no Hessian
+            rounds = next((x for x in names if prefix + x in self.form.quantisations), None)
+            if rounds is None:
                 continue
             assert calibration is not None
-            hessian_AA = calibration.hessian(layer, weights, names[0])
+            hessian_AA = calibration.hessian(layer, weights, rounds)
             for name in names:
                 path = prefix + name
                 rounded[name] = self._round(path, weights[name], method, hessian_AA)

@@ -53,6 +53,29 @@ def test_a_rule_that_cannot_be_followed_is_refused_by_name(rules, arrangement, m
         formats(WeightRules(INT8, rules), arrangement)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        INT4,
+        WeightFormat("int8", 8),
+        WeightFormat("int8", 0, "bfloat16", has_offsets=True),
+        WeightFormat("float8_e4m3fn", 0, "float32"),
+    ],
+    ids=str,
+)
+def test_int8_activations_need_products_of_integers(form):
+    published = (("layers.*.attention.*", INT8), ("layers.*.mlp.down", form))
+    kept = WeightRules(None, (), published, rounds_activations=True)
+    with pytest.raises(ValueError, match=r"for layers\.0\.mlp\.down, got .*activations = 'float'"):
+        formats(kept)
+    rules = (("*.mlp.down", None),)
+    found = formats(replace(kept, rules=rules))
+    assert set(found.values()) == {INT8} and "layers.0.mlp.down" not in found
+    quantised = WeightRules(INT8, (("*.mlp.down", form),), rounds_activations=True)
+    with pytest.raises(ValueError, match="without groups and offsets, or float"):
+        formats(quantised)
+
+
 def test_scales_are_parameters_of_their_own():
     model = AbstractModel(ALIKE, SCANNED, WeightRules(INT4))
     abstract, axes = model.abstract_parameters("bfloat16"), model.logical_axes()

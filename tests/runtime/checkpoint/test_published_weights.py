@@ -25,7 +25,7 @@ from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.modelzoo.quantised_weight import QuantisedWeight
 from noria.modelzoo.weight_formats import BYTE_DTYPES, OFFSETS, ORDER, SCALES
 from noria.runtime.checkpoint import load_params, open_model
-from noria.runtime.checkpoint.published_numbers import keep_published
+from noria.runtime.checkpoint.published_numbers import keep_published, override_plan
 from noria.runtime.errors import CheckpointMismatch
 from noria.sharding.legality import check
 
@@ -291,6 +291,15 @@ def test_the_plan_of_another_checkpoint_is_refused(tmp_path):
         pytest.raises(ValueError, match=r"numbers.published: expected the formats of other"),
     ):
         keep_published(numbers, files)
+
+
+@pytest.mark.parametrize("weights", ["float", "int8"])
+def test_an_override_of_the_weights_drops_the_formats_of_the_checkpoint(tmp_path, weights):
+    with open_model(saved(tmp_path / "one", form_of("AWQ"))) as files:
+        table = {"numbers": keep_published(KEEP, files).to_table()}
+    overridden = override_plan(table, [f"numbers.weights={weights}"])["numbers"]
+    assert Numbers.from_table(overridden) == Numbers("float32", weights)
+    assert override_plan(table, ["numbers.cache=int8"])["numbers"]["published"]
 
 
 def test_rules_of_the_plan_decide_before_what_is_published(tmp_path):

@@ -132,6 +132,12 @@ def test_a_step_compares_the_vocabulary_and_forces_one_token():
         np.testing.assert_array_equal(np.argmax(forced_BV, 1), chosen.token_B)
 
 
+def test_the_name_of_a_model_has_no_formats_of_its_checkpoint():
+    published = {"*.mlp.down": {"codes": "int8", "scales": "float32"}}
+    model = ComparedModel("m", {"weights": "as_published", "published": published})
+    assert str(model) == "m weights=as_published"
+
+
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "in.jsonl"
@@ -165,6 +171,10 @@ def test_the_command_writes_the_table_the_figures_and_a_picture(models, prompts,
         (["--numbers", "int8"] * 3 + ["--against", "SECOND"], "expected two models or more"),
         (["--numbers", "float", "--numbers", "int3"], "expected one of float, int8, int4"),
         (["--against", "OTHER"], "tokens of the reference"),
+        (
+            ["--against", "SECOND", "--set", "buckets.steps_per_call=4"],
+            "--set buckets: expected no settings of buckets",
+        ),
         (["--against", "SECOND", "--max-tokens", "-1"], "--max-tokens: expected at least 0"),
     ],
 )

@@ -2,22 +2,29 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from compressed_folder import dequantised_tensors, write_dequantised
+from conformance import CASES, SHARED
 from model_on_disk import write_model
 from quantised import dequantised
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tolerances import COMPRESSED_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.weight_rules import WeightRules
+from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.weight_formats import WeightFormat
-from noria.runtime.checkpoint import open_model
+from noria.runtime.checkpoint import ModelFiles, open_model
 from noria.runtime.checkpoint.loader import read_parameter
+from noria.runtime.checkpoint.published_tensors import publish
 from noria.runtime.cli import main
+from noria.runtime.errors import InvalidConfig
+from noria.runtime.quantisation.published_form import PublishedForm
 
 ROWS = [np.random.default_rng(n).integers(3, 11, 14).tolist() for n in range(6)]
 """Rows of few tokens, so that the inputs of products depend on each other."""
@@ -114,6 +121,71 @@ def test_gptq_changes_the_products_of_calibration_rows_less(published, calibrati
         error = dequantised_tensors(folder)[name] - floats[name]
         errors[method] = float(np.square(x_MD @ error.T).sum())
     assert errors["gptq"] < 0.6 * min(errors["nearest"], errors["clip"])
+
+
+CASE_OF = {case.family: case for case in reversed(CASES)}
+"""The first case of each family."""
+NOT_WRITTEN = {
+    "deepseek_v2": "alternating rows of several parts",
+    "deepseek_v3": "alternating rows of several parts",
+    "gpt_oss": "a matrix for each expert",
+    "granitemoe": "a matrix for each expert",
+    "llama4_text": "a matrix for each expert",
+}
+"""The families that cannot be written in codes, and the reasons in errors."""
+
+
+def config_of(family: str) -> dict[str, Any]:
+    """Return config.json of the first case of a family."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    table = AutoConfig.for_model(family, **{**SHARED, **CASE_OF[family].options}).to_dict()
+    return table | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]}
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("family", sorted(CASE_OF))
+def test_every_family_is_written_in_codes_or_refused_with_a_reason(family):
+    spec = from_hf_config(config_of(family))
+    files = cast("ModelFiles", SimpleNamespace(name="m", kind="hf", spec=spec, published_config={}))
+    form = PublishedForm(files, WeightFormat("int8"), "float32")
+    paths = [source.parameter for source in spec.sources]
+    if family not in NOT_WRITTEN:
+        assert form.layout(paths)
+        return
+    wanted = f"family {family} with .* cannot be written in codes: .*{NOT_WRITTEN[family]}"
+    with pytest.raises(InvalidConfig, match=wanted):
+        form.layout(paths)
+
+
+@pytest.mark.reference
+def test_gptq_passes_over_a_router_beside_a_shared_expert(calibration, tmp_path):
+    config, rng = config_of("qwen2_moe"), np.random.default_rng(0)
+    spec = from_hf_config(config)
+    shapes = AbstractModel(spec.config).abstract_parameters(jnp.float32)
+    tensors = {
+        name: np.ascontiguousarray(tensor)
+        for source in spec.sources
+        for name, tensor in publish(
+            source, rng.normal(size=shapes[source.parameter].shape).astype(np.float32)
+        ).items()
+    }
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "m" / "model.safetensors")
+    options = ["--numbers", "int4:8", "--method", "gptq", "--calibration", calibration, "--quiet"]
+    assert quantize(tmp_path / "m", tmp_path / "q", *options) == 0
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    assert any("mlp.shared_expert.up_proj.weight_packed" in name for name in stored)
+
+
+def test_codes_of_four_bits_that_do_not_fill_words_are_refused(tmp_path, capsys):
+    write_model(tmp_path / "model", mlp=44)
+    assert quantize(tmp_path / "model", tmp_path / "q", "--numbers", "int4") != 0
+    assert "down_proj.weight: expected a multiple of 8 inputs" in capsys.readouterr().err
+    assert not (tmp_path / "q").exists()
+    assert quantize(tmp_path / "model", tmp_path / "q", "--numbers", "int8") == 0
 
 
 def test_experts_are_written_one_by_one_and_routers_stay_in_float(tmp_path):
