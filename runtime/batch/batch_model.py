@@ -6,6 +6,7 @@ tokenizer is opened for the scan, and jax is imported only if there is something
 
 import argparse
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
@@ -178,8 +179,7 @@ def _settings(
         configuration["columns"] = f"{options.prompt_column}, {options.id_column}"
     output = options.output
     if output == PIPE:
-        # in the current folder; the same command finds its journal again
-        output = Path(f"noria-stdout-{fingerprint(configuration)[7:19]}.jsonl")
+        output = output_for_stdout(options, configuration)
     reads_stdin = options.input == PIPE
     return JobSettings(
         input_path=copy_path(output) if reads_stdin else options.input,
@@ -205,6 +205,19 @@ def _settings(
         price_per_hour=_price_per_hour(options.prices, _target_name(options, plan_table)),
         now=None if options.now is None else read_instant("--now", options.now),
     )
+
+
+def output_for_stdout(options: argparse.Namespace, configuration: Mapping[str, str]) -> Path:
+    """The output of a job that writes to standard output, in the current folder.
+
+    The same command finds its journal again, and no other job has the name.
+    """
+    names = {
+        "input": os.path.abspath(options.input),
+        "rows": str(Part.parse(options.rows)),
+        "pipeline": os.path.abspath(options.pipeline or ""),
+    }
+    return Path(f"noria-stdout-{fingerprint({**configuration, **names})[7:19]}.jsonl")
 
 
 def _also_read(options: argparse.Namespace, files: ModelFiles) -> list[tuple[str, Path]]:

@@ -3,12 +3,12 @@
 Rows are read twice, so standard input is first copied into a file beside the journal, where an
 unfinished job leaves it. The output is finished in a file too, and then copied.
 
-Does not know about rows. Guarantees: the copy of standard input is there as long as the journal;
-a finished output is removed only after its last byte was written.
+Does not know about rows. Guarantees: the copy of standard input is there as long as the journal,
+and no other input takes its place before the job has finished; a finished output is removed only after its last byte was written.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def stdin_copied(settings: JobSettings, disk: Disk) -> Iterator[None]:
     """Copy standard input to the input path of a job that reads it; else do nothing.
 
     Raises:
-        UnusableFile: Another file has the name of the copy.
+        UnusableFile: Another file has the name of the copy, or an unfinished job has another input.
     """
     if not settings.reads_stdin:
         yield
@@ -47,12 +47,25 @@ def stdin_copied(settings: JobSettings, disk: Disk) -> Iterator[None]:
     if sys.stdin is None:
         raise UnusableFile("-i -: expected standard input, got none. Pipe the input in.")
     pieces = iter(lambda: sys.stdin.buffer.read(_PIECE_BYTES), b"")
+    is_unfinished = path.exists() and settings.journal_path.exists() and not settings.restart
+    if is_unfinished and not _is_content_of(path, pieces):
+        raise UnusableFile(
+            f"-i -: expected the input of the unfinished job, which {path} has, got another one. "
+            f"Run with -i {path}, or discard the finished rows with --restart."
+        )
     try:
-        replace_file(disk, path, pieces)
+        if not is_unfinished:
+            replace_file(disk, path, pieces)
         yield
     finally:
         if not settings.journal_path.exists():
             disk.remove(path)
+
+
+def _is_content_of(path: Path, pieces: Iterable[bytes]) -> bool:
+    """Whether pieces are the content of a file, and all of it."""
+    with path.open("rb") as file:
+        return all(file.read(len(piece)) == piece for piece in pieces) and not file.read(1)
 
 
 def write_to_stdout(output: Path, disk: Disk) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from fake_model import FakeModel, masked, run, write_input
 from faulty_disk import Crash, FaultyDisk
 
 from noria.runtime.batch import pipes
+from noria.runtime.batch.batch_model import output_for_stdout
 from noria.runtime.batch.pipes import copy_path, write_to_stdout
 from noria.runtime.errors import JobError, UnusableFile
 from noria.runtime.files.disk import Disk
@@ -20,7 +22,7 @@ def piped(tmp_path, monkeypatch):
     content = write_input(tmp_path / "in.jsonl").read_bytes()
     run(tmp_path / "in.jsonl", tmp_path / "whole.jsonl")
 
-    def run_piped(output, *arguments, **changes):
+    def run_piped(output, *arguments, content=content, **changes):
         monkeypatch.setattr(pipes.sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
         return run(copy_path(output), output, *arguments, reads_stdin=True, **changes)
 
@@ -52,6 +54,21 @@ def test_a_stopped_piped_job_goes_on_with_the_copy_of_its_input(tmp_path, piped)
     assert masked(output) == masked(tmp_path / "whole.jsonl")
 
 
+def test_another_input_does_not_replace_that_of_a_stopped_job(tmp_path, piped):
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(Crash):
+        piped(output, disk=FaultyDisk(30, Crash()))
+    content = copy_path(output).read_bytes()
+    journal = output.with_name("out.jsonl.journal").read_bytes()
+    for other in (b"", content[:-1], content + b"{}", b"x" + content[1:]):
+        with pytest.raises(UnusableFile, match=r"expected the input of the unfinished job"):
+            piped(output, content=other)
+        assert copy_path(output).read_bytes() == content
+        assert output.with_name("out.jsonl.journal").read_bytes() == journal
+    assert piped(output, content=b'{"prompt": "a"}', restart=True) == 0
+    assert len(output.read_bytes().splitlines()) == 1
+
+
 def test_a_file_with_the_name_of_the_copy_is_not_overwritten(tmp_path, piped):
     output = tmp_path / "out.jsonl"
     copy_path(output).write_text("precious")
@@ -76,3 +93,20 @@ def test_an_output_for_a_pipe_is_kept_until_it_was_written(tmp_path, monkeypatch
     write_to_stdout(tmp_path / "out.jsonl", Disk())
     assert pipe.getvalue() == content
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_jobs_for_standard_output_have_the_same_file_only_if_all_their_names_are_equal():
+    def name(input="in.jsonl", rows="0/1", pipeline=None, dtype="auto"):
+        options = SimpleNamespace(input=Path(input), rows=rows, pipeline=pipeline)
+        return output_for_stdout(options, {"dtype": dtype})
+
+    assert name() == name() == name(input=Path("in.jsonl").absolute())
+    others = [
+        name(input="other.jsonl"),
+        name(input="-"),
+        name(rows="0/2"),
+        name(rows="1/2"),
+        name(pipeline=Path("p.toml")),
+        name(dtype="float32"),
+    ]
+    assert len({name(), *others}) == 1 + len(others)
