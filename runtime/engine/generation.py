@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits, NoDecodeSlots
@@ -38,6 +38,20 @@ from .padding import row_seed
 from .sample_rules import RowSamples
 from .scheduler import Action
 from .shared_prefixes import SharedPrefix
+
+
+class CheckedRequest(NamedTuple):
+    """The facts of a request that the plan can serve."""
+
+    stop_ids: tuple[int, ...]
+    """The ids that end its sequences."""
+    prefix: PlannedPrefix | None
+    """The prefix of the plan with which its prompt begins."""
+    prompt_length: int
+    """Without the prefix, as the following length."""
+    max_total_length: int
+    structure: int | None
+    """The first state of the automaton of its answers, 0 without one; None in a plan without."""
 
 
 @dataclass
@@ -122,21 +136,20 @@ class GenerationSession:
         """
         check_process()
         params = request.params
-        stop_ids = self.check(request)
-        planned_prefix = self._planned_prefix(request)
-        prompt_length, max_total_length = self._lengths(request)
+        checked = self.check(request)
         scheduled = ScheduledRequest(
             number=self._num_submitted,
-            prompt_length=prompt_length,
-            max_total_length=max_total_length,
+            prompt_length=checked.prompt_length,
+            max_total_length=checked.max_total_length,
             num_sequences=params.n,
             is_scored=params.prompt_logprobs is not None,
             prefix=self._matching(prefix, request),
-            planned_prefix=planned_prefix,
+            planned_prefix=checked.prefix,
         )
         seed = row_seed(params, self.run_seed, request.request_id)
-        structure = self._first_state(request)
-        admitted = AdmittedRequest(scheduled, _scored_as_needed(request), seed, stop_ids, structure)
+        admitted = AdmittedRequest(
+            scheduled, _scored_as_needed(request), seed, checked.stop_ids, checked.structure
+        )
         new_collector = partial(TextCollector, self.tokenizer, params)
         continuations = [
             Continuation(new_collector(), CompletionOutput(i, "", [], None))
@@ -199,15 +212,14 @@ class GenerationSession:
             )
         return prefix
 
-    def _lengths(self, request: Request) -> tuple[int, int]:
+    def _lengths(self, request: Request, prefix: PlannedPrefix | None) -> tuple[int, int]:
         """The length of a prompt, and that at which its answers end; without the planned prefix."""
-        prefix = self._planned_prefix(request)
         num_shared = prefix.length if prefix else 0
         prompt_length = len(request.prompt_token_ids) - num_shared
         max_total_length = self.grid.max_total_length(prompt_length, request.params.max_tokens)
         return prompt_length, min(max_total_length, self.max_position - num_shared)
 
-    def _first_state(self, request: Request) -> int | None:
+    def _first_state(self, request: Request, room: int) -> int | None:
         """The first state of the automaton of a request's answers, 0 without one.
 
         None in a plan without automata.
@@ -227,8 +239,6 @@ class GenerationSession:
                 f"form to LLM(structured_outputs=...).",
                 "response_format",
             )
-        prompt_length, max_total_length = self._lengths(request)
-        room = max_total_length - prompt_length
         if (shortest := structures.shortest[form.fingerprint]) > room:
             raise RowError(
                 "context_length_exceeded",
@@ -238,11 +248,8 @@ class GenerationSession:
             )
         return state
 
-    def check(self, request: Request) -> tuple[int, ...]:
+    def check(self, request: Request) -> "CheckedRequest":
         """Check a request against the plan and the vocabulary.
-
-        Returns:
-          The ids that end its sequences.
 
         Raises:
           RowError: The plan or the model cannot serve the request.
@@ -263,8 +270,10 @@ class GenerationSession:
                 f"{params.stopping.answer!r}. Leave it out.",
                 "stopping.answer",
             )
-        self._check_length(request)
-        self._first_state(request)
+        prefix = self._planned_prefix(request)
+        self._check_length(request, prefix)
+        prompt_length, max_total_length = self._lengths(request, prefix)
+        structure = self._first_state(request, max_total_length - prompt_length)
         if params.prompt_logprobs is not None and not self.grid.score:
             raise RowError(
                 "invalid_request",
@@ -288,7 +297,7 @@ class GenerationSession:
                 f"min_tokens, which forbids all of them, got {len(stop_ids)}.",
                 "stop_token_ids",
             )
-        return stop_ids
+        return CheckedRequest(stop_ids, prefix, prompt_length, max_total_length, structure)
 
     def receive(self) -> bytes:
         """Wait for the call in flight and free the slots of sequences that ended.
@@ -389,10 +398,9 @@ class GenerationSession:
     def _refuses_drops(self) -> bool:
         return self.experts is not None and self.experts.plan.overflow == "error"
 
-    def _check_length(self, request: Request) -> None:
+    def _check_length(self, request: Request, prefix: PlannedPrefix | None) -> None:
         """Refuse a request that is too long for the model or for the plan."""
         params, length = request.params, len(request.prompt_token_ids)
-        prefix = self._planned_prefix(request)
         # a row without max_tokens takes the positions that are left, so only min_tokens must fit
         needed = params.min_tokens or None if params.max_tokens is None else params.max_tokens
         output = 1 if needed is None else needed

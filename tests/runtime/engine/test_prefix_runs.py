@@ -242,6 +242,18 @@ def test_other_tokens_with_the_hash_of_a_prefix_are_refused(model, monkeypatch):
     assert output.error is None
 
 
+def test_the_prefix_of_a_row_is_looked_up_once(model, monkeypatch):
+    looked_up = []
+
+    def prefix_of(grid: PrefixGrid, token_ids):
+        looked_up.append(token_ids)
+        return planned(DOCUMENT)
+
+    monkeypatch.setattr(PrefixGrid, "prefix_of", prefix_of)
+    model.generator().submit(Request("row", [*DOCUMENT, 5], GREEDY))
+    assert looked_up == [[*DOCUMENT, 5]]
+
+
 def test_prompts_are_not_scored_after_a_prefix(model):
     scored = replace(GREEDY, prompt_logprobs=1)
     with pytest.raises(RowError, match="expected a plan with score graphs"):
