@@ -4,7 +4,8 @@ Rows are read twice, so standard input is first copied into a file beside the jo
 unfinished job leaves it. The output is finished in a file too, and then copied.
 
 Does not know about rows. Guarantees: the copy of standard input is there as long as the journal,
-and no other input takes its place before the job has finished; a finished output is removed only after its last byte was written.
+and no other input takes its place before the job has finished; a finished output is removed only
+after its last byte was written.
 """
 
 import sys

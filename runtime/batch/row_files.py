@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
 from ..errors import InputError, UnusableFile
-from ..files.compression import check_compression, compress, compression_of, decompressed
+from ..files.compression import (
+    check_compression,
+    compress,
+    compression_of,
+    decompressed,
+    without_compression,
+)
 from ..files.disk import Disk, FileDigest, digest_file, open_nameless
 from ..files.file_facts import FileFacts
 from .input_format import other_format
@@ -29,8 +35,7 @@ _PIECE_BYTES = 2**20
 
 def table_of(path: Path) -> Literal["lines", "csv", "parquet"]:
     """The kind of a file's rows, by the suffix before that of its compression."""
-    name = path.with_suffix("") if compression_of(path) else path
-    match name.suffix.lower():
+    match without_compression(path).suffix.lower():
         case ".csv" | ".tsv":
             return "csv"
         case ".parquet":
@@ -194,7 +199,9 @@ def _write_lines(
         on_progress(num_bytes)
 
     try:
-        _check_room(path, descriptor)
+        # a Parquet table may be large through columns that are not read
+        if table_of(path) != "parquet":
+            _check_room(path, descriptor)
         for piece in _lines_of(path, columns, note):
             pending += piece
             if len(pending) >= _PIECE_BYTES:

@@ -8,15 +8,18 @@ number of rows.
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import InputError, UnusableFile
+from ..errors import InputError, RowError, UnusableFile
+from ..files.compression import without_compression
 from ..files.optional_packages import require
-from ..files.strict_json import MAX_LINE_BYTES, dump_line
+from ..files.strict_json import MAX_LINE_BYTES, dump_line, parse_object
 
 BATCH_ROWS = 1024
 """Rows of a Parquet table that are in memory at once."""
@@ -72,7 +75,7 @@ def csv_lines(
           UTF-8.
     """
     csv.field_size_limit(MAX_LINE_BYTES)
-    is_tabs = ".tsv" in (suffix.lower() for suffix in path.suffixes)
+    is_tabs = without_compression(path).suffix.lower() == ".tsv"
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
     reader = csv.reader(text, delimiter="\t" if is_tabs else ",", strict=True)
     try:
@@ -88,7 +91,7 @@ def csv_lines(
                     f"first line, got {len(cells)}. Quote cells that contain separators."
                 )
             row = dict(zip(header, cells, strict=True))
-            yield _line(row[prompt], None if name is None else row[name])
+            yield _line(prompt, row[prompt], None if name is None else row[name])
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path}: expected UTF-8, got {error.reason} after line {reader.line_num}. Run iconv "
@@ -117,8 +120,11 @@ def parquet_lines(path: Path, columns: Columns, note: Callable[[str], None]) -> 
             read = [prompt] if name in (None, prompt) else [prompt, name]
             for batch in table.iter_batches(BATCH_ROWS, columns=read):
                 for row in batch.to_pylist():
-                    yield _line(row[prompt], None if name is None else row[name])
-    except _arrow_errors() as error:
+                    custom_id = None if name is None else _without_nan(row[name])
+                    yield _line(prompt, _without_nan(row[prompt]), custom_id)
+    except InputError:
+        raise
+    except (*_arrow_errors(), ValueError, OSError) as error:
         raise InputError(f"{path}: expected Parquet, got {error}. Write the table again.") from None
     except TypeError as error:
         raise InputError(
@@ -196,7 +202,14 @@ class _Sink(io.RawIOBase):
         return pieces
 
 
-def _line(prompt: object, custom_id: object) -> bytes:
+def _without_nan(value: object) -> object:
+    """A value as other tools mean it: in columns of floats, integers are floats and nulls NaN."""
+    if not isinstance(value, float):
+        return value
+    return None if math.isnan(value) else int(value) if value.is_integer() else value
+
+
+def _line(column: str, prompt: object, custom_id: object) -> bytes:
     is_chat = isinstance(prompt, list) and any(isinstance(item, dict) for item in prompt)
     if isinstance(prompt, list) and is_chat:
         # in a column of structs, keys that a message lacks are null
@@ -204,8 +217,19 @@ def _line(prompt: object, custom_id: object) -> bytes:
             message and {key: value for key, value in message.items() if value is not None}
             for message in prompt
         ]
+    elif column == "messages" and isinstance(prompt, str):
+        prompt, is_chat = _parsed(prompt), True
     record = {} if custom_id is None else {"id": custom_id}
     return dump_line({**record, "messages" if is_chat else "prompt": prompt}) + b"\n"
+
+
+def _parsed(messages: str) -> object:
+    """The messages in a text; a text that is no JSON stays as it is, an error of its row."""
+    with suppress(RowError):
+        record = parse_object(f'{{"messages":{messages}}}'.encode())
+        if len(record) == 1:
+            return record["messages"]
+    return messages
 
 
 def _note_unread(

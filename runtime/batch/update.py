@@ -16,7 +16,7 @@ from ..errors import RowError
 from .job import JobSettings
 from .journal import Journal
 from .journal_records import INSTANT, MODEL, PLAN, WEIGHTS
-from .results import DROPPED, OutputLines, error_of_line
+from .results import AT_MAX_LENGTH, DROPPED, OutputLines, error_of_line
 from .row_files import output_lines
 from .scan import ScannedRow, ScanSummary
 
@@ -63,19 +63,24 @@ def _record(
         request_hash=row.request_hash,
         line=line,
         code=error and error.code,
-        metrics=_figures(line),
+        metrics=_figures(row, line),
     )
 
 
-def _figures(line: Mapping[str, Any]) -> dict[str, float]:
+def _figures(row: ScannedRow, line: Mapping[str, Any]) -> dict[str, float]:
     """The figures of an answer that its line shows; times are not among them."""
     body = (line["response"] or {}).get("body") or {}
     if "usage" not in body:
         return {}
     usage = body["usage"]
-    figures = {
+    figures: dict[str, float] = {
         "prompt_tokens": usage["prompt_tokens"],
         "output_tokens": usage["completion_tokens"],
     }
-    dropped = body.get("noria", {}).get(DROPPED)
-    return figures if dropped is None else {**figures, DROPPED: dropped}
+    if (dropped := body.get("noria", {}).get(DROPPED)) is not None:
+        figures[DROPPED] = dropped
+    reasons = [choice["finish_reason"] for choice in body["choices"]]
+    has_limit = row.requirements is None or row.requirements.max_tokens is not None
+    if not has_limit and "length" in reasons:
+        figures[AT_MAX_LENGTH] = reasons.count("length")
+    return figures

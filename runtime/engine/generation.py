@@ -235,8 +235,8 @@ class GenerationSession:
             raise RowError(
                 "invalid_request",
                 f"request {request.request_id!r}: expected a form of answers that the plan's "
-                f"[structured] has, got {form.fingerprint}. Plan again for this input, or give the "
-                f"form to LLM(structured_outputs=...).",
+                f"[structured] has, got {form.fingerprint}. Begin the job again with --restart or "
+                f"with a plan that has the form, or give the form to LLM(structured_outputs=...).",
                 "response_format",
             )
         if (shortest := structures.shortest[form.fingerprint]) > room:

@@ -29,6 +29,11 @@ def compression_of(path: Path) -> str:
     return suffix if suffix in _SUFFIXES else ""
 
 
+def without_compression(path: Path) -> Path:
+    """The path without the suffix of its compression, which shows the format of the content."""
+    return path.with_suffix("") if compression_of(path) else path
+
+
 def check_compression(path: Path) -> None:
     """Check that the package which a file's compression needs is installed.
 

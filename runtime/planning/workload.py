@@ -111,6 +111,7 @@ def read_workload(
         summary = scan(file, text.encode, defaults=defaults, on_encoded=note_kind)
     input_sha256 = digest.sha256 if digest else summary.input_sha256
     scanned = [row for row in summary.rows if row.requirements is not None]
+    forms = {row.structure for row in summary.requirements if row.structure is not None}
     manifest, source, of_row = None, "", _unknown
     if finished is not None and finished.answered(input_sha256):
         manifest, of_row = finished.manifest, partial(_known, finished)
@@ -125,8 +126,7 @@ def read_workload(
     errors = (f"line {row.line_number}: {row.bad.error}" for row in summary.rows if row.bad)
     num_refused = len(summary.rows) - len(rows)
     first_error = next(errors, "")
-    forms = {row.requirements.structure for row in scanned if row.requirements is not None}
-    structured = structures.grid({form for form in forms if form is not None})
+    structured = structures.grid(forms)
     return Workload(
         path.name, tuple(rows), num_refused, first_error, prefixes, manifest, source, structured
     )

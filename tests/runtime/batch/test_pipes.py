@@ -2,6 +2,7 @@
 
 import io
 import json
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,14 +97,14 @@ def test_an_output_for_a_pipe_is_kept_until_it_was_written(tmp_path, monkeypatch
 
 
 def test_jobs_for_standard_output_have_the_same_file_only_if_all_their_names_are_equal():
-    def name(input="in.jsonl", rows="0/1", pipeline=None, dtype="auto"):
-        options = SimpleNamespace(input=Path(input), rows=rows, pipeline=pipeline)
+    def name(source="in.jsonl", rows="0/1", pipeline=None, dtype="auto"):
+        options = Namespace(input=Path(source), rows=rows, pipeline=pipeline)
         return output_for_stdout(options, {"dtype": dtype})
 
-    assert name() == name() == name(input=Path("in.jsonl").absolute())
+    assert name() == name() == name(str(Path("in.jsonl").absolute()))
     others = [
-        name(input="other.jsonl"),
-        name(input="-"),
+        name("other.jsonl"),
+        name("-"),
         name(rows="0/2"),
         name(rows="1/2"),
         name(pipeline=Path("p.toml")),

@@ -19,6 +19,7 @@ from noria.runtime.batch import row_files
 from noria.runtime.batch.merge import merge
 from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
+from noria.runtime.batch.results import error_of_line
 from noria.runtime.batch.row_files import encoded, open_rows, output_lines, table_of
 from noria.runtime.batch.run import run_job
 from noria.runtime.batch.tables import Columns
@@ -28,6 +29,7 @@ from noria.runtime.files.disk import digest_file
 
 QUIET = Progress(is_quiet=True)
 PROMPTS = ['say "hello", twice', "two\nlines", "é\u2028ü", "nan", "plain"] * 5
+DEFAULT_COLUMNS = Columns()
 COMPRESS = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
 
 
@@ -57,6 +59,12 @@ TABLES = {
 def lines_of(path: Path) -> list[bytes]:
     with path.open("rb") as file:
         return list(output_lines(path, file))
+
+
+def rows_of(path: Path, columns: Columns = DEFAULT_COLUMNS) -> list[dict[str, object]]:
+    """The rows of an input as the simple lines into which it is converted."""
+    with open_rows(path, columns, path.parent, note=lambda message: None) as (file, _):
+        return [json.loads(line) for line in file]
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -140,12 +148,58 @@ def test_token_ids_and_messages_are_columns_too(tmp_path):
         assert first == {"id": PROMPTS[0], key: value}
 
 
+def test_a_text_of_messages_is_a_conversation_and_no_prompt(tmp_path):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+    texts = [json.dumps(chat), "Hello", '[],"prompt":"a"', "[NaN]"]
+    with (tmp_path / "in.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["messages"], *([text] for text in texts)])
+    parquet.write_table(pyarrow.table({"messages": texts}), tmp_path / "in.parquet")
+    expected = [{"messages": value} for value in [chat, *texts[1:]]]
+    assert rows_of(tmp_path / "in.csv") == rows_of(tmp_path / "in.parquet") == expected
+    assert rows_of(tmp_path / "in.csv", Columns("messages", None)) == expected
+    (tmp_path / "other.csv").write_text('text\n"[]"\n')
+    assert rows_of(tmp_path / "other.csv", Columns("text")) == [{"prompt": "[]"}]
+    run(tmp_path / "in.csv", tmp_path / "out.jsonl")
+    errors = [error_of_line(line) for line in lines_of(tmp_path / "out.jsonl")[1:]]
+    assert [error and error.param for error in errors] == ["messages"] * 3
+
+
+def test_a_column_of_floats_has_integers_and_nulls(tmp_path):
+    table = {"id": [1.0, float("nan"), 2.5], "prompt": ["a", "b", "c"]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "in.parquet")
+    assert rows_of(tmp_path / "in.parquet") == [
+        {"id": 1, "prompt": "a"},
+        {"prompt": "b"},
+        {"id": 2.5, "prompt": "c"},
+    ]
+    parquet.write_table(pyarrow.table({"prompt": [float("inf")]}), tmp_path / "in.parquet")
+    with pytest.raises(InputError, match="expected Parquet, got Out of range float"):
+        rows_of(tmp_path / "in.parquet")
+
+
+def test_a_damaged_page_of_a_table_is_an_error_of_the_input(tmp_path):
+    path = tmp_path / "in.parquet"
+    parquet.write_table(pyarrow.table({"prompt": [f"{i:1000}" for i in range(99)]}), path)
+    content = bytearray(path.read_bytes())
+    content[100:200] = b"x" * 100
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"in.parquet: expected Parquet, got"):
+        rows_of(path)
+
+
 def test_a_row_of_a_table_that_cannot_run_is_an_error_row(tmp_path):
     (tmp_path / "in.csv").write_text("id,prompt\na,\n,text\nb,text\n")
     assert run(tmp_path / "in.csv", tmp_path / "out.jsonl") == 1
     rows = [json.loads(line) for line in lines_of(tmp_path / "out.jsonl")]
     assert [row["custom_id"] for row in rows] == ["a", None, "b"]
     assert rows[2]["response"]["status_code"] == 200
+
+
+def test_the_last_suffix_says_how_cells_are_separated(tmp_path):
+    (tmp_path / "in.tsv.csv").write_text("id,prompt\n1,a\n")
+    (tmp_path / "in.csv.tsv").write_text("id\tprompt\n1\ta\n")
+    for name in ("in.tsv.csv", "in.csv.tsv"):
+        assert rows_of(tmp_path / name) == [{"id": "1", "prompt": "a"}]
 
 
 @pytest.mark.parametrize(
@@ -213,6 +267,9 @@ def test_a_disk_without_room_for_the_lines_is_named(tmp_path, monkeypatch):
     )
     with pytest.raises(InputError, match="expected room for its lines on the disk of the output"):
         run(tmp_path / "in.csv", tmp_path / "out.jsonl")
+    # most of a Parquet table may be in columns that are not read
+    write_parquet(tmp_path / "in.parquet")
+    assert rows_of(tmp_path / "in.parquet")[0] == {"id": "q0", "prompt": PROMPTS[0]}
 
 
 def test_the_format_is_that_of_the_name():

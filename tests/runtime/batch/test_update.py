@@ -2,6 +2,7 @@
 
 import json
 
+import fake_model
 import pytest
 from fake_model import FakeModel, masked, run
 from faulty_disk import Crash, FaultyDisk
@@ -74,6 +75,22 @@ def test_an_update_is_the_job_of_the_new_input_after_every_stop(finished, tmp_pa
             run(source, output, updates=True, disk=FaultyDisk(at, Crash()))
         assert run(source, output, updates=True) == 1
         assert masked(output) == masked(tmp_path / "fresh.jsonl")
+
+
+def test_an_update_counts_kept_rows_that_ended_at_the_length_of_the_plan(tmp_path, monkeypatch):
+    def cut(request):
+        output = answer(request)
+        output.outputs[0].finish_reason = "length"
+        return output
+
+    answer = fake_model.answer
+    monkeypatch.setattr(fake_model, "answer", cut)
+    rows = [ROWS[0], ROWS[1], {**ROWS[2], "max_tokens": 5}]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    run(write(source, rows), output)
+    assert read_manifest(output)["rows"]["ok_at_max_length"] == 2
+    run(write(source, [*rows, ROWS[3]]), output, updates=True)
+    assert read_manifest(output)["rows"]["ok_at_max_length"] == 3
 
 
 def test_an_output_that_changed_or_of_another_configuration_is_not_updated(finished):

@@ -164,3 +164,21 @@ def test_rows_of_a_bin_take_its_whole_distribution():
     assert abs(sum(outputs) / 200 - 50.5) < 1
     equal = LengthForecast.learn([answered(7, 1)] * 100)
     assert str(equal) == "100 answered rows in 1 bin"
+
+
+def test_a_plan_has_the_forms_of_rows_that_the_finished_job_did_not_answer(tmp_path):
+    source, output, _ = write_job(tmp_path, "job", seed=6, rows=2)
+    first, second = map(json.loads, source.read_text().splitlines())
+    second |= {"prompt": "a", "guided_choice": ["yes", "no"]}
+    source.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
+    output.write_text(output.read_text().splitlines()[0] + "\n")
+    manifest_path = output.with_name(f"{output.name}.manifest.json")
+    manifest = json.loads(manifest_path.read_text())
+    manifest["input"]["sha256"] = digest_file(source).sha256
+    manifest["outputs"][output.name]["sha256"] = digest_file(output).sha256
+    manifest_path.write_text(json.dumps(manifest))
+    write_model(tmp_path / "m")
+    with open_model(str(tmp_path / "m"), needs_weights=False) as files:
+        workload = read_workload(source, files, output=output)
+    assert workload.manifest is not None and len(workload.rows) == 1
+    assert workload.structured is not None and len(workload.structured.schemas) == 1
