@@ -169,7 +169,8 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, tuple[Any, ...], ExpertReport | None]:
         tokens_BT = self.operations.prompt_stripes.permute(tokens_BT, axis=1)
         call = self._prompt_call(tokens_BT.shape, true_length_B, write)
-        return self._run_layers(tokens_BT, *call, cache)
+        x_BTD, layers, report = self._run_blocks(self.embed(tokens_BT), *call, cache)
+        return self.final_norm(x_BTD), layers, report
 
     def _prompt_call(
         self, shape: tuple[int, ...], true_length_B: jax.Array, write: WriteCache
@@ -226,11 +227,11 @@ class Decoder(nnx.Module):
             reads_slots=isinstance(self.attend, SlotReader),
             splits=self.config.entry_splits,
         )
-        x_BTD, layers, report = self._run_layers(
-            tokens_BT, position_BT, attention, is_token_BT, cache.layers, prefixes
+        x_BTD, layers, report = self._run_blocks(
+            self.embed(tokens_BT), position_BT, attention, is_token_BT, cache.layers, prefixes
         )
         positions = write_positions(cache.positions, new_position_BT, rows, cache_operations)
-        return x_BTD, KVCache(layers, positions), report
+        return self.final_norm(x_BTD), KVCache(layers, positions), report
 
     def decode(
         self,
@@ -273,15 +274,16 @@ class Decoder(nnx.Module):
         rows = TokenRows(position_B, own_position_B, seen, prefix, jnp.int32(0))
         attend, splits = self._with_scores(self.attend), self.config.entry_splits
         attention = TokenAttention(attend, operations, rows, splits)
-        x_B1D, layers, report = self._run_layers(
-            token_B[:, None],
+        x_B1D, layers, report = self._run_blocks(
+            self.embed(token_B[:, None]),
             position_B[:, None],
             attention,
             is_token_B[:, None],
             cache.layers,
             prefixes,
         )
-        return self.logits(x_B1D[:, 0]), KVCache(layers, positions), report
+        logits_BV = self.logits(self.final_norm(x_B1D)[:, 0])
+        return logits_BV, KVCache(layers, positions), report
 
     def logits(self, x_BD: jax.Array) -> jax.Array:
         """Float32 logits of final hidden states; -inf for the ids that pad the vocabulary."""
@@ -313,21 +315,6 @@ class Decoder(nnx.Module):
         first_layers = (layers.start for group in self.groups for layers in group)
         return {layer: (cache,) for layer, cache in zip(first_layers, caches, strict=True)}
 
-    def _run_layers(
-        self,
-        tokens_BT: jax.Array,
-        position_BT: jax.Array | np.ndarray,
-        attention: CallAttention,
-        is_token_BT: jax.Array,
-        cache: Cache | None,
-        prefixes: Prefixes | None = None,
-    ) -> tuple[jax.Array, Cache, ExpertReport | None]:
-        """Final hidden states, the cache of each block, and the report of sparse layers."""
-        x_BTD, cache, report = self._run_blocks(
-            self.embed(tokens_BT), position_BT, attention, is_token_BT, cache, prefixes
-        )
-        return self.final_norm(x_BTD), cache, report
-
     def _run_blocks(
         self,
         x_BTD: jax.Array,
@@ -337,7 +324,8 @@ class Decoder(nnx.Module):
         cache: Cache | None,
         prefixes: Prefixes | None = None,
     ) -> tuple[jax.Array, Cache, ExpertReport | None]:
-        """As `_run_layers`, from the residual stream before the first block, without final norm."""
+        """The residual stream after all layers, the cache of each block, and the report of sparse
+        layers."""
         prefix_caches = {} if prefixes is None else self._by_first_layer(prefixes.cache.layers)
         ropes = dict.fromkeys(map(self.config.rope_of, self.config.windows))
         codes = {rope: position_code(position_BT, rope, self.config.rope_dim) for rope in ropes}

@@ -79,7 +79,7 @@ class KeysValues(NamedTuple):
         return [v.shape[3] for v in self.v_LBKSH]
 
     def as_attended(self, splits: Splits) -> list[KeysAndValues]:
-        """Keys and values by segment, with the axis of layers."""
+        """Keys and values by segment; with the axis of layers if the cache has one."""
         del splits
         return list(zip(self.k_LBKHS, self.v_LBKSH, strict=True))
 
@@ -108,7 +108,7 @@ class Latents(NamedTuple):
         return [x.shape[2] for x in self.latent_LBSH]
 
     def as_attended(self, splits: Splits) -> list[KeysAndValues]:
-        """Keys and values by segment, with the axis of layers."""
+        """Keys and values by segment; with the axis of layers if the cache has one."""
         del splits
         return list(map(_latents_as_heads, self.latent_LBSH))
 
@@ -143,7 +143,7 @@ class CodedKeysValues(NamedTuple):
         return [v.shape[3] for v in self.v_LBKSH]
 
     def as_attended(self, splits: Splits) -> list[KeysAndValues]:
-        """Keys and values by segment, with the axis of layers."""
+        """Keys and values by segment; with the axis of layers if the cache has one."""
         del splits
 
         def side(codes: Segments, scales: Segments) -> list[EntryCodes]:
@@ -181,7 +181,7 @@ class CodedLatents(NamedTuple):
         return [x.shape[2] for x in self.latent_LBSH]
 
     def as_attended(self, splits: Splits) -> list[KeysAndValues]:
-        """Keys and values by segment, with the axis of layers."""
+        """Keys and values by segment; with the axis of layers if the cache has one."""
 
         def segment(latent_LBSH: jax.Array, scale_LBPS: jax.Array) -> KeysAndValues:
             keys, values = _latents_as_heads(latent_LBSH)
@@ -197,8 +197,7 @@ NewEntries = PromptKeysValues | PromptLatents
 
 def read_layer(cache: LayerCache, layer: jax.Array, splits: Splits) -> list[KeysAndValues]:
     """Keys and values of one layer, by segment."""
-    one = jax.tree.map(lambda x: layer_of(x, layer)[None], cache)
-    return jax.tree.map(lambda x: x[0], one.as_attended(splits))
+    return jax.tree.map(lambda x: layer_of(x, layer), cache).as_attended(splits)
 
 
 def layer_of(x_LB: jax.Array, layer: jax.Array) -> jax.Array:
