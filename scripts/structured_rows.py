@@ -15,9 +15,7 @@ from typing import Any
 from noria.runtime import LLM, SamplingParams, StructuredOutputsParams
 from noria.runtime.checkpoint import open_model
 from noria.runtime.session import vocabulary_trie
-from noria.runtime.structured.byte_automaton import compile_language
-from noria.runtime.structured.form_compiler import read_language
-from noria.runtime.structured.token_automaton import compile_tokens
+from noria.runtime.structured.form_compiler import compile_form
 from noria.runtime.text.load_tokenizer import load_tokenizer
 
 
@@ -96,7 +94,7 @@ def measure(forms: dict[str, StructuredOutputsParams], model: str) -> str:
     lines = ["| form | states | classes | masks | MB | seconds |", "|---|--:|--:|--:|--:|--:|"]
     for name, form in forms.items():
         start = time.perf_counter()
-        tokens = compile_tokens(compile_language(read_language(form)), trie)
+        tokens = compile_form(form, trie)
         seconds = time.perf_counter() - start
         states, classes = tokens.next_SC.shape
         num_bytes = sum(table.nbytes for table in vars(tokens).values())

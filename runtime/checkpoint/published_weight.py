@@ -5,7 +5,8 @@ experts need no second description. One entry of each group is kept, after a che
 of a group are equal. Does not know about file formats or devices.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
 import numpy as np
@@ -18,6 +19,8 @@ from .tensor_source import Box, Interval
 
 ReadPart = Callable[[Part, Box, np.dtype], np.ndarray]
 """Reads a part of a box of a weight."""
+_PIECE = 2**20
+"""The numbers of a weight that are read at once for its groups."""
 
 
 class PublishedWeight:
@@ -44,23 +47,33 @@ class PublishedWeight:
 
     def _groups(self, part: Part, box: Box) -> np.ndarray:
         """Read one number for each group of a box, from the numbers of all its features."""
-        features = weight_box(self._quantisation, self._shape, box)
-        numbers = self._read_part(part, features, np.dtype(np.float32))
-        grouped = split_groups(
-            self._in_order(features, numbers), self._quantisation, tuple(map(len, box))
-        )
-        found = grouped[:, :, :1]
-        self._expect_equal(grouped, found, f"equal {part} in a group")
-        return found.reshape([len(interval) for interval in box])
+        axis_of_groups = len(box) + self._quantisation.inputs[-1]
+        axes = [axis for axis in range(len(box)) if axis != axis_of_groups]
+        found = np.empty([len(interval) for interval in box], np.float32)
+        num_features = _size(weight_box(self._quantisation, self._shape, box))
+        for piece in _pieces(box, axes, num_features):
+            features = weight_box(self._quantisation, self._shape, piece)
+            numbers = self._read_part(part, features, np.dtype(np.float32))
+            sizes = tuple(map(len, piece))
+            grouped = split_groups(self._in_order(features, numbers), self._quantisation, sizes)
+            self._expect_equal(grouped, grouped[:, :, :1], f"equal {part} in a group")
+            index = (own.as_slice(all_.start) for own, all_ in zip(piece, box, strict=True))
+            found[tuple(index)] = grouped[:, :, 0].reshape(sizes)
+        return found
 
     @cached_property
     def _order(self) -> np.ndarray:
         """The input feature of each position of the codes, `[*axes before the inputs, inputs]`."""
         whole = tuple(Interval(0, size) for size in self._shape)
-        groups = self._read_part("groups", whole, np.dtype(np.int32))
-        groups = groups.reshape(*self._shape[: self._num_outer], self._num_inputs, -1)
-        self._expect_equal(groups, groups[..., :1], "one order of inputs")
-        return np.argsort(groups[..., 0], axis=-1, kind="stable")
+        after_inputs = range(len(whole) + self._quantisation.inputs[-1] + 1, len(whole))
+        found = None
+        for piece in _pieces(whole, after_inputs, _size(whole)):
+            groups = self._read_part("groups", piece, np.dtype(np.int32))
+            groups = groups.reshape(*self._shape[: self._num_outer], self._num_inputs, -1)
+            found = groups[..., :1].copy() if found is None else found
+            self._expect_equal(groups, found, "one order of inputs")
+        assert found is not None, "a weight has features"
+        return np.argsort(found[..., 0], axis=-1, kind="stable")
 
     def _order_of_layers(self, num_layer_axes: int) -> np.ndarray:
         """The order of each layer; that of the only layer if there is no axis of layers."""
@@ -87,8 +100,25 @@ class PublishedWeight:
         return self._quantisation.num_inputs(self._shape)
 
     def _expect_equal(self, found: np.ndarray, one: np.ndarray, expected: str) -> None:
-        if not np.array_equal(found, np.broadcast_to(one, found.shape)):
+        # the numbers of a block of MXFP4 may all be NaN
+        if not np.array_equal(found, np.broadcast_to(one, found.shape), equal_nan=True):
             raise CheckpointMismatch(
                 f"{self._name}: expected {expected}, as {self._quantisation.format}, got several. "
                 f'Set it to "float" in numbers.rules.'
             )
+
+
+def _pieces(box: Box, axes: Iterable[int], num_numbers: int) -> Iterator[Box]:
+    """Cut a box along the longest of some axes, as it needs this many numbers at once."""
+    axis = max(axes, key=lambda axis: len(box[axis]), default=None)
+    if axis is None:
+        yield box
+        return
+    step = max(1, len(box[axis]) * _PIECE // max(1, num_numbers))
+    for start in range(box[axis].start, box[axis].stop, step):
+        piece = Interval(start, min(start + step, box[axis].stop))
+        yield (*box[:axis], piece, *box[axis + 1 :])
+
+
+def _size(box: Box) -> int:
+    return math.prod(map(len, box))

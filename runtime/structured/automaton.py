@@ -21,6 +21,11 @@ class ByteAutomaton:
         """The number of states."""
         return len(self.next_SC)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no text is in the language."""
+        return not self.is_accepting_S[START] and bool((self.next_SC[START] == DEAD).all())
+
     def accepts(self, text: bytes) -> bool:
         """Whether a text is in the language."""
         state = START

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from ..errors import RowError
 from .byte_automaton import TooLarge, compile_language
 from .json_scalars import SchemaError, too_large
-from .json_schema import read_schema
+from .json_schema import ReadSchema, TooManySchemas, read_schema
 from .json_text import any_object
 from .language import Alternatives, Language, Literal, Origin
 from .params import StructuredOutputsParams
@@ -19,6 +19,8 @@ from .token_automaton import NoTokens, TokenAutomaton, TokenTrie, compile_tokens
 
 DEPTH_OF_OBJECTS = 4
 """Maximum number of arrays and objects inside each other in an answer that is any JSON object."""
+RECURSIONS = (4, 2, 1, 0)
+"""The numbers of times that a reference may lead to itself, until the tables are small enough."""
 
 
 def compile_form(form: StructuredOutputsParams, trie: TokenTrie) -> TokenAutomaton:
@@ -30,19 +32,43 @@ def compile_form(form: StructuredOutputsParams, trie: TokenTrie) -> TokenAutomat
     if not trie.end_ids:
         raise refused("expected a model with an end token, got one without")
     try:
-        return compile_tokens(compile_language(read_language(form)), trie)
+        return _compiled(form, trie)
     except (SchemaError, PatternError) as error:
         raise refused(str(error)) from None
+    except TooManySchemas:
+        expected = "a schema of fewer parts, those of references included"
+        raise refused(f"schema at /: expected {expected}") from None
     except TooLarge as error:
         raise refused(str(too_large(error, Origin("schema", "")))) from None
     except NoTokens:
         raise refused("expected a text that the vocabulary can spell, got none") from None
 
 
-def read_language(form: StructuredOutputsParams) -> Language:
+def _compiled(form: StructuredOutputsParams, trie: TokenTrie) -> TokenAutomaton:
+    """The automaton of a form, whose references lead to themselves as often as its size allows."""
+    for recursion in RECURSIONS:
+        is_recursive = True
+        try:
+            language, is_recursive = read_form(form, recursion)
+            automaton = compile_language(language)
+            if automaton.is_empty:
+                raise SchemaError("schema at /: expected a schema that allows a value, got none")
+            return compile_tokens(automaton, trie)
+        except (TooLarge, TooManySchemas):
+            if recursion == RECURSIONS[-1] or not is_recursive:
+                raise
+    raise AssertionError("the last recursion returns or raises")
+
+
+def read_form(form: StructuredOutputsParams, recursion: int = 0) -> ReadSchema:
     """The language of a form."""
     if isinstance(form.json, str):
-        return read_schema(json.loads(form.json))
+        return read_schema(json.loads(form.json), recursion)
+    return ReadSchema(_read_other(form), is_recursive=False)
+
+
+def _read_other(form: StructuredOutputsParams) -> Language:
+    """The language of a form that is no schema."""
     if form.regex is not None:
         try:
             return read_pattern(form.regex, origin=Origin("regex", ""))

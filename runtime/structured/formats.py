@@ -25,6 +25,15 @@ PATTERNS = {
     "ipv4": rf"({_OCTET}\.){{3}}{_OCTET}",
     "ipv6": rf"({_HEX}{{1,4}}:){{7}}{_HEX}{{1,4}}",
     "uuid": rf"{_HEX}{{8}}-({_HEX}{{4}}-){{3}}{_HEX}{{12}}",
+    "json-pointer": r"(/([A-Za-z0-9_. -]|~[01])*)*",
+    "uri-reference": rf"(https?://{_HOST}(:[1-9][0-9]{{0,3}})?)?(/{_PATH})?(\?{_PATH})?",
+    "iri": rf"https?://{_HOST}(:[1-9][0-9]{{0,3}})?(/{_PATH})?(\?{_PATH})?",
     "uri": rf"https?://{_HOST}(:[1-9][0-9]{{0,3}})?(/{_PATH})?(\?{_PATH})?",
 }
 """Every match is a string of the format. Rare forms of a format have no match."""
+FORMATS = {
+    *PATTERNS,
+    *("idn-email", "idn-hostname", "iri-reference", "uri-template", "relative-json-pointer"),
+    "regex",
+}
+"""The formats that JSON Schema defines, and so have an effect."""

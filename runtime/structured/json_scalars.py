@@ -11,7 +11,7 @@ from functools import reduce
 from typing import Any
 
 from .byte_automaton import TooLarge, both, compile_language
-from .formats import PATTERNS
+from .formats import FORMATS, PATTERNS
 from .json_text import (
     INTEGER,
     JSON_CHARACTER,
@@ -32,8 +32,6 @@ class SchemaError(ValueError):
 def values_of(key: str, schema: Mapping[str, Any], at: str) -> Language:
     """The values of `enum` or `const` that have the schema's type."""
     values = schema[key] if key == "enum" else [schema[key]]
-    if not isinstance(values, list) or not values:
-        raise schema_error(key, at, "a list of values that is not empty", values)
     types = schema.get("type")
     types = types if isinstance(types, list) or types is None else [types]
     fitting = [v for v in values if types is None or any(_has_type(v, t) for t in types)]
@@ -71,13 +69,13 @@ def literal_of(value: Any, key: str, at: str) -> Language:
 
 
 def string_of(schema: Mapping[str, Any], at: str) -> Language:
-    least = count_of(schema, "minLength", at) or 0
-    most = count_of(schema, "maxLength", at)
+    least = count_of(schema, "minLength") or 0
+    most = count_of(schema, "maxLength")
     if most is not None and most < least:
         raise schema_error("maxLength", at, f"at least minLength, {least}", most)
-    parts = [
-        (key, _own_pattern(key, schema[key], at)) for key in ("pattern", "format") if key in schema
-    ]
+    own = [key for key in ("pattern", "format") if key in schema]
+    own = [key for key in own if key == "pattern" or schema[key] in FORMATS]
+    parts = [(key, _own_pattern(key, schema[key], at)) for key in own]
     if least or most is not None or not parts:
         key = "minLength" if most is None else "maxLength"
         parts.append((key, Repetition(JSON_CHARACTER, least, most, Origin(key, at))))
@@ -92,8 +90,6 @@ def string_of(schema: Mapping[str, Any], at: str) -> Language:
 
 
 def _own_pattern(key: str, value: Any, at: str) -> Language:
-    if not isinstance(value, str):
-        raise schema_error(key, at, "a string", value)
     if key == "format" and value not in PATTERNS:
         raise schema_error(key, at, f"one of {', '.join(PATTERNS)}", value)
     try:
@@ -150,13 +146,9 @@ def _bound(
     return found
 
 
-def count_of(schema: Mapping[str, Any], key: str, at: str) -> int | None:
+def count_of(schema: Mapping[str, Any], key: str) -> int | None:
     value = schema.get(key)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if value is not None and (type(value) is not int or value < 0):
-        raise schema_error(key, at, "a number from 0 up", value)
-    return value
+    return None if value is None else int(value)
 
 
 def too_large(error: TooLarge, otherwise: Origin) -> SchemaError:

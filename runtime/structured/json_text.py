@@ -103,9 +103,9 @@ def json_array(item: Language) -> Language:
     return sequence("[", Separated(item, COMMA), "]")
 
 
-def json_map(value: Language) -> Language:
-    """An object with any keys."""
-    return sequence("{", Separated(sequence(STRING, COLON, value), COMMA), "}")
+def json_map(value: Language, key: Language = STRING) -> Language:
+    """An object of any number of keys."""
+    return sequence("{", Separated(sequence(key, COLON, value), COMMA), "}")
 
 
 def bounded_integer(low: int | None, high: int | None) -> Language:

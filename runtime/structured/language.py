@@ -106,6 +106,8 @@ Language = Union[  # noqa: UP007 - the names in quotation marks are not defined 
     Compiled,
 ]
 EMPTY = Literal("")
+NOTHING = Alternatives(())
+"""The language without a text."""
 
 
 def sequence(*parts: Language | str) -> Concatenation:

@@ -10,7 +10,7 @@ from noria.runtime.batch.tools import ToolCall
 from noria.runtime.files.strict_json import Line
 from noria.runtime.request import CompletionOutput, RequestOutput
 from noria.runtime.structured.byte_automaton import compile_language
-from noria.runtime.structured.form_compiler import read_language
+from noria.runtime.structured.form_compiler import read_form
 
 WEATHER = {
     "type": "function",
@@ -45,7 +45,7 @@ def accepted(**body) -> BatchRow:
 
 def accepts(row: BatchRow, text: str) -> bool:
     assert row.params.structured_outputs is not None
-    return compile_language(read_language(row.params.structured_outputs)).accepts(text.encode())
+    return compile_language(read_form(row.params.structured_outputs).language).accepts(text.encode())
 
 
 def choice_of(row: BatchRow, text: str, reason: str = "stop") -> dict:

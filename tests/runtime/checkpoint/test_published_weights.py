@@ -332,3 +332,52 @@ def test_experts_of_gpt_oss_keep_their_codes(tmp_path):
     found = numbers_of(kept)
     for name, values in numbers_of(plain).items():
         np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+BOXES = [
+    ((-2,), (64, 40), (Interval(0, 4), Interval(8, 40))),
+    ((-3, -2), (4, 16, 40), (Interval(1, 3), Interval(0, 40))),
+    ((-2,), (3, 64, 40), (Interval(1, 3), Interval(0, 4), Interval(0, 40))),
+]
+
+
+@pytest.mark.parametrize(("inputs", "shape", "box"), BOXES)
+def test_scales_are_read_in_pieces_of_the_weight(inputs, shape, box, monkeypatch):
+    monkeypatch.setattr(published_weight, "_PIECE", 256)
+    quantisation = Quantisation(WeightFormat("int4", 16, "float16"), inputs)
+    scales = np.arange(np.prod(quantisation.scale_shape(shape)), dtype=np.float32)
+    scales = scales.reshape(quantisation.scale_shape(shape))
+    scales.flat[-1] = np.nan  # as a scale of MXFP4 may be
+    numbers = scales.repeat(16, axis=len(scales.shape) + inputs[-1]).reshape(shape)
+    sizes = []
+
+    def read(part, box, dtype):
+        sizes.append(np.prod([len(interval) for interval in box]))
+        return numbers[tuple(interval.as_slice() for interval in box)].astype(dtype)
+
+    weight = PublishedWeight("a", quantisation, shape, read)
+    found = weight.read(SCALES, box, np.dtype(np.float32))
+    np.testing.assert_array_equal(found, scales[tuple(i.as_slice() for i in box)])
+    assert len(sizes) > 1 and max(sizes) <= 256
+
+
+def test_an_order_is_read_in_pieces_of_the_weight(monkeypatch):
+    monkeypatch.setattr(published_weight, "_PIECE", 256)
+    quantisation = Quantisation(WeightFormat("int4", 16, "float16", is_ordered=True), (-2,))
+    groups = np.random.default_rng(0).permutation(np.arange(64) // 16)
+    sizes = []
+
+    def read(part, box, dtype):
+        sizes.append(len(box[1]))
+        found = np.broadcast_to(groups[:, None], (64, len(box[1]))).astype(dtype)
+        found[5] += np.arange(box[1].start, box[1].stop) >= last_equal
+        return found
+
+    weight, box = PublishedWeight("a", quantisation, (64, 40), read), (Interval(0, 64),)
+    last_equal = 40
+    found = weight.read(ORDER, box, np.dtype(np.int32))
+    np.testing.assert_array_equal(found, np.argsort(groups, kind="stable"))
+    assert sizes == [4] * 10
+    last_equal = 38
+    with pytest.raises(CheckpointMismatch, match="a: expected one order of inputs"):
+        PublishedWeight("a", quantisation, (64, 40), read).read(ORDER, box, np.dtype(np.int32))

@@ -13,6 +13,7 @@ class Case(NamedTuple):
     schema: Any
     accepted: tuple[str, ...]
     rejected: tuple[str, ...]
+    recursion: int = 0
 
 
 _PERSON = {
@@ -243,20 +244,176 @@ CASES = (
     ),
 )
 
+_TREE = {
+    "type": "object",
+    "properties": {"value": {"const": 1}, "left": {"$ref": "#"}},
+    "required": ["value"],
+}
+_LIST = {
+    "$defs": {"list": {"anyOf": [{"type": "null"}, {"prefixItems": [{"$ref": "#/$defs/list"}]}]}},
+    "$ref": "#/$defs/list",
+}
+_NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+CASES += (
+    Case(
+        "recursion that is cut",
+        _TREE,
+        ('{"value": 1}', '{"value": 1, "left": {"value": 1}}'),
+        ('{"value": 1, "left": {"value": 1, "left": {"value": 1}}}', '{"left": {"value": 1}}'),
+        recursion=1,
+    ),
+    Case("no recursion", _TREE, ('{"value": 1}',), ('{"value": 1, "left": {"value": 1}}',)),
+    Case("recursion of a definition", _LIST, ("null", "[null]", "[[null]]"), ("[]",), recursion=2),
+    Case(
+        "allOf",
+        {
+            "$defs": {"named": _NAMED},
+            "allOf": [
+                {"$ref": "#/$defs/named"},
+                {"properties": {"age": {"minimum": 0}, "name": {"maxLength": 2}}},
+                {"properties": {"age": {"type": "integer", "maximum": 9}}, "required": ["age"]},
+            ],
+        },
+        ('{"name": "ab", "age": 3}',),
+        ('{"name": "abc", "age": 3}', '{"name": "ab"}', '{"name": "ab", "age": 10}'),
+    ),
+    Case(
+        "allOf with other keys",
+        {
+            "allOf": [
+                {"properties": {"a": {"const": 1}}, "additionalProperties": {"minimum": 5}},
+                {"properties": {"b": {"type": "integer"}}, "required": ["a"]},
+            ]
+        },
+        ('{"a": 1}', '{"a": 1, "b": 5}'),
+        ('{"a": 1, "b": 4}', '{"b": 5}'),
+    ),
+    Case(
+        "$ref beside keywords",
+        {"$defs": {"named": _NAMED}, "$ref": "#/$defs/named", "properties": {"x": {"const": 1}}},
+        ('{"name": "a", "x": 1}',),
+        ('{"x": 1}',),
+    ),
+    Case(
+        "anyOf beside keywords",
+        {
+            "type": "object",
+            "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+            "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+        },
+        ('{"a": null}', '{"b": null}', '{"a": null, "b": null}'),
+        ("{}",),
+    ),
+    Case(
+        "anyOf twice",
+        {
+            "allOf": [
+                {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                {"anyOf": [{"type": "null"}, {"type": "integer", "minimum": 3}]},
+            ]
+        },
+        ("null", "3"),
+        ("2", '"a"'),
+    ),
+    Case(
+        "oneOf of required keys",
+        {
+            "type": "object",
+            "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+            "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+        },
+        ('{"a": null}', '{"b": null}'),
+        ("{}", '{"a": null, "b": null}'),
+    ),
+    Case(
+        "oneOf of constants",
+        {"oneOf": [{"const": "a"}, {"enum": ["b", "c"]}]},
+        ('"a"', '"c"'),
+        ('"d"',),
+    ),
+    Case("enum in allOf", {"allOf": [{"enum": [1, 2, 3]}, {"enum": [3, 1]}]}, ("1", "3"), ("2",)),
+    Case(
+        "uniqueItems",
+        {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1},
+        ('["a"]', '["a", "c"]', '["a","b","c"]'),
+        ("[]", '["b", "a"]', '["a", "a"]'),
+    ),
+    Case(
+        "uniqueItems and maxItems",
+        {"items": {"enum": [1, 2, 3]}, "uniqueItems": True, "maxItems": 2},
+        ("[]", "[1, 3]"),
+        ("[1, 2, 3]", "[2, 2]"),
+    ),
+    Case(
+        "one unique item", {"items": {"const": 1}, "uniqueItems": True, "maxItems": 1}, ("[1]",), ()
+    ),
+    Case(
+        "patternProperties",
+        {"patternProperties": {"^x-[a-z]+$": {"type": "integer"}}},
+        ("{}", '{"x-a": 1, "x-b": 2}'),
+        ('{"a": 1}', '{"x-a": null}'),
+    ),
+    Case(
+        "patternProperties beside properties",
+        {
+            "properties": {"ab": {"minimum": 3}, "c": True},
+            "patternProperties": {"a": {"maximum": 5}},
+        },
+        ('{"ab": 4, "c": null}',),
+        ('{"ab": 2}', '{"ab": 6}'),
+    ),
+    Case(
+        "propertyNames",
+        {"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": {"const": 1}},
+        ('{"ab": 1}',),
+        ('{"abc": 1}',),
+    ),
+    Case(
+        "required key without a schema",
+        {"properties": {}, "required": ["b"]},
+        ('{"b": 1}',),
+        ("{}",),
+    ),
+    Case(
+        "items of false keys",
+        {"properties": {"a": False, "b": {"const": 1}}},
+        ('{"b": 1}',),
+        ('{"a": 1}',),
+    ),
+    Case(
+        "unknown keywords",
+        {"type": "null", "enumNames": ["x"], "format": "color"},
+        ("null",),
+        ("1",),
+    ),
+    Case(
+        "json-pointer",
+        {"type": "string", "format": "json-pointer"},
+        ('"/a/~1"', '""'),
+        ('"a"', '"/~2"'),
+    ),
+    Case(
+        "uri-reference", {"type": "string", "format": "uri-reference"}, ('"/a?b"', '""'), ('"a b"',)
+    ),
+)
+
 REFUSED = (
-    ({"type": "string", "contentEncoding": "base64"}, "contentEncoding at /"),
     ({"properties": {"a": {"not": {}}}}, "not at /properties/a"),
     ({"type": "array", "items": {"uniqueItems": True}}, "uniqueItems at /items"),
     ({"type": "array", "contains": {}}, "contains at /"),
     ({"type": "number", "multipleOf": 0.5}, "multipleOf at /"),
-    ({"patternProperties": {}}, "patternProperties at /"),
+    ({"patternProperties": []}, "patternProperties at /"),
     ({"if": {}, "then": {}}, "if at /"),
     ({"type": "int"}, "type at /"),
     ({"type": []}, "type at /"),
     ({"enum": []}, "enum at /"),
     ({"enum": ["\ud800"]}, "enum at /"),
     ({"type": "string", "enum": [1]}, "enum at /"),
-    ({"type": "string", "format": "color"}, "format at /"),
+    ({"type": "string", "format": "regex"}, "format at /"),
+    ({"patternProperties": {"a": {}, "b": {}}}, "patternProperties at /"),
+    ({"patternProperties": {"(": {}}, "required": ["a"]}, "patternProperties at /"),
+    ({"propertyNames": {"maxLength": 3}, "properties": {"a": {}}}, "propertyNames at /"),
     ({"type": "string", "pattern": "(?=a)"}, "pattern at /"),
     ({"type": "string", "pattern": "(a"}, "pattern at /"),
     ({"type": "string", "pattern": 1}, "pattern at /"),
@@ -266,25 +423,21 @@ REFUSED = (
     ({"type": "integer", "minimum": 0.2, "maximum": 0.8}, "maximum at /"),
     ({"type": "integer", "minimum": True}, "minimum at /"),
     ({"type": "array", "minItems": 3, "maxItems": 2}, "maxItems at /"),
-    ({"properties": {"a": {}}, "required": ["b"]}, "required at /"),
+    ({"properties": {"a": {}}, "required": "b"}, "required at /"),
     ({"properties": {"a/b": {"type": "x"}}}, "type at /properties/a~1b"),
     ({"properties": {"a": {}}, "minProperties": 1}, "minProperties at /"),
     ({"properties": []}, "properties at /"),
-    ({"$ref": "#"}, "$ref at /"),
     ({"$ref": "http://a"}, "$ref at /"),
     ({"$ref": "#/$defs/x"}, "$ref at /"),
-    (
-        {"$ref": "#/$defs/x", "$defs": {"x": {"type": "array", "items": {"$ref": "#/$defs/x"}}}},
-        "$ref at /$defs/x/items",
-    ),
-    ({"anyOf": [{"type": "null"}], "minLength": 1}, "minLength at /"),
+    ({"enum": ["a"], "minLength": 1}, "minLength at /"),
+    ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "pattern at /"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf at /"),
     ({"oneOf": [{"type": "object"}, {"type": "object"}]}, "oneOf at /"),
-    ({"allOf": [{}, {}]}, "allOf at /"),
+    ({"allOf": []}, "allOf at /"),
+    ({"allOf": [{}, {"not": {}}]}, "not at /"),
     ({"minLength": 1, "minItems": 1}, "type at /"),
-    (False, "schema at /"),
     ([], "schema at /"),
-    ({"items": {"items": 3}}, "schema at /items/items"),
+    ({"items": {"items": 3}}, "items at /items"),
     ({"additionalProperties": {"const": 1}, "minProperties": 2}, "minProperties at /"),
 )
 """Schemas outside the subset, with the keyword and the place that their errors name."""

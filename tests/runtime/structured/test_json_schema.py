@@ -22,7 +22,7 @@ FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 @cache
 def automaton_of(number: int) -> ByteAutomaton:
-    return compile_language(read_schema(CASES[number].schema))
+    return compile_language(read_schema(CASES[number].schema, CASES[number].recursion).language)
 
 
 def is_valid(text: str, schema: object) -> bool:
@@ -90,6 +90,18 @@ def test_a_schema_outside_the_subset_is_refused_by_keyword_and_place(schema: obj
         read_schema(schema)
 
 
+@pytest.mark.parametrize("schema", [False, {"$ref": "#"}, {"allOf": [{"enum": [1]}, {"const": 2}]}])
+def test_a_schema_without_a_value_has_an_empty_language(schema: object):
+    assert compile_language(read_schema(schema).language).is_empty
+
+
+def test_tuples_may_be_written_as_before_draft_2020():
+    schema = {"items": [{"const": 1}, {"type": "null"}], "additionalItems": False}
+    automaton = compile_language(read_schema(schema).language)
+    assert automaton.accepts(b"[1, null]") and not automaton.accepts(b"[1, null, 2]")
+    assert jsonschema.Draft7Validator(schema).is_valid([1, None])
+
+
 def test_bounds_of_numbers_hold_at_random():
     draw = random.Random(0)
     for _ in range(60):
@@ -103,7 +115,7 @@ def test_bounds_of_numbers_hold_at_random():
         schema.pop(draw.choice([*keys, "type", "none"]), None) if kind == "number" else None
         schema["type"] = kind
         try:
-            automaton = compile_language(read_schema(schema))
+            automaton = compile_language(read_schema(schema).language)
         except SchemaError:
             assert kind == "integer" and high - low < 2
             continue

@@ -1,0 +1,98 @@
+"""Reads the parts of JSON Schemas that describe arrays.
+
+Does not know about references or tokens.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .byte_automaton import TooLarge, both, compile_language
+from .json_scalars import count_of, literal_of, schema_error, too_large
+from .json_text import COMMA
+from .language import (
+    NOTHING,
+    Alternatives,
+    Compiled,
+    Concatenation,
+    Language,
+    Literal,
+    Members,
+    Origin,
+    Repetition,
+    Separated,
+    sequence,
+)
+from .schema_logic import Schema, values_in
+
+ReadPart = Callable[[Schema, str], Language]
+"""Reads a schema inside another one; the second argument is its JSON pointer."""
+
+
+def array_of(schema: Mapping[str, Any], at: str, read: ReadPart) -> Language:
+    """The arrays that a schema allows."""
+    least = count_of(schema, "minItems") or 0
+    most = count_of(schema, "maxItems")
+    if most is not None and most < least:
+        raise schema_error("maxItems", at, f"at least minItems, {least}", most)
+    items, first = schema.get("items", True), schema.get("prefixItems", [])
+    if isinstance(items, list):
+        # tuples were written so before draft 2020-12
+        items, first = schema.get("additionalItems", True), items
+    if schema.get("uniqueItems", False) and (most is None or most > 1):
+        return sequence("[", _different(items, first, at, least, most), "]")
+    origin = Origin("minItems" if most is None else "maxItems", at)
+    if first:
+        is_open = least > len(first) or "items" in schema or "additionalItems" in schema
+        rest = items if is_open else False
+        return sequence("[", _tuple(first, rest, at, least, most, read, origin), "]")
+    if items is False or most == 0:
+        return NOTHING if least else Literal("[]")
+    item = read(items, f"{at}/items")
+    return sequence("[", Separated(item, COMMA, least, most, origin), "]")
+
+
+def _tuple(
+    first: Sequence[Schema],
+    rest: Schema,
+    at: str,
+    least: int,
+    most: int | None,
+    read: ReadPart,
+    origin: Origin,
+) -> Language:
+    """Items that have schemas of their own, and further ones; without the brackets."""
+    num_first = len(first)
+    if most is not None and most < num_first:
+        raise schema_error("maxItems", at, f"at least the number of prefixItems, {num_first}", most)
+    if rest is False and least > num_first:
+        raise schema_error("minItems", at, f"at most {num_first} beside items false", least)
+    parts: list[Language] = []
+    for index, item in enumerate(first):
+        parts += [COMMA] if index else []
+        parts.append(read(item, f"{at}/prefixItems/{index}"))
+    if rest is not False and most != num_first:
+        item = sequence(COMMA, read(rest, f"{at}/items"))
+        num_rest = None if most is None else most - num_first
+        parts.append(Repetition(item, max(0, least - num_first), num_rest, origin))
+    return Concatenation(tuple(parts))
+
+
+def _different(
+    items: Schema, first: Sequence[Schema], at: str, least: int, most: int | None
+) -> Language:
+    """Different items of listed values, in the order of the list; without the brackets."""
+    values = values_in(items)
+    if values is None or first:
+        expected = "false, or items with an enum, as other equal items cannot be excluded"
+        raise schema_error("uniqueItems", at, expected, True)
+    different = {json.dumps(value, sort_keys=True): value for value in values}.values()
+    texts = tuple(literal_of(value, "enum", f"{at}/items") for value in different)
+    in_order = Members(tuple((text, False) for text in texts), COMMA)
+    if least == 0 and (most is None or most >= len(texts)):
+        return in_order
+    counted = Separated(Alternatives(texts), COMMA, least, most, Origin("minItems", at))
+    try:
+        return Compiled(both(compile_language(in_order), compile_language(counted)))
+    except TooLarge as error:
+        raise too_large(error, Origin("uniqueItems", at)) from None

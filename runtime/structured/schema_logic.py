@@ -1,0 +1,161 @@
+"""Combines JSON Schemas: one schema for the values of two, and whether two have a value in common.
+
+Does not know about references, languages or tokens.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+from .json_scalars import schema_error
+from .schema_keywords import ASSERTIONS
+
+Schema = Any
+"""A JSON Schema: an object, true or false."""
+_TIGHTEST: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("minimum", "exclusiveMinimum"), max),
+    **dict.fromkeys(("maximum", "exclusiveMaximum"), min),
+    **dict.fromkeys(("minLength", "minItems", "minProperties"), max),
+    **dict.fromkeys(("maxLength", "maxItems", "maxProperties"), min),
+}
+_SCHEMAS = ("items", "additionalProperties", "propertyNames")
+"""Keywords whose value is a schema."""
+_CHOICES = ("anyOf", "oneOf")
+_COMBINED_BEFORE = ("type", "properties", "required", "enum", "const", "allOf")
+
+
+def conjunction(schemas: Sequence[Schema], at: str) -> Schema:
+    """A schema of the values that are valid for all of some schemas.
+
+    Args:
+      schemas: The schemas, with the keywords that decide values only, and without `$ref`.
+      at: The JSON pointer that errors name.
+
+    Raises:
+      SchemaError: They have keywords that cannot be combined.
+    """
+    return reduce(lambda left, right: _both(left, right, at), schemas, True)
+
+
+def _both(left: Schema, right: Schema, at: str) -> Schema:
+    if left is False or right is False:
+        return False
+    if left is True or right is True:
+        return right if left is True else left
+    combined: dict[str, Any] = {**right, **left}
+    if "type" in left and "type" in right:
+        combined["type"] = _common_types(left["type"], right["type"])
+        if not combined["type"]:
+            return False
+    if any("properties" in schema or "required" in schema for schema in (left, right)):
+        combined |= _both_properties(left, right)
+    if values := [v for v in map(values_in, (left, right)) if v is not None]:
+        combined.pop("const", None)
+        combined["enum"] = [v for v in values[0] if _text(v) in set(map(_text, values[-1]))]
+        if not combined["enum"]:
+            return False
+    combined["allOf"] = [*left.get("allOf", []), *right.get("allOf", [])]
+    for key in left.keys() & right.keys():
+        one, other = left[key], right[key]
+        if key in _TIGHTEST:
+            combined[key] = _TIGHTEST[key](one, other)
+        elif key in _SCHEMAS and one != other:
+            combined[key] = {"allOf": [one, other]}
+        elif key in _CHOICES:
+            combined["allOf"].append({key: other})
+        elif key == "uniqueItems":
+            combined[key] = one or other
+        elif key not in _COMBINED_BEFORE and one != other:
+            raise schema_error(key, at, "one value where several schemas hold", [one, other])
+    if not combined["allOf"]:
+        del combined["allOf"]
+    if "prefixItems" in combined and ("items" in left) != ("items" in right):
+        raise schema_error("prefixItems", at, "items beside it in the same schema")
+    return combined
+
+
+def _common_types(left: Any, right: Any) -> list[Any]:
+    lists = [types if isinstance(types, list) else [types] for types in (left, right)]
+    one, other = ([*t, *(["integer"] if "number" in t else [])] for t in lists)
+    common = [name for name in one if name in other]
+    return [name for name in common if not (name == "integer" and "number" in common)]
+
+
+def _both_properties(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of two objects; a key of one has the schema that the other has for other keys."""
+    keys = dict.fromkeys([*left.get("properties", {}), *right.get("properties", {})])
+    properties = {}
+    for key in keys:
+        own = [
+            schema.get("properties", {}).get(key, schema.get("additionalProperties", True))
+            for schema in (left, right)
+        ]
+        kept = [False] if False in own else [s for s in own if s is not True and s != {}]
+        properties[key] = kept[0] if len(kept) == 1 else {"allOf": kept} if kept else True
+    required = dict.fromkeys([*left.get("required", []), *right.get("required", [])])
+    return {"properties": properties, "required": list(required)}
+
+
+def values_in(schema: Schema) -> list[Any] | None:
+    """The values that a schema lists; None for a schema without a list."""
+    if not isinstance(schema, dict):
+        return None
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def are_apart(left: Schema, right: Schema) -> bool:
+    """Whether no value is valid for both schemas, as their types or constants show."""
+    if not (isinstance(left, dict) and isinstance(right, dict)):
+        return False
+    types = [_types(schema) for schema in (left, right)]
+    if types[0] and types[1] and not types[0] & types[1]:
+        return True
+    own, other = _constants(left), _constants(right)
+    if own and other and not own & other:
+        return True
+    if types != [{"object"}, {"object"}]:
+        return False
+    for key in set(left.get("required", [])) & set(right.get("required", [])):
+        own, other = (_constants(s.get("properties", {}).get(key)) for s in (left, right))
+        if own and other and not own & other:
+            return True
+    return False
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    types = schema.get("type")
+    given = types if isinstance(types, list) else [types]
+    # beside constants, types are not checked
+    names = {name for name in given if isinstance(name, str)}
+    return names | ({"integer"} if "number" in names else set())
+
+
+def _constants(schema: Any) -> set[str]:
+    return set(map(_text, values_in(schema) or []))
+
+
+def exactly_one_required(options: Sequence[Schema]) -> list[Schema] | None:
+    """Schemas that have no value in common, in the place of options that only require keys.
+
+    Each of them forbids a key that each other option requires. An option that requires all keys of
+    another one holds no value, and is left out. None for other options.
+    """
+    required = [
+        option["required"]
+        for option in options
+        if isinstance(option, dict) and option.keys() & ASSERTIONS == {"required"}
+    ]
+    if len(required) < len(options):
+        return None
+    found = []
+    for own in required:
+        missing = [[k for k in other if k not in own] for other in required if other is not own]
+        if all(missing):
+            forbidden = {keys[0]: False for keys in missing}
+            found.append({"required": own, "properties": forbidden})
+    return found

@@ -1,0 +1,132 @@
+"""Count the JSON Schemas of public packages that structured output serves, and those it refuses.
+
+    pip download --no-deps -d build/corpus jupyterlab great_expectations stix2-validator ...
+    python scripts/structured_corpus.py build/corpus --output benchmarks/structured_corpus
+
+A schema is a JSON file of a package (wheel) whose root names types, keys, alternatives or
+references of JSON Schema. Files that are equal count once.
+"""
+
+import argparse
+import collections
+import json
+import re
+import statistics
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from noria.runtime.checkpoint import open_model
+from noria.runtime.errors import RowError
+from noria.runtime.session import vocabulary_trie
+from noria.runtime.structured.form_compiler import compile_form
+from noria.runtime.structured.params import StructuredOutputsParams
+from noria.runtime.structured.token_automaton import TokenTrie
+from noria.runtime.text.load_tokenizer import load_tokenizer
+
+_SIGNS = {"$schema", "$ref", "properties", "anyOf", "oneOf", "allOf"}
+
+
+def main() -> None:
+    options = _parse()
+    trie = _trie(options.model)
+    found: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+    for package, name, schema in _schemas(options.corpus):
+        result = {"file": name, **_compile(schema, trie)}
+        found[package].append(result)
+        print(package, name, result.get("error") or f"{result['bytes'] / 1e6:.2f} MB", flush=True)
+    text = _report(found, options.model, trie.vocab_size)
+    print(text)
+    if options.output:
+        options.output.with_suffix(".md").write_text(text)
+        options.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("corpus", type=Path, help="a folder of wheels")
+    parser.add_argument("--model", default="smollm2", help="a model with the tokenizer")
+    parser.add_argument(
+        "--output", type=Path, help="write a table and figures to this .md and .json"
+    )
+    return parser.parse_args()
+
+
+def _trie(model: str) -> TokenTrie:
+    with open_model(model) as files:
+        tokenizer = load_tokenizer(files.tokenizer_files)
+        assert tokenizer is not None
+        return vocabulary_trie(files, tokenizer)
+
+
+def _schemas(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The package, the file and the content of each schema."""
+    seen = set()
+    for wheel in sorted(folder.glob("*.whl")):
+        package = "-".join(wheel.name.split("-")[:2])
+        with zipfile.ZipFile(wheel) as archive:
+            for name in sorted(archive.namelist()):
+                if not name.endswith(".json") or "/locale" in name:
+                    continue
+                try:
+                    value = json.loads(archive.read(name))
+                except ValueError:
+                    continue
+                is_schema = isinstance(value, dict) and _SIGNS & value.keys()
+                text = json.dumps(value, sort_keys=True)
+                if is_schema and text not in seen:
+                    seen.add(text)
+                    yield package, name, value
+
+
+def _compile(schema: dict[str, Any], trie: TokenTrie) -> dict[str, Any]:
+    start = time.perf_counter()
+    try:
+        tokens = compile_form(StructuredOutputsParams(json=schema), trie)
+    except RowError as error:
+        return {"error": str(error), "seconds": round(time.perf_counter() - start, 3)}
+    return {
+        "states": len(tokens.next_SC),
+        "bytes": sum(table.nbytes for table in vars(tokens).values()),
+        "seconds": round(time.perf_counter() - start, 3),
+    }
+
+
+def _report(found: dict[str, list[dict[str, Any]]], model: str, vocab_size: int) -> str:
+    lines = [
+        "# JSON Schemas of public packages",
+        "",
+        f"Vocabulary of {model}: {vocab_size} tokens. Made by `scripts/structured_corpus.py`.",
+        "",
+        "| package | schemas | served | refused |",
+        "|---|--:|--:|--:|",
+    ]
+    results = [result for results in found.values() for result in results]
+    for package, own in [*sorted(found.items()), ("all", results)]:
+        served = sum("bytes" in result for result in own)
+        lines.append(f"| {package} | {len(own)} | {served} | {len(own) - served} |")
+    served = [result for result in results if "bytes" in result]
+    if served:
+        seconds, sizes = [r["seconds"] for r in served], [r["bytes"] / 1e6 for r in served]
+        lines += [
+            "",
+            f"Served schemas took {statistics.median(seconds):.2f} s (median; at most "
+            f"{max(seconds):.1f} s) and {statistics.median(sizes):.2f} MB (median; at most "
+            f"{max(sizes):.1f} MB).",
+        ]
+    reasons = collections.Counter(_reason(r["error"]) for r in results if "error" in r)
+    lines += ["", "| reason | schemas |", "|---|--:|"]
+    lines += [f"| {reason} | {count} |" for reason, count in reasons.most_common()]
+    return "\n".join(lines) + "\n"
+
+
+def _reason(error: str) -> str:
+    """A message without the place in its schema and without the value that it got."""
+    reason = re.sub(r" at /\S*", "", error.removeprefix("structured output: "))
+    return re.sub(r", got .*", "", reason).rstrip(".")
+
+
+if __name__ == "__main__":
+    main()
