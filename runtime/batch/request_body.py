@@ -62,7 +62,7 @@ SAMPLING_KEYS = (
 CHAT_KEYS = (*_COMMON, "messages", "top_logprobs", "chat_template_kwargs", *TOOL_KEYS)
 COMPLETION_KEYS = (*_COMMON, "prompt", "echo")
 
-_OTHER_FORMS = "Give response_format, or structured_outputs with json, regex or choice."
+_OTHER_FORMS = "Give response_format, or structured_outputs."
 _NOT_SUPPORTED = {
     "best_of": "Use n.",
     "suffix": "Only continuations of the prompt are generated.",
@@ -75,7 +75,6 @@ _NOT_SUPPORTED = {
     **dict.fromkeys(
         (
             "structural_tag",
-            "guided_grammar",
             "guided_decoding_backend",
             "guided_whitespace_pattern",
             "json_schema",

@@ -1,7 +1,7 @@
 """Reads the form of answers that the body of a request asks for.
 
 OpenAI's key is `response_format`; vLLM's are `structured_outputs` and, in older versions,
-`guided_json`, `guided_regex` and `guided_choice`. Does not know what schemas mean.
+`guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`. Does not know their meaning.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,11 @@ from ..errors import RowError
 from ..request import wrong_value
 from ..structured.params import StructuredOutputsParams
 
-_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
+_GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 FORM_KEYS = ("response_format", "structured_outputs", *_GUIDED)
 _SCHEMA_KEYS = ("name", "description", "schema", "strict")
-_NOT_REGULAR = "Only regular forms are supported: give json, regex or choice."
 _REFUSED = {
-    "grammar": _NOT_REGULAR,
-    "structural_tag": _NOT_REGULAR,
+    "structural_tag": "Give json, regex, choice or grammar.",
     "disable_any_whitespace": "Spaces follow colons and commas in every answer.",
     "whitespace_pattern": "Spaces follow colons and commas only.",
 }
@@ -89,7 +87,7 @@ def _response_format(value: Any) -> dict[str, Any] | None:
 def _structured_outputs(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong_value("structured_outputs", "an object", value)
-    known = ("json", "json_object", "regex", "choice")
+    known = ("json", "json_object", "regex", "choice", "grammar")
     fields = {key: content for key, content in value.items() if content is not None}
     for key in [*fields]:
         is_off = key == "disable_any_whitespace" and fields[key] is False

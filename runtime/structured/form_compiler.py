@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection, Iterable
 
 from ..errors import RowError
 from .byte_automaton import TooLarge, compile_language
+from .grammar import read_grammar
 from .json_scalars import SchemaError, too_large
-from .json_schema import ReadSchema, TooManySchemas, read_schema
+from .json_schema import read_schema
 from .json_text import any_object
-from .language import Alternatives, Language, Literal, Origin
+from .language import Alternatives, Language, Literal, Origin, ReadLanguage, TooManyParts
 from .params import StructuredOutputsParams
 from .pattern import PatternError, read_pattern
 from .token_automaton import NoTokens, TokenAutomaton, TokenTrie, compile_tokens
@@ -35,9 +36,9 @@ def compile_form(form: StructuredOutputsParams, trie: TokenTrie) -> TokenAutomat
         return _compiled(form, trie)
     except (SchemaError, PatternError) as error:
         raise refused(str(error)) from None
-    except TooManySchemas:
-        expected = "a schema of fewer parts, those of references included"
-        raise refused(f"schema at /: expected {expected}") from None
+    except TooManyParts:
+        expected = "a schema or grammar of fewer parts, those of references included"
+        raise refused(f"expected {expected}") from None
     except TooLarge as error:
         raise refused(str(too_large(error, Origin("schema", "")))) from None
     except NoTokens:
@@ -52,23 +53,28 @@ def _compiled(form: StructuredOutputsParams, trie: TokenTrie) -> TokenAutomaton:
             language, is_recursive = read_form(form, recursion)
             automaton = compile_language(language)
             if automaton.is_empty:
-                raise SchemaError("schema at /: expected a schema that allows a value, got none")
+                raise SchemaError("expected a form that some text has, got one that none has")
             return compile_tokens(automaton, trie)
-        except (TooLarge, TooManySchemas):
+        except (TooLarge, TooManyParts):
             if recursion == RECURSIONS[-1] or not is_recursive:
                 raise
     raise AssertionError("the last recursion returns or raises")
 
 
-def read_form(form: StructuredOutputsParams, recursion: int = 0) -> ReadSchema:
+def read_form(form: StructuredOutputsParams, recursion: int = 0) -> ReadLanguage:
     """The language of a form."""
     if isinstance(form.json, str):
         return read_schema(json.loads(form.json), recursion)
-    return ReadSchema(_read_other(form), is_recursive=False)
+    if form.grammar is not None:
+        try:
+            return read_grammar(form.grammar, recursion)
+        except PatternError as error:
+            raise PatternError(f"grammar: {error}") from None
+    return ReadLanguage(_read_other(form), is_recursive=False)
 
 
 def _read_other(form: StructuredOutputsParams) -> Language:
-    """The language of a form that is no schema."""
+    """The language of a form without recursion."""
     if form.regex is not None:
         try:
             return read_pattern(form.regex, origin=Origin("regex", ""))

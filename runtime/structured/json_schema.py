@@ -7,13 +7,21 @@ refused with their place. Does not know about tokens or requests.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from .json_arrays import array_of
 from .json_objects import object_of
 from .json_scalars import number_of, schema_error, string_of, values_of
 from .json_text import BOOLEAN, any_value
-from .language import NOTHING, Alternatives, Language, Literal, Origin
+from .language import (
+    NOTHING,
+    Alternatives,
+    Language,
+    Literal,
+    Origin,
+    ReadLanguage,
+    TooManyParts,
+)
 from .schema_keywords import ASSERTIONS, COMBINATIONS, CONSTANTS, check_keywords, implied_types
 from .schema_logic import Schema, are_apart, conjunction, exactly_one_required
 
@@ -25,19 +33,7 @@ _Refs = tuple[str, ...]
 """The references that led to a schema, in order."""
 
 
-class TooManySchemas(Exception):
-    """A schema has too many parts, those of references included."""
-
-
-class ReadSchema(NamedTuple):
-    """The language of a schema."""
-
-    language: Language
-    is_recursive: bool
-    """Whether a reference leads to itself more often than it may."""
-
-
-def read_schema(schema: Any, recursion: int = 0) -> ReadSchema:
+def read_schema(schema: Any, recursion: int = 0) -> ReadLanguage:
     """Read a schema.
 
     Args:
@@ -47,11 +43,11 @@ def read_schema(schema: Any, recursion: int = 0) -> ReadSchema:
 
     Raises:
       SchemaError: The schema is wrong, or uses something outside the subset.
-      TooManySchemas: It has too many parts.
+      TooManyParts: It has too many parts.
     """
     reader = SchemaReader(schema, recursion)
     language = reader.read(schema, "", ("#",))
-    return ReadSchema(language, reader.is_recursive)
+    return ReadLanguage(language, reader.is_recursive)
 
 
 class SchemaReader:
@@ -72,7 +68,7 @@ class SchemaReader:
         """
         self._num_read += 1
         if self._depth == _MAX_DEPTH or self._num_read > _MAX_SCHEMAS:
-            raise TooManySchemas
+            raise TooManyParts
         self._depth += 1
         language = self._read(schema, at, refs)
         self._depth -= 1

@@ -105,6 +105,20 @@ Language = Union[  # noqa: UP007 - the names in quotation marks are not defined 
     Members,
     Compiled,
 ]
+
+
+class ReadLanguage(NamedTuple):
+    """The language of a schema or grammar."""
+
+    language: Language
+    is_recursive: bool
+    """Whether a part of it leads to itself more often than was allowed."""
+
+
+class TooManyParts(Exception):
+    """A schema or grammar has too many parts, those of references included."""
+
+
 EMPTY = Literal("")
 NOTHING = Alternatives(())
 """The language without a text."""

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import RowError
 from ..vllm_options import STRUCTURED, also_accepts
 
-_KINDS = ("json", "json_object", "regex", "choice")
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 @also_accepts(STRUCTURED)
@@ -27,6 +27,7 @@ class StructuredOutputsParams:
       json_object: True for any JSON object.
       regex: A pattern that the whole answer matches.
       choice: Texts, one of which is the answer.
+      grammar: Rules `name ::= ...` in the notation of llama.cpp; the answer has the rule `root`.
 
     Raises:
       RowError: A value has a wrong type, or not exactly one field is given.
@@ -36,6 +37,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     regex: str | None = None
     choice: tuple[str, ...] | Sequence[str] | None = None
+    grammar: str | None = None
 
     def __post_init__(self):
         """Check the fields; a schema becomes compact text, which keeps the order of keys."""
@@ -50,6 +52,8 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.regex is not None and not isinstance(self.regex, str):
             raise _wrong("regex", "a pattern", self.regex)
+        if self.grammar is not None and not isinstance(self.grammar, str):
+            raise _wrong("grammar", "rules as text", self.grammar)
         if self.choice is not None:
             self._check_choice()
 

@@ -19,14 +19,20 @@ SCHEMA = {
     },
     "required": ["b", "a"],
 }
+TREE = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"$ref": "#"}}},
+    "required": ["a"],
+}
+SUM = 'root ::= root "+" root | "(" root ")" | [0-9]+'
 PATTERN = "[ab]{2,5}[0-9]"
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
 REFUSED = {
     "unsupported": {"guided_json": {"items": {"uniqueItems": True}}},
-    "recursive": {"guided_json": {"properties": {"a": {"$ref": "#"}}}},
+    "endless": {"guided_json": {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
     "too large": {"guided_json": {"type": "string", "maxLength": 100_000}},
     "too short": {"response_format": FORMAT, "max_tokens": 3},
-    "grammar": {"guided_grammar": "root ::= root"},
+    "grammar": {"guided_grammar": "root ::= word"},
 }
 
 
@@ -40,6 +46,8 @@ def lines() -> list[dict]:
         rows.append(completion(f"row-{i}", prompt, **sampling, **body))
     rows[3] = chat("chat", "the wheel", max_tokens=30, response_format={"type": "json_object"})
     rows[4] = chat("choice", "the wheel", max_tokens=30, guided_choice=["yes", "no"])
+    rows[6] = chat("tree", "the wheel", max_tokens=40, guided_json=TREE)
+    rows[7] = completion("sum", "1", max_tokens=30, guided_grammar=SUM)
     return rows + [completion(name, "x", **body) for name, body in REFUSED.items()]
 
 
@@ -65,7 +73,7 @@ def test_every_row_has_an_answer_of_its_form_or_an_error(job):
     rows = {row["custom_id"]: row for row in read_rows(job[1])}
     validator = jsonschema.Draft202012Validator(SCHEMA)
     for i in range(40):
-        if i in (3, 4) or i % 3 == 2:
+        if i in (3, 4, 6, 7) or i % 3 == 2:
             continue
         for text in texts_of(rows[f"row-{i}"]):
             if i % 3 == 0:
@@ -73,10 +81,14 @@ def test_every_row_has_an_answer_of_its_form_or_an_error(job):
             else:
                 assert re.fullmatch(PATTERN, text), text
     assert isinstance(json.loads(texts_of(rows["chat"])[0]), dict)
+    (tree,), (total,) = texts_of(rows["tree"]), texts_of(rows["sum"])
+    assert jsonschema.Draft202012Validator(TREE).is_valid(json.loads(tree))
+    assert re.fullmatch(r"[0-9+()]+", total) and eval(total) >= 0
     assert texts_of(rows["choice"])[0] in ("yes", "no")
     errors = {name: answer(rows[name]) for name in REFUSED}
     assert "uniqueItems at /items: expected false" in errors["unsupported"]["message"]
-    assert "$ref at /properties/a: expected no recursion" in errors["recursive"]["message"]
+    assert "expected a form that some text has" in errors["endless"]["message"]
+    assert "grammar: expected a rule of the name word" in errors["grammar"]["message"]
     assert "maxLength at /: expected a smaller language" in errors["too large"]["message"]
     assert "expected room for the shortest answer" in errors["too short"]["message"]
     assert errors["too short"]["param"] == "max_tokens"

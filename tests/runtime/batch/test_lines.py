@@ -364,7 +364,6 @@ HUGE = {f"key {i}": {"type": "string", "enum": ["x" * 100] * 10} for i in range(
     ("key", "value"),
     [
         ("structural_tag", {"structures": []}),
-        ("guided_grammar", "root ::= root"),
         ("json_schema", "{" * 100_000),
         ("grammar", "root ::= root"),
         ("regex", "["),
@@ -483,6 +482,6 @@ def test_unknown_keys_of_a_body_are_ignored_if_that_is_asked_for():
     assert isinstance(row, BatchRow)
     assert row.ignored == ("label", "temprature") and row.params.n == 2
     # a key that noria knows and cannot follow would change the answer
-    for key in ("functions", "guided_grammar"):
+    for key in ("functions", "structural_tag"):
         assert isinstance(read(**{key: 1}), BadRow)
     assert isinstance(read(ignores_unknown=False, label=3), BadRow)

@@ -45,7 +45,9 @@ def accepted(**body) -> BatchRow:
 
 def accepts(row: BatchRow, text: str) -> bool:
     assert row.params.structured_outputs is not None
-    return compile_language(read_form(row.params.structured_outputs).language).accepts(text.encode())
+    return compile_language(read_form(row.params.structured_outputs).language).accepts(
+        text.encode()
+    )
 
 
 def choice_of(row: BatchRow, text: str, reason: str = "stop") -> dict:

@@ -23,9 +23,18 @@ from noria.compile.plan import Numbers
 from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.modelzoo.quantised_weight import QuantisedWeight
-from noria.modelzoo.weight_formats import BYTE_DTYPES, OFFSETS, ORDER, SCALES
-from noria.runtime.checkpoint import load_params, open_model
+from noria.modelzoo.weight_formats import (
+    BYTE_DTYPES,
+    OFFSETS,
+    ORDER,
+    SCALES,
+    Quantisation,
+    WeightFormat,
+)
+from noria.runtime.checkpoint import load_params, open_model, published_weight
 from noria.runtime.checkpoint.published_numbers import keep_published, override_plan
+from noria.runtime.checkpoint.published_weight import PublishedWeight
+from noria.runtime.checkpoint.tensor_source import Interval
 from noria.runtime.errors import CheckpointMismatch
 from noria.sharding.legality import check
 
