@@ -55,7 +55,11 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_list_of(holds: Callable[[Any], bool], *, or_empty: bool) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and (or_empty or value) and all(map(holds, value))
+    def holds_for_all(value: Any) -> bool:
+        is_long_enough = isinstance(value, list) and (or_empty or len(value) > 0)
+        return is_long_enough and all(map(holds, value))
+
+    return holds_for_all
 
 
 def _is_map_of_schemas(value: Any) -> bool:

@@ -122,6 +122,7 @@ def test_entries_are_predicted_to_be_sent_as_codes_and_scales():
     passed = {x.num_bytes: x.times for x in found if x.kind == "collective-permute"}
     # eight heads of eight features: of eight entries and their positions, and of one new token
     codes, scales, positions, new, position = 512, 256, 32, 256, 4
-    times = 7 * config.num_layers
-    assert scales == new
+    # a window of six positions is passed on five times; the other layer gathers its queries
+    times = 5
+    assert config.windows == (None, 6) and scales == new
     assert passed == {codes: 2 * times, scales: 4 * times, positions: times, position: times}
