@@ -5,6 +5,7 @@ nothing heavy before `run`, so that `noria --help` and the rerun of a finished j
 """
 
 import argparse
+import itertools
 import re
 import sys
 import traceback
@@ -20,6 +21,7 @@ from .commands import (
     compile_command,
     convert_command,
     doctor_command,
+    eval_command,
     inspect_command,
     layouts_command,
     merge_command,
@@ -28,6 +30,7 @@ from .commands import (
 )
 from .console import printable, tell
 from .errors import ConfigError
+from .files.remote import Url, is_url
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     try:
-        _refuse_urls(arguments)
+        _refuse_urls(arguments, options)
         return options.run(options)
     except BaseException as error:
         code = errors.exit_code(error)
@@ -57,14 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
 
 
-def _refuse_urls(arguments: Sequence[str]) -> None:
-    """Refuse URLs in their original form: as a path, a URL loses one of its two slashes."""
+def _refuse_urls(arguments: Sequence[str], options: argparse.Namespace) -> None:
+    """Refuse URLs of options that take paths: as a path, a URL loses one of its two slashes."""
+    values = vars(options).values()
+    listed = [value for value in values if isinstance(value, list)]
+    known = {value.text for value in itertools.chain(values, *listed) if isinstance(value, Url)}
     for argument in arguments:
-        url = re.fullmatch(r"(?:-[^=]*=)?([A-Za-z][A-Za-z0-9+.-]*://.*)", argument, re.DOTALL)
-        if url is not None:
+        # the value of -oURL or --output=URL
+        url = re.sub(r"^(?:--[^=]*=|-[A-Za-z](?=[A-Za-z0-9+.-]+://))", "", argument)
+        if is_url(url) and url not in known and argument not in known:
             raise ConfigError(
-                f"{url[1]}: expected a path on this machine, as noria opens no URLs. Copy the file "
-                "here, or mount it, and give the path."
+                f"{url}: expected a path on this machine, as this option opens no URLs. Copy the "
+                "file here, or mount it, and give the path."
             )
 
 
@@ -128,6 +135,13 @@ _COMMANDS = {
         "over the same tokens: divergence, equal choices and perplexity.",
         "noria compare --model smollm2 --numbers float --numbers int8 -i examples/hello.jsonl "
         "-o report",
+    ),
+    "eval": _Command(
+        eval_command,
+        "run tasks of lm-evaluation-harness on a model",
+        "Run tasks of lm-evaluation-harness on a model, and write results as the harness does. "
+        "Each call of the harness runs as one batch.",
+        "noria eval --model smollm2 --tasks lambada_openai -o results",
     ),
     "layouts": _Command(
         layouts_command,

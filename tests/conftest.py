@@ -135,6 +135,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slow", action="store_true", default=False, help="run the tests marked slow, too"
     )
     parser.addoption(
+        "--third-party",
+        action="store_true",
+        default=False,
+        help="run the tests with programs that are not noria's, too",
+    )
+    parser.addoption(
         "--fast", action="store_true", default=False, help="run the tests that compile little"
     )
 
@@ -142,12 +148,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--fast"):
         items[:] = [item for item in items if item.nodeid.removeprefix("tests/").startswith(FAST)]
-    if config.getoption("--slow"):
-        return
-    skip = pytest.mark.skip(reason="slow; run with --slow")
-    for item in items:
-        if item.get_closest_marker("slow"):
-            item.add_marker(skip)
+    for marker in ("slow", "third_party"):
+        option = f"--{marker.replace('_', '-')}"
+        if config.getoption(option):
+            continue
+        skip = pytest.mark.skip(reason=f"{marker}; run with {option}")
+        for item in items:
+            if item.get_closest_marker(marker):
+                item.add_marker(skip)
 
 
 def pytest_collection_finish() -> None:

@@ -90,7 +90,8 @@ def _imported_roots(path: Path) -> set[str]:
 def test_every_package_that_the_library_imports_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     requirements = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
-    declared = {re.match(r"[\w-]+", line)[0].partition("-")[0] for line in requirements}
+    names = [re.match(r"[\w-]+", line)[0] for line in requirements]
+    declared = {name.partition("-")[0] for name in names} | {n.replace("-", "_") for n in names}
     floors = ("modelzoo", "sharding", "compile", "runtime")
     files = [path for floor in floors for path in (ROOT / floor).rglob("*.py")]
     imported = set().union(*map(_imported_roots, files)) - sys.stdlib_module_names

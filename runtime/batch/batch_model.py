@@ -9,7 +9,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -29,6 +29,7 @@ from ..errors import (
 )
 from ..files.disk import Disk
 from ..files.layout_files import layout_file, read_layout_table
+from ..files.remote import Url
 from ..files.run_config import read_instant, read_plan_table
 from ..pods import pod_options
 from ..pods.peers import ALONE, Peers
@@ -43,6 +44,7 @@ from .part import Part
 from .pipes import PIPE, copy_path, write_to_stdout
 from .progress import Progress
 from .prompt_encoder import PromptEncoder
+from .remote_files import Outputs, input_copied, input_copy_path
 from .request_body import read_sampling
 from .run import run_job
 from .scan import RowRequirements, ScanSummary
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from ...compile.grids.default_grid import RowShape
     from ...compile.grids.prefix_table import PrefixTable
     from ...compile.plan import Plan
+    from ...compile.planning.work import Work
     from ...compile.targets import Target
     from ...modelzoo.config import DecoderConfig
     from ...sharding.layout import Layout
@@ -99,10 +102,13 @@ def _run(
     peers: Peers,
     phases: PhaseClock,
 ) -> int:
-    progress = Progress(is_quiet=options.quiet or not peers.is_leader)
-    with open_model(options.model) as files:
+    _check_places(options, peers)
+    progress, disk = Progress(is_quiet=options.quiet or not peers.is_leader), Disk()
+    with open_model(options.model) as files, ExitStack() as copies:
         files.unread.report(progress.note, is_strict=options.strict_config)
-        settings = _settings(options, files, plan_table, layout_table, peers.setup)
+        settings, outputs = _settings(options, files, plan_table, layout_table, peers.setup)
+        copies.enter_context(outputs.mirrored(disk, progress.note, restarts=options.restart))
+        copies.enter_context(input_copied(options.input, settings.input_path, disk))
         if settings.sampling_defaults:
             shown = json.dumps(dict(settings.sampling_defaults))
             progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
@@ -112,7 +118,7 @@ def _run(
         else:
             code = run_job(settings, model, peers=peers, progress=progress, phases=phases)
         if options.output == PIPE and code in (EXIT_OK, EXIT_ROWS_FAILED):
-            write_to_stdout(settings.output_path, Disk())
+            write_to_stdout(settings.output_path, disk)
         return code
 
 
@@ -145,12 +151,7 @@ def _settings(
     plan_table: Mapping[str, Any] | None,
     layout_table: Mapping[str, Any] | None,
     setup: str,
-) -> JobSettings:
-    if PIPE in (options.input, options.output) and setup != ALONE.setup:
-        raise ConfigError(
-            "-i -, -o -: expected files for a job of several processes, got a pipe. Save the input "
-            "to a file, and name an output."
-        )
+) -> tuple[JobSettings, Outputs]:
     uses_defaults = options.generation_config == "model"
     defaults = dict(files.generation_defaults.sampling) if uses_defaults else {}
     source = "generation_config.json of the model" if defaults else "noria"
@@ -180,16 +181,22 @@ def _settings(
     output = options.output
     if output == PIPE:
         output = output_for_stdout(options, configuration)
-    reads_stdin = options.input == PIPE
-    return JobSettings(
-        input_path=copy_path(output) if reads_stdin else options.input,
-        output_path=output,
+    outputs = Outputs.at(output, options.error_file, options.work_folder)
+    is_url, reads_stdin = isinstance(options.input, Url), options.input == PIPE
+    input_path = options.input
+    if reads_stdin:
+        input_path = copy_path(outputs.output)
+    elif is_url:
+        input_path = input_copy_path(options.input, outputs.output)
+    settings = JobSettings(
+        input_path=input_path,
+        output_path=outputs.output,
         model_name=files.name,
         configuration=configuration,
         sampling_defaults=defaults,
         sampling_defaults_source=source,
         config_keys_ignored=files.unread.keys,
-        error_file=options.error_file,
+        error_file=outputs.error_file,
         also_read=_also_read(options, files),
         grace_seconds=options.grace_seconds,
         on_error=options.on_error,
@@ -199,12 +206,33 @@ def _settings(
         allow_other_setup=options.allow_different_numerics,
         expected_weights=options.expect_weights,
         reads_stdin=reads_stdin,
+        input_url=str(options.input) if is_url else None,
         columns=Columns(options.prompt_column, options.id_column),
         ignores_unknown=options.ignore_unknown,
         updates=options.update,
         price_per_hour=_price_per_hour(options.prices, _target_name(options, plan_table)),
         now=None if options.now is None else read_instant("--now", options.now),
     )
+    return settings, outputs
+
+
+def _check_places(options: argparse.Namespace, peers: Peers) -> None:
+    """Refuse pipes and URLs where files are needed."""
+    places = [options.input, options.output, options.error_file]
+    if peers.setup != ALONE.setup and any(p == PIPE or isinstance(p, Url) for p in places):
+        raise ConfigError(
+            "-i, -o, --error-file: expected files for a job of several processes, got a pipe or a "
+            "URL. Save the input to a file, and name an output on this machine."
+        )
+    if isinstance(options.input, Url) and options.input in places[1:]:
+        raise ConfigError(
+            f"{options.input}: expected two URLs, got the input as an output. Choose another "
+            "output; a file that is read is never written."
+        )
+    if options.output == PIPE and isinstance(options.error_file, Url):
+        raise ConfigError(
+            "--error-file: expected a path on this machine beside -o -, got a URL. Name an output."
+        )
 
 
 def output_for_stdout(options: argparse.Namespace, configuration: Mapping[str, str]) -> Path:
@@ -212,8 +240,9 @@ def output_for_stdout(options: argparse.Namespace, configuration: Mapping[str, s
 
     The same command finds its journal again, and no other job has the name.
     """
+    source = options.input
     names = {
-        "input": os.path.abspath(options.input),
+        "input": str(source) if isinstance(source, Url) else os.path.abspath(source),
         "rows": str(Part.parse(options.rows)),
         "pipeline": os.path.abspath(options.pipeline or ""),
     }
@@ -341,7 +370,9 @@ class BatchModel:
         shares = self.options.shares and is_lossless
         submission = partial(plan_submission, grid=plan.buckets, shares=shares)
         waste = partial(with_waste, grid=plan.buckets, work=work)
-        return Build(generator, text, digest, submission, waste)
+        shapes = {row.row: shape for row, shape in zip(can_run, rows, strict=True)}
+        better_plan = partial(_better_plan_note, plan, work, config, shapes, summary.prefixes)
+        return Build(generator, text, digest, submission, waste, better_plan)
 
     def _resolve_plan(
         self,
@@ -439,6 +470,38 @@ def _note_plan(
     if note := limit_note(plan, rows, config.max_position):
         progress.note(note)
     progress.note(str(session.attention_kernels(plan, config, target)))
+
+
+def _better_plan_note(
+    plan: "Plan",
+    work: "Work",
+    config: "DecoderConfig",
+    shapes: "Mapping[int, RowShape]",
+    prefixes: "PrefixTable",
+    outputs: Mapping[int, int],
+    run_seconds: float,
+) -> str | None:
+    """A note on a plan that would have saved much of the run; None if there is none."""
+    from ...compile.grids.grid_defaults import GridDefaults
+    from ...compile.planning.candidates import ExpectedRow
+    from ...compile.planning.graph_prices import GraphPrices
+    from ...sharding.legality import chunk_findings
+    from ..files.hardware_files import known_hardware
+    from ..planning.better_plan import better_plan_note
+
+    # a finished job does not fail for a note that nobody can compute, as on unknown hardware
+    with suppress(KeyError, ValueError):
+        return better_plan_note(
+            plan.buckets,
+            [ExpectedRow(shapes[row], output) for row, output in outputs.items()],
+            prefixes.of_rows(list(outputs)),
+            run_seconds,
+            prices=GraphPrices.of_target(plan.target, work, known_hardware()),
+            defaults=GridDefaults.for_layout(plan.layout),
+            max_position=config.max_position,
+            may_chunk=plan.layout is None or not any(chunk_findings(plan.layout)),
+        )
+    return None
 
 
 @contextmanager

@@ -97,10 +97,12 @@ def exit_code_of(settings: JobSettings, manifest: Mapping[str, Any]) -> int:
         JobError: A graph compiled after the build, although all rows are complete.
     """
     if num_compiles := manifest["compiles_during_run"]:
+        programs = manifest.get("generator", {}).get("unexpected_compiles", ())
+        named = f" ({'; '.join(programs[:3])})" if programs else ""
         raise JobError(
-            f"{settings.output_path}: expected no compile after the build, got {num_compiles}. The "
-            "output is complete and correct, but rows waited for the compiler. Please report this "
-            f"with {manifest_path(settings.output_path)}.",
+            f"{settings.output_path}: expected no compile after the build, got {num_compiles}"
+            f"{named}. The output is complete and correct, but rows waited for the compiler. "
+            f"Please report this with {manifest_path(settings.output_path)}.",
             EXIT_BUILD,
         )
     return EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import RowError
@@ -276,7 +276,11 @@ class OutputLines:
 
 def error_of_line(line: bytes) -> RowError | None:
     """The error in an output line; None for a result."""
-    record = json.loads(line)
+    return error_in(json.loads(line))
+
+
+def error_in(record: Mapping[str, Any]) -> RowError | None:
+    """The error in the record of an output line; None for a result."""
     error, response = record["error"], record["response"]
     if error is None and response["status_code"] != 200:
         error = response["body"]["error"]

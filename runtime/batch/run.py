@@ -11,9 +11,10 @@ nothing.
 """
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..console import plural
@@ -181,7 +182,7 @@ class _JobRun:
             self._show_kept_error(row for row in rows if row.row in kept)
 
         statistics: dict[str, Any] = {}
-        num_tokens = 0
+        num_tokens, better_plan = 0, None
         if waiting:
             computed, repeats = self.source.digests.split(waiting)
             self._note_repeats(len(waiting) - len(computed))
@@ -207,10 +208,11 @@ class _JobRun:
                 return self._stopped(stopped_by, len(rows))
             statistics = built.with_waste(built.generator.statistics())
             num_tokens = runner.num_tokens
+            better_plan = partial(built.better_plan, self._output_lengths(computed))
         elif self.journal is not None:
             check_finished_by(self.settings, self.journal.facts.get(WEIGHTS), self.model)
         self.phases.enter("run")
-        return self._finish(summary, statistics, num_kept, num_tokens)
+        return self._finish(summary, statistics, num_kept, num_tokens, better_plan)
 
     def _bind_to_time(self, journal: Journal) -> None:
         """Record the time that prompts show, as later runs of the job must show the same time."""
@@ -293,8 +295,23 @@ class _JobRun:
         )
         return EXIT_CODES[signal.Signals[signal_name]]
 
+    def _output_lengths(self, rows: Iterable[ScannedRow]) -> dict[int, int]:
+        """The output tokens of each sequence of rows that have a result."""
+        known, lengths = {} if self.journal is None else self.journal.rows, {}
+        for row in rows:
+            done = known.get(row.key)
+            if done is not None and done.code is None and row.requirements is not None:
+                tokens = int(done.metrics.get("output_tokens", 0))
+                lengths[row.row] = tokens // row.requirements.n
+        return lengths
+
     def _finish(
-        self, summary: ScanSummary, statistics: Mapping[str, Any], num_kept: int, num_tokens: int
+        self,
+        summary: ScanSummary,
+        statistics: Mapping[str, Any],
+        num_kept: int,
+        num_tokens: int,
+        better_plan: Callable[[float], str | None] | None,
     ) -> int:
         """Write the outputs on the leader; return the exit code."""
         if self.journal is None:
@@ -312,6 +329,8 @@ class _JobRun:
             ignored=self.source.ignored,
         )
         self.progress.note(summarise(self.settings.output_path, manifest))
+        if better_plan is not None and (note := better_plan(manifest["run_seconds"])):
+            self.progress.note(note)
         return self.peers.broadcast(exit_code_of(self.settings, manifest))
 
 

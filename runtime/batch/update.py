@@ -16,7 +16,7 @@ from ..errors import RowError
 from .job import JobSettings
 from .journal import Journal
 from .journal_records import INSTANT, MODEL, PLAN, WEIGHTS
-from .results import AT_MAX_LENGTH, DROPPED, OutputLines, error_of_line
+from .results import AT_MAX_LENGTH, DROPPED, OutputLines, error_in
 from .row_files import output_lines
 from .scan import ScannedRow, ScanSummary
 
@@ -50,7 +50,7 @@ def keep_answers(
             for content in output_lines(path, file):
                 line = json.loads(content)
                 if (row := wanted.get(line["id"])) is not None:
-                    _record(journal, row, line, error_of_line(content))
+                    _record(journal, row, line, error_in(line))
 
 
 def _record(

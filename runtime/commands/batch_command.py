@@ -3,8 +3,16 @@
 import argparse
 from pathlib import Path
 
+from ..files.remote import path_or_url
 from ..pods import pod_options
-from .shared_options import add_dtype, add_layout, add_model, add_overrides, add_quiet
+from .shared_options import (
+    add_dtype,
+    add_layout,
+    add_model,
+    add_overrides,
+    add_quiet,
+    add_work_folder,
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -13,19 +21,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "-i",
         "--input",
-        type=Path,
+        type=path_or_url,
         required=True,
-        help="file with requests: OpenAI Batch lines or simple lines (.jsonl), or a table of "
-        "prompts (.csv, .tsv, .parquet); lines and CSV may end in .gz or .zst; -, standard input",
+        help="file or URL with requests: OpenAI Batch lines or simple lines (.jsonl), or a table "
+        "of prompts (.csv, .tsv, .parquet); lines and CSV may end in .gz or .zst; -, standard "
+        "input",
     )
     add(
         "-o",
         "--output",
-        type=Path,
+        type=path_or_url,
         required=True,
-        help="file for the results, in input order (.jsonl, .jsonl.gz, .jsonl.zst or .parquet); "
-        "-, standard output",
+        help="file or URL for the results, in input order (.jsonl, .jsonl.gz, .jsonl.zst or "
+        ".parquet); -, standard output",
     )
+    add_work_folder(parser)
     add(
         "--prompt-column",
         metavar="NAME",
@@ -91,7 +101,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(default: row)",
     )
     add(
-        "--error-file", type=Path, help="file for error rows, which are then left out of the output"
+        "--error-file",
+        type=path_or_url,
+        help="file or URL for error rows, which are then left out of the output",
     )
     add(
         "--rows",

@@ -1,7 +1,9 @@
 """`noria merge`: join the finished parts of a job."""
 
 import argparse
-from pathlib import Path
+
+from ..files.remote import path_or_url
+from .shared_options import add_work_folder
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -10,13 +12,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "parts",
         nargs="+",
-        type=Path,
+        type=path_or_url,
         metavar="PART",
-        help="output files of all N parts, in any order",
+        help="output files or URLs of all N parts, in any order",
     )
-    add("-o", "--output", type=Path, required=True, help="file for the results, in input order")
     add(
-        "--error-file", type=Path, help="file for error rows, which are then left out of the output"
+        "-o",
+        "--output",
+        type=path_or_url,
+        required=True,
+        help="file or URL for the results, in input order",
+    )
+    add_work_folder(parser)
+    add(
+        "--error-file",
+        type=path_or_url,
+        help="file or URL for error rows, which are then left out of the output",
     )
     add("--quiet", action="store_true", help="print nothing on stderr")
 
@@ -25,6 +36,13 @@ def run(options: argparse.Namespace) -> int:
     """Merge the parts and return the exit code."""
     from ..batch.merge import merge
     from ..batch.progress import Progress
+    from ..batch.remote_files import Outputs, files_copied
+    from ..files.disk import Disk
 
     progress = Progress(is_quiet=options.quiet)
-    return merge(options.parts, options.output, error_file=options.error_file, progress=progress)
+    outputs = Outputs.at(options.output, options.error_file, options.work_folder)
+    with (
+        files_copied(options.parts, with_manifests=True) as parts,
+        outputs.mirrored(Disk(), progress.note),
+    ):
+        return merge(parts, outputs.output, error_file=outputs.error_file, progress=progress)

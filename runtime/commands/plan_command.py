@@ -8,12 +8,14 @@ not read. Graphs are compiled only with `--compile-layouts`.
 import argparse
 import math
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from ..console import note, tell
 from ..devices.default_target import default_target
 from ..errors import ConfigError
+from ..files.remote import path_or_url
 from .shared_options import add_dtype, add_model, add_quiet
 
 
@@ -23,9 +25,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, reads_weights=False)
     add(
         "--workload",
-        type=Path,
+        type=path_or_url,
         required=True,
-        help="batch file, or CSV file with token counts, to plan for",
+        help="batch file, or CSV file with token counts, to plan for; or its URL",
     )
     add("-o", "--output", type=Path, required=True, help="file for the plan, in TOML")
     add(
@@ -67,10 +69,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--from-output",
-        type=Path,
+        type=path_or_url,
         metavar="OUT",
-        help="output of a finished job, for the output lengths: known if it had this workload, "
-        "learned by endpoint and prompt length if not",
+        help="output of a finished job, or its URL, for the output lengths: known if it had this "
+        "workload, learned by endpoint and prompt length if not",
     )
     add(
         "--expected-output",
@@ -175,6 +177,19 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Make the plan, write the plan and its report, and print a summary."""
+    from ..batch.remote_files import files_copied
+
+    _check(options)
+    with ExitStack() as copies:
+        for name, has_manifest in (("workload", False), ("from_output", True)):
+            if (place := getattr(options, name)) is not None:
+                copy = copies.enter_context(files_copied([place], with_manifests=has_manifest))
+                setattr(options, name, copy[0])
+        return _plan(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """Make the plan from files of this machine."""
     from ...compile.targets import find_target
     from .. import session
     from ..checkpoint import open_model
@@ -183,7 +198,6 @@ def run(options: argparse.Namespace) -> int:
     from ..planning.prediction import predict
     from ..planning.summary import summary
 
-    _check(options)
     _check_files(options)
     if options.compile_layouts:
         session.prepare_jax(options.target)

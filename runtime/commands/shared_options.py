@@ -1,6 +1,7 @@
 """Options that several subcommands have, each defined once."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files.run_config import STRICT_CONFIG, apply_overrides
@@ -88,6 +89,18 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="A.B=V",
         help="override a key of the plan, such as buckets.decode_slots=16",
+    )
+
+
+def add_work_folder(parser: argparse.ArgumentParser) -> None:
+    """Add `--work-folder` of commands whose outputs may be at URLs."""
+    parser.add_argument(
+        "--work-folder",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder for the journal and the copies of outputs at URLs (default: the current "
+        "folder)",
     )
 
 

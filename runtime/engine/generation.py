@@ -387,11 +387,13 @@ class GenerationSession:
     def statistics(self) -> dict[str, Any]:
         """The counters of the run so far, as a dict that can be written as JSON."""
         metrics, experts = self.engine.metrics, self.experts
+        compiles = compile_monitor().compiles[self._compiles_at_start :]
         return {
             **metrics.report(),
             "attention": dict(self.attention),
             **({} if experts is None else {"experts": experts.report(metrics.experts)}),
-            "compiles_during_run": compile_monitor().num_compiles - self._compiles_at_start,
+            "compiles_during_run": len(compiles),
+            **({"unexpected_compiles": compiles} if compiles else {}),
         }
 
     @property

@@ -49,6 +49,25 @@ def test_a_table_runs_with_the_sampling_of_the_command_line(noria, answers, tmp_
     assert [row["response"]["body"]["choices"] for row in rows] == answers
 
 
+def test_a_job_and_a_merge_between_urls(noria, answers, tmp_path):
+    store, work = tmp_path / "store", tmp_path / "work"
+    store.mkdir()
+    url, options = f"file://{store}", ("--work-folder", work, "--model", noria.model)
+    write_lines(store / "in.jsonl", ROWS)
+    for part in range(2):
+        places = ("-i", f"{url}/in.jsonl", "-o", f"{url}/part{part}.jsonl")
+        numbers = ("--dtype", "float32", "--rows", f"{part}/2")
+        done = noria.run("batch", *places, *options, *numbers)
+        assert f"{url}/part{part}.jsonl: " in done.stderr
+    parts = [f"{url}/part{part}.jsonl" for part in range(2)]
+    noria.run_here("merge", *parts, "-o", f"{url}/out.jsonl", "--work-folder", work)
+    rows = read_rows(store / "out.jsonl")
+    assert [row["response"]["body"]["choices"] for row in rows] == answers
+    assert not list(work.iterdir())
+    same = ("-i", f"{url}/in.jsonl", "-o", f"{url}/in.jsonl", *options)
+    assert "got the input as an output" in noria.refuse("batch", *same)
+
+
 def test_changed_rows_of_a_finished_job_run_alone(noria, tmp_path):
     source, output = write_lines(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     before, _ = noria.batch(source, output)

@@ -724,3 +724,19 @@ def test_a_full_disk_is_said_with_the_name_of_the_lock(tmp_path, monkeypatch):
         run(source, tmp_path / "out.jsonl")
     assert caught.value.filename == str(tmp_path / "out.jsonl.lock")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_note_on_a_better_plan_follows_the_result(tmp_path):
+    class Model(fake.FakeModel):
+        def build(self, *arguments, **services):
+            return replace(super().build(*arguments, **services), better_plan=self.note)
+
+        def note(self, outputs, seconds):
+            self.outputs = outputs
+            return f"better: {seconds >= 0}"
+
+    source, stream, model = write_input(tmp_path / "in.jsonl"), io.StringIO(), Model()
+    run_job(fake.settings(source, tmp_path / "out.jsonl"), model, progress=Progress(stream=stream))
+    assert stream.getvalue().splitlines()[-1] == "better: True"
+    # 40 rows have a result; every answer of the fake model is of equal length
+    assert len(model.outputs) == 40 and len(set(model.outputs.values())) == 1

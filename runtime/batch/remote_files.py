@@ -1,0 +1,186 @@
+"""Local copies of files at URLs: a command works on these, and publishes its finished outputs.
+
+The copy of an output has the name of the output, in a folder of the work folder that is named after
+the output's folder. The journal and the lock are beside it, so the same command finds them again.
+
+Does not know how rows run. Guarantees: an output that is at its URL already is seen before a row
+runs; outputs are published only if they are complete, the manifest last; the local copies are
+removed only after every URL has their content.
+"""
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import EXIT_RESUMABLE, ConfigError, JobError, OutputIsLocked, UnusableFile
+from ..files.disk import Disk
+from ..files.remote import RemoteFile, Url
+from .journal import journal_path
+from .manifest import manifest_path, output_differences, read_manifest
+
+Place = Path | Url
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The outputs of a job or a merge on this machine, and the URLs of those that have one."""
+
+    output: Path
+    error_file: Path | None
+    urls: dict[Path, Url]
+    """The URLs by local path; the manifest is last."""
+    _fetched: list[Path] = field(default_factory=list)
+
+    @classmethod
+    def at(cls, output: Place, error_file: Place | None, work_folder: Path) -> "Outputs":
+        """The outputs at paths and URLs.
+
+        Raises:
+            ConfigError: A URL is given twice.
+        """
+        local, urls = _local(output, work_folder), {}
+        local_errors = None if error_file is None else _local(error_file, work_folder)
+        if output == error_file and isinstance(output, Url):
+            raise ConfigError(f"{output}: the output is the error file too. Give two URLs.")
+        if isinstance(error_file, Url) and local_errors is not None:
+            urls[local_errors] = error_file
+        if isinstance(output, Url):
+            urls[local] = output
+            manifest = manifest_path(local)
+            urls[manifest] = output.beside(manifest.name)
+        return cls(local, local_errors, urls)
+
+    @contextmanager
+    def mirrored(
+        self, disk: Disk, note: Callable[[str], None], *, restarts: bool = False
+    ) -> Iterator[None]:
+        """Fetch outputs that are at their URLs already, and publish them when they are complete.
+
+        Args:
+            disk: Disk operations.
+            note: Shows a message.
+            restarts: Whether outputs at the URLs do not count.
+
+        Raises:
+            UnusableFile: A URL cannot be read.
+            JobError: A URL cannot be written; the finished outputs are kept.
+        """
+        if not self.urls:
+            yield
+            return
+        remote = {path: RemoteFile(url) for path, url in self.urls.items()}
+        try:
+            for path, file in remote.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if not (restarts or path.exists() or self._is_begun()) and file.exists():
+                    self._fetched.append(path)
+                    file.fetch(path, disk)
+            yield
+        except OutputIsLocked:
+            raise
+        except BaseException:
+            self._leave(remote, disk, note)
+            raise
+        else:
+            self._leave(remote, disk, note)
+
+    def _leave(
+        self, remote: dict[Path, RemoteFile], disk: Disk, note: Callable[[str], None]
+    ) -> None:
+        if not self._is_begun() and self._is_complete():
+            self._publish(remote, note)
+            # without its output, a manifest that is left counts for nothing
+            self._remove(list(remote), disk)
+        elif not self._is_begun():
+            self._remove(self._fetched, disk)
+
+    def _publish(self, remote: dict[Path, RemoteFile], note: Callable[[str], None]) -> None:
+        for path, file in remote.items():
+            try:
+                if file.publish(path):
+                    note(f"{file.url}: {path.stat().st_size} bytes, uploaded and compared")
+            except UnusableFile as error:
+                raise JobError(
+                    f"{error} The finished outputs are kept in {path.parent}; the same command "
+                    "uploads them again.",
+                    EXIT_RESUMABLE,
+                ) from error
+
+    def _is_begun(self) -> bool:
+        return journal_path(self.output).exists()
+
+    def _is_complete(self) -> bool:
+        outputs = [path for path in (self.output, self.error_file) if path is not None]
+        manifest = read_manifest(self.output)
+        return manifest is not None and not output_differences(manifest, outputs)
+
+    def _remove(self, paths: Sequence[Path], disk: Disk) -> None:
+        for path in paths:
+            disk.remove(path)
+        for folder in {path.parent for path in self.urls}:
+            with suppress(OSError):  # another job may have files there
+                folder.rmdir()
+
+
+def input_copy_path(url: Url, output: Path) -> Path:
+    """The path of the copy of an input, beside an output."""
+    # the suffixes say how a file holds its rows
+    return output.with_name(f"{output.name}.input{''.join(Path(url.name).suffixes)}")
+
+
+@contextmanager
+def input_copied(place: Place, path: Path, disk: Disk) -> Iterator[None]:
+    """Fetch an input at a URL to a path, and remove it at the end; other inputs need no copy.
+
+    Raises:
+        UnusableFile: The URL cannot be read.
+    """
+    if isinstance(place, Path):
+        yield
+        return
+    RemoteFile(place).fetch(path, disk)
+    try:
+        yield
+    except OutputIsLocked:  # the job that runs reads the copy
+        raise
+    except BaseException:
+        disk.remove(path)
+        raise
+    else:
+        disk.remove(path)
+
+
+@contextmanager
+def files_copied(places: Sequence[Place], *, with_manifests: bool) -> Iterator[list[Path]]:
+    """Files as paths; those at URLs are fetched to a temporary folder, each to one of its own.
+
+    Args:
+        places: The files.
+        with_manifests: Whether to fetch the manifests beside the files, too.
+
+    Raises:
+        UnusableFile: A URL cannot be read.
+    """
+    with ExitStack() as opened:
+        paths = []
+        for place in places:
+            if isinstance(place, Url):
+                folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="noria-")))
+                path = folder / place.name
+                RemoteFile(place).fetch(path, Disk())
+                manifest = RemoteFile(place.beside(manifest_path(path).name))
+                if with_manifests and manifest.exists():
+                    manifest.fetch(manifest_path(path), Disk())
+                place = path
+            paths.append(place)
+        yield paths
+
+
+def _local(place: Place, work_folder: Path) -> Path:
+    if isinstance(place, Path):
+        return place
+    name = hashlib.sha256(place.folder.encode()).hexdigest()[:12]
+    return work_folder / f"noria-{name}" / place.name

@@ -1,0 +1,56 @@
+"""The line after a job that says what a better plan would have saved."""
+
+import random
+from itertools import count
+
+import pytest
+from tiny import CONFIG
+
+from noria.compile.abstract_model import AbstractModel
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.default_grid import RowShape
+from noria.compile.grids.grid_defaults import GridDefaults
+from noria.compile.grids.prefix_table import NOTHING_SHARED
+from noria.compile.planning.candidates import ExpectedRow
+from noria.compile.planning.graph_prices import GraphPrices
+from noria.compile.planning.work import Work
+from noria.runtime.files.hardware_files import known_hardware
+from noria.runtime.planning.better_plan import better_plan_note, saved_share
+
+POOR = BucketGrid(128, ((96, 1),), 2, (128,), steps_per_call=8)
+RNG = random.Random(2)
+ROWS = [
+    ExpectedRow(RowShape(RNG.randint(3, 90), 30, 1, False), RNG.randint(1, 30)) for _ in range(900)
+]
+FACTS = {
+    "prices": GraphPrices.of_target(
+        "cpu", Work(AbstractModel(CONFIG), "float32"), known_hardware()
+    ),
+    "defaults": GridDefaults(),
+    "max_position": CONFIG.max_position,
+    "may_chunk": False,
+}
+
+
+def share(grid: BucketGrid, rows=ROWS, **changes) -> float:
+    facts = {**FACTS, "search_seconds": 60.0, **changes}
+    return saved_share(grid, rows, NOTHING_SHARED, **facts)
+
+
+def test_a_poor_plan_is_named_with_its_share_and_a_good_one_is_not():
+    poor = share(POOR)
+    assert 0.1 < poor < 1
+    note = better_plan_note(POOR, ROWS, NOTHING_SHARED, 600.0, **FACTS)
+    assert note is not None and "noria plan --from-output" in note
+    percent = int(note.partition("save ")[2].partition("%")[0])
+    assert percent == pytest.approx(100 * poor, abs=1)
+    assert better_plan_note(POOR, ROWS, NOTHING_SHARED, 59.0, **FACTS) is None
+    assert better_plan_note(POOR, [], NOTHING_SHARED, 600.0, **FACTS) is None
+
+
+def test_the_search_ends_when_its_seconds_are_over():
+    ticks = count()
+    assert 0 <= share(POOR, clock=lambda: next(ticks), search_seconds=9.0) < 1
+    assert next(ticks) < 40
+    ticks = count()
+    assert share(POOR, clock=lambda: next(ticks), search_seconds=0.0) == 0
