@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
             rows=rows,
             rotates=options.rotate,
             smooths=options.smooth,
-            dtype=stored_dtype(files, options.dtype),
+            dtype=stored_dtype(files, options.dtype, rounds_codes=True),
             say=say,
         )
     # kilobytes on Linux

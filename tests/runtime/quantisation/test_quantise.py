@@ -263,3 +263,12 @@ def test_a_rotated_and_smoothed_directory_has_a_head_of_its_own(published, calib
     ]
     # the errors of codes of eight bits, and no others
     assert errors[0] < 2 * errors[1] < 0.2 * wanted.std()
+
+
+def test_a_model_in_codes_keeps_the_dtype_of_its_other_tensors(published, tmp_path):
+    options = ["--numbers", "int8", "--dtype", "bfloat16", "--quiet"]
+    assert quantize(published, tmp_path / "int8", *options) == 0
+    assert quantize(tmp_path / "int8", tmp_path / "int4", "--numbers", "int4", "--quiet") == 0
+    stored = load_file(tmp_path / "int4" / "model.safetensors")
+    matrix = "model.layers.0.mlp.down_proj.weight"
+    assert stored[f"{matrix}_scale"].dtype == stored["model.norm.weight"].dtype == "bfloat16"
