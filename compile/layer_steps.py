@@ -1,5 +1,7 @@
 """One layer of a decoder on calibration prompts: sums over the input of a product, and its output.
 
+A sum is that of outer products, or its diagonal: the sum of squares.
+
 Layers of one kind share compiled programs. Runs on one device, in float32. Knows nothing of
 quantisation, files or texts.
 """
@@ -24,12 +26,12 @@ _PREFIX = "layers.0."
 
 
 class _InputSum(Operations):
-    """The operations of one device, which sum the outer products of the input of a weight."""
+    """The operations of one device, which sum products of the input of a weight with itself."""
 
-    def __init__(self, weight: int, is_token_BT: jax.Array):
+    def __init__(self, weight: int, is_token_BT: jax.Array, equation: str):
         """Create operations that watch the weight with this `id`."""
-        self._weight, self._is_token_BT = weight, is_token_BT
-        self.sum_AA: jax.Array | None = None
+        self._weight, self._is_token_BT, self._equation = weight, is_token_BT, equation
+        self.sum: jax.Array | None = None
 
     def project(
         self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
@@ -38,7 +40,7 @@ class _InputSum(Operations):
         if id(weight) == self._weight:
             is_token_M1 = self._is_token_BT.reshape(-1, 1)
             x_MA = jnp.where(is_token_M1, x.reshape(len(is_token_M1), -1), 0)
-            self.sum_AA = jnp.einsum("MA,MX->AX", x_MA, x_MA, precision="highest")
+            self.sum = jnp.einsum(self._equation, x_MA, x_MA, precision="highest")
         return super().project(equation, product, x, weight, x_axes, out_axes, dtype)
 
 
@@ -54,7 +56,9 @@ class CalibrationLayer:
         self.products = tuple(map(tuple, by_input.values()))
         """The weights of the layer's products in their order, those with the same input together.
         Experts are not among them."""
-        self._input_sum = jax.jit(self._trace_input_sum, static_argnames="parameter")
+        self._input_sum = jax.jit(
+            self._trace_input_sum, static_argnames=("parameter", "is_diagonal")
+        )
         self._output = jax.jit(self._trace_output)
 
     def input_sum(
@@ -63,6 +67,8 @@ class CalibrationLayer:
         x_BTD: jax.Array,
         true_length_B: jax.Array,
         parameter: str,
+        *,
+        is_diagonal: bool = False,
     ) -> jax.Array:
         """The sum `[A, A]` over all tokens of the outer products of the input of a weight.
 
@@ -71,8 +77,11 @@ class CalibrationLayer:
           x_BTD: The residual stream before the layer.
           true_length_B: The number of tokens of each prompt.
           parameter: The path of the weight in the layer.
+          is_diagonal: Whether only the diagonal `[A]` is computed.
         """
-        return self._input_sum(parameters, x_BTD, true_length_B, parameter=parameter)
+        return self._input_sum(
+            parameters, x_BTD, true_length_B, parameter=parameter, is_diagonal=is_diagonal
+        )
 
     def output(
         self, parameters: Mapping[str, jax.Array], x_BTD: jax.Array, true_length_B: jax.Array
@@ -86,16 +95,19 @@ class CalibrationLayer:
         x_BTD: jax.Array,
         true_length_B: jax.Array,
         parameter: str,
+        is_diagonal: bool,
     ) -> jax.Array:
         decoder = self._bind(parameters)
         (weight,) = (
             i for i, name in parameter_names(decoder.layers[0]).items() if name == parameter
         )
-        operations = _InputSum(weight, jnp.arange(x_BTD.shape[1])[None] < true_length_B[:, None])
+        is_token_BT = jnp.arange(x_BTD.shape[1])[None] < true_length_B[:, None]
+        equation = "MA,MA->A" if is_diagonal else "MA,MX->AX"
+        operations = _InputSum(weight, is_token_BT, equation)
         decoder.operations = operations
         decoder.run_layers(x_BTD, true_length_B)
-        assert operations.sum_AA is not None, parameter
-        return operations.sum_AA
+        assert operations.sum is not None, parameter
+        return operations.sum
 
     def _trace_output(
         self, parameters: Mapping[str, jax.Array], x_BTD: jax.Array, true_length_B: jax.Array

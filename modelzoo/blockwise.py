@@ -66,9 +66,9 @@ def attend_blockwise(
     queries = _Blocks(block_T, (q_BTKGH, 1), (visibility.query_position_BT, 1))
     if not isinstance(k_BKHS, EntryCodes):
         k_BKHS = join_blocks(k_BKHS, S)
-    # the first array is the entries, a second one their scales
     (k_arrays, k_tree), (v_arrays, v_tree) = map(jax.tree.flatten, (k_BKHS, v_BKSH))
-    entries = *zip(k_arrays, (3, 3), strict=False), *zip(v_arrays, (2, 3), strict=False)
+    axes = *_position_axes(k_BKHS, 3), *_position_axes(v_BKSH, 2)
+    entries = zip((*k_arrays, *v_arrays), axes, strict=True)
     keys = _Blocks(block_S, *entries, (visibility.key_position_BS, 1))
 
     def attend_block(i: jax.Array) -> Attended:
@@ -115,6 +115,12 @@ def _attend_triangle(
         parts.append(attend_masked(q_BTKGH[:, queries], *seen, scores))
     out_BTKGH, lse_BTKG = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
     return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
+
+
+def _position_axes(entries: Entries, axis: int) -> list[int]:
+    """The axis of positions of each array of entries."""
+    is_coded = isinstance(entries, EntryCodes)
+    return jax.tree.leaves(entries.position_axes(axis) if is_coded else axis)
 
 
 def block_sizes(

@@ -38,6 +38,10 @@ class EntryCodes:
         """The shape of the entries."""
         return self.codes.shape
 
+    def position_axes(self, axis: int) -> "EntryCodes":
+        """The axis of positions of each array, which is `axis` for the codes."""
+        return replace(self, codes=axis, scale_BKPS=3)
+
     def first(self, num_entries: int, axis: int) -> "EntryCodes":
         """The first entries, which are along `axis` of the codes."""
         codes = jax.lax.slice_in_dim(self.codes, 0, num_entries, axis=axis)

@@ -25,6 +25,7 @@ from .layer_cache import (
     PromptLatents,
     Splits,
     read_layer,
+    without_segments,
 )
 from .operations import Operations
 from .prompt_pieces import PromptPieces, layer_of_slots, write_piece
@@ -198,7 +199,10 @@ class ChunkAttention:
         else:
             num_unseen = 0 if context.cached.is_rolling(window) else self.num_unseen
             own, *prefixes = caches
-            own = own.empty() if rows.start_B is None else self._take(own, slots, num_unseen)
+            if rows.start_B is None:
+                own = without_segments(own)
+            else:
+                own = self._take(own, slots, num_unseen)
             if prefix_slots is not None:
                 prefixes = [self._take(cache, prefix_slots, 0) for cache in prefixes]
             caches = (own, *prefixes)

@@ -64,10 +64,6 @@ class KeysValues(NamedTuple):
     POSITION_AXES = (4, 3)
     FEATURE_AXES = (3, 4)
 
-    def empty(self) -> "KeysValues":
-        """The cache without segments."""
-        return KeysValues((), ())
-
     def encode(self, new: tuple[jax.Array, ...], splits: Splits) -> tuple[jax.Array, ...]:
         """New entries as this cache stores them: an array for each of its fields."""
         del splits
@@ -92,10 +88,6 @@ class Latents(NamedTuple):
     AXES = (axes.CACHE_LATENTS,)
     POSITION_AXES = (2,)
     FEATURE_AXES = (3,)
-
-    def empty(self) -> "Latents":
-        """The cache without segments."""
-        return Latents(())
 
     def encode(self, new: tuple[jax.Array, ...], splits: Splits) -> tuple[jax.Array, ...]:
         """New entries as this cache stores them: an array for each of its fields."""
@@ -124,10 +116,6 @@ class CodedKeysValues(NamedTuple):
     AXES = (*KeysValues.AXES, axes.CACHE_SCALES, axes.CACHE_SCALES)
     POSITION_AXES = (*KeysValues.POSITION_AXES, 3, 3)
     FEATURE_AXES = (*KeysValues.FEATURE_AXES, None, None)
-
-    def empty(self) -> "CodedKeysValues":
-        """The cache without segments."""
-        return CodedKeysValues((), (), (), ())
 
     def encode(self, new: tuple[jax.Array, ...], splits: Splits) -> tuple[jax.Array, ...]:
         """New entries as this cache stores them: an array for each of its fields."""
@@ -164,10 +152,6 @@ class CodedLatents(NamedTuple):
     POSITION_AXES = (*Latents.POSITION_AXES, 3)
     FEATURE_AXES = (*Latents.FEATURE_AXES, None)
 
-    def empty(self) -> "CodedLatents":
-        """The cache without segments."""
-        return CodedLatents((), ())
-
     def encode(self, new: tuple[jax.Array, ...], splits: Splits) -> tuple[jax.Array, ...]:
         """New entries as this cache stores them: an array for each of its fields."""
         dtypes = self.latent_LBSH[0].dtype, self.scale_LBPS[0].dtype
@@ -193,6 +177,11 @@ class CodedLatents(NamedTuple):
 
 LayerCache = KeysValues | Latents | CodedKeysValues | CodedLatents
 NewEntries = PromptKeysValues | PromptLatents
+
+
+def without_segments(cache: LayerCache) -> LayerCache:
+    """The same kind of cache, without entries."""
+    return cache._make(() for _ in cache)
 
 
 def read_layer(cache: LayerCache, layer: jax.Array, splits: Splits) -> list[KeysAndValues]:

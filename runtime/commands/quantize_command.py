@@ -48,7 +48,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="rounding: nearest, scales with the least squared error (clip), or by calibration "
         "rows (gptq) (default: %(default)s)",
     )
-    add("--calibration", type=Path, metavar="FILE", help="batch file with rows for --method gptq")
+    add(
+        "--rotate",
+        action="store_true",
+        help="rotate the residual stream and the values first, for activations in int8",
+    )
+    add(
+        "--smooth",
+        action="store_true",
+        help="balance the hidden features of MLPs first, by calibration rows, for activations in "
+        "int8",
+    )
+    add(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="batch file with rows for --method gptq and --smooth",
+    )
     add("--rows", type=int, metavar="N", help="use only the first N calibration rows")
     add("-o", "--output", type=Path, required=True, help="new folder for the model")
     add_stored_dtype(parser, "scales and of weights in float")
@@ -80,7 +96,9 @@ def run(options: argparse.Namespace) -> int:
             weight_format,
             method=options.method,
             rows=rows,
-            dtype=stored_dtype(files, options.dtype),
+            rotates=options.rotate,
+            smooths=options.smooth,
+            dtype=stored_dtype(files, options.dtype, rounds_codes=True),
             say=say,
         )
     # kilobytes on Linux

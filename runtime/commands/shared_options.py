@@ -53,11 +53,19 @@ def add_stored_dtype(parser: argparse.ArgumentParser, stored: str) -> None:
     )
 
 
-def stored_dtype(files: "ModelFiles", dtype: str) -> str:
-    """The given dtype; for `auto` the narrower one that holds all tensors without rounding."""
+def stored_dtype(files: "ModelFiles", dtype: str, *, rounds_codes: bool = False) -> str:
+    """The given dtype; for `auto` the narrower one that holds all tensors without rounding.
+
+    With `rounds_codes`, tensors that are published in codes do not count.
+    """
+    from ..checkpoint.published_formats import CodedSource
+
     if dtype != "auto":
         return dtype
-    dtypes = {info.dtype.name for info in files.tensors.tensors.values()}
+    tensors = files.tensors
+    is_ignored = rounds_codes and isinstance(tensors, CodedSource)
+    in_codes = tensors.kept.keys() if is_ignored else ()
+    dtypes = {info.dtype.name for name, info in tensors.tensors.items() if name not in in_codes}
     return "bfloat16" if dtypes == {"bfloat16"} else "float32"
 
 

@@ -62,12 +62,25 @@ class Calibration:
           parameters: Its parameters in float32, by their paths in the layer.
           parameter: The path of the weight in the layer.
         """
+        return self._sum(layer, parameters, parameter, is_diagonal=False)
+
+    def mean_square(
+        self, layer: int, parameters: Mapping[str, np.ndarray], parameter: str
+    ) -> np.ndarray:
+        """The mean squares `[A]` of the input of a weight over all tokens; see `hessian`."""
+        return self._sum(layer, parameters, parameter, is_diagonal=True) / self.num_tokens
+
+    def _sum(
+        self, layer: int, parameters: Mapping[str, np.ndarray], parameter: str, *, is_diagonal: bool
+    ) -> np.ndarray:
         program, own = self.layer(layer), _on_device(parameters)
-        sums = [
-            program.input_sum(own, jnp.asarray(x_BTD), jnp.asarray(length_B), parameter)
-            for x_BTD, length_B in self._batches
-        ]
-        return np.asarray(sum(sums[1:], sums[0]))
+        total: np.ndarray | None = None
+        for x_BTD, length_B in self._batches:
+            arrays = jnp.asarray(x_BTD), jnp.asarray(length_B)
+            part = np.asarray(program.input_sum(own, *arrays, parameter, is_diagonal=is_diagonal))
+            total = part.copy() if total is None else np.add(total, part, out=total)
+        assert total is not None, "there are rows"
+        return total
 
     def advance(self, layer: int, parameters: Mapping[str, np.ndarray]) -> None:
         """Run a layer, so that the residual stream is that before the layer after it."""

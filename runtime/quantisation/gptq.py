@@ -10,7 +10,7 @@ Knows nothing of models, files or devices.
 """
 
 import numpy as np
-from scipy.linalg import solve_triangular
+from scipy.linalg import cholesky, get_lapack_funcs
 
 DAMPING = 0.01
 """The share of the mean of the diagonal of a Hessian that is added to its diagonal."""
@@ -36,10 +36,8 @@ def gptq_codes(
     Returns:
       Codes `[A, F]` in int8.
     """
-    hessian_AA = hessian_AA.astype(np.float64)
-    diagonal_A = hessian_AA.diagonal()
-    order_A = np.argsort(-diagonal_A, kind="stable")
-    factor_AA = _inverse_factor(hessian_AA[np.ix_(order_A, order_A)])
+    order_A = np.argsort(-hessian_AA.diagonal(), kind="stable")
+    factor_AA = _inverse_factor(hessian_AA, order_A)
     weight_AF, scales_AF = weight_AF[order_A].astype(np.float32), scales_AF[order_A]
     codes_AF = np.empty(weight_AF.shape, np.int8)
     for start in range(0, len(weight_AF), _BLOCK):
@@ -71,12 +69,20 @@ def _round_block(
     return errors_CF
 
 
-def _inverse_factor(hessian_AA: np.ndarray) -> np.ndarray:
-    """The upper Cholesky factor `U` of the inverse of a Hessian, `U^T U`, in float32."""
-    mean = hessian_AA.diagonal().mean()
+def _inverse_factor(hessian_AA: np.ndarray, order_A: np.ndarray) -> np.ndarray:
+    """The upper Cholesky factor `U` of the inverse of a Hessian, `U^T U`, in float32.
+
+    Args:
+      hessian_AA: The Hessian.
+      order_A: The order of its features in the factor.
+    """
+    # the factor of the inverse is the inverse of that of the matrix in reverse order
+    reverse_A = order_A[::-1]
+    # transposed, as LAPACK works in place on arrays in Fortran's order
+    matrix_AA = hessian_AA[np.ix_(reverse_A, reverse_A)].astype(np.float64).T
     # a Hessian without calibration rows is zero: then features are rounded to nearest
-    damped_AA = hessian_AA + (DAMPING * mean or 1.0) * np.eye(len(hessian_AA))
-    # the factor of the inverse from that of the matrix in reverse order, without an inverse
-    reverse_AA = np.linalg.cholesky(damped_AA[::-1, ::-1])
-    lower_AA = solve_triangular(reverse_AA, np.eye(len(reverse_AA)), lower=True)
+    matrix_AA[np.diag_indices(len(matrix_AA))] += DAMPING * matrix_AA.diagonal().mean() or 1.0
+    matrix_AA = cholesky(matrix_AA, lower=True, overwrite_a=True, check_finite=False)
+    (invert,) = get_lapack_funcs(("trtri",), (matrix_AA,))
+    lower_AA, _ = invert(matrix_AA, lower=1, overwrite_c=1)
     return np.ascontiguousarray(lower_AA[::-1, ::-1], dtype=np.float32)

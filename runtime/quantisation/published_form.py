@@ -16,9 +16,10 @@ import numpy as np
 
 from ...compile.abstract_model import AbstractModel
 from ...compile.weight_rules import WeightRules
-from ...modelzoo.config import AS_PUBLISHED
+from ...modelzoo.config import AS_PUBLISHED, DecoderConfig
 from ...modelzoo.families.config_reader import UnsupportedModel
 from ...modelzoo.families.family import ModelSpec
+from ...modelzoo.families.registry import from_hf_config
 from ...modelzoo.families.written_config import write_config
 from ...modelzoo.weight_formats import SCALES, WeightFormat
 from ..checkpoint import ModelFiles
@@ -37,20 +38,28 @@ Parameters = Mapping[str, np.ndarray]
 class PublishedForm:
     """The published form of a model with weights in codes."""
 
-    def __init__(self, files: ModelFiles, weight_format: WeightFormat, dtype: str):
+    def __init__(
+        self,
+        files: ModelFiles,
+        weight_format: WeightFormat,
+        dtype: str,
+        config: DecoderConfig | None = None,
+    ):
         """Describe a model.
 
         Args:
           files: The model.
           weight_format: The format of weights.
           dtype: The dtype of scales and of weights in float.
+          config: The decoder that is written; by default that of the model. It may differ in
+            `tie_embeddings`.
 
         Raises:
           CheckpointError: The model cannot be written in a published form.
           ValueError: A weight cannot have the format.
         """
         self._files, self._format, self._dtype = files, weight_format, dtype
-        config = files.spec.config
+        self._config = config = config or files.spec.config
         # codes are int8 here, whatever devices pack
         arrangement = replace(AS_PUBLISHED, packs_codes=False)
         definition = AbstractModel(config, arrangement, WeightRules(weight_format))
@@ -67,7 +76,7 @@ class PublishedForm:
         spec, name = self._files.spec, self._files.name
         try:
             if self._files.kind != "hf":
-                return write_config(spec.family, spec.config)
+                return write_config(spec.family, self._config)
         except UnsupportedModel as error:
             raise InvalidConfig(f"{name}: {error}") from None
         if spec.ignored_prefixes:
@@ -75,7 +84,17 @@ class PublishedForm:
                 f"{name}: expected a model of text alone, got one with other parts, which would be "
                 f"lost. Quantise the text model alone."
             )
-        return self._files.published_config, spec
+        table = self._files.published_config
+        if self._config == spec.config:
+            return table, spec
+        table = {**table, "tie_word_embeddings": self._config.tie_embeddings}
+        spec = from_hf_config(table)
+        if spec.config != self._config:
+            raise InvalidConfig(
+                f"{name}: expected a family whose head may have a table of its own, got "
+                f"{spec.family}. Quantise it without --rotate."
+            )
+        return table, spec
 
     @property
     def config(self) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Round the weights of a model to codes, layer by layer, and write them as a model directory.
 
-Guarantees: besides the residual stream of calibration rows, the host holds the float weights of one
-layer and their codes, or one of the tables of tokens. The weights that stay in float are those that
+Before they are rounded, weights may be rotated and smoothed, which changes no function of the
+model. Guarantees: besides the residual stream of calibration rows, the host holds the float weights
+of one layer and their codes, or one of the tables of tokens; rotations hold a weight twice. The
+weights that stay in float are those that
 do when weights are rounded as they load.
 """
 
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...compile.abstract_model import AbstractModel
 from ...modelzoo.weight_formats import SCALES, WeightFormat
 from ..checkpoint import ModelFiles
 from ..checkpoint.compressed_tensors import write_directory
@@ -18,7 +21,9 @@ from ..checkpoint.quantiser import dequantise
 from ..errors import ConfigError
 from .calibration import Calibration
 from .published_form import Parameters, PublishedForm
+from .rotation import Rotation
 from .rounding import GPTQ, round_weight
+from .smoothing import smooth_mlp
 
 Say = Callable[[str], object]
 
@@ -30,6 +35,8 @@ def quantise(
     *,
     method: str,
     rows: Sequence[Sequence[int]] = (),
+    rotates: bool = False,
+    smooths: bool = False,
     dtype: str = "float32",
     say: Say = lambda note: None,
 ) -> int:
@@ -40,67 +47,76 @@ def quantise(
       folder: A new or empty folder.
       weight_format: The format of weights.
       method: A method of `rounding`.
-      rows: Token ids of calibration rows, for `gptq`.
+      rows: Token ids of calibration rows, for `gptq` and `smooths`.
+      rotates: Whether the model is rotated first (`rotation`).
+      smooths: Whether hidden features of MLPs are balanced first (`smoothing`).
       dtype: The dtype of scales and of weights in float.
       say: Called with lines about progress.
 
     Raises:
       CheckpointError: The model cannot be read, or cannot be written in a published form.
-      ValueError: A weight cannot have the format, or `gptq` has no rows.
+      ValueError: A weight cannot have the format, or calibration rows are missing or unused.
     """
-    if (method == GPTQ) != bool(rows):
+    if (method == GPTQ or smooths) != bool(rows):
         raise ConfigError(
-            f"--method {method}: expected calibration rows for {GPTQ}, and none for other methods, "
-            f"got {len(rows)}. Give --calibration with --method {GPTQ} alone."
+            f"--method {method}: expected calibration rows for {GPTQ} or --smooth, and none "
+            f"without both, got {len(rows)}. Give --calibration with --method {GPTQ} or --smooth "
+            f"alone."
         )
-    model = _Model(files, weight_format, dtype)
+    model = _Model(files, weight_format, dtype, method, rotates=rotates, smooths=smooths)
     form, paths = model.form, model.paths
-    return write_directory(
-        folder, form.config, form.other_files, form.layout(paths), model.rounded(method, rows, say)
-    )
+    tensors = model.rounded(rows, say)
+    return write_directory(folder, form.config, form.other_files, form.layout(paths), tensors)
 
 
 class _Model:
     """The weights of a model in float32, and the form in which it is written."""
 
-    def __init__(self, files: ModelFiles, weight_format: WeightFormat, dtype: str):
-        self._files = files
-        self.form = PublishedForm(files, weight_format, dtype)
-        self._shapes = {
-            path: leaf
-            for path, leaf in self.form.abstract.items()
-            if not path.endswith(SCALES) or path.removesuffix(SCALES) not in self.form.quantisations
-        }
-        check_coverage(files.spec, files.tensors, self._shapes)
+    def __init__(
+        self,
+        files: ModelFiles,
+        weight_format: WeightFormat,
+        dtype: str,
+        method: str,
+        *,
+        rotates: bool,
+        smooths: bool,
+    ):
+        self._files, self._method, self._smooths = files, method, smooths
+        self._read, self._config = self._read_published, files.spec.config
+        if rotates:
+            rotation = Rotation(files.spec.config, self._read_published)
+            self._read, self._config = rotation.read, rotation.config
+        self.form = PublishedForm(files, weight_format, dtype, self._config)
+        self._published = AbstractModel(files.spec.config).abstract_parameters(np.float32)
+        check_coverage(files.spec, files.tensors, self._published)
         self._sources = {source.parameter: source for source in files.spec.sources}
-        prefixes = [f"layers.{layer}." for layer in range(files.spec.config.num_layers)]
-        self._in_layers = [[x for x in self._shapes if x.startswith(p)] for p in prefixes]
-        self._others = [path for path in self._shapes if not path.startswith("layers.")]
+        paths = AbstractModel(self._config).weights
+        prefixes = [f"layers.{layer}." for layer in range(self._config.num_layers)]
+        self._in_layers = [[x for x in paths if x.startswith(p)] for p in prefixes]
+        self._others = [path for path in paths if not path.startswith("layers.")]
 
     @property
     def paths(self) -> list[str]:
         """The weights in the order in which they are written: those of layers, then the others."""
         return [path for paths in (*self._in_layers, self._others) for path in paths]
 
-    def rounded(
-        self, method: str, rows: Sequence[Sequence[int]], say: Say
-    ) -> Iterator[tuple[str, np.ndarray]]:
+    def rounded(self, rows: Sequence[Sequence[int]], say: Say) -> Iterator[tuple[str, np.ndarray]]:
         """The published tensors, in the order of `paths`."""
         calibration = None
         if rows:
             table_VD = self._read("embedding.table")
-            calibration = Calibration(self._files.spec.config, rows, table_VD)
+            calibration = Calibration(self._config, rows, table_VD)
             say(f"calibration: {calibration.num_tokens} tokens of {len(rows)} rows")
             del table_VD
         for layer in range(len(self._in_layers)):
-            yield from self._rounded_layer(layer, method, calibration)
+            yield from self._rounded_layer(layer, calibration)
             say(f"layer {layer + 1} of {len(self._in_layers)}")
         for path in self._others:
-            rounded = self._round(path, self._read(path), method)
-            yield from self.form.tensors(path, rounded).items()
+            yield from self.form.tensors(path, self._round(path, self._read(path))).items()
 
     def _rounded_layer(
-        self, layer: int, method: str, calibration: Calibration | None
+        self, layer: int, calibration: Calibration | None
     ) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors of a layer.
 
@@ -109,8 +125,11 @@ class _Model:
         """
         prefix = f"layers.{layer}."
         weights = {path.removeprefix(prefix): self._read(path) for path in self._in_layers[layer]}
+        if calibration is not None and self._smooths:
+            self._smooth(layer, calibration, weights)
         rounded: dict[str, Parameters] = {}
-        for names in () if calibration is None else calibration.layer(layer).products:
+        of_products = () if calibration is None else calibration.layer(layer).products
+        for names in of_products if self._method == GPTQ else ():
             # weights in float with the same input, such as routers, need no Hessian
             rounds = next((x for x in names if prefix + x in self.form.quantisations), None)
             if rounds is None:
@@ -119,26 +138,36 @@ class _Model:
             hessian_AA = calibration.hessian(layer, weights, rounds)
             for name in names:
                 path = prefix + name
-                rounded[name] = self._round(path, weights[name], method, hessian_AA)
+                rounded[name] = self._round(path, weights[name], hessian_AA)
                 weights[name] = self._values(path, rounded[name])
         for name, weight in weights.items():
             if name not in rounded:
-                rounded[name] = self._round(prefix + name, weight, method)
+                rounded[name] = self._round(prefix + name, weight)
         if calibration is not None:
             values = {name: self._values(prefix + name, x) for name, x in rounded.items()}
             calibration.advance(layer, values)
         for name in weights:
             yield from self.form.tensors(prefix + name, rounded[name]).items()
 
+    @staticmethod
+    def _smooth(layer: int, calibration: Calibration, weights: dict[str, np.ndarray]) -> None:
+        """Balance the hidden features of the dense MLP of a layer, or of its shared expert."""
+        for names in calibration.layer(layer).products:
+            for name in names:
+                mlp, _, weight = name.rpartition(".")
+                if weight == "down":
+                    mean_square_F = calibration.mean_square(layer, weights, name)
+                    weights |= smooth_mlp(weights, mlp, mean_square_F)
+
     def _round(
-        self, path: str, weight: np.ndarray, method: str, hessian_AA: np.ndarray | None = None
+        self, path: str, weight: np.ndarray, hessian_AA: np.ndarray | None = None
     ) -> Parameters:
         """Codes and scales of a weight, or a weight in float in the dtype in which it is stored."""
         quantisation = self.form.quantisations.get(path)
         if quantisation is None:
             return {path: weight.astype(self.form.abstract[path].dtype)}
         dtype = self.form.abstract[path + SCALES].dtype
-        codes, scales = round_weight(weight, quantisation, dtype, method, hessian_AA)
+        codes, scales = round_weight(weight, quantisation, dtype, self._method, hessian_AA)
         return {path: codes, path + SCALES: scales}
 
     def _values(self, path: str, rounded: Parameters) -> np.ndarray:
@@ -148,7 +177,7 @@ class _Model:
             return rounded[path].astype(np.float32)
         return dequantise(rounded[path], rounded[path + SCALES], quantisation)
 
-    def _read(self, path: str) -> np.ndarray:
-        shape = self._shapes[path].shape
+    def _read_published(self, path: str) -> np.ndarray:
+        shape = self._published[path].shape
         whole = (slice(None),) * len(shape)
         return read_parameter(self._sources[path], self._files.tensors, whole, shape, np.float32)

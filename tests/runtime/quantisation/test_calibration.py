@@ -72,6 +72,8 @@ def test_sums_of_each_layer_are_those_of_transformers(tmp_path, monkeypatch):
             got_AA = rows.hessian(layer, own, product)
             scale = np.abs(sum_AA).max()
             np.testing.assert_allclose(got_AA, sum_AA, atol=FLOAT32_MODEL_LOGPROB * scale, rtol=0)
+            squares_A = rows.mean_square(layer, own, product) * rows.num_tokens
+            np.testing.assert_allclose(squares_A, got_AA.diagonal(), rtol=1e-5)
         rows.advance(layer, own)
 
 

@@ -233,3 +233,42 @@ def test_what_cannot_be_quantised_is_refused(
     assert quantize(published, tmp_path / "q", *options) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "q" / "config.json").exists()
+
+
+@pytest.mark.reference
+def test_a_rotated_and_smoothed_directory_has_a_head_of_its_own(published, calibration, tmp_path):
+    tied = tmp_path / "tied"
+    tied.mkdir()
+    for path in published.iterdir():
+        (tied / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tied / "config.json").read_text())
+    (tied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(tied / "model.safetensors")
+    del tensors["lm_head.weight"]
+    tensors["model.norm.weight"] *= np.linspace(0.5, 2, len(tensors["model.norm.weight"]))
+    save_file(tensors, tied / "model.safetensors")
+    options = ["--numbers", "int8", "--rotate", "--smooth", "--calibration", calibration]
+    assert quantize(tied, tmp_path / "q", *options, "--quiet") == 0
+    write_dequantised(tmp_path / "q", tmp_path / "values")
+    written = json.loads((tmp_path / "values" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is False
+    stored = read_all(tmp_path / "values")
+    np.testing.assert_array_equal(stored["layers.1.mlp_norm.scale"], 1)
+    assert np.abs(stored["head.table"] - stored["embedding.table"]).max() > 0.1
+    assert quantize(tied, tmp_path / "plain", "--numbers", "int8", "--quiet") == 0
+    wanted = logprobs(tied)
+    errors = [
+        float(np.abs(logprobs(folder) - wanted).mean())
+        for folder in (tmp_path / "values", tmp_path / "plain")
+    ]
+    # the errors of codes of eight bits, and no others
+    assert errors[0] < 2 * errors[1] < 0.2 * wanted.std()
+
+
+def test_a_model_in_codes_keeps_the_dtype_of_its_other_tensors(published, tmp_path):
+    options = ["--numbers", "int8", "--dtype", "bfloat16", "--quiet"]
+    assert quantize(published, tmp_path / "int8", *options) == 0
+    assert quantize(tmp_path / "int8", tmp_path / "int4", "--numbers", "int4", "--quiet") == 0
+    stored = load_file(tmp_path / "int4" / "model.safetensors")
+    matrix = "model.layers.0.mlp.down_proj.weight"
+    assert stored[f"{matrix}_scale"].dtype == stored["model.norm.weight"].dtype == "bfloat16"
