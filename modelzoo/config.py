@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from .moe.config import MoeConfig
+from .pooling_config import MEAN, Pooling
+from .pooling_config import Projection as Projection  # a checkpoint finds all classes here
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,10 @@ class DecoderConfig:
     latent: LatentAttention | None = None
     """Latent attention; None means grouped-query attention."""
     tie_embeddings: bool = False
+    has_head: bool = True
+    """Whether the model has an output head, which computes the logits of tokens."""
+    pooling: Pooling = MEAN
+    """The result of embedding graphs; others do not read it."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -345,6 +351,11 @@ class DecoderConfig:
         if self.scores.scale is not None:
             return self.scores
         return replace(self.scores, scale=self.head_dim**-0.5)
+
+    @property
+    def lacks_generation(self) -> str | None:
+        """The reason why the model cannot generate tokens; None if it can."""
+        return None if self.has_head else "it has no output head"
 
     def first_layers(self, count: int) -> "DecoderConfig":
         """The same decoder with only its first `count` layers."""

@@ -38,6 +38,7 @@ from .moe.call import ExpertCall
 from .moe.config import LOSSLESS, Dispatch
 from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations
+from .pooling import Pooler
 from .prefixes import Prefixes
 from .prompt_pieces import (
     PromptPieces,
@@ -78,8 +79,9 @@ class Decoder(nnx.Module):
             for layers in block_layers(config, arrangement)
         )
         self.final_norm = Norm(config.embed, config)
-        if not config.tie_embeddings:
+        if config.has_head and not config.tie_embeddings:
             self.head = Embedding(rngs, num_rows, config.embed)
+        self.pooler = Pooler(rngs, config.embed, config.pooling)
         self.config = config
         self.attend = attend
         self.operations = operations
@@ -101,6 +103,11 @@ class Decoder(nnx.Module):
         """
         x_BTD, _, report = self._whole(tokens_BT, true_length_B, None, _write_nothing)
         return x_BTD, report
+
+    def pool(self, x_BTD: jax.Array, true_length_B: jax.Array) -> jax.Array:
+        """The float32 vector `y_BD` of each prompt, from its final hidden states."""
+        position_1T = self.operations.positions(x_BTD.shape[1])
+        return self.pooler(x_BTD, position_1T, true_length_B)
 
     def run_layers(self, x_BTD: jax.Array, true_length_B: jax.Array) -> jax.Array:
         """The residual stream after all layers, for right-padded prompts without a cache.

@@ -141,7 +141,7 @@ class Work:
             self._products(call),
             self._experts(call),
             self._attention(call),
-            self._logits(call),
+            self._logits(call) if call.num_logits else None,
             self._activations(call),
             self._exchanges(call),
         ]

@@ -145,18 +145,25 @@ def model_spec(
       UnsupportedModel: The model or an option is not supported, or a value is malformed.
     """
     config.text("model_type")
-    check_architecture(config, family.architecture)
+    is_base = check_architecture(config, family.architecture, base_of(family)) != 0
     read_quantisation(config)  # the loader dequantises, so tensors have plain names and shapes
     decoder = _decoder_config(config, family)
+    if is_base:
+        decoder = replace(decoder, has_head=False)
     forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
     experts = find_expert_names(decoder.moe, forms, frozenset(tensor_names))
     names = replace(NAMES, experts=experts, **family.hf_names)
+    if _is_bare(tensor_names, is_base=is_base):
+        names = replace(names, prefix=TensorPrefix("model.", ""))
     if (key := family.hf_interleaved_key) is not None:
         names = replace(names, is_interleaved=config.flag(key, default=True))
     unused = ()
     if family.hf_unused_tensors is not None:
         unused = family.hf_unused_tensors(config, decoder.num_layers)
-    ignored = (*_ignored_tensors(decoder), *(n for n in tensor_names if n.startswith(unused)))
+    ignored = (
+        *map(names.prefix.to_whole, _ignored_tensors(decoder)),
+        *(n for n in tensor_names if n.startswith(unused)),
+    )
     _account_for_rest(config, decoder)
     return ModelSpec(
         family.name,
@@ -231,12 +238,31 @@ def _account_for_rest(config: ConfigReader, decoder: DecoderConfig) -> None:
     config.ignore_rest()
 
 
-def check_architecture(config: ConfigReader, architecture: str) -> None:
-    """Refuse a file with the class of another model. Case is ignored, as old files spell LLaMA."""
-    if config.has("architectures"):
-        named = [name.lower() for name in config.texts("architectures")]
-        if named != [architecture.lower()]:
-            raise config.error("architectures", f"[{architecture!r}]")
+def base_of(family: Family) -> str:
+    """The class of a family's model without an output head, as embedding models publish it."""
+    return family.architecture.removesuffix("ForCausalLM") + "Model"
+
+
+def _is_bare(tensor_names: Collection[str], *, is_base: bool) -> bool:
+    """Whether tensors have the names of the model without head, which begin with no `model.`."""
+    if not tensor_names:
+        return is_base
+    return not any(name.startswith("model.") for name in tensor_names)
+
+
+def check_architecture(config: ConfigReader, *architectures: str) -> int:
+    """Refuse a file with the class of another model. Case is ignored, as old files spell LLaMA.
+
+    Returns:
+      The index of the class among `architectures`; 0 for a file that names none.
+    """
+    if not config.has("architectures"):
+        return 0
+    known = [name.lower() for name in architectures]
+    named = [name.lower() for name in config.texts("architectures")]
+    if len(named) != 1 or named[0] not in known:
+        raise config.error("architectures", " or ".join(f"[{name!r}]" for name in architectures))
+    return known.index(named[0])
 
 
 def windows_by_option(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

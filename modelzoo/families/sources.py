@@ -49,6 +49,10 @@ class TensorNames:
     """The names of latent attention; None for a format without it."""
     prefix: TensorPrefix = NO_PREFIX
     """The prefixes of names, for a model that is part of a larger one."""
+    dense: tuple[str, ...] = ()
+    """The names of the dense layers over pooled vectors, in order."""
+    dense_norm: str = ""
+    """The name of the norm of such a layer."""
     is_interleaved: bool = False
     """Whether the rows of a query or key head are ordered (pair, side) instead of (side, pair)."""
 
@@ -72,8 +76,9 @@ def parameter_sources(
         ),
         _single("final_norm.scale", f"{names.final_norm}.weight", "d -> d"),
     ]
-    if not config.tie_embeddings:
+    if config.has_head and not config.tie_embeddings:
         sources.append(table("head.table", names.head))
+    sources += _dense(config, names)
     return tuple(source.with_prefix(names.prefix) for source in sources)
 
 
@@ -97,6 +102,21 @@ def _layer(
         *attention,
         *_feed_forward(config, names, i, single),
     ]
+
+
+def _dense(config: DecoderConfig, names: TensorNames) -> list[ParameterSource]:
+    """The sources of the dense layers over pooled vectors."""
+    sources = []
+    for i, projection in enumerate(config.pooling.projections):
+        path, tensor = f"pooler.dense.{i}", names.dense[i]
+        sources.append(_single(f"{path}.weight", f"{tensor}.weight", "o i -> i o"))
+        if projection.has_bias:
+            sources.append(_single(f"{path}.bias", f"{tensor}.bias", "o -> o"))
+        if projection.norm_epsilon is not None:
+            sources.append(_single(f"{path}.norm_scale", f"{names.dense_norm}.weight", "o -> o"))
+            if projection.has_norm_bias:
+                sources.append(_single(f"{path}.norm_bias", f"{names.dense_norm}.bias", "o -> o"))
+    return sources
 
 
 def _norms(config: DecoderConfig, names: TensorNames) -> dict[str, str]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint.small_files import read_small
+from ..embedding.texts import EncodedText
 from ..errors import InvalidTokenizer, RowError
 from .special_tokens import SpecialTokens
-from .tokenizer import TextSettings, Tokenizer, Vocabulary
+from .tokenizer import TextOrPair, TextSettings, Tokenizer, Vocabulary
 from .tokenizer_directory import read_directory
 
 if TYPE_CHECKING:
@@ -49,6 +50,19 @@ class _JsonEncoder:
     def parsed(self, texts: Sequence[str]) -> list[list[int] | RowError]:
         return self._encode(texts, as_text=False)
 
+    def templated(self, texts: Sequence[TextOrPair]) -> list[EncodedText | RowError]:
+        try:
+            with self._lock:
+                self._backend.encode_special_tokens = False
+                encoded = self._backend.encode_batch_fast(texts, add_special_tokens=True)
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            if len(texts) > 1:
+                return [each for text in texts for each in self.templated([text])]
+            return [_cannot_encode(error)]
+        return [_by_types(encoding.ids, encoding.type_ids) for encoding in encoded]
+
     def _encode(self, texts: Sequence[str], *, as_text: bool) -> list[list[int] | RowError]:
         try:
             with self._lock:
@@ -63,6 +77,17 @@ class _JsonEncoder:
                 return [ids for text in texts for ids in self._encode([text], as_text=as_text)]
             return [_cannot_encode(error)]
         return [encoding.ids for encoding in encoded]
+
+
+def _by_types(ids: Sequence[int], types: Sequence[int]) -> EncodedText | RowError:
+    """A text or pair whose tokens have types: zeros, then ones for the second text of a pair."""
+    num_first = len(ids) - sum(types)
+    if any(types[:num_first]) or not all(kind == 1 for kind in types[num_first:]):
+        return RowError(
+            "invalid_request",
+            "expected a tokenizer with token types 0, then 1, got others. Give token ids.",
+        )
+    return EncodedText(tuple(ids), num_first)
 
 
 def _cannot_encode(error: BaseException) -> RowError:

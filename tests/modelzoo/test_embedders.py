@@ -1,0 +1,72 @@
+"""Models that embed give the vectors of their published implementation.
+
+Transformers saves each model; noria opens and loads it like a user's model. A vector depends on its
+own text alone, bit for bit: other rows, another order and other padding change nothing.
+"""
+
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from embedder_cases import CASES, LENGTHS, EmbedderCase, save_reference, texts
+from tolerances import FLOAT32_ELEMENTWISE
+
+from noria.compile.abstract_model import AbstractModel
+from noria.compile.embed_step import embed_step
+from noria.runtime.checkpoint.loader import load_params
+from noria.runtime.checkpoint.model_files import open_model
+
+pytestmark = pytest.mark.reference
+
+BUCKET_LENGTH, BATCH = 24, 6
+
+
+class LoadedCase:
+    """A case as noria reads it, with the vectors of transformers."""
+
+    def __init__(self, case: EmbedderCase, directory):
+        self.reference = save_reference(case, directory)
+        self.texts = texts(case)
+        with open_model(str(directory)) as files:
+            self.definition = AbstractModel(files.spec.config)
+            abstract = self.definition.abstract_parameters(jnp.float32)
+            sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            self.parameters = load_params(files.spec, files.tensors, abstract, sharding)
+
+    def vectors(self, rows: list[int | None], padding: int = 7) -> np.ndarray:
+        """Return the vectors of some texts in this order; None is a row without a text."""
+        tokens_BT = np.full((BATCH, BUCKET_LENGTH), padding, np.int32)
+        count_B = np.zeros(BATCH, np.int32)
+        for row, index in enumerate(rows):
+            if index is not None:
+                ids = self.texts[index]
+                tokens_BT[row, : len(ids)], count_B[row] = ids, len(ids)
+        return np.asarray(self._embed(self.parameters, tokens_BT, count_B).vectors_BD)
+
+    @cached_property
+    def _embed(self):
+        @jax.jit
+        def embed(parameters, tokens_BT, count_B):
+            return embed_step(self.definition.bind(parameters), tokens_BT, count_B, count_B)
+
+        return embed
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def loaded(request, tmp_path_factory) -> LoadedCase:
+    return LoadedCase(request.param, tmp_path_factory.mktemp(request.param.name))
+
+
+def test_vectors_are_those_of_transformers(loaded: LoadedCase):
+    ours = loaded.vectors(list(range(len(LENGTHS))))[: len(LENGTHS)]
+    assert np.abs(loaded.reference).max() > 0.1
+    np.testing.assert_allclose(ours, loaded.reference, rtol=0, atol=FLOAT32_ELEMENTWISE)
+
+
+def test_a_vector_does_not_depend_on_other_rows_their_order_or_padding(loaded: LoadedCase):
+    whole = loaded.vectors([0, 1, 2, 3, 0, 1])
+    other = loaded.vectors([None, 3, 1, None, 0, 2], padding=80)
+    for row, index in ((1, 3), (2, 1), (4, 0), (5, 2)):
+        np.testing.assert_array_equal(other[row], whole[index])
