@@ -35,7 +35,6 @@ def embed_step(
       first_B: The number of tokens of the first of two texts in a row; models without token types
         do not read it.
     """
-    x_BTD, experts = decoder.forward(tokens_BT, count_B)
-    del first_B
+    x_BTD, experts = decoder.forward(tokens_BT, count_B, first_B)
     vectors_BD = decoder.pool(x_BTD, count_B)
     return EmbedOutput(vectors_BD, jnp.isfinite(vectors_BD).all(axis=-1), experts)

@@ -23,6 +23,14 @@ SHARED = {
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
 }
+POSITIONS = {"max_position_embeddings": 40, "pad_token_id": 1}
+ENDS = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+}
 LENGTHS = (23, 9, 1, 17)
 """The lengths of the texts of every case."""
 POOLING_MODES = {
@@ -59,6 +67,39 @@ CASES = (
         "e5-mistral", "mistral", "last", {"num_key_value_heads": 2, "sliding_window": None}
     ),
     EmbedderCase("llama-mean-plain", "llama", "mean", normalises=False),
+    EmbedderCase("minilm", "bert", "mean", {"num_hidden_layers": 6}),
+    EmbedderCase(
+        "bert-cls-plain",
+        "bert",
+        "first",
+        {"type_vocab_size": 3, "layer_norm_eps": 1e-3},
+        normalises=False,
+        architecture="AutoModelForMaskedLM",
+    ),
+    EmbedderCase("roberta-mean", "roberta", "mean", {"type_vocab_size": 1, **POSITIONS}),
+    EmbedderCase("roberta-max", "roberta", "max", POSITIONS, architecture="AutoModelForMaskedLM"),
+    EmbedderCase("e5-multilingual", "xlm-roberta", "mean", {"type_vocab_size": 1, **POSITIONS}),
+    EmbedderCase("bge-m3", "xlm-roberta", "first", POSITIONS),
+    EmbedderCase(
+        "modernbert",
+        "modernbert",
+        "mean",
+        {"num_hidden_layers": 5, "local_attention": 8, "norm_eps": 1e-3, **ENDS},
+    ),
+    EmbedderCase(
+        "modernbert-biases-cls",
+        "modernbert",
+        "first",
+        {
+            "num_hidden_layers": 4,
+            "local_attention": 5,
+            "norm_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            **ENDS,
+        },
+        architecture="AutoModelForMaskedLM",
+    ),
     EmbedderCase("qwen2-max", "qwen2", "max", {"num_key_value_heads": 4}),
 )
 

@@ -58,7 +58,7 @@ NAMES = TensorNames(
     shared_down=f"{_MLP}.shared_expert.down_proj",
 )
 
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 """Activations, and their names in config.json."""
 
 EPSILONS = {"rms": "rms_norm_eps", "layer": "layer_norm_eps"}
@@ -145,7 +145,7 @@ def model_spec(
       UnsupportedModel: The model or an option is not supported, or a value is malformed.
     """
     config.text("model_type")
-    is_base = check_architecture(config, family.architecture, base_of(family)) != 0
+    is_base = not _has_head(config, family)
     read_quantisation(config)  # the loader dequantises, so tensors have plain names and shapes
     decoder = _decoder_config(config, family)
     if is_base:
@@ -153,8 +153,10 @@ def model_spec(
     forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
     experts = find_expert_names(decoder.moe, forms, frozenset(tensor_names))
     names = replace(NAMES, experts=experts, **family.hf_names)
-    if _is_bare(tensor_names, is_base=is_base):
-        names = replace(names, prefix=TensorPrefix("model.", ""))
+    if _is_bare(tensor_names, family.hf_prefix, is_base=is_base):
+        names = replace(names, prefix=TensorPrefix(family.hf_prefix, ""))
+    if any(name.endswith(".LayerNorm.gamma") for name in tensor_names):
+        names = replace(names, norm_suffixes=("gamma", "beta"))
     if (key := family.hf_interleaved_key) is not None:
         names = replace(names, is_interleaved=config.flag(key, default=True))
     unused = ()
@@ -238,16 +240,22 @@ def _account_for_rest(config: ConfigReader, decoder: DecoderConfig) -> None:
     config.ignore_rest()
 
 
-def base_of(family: Family) -> str:
-    """The class of a family's model without an output head, as embedding models publish it."""
-    return family.architecture.removesuffix("ForCausalLM") + "Model"
+def _has_head(config: ConfigReader, family: Family) -> bool:
+    """Whether a file has the class of a model that computes logits of the next token.
+
+    Embedding models publish the class of the model without a head.
+    """
+    causal = family.architecture.endswith("ForCausalLM")
+    base = family.architecture.removesuffix("ForCausalLM") + "Model" * causal
+    heads = (family.architecture,) if causal else ()
+    return check_architecture(config, *heads, base, *family.hf_other_heads) < len(heads)
 
 
-def _is_bare(tensor_names: Collection[str], *, is_base: bool) -> bool:
-    """Whether tensors have the names of the model without head, which begin with no `model.`."""
+def _is_bare(tensor_names: Collection[str], prefix: str, *, is_base: bool) -> bool:
+    """Whether tensors have the names of the model without a head, which have no prefix."""
     if not tensor_names:
         return is_base
-    return not any(name.startswith("model.") for name in tensor_names)
+    return not any(name.startswith(prefix) for name in tensor_names)
 
 
 def check_architecture(config: ConfigReader, *architectures: str) -> int:
@@ -327,6 +335,7 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
         windows=options.windows or (None,) * num_layers,
         rope=options.rope or read_rope(config, max_position),
         max_position=options.max_position or max_position,
+        norm_epsilon=options.norm_epsilon or read_epsilon(config, EPSILONS[options.norm]),
         mlp=options.mlp or config.integer("intermediate_size", maximum=MAX_MLP),
     )
     for key in ("hidden_act", "hidden_activation"):
@@ -341,10 +350,14 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_epsilon=config.number(EPSILONS[options.norm], above=0.0, maximum=1.0),
         tie_embeddings=config.flag("tie_word_embeddings", default=False),
         **options.decoder_fields(),
     )
+
+
+def read_epsilon(config: ConfigReader, key: str) -> float:
+    """Epsilon of norms."""
+    return config.number(key, above=0.0, maximum=1.0)
 
 
 def read_heads(config: ConfigReader, key: str, kv_key: str) -> tuple[int, int]:

@@ -1,13 +1,15 @@
 """Build tokenizers from Hugging Face's `tokenizer.json`, with the library `tokenizers`.
 
 The library encodes. noria decodes with a table of the bytes of all tokens, so that it can decode
-token by token. Two families of decoders are supported: byte-level, and sentencepiece-like with or
-without byte tokens. Other decoders are refused.
+token by token. Three families of decoders are supported: byte-level, sentencepiece-like with or
+without byte tokens, and word pieces, in which a token without the mark of a continuation begins
+with a space. Other decoders are refused.
 """
 
 import json
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -200,6 +202,8 @@ def _decoding(backend: "tokenizers.Tokenizer", source: str) -> tuple[Callable[[s
         return _piece_bytes, steps[0]["prepend_scheme"] != "never"
     if _REPLACE in steps and all(step in (_REPLACE, _BYTES, _FUSE, _STRIP) for step in steps):
         return piece_bytes_with_byte_tokens if _BYTES in steps else _piece_bytes, _STRIP in steps
+    if kinds == ["WordPiece"]:
+        return partial(_word_piece_bytes, steps[0]["prefix"]), True
     raise InvalidTokenizer(
         f"{source}: expected a byte-level or sentencepiece-like decoder, got {kinds}. Models with "
         "other decoders can be served with prompts of token ids, from a directory without "
@@ -212,6 +216,12 @@ def _byte_level_bytes(text: str) -> bytes:
         return bytes([_BYTE_OF_CHARACTER[character] for character in text])
     except KeyError:  # an added token, whose text is not in the byte-level alphabet
         return text.encode("utf-8", "replace")
+
+
+def _word_piece_bytes(mark: str, text: str) -> bytes:
+    """The bytes of a word piece; the first token of a word begins with a space."""
+    is_inside = text.startswith(mark) and text != mark
+    return (text.removeprefix(mark) if is_inside else f" {text}").encode("utf-8", "replace")
 
 
 def _piece_bytes(text: str) -> bytes:
