@@ -301,6 +301,11 @@ class LLM:
                 "embed: expected a model for vectors of texts, got one that generates. Open it "
                 "with LLM(..., runner='pooling')."
             )
+        if self._pooling.labels:
+            raise ValueError(
+                "embed: expected a model of embeddings, got a classifier. Give /v1/classify rows "
+                "to noria batch."
+            )
         texts = [self._whole(prompt) for prompt in _as_list(prompts)]
         outputs = self._run_session(
             embedder, [(None, pack([text])) for text in texts], repeat(_NO_OUTPUT)

@@ -31,6 +31,7 @@ ENDS = {
     "cls_token_id": 1,
     "sep_token_id": 2,
 }
+CLASSIFIER = "AutoModelForSequenceClassification"
 LENGTHS = (23, 9, 1, 17)
 """The lengths of the texts of every case."""
 POOLING_MODES = {
@@ -101,6 +102,41 @@ CASES = (
         architecture="AutoModelForMaskedLM",
     ),
     EmbedderCase("qwen2-max", "qwen2", "max", {"num_key_value_heads": 4}),
+    EmbedderCase("bert-reranker", "bert", "", {"num_labels": 1}, architecture=CLASSIFIER),
+    EmbedderCase(
+        "roberta-classes", "roberta", "", {"num_labels": 3, **POSITIONS}, architecture=CLASSIFIER
+    ),
+    EmbedderCase(
+        "bge-reranker", "xlm-roberta", "", {"num_labels": 1, **POSITIONS}, architecture=CLASSIFIER
+    ),
+    EmbedderCase(
+        "modernbert-classes",
+        "modernbert",
+        "",
+        {"num_labels": 4, "classifier_pooling": "mean", "classifier_bias": True, **ENDS},
+        architecture=CLASSIFIER,
+    ),
+    EmbedderCase(
+        "modernbert-cls-classes",
+        "modernbert",
+        "",
+        {"num_labels": 2, "norm_bias": True, "local_attention": 4, **ENDS},
+        architecture=CLASSIFIER,
+    ),
+    EmbedderCase(
+        "qwen3-reranker",
+        "qwen3",
+        "",
+        {"num_labels": 1, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None},
+        architecture=CLASSIFIER,
+    ),
+    EmbedderCase(
+        "llama-classes",
+        "llama",
+        "",
+        {"num_labels": 5, "pad_token_id": None},
+        architecture=CLASSIFIER,
+    ),
 )
 
 
@@ -125,12 +161,15 @@ def pooled(case: EmbedderCase, states_TD: np.ndarray) -> np.ndarray:
 
 
 def save_reference(case: EmbedderCase, directory: Path) -> np.ndarray:
-    """Save the model of a case; return the vector of each of its texts."""
+    """Save the model of a case; return the vector or the outputs for each of its texts."""
     import torch
     import transformers
 
     model = reference_model(case)
     model.save_pretrained(directory)
+    if case.architecture == CLASSIFIER:
+        with torch.no_grad():
+            return np.stack([model(torch.tensor([ids])).logits[0].numpy() for ids in texts(case)])
     write_modules(directory, case)
     base = getattr(model, model.base_model_prefix, model)
     with torch.no_grad():

@@ -1,9 +1,11 @@
 """BERT and MiniLM: attention in both directions, learned positions, norms after each sum.
 
-Source: "BERT" (1810.04805). The heads of published models are not read.
+Source: "BERT" (1810.04805). Heads for masked tokens are not read.
 """
 
 from ..config import BothSides, NoRope, TokenInputs
+from ..pooling_config import Projection
+from .classifiers import Classifier
 from .config_reader import ConfigReader
 from .family import Family, Options
 from .rope_options import MAX_POSITION
@@ -83,4 +85,8 @@ FAMILY = Family(
     hf_prefix="bert.",
     hf_unused_tensors=lambda config, num_layers: unread_tensors("bert.", "cls."),
     hf_other_heads=("BertForMaskedLM", "BertForPreTraining"),
+    hf_classifier=Classifier(
+        ("bert.pooler.dense", "classifier"),
+        lambda config, embed: (Projection(embed, activation="tanh"),),
+    ),
 )

@@ -27,6 +27,7 @@ from ..config import (
     Window,
 )
 from ..moe.config import MoeConfig
+from .classifiers import LAST_STATE, Classifier
 from .config_reader import ConfigReader
 from .expert_sources import ExpertNames
 from .mapping import ParameterSource, TensorPrefix
@@ -133,6 +134,8 @@ class Family:
     """
     hf_other_heads: tuple[str, ...] = ()
     """Classes with a head that is not read, such as that of masked tokens."""
+    hf_classifier: Classifier = LAST_STATE
+    """The head of the family's models for sequence classification."""
     part_of: WholeModel | None = None
     gguf_architecture: str | None = None
     gguf_names: Mapping[str, Any] = field(default_factory=dict)

@@ -7,6 +7,7 @@ noted because the reference does not read it either, or refused by name.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Literal
 
 from ..config import DecoderConfig
 from .config_reader import ConfigReader
@@ -145,16 +146,20 @@ def model_spec(
       UnsupportedModel: The model or an option is not supported, or a value is malformed.
     """
     config.text("model_type")
-    is_base = not _has_head(config, family)
+    kind = _published_class(config, family)
     read_quantisation(config)  # the loader dequantises, so tensors have plain names and shapes
     decoder = _decoder_config(config, family)
-    if is_base:
+    if kind != "head":
         decoder = replace(decoder, has_head=False)
     forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
     experts = find_expert_names(decoder.moe, forms, frozenset(tensor_names))
     names = replace(NAMES, experts=experts, **family.hf_names)
-    if _is_bare(tensor_names, family.hf_prefix, is_base=is_base):
+    if _is_bare(tensor_names, family.hf_prefix, is_base=kind == "base"):
         names = replace(names, prefix=TensorPrefix(family.hf_prefix, ""))
+    if kind == "classifier":
+        classifier = family.hf_classifier
+        decoder = replace(decoder, pooling=classifier.pooling(config, decoder.embed))
+        names = replace(names, dense=classifier.dense, dense_norm=classifier.norm)
     if any(name.endswith(".LayerNorm.gamma") for name in tensor_names):
         names = replace(names, norm_suffixes=("gamma", "beta"))
     if (key := family.hf_interleaved_key) is not None:
@@ -240,15 +245,19 @@ def _account_for_rest(config: ConfigReader, decoder: DecoderConfig) -> None:
     config.ignore_rest()
 
 
-def _has_head(config: ConfigReader, family: Family) -> bool:
-    """Whether a file has the class of a model that computes logits of the next token.
+def _published_class(config: ConfigReader, family: Family) -> Literal["head", "base", "classifier"]:
+    """The kind of the class that a file names.
 
-    Embedding models publish the class of the model without a head.
+    It computes logits of the next token, has no head that is read, as embedding models publish it,
+    or classifies texts.
     """
-    causal = family.architecture.endswith("ForCausalLM")
-    base = family.architecture.removesuffix("ForCausalLM") + "Model" * causal
-    heads = (family.architecture,) if causal else ()
-    return check_architecture(config, *heads, base, *family.hf_other_heads) < len(heads)
+    stem = family.architecture.removesuffix("ForCausalLM").removesuffix("Model")
+    kinds: dict[str, Literal["head", "base", "classifier"]] = {}
+    if family.architecture.endswith("ForCausalLM"):
+        kinds[family.architecture] = "head"
+    kinds |= dict.fromkeys((f"{stem}Model", *family.hf_other_heads), "base")
+    kinds[f"{stem}ForSequenceClassification"] = "classifier"
+    return list(kinds.values())[check_architecture(config, *kinds)]
 
 
 def _is_bare(tensor_names: Collection[str], prefix: str, *, is_base: bool) -> bool:

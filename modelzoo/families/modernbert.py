@@ -5,6 +5,8 @@ attention, as the norm of the embeddings comes directly before it.
 """
 
 from ..config import BothSides, RopeConfig, TokenInputs
+from ..pooling_config import PoolingKind, Projection
+from .classifiers import Classifier
 from .config_reader import ConfigReader
 from .family import Family, Options
 from .hugging_face import MAX_LAYERS, read_epsilon
@@ -86,6 +88,26 @@ def _ropes(config: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
     return RopeConfig(full), RopeConfig(local)
 
 
+def _layers(config: ConfigReader, embed: int) -> tuple[Projection, ...]:
+    """The layer between pooling and classes."""
+    config.expect("classifier_activation", "gelu")
+    layer = Projection(
+        embed,
+        has_bias=config.flag("classifier_bias", default=False),
+        activation="gelu",
+        norm_epsilon=read_epsilon(config, "norm_eps"),
+        has_norm_bias=config.flag("norm_bias", default=False),
+    )
+    return (layer,)
+
+
+def _pooling(config: ConfigReader) -> PoolingKind:
+    kind = config.text("classifier_pooling", default="cls")
+    if kind not in ("cls", "mean"):
+        raise config.error("classifier_pooling", "cls or mean")
+    return "first" if kind == "cls" else "mean"
+
+
 FAMILY = Family(
     "modernbert",
     "ModernBertModel",
@@ -94,4 +116,5 @@ FAMILY = Family(
     hf_names=_NAMES,
     hf_unused_tensors=lambda config, num_layers: ("head.", "decoder."),
     hf_other_heads=("ModernBertForMaskedLM",),
+    hf_classifier=Classifier(("head.dense", "classifier"), _layers, _pooling, norm="head.norm"),
 )

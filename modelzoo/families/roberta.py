@@ -4,7 +4,9 @@ Source: "RoBERTa" (1907.11692). Published models use the id 1 for padding, so th
 the learned position 2. A token with this id inside of a text gets a position like any other token.
 """
 
+from ..pooling_config import Projection
 from .bert import encoder_options, tensor_names, unread_tensors
+from .classifiers import Classifier
 from .config_reader import ConfigReader
 from .family import Family, Options
 
@@ -30,6 +32,10 @@ def _family(name: str, kind: str) -> Family:
         hf_prefix="roberta.",
         hf_unused_tensors=lambda config, num_layers: unread_tensors("roberta.", "lm_head."),
         hf_other_heads=(f"{kind}ForMaskedLM",),
+        hf_classifier=Classifier(
+            ("classifier.dense", "classifier.out_proj"),
+            lambda config, embed: (Projection(embed, activation="tanh"),),
+        ),
     )
 
 

@@ -311,6 +311,8 @@ class BatchModel:
         config = self.files.spec.config
         can_run = [row for row in summary.rows if row.requirements is not None]
         lengths = _text_lengths(summary.requirements)
+        if not lengths:
+            self.files.check_generates()
         rows = [row_shape(requirements) for requirements in summary.requirements]
         shared = summary.prefixes.of_rows([row.row for row in can_run])
         table = shared if self.options.shares else NOTHING_SHARED

@@ -119,6 +119,18 @@ class ModelFiles(ABC):
             digest.update(f"{name}\0{path.stat().st_size}\n".encode())
         return f"sha256:{digest.hexdigest()}"
 
+    def check_generates(self) -> None:
+        """Refuse a model that generates no tokens.
+
+        Raises:
+          InvalidConfig: The model only turns texts into vectors.
+        """
+        if (reason := self.spec.config.lacks_generation) is not None:
+            raise InvalidConfig(
+                f"{self.name}: expected a model that generates tokens, got one for vectors of "
+                f"texts: {reason}. Give /v1/embeddings rows to noria batch, or call LLM.embed."
+            )
+
     def weights_digest(self, peers: Peers = ALONE) -> WeightsDigest:
         """Return the digest of all bytes of the weights; its method `start` begins to hash."""
         return WeightsDigest(self.weight_files(), peers)

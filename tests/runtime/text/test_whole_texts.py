@@ -4,32 +4,17 @@ import json
 
 import pytest
 import tokenizers
-from tokenizers import models, normalizers, pre_tokenizers, processors
+from word_pieces import write_word_pieces
 
 from noria.runtime.embedding.texts import EncodedText
 from noria.runtime.errors import RowError
 from noria.runtime.text.load_tokenizer import load_tokenizer
 
-WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "water", "wheel", "##s", "turn", "the", "é"]
-SPECIAL = WORDS[:4]
-
 
 @pytest.fixture
 def word_pieces(tmp_path):
     """A directory with a tokenizer of BERT."""
-    backend = tokenizers.Tokenizer(
-        models.WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
-    )
-    backend.normalizer = normalizers.BertNormalizer()
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = tokenizers.decoders.WordPiece()
-    backend.add_special_tokens(SPECIAL)
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
-    )
-    backend.save(str(tmp_path / "tokenizer.json"))
+    write_word_pieces(tmp_path)
     return tmp_path
 
 
