@@ -27,8 +27,8 @@ from ..sharding.legality import ModelSizes
 from .grids.bucket_grid import BucketGrid
 from .weight_rules import ALL_FLOAT, WeightRules
 
-_IN_RUN_DTYPE = "final_norm.scale"
-"""A parameter that always has the dtype of weights that are not quantised."""
+_IN_RUN_DTYPE = ("final_norm.scale", "inputs.norm.scale")
+"""Parameters that always have the dtype of weights that are not quantised; every model has one."""
 
 
 def model_sizes(
@@ -212,7 +212,7 @@ class AbstractModel:
             quantisation,
             parameters.get(name + OFFSETS),
             parameters.get(name + ORDER),
-            parameters[_IN_RUN_DTYPE].dtype,
+            next(parameters[name] for name in _IN_RUN_DTYPE if name in parameters).dtype,
         )
 
     @property

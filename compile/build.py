@@ -25,6 +25,7 @@ from .abstract_model import AbstractModel
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, Choice, choose_kernels
 from .compiled_graphs import CompiledGraphs
 from .compiler_options import NO_OPTIONS, CompilerOptions, naming_option, with_defaults
+from .embed_step import embed_step
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .graph_failures import naming_graph
 from .grids.bucket_grid import BucketGrid, PrefillBucket
@@ -192,6 +193,8 @@ class _GraphPlanner:
             )
             for name, leaf in model.abstract_parameters(dtype).items()
         }
+        if grid.embed:
+            return  # such a grid has no state
         num_heads = placement.num_cache_heads(config)
         self._make_state = partial(
             signatures.decode_state,
@@ -207,6 +210,8 @@ class _GraphPlanner:
 
     def graphs(self) -> list[GraphSpec]:
         """All graphs: decode, then prefill by falling length, so that long compiles come first."""
+        if self._grid.embed:
+            return list(map(self._embed_graph, reversed(self._grid.prefill)))
         graphs = [self._decode_graph(span) for span in self._grid.graph_spans]
         for bucket in reversed(self._grid.prefill):
             graphs += self._prefill_graphs(bucket)
@@ -299,6 +304,12 @@ class _GraphPlanner:
             for is_scored in self._grid.prefill_kinds
             for body, arguments in [kinds[is_scored]]
         ]
+
+    def _embed_graph(self, bucket: PrefillBucket) -> GraphSpec:
+        name = CompiledGraphs.embed_name(bucket)
+        bound = self._bind(embed_step, "prefill", self._kernels.prefill[bucket.tokens])
+        arguments = self._replicated(signatures.embed_arguments(bucket))
+        return GraphSpec(name, bound, (self._parameters, *arguments), self._placement.replicated)
 
     def _bind(self, body: Callable[..., Any], phase: str, kernel: Choice) -> Callable[..., Any]:
         options = self._operations[phase], self._dispatch[phase], kernel.attend

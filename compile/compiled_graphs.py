@@ -12,6 +12,7 @@ import jax
 from ..modelzoo.prompt_pieces import PromptPieces
 from ..modelzoo.sampling import SamplingState
 from ..modelzoo.structure import StructureTables
+from .embed_step import EmbedOutput
 from .grids.bucket_grid import BucketGrid, PrefillBucket
 from .prefill_steps import PrefillOutput, SlotRequests
 from .steps import DecodeOutput, DecodeState
@@ -21,6 +22,8 @@ Parameters = Mapping[str, jax.Array]
 
 def graph_names(grid: BucketGrid) -> set[str]:
     """Names of all graphs of a grid."""
+    if grid.embed:
+        return set(map(CompiledGraphs.embed_name, grid.prefill))
     names = {CompiledGraphs.decode_name(span) for span in grid.graph_spans}
     names |= {CompiledGraphs.EMPTY_STATE} | ({CompiledGraphs.FORK} if grid.decode_slots else set())
     if grid.prefixes is not None:
@@ -49,6 +52,10 @@ class CompiledGraphs:
     @staticmethod
     def prefill_name(bucket: PrefillBucket, is_scored: bool = False) -> str:
         return f"{'score' if is_scored else 'prefill'} {bucket}"
+
+    @staticmethod
+    def embed_name(bucket: PrefillBucket) -> str:
+        return f"embed {bucket}"
 
     @staticmethod
     def decode_name(span: int) -> str:
@@ -86,6 +93,18 @@ class CompiledGraphs:
         graph = partial(self.executable(self.prefill_name(bucket, is_scored=True)), parameters)
         arguments = (rows, requests, tokens_BT, next_BT, num_logprobs_B)
         return self._over_span(state, bucket.length, graph, *arguments)
+
+    def embed(
+        self,
+        parameters: Parameters,
+        bucket: PrefillBucket,
+        tokens_BT: jax.Array,
+        count_B: jax.Array,
+        first_B: jax.Array,
+    ) -> EmbedOutput:
+        """The vectors of texts; the arguments are those of `embed_step`."""
+        graph = self.executable(self.embed_name(bucket))
+        return graph(parameters, tokens_BT, count_B, first_B)
 
     def fork(
         self, state: DecodeState, source: jax.Array, slot: jax.Array, sampling: SamplingState

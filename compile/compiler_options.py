@@ -11,7 +11,7 @@ from .plan_tables import check_keys
 CompilerOptions = Mapping[str, Mapping[str, str | int | float | bool]]
 """Values by kind of graph, then by name of the option."""
 NO_OPTIONS: CompilerOptions = {}
-KINDS = ("prefill", "score", "fork", "decode")
+KINDS = ("prefill", "score", "embed", "fork", "decode")
 PLATFORM_OPTIONS: Mapping[str, CompilerOptions] = {
     "tpu": {"decode": {"xla_tpu_msa_inefficient_use_to_copy_ratio": 0.55}}
 }

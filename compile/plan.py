@@ -262,6 +262,12 @@ class Plan:
                 f"plan max_length_reason: expected a string, got {self.max_length_reason!r}."
             )
         has_capacity = self.experts is not None and self.experts.prefill.kind == "capacity"
+        if has_capacity and self.buckets.embed:
+            raise ValueError(
+                "plan [experts.prefill]: expected lossless dispatch with buckets.embed, as the "
+                "other texts of a call decide what a capacity drops. Set dispatch = "
+                '"lossless".'
+            )
         if has_capacity and self.buckets.prefixes is not None:
             raise ValueError(
                 "plan [prefixes]: expected none with experts of a fixed capacity in prefill, where "
@@ -270,6 +276,7 @@ class Plan:
             )
         has_slots, scores = self.buckets.decode_slots > 0, self.buckets.score
         is_built = {"prefill": has_slots, "score": scores, "fork": has_slots, "decode": has_slots}
+        is_built["embed"] = self.buckets.embed
         if unused := [kind for kind in self.compiler if not is_built[kind]]:
             raise ValueError(
                 f"plan [compiler]: expected options for graphs that the plan has, got {unused}. "

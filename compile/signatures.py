@@ -124,6 +124,12 @@ def prefill_arguments(
     return rows, SlotRequests._make((int_B, int_B, sampling)), tokens_BT
 
 
+def embed_arguments(bucket: PrefillBucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Arguments of an embedding graph: `tokens_BT, count_B, first_B`."""
+    int_B = jax.ShapeDtypeStruct((bucket.batch,), jnp.int32)
+    return jax.ShapeDtypeStruct((bucket.batch, bucket.tokens), jnp.int32), int_B, int_B
+
+
 def score_arguments(model: "AbstractModel", bucket: PrefillBucket, grid: BucketGrid):
     """Arguments of a scoring graph: `rows, requests, tokens_BT, next_BT, num_logprobs_B`."""
     rows, requests, tokens_BT = prefill_arguments(model, bucket, grid)

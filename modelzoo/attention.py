@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .config import PLAIN_SCORES, Chunk, Scores, Window
+from .config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
 from .entry_codes import EntryCodes, score_codes, weigh_codes
 from .key_blocks import join_blocks, num_blocks
 
@@ -129,16 +129,26 @@ class Visibility:
 
 
 def visible(query_position_BT: jax.Array, key_position_BS: jax.Array, window: Window) -> jax.Array:
-    """`mask_BTS`: whether a key is a token, not after the query, and in the window of the query."""
+    """`mask_BTS`: whether a key is a token, not after the query, and in the window of the query.
+
+    In a window of both sides, keys may be after the query.
+    """
     query_BT1, key_B1S = query_position_BT[:, :, None], key_position_BS[:, None, :]
+    if isinstance(window, BothSides):
+        mask_BTS = (key_B1S > EMPTY_POSITION) & (query_BT1 > EMPTY_POSITION)
+        if window.reach is not None:
+            mask_BTS &= abs(key_B1S - query_BT1) <= window.reach
+        return mask_BTS
     mask_BTS = (key_B1S > EMPTY_POSITION) & (key_B1S <= query_BT1)
     if window is not None:
         mask_BTS &= key_B1S >= first_visible(query_BT1, window)
     return mask_BTS
 
 
-def first_visible(position: Position, window: int | Chunk) -> Position:
+def first_visible(position: Position, window: int | Chunk | BothSides) -> Position:
     """The first position in the window of a query at `position`; may be negative."""
+    if isinstance(window, BothSides):
+        return position * 0 if window.reach is None else position - window.reach
     if isinstance(window, Chunk):
         return position - position % window.size
     return position - window + 1

@@ -12,7 +12,7 @@ from . import axes
 from .config import Arrangement, DecoderConfig
 from .gqa import GroupedHeads
 from .layer_attention import LayerAttention
-from .layers import GatedMlp, NoNorm, Norm, scale_by
+from .layers import GatedMlp, NoNorm, Norm, PlainMlp, scale_by
 from .mla import LatentHeads
 from .moe.call import ExpertCall
 from .moe.config import MoeConfig
@@ -30,19 +30,22 @@ class Block(nnx.Module):
         config: DecoderConfig,
         arrangement: Arrangement,
         moe: MoeConfig | None = None,
+        has_attention_norm: bool = True,
     ):
         """The MLP is a mixture of experts if `moe` is given."""
 
-        def norm(placement: str) -> Norm | NoNorm:
-            is_used = config.norm_placement in (placement, "both")
+        def norm(placement: str, others: tuple[str, ...] = ("both",)) -> Norm | NoNorm:
+            is_used = config.norm_placement in (placement, *others)
             return Norm(config.embed, config) if is_used else NoNorm()
 
-        self.attention_norm = norm("before")
+        self.attention_norm = norm("before") if has_attention_norm else NoNorm()
         self.attention = _attention(rngs, config, arrangement)
         self.attention_post_norm = norm("after")
         self.mlp_norm = norm("before")
         self.mlp = _mlp(rngs, config, moe)
         self.mlp_post_norm = norm("after")
+        self.attention_residual_norm = norm("residual", ())
+        self.mlp_residual_norm = norm("residual", ())
         self.multiplier = config.multipliers.residual
 
     def __call__(
@@ -57,9 +60,11 @@ class Block(nnx.Module):
         normed_BTD = self.attention_norm(x_BTD)
         out_BTD, cache_update = self.attention(normed_BTD, code, layer_attention, operations)
         x_BTD = x_BTD + scale_by(self.attention_post_norm(out_BTD), self.multiplier)
+        x_BTD = self.attention_residual_norm(x_BTD)
         x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
         out_BTD = self.mlp(self.mlp_norm(x_BTD), operations, experts)
         x_BTD = x_BTD + scale_by(self.mlp_post_norm(out_BTD), self.multiplier)
+        x_BTD = self.mlp_residual_norm(x_BTD)
         return operations.constrain(x_BTD, axes.RESIDUAL), cache_update
 
 
@@ -102,16 +107,21 @@ def make_block(
     rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement, layers: range
 ) -> Block | ParallelBlock:
     """Make the block of some layers, with the weights of all of them stacked if it is scanned."""
-    block = ParallelBlock if config.is_parallel else Block
-    _, is_sparse = config.layer_kinds[layers.start]
+    has_attention_norm, _, is_sparse = config.block_kinds[layers.start]
     moe = config.moe if is_sparse else None
+
+    def block(rngs: nnx.Rngs) -> Block | ParallelBlock:
+        if config.is_parallel:
+            return ParallelBlock(rngs, config, arrangement, moe)
+        return Block(rngs, config, arrangement, moe, has_attention_norm)
+
     if len(layers) == 1:
-        return block(rngs, config, arrangement, moe)
+        return block(rngs)
 
     @nnx.split_rngs(splits=len(layers))
     @nnx.vmap
     def blocks(rngs: nnx.Rngs) -> Block | ParallelBlock:
-        return block(rngs, config, arrangement, moe)
+        return block(rngs)
 
     return blocks(rngs)
 
@@ -124,5 +134,9 @@ def _attention(
     return GroupedHeads(rngs, config, arrangement)
 
 
-def _mlp(rngs: nnx.Rngs, config: DecoderConfig, moe: MoeConfig | None) -> GatedMlp | SparseMlp:
-    return GatedMlp(rngs, config) if moe is None else SparseMlp(rngs, config, moe)
+def _mlp(
+    rngs: nnx.Rngs, config: DecoderConfig, moe: MoeConfig | None
+) -> GatedMlp | PlainMlp | SparseMlp:
+    if moe is not None:
+        return SparseMlp(rngs, config, moe)
+    return GatedMlp(rngs, config) if config.is_gated else PlainMlp(rngs, config)

@@ -23,7 +23,7 @@ from .attention import (
     merge,
     visible,
 )
-from .config import PLAIN_SCORES, Scores, Window
+from .config import PLAIN_SCORES, BothSides, Scores, Window
 from .entry_codes import EntryCodes
 from .key_blocks import join_blocks
 
@@ -56,7 +56,8 @@ def attend_blockwise(
     """
     k_BKHS, v_BKSH = visibility.keys_values(k_BKHS, v_BKSH)
     T, S = q_BTKGH.shape[1], v_BKSH.shape[2]
-    if visibility.is_in_order and TRIANGLE_BLOCK < T <= MAX_TRIANGLE:
+    sees_later = isinstance(visibility.window, BothSides)
+    if visibility.is_in_order and not sees_later and TRIANGLE_BLOCK < T <= MAX_TRIANGLE:
         assert isinstance(k_BKHS, jax.Array) and isinstance(v_BKSH, jax.Array), "not of a cache"
         return _attend_triangle(q_BTKGH, k_BKHS, v_BKSH, visibility.window, scores)
     block_T, block_S = block_sizes(T, S, query_block, block_scores)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from .moe.config import MoeConfig
+from .pooling_config import MEAN, Pooling
+from .pooling_config import Projection as Projection  # a checkpoint finds all classes here
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,29 @@ class Chunk:
         return f"chunks of {self.size}"
 
 
-Window = int | Chunk | None
-"""The positions that a token sees, itself included: a number of latest ones, its chunk, or all."""
+@dataclass(frozen=True)
+class BothSides:
+    """Attention in both directions, as in encoders: a token also sees later tokens."""
+
+    reach: int | None = None
+    """The largest distance of a token that is seen; None means that all are seen."""
+
+    def __str__(self) -> str:
+        return "both directions" if self.reach is None else f"{self.reach} in both directions"
 
 
-def window_size(window: int | Chunk) -> int:
+Window = int | Chunk | BothSides | None
+"""The positions that a token sees, itself included: a number of latest ones, its chunk, those of
+`BothSides`, or all up to itself."""
+
+
+UNLIMITED = 2**31 - 1
+
+
+def window_size(window: int | Chunk | BothSides) -> int:
     """The maximum number of positions that a token sees."""
+    if isinstance(window, BothSides):
+        return UNLIMITED if window.reach is None else 2 * window.reach + 1
     return window.size if isinstance(window, Chunk) else window
 
 
@@ -120,6 +139,19 @@ class Scores:
 
     def __post_init__(self):
         _require_positive("scores", scale=self.scale, cap=self.cap)
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """Learned vectors that are added to the embeddings of tokens, and the norm of the sum."""
+
+    positions: int = 0
+    """The number of learned positions; 0 without any."""
+    first_position: int = 0
+    """The learned position of the first token."""
+    token_types: int = 0
+    """The number of token types; 0 without any. The second text of a pair has type 1, if there are
+    two."""
 
 
 @dataclass(frozen=True)
@@ -187,12 +219,13 @@ class LatentAttention:
 PLAIN_SCORES = Scores()
 NO_MULTIPLIERS = Multipliers()
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Activation of the MLP gate; `gelu_tanh` is the tanh approximation (Hendrycks, 1606.08415)."""
-NormPlacement = Literal["before", "after", "both"]
-"""Placement of the norms of a block: on the inputs of attention and MLP, the outputs, or both."""
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""Activation of the MLP; `gelu_tanh` approximates `gelu` by tanh (Hendrycks, 1606.08415)."""
+NormPlacement = Literal["before", "after", "both", "residual"]
+"""Placement of the norms of a block: on the inputs of attention and MLP, the outputs, both, or on
+the residual stream after each sum, as in the first transformers (1706.03762)."""
 NormKind = Literal["rms", "layer"]
-"""Root mean square norm, or layer norm without bias, which also subtracts the mean."""
+"""Root mean square norm, or layer norm, which also subtracts the mean."""
 QKNorm = Literal["head", "heads", "projection"]
 """Norm of queries and keys: each head separately with one scale for all (`head`), each head
 separately with a scale of its own (`heads`), or all heads as one vector (`projection`)."""
@@ -224,13 +257,24 @@ class DecoderConfig:
     norm_epsilon: float = 1e-5
     norm_offset: float = 0.0
     """Offset that is added to the stored scales of norms."""
+    norm_bias: bool = False
     activation: Activation = "silu"
+    is_gated: bool = True
+    """Whether the MLP multiplies its activation with a second product, the gate."""
+    inputs: TokenInputs | None = None
+    """The vectors that are added to the embeddings of tokens; None means none, and no norm."""
+    has_first_norm: bool = True
+    """Whether the attention of the first layer has a norm before it, as in other layers."""
     rope: RopeConfig | NoRope = RopeConfig()
     local_rope: RopeConfig | None = None
     """The rotation in layers with a window; None means that they use `rope`, too."""
     latent: LatentAttention | None = None
     """Latent attention; None means grouped-query attention."""
     tie_embeddings: bool = False
+    has_head: bool = True
+    """Whether the model has an output head, which computes the logits of tokens."""
+    pooling: Pooling = MEAN
+    """The result of embedding graphs; others do not read it."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -294,6 +338,10 @@ class DecoderConfig:
                     f"rope.rotated: expected an even number of a head's {self.rope_dim} entries, "
                     f"got {rope.rotated}."
                 )
+        if self.norm_bias and self.qk_norm:
+            raise ValueError("norm_bias: expected false beside qk_norm, not implemented, got true.")
+        if not self.is_gated and self.moe is not None:
+            raise ValueError("is_gated: expected true beside experts, got false.")
         for window in self.windows:
             if window is not None and window_size(window) < 1:
                 raise ValueError(f"windows: expected positive window sizes, got {window}.")
@@ -314,7 +362,8 @@ class DecoderConfig:
 
     def rope_of(self, window: Window) -> RopeConfig | NoRope:
         """The rotation in layers with this window."""
-        return self.rope if window is None or self.local_rope is None else self.local_rope
+        sees_all = window is None or window == BothSides()
+        return self.rope if sees_all or self.local_rope is None else self.local_rope
 
     @property
     def rope_dim(self) -> int:
@@ -346,6 +395,15 @@ class DecoderConfig:
             return self.scores
         return replace(self.scores, scale=self.head_dim**-0.5)
 
+    @property
+    def lacks_generation(self) -> str | None:
+        """The reason why the model cannot generate tokens; None if it can."""
+        if not self.has_head:
+            return "it has no output head"
+        if any(isinstance(window, BothSides) for window in self.windows):
+            return "its tokens see later ones"
+        return None
+
     def first_layers(self, count: int) -> "DecoderConfig":
         """The same decoder with only its first `count` layers."""
         return self.select_layers(slice(count))
@@ -362,6 +420,13 @@ class DecoderConfig:
         """The window of each layer, and whether it is sparse."""
         is_sparse = self.moe.layers if self.moe else (False,) * self.num_layers
         return tuple(zip(self.windows, is_sparse, strict=True))
+
+    @property
+    def block_kinds(self) -> tuple[tuple[bool, Window, bool], ...]:
+        """All by which the blocks of two layers may differ: whether attention has a norm before it,
+        and the kind of the layer."""
+        kinds = enumerate(self.layer_kinds)
+        return tuple((self.has_first_norm or i > 0, *kind) for i, kind in kinds)
 
     @property
     def num_layers(self) -> int:

@@ -33,11 +33,12 @@ from .layer_attention import (
 from .layer_cache import LayerCache, NewEntries
 from .layer_groups import Group, block_layers, layer_groups, layers_name
 from .layer_scan import Cache, scan_group
-from .layers import Embedding, Norm, scale_by
+from .layers import Embedding, InputSum, NoNorm, Norm, scale_by
 from .moe.call import ExpertCall
 from .moe.config import LOSSLESS, Dispatch
 from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations
+from .pooling import Pooler
 from .prefixes import Prefixes
 from .prompt_pieces import (
     PromptPieces,
@@ -77,30 +78,40 @@ class Decoder(nnx.Module):
             make_block(rngs, config, arrangement, layers)
             for layers in block_layers(config, arrangement)
         )
-        self.final_norm = Norm(config.embed, config)
-        if not config.tie_embeddings:
+        if config.inputs is not None:
+            self.inputs = InputSum(rngs, config, config.inputs)
+        is_normed = config.norm_placement == "residual"
+        self.final_norm = NoNorm() if is_normed else Norm(config.embed, config)
+        if config.has_head and not config.tie_embeddings:
             self.head = Embedding(rngs, num_rows, config.embed)
+        self.pooler = Pooler(rngs, config.embed, config.pooling)
         self.config = config
         self.attend = attend
         self.operations = operations
         self.dispatch = dispatch
 
     def forward(
-        self, tokens_BT: jax.Array, true_length_B: jax.Array
+        self, tokens_BT: jax.Array, true_length_B: jax.Array, first_B: jax.Array | None = None
     ) -> tuple[jax.Array, ExpertReport | None]:
         """Run right-padded prompts without a cache.
 
         Args:
-          tokens_BT: Token ids in order. Padding follows the tokens, so the causal mask hides it; it
-            takes no expert.
+          tokens_BT: Token ids in order. Padding follows the tokens; no token sees it, and it takes
+            no expert.
           true_length_B: The number of tokens of each prompt.
+          first_B: The number of tokens with type 0, in models with token types; by default all.
 
         Returns:
           Final hidden states `x_BTD`, in the stripes of `operations`; those of padding are
           undefined. The report of sparse layers, or None without any.
         """
-        x_BTD, _, report = self._whole(tokens_BT, true_length_B, None, _write_nothing)
+        x_BTD, _, report = self._whole(tokens_BT, true_length_B, None, _write_nothing, first_B)
         return x_BTD, report
+
+    def pool(self, x_BTD: jax.Array, true_length_B: jax.Array) -> jax.Array:
+        """The float32 vector `y_BD` of each prompt, from its final hidden states."""
+        position_1T = self.operations.positions(x_BTD.shape[1])
+        return self.pooler(x_BTD, position_1T, true_length_B)
 
     def run_layers(self, x_BTD: jax.Array, true_length_B: jax.Array) -> jax.Array:
         """The residual stream after all layers, for right-padded prompts without a cache.
@@ -166,10 +177,14 @@ class Decoder(nnx.Module):
         true_length_B: jax.Array,
         cache: tuple[LayerCache, ...] | None,
         write: WriteCache,
+        first_B: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], ExpertReport | None]:
         tokens_BT = self.operations.prompt_stripes.permute(tokens_BT, axis=1)
         call = self._prompt_call(tokens_BT.shape, true_length_B, write)
-        x_BTD, layers, report = self._run_blocks(self.embed(tokens_BT), *call, cache)
+        x_BTD = self.embed(tokens_BT)
+        if self.config.inputs is not None:
+            x_BTD = self.inputs(x_BTD, call[0], true_length_B if first_B is None else first_B)
+        x_BTD, layers, report = self._run_blocks(x_BTD, *call, cache)
         return self.final_norm(x_BTD), layers, report
 
     def _prompt_call(

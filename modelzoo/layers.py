@@ -10,17 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from . import axes
-from .config import DecoderConfig
+from .config import DecoderConfig, TokenInputs
 from .operations import Operations
 from .weight_products import einsum, einsum_product, gate_up_product
 
 if TYPE_CHECKING:
     from .moe.call import ExpertCall
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 def weight(
@@ -83,20 +88,26 @@ def merge_heads(out: jax.Array, output: jax.Array) -> jax.Array:
 class Norm(nnx.Module):
     """Norm over the last axis, in float32.
 
-    Root mean square norm (Zhang, Sennrich 2019, 1910.07467), or layer norm without bias (Ba et al.
-    2016, 1607.06450).
+    Root mean square norm (Zhang, Sennrich 2019, 1910.07467), or layer norm (Ba et al. 2016,
+    1607.06450).
     """
 
     def __init__(self, size: int, config: DecoderConfig):
         # not split: small, and needed on every device that has the residual stream
         self.scale = constant(1.0 - config.norm_offset, (size,), ("",))
+        if config.norm_bias:
+            self.bias = constant(0.0, (size,), ("",))
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self._norm(x, self.scale[...], -1)
+        normed = self._norm(x, self.scale[...], -1)
+        if not self.config.norm_bias:
+            return normed.astype(x.dtype)
+        bias = self.bias[...].astype(jnp.float32)
+        return (normed + bias.reshape((1,) * (x.ndim - 1) + bias.shape)).astype(x.dtype)
 
     def _norm(self, x: jax.Array, scale: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-        """Norm over `axis`; `scale` has the shape of the last axes of `x`."""
+        """Float32 norm over `axis`; `scale` has the shape of the last axes of `x`."""
         x32 = x.astype(jnp.float32)
         if self.config.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=axis, keepdims=True)
@@ -105,7 +116,7 @@ class Norm(nnx.Module):
         scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
         if self.config.norm_offset:
             scale = scale + self.config.norm_offset
-        return (normed * scale).astype(x.dtype)
+        return normed * scale
 
 
 class HeadsNorm(Norm):
@@ -126,7 +137,7 @@ class HeadsNorm(Norm):
             scale = jnp.repeat(scale.reshape(-1, x.shape[-1]), self.copies, axis=0)
         is_joint = self.config.qk_norm_kind == "projection"
         axis = tuple(range(2, x.ndim)) if is_joint else -1
-        return self._norm(x, scale.reshape(x.shape[2:]), axis)
+        return self._norm(x, scale.reshape(x.shape[2:]), axis).astype(x.dtype)
 
 
 class NoNorm(nnx.Module):
@@ -151,6 +162,69 @@ class Embedding(nnx.Module):
         _, product = einsum("...D,VD->...V")
         names = x_axes, axes.LOGITS
         return operations.project("BD,VD->BV", product, x_BD, self.table, *names, jnp.float32)
+
+
+class InputSum(nnx.Module):
+    """The sum of token embeddings and the learned vectors of positions and token types, normed.
+
+    Source: Devlin et al. 2018, "BERT" (1810.04805), section 3.
+    """
+
+    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, inputs: TokenInputs):
+        # no weights of products, so no rule rounds them to codes
+        if inputs.positions:
+            self.positions = _table(rngs, inputs.positions, config.embed)
+        if inputs.token_types:
+            self.types = _table(rngs, inputs.token_types, config.embed)
+        self.norm = Norm(config.embed, config)
+        self.inputs = inputs
+
+    def __call__(
+        self, x_BTD: jax.Array, position_1T: jax.Array | np.ndarray, first_B: jax.Array
+    ) -> jax.Array:
+        """The normed sum; the first `first_B` tokens of a row have type 0, the others type 1."""
+        inputs, dtype = self.inputs, x_BTD.dtype
+        if inputs.token_types:
+            types_1D = self.types[...].astype(dtype)[:, None, None]
+            is_second_BT1 = (position_1T >= first_B[:, None])[..., None]
+            last = min(1, inputs.token_types - 1)
+            x_BTD = x_BTD + jnp.where(is_second_BT1, types_1D[last], types_1D[0])
+        if inputs.positions:
+            # positions of padding may be past the end; their states are not read
+            index_1T = jnp.minimum(position_1T + inputs.first_position, inputs.positions - 1)
+            x_BTD = x_BTD + self.positions[...].astype(dtype)[index_1T]
+        return self.norm(x_BTD)
+
+
+def _table(rngs: nnx.Rngs, num_rows: int, embed: int) -> nnx.Param:
+    value = jax.random.normal(rngs.params(), (num_rows, embed), jnp.float32) * embed**-0.5
+    return nnx.Param(value, logical_axes=("", ""))
+
+
+class PlainMlp(nnx.Module):
+    """MLP without a gate: `down(act(up(x)))`."""
+
+    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig):
+        self.up = weight(rngs, (config.embed, config.mlp), (axes.EMBED_IN, axes.MLP))
+        self.down = weight(rngs, (config.mlp, config.embed), (axes.MLP, axes.EMBED_IN))
+        if config.mlp_bias:
+            self.up_bias = constant(0.0, (config.mlp,), (axes.MLP,))
+            self.down_bias = constant(0.0, (config.embed,), ("",))
+        self.config = config
+
+    def __call__(
+        self, x_BTD: jax.Array, operations: Operations, experts: "ExpertCall | None" = None
+    ) -> jax.Array:
+        del experts  # only `SparseMlp`, which has the same signature, uses it
+        up, down = einsum("BTD,DF->BTF"), einsum("BTF,FD->BTD")
+        h_BTF = operations.project(*up, x_BTD, self.up, axes.RESIDUAL, axes.HIDDEN)
+        if self.config.mlp_bias:
+            h_BTF = h_BTF + self.up_bias[...][None, None]
+        h_BTF = ACTIVATIONS[self.config.activation](h_BTF.astype(jnp.float32)).astype(x_BTD.dtype)
+        out_BTD = operations.project(*down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
+        if self.config.mlp_bias:
+            out_BTD = out_BTD + self.down_bias[...][None, None]
+        return out_BTD
 
 
 class GatedMlp(nnx.Module):

@@ -1,4 +1,4 @@
-"""The Python interface: `LLM.generate`, `LLM.chat` and `LLM.score`.
+"""The Python interface: `LLM.generate`, `LLM.chat`, `LLM.score` and `LLM.embed`.
 
 Names and the defaults of `SamplingParams` are vLLM's, with three exceptions. `max_tokens` is None
 by default, and means all tokens that the plan's `max_length` leaves. Log-probabilities are one
@@ -11,9 +11,10 @@ again.
 import operator
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import numpy as np
 from ..compile.expert_plan import ExpertPlan, default_experts
 from ..compile.grids.bucket_grid import BucketGrid
 from ..compile.grids.default_grid import ladder_grid
+from ..compile.grids.embed_grid import embed_ladder
 from ..compile.grids.grid_defaults import GridDefaults
 from ..compile.plan import Numbers, Plan, PlannedModel
 from ..compile.targets import Target, default_platform, find_target
@@ -33,6 +35,11 @@ from .bundles.warm_start import WarmStart
 from .checkpoint import ModelFiles, open_model
 from .checkpoint.published_numbers import keep_published
 from .console import tell
+from .embedding.outputs import EmbeddingOutput, EmbeddingRequestOutput
+from .embedding.plan import aims
+from .embedding.session import EmbeddingSession
+from .embedding.texts import EncodedText, pack, whole_text
+from .embedding.vectors import shortened
 from .engine.generation import GenerationSession
 from .errors import RowError, check_process
 from .files.layout_files import read_layout_table
@@ -43,7 +50,7 @@ from .structured.structures import Structures
 from .text.chat_template import ChatRenderer
 from .text.load_tokenizer import load_tokenizer
 from .text.tokenizer import Tokenizer
-from .vllm_options import CALL, CHAT, MODEL, also_accepts
+from .vllm_options import CALL, CHAT, EMBED, MODEL, also_accepts
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _Row = tuple[str | None, list[int]]
@@ -51,6 +58,8 @@ _Row = tuple[str | None, list[int]]
 
 DEFAULT_MAX_LENGTH = 2048
 DEFAULT_SLOTS = 16
+_NO_OUTPUT = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=0)
+RUNNERS = ("auto", "generate", "pooling")
 
 
 class LLM:
@@ -77,6 +86,8 @@ class LLM:
       experts: The dispatch of tokens to experts in a mixture. By default no choice is dropped.
       seed: Derives the seeds of requests that have no seed of their own.
       strict_config: Whether to refuse a config.json with keys that nothing reads.
+      runner: `generate`, or `pooling` for vectors of texts, by `embed` alone. By default
+        `generate`, unless the plan or the model has only vectors.
       structured_outputs: The forms that requests may ask for, which are compiled with the graphs.
       now: The local time that chat templates see, such as `2026-01-31T12:00:00`. By default the
         time of the first chat.
@@ -104,10 +115,13 @@ class LLM:
         experts: ExpertPlan | None = None,
         seed: int = 0,
         strict_config: bool = False,
+        runner: str = "auto",
         structured_outputs: Sequence[StructuredOutputsParams] = (),
         now: str | None = None,
     ):
         """Load the model and compile its grid; see the class for the arguments."""
+        if runner not in RUNNERS:
+            raise ValueError(f"runner: expected one of {', '.join(RUNNERS)}, got {runner!r}.")
         self._now = None if now is None else read_instant("now", now)
         path = Path(plan) if isinstance(plan, str | Path) else None
         if isinstance(plan, str | Path):
@@ -123,9 +137,11 @@ class LLM:
                 planned = PlannedModel(model, files.fingerprint())
                 own = Numbers.from_table({"dtype": dtype, **(numbers or {})})
                 own = keep_published(own, files)
-                plan = _own_plan(
-                    files, device, planned, own, layout, experts, max_model_len, max_num_seqs
-                )
+                arguments = files, device, planned, own, layout
+                if _pools(runner, files):
+                    plan = _pooling_plan(*arguments, max_model_len)
+                else:
+                    plan = _own_plan(*arguments, experts, max_model_len, max_num_seqs)
             elif layout is not None or experts is not None or numbers is not None:
                 raise ValueError(
                     "layout, experts, numbers: expected none beside a plan, which has its own. "
@@ -133,7 +149,7 @@ class LLM:
                 )
             plan = replace(plan, numbers=keep_published(plan.numbers, files))
             structures = _structures(files, structured_outputs)
-            if path is None and plan.buckets.structured is None:
+            if path is None and plan.buckets.structured is None and not plan.buckets.embed:
                 forms = {form.fingerprint for form in structured_outputs}
                 grid = replace(plan.buckets, structured=structures.grid(forms))
                 plan = replace(plan, buckets=grid)
@@ -152,9 +168,14 @@ class LLM:
                 plan.numbers.cache_codes,
             )
         self._tokenizer = loaded.tokenizer
-        self._generator: GenerationSession | None = session.start(
-            loaded, plan, seed=seed, warm=warm, structures=structures
-        )
+        self._generator: GenerationSession | EmbeddingSession | None
+        if plan.buckets.embed:
+            self._generator = session.start_embedding(loaded, plan, warm=warm)
+        else:
+            self._generator = session.start(
+                loaded, plan, seed=seed, warm=warm, structures=structures
+            )
+        self._pooling = loaded.definition.config.pooling
         self._renderer: ChatRenderer | None = None
         self._num_requests = 0
         self._lock, self._is_running = threading.Lock(), False
@@ -253,6 +274,48 @@ class LLM:
         params = SamplingParams(max_tokens=0, prompt_logprobs=num_alternatives)
         return self.generate(prompts, params)
 
+    @also_accepts(EMBED)
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None
+    ) -> list[EmbeddingRequestOutput]:
+        """Compute the vectors of texts, pooled and normalised as the model's files say.
+
+        Texts get the special tokens of the tokenizer's template; token ids are taken as they are.
+
+        Args:
+          prompts: One text or several, as for `generate`.
+          dimensions: The number of leading features to keep; None for all. Shorter vectors are
+            normalised again, if the model normalises.
+
+        Returns:
+          One output for each text, in order, with its vector in `outputs.embedding`.
+
+        Raises:
+          RowError: A text cannot be served, or has fewer features; no text of the call has run.
+          ValueError: The model was opened to generate, or is closed.
+          GraphFailed: The device failed.
+        """
+        embedder = self._require_open()
+        if not isinstance(embedder, EmbeddingSession):
+            raise ValueError(
+                "embed: expected a model for vectors of texts, got one that generates. Open it "
+                "with LLM(..., runner='pooling')."
+            )
+        if self._pooling.labels:
+            raise ValueError(
+                "embed: expected a model of embeddings, got a classifier. Give /v1/classify rows "
+                "to noria batch."
+            )
+        texts = [self._whole(prompt) for prompt in _as_list(prompts)]
+        outputs = self._run_session(
+            embedder, [(None, pack([text])) for text in texts], repeat(_NO_OUTPUT)
+        )
+        return [
+            EmbeddingRequestOutput(output.request_id, list(text.ids), EmbeddingOutput(vector))
+            for output, text in zip(outputs, texts, strict=True)
+            for vector in self._vectors(output, dimensions)
+        ]
+
     def get_tokenizer(self) -> Tokenizer | None:
         """Return the model's tokenizer, or None if it has none."""
         return self._tokenizer
@@ -266,21 +329,52 @@ class LLM:
             self._renderer.close()
         self._generator = None
 
-    def _require_open(self) -> GenerationSession:
+    def _require_open(self) -> GenerationSession | EmbeddingSession:
         check_process()
         if self._generator is None:
             raise ValueError("LLM: expected an open model, got one after close(). Make another.")
         return self._generator
+
+    def _vectors(self, output: RequestOutput, dimensions: int | None) -> np.ndarray:
+        if output.error is not None or output.vectors is None:
+            raise output.error or AssertionError("a request ends with vectors or an error")
+        normalises = self._pooling.normalises
+        return shortened(output.vectors, dimensions, normalises=normalises)
+
+    def _whole(self, prompt: Prompt) -> EncodedText:
+        """A text with the special tokens of the tokenizer's template; ids as they are."""
+        content = _content(prompt)
+        if not isinstance(content, str):
+            return whole_text(_token_ids(content))
+        if self._tokenizer is None:
+            raise _no_tokenizer()
+        (encoded,) = self._tokenizer.encode_whole([content])
+        if isinstance(encoded, RowError):
+            raise encoded
+        return encoded
 
     def _run(
         self,
         rows: list[_Row],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
-        generator, params = self._require_open(), _one_each(sampling_params, len(rows))
+        generator = self._require_open()
+        if not isinstance(generator, GenerationSession):
+            raise ValueError(
+                "LLM: expected a model that generates, got one for vectors of texts. Call embed, "
+                "or open it with runner='generate'."
+            )
+        return self._run_session(generator, rows, _one_each(sampling_params, len(rows)))
+
+    def _run_session(
+        self,
+        generator: GenerationSession | EmbeddingSession,
+        rows: list[_Row],
+        params: Iterable[SamplingParams],
+    ) -> list[RequestOutput]:
         with self._lock:
             requests = []
-            for (text, ids), param in zip(rows, params, strict=True):
+            for (text, ids), param in zip(rows, params, strict=False):
                 requests.append(Request(str(self._num_requests), ids, param, text))
                 self._num_requests += 1
             # check all requests before the first is queued, so that an error leaves none queued
@@ -297,26 +391,12 @@ class LLM:
         return [outputs[request.request_id] for request in requests]
 
     def _tokenize(self, prompt: Prompt) -> _Row:
-        if isinstance(prompt, Mapping):
-            if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
-                raise RowError(
-                    "invalid_request",
-                    "prompt: expected {'prompt': text} or {'prompt_token_ids': ids}, "
-                    f"got the keys {sorted(prompt)}.",
-                    "prompt",
-                )
-            prompt = next(iter(prompt.values()))
-        if not isinstance(prompt, str):
-            return None, _token_ids(prompt)
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            raise RowError(
-                "invalid_request",
-                "prompt: expected token ids, as this model has no tokenizer, got text. Give "
-                "token ids.",
-                "prompt",
-            )
-        return prompt, tokenizer.encode(prompt, special_tokens=True)
+        content = _content(prompt)
+        if not isinstance(content, str):
+            return None, _token_ids(content)
+        if self._tokenizer is None:
+            raise _no_tokenizer()
+        return content, self._tokenizer.encode(content, special_tokens=True)
 
     def _chat_renderer(self) -> ChatRenderer:
         if self._renderer is None:
@@ -367,14 +447,64 @@ def _own_plan(
 def _ladder(
     files: ModelFiles, max_model_len: int | None, max_num_seqs: int, defaults: GridDefaults
 ) -> BucketGrid:
+    max_length = _max_length(files, max_model_len)
+    return ladder_grid(max_length, max_num_seqs, score=True, defaults=defaults)
+
+
+def _max_length(files: ModelFiles, max_model_len: int | None) -> int:
     limit = files.spec.config.max_position
     if max_model_len is not None and max_model_len > limit:
         raise ValueError(
             f"max_model_len: expected at most {limit}, the published context of this model, got "
             f"{max_model_len}."
         )
-    max_length = min(limit, max_model_len or DEFAULT_MAX_LENGTH)
-    return ladder_grid(max_length, max_num_seqs, score=True, defaults=defaults)
+    return min(limit, max_model_len or DEFAULT_MAX_LENGTH)
+
+
+def _pools(runner: str, files: ModelFiles) -> bool:
+    """Whether to plan for vectors of texts."""
+    if runner == "auto":
+        return files.spec.config.lacks_generation is not None
+    return runner == "pooling"
+
+
+def _pooling_plan(
+    files: ModelFiles,
+    target: Target,
+    model: PlannedModel,
+    numbers: Numbers,
+    layout: str | None,
+    max_model_len: int | None,
+) -> Plan:
+    """Make the plan of an `LLM` for vectors of texts."""
+    model_layout = None if layout is None else Layout.from_table(read_layout_table(layout))
+    session.check_layout(model_layout, files, target, weight_rules=numbers.weight_rules)
+    max_length = _max_length(files, max_model_len)
+    grid = embed_ladder(max_length, aims(target, model_layout))
+    experts = default_experts(files.spec.config)
+    return Plan(target.name, model, numbers, grid, model_layout, experts)
+
+
+def _content(prompt: Prompt) -> Any:
+    """The text or the ids of a prompt."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+        raise RowError(
+            "invalid_request",
+            "prompt: expected {'prompt': text} or {'prompt_token_ids': ids}, "
+            f"got the keys {sorted(prompt)}.",
+            "prompt",
+        )
+    return next(iter(prompt.values()))
+
+
+def _no_tokenizer() -> RowError:
+    return RowError(
+        "invalid_request",
+        "prompt: expected token ids, as this model has no tokenizer, got text. Give token ids.",
+        "prompt",
+    )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -9,12 +9,15 @@ files.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from .errors import RowError
 from .structured.params import StructuredOutputsParams
 from .text.answer_pattern import compile_answer
 from .vllm_options import SAMPLING, also_accepts
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -291,6 +294,8 @@ class RequestOutput:
     dropped_expert_choices: int = 0
     """Dropped expert choices of the prompt, counted once, and of all continuations. If the prompt
     was prefilled several times, the largest count is taken."""
+    vectors: "np.ndarray | None" = None
+    """The float32 vector of each text of an embedding request; None for other requests."""
     samples: SampleCounts | None = None
     """Counts over all samples, if the request has a rule for them."""
 

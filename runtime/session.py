@@ -32,6 +32,7 @@ from .console import plural
 from .devices import machine
 from .devices.graph_memory import check_memory
 from .devices.host_arrays import HostArrays
+from .embedding.session import EmbeddingSession
 from .engine.engine import Engine
 from .engine.expert_use import ExpertSetup
 from .engine.generation import GenerationSession
@@ -198,7 +199,13 @@ def check_model(plan: Plan, files: ModelFiles) -> None:
     if plan.model.fingerprint:
         expected = files.fingerprint()
         _expect("model.fingerprint", expected, plan.model.fingerprint, "Plan again for this model.")
-    longest = files.spec.config.max_position
+    config = files.spec.config
+    if not plan.buckets.embed and config.lacks_generation is not None:
+        raise ValueError(
+            f"plan buckets.embed: expected true, as {files.name} generates and scores no tokens: "
+            f"{config.lacks_generation}. Ask for embeddings."
+        )
+    longest = config.max_position
     if plan.buckets.max_length > longest:
         raise ValueError(
             f"plan buckets.max_length: expected at most {longest}, the published context of "
@@ -401,6 +408,37 @@ def compile_plan(
         plan.compiler,
         warm.executables() if warm else {},
         warm.keep if warm else None,
+    )
+
+
+def start_embedding(
+    model: LoadedModel,
+    plan: Plan,
+    *,
+    on_graph: Callable[["BuildProgress"], None] = lambda built: None,
+    warm: WarmStart | None = None,
+) -> EmbeddingSession:
+    """Compile a plan that embeds texts, and start its session.
+
+    Args:
+      model: The loaded model.
+      plan: The plan, checked by `check_plan`.
+      on_graph: Called after each graph.
+      warm: Stored executables, which are not compiled again.
+
+    Raises:
+      GraphFailed: A graph does not compile, or needs more memory than a device has.
+    """
+    config = model.definition.config
+    graphs = compile_plan(model.definition, plan, model.placement, on_graph, warm)
+    check_memory(graphs, model.target.devices)
+    return EmbeddingSession(
+        graphs,
+        model.parameters,
+        HostArrays(model.placement.replicated),
+        config.vocab_size,
+        config.max_position,
+        attention_kernels(plan, config, model.target).report(),
     )
 
 

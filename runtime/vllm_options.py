@@ -42,6 +42,11 @@ CALL: Mapping[str, AcceptedValues] = {
     "tokenization_kwargs": _NONE,
     "mm_processor_kwargs": _NONE,
 }
+EMBED = CALL | {
+    "truncate_prompt_tokens": AcceptedValues((None,), "Nothing is truncated: shorten the text"),
+    "pooling_params": AcceptedValues((None,), "Pooling is as the model's files say"),
+    "pooling_task": AcceptedValues((None, "embed"), _NOT_OFFERED),
+}
 CHAT = CALL | {
     "chat_template": AcceptedValues(
         (None,), "Put it into the model's folder, as chat_template.jinja"
@@ -95,8 +100,7 @@ MODEL: Mapping[str, AcceptedValues] = {
     "revision": AcceptedValues((None,), _REVISION),
     "code_revision": AcceptedValues((None,), _REVISION),
     "tokenizer_revision": AcceptedValues((None,), _REVISION),
-    "task": AcceptedValues(("auto", "generate"), _NOT_OFFERED),
-    "runner": AcceptedValues(("auto", "generate"), _NOT_OFFERED),
+    "task": AcceptedValues(("auto", "generate"), "Give runner='pooling' for vectors of texts"),
     "enable_lora": _OFF,
     "hf_overrides": AcceptedValues((None, {}), "Edit config.json in the model's folder"),
     "limit_mm_per_prompt": _NONE,

@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
 from conformance import CASES  # noqa: E402  (the tests are no package)
+from embedder_cases import CASES as EMBEDDERS  # noqa: E402
 from published_configs import published_configs  # noqa: E402
 
 START, END = "<!-- models -->\n", "<!-- end of models -->\n"
@@ -37,8 +38,10 @@ def with_table(page: str) -> str:
     """Return the page with a new table from the families and cases."""
     before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
-    counts = Counter(case.family for case in CASES)
-    rows = [_row(family, counts[family.name]) for family in registry.FAMILIES]
+    counts = Counter(case.family for case in (*CASES, *EMBEDDERS))
+    rows = [
+        _row(family, counts[family.name]) for family in (*registry.FAMILIES, *registry.ENCODERS)
+    ]
     return f"{before}{START}{HEAD}{''.join(rows)}{END}{after}"
 
 

@@ -24,6 +24,8 @@ class Call:
     """Positions that a token may see; in a whole prompt, the prompt's own tokens."""
     is_scored: bool = False
     """Whether every token gets logits, and not only the last token of each row."""
+    is_embedded: bool = False
+    """Whether no token gets logits, as texts become vectors."""
     segments: CachePieces = ()
     """The pieces of the cache, where there is more than one."""
     prefix: tuple[int, int] = (0, 0)
@@ -42,6 +44,8 @@ class Call:
     @property
     def num_logits(self) -> int:
         """Number of tokens that get logits."""
+        if self.is_embedded:
+            return 0
         return self.num_tokens if self.is_scored else self.rows
 
     @property

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from ..modelzoo.attention import Attend, Visibility, merge
-from ..modelzoo.config import PLAIN_SCORES, Scores, Window, window_size
+from ..modelzoo.config import PLAIN_SCORES, BothSides, Scores, Window, window_size
 from .projection import MeshAxes
 
 FLOAT32_BYTES = 4
@@ -60,7 +60,9 @@ def num_ring_steps(window: Window, n: int) -> int:
     Stripe i sees stripe i - d at the positions d, d + n, ... back, so a window of n positions or
     more reaches all stripes.
     """
-    return n if window is None else min(n, window_size(window))
+    if window is None or isinstance(window, BothSides):
+        return n
+    return min(n, window_size(window))
 
 
 def merge_over_ring(

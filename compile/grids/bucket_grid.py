@@ -86,8 +86,8 @@ class BucketGrid:
     `[length, batch]`. With `chunk`, each entry is a span, followed by one batch for each chunk
     size: `[512, 2]`, or `[512, 32, 2]` for two sizes. Unit: tokens, then rows."""
     decode_slots: int
-    """The rows of the decode batch. 0 means that the plan only scores whole prompts: it has no
-    cache, and nothing decodes. Unit: slots."""
+    """The rows of the decode batch. 0 means that the plan only scores or embeds whole prompts: it
+    has no cache, and nothing decodes. Unit: slots."""
     decode_spans: tuple[int, ...]
     """The spans of the cache, in growing order; the last one is `max_length`. A decode graph reads
     the positions of each slot below one of them. Unit: positions."""
@@ -96,6 +96,9 @@ class BucketGrid:
     score: bool = False
     """Whether each prefill shape has a second graph, which also computes the log-probability of
     every prompt token."""
+    embed: bool = False
+    """Whether the prefill graphs return one vector for each text, and nothing else. Such a plan has
+    no decode slots and does not score."""
     chunks_per_decode: int | None = None
     """With `chunk`, the maximum number of prefill calls between two decode calls while a row
     decodes. Without this key it is 32. Unit: calls."""
@@ -132,10 +135,16 @@ class BucketGrid:
             check_count(name, size)
             if size > (max_size := min(MAX_SIZE, MAX_POSITIONS // length)):
                 raise ValueError(f"{name}: expected at most {max_size}, got {size}.")
-        if not isinstance(self.score, bool):
-            raise ValueError(f"buckets.score: expected true or false, got {self.score!r}.")
+        for name in ("score", "embed"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"buckets.{name}: expected true or false, got {value!r}.")
+        if self.embed and not only_scores:
+            raise ValueError(
+                f"buckets.embed: expected false with decode slots, got true. Set "
+                f"buckets.decode_slots = 0 instead of {self.decode_slots!r}."
+            )
         if only_scores:
-            self._check_only_scores()
+            self._check_without_slots()
         else:
             check_growing("buckets.decode_spans", self.decode_spans)
         self._check_chunks(lengths)
@@ -191,7 +200,12 @@ class BucketGrid:
 
     @cached_property
     def prefill_kinds(self) -> tuple[bool, ...]:
-        """The kinds of graph of each prefill bucket: for each kind, whether it scores."""
+        """The kinds of graph of each prefill bucket: for each kind, whether it scores.
+
+        A plan that embeds has one kind, which does not score.
+        """
+        if self.embed:
+            return (False,)
         return (False,) * bool(self.decode_slots) + (True,) * self.score
 
     def fit(self, prompt_length: int, max_tokens: int | None) -> PrefillBucket:
@@ -205,6 +219,11 @@ class BucketGrid:
           NoBucketFits: The prompt or its output is too long; the error says by how much.
           NoDecodeSlots: The request wants output, and the plan has no slots.
         """
+        if self.embed and max_tokens != 0:
+            raise NoDecodeSlots(
+                "the plan only embeds texts (buckets.embed = true). Ask for embeddings or scores, "
+                "or make another plan."
+            )
         if not self.decode_slots and max_tokens != 0:
             raise NoDecodeSlots(
                 "the plan has no decode slots (buckets.decode_slots = 0), so it only scores "
@@ -294,7 +313,7 @@ class BucketGrid:
 
     def prefill_call(self, bucket: PrefillBucket, *, is_scored: bool = False) -> Call:
         """The shape of a call of a prefill graph, with the prefix that its rows begin with."""
-        call = bucket.call(is_scored=is_scored)
+        call = replace(bucket.call(is_scored=is_scored), is_embedded=self.embed)
         if self.prefixes is None:
             return call
         return replace(call, phase="chunk", prefix=(1, self.prefixes.length))
@@ -319,10 +338,11 @@ class BucketGrid:
         if self.chunks and self.chunks_per_decode is None:
             assign("chunks_per_decode", CHUNKS_PER_DECODE)
 
-    def _check_only_scores(self) -> None:
+    def _check_without_slots(self) -> None:
+        task = "embedded" if self.embed else "scored"
         for name, got, expected, shown in (
             ("decode_spans", self.decode_spans, (), "[]"),
-            ("score", self.score, True, "true"),
+            ("score", self.score, not self.embed, "false" if self.embed else "true"),
             ("chunk", self.chunks, (), "none, as prompts in chunks need a slot"),
             ("span_slots", self.span_slots, None, "none"),
             ("decode_graphs", self.decode_graphs, None, "none"),
@@ -330,7 +350,7 @@ class BucketGrid:
             if got != expected:
                 raise ValueError(
                     f"buckets.{name}: with buckets.decode_slots = 0, by which prompts are only "
-                    f"scored, expected {shown}; got {got!r}. Change it, or plan decode slots."
+                    f"{task}, expected {shown}; got {got!r}. Change it, or plan decode slots."
                 )
 
     def _check_span_slots(self) -> None:

@@ -44,6 +44,8 @@ class GridDefaults:
     batch_multiple: int = 1
     """Prefill batches are multiples of this number of pieces, into which a layout splits rows."""
     slot_multiple: int = 1
+    whole_lengths: int = LENGTH_STEP
+    """Lengths of prompts are rounded up to a multiple of this number."""
     length_multiple: int = 1
     """Prefill lengths are multiples of this number."""
     span_multiple: int = 1
@@ -77,7 +79,7 @@ class GridDefaults:
     @property
     def length_step(self) -> int:
         """Lengths of prefill buckets are multiples of this."""
-        return math.lcm(LENGTH_STEP, self.length_multiple, *self.chunks)
+        return math.lcm(self.whole_lengths, self.length_multiple, *self.chunks)
 
     def chunk_batch(self, chunk: int, most_rows: int) -> int:
         """Rows of a call of chunks: enough to reach `tokens_per_prefill`, if there are as many.

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from ...modelzoo import axes
 from ...modelzoo.attention import first_visible
 from ...modelzoo.blockwise import block_sizes
-from ...modelzoo.config import Window
+from ...modelzoo.config import BothSides, Window
 from ...modelzoo.kv_cache import num_cache_entries
 from ...modelzoo.layer_groups import block_layers
 from ...modelzoo.moe.config import LOSSLESS
@@ -141,7 +141,7 @@ class Work:
             self._products(call),
             self._experts(call),
             self._attention(call),
-            self._logits(call),
+            self._logits(call) if call.num_logits else None,
             self._activations(call),
             self._exchanges(call),
         ]
@@ -382,6 +382,9 @@ def _pairs(call: Call, window: Window) -> int:
     for start in range(first, call.span, block_T):
         seen_from = 0 if window is None else max(0, first_visible(start, window))
         last = min(start + block_T, call.span) - 1
+        if isinstance(window, BothSides):
+            last = call.span - 1 if window.reach is None else last + window.reach
+            last = min(last, call.span - 1)
         num_blocks = last // block_S - seen_from // block_S + 1
         pairs += block_T * min(num_blocks * block_S, call.span)
     return call.rows * pairs + with_prefix

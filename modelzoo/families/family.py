@@ -23,9 +23,11 @@ from ..config import (
     QKNorm,
     RopeConfig,
     Scores,
+    TokenInputs,
     Window,
 )
 from ..moe.config import MoeConfig
+from .classifiers import LAST_STATE, Classifier
 from .config_reader import ConfigReader
 from .expert_sources import ExpertNames
 from .mapping import ParameterSource, TensorPrefix
@@ -59,6 +61,12 @@ class Options:
     multipliers: Multipliers = NO_MULTIPLIERS
     logit_cap: float | None = None
     norm_offset: float = 0.0
+    norm_bias: bool = False
+    norm_epsilon: float | None = None
+    """Epsilon of norms; None means that it is read as in most families."""
+    is_gated: bool = True
+    inputs: TokenInputs | None = None
+    has_first_norm: bool = True
     activation: Activation = "silu"
     moe: MoeConfig | None = None
 
@@ -121,6 +129,13 @@ class Family:
     forward pass does not need."""
     hf_interleaved_key: str | None = None
     """The key of config.json for adjacent features as rotated pairs; true by default."""
+    hf_prefix: str = "model."
+    """The beginning of the names of tensors below a head. Models without a head may leave it out.
+    """
+    hf_other_heads: tuple[str, ...] = ()
+    """Classes with a head that is not read, such as that of masked tokens."""
+    hf_classifier: Classifier = LAST_STATE
+    """The head of the family's models for sequence classification."""
     part_of: WholeModel | None = None
     gguf_architecture: str | None = None
     gguf_names: Mapping[str, Any] = field(default_factory=dict)

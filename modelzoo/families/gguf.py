@@ -158,6 +158,7 @@ def _decoder_config(
         windows=options.windows or (None,) * num_layers,
         rope=options.rope or read_rope(config, max_position),
         max_position=max_position,
+        norm_epsilon=config.number(EPSILONS[options.norm], above=0.0, maximum=1.0),
         mlp=options.mlp or config.integer("feed_forward_length", maximum=MAX_MLP),
     )
     config.expect("attention.causal", True)
@@ -170,7 +171,6 @@ def _decoder_config(
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_epsilon=config.number(EPSILONS[options.norm], above=0.0, maximum=1.0),
         tie_embeddings=f"{NAMES.head}.weight" not in tensors,
         **options.decoder_fields(),
     )

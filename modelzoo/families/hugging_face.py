@@ -7,6 +7,7 @@ noted because the reference does not read it either, or refused by name.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Literal
 
 from ..config import DecoderConfig
 from .config_reader import ConfigReader
@@ -58,7 +59,7 @@ NAMES = TensorNames(
     shared_down=f"{_MLP}.shared_expert.down_proj",
 )
 
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 """Activations, and their names in config.json."""
 
 EPSILONS = {"rms": "rms_norm_eps", "layer": "layer_norm_eps"}
@@ -145,18 +146,31 @@ def model_spec(
       UnsupportedModel: The model or an option is not supported, or a value is malformed.
     """
     config.text("model_type")
-    check_architecture(config, family.architecture)
+    kind = _published_class(config, family)
     read_quantisation(config)  # the loader dequantises, so tensors have plain names and shapes
     decoder = _decoder_config(config, family)
+    if kind != "head":
+        decoder = replace(decoder, has_head=False)
     forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
     experts = find_expert_names(decoder.moe, forms, frozenset(tensor_names))
     names = replace(NAMES, experts=experts, **family.hf_names)
+    if _is_bare(tensor_names, family.hf_prefix, is_base=kind == "base"):
+        names = replace(names, prefix=TensorPrefix(family.hf_prefix, ""))
+    if kind == "classifier":
+        classifier = family.hf_classifier
+        decoder = replace(decoder, pooling=classifier.pooling(config, decoder.embed))
+        names = replace(names, dense=classifier.dense, dense_norm=classifier.norm)
+    if any(name.endswith(".LayerNorm.gamma") for name in tensor_names):
+        names = replace(names, norm_suffixes=("gamma", "beta"))
     if (key := family.hf_interleaved_key) is not None:
         names = replace(names, is_interleaved=config.flag(key, default=True))
     unused = ()
     if family.hf_unused_tensors is not None:
         unused = family.hf_unused_tensors(config, decoder.num_layers)
-    ignored = (*_ignored_tensors(decoder), *(n for n in tensor_names if n.startswith(unused)))
+    ignored = (
+        *map(names.prefix.to_whole, _ignored_tensors(decoder)),
+        *(n for n in tensor_names if n.startswith(unused)),
+    )
     _account_for_rest(config, decoder)
     return ModelSpec(
         family.name,
@@ -231,12 +245,41 @@ def _account_for_rest(config: ConfigReader, decoder: DecoderConfig) -> None:
     config.ignore_rest()
 
 
-def check_architecture(config: ConfigReader, architecture: str) -> None:
-    """Refuse a file with the class of another model. Case is ignored, as old files spell LLaMA."""
-    if config.has("architectures"):
-        named = [name.lower() for name in config.texts("architectures")]
-        if named != [architecture.lower()]:
-            raise config.error("architectures", f"[{architecture!r}]")
+def _published_class(config: ConfigReader, family: Family) -> Literal["head", "base", "classifier"]:
+    """The kind of the class that a file names.
+
+    It computes logits of the next token, has no head that is read, as embedding models publish it,
+    or classifies texts.
+    """
+    stem = family.architecture.removesuffix("ForCausalLM").removesuffix("Model")
+    kinds: dict[str, Literal["head", "base", "classifier"]] = {}
+    if family.architecture.endswith("ForCausalLM"):
+        kinds[family.architecture] = "head"
+    kinds |= dict.fromkeys((f"{stem}Model", *family.hf_other_heads), "base")
+    kinds[f"{stem}ForSequenceClassification"] = "classifier"
+    return list(kinds.values())[check_architecture(config, *kinds)]
+
+
+def _is_bare(tensor_names: Collection[str], prefix: str, *, is_base: bool) -> bool:
+    """Whether tensors have the names of the model without a head, which have no prefix."""
+    if not tensor_names:
+        return is_base
+    return not any(name.startswith(prefix) for name in tensor_names)
+
+
+def check_architecture(config: ConfigReader, *architectures: str) -> int:
+    """Refuse a file with the class of another model. Case is ignored, as old files spell LLaMA.
+
+    Returns:
+      The index of the class among `architectures`; 0 for a file that names none.
+    """
+    if not config.has("architectures"):
+        return 0
+    known = [name.lower() for name in architectures]
+    named = [name.lower() for name in config.texts("architectures")]
+    if len(named) != 1 or named[0] not in known:
+        raise config.error("architectures", " or ".join(f"[{name!r}]" for name in architectures))
+    return known.index(named[0])
 
 
 def windows_by_option(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
@@ -301,6 +344,7 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
         windows=options.windows or (None,) * num_layers,
         rope=options.rope or read_rope(config, max_position),
         max_position=options.max_position or max_position,
+        norm_epsilon=options.norm_epsilon or read_epsilon(config, EPSILONS[options.norm]),
         mlp=options.mlp or config.integer("intermediate_size", maximum=MAX_MLP),
     )
     for key in ("hidden_act", "hidden_activation"):
@@ -315,10 +359,14 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_epsilon=config.number(EPSILONS[options.norm], above=0.0, maximum=1.0),
         tie_embeddings=config.flag("tie_word_embeddings", default=False),
         **options.decoder_fields(),
     )
+
+
+def read_epsilon(config: ConfigReader, key: str) -> float:
+    """Epsilon of norms."""
+    return config.number(key, above=0.0, maximum=1.0)
 
 
 def read_heads(config: ConfigReader, key: str, kv_key: str) -> tuple[int, int]:

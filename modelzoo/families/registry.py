@@ -8,6 +8,7 @@ imports no jax. Guarantees: every option of a returned model is supported; other
 from collections.abc import Collection, Mapping
 
 from . import (
+    bert,
     cohere,
     deepseek,
     gemma2,
@@ -21,6 +22,7 @@ from . import (
     llama4,
     mistral,
     mixtral,
+    modernbert,
     olmo2,
     olmoe,
     phi3,
@@ -28,11 +30,19 @@ from . import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    roberta,
 )
 from .config_reader import ConfigReader, UnsupportedModel
 from .family import Family, ModelSpec
 
-__all__ = ["FAMILIES", "ModelSpec", "UnsupportedModel", "from_gguf_metadata", "from_hf_config"]
+__all__ = [
+    "ENCODERS",
+    "FAMILIES",
+    "ModelSpec",
+    "UnsupportedModel",
+    "from_gguf_metadata",
+    "from_hf_config",
+]
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -55,6 +65,20 @@ FAMILIES: tuple[Family, ...] = (
     deepseek.V3,
     gpt_oss.FAMILY,
 )
+"""The families of decoders."""
+ENCODERS: tuple[Family, ...] = (
+    bert.FAMILY,
+    roberta.ROBERTA,
+    roberta.XLM_ROBERTA,
+    modernbert.FAMILY,
+)
+"""The families of encoders, which turn texts into vectors and generate no tokens."""
+ENCODER_DECODERS = frozenset({
+    "t5", "mt5", "umt5", "longt5", "switch_transformers", "t5gemma", "bart", "mbart", "pegasus",
+    "marian", "m2m_100", "nllb-moe", "led", "prophetnet", "blenderbot", "bigbird_pegasus",
+    "fsmt", "whisper", "encoder-decoder",
+})  # fmt: skip
+"""Values of `model_type` of models with an encoder and a decoder, which are refused."""
 
 
 def from_hf_config(config: Mapping[str, object], tensor_names: Collection[str] = ()) -> ModelSpec:
@@ -67,7 +91,13 @@ def from_hf_config(config: Mapping[str, object], tensor_names: Collection[str] =
     Raises:
       UnsupportedModel: The model or an option is not supported, or a value is malformed.
     """
-    names = {family.name: family for family in FAMILIES}
+    if (name := config.get("model_type")) in ENCODER_DECODERS:
+        raise UnsupportedModel(
+            f"model_type: expected a decoder or an encoder alone, got {name!r}, which has both. A "
+            f"decoder that also attends to an encoder needs other graphs and another cache, which "
+            f"noria does not have. Take a decoder for text, or an encoder for vectors."
+        )
+    names = {family.name: family for family in (*FAMILIES, *ENCODERS)}
     wholes = {family.part_of.name: family for family in FAMILIES if family.part_of is not None}
     family = _find("model_type", config, names | wholes)
     if config["model_type"] not in wholes:

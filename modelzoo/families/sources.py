@@ -49,6 +49,15 @@ class TensorNames:
     """The names of latent attention; None for a format without it."""
     prefix: TensorPrefix = NO_PREFIX
     """The prefixes of names, for a model that is part of a larger one."""
+    positions: str = ""
+    token_types: str = ""
+    input_norm: str = ""
+    norm_suffixes: tuple[str, str] = ("weight", "bias")
+    """The ends of the names of the scale and the bias of a norm."""
+    dense: tuple[str, ...] = ()
+    """The names of the dense layers over pooled vectors, in order."""
+    dense_norm: str = ""
+    """The name of the norm of such a layer."""
     is_interleaved: bool = False
     """Whether the rows of a query or key head are ordered (pair, side) instead of (side, pair)."""
 
@@ -65,15 +74,18 @@ def parameter_sources(
 
     sources = [
         table("embedding.table", names.embedding),
+        *_inputs(config, names),
         *(
             source
             for i in range(config.num_layers)
             for source in _layer(config, names, arrangement.kv_copies, i)
         ),
-        _single("final_norm.scale", f"{names.final_norm}.weight", "d -> d"),
     ]
-    if not config.tie_embeddings:
+    if config.norm_placement != "residual":
+        sources += _norm(config, names, "final_norm", names.final_norm)
+    if config.has_head and not config.tie_embeddings:
         sources.append(table("head.table", names.head))
+    sources += _dense(config, names)
     return tuple(source.with_prefix(names.prefix) for source in sources)
 
 
@@ -91,24 +103,70 @@ def _layer(
         attention = latent_attention(heads, config.latent, names.latent, is_interleaved, i)
     return [
         *(
-            single(f"{norm}.scale", f"{tensor}.weight", "d -> d")
-            for norm, tensor in _norms(config, names).items()
+            source
+            for norm, tensor in _norms(config, names, i).items()
+            for source in _norm(config, names, f"layers.{i}.{norm}", tensor.format(i=i))
         ),
         *attention,
         *_feed_forward(config, names, i, single),
     ]
 
 
-def _norms(config: DecoderConfig, names: TensorNames) -> dict[str, str]:
+def _dense(config: DecoderConfig, names: TensorNames) -> list[ParameterSource]:
+    """The sources of the dense layers over pooled vectors."""
+    sources = []
+    for i, projection in enumerate(config.pooling.projections):
+        path, tensor = f"pooler.dense.{i}", names.dense[i]
+        sources.append(_single(f"{path}.weight", f"{tensor}.weight", "o i -> i o"))
+        if projection.has_bias:
+            sources.append(_single(f"{path}.bias", f"{tensor}.bias", "o -> o"))
+        if projection.norm_epsilon is not None:
+            sources.append(_single(f"{path}.norm_scale", f"{names.dense_norm}.weight", "o -> o"))
+            if projection.has_norm_bias:
+                sources.append(_single(f"{path}.norm_bias", f"{names.dense_norm}.bias", "o -> o"))
+    return sources
+
+
+def _inputs(config: DecoderConfig, names: TensorNames) -> list[ParameterSource]:
+    """The sources of what is added to the embeddings of tokens."""
+    if config.inputs is None:
+        return []
+    sources = _norm(config, names, "inputs.norm", names.input_norm)
+    if config.inputs.positions:
+        sources.append(_single("inputs.positions", f"{names.positions}.weight", "p d -> p d"))
+    if config.inputs.token_types:
+        sources.append(_single("inputs.types", f"{names.token_types}.weight", "p d -> p d"))
+    return sources
+
+
+def _norm(
+    config: DecoderConfig, names: TensorNames, parameter: str, tensor: str
+) -> list[ParameterSource]:
+    """The sources of the scale of a norm, and of its bias if norms have one."""
+    scale, bias = names.norm_suffixes
+    sources = [_single(f"{parameter}.scale", f"{tensor}.{scale}", "d -> d")]
+    if config.norm_bias:
+        sources.append(_single(f"{parameter}.bias", f"{tensor}.{bias}", "d -> d"))
+    return sources
+
+
+def _norms(config: DecoderConfig, names: TensorNames, i: int) -> dict[str, str]:
     """The tensors of the norms of a block, by parameter."""
     if config.is_parallel:
         return {"norm": names.attention_norm}
     before = {"attention_norm": names.attention_norm, "mlp_norm": names.mlp_norm}
+    if not config.block_kinds[i][0]:
+        del before["attention_norm"]
+    residual = {
+        "attention_residual_norm": names.attention_post_norm,
+        "mlp_residual_norm": names.mlp_post_norm,
+    }
     after = {
         "attention_post_norm": names.attention_post_norm,
         "mlp_post_norm": names.mlp_post_norm,
     }
-    return {"before": before, "after": after, "both": before | after}[config.norm_placement]
+    placed = {"before": before, "after": after, "both": before | after, "residual": residual}
+    return placed[config.norm_placement]
 
 
 @dataclass(frozen=True)
@@ -211,12 +269,27 @@ def _feed_forward(
 ) -> list[ParameterSource]:
     moe = config.moe
     if moe is None or not moe.layers[i]:
+        if not config.is_gated:
+            return _plain_mlp(config, names, single)
         tensors = (names.gate, names.up, names.down)
         return _mlp("mlp", config.mlp, config.mlp_bias, tensors, i, single)
     sources = sparse_sources(moe, names.experts, i)
     if moe.shared_mlp:
         shared = (names.shared_gate, names.shared_up, names.shared_down)
         sources += _mlp("mlp.shared", moe.shared_mlp, config.mlp_bias, shared, i, single)
+    return sources
+
+
+def _plain_mlp(
+    config: DecoderConfig,
+    names: TensorNames,
+    single: Callable[[str, str, str], ParameterSource],
+) -> list[ParameterSource]:
+    sources = []
+    for part, tensor, axes in (("up", names.up, "f d -> d f"), ("down", names.down, "d f -> f d")):
+        sources.append(single(f"mlp.{part}", f"{tensor}.weight", axes))
+        if config.mlp_bias:
+            sources.append(single(f"mlp.{part}_bias", f"{tensor}.bias", "f -> f"))
     return sources
 
 

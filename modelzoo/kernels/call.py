@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from ..config import Chunk, Scores, Window
+from ..config import BothSides, Chunk, Scores, Window
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class AttentionCall:
     """The lengths of the cache segments that a device attends to, for chunks of prompts on one
     device or under a layout; else empty."""
 
+    @property
+    def sees_later(self) -> bool:
+        """Whether queries see keys after them in some layer."""
+        return any(isinstance(window, BothSides) for window in self.windows)
+
     def __str__(self) -> str:
         seen = sorted(_mask(window) for window in self.windows)
         return f"{self.dtype.name}, heads of {self.key_dim}, {' and '.join(seen)}"
@@ -39,4 +44,4 @@ class AttentionCall:
 def _mask(window: Window) -> str:
     if window is None:
         return "causal"
-    return str(window) if isinstance(window, Chunk) else f"windows of {window}"
+    return str(window) if isinstance(window, Chunk | BothSides) else f"windows of {window}"

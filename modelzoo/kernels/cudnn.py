@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..attention import Visibility
-from ..config import PLAIN_SCORES, Chunk, Scores
+from ..config import PLAIN_SCORES, BothSides, Chunk, Scores
 from .call import AttentionCall
 
 HEAD_STEP, MAX_HEAD_DIM = 8, 128
@@ -34,6 +34,8 @@ def cudnn_refusal(call: AttentionCall) -> str | None:
         return "its log-sum-exp is rounded as its results are, too coarse to weigh sinks against"
     if any(isinstance(window, Chunk) for window in call.windows):
         return "it has no mask of chunks"
+    if call.sees_later:
+        return "its masks let no query see later keys"
     return None
 
 
@@ -52,7 +54,7 @@ def attend_cudnn(
     with.
     """
     assert visibility.is_in_order, "the mask is computed from indices"
-    assert scores.cap is None and not isinstance(visibility.window, Chunk)
+    assert scores.cap is None and not isinstance(visibility.window, Chunk | BothSides)
     B, T, K, G, H = q_BTKGH.shape
     window = visibility.window
     try:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..attention import Visibility
-from ..config import PLAIN_SCORES, Chunk, Scores, Window
+from ..config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
 from .call import AttentionCall
 
 BLOCKS = (512, 256, 128)
@@ -24,6 +24,8 @@ def splash_refusal(call: AttentionCall) -> str | None:
     """The reason why the kernel cannot serve a call, or None if it can."""
     if not call.is_in_order:
         return "it takes whole prompts whose tokens lie in order on one device"
+    if call.sees_later:
+        return "its masks let no query see later keys"
     if call.num_queries % BLOCKS[-1]:
         return f"it takes whole blocks of {BLOCKS[-1]} tokens, got {call.num_queries} tokens"
     if call.num_queries // prompt_block_size(call.num_queries) > MAX_BLOCKS:
@@ -76,8 +78,10 @@ def _kernel(
             mask = masks.CausalMask((T, T))
         case Chunk(size):
             mask = masks.ChunkedCausalMask((T, T), size)
-        case _:
-            mask = masks.LocalMask((T, T), (window - 1, 0), offset=0)
+        case BothSides():
+            raise AssertionError("splash_refusal refuses it")
+        case size:
+            mask = masks.LocalMask((T, T), (size - 1, 0), offset=0)
     block = prompt_block_size(T)
     return splash.make_splash_mha(
         masks.MultiHeadMask([mask] * num_heads),

@@ -8,7 +8,7 @@ import argparse
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -58,7 +58,10 @@ if TYPE_CHECKING:
     from ...compile.planning.work import Work
     from ...compile.targets import Target
     from ...modelzoo.config import DecoderConfig
+    from ...modelzoo.pooling_config import Pooling
     from ...sharding.layout import Layout
+    from ..engine.shared_prefixes import Submission
+    from ..engine.submission_order import RowLengths
     from ..structured.token_automaton import TokenTrie
 
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
@@ -304,6 +307,10 @@ class BatchModel:
         """Open the tokenizer, and the process that renders chat templates."""
         return open_text(self.files, now, self.structures)
 
+    def pooling(self) -> "Pooling":
+        """How the model makes one vector of a text."""
+        return self.files.spec.config.pooling
+
     def weights(self) -> str:
         """The digest of the weights, computed by this process alone; files whose hash root is not
         remembered are read."""
@@ -332,12 +339,17 @@ class BatchModel:
         # `spec` raises for an unknown family, which must be an error of the model, not of the plan
         config = self.files.spec.config
         can_run = [row for row in summary.rows if row.requirements is not None]
+        lengths = _text_lengths(summary.requirements)
+        if not lengths:
+            self.files.check_generates()
         rows = [row_shape(requirements) for requirements in summary.requirements]
         shared = summary.prefixes.of_rows([row.row for row in can_run])
         table = shared if self.options.shares else NOTHING_SHARED
         cache = compilation_cache.enable(progress.note)
         forms = {row.structure for row in summary.requirements if row.structure is not None}
-        plan, target = self._resolve_plan(rows, table, forms, stored_plan)
+        make_plan = partial(self._make_plan, rows, table, forms, lengths)
+        plan, target = self._resolve_plan(make_plan, stored_plan)
+        _check_task(plan, lengths)
         text = plan.to_toml()
         bundle = self._agree_on_plan(text)
         weights = self.files.weights_digest(self.peers)
@@ -347,7 +359,10 @@ class BatchModel:
         noted = table if plan.buckets.prefixes is None else shared
         work = work_of(config, plan.numbers, plan.layout, target)
         progress.note(text.rstrip() if self.options.verbose else plan_table(plan, work))
-        _note_plan(plan, rows, noted, config, target, progress)
+        if plan.buckets.embed:
+            _note_embeddings(plan, lengths, config, target, progress)
+        else:
+            _note_plan(plan, rows, noted, config, target, progress)
         model = session.load_model(
             self.files,
             target,
@@ -360,8 +375,12 @@ class BatchModel:
         )
         digest = weights.result()
         phases.enter("build")
+        waste = partial(with_waste, grid=plan.buckets, work=work)
         seed = self.options.seed
         with naming_rows(summary.rows):
+            if plan.buckets.embed:
+                embedder = session.start_embedding(model, plan, on_graph=report, warm=warm)
+                return Build(embedder, text, digest, _longest_first, waste)
             generator = session.start(
                 model, plan, seed=seed, on_graph=report, warm=warm, structures=self.structures
             )
@@ -369,17 +388,12 @@ class BatchModel:
         is_lossless = plan.experts is None or plan.experts.prefill.kind != "capacity"
         shares = self.options.shares and is_lossless
         submission = partial(plan_submission, grid=plan.buckets, shares=shares)
-        waste = partial(with_waste, grid=plan.buckets, work=work)
         shapes = {row.row: shape for row, shape in zip(can_run, rows, strict=True)}
         better_plan = partial(_better_plan_note, plan, work, config, shapes, summary.prefixes)
         return Build(generator, text, digest, submission, waste, better_plan)
 
     def _resolve_plan(
-        self,
-        rows: "Sequence[RowShape]",
-        table: "PrefixTable",
-        forms: Set[str],
-        stored_plan: str | None,
+        self, make_plan: "Callable[[Target], Plan]", stored_plan: str | None
     ) -> "tuple[Plan, Target]":
         """The plan to run and its target, both checked; starts jax."""
         from ...compile.plan import Plan
@@ -397,7 +411,7 @@ class BatchModel:
                 session.check_present(target)
                 if self.plan_table is None:
                     session.check_layout(self._layout, self.files, target)
-                plan = self._make_plan(rows, table, forms, target)
+                plan = make_plan(target)
             plan = replace(plan, numbers=keep_published(plan.numbers, self.files))
             session.check_plan(plan, self.files, target, self.options.dtype)
         except ValueError as error:
@@ -421,12 +435,14 @@ class BatchModel:
         rows: "Sequence[RowShape]",
         table: "PrefixTable",
         forms: Set[str],
+        lengths: Sequence[int],
         target: "Target",
     ) -> "Plan":
         """The given plan, or a plan derived from the rows of this job, with the overrides."""
         from ...compile.plan import Numbers, PlannedModel
         from .. import session
         from ..checkpoint.published_numbers import keep_published
+        from ..embedding.plan import embedding_plan
         from .job_plan import derived_plan, given_plan, overridden_numbers
 
         overrides = self.options.set
@@ -445,10 +461,61 @@ class BatchModel:
         config, layout = self.files.spec.config, self._layout
         # the formats of weights decide how much memory is left for the cache
         numbers = keep_published(overridden_numbers(numbers, overrides), self.files)
+        if lengths:
+            return embedding_plan(lengths, target, model, numbers, config, layout, overrides)
         structured = self.structures.grid(forms)
         return derived_plan(
             rows, target, model, numbers, config, layout, overrides, self.peers, table, structured
         )
+
+
+def _text_lengths(rows: Sequence[RowRequirements]) -> list[int]:
+    """The lengths of all texts to embed; empty for a job that generates or scores tokens."""
+    num_pooled = sum(bool(row.text_lengths) for row in rows)
+    if num_pooled not in (0, len(rows)):
+        raise JobError(
+            f"the rows of a job: expected all to ask for vectors of texts (/v1/embeddings, "
+            f"/v1/score, /v1/rerank, /v1/classify) or none, got {num_pooled} of {len(rows)} rows "
+            f"that do. Their graphs differ: run them as two jobs.",
+            EXIT_USAGE,
+        )
+    return [length for row in rows for length in row.text_lengths]
+
+
+def _check_task(plan: "Plan", lengths: Sequence[int]) -> None:
+    """Refuse a plan for another kind of rows."""
+    if plan.buckets.embed != bool(lengths):
+        asked = "vectors of texts" if lengths else "tokens or their scores"
+        raise JobError(
+            f"plan buckets.embed: expected {str(bool(lengths)).lower()}, as the rows ask for "
+            f"{asked}, got {str(plan.buckets.embed).lower()}. Run without --plan, or plan again.",
+            EXIT_USAGE,
+        )
+
+
+def _longest_first(rows: "Sequence[RowLengths]", table: "PrefixTable") -> "Submission":
+    """Rows by falling length of their longest text, so that near lengths share batches."""
+    from ..engine.shared_prefixes import Submission
+    from ..engine.submission_order import submission_order
+
+    del table
+    order = submission_order(rows)
+    return Submission(order, [None] * len(order))
+
+
+def _note_embeddings(
+    plan: "Plan",
+    lengths: Sequence[int],
+    config: "DecoderConfig",
+    target: "Target",
+    progress: Progress,
+) -> None:
+    """Show the padding of the plan, the pooling and the kernels."""
+    from .. import session
+    from ..embedding.plan import padding_note
+
+    progress.note(padding_note(lengths, plan, config))
+    progress.note(str(session.attention_kernels(plan, config, target)))
 
 
 def _note_plan(
@@ -529,7 +596,12 @@ def open_text(
     structures.make_trie = partial(_vocabulary, files, tokenizer)
     with ChatRenderer(tokenizer, now=now) as chat:
         yield JobText(
-            PromptEncoder(tokenizer, chat.encode_all, structures),
+            PromptEncoder(
+                tokenizer,
+                chat.encode_all,
+                structures,
+                compares_pairs=lambda: bool(files.spec.config.pooling.labels),
+            ),
             tokenizer,
             reads_clock=lambda: chat.reads_clock,
             gave_up=lambda: chat.gave_up,

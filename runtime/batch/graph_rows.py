@@ -47,6 +47,10 @@ def needs_graph(name: str, grid: "BucketGrid", row: RowRequirements) -> bool:
     from ...compile.graph_failures import bucket_of
     from ...compile.grids.bucket_grid import NoBucketFits
 
+    if row.text_lengths:
+        longest = grid.prefill[-1].length
+        fitting = (grid.bucket_of(length) for length in row.text_lengths if length <= longest)
+        return any(CompiledGraphs.embed_name(bucket) == name for bucket in fitting)
     try:
         grid.fit(row.prompt_length, row.max_tokens)
     except NoBucketFits:

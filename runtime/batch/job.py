@@ -26,6 +26,8 @@ from .tables import Columns
 
 if TYPE_CHECKING:
     from ...compile.grids.prefix_table import PrefixTable
+    from ...modelzoo.pooling_config import Pooling
+    from ..embedding.session import EmbeddingSession
     from ..engine.generation import GenerationSession
     from ..engine.shared_prefixes import Submission
     from ..engine.submission_order import RowLengths
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 class Build:
     """A compiled plan, ready to run rows."""
 
-    generator: "GenerationSession"
+    generator: "GenerationSession | EmbeddingSession"
     plan: str
     """The resolved plan as TOML."""
     weights: str
@@ -73,6 +75,10 @@ class JobModel(Protocol):
 
         Reads the weights, unless their digest is remembered.
         """
+        ...
+
+    def pooling(self) -> "Pooling":
+        """How the model makes one vector of a text."""
         ...
 
     def open_text(self, now: datetime) -> AbstractContextManager[JobText]:

@@ -1,9 +1,9 @@
 """Reads one line of a batch file into one row: a request to run, or an error row.
 
 Lines have one of two forms. An OpenAI Batch line has `custom_id`, `method`, `url` and `body`. A
-simple line is the body alone, `{"prompt": ...}` or `{"messages": ...}`, with an optional `id` or
-`custom_id`; an integer `id` is read as its digits. Without an id the row is called `row-<n>`, with
-n counted from zero over the rows of the file.
+simple line is the body alone, `{"prompt": ...}`, `{"messages": ...}` or `{"input": ...}`, with an
+optional `id` or `custom_id`; an integer `id` is read as its digits. Without an id the row is called
+`row-<n>`, with n counted from zero over the rows of the file.
 
 Does not know about files, tokenizers or buckets. Guarantees: every line gives exactly one row, and
 no content of a line raises an exception; equal requests have equal hashes, whatever the order or
@@ -19,6 +19,7 @@ from ..errors import RowError
 from ..files.strict_json import MAX_LINE_BYTES, Line, dump_line, parse_object
 from ..request import SamplingParams, wrong_value
 from ..text.chat_messages import normalise_messages
+from .pooled_body import EMBEDDING_URL, POOLED_URLS, PooledRequest, read_pooled, unknown_pooled_keys
 from .request_body import read_params, unknown_keys, unknown_parameter
 from .tools import Tools
 
@@ -27,6 +28,8 @@ COMPLETION_URL = "/v1/completions"
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+_SIMPLE_URLS = {"prompt": COMPLETION_URL, "messages": CHAT_URL, "input": EMBEDDING_URL}
+"""The endpoint of a simple line, by the key that it has."""
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _MESSAGE_KEYS = ("role", "content", "name", "refusal", "tool_calls", "tool_call_id")
 _MAX_TOKEN_ID = 2**31 - 1
@@ -41,7 +44,7 @@ class BatchRow:
     offset: int
     custom_id: str
     request_hash: str
-    kind: Literal["chat", "completion", "score"]
+    kind: Literal["chat", "completion", "score", "pooled"]
     params: SamplingParams
     model: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -54,6 +57,8 @@ class BatchRow:
     ignored: tuple[str, ...] = ()
     """The unknown keys of the body, which were ignored."""
     tools: Tools | None = None
+    pooled: PooledRequest | None = None
+    """The texts to embed, to compare or to classify; None for other requests."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def read_row(
         custom_id = custom_id_of(record, row, is_simple=_is_simple(record))
         url, body = request_of(record)
         request_hash = hash_request(url, body)
-        ignored = unknown_keys(body, is_chat=url == CHAT_URL) if ignores_unknown else ()
+        ignored = _unknown_keys(url, body) if ignores_unknown else ()
         known = {key: body[key] for key in body if key not in ignored}
         content = _read_body(url, known, defaults or {})
         if (form := content["params"].structured_outputs) is not None:
@@ -187,21 +192,23 @@ def request_of(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """
     if _is_simple(record):
         body = {key: record[key] for key in record if key not in ("custom_id", "id")}
-        if ("prompt" in body) == ("messages" in body):
-            raise RowError(
-                "invalid_line",
-                f"expected an OpenAI Batch line ({', '.join(_ENVELOPE)}) or an object with either "
-                f"prompt or messages, got the keys {', '.join(map(repr, record))[:200] or 'none'}.",
-            )
-        return (CHAT_URL if "messages" in body else COMPLETION_URL), body
+        keys = [key for key in _SIMPLE_URLS if key in body]
+        if len(keys) == 1:
+            return _SIMPLE_URLS[keys[0]], body
+        raise RowError(
+            "invalid_line",
+            f"expected an OpenAI Batch line ({', '.join(_ENVELOPE)}) or an object with one of "
+            f"prompt, messages and input, got the keys "
+            f"{', '.join(map(repr, record))[:200] or 'none'}.",
+        )
     for key in record:
         if key not in _ENVELOPE:
             raise unknown_parameter(key, _ENVELOPE)
     if record.get("method") != "POST":
         raise wrong_value("method", "'POST'", record.get("method"))
     url = record.get("url")
-    if url not in (CHAT_URL, COMPLETION_URL):
-        expected = f"expected {CHAT_URL} or {COMPLETION_URL}"
+    if url not in (CHAT_URL, COMPLETION_URL, *POOLED_URLS):
+        expected = f"expected {CHAT_URL}, {COMPLETION_URL} or {', '.join(POOLED_URLS)}"
         raise RowError("unsupported_url", f"url: {expected}, got {str(url)[:100]!r}.", "url")
     body = record.get("body")
     if not isinstance(body, dict):
@@ -210,6 +217,10 @@ def request_of(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    if (task := POOLED_URLS.get(url)) is not None:
+        params = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=0)
+        pooled = read_pooled(task, body)
+        return {"kind": "pooled", "params": params, "model": _model(body), "pooled": pooled}
     is_chat = url == CHAT_URL
     read = read_params(body, is_chat=is_chat, defaults=defaults)
     content: dict[str, Any] = {
@@ -228,6 +239,12 @@ def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     prompt = _prompt(body.get("prompt"))
     content["prompt" if isinstance(prompt, str) else "prompt_token_ids"] = prompt
     return content
+
+
+def _unknown_keys(url: str, body: Mapping[str, Any]) -> tuple[str, ...]:
+    if (task := POOLED_URLS.get(url)) is not None:
+        return unknown_pooled_keys(task, body)
+    return unknown_keys(body, is_chat=url == CHAT_URL)
 
 
 def _model(body: Mapping[str, Any]) -> str | None:

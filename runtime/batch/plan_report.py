@@ -16,10 +16,11 @@ from ..console import align_columns, plural
 def plan_table(plan: Plan, work: Work) -> str:
     """The plan as a table of its buckets, slots, spans and memory."""
     grid = plan.buckets
+    output = "" if grid.embed else ", prompt and output"
     rows = [
         ("plan", f"{plan.target}, {plan.model.source}, {plan.numbers.dtype}"),
-        ("rows", f"at most {plural(grid.max_length, 'token')}, prompt and output"),
-        ("prefill", ", ".join(map(str, grid.prefill))),
+        ("rows", f"at most {plural(grid.max_length, 'token')}{output}"),
+        ("embed" if grid.embed else "prefill", ", ".join(map(str, grid.prefill))),
         ("decode", _decode(grid)),
     ]
     if grid.span_slots:
@@ -84,6 +85,8 @@ def _wasted(
 
 
 def _decode(grid: BucketGrid) -> str:
+    if grid.embed:
+        return "none, as texts become vectors"
     if not grid.decode_slots:
         return "none, as rows are only scored"
     spans = " or ".join(map(str, grid.graph_spans))

@@ -15,13 +15,17 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..embedding.texts import lengths_of
 from ..errors import RowError
 from ..request import CompletionOutput, RequestOutput, SampleCounts, TokenLogprob
 from ..text.tokenizer import Tokenizer
 from .lines import BadRow, BatchRow
 from .scan import ScannedRow
+
+if TYPE_CHECKING:
+    from ...modelzoo.pooling_config import Pooling
 
 LOWEST_LOGPROB = -9999.0
 DROPPED = "dropped_expert_choices"
@@ -55,6 +59,7 @@ class OutputLines:
         fingerprint: The fingerprint of the job's configuration, part of all ids.
         tokens: Names token ids; None without a tokenizer.
         wall_clock: Seconds since the epoch, for `created`.
+        pooling: The pooling of the model, for rows whose texts become vectors.
     """
 
     def __init__(
@@ -64,16 +69,20 @@ class OutputLines:
         fingerprint: str,
         tokens: Tokenizer | None = None,
         wall_clock: Callable[[], float] = time.time,
+        pooling: Callable[[], "Pooling | None"] = lambda: None,
     ):
         self._model_name = model_name
         self._fingerprint = fingerprint
         self._tokens = tokens
         self._wall_clock = wall_clock
+        self._pooling = pooling
 
     def result(self, row: BatchRow, output: RequestOutput) -> dict[str, Any]:
         """The line of a request that ran: its result, or its error."""
         if output.error is not None:
             return self.error(row, output.error)
+        if row.pooled is not None:
+            return self._line(row, self._response(row, 200, self._pooled(row, output)), None)
         is_chat = row.kind == "chat"
         make_choice = self._chat_choice if is_chat else self._text_choice
         # scoring may return no continuation, but the answer has one choice
@@ -103,6 +112,22 @@ class OutputLines:
         if is_chat and row.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._prompt_logprobs(row, output)
         return self._line(row, self._response(row, 200, body), None)
+
+    def _pooled(self, row: BatchRow, output: RequestOutput) -> dict[str, Any]:
+        """The body of an answer about texts that became vectors."""
+        # only such rows wait for numpy
+        from .pooled_results import PREFIXES, pooled_body
+
+        pooling = self._pooling()
+        assert row.pooled is not None and pooling is not None
+        return pooled_body(
+            row.pooled,
+            output,
+            pooling,
+            answer_id=self._id(PREFIXES[row.pooled.task], row),
+            created=int(self._wall_clock()),
+            model=row.model or self._model_name,
+        )
 
     def error(self, row: BatchRow | BadRow, error: RowError) -> dict[str, Any]:
         """The line of a row that ends as an error."""
@@ -304,6 +329,8 @@ def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:
         "prompt_tokens": len(output.prompt_token_ids),
         "output_tokens": _num_output_tokens(output),
     }
+    if row.pooled is not None:
+        values["prompt_tokens"] = sum(lengths_of(output.prompt_token_ids))
     if samples is not None and samples.stopped:
         values[STOPPED_SAMPLES] = samples.stopped
         values[TOKENS_LEFT] = samples.tokens_left

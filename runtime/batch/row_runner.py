@@ -31,9 +31,12 @@ from .stop_signals import Drain, StopSignals
 
 if TYPE_CHECKING:
     from ...compile.grids.prefix_table import PrefixTable
+    from ..embedding.session import EmbeddingSession
     from ..engine.generation import GenerationSession
     from ..engine.shared_prefixes import SharedPrefix
     from ..engine.submission_order import RowLengths
+
+    Session = GenerationSession | EmbeddingSession
 
 _WaitingRow: TypeAlias = "tuple[ScannedRow, SharedPrefix | None]"
 """A row that was not submitted yet, and the shared prefix with which it begins."""
@@ -109,7 +112,7 @@ class RowRunner:
             self.journal.sync()
         return directive.signal if waiting or self._in_flight or self._answers else None
 
-    def _begin_drain(self, generator: "GenerationSession", directive: StepDirective) -> None:
+    def _begin_drain(self, generator: "Session", directive: StepDirective) -> None:
         """Drop submitted rows that have no slot yet, so that only rows in flight finish."""
         self._record_finished(generator)
         if generator.unfinished:
@@ -119,7 +122,7 @@ class RowRunner:
                 f"at most {self.settings.grace_seconds:g} s"
             )
 
-    def _submit_rows(self, generator: "GenerationSession", waiting: deque[_WaitingRow]) -> None:
+    def _submit_rows(self, generator: "Session", waiting: deque[_WaitingRow]) -> None:
         """Submit rows while the generator wants more; a row that it refuses becomes an error."""
         while waiting and generator.wants_more:
             scanned, prefix = waiting.popleft()
@@ -144,7 +147,7 @@ class RowRunner:
         except InputError as error:
             raise JobError(str(error), EXIT_RESUMABLE) from None
 
-    def _record_finished(self, generator: "GenerationSession") -> None:
+    def _record_finished(self, generator: "Session") -> None:
         """Write the rows that have finished to the journal, and keep outputs for their repeats."""
         for output in generator.collect():
             row = self._in_flight.pop(output.request_id)
@@ -212,4 +215,5 @@ class RowRunner:
 
 def _lengths_of(row: ScannedRow) -> "RowLengths":
     assert row.requirements is not None
-    return row.requirements.prompt_length, row.requirements.max_tokens
+    longest = max(row.requirements.text_lengths, default=row.requirements.prompt_length)
+    return longest, row.requirements.max_tokens

@@ -156,6 +156,7 @@ class _JobRun:
             model_name=facts.get(MODEL, self.settings.model_name),
             fingerprint=fingerprint(self.settings.configuration),
             tokens=self.source.text.tokens,
+            pooling=lambda: self.model.pooling(),
         )
 
     def run(self, *, keeps_answers: bool = False) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
+from ..embedding.texts import lengths_of
 from ..errors import InputError, RowError
 from ..files.strict_json import Line, read_line_at, read_lines
 from .lines import BadRow, BatchRow, duplicate_of, read_row
@@ -44,6 +45,8 @@ class RowRequirements:
     """Whether the text of the request may end it: stop strings, or a rule for its samples."""
     structure: str | None = None
     """The fingerprint of the form that its answers have."""
+    text_lengths: tuple[int, ...] = ()
+    """The lengths of the texts to embed; empty for other requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +127,10 @@ def scan(
                 continue
             row, ids = outcome
             on_encoded(row, ids)
-            requirements = _requirements_of(row, len(ids))
-            prefixes.add(row.row, ids, row.params.prompt_logprobs)
+            requirements = _requirements_of(row, ids)
+            # texts that are embedded share no prefixes
+            shared = ids if row.pooled is None else ()
+            prefixes.add(row.row, shared, row.params.prompt_logprobs)
             # rows with equal requirements share one object
             rows.append(_scanned_row(row, distinct.setdefault(requirements, requirements), None))
         on_progress(len(rows), num_bytes)
@@ -212,15 +217,16 @@ def read_again(
     return row
 
 
-def _requirements_of(row: BatchRow, prompt_length: int) -> RowRequirements:
+def _requirements_of(row: BatchRow, ids: Sequence[int]) -> RowRequirements:
     params = row.params
     return RowRequirements(
-        prompt_length=prompt_length,
+        prompt_length=len(ids),
         max_tokens=params.max_tokens,
         n=params.n,
         prompt_logprobs=params.prompt_logprobs,
         has_stops=bool(params.stop) or params.stopping is not None,
         structure=params.structured_outputs and params.structured_outputs.fingerprint,
+        text_lengths=() if row.pooled is None else lengths_of(ids),
     )
 
 

@@ -75,11 +75,11 @@ def _figures(row: ScannedRow, line: Mapping[str, Any]) -> dict[str, float]:
     usage = body["usage"]
     figures: dict[str, float] = {
         "prompt_tokens": usage["prompt_tokens"],
-        "output_tokens": usage["completion_tokens"],
+        "output_tokens": usage.get("completion_tokens", 0),
     }
     if (dropped := body.get("noria", {}).get(DROPPED)) is not None:
         figures[DROPPED] = dropped
-    reasons = [choice["finish_reason"] for choice in body["choices"]]
+    reasons = [choice["finish_reason"] for choice in body.get("choices", ())]
     has_limit = row.requirements is None or row.requirements.max_tokens is not None
     if not has_limit and "length" in reasons:
         figures[AT_MAX_LENGTH] = reasons.count("length")

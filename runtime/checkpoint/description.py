@@ -125,7 +125,7 @@ def _short(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         inner = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return f"({_pairs({key: item for key, item in inner.items() if item is not None})})"
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _bytes(size: int) -> str:

@@ -36,6 +36,7 @@ from .orbax_store import (
     spec_of,
 )
 from .safetensors import PICKLES, SafetensorsDirectory, safetensors_files
+from .sentence_modules import module_files, read_pooling
 from .small_files import has_file, read_json_object, read_small
 from .tensor_source import TensorSource
 from .unread_parts import UnreadParts
@@ -118,6 +119,18 @@ class ModelFiles(ABC):
             digest.update(f"{name}\0{path.stat().st_size}\n".encode())
         return f"sha256:{digest.hexdigest()}"
 
+    def check_generates(self) -> None:
+        """Refuse a model that generates no tokens.
+
+        Raises:
+          InvalidConfig: The model only turns texts into vectors.
+        """
+        if (reason := self.spec.config.lacks_generation) is not None:
+            raise InvalidConfig(
+                f"{self.name}: expected a model that generates tokens, got one for vectors of "
+                f"texts: {reason}. Give /v1/embeddings rows to noria batch, or call LLM.embed."
+            )
+
     def weights_digest(self, peers: Peers = ALONE) -> WeightsDigest:
         """Return the digest of all bytes of the weights; its method `start` begins to hash."""
         return WeightsDigest(self.weight_files(), peers)
@@ -162,6 +175,9 @@ class HuggingFaceModel(ModelFiles):
         if self._has_weights and isinstance(self.tensors, DequantisedTensors):
             zeros = self.tensors.zero_biases()
             spec = replace(spec, ignored_tensors=(*spec.ignored_tensors, *zeros))
+        pooling = read_pooling(self.path, spec.config.embed)
+        if pooling is not None and not spec.config.pooling.labels:
+            spec = replace(spec, config=replace(spec.config, pooling=pooling))
         return spec
 
     @cached_property
@@ -207,6 +223,7 @@ class HuggingFaceModel(ModelFiles):
     def _descriptions(self) -> Iterable[tuple[str, bytes]]:
         names = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
         yield from _contents(self.path, names)
+        yield from module_files(self.path)
         tensors = sorted(self.stored_tensors.tensors.items())
         table = [f"{name}\0{info.stored_as} {info.shape}\n" for name, info in tensors]
         yield "tensors", "".join(table).encode("utf-8", "surrogatepass")

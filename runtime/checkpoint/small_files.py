@@ -84,7 +84,7 @@ def file_inside(directory: Path, name: object, suffix: str, where: str) -> Path:
     """Return `directory/name` for the bare name of a regular file in the directory.
 
     A link out of the directory is refused, with one exception: the snapshots of the Hugging Face
-    cache are directories of links into `blobs`, two levels up, and these links are followed.
+    cache, and the directories in them, have links into `blobs`, and these links are followed.
 
     Args:
       suffix: The suffix that the name must have.
@@ -110,7 +110,9 @@ def _inside(directory: Path, name: str, where: str, error: type[CheckpointError]
         raise error(
             f"{where}: expected the file {name!r} in {directory}, got {got}. Fetch it again."
         ) from None
-    is_blob = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
+    # a folder of a module is one level below the snapshot
+    snapshots = (folder for folder in home.parents[:2] if folder.name == "snapshots")
+    is_blob = any(target.parent == folder.parent / "blobs" for folder in snapshots)
     if not (is_blob or target.is_relative_to(home)):
         raise error(
             f"{where}: expected {name!r} to be in {directory}, got a link to {target}. "

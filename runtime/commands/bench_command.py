@@ -158,6 +158,7 @@ def run(options: argparse.Namespace) -> int:
     hardware = None if options.calibration is None else _hardware(options)
     with open_model(options.model) as files:
         files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
+        files.check_generates()
         if hardware is not None:
             return _calibrate(_load(files, options), hardware, options)
         cases = _cases(options, files.spec.config.max_position)

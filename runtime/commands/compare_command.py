@@ -90,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
     session.prepare_jax(options.target)
     with open_model(options.model) as opened:
         opened.unread.report(say, is_strict=options.strict_config)
+        opened.check_generates()
         rows = read_row_ids(options.input, opened)[: options.rows]
     compilation_cache.enable(say)
     comparison = compare(

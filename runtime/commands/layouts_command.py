@@ -101,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
     check_files({}, [("an input", path) for path in read], _files_in(options.output))
     with open_model(options.model, needs_weights=options.verify) as files:
         files.unread.report(partial(note, options), is_strict=options.strict_config)
+        files.check_generates()
         return _run(options, files)
 
 

@@ -205,6 +205,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     with open_model(options.model, needs_weights=False) as files:
         files.unread.report(partial(note, options), is_strict=options.strict_config)
+        files.check_generates()
         prediction = predict(options, files)
         replace_file(Disk(), options.output, [prediction.plan.to_toml().encode()])
     content = report.to_json(prediction)

@@ -87,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
         check_new_folder(options.output, files.path)
         session.prepare_jax("cpu")
         files.unread.report(say, is_strict=options.strict_config)
+        files.check_generates()
         rows = []
         if options.calibration is not None:
             rows = read_row_ids(options.calibration, files)[: options.rows]

@@ -113,7 +113,7 @@ class LayoutCompiler:
 
     def _counted(self, layout_plan: PlannedLayout, name: str) -> ProgramCounts:
         """The counts of a compiled graph, extrapolated to all layers."""
-        first, period, turns = longest_repeat(self.config.layer_kinds)
+        first, period, turns = longest_repeat(self.config.block_kinds)
         if turns <= 2:
             return self._read(layout_plan, name, self.config)
         shorter, longer = (

@@ -22,7 +22,7 @@ from ..batch.row_files import check_input, open_rows
 from ..batch.scan import ScannedRow, scan
 from ..batch.tables import Columns
 from ..checkpoint import ModelFiles
-from ..errors import EXIT_USAGE, JobError
+from ..errors import EXIT_USAGE, ConfigError, JobError
 from ..structured.structures import Structures
 from .finished_lengths import AnsweredRow, FinishedJob, LengthForecast, read_finished_job
 from .length_table import read_table
@@ -101,6 +101,11 @@ def read_workload(
     chat_rows: set[int] = set()
 
     def note_kind(row: BatchRow, ids: Sequence[int]) -> None:
+        if row.pooled is not None:
+            raise ConfigError(
+                f"{path}: expected rows that generate or score tokens, got a row for vectors of "
+                f"texts in line {row.line_number}. noria batch makes the plan of such a job itself."
+            )
         if row.kind == "chat":
             chat_rows.add(row.row)
 

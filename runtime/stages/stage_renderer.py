@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..batch.lines import request_of
+from ..batch.pooled_body import POOLED_URLS
 from ..errors import RowError
 from ..text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
 from .pipeline_file import ROW, Pipeline, Stage, wrong_key
@@ -63,6 +64,10 @@ class StageRenderer:
         request = {key: value for key, value in row.items() if key not in ("custom_id", "id")}
         try:
             url, body = request_of(request)
+            if url in POOLED_URLS:
+                raise RowError(
+                    "unsupported_url", f"url: expected a chat or a completion, got {url}.", "url"
+                )
         except RowError as error:
             message = f"stage {self.stage.name} has no template, and the row is no request: "
             return RowError(error.code, message + error.message, error.param)

@@ -9,11 +9,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from ..batch.job import Build, JobModel, JobText
 from ..batch.manifest import PhaseClock
 from ..batch.progress import Progress
 from ..batch.scan import ScanSummary
+
+if TYPE_CHECKING:
+    from ...modelzoo.pooling_config import Pooling
 
 
 @dataclass
@@ -38,6 +42,10 @@ class StagedModel:
     def weights(self) -> str:
         """The digest of the weights."""
         return self.model.weights()
+
+    def pooling(self) -> "Pooling":
+        """How the model makes one vector of a text."""
+        return self.model.pooling()
 
     def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
         """Open the tokenizer and the chat template."""

@@ -15,9 +15,10 @@ from enum import IntEnum
 from pathlib import Path
 
 from ..checkpoint.small_files import read_small
-from ..errors import InvalidTokenizer
+from ..embedding.texts import EncodedText, whole_text
+from ..errors import InvalidTokenizer, RowError
 from .special_tokens import SpecialTokens
-from .tokenizer import TextSettings, Tokenizer, Vocabulary
+from .tokenizer import TextOrPair, TextSettings, Tokenizer, Vocabulary
 from .tokenizer_directory import AddedToken, read_directory
 
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
@@ -76,11 +77,25 @@ class _PieceEncoder:
     def parsed(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._parsed(text) for text in texts]
 
+    def templated(self, texts: Sequence[TextOrPair]) -> list[EncodedText | RowError]:
+        return [
+            whole_text(self._parsed(text)) if isinstance(text, str) else _no_pairs()
+            for text in texts
+        ]
+
     def _parsed(self, text: str) -> list[int]:
         ids: list[int] = []
         for piece in self._special.split(text):
             ids.extend([piece] if isinstance(piece, int) else self.plain(piece))
         return ids
+
+
+def _no_pairs() -> RowError:
+    return RowError(
+        "invalid_request",
+        "expected a tokenizer.json, whose template joins two texts, got a tokenizer.model, which "
+        "has no template. Save the tokenizer as tokenizer.json.",
+    )
 
 
 def tokenizer_from_sentencepiece(directory: Path) -> Tokenizer:

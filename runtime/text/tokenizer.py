@@ -1,9 +1,9 @@
 """Encode text as token ids, and decode token ids, for all tokenizer formats.
 
-A tokenizer has three parts: a table with the bytes of all tokens, two encodings (special tokens are
-parsed, or all text is plain), and the settings of the model's files for BOS, EOS and chat. The
-modules of the formats make these parts: `tokenizer_json`, `sentencepiece_model` and
-`gguf_vocabulary`.
+A tokenizer has three parts: a table with the bytes of all tokens, three encodings (special tokens
+are parsed, all text is plain, or the file's template is applied), and the settings of the model's
+files for BOS, EOS and chat. The modules of the formats make these parts: `tokenizer_json`,
+`sentencepiece_model` and `gguf_vocabulary`.
 
 Does not know about requests, sampling or devices, and never imports jax. Guarantees: an id that is
 not in the table decodes to nothing (embeddings are often padded beyond the vocabulary); encoding
@@ -15,16 +15,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..embedding.texts import EncodedText
 from ..errors import InvalidTokenizer, RowError
 from .detokenizer import Detokenizer
 from .special_tokens import SpecialTokens
 
 MarkedText = tuple[str, str | None]
 """A rendered text, and the mark before special-token text of users; None without a mark."""
+TextOrPair = str | tuple[str, str]
 
 
 class Encoder(Protocol):
-    """The two encodings of a format; neither adds BOS or EOS."""
+    """The encodings of a format; `plain` and `parsed` add neither BOS nor EOS."""
 
     def plain(self, text: str) -> list[int]:
         """Encode all of `text` as ordinary characters; raises RowError if it cannot be encoded."""
@@ -32,6 +34,11 @@ class Encoder(Protocol):
 
     def parsed(self, texts: Sequence[str]) -> Sequence[list[int] | RowError]:
         """Encode each text; the text of special tokens becomes special tokens."""
+        ...
+
+    def templated(self, texts: Sequence[TextOrPair]) -> Sequence[EncodedText | RowError]:
+        """Encode each text or pair as `parsed` does, with the special tokens of the file's template
+        around it."""
         ...
 
 
@@ -53,6 +60,9 @@ class TextSettings:
     bos_id: int | None = None
     eos_id: int | None = None
     add_bos: bool = False
+    add_eos: bool = False
+    """Whether texts to embed end with EOS, also if the template of the vocabulary's file adds
+    none."""
     chat_template: str | None = None
     chat_template_source: str = ""
     """The file and the key of the template."""
@@ -78,6 +88,7 @@ class Tokenizer:
         self.bos_id = settings.bos_id
         self.eos_id = settings.eos_id
         self.add_bos = settings.add_bos
+        self._add_eos = settings.add_eos
         self.chat_template = settings.chat_template
         self.chat_template_source = settings.chat_template_source
         self.named_tokens = settings.named_tokens
@@ -108,6 +119,26 @@ class Tokenizer:
                 if not isinstance(ids, RowError) and ids[:1] != [self.bos_id]:
                     ids.insert(0, self.bos_id)
         return encoded
+
+    def encode_whole(self, texts: Sequence[TextOrPair]) -> list[EncodedText | RowError]:
+        """Encode texts or pairs to embed, with all special tokens that the model expects."""
+        parts = [(text,) if isinstance(text, str) else text for text in texts]
+        errors = [next(filter(None, map(encoding_error, pair)), None) for pair in parts]
+        good = [text for text, error in zip(texts, errors, strict=True) if error is None]
+        encoded = iter(self._encoder.templated(good))
+        return [self._with_ends(next(encoded)) if e is None else e for e in errors]
+
+    def _with_ends(self, text: EncodedText | RowError) -> EncodedText | RowError:
+        """The text with the BOS and EOS that the settings ask for and it does not have."""
+        if isinstance(text, RowError):
+            return text
+        ids, num_first = text
+        is_whole = num_first == len(ids)
+        if self.add_bos and self.bos_id is not None and ids[:1] != (self.bos_id,):
+            ids, num_first = (self.bos_id, *ids), num_first + 1
+        if self._add_eos and self.eos_id is not None and ids[-1:] != (self.eos_id,):
+            ids, num_first = (*ids, self.eos_id), num_first + is_whole
+        return EncodedText(ids, num_first)
 
     def encode_rendered(self, texts: Sequence[MarkedText]) -> list[list[int] | RowError]:
         """Encode texts that a chat template rendered; special tokens are parsed, no BOS is added.

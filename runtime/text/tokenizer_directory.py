@@ -34,6 +34,7 @@ class DirectorySettings:
     named_tokens: Mapping[str, str | None]
     """The texts of tokens by role; None if a file says that there is no token for the role."""
     add_bos: bool | None
+    add_eos: bool
     chat_template: str | None
     chat_template_source: str
     added_tokens: Mapping[int, AddedToken]
@@ -68,6 +69,7 @@ class DirectorySettings:
             bos_id=bos,
             eos_id=eos,
             add_bos=implied if self.add_bos is None else self.add_bos,
+            add_eos=self.add_eos,
             chat_template=self.chat_template,
             chat_template_source=self.chat_template_source,
             named_tokens={role: text for role, text in named.items() if text is not None},
@@ -93,21 +95,26 @@ def read_directory(directory: Path) -> DirectorySettings:
     """
     config = _read_json(directory / "tokenizer_config.json")
     token_map = _read_json(directory / "special_tokens_map.json")
-    add_bos = config.get("add_bos_token")
-    if add_bos is not None and not isinstance(add_bos, bool):
-        raise InvalidTokenizer(
-            f"{directory / 'tokenizer_config.json'}: add_bos_token: expected true or false, got "
-            f"{add_bos!r}."
-        )
+    add_bos, add_eos = (_flag(directory, config, f"add_{end}_token") for end in ("bos", "eos"))
     tokens = {**token_map, **config}
     template, template_source = _chat_template(directory, config)
     return DirectorySettings(
         directory=directory,
         named_tokens={role: _token_text(tokens[role]) for role in _ROLES if role in tokens},
         add_bos=add_bos,
+        add_eos=bool(add_eos),
         chat_template=template,
         chat_template_source=template_source,
         added_tokens=_added_tokens(directory, config),
+    )
+
+
+def _flag(directory: Path, config: Mapping[str, object], key: str) -> bool | None:
+    value = config.get(key)
+    if value is None or isinstance(value, bool):
+        return value
+    raise InvalidTokenizer(
+        f"{directory / 'tokenizer_config.json'}: {key}: expected true or false, got {value!r}."
     )
 
 

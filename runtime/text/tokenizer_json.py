@@ -1,20 +1,23 @@
 """Build tokenizers from Hugging Face's `tokenizer.json`, with the library `tokenizers`.
 
 The library encodes. noria decodes with a table of the bytes of all tokens, so that it can decode
-token by token. Two families of decoders are supported: byte-level, and sentencepiece-like with or
-without byte tokens. Other decoders are refused.
+token by token. Three families of decoders are supported: byte-level, sentencepiece-like with or
+without byte tokens, and word pieces, in which a token without the mark of a continuation begins
+with a space. Other decoders are refused.
 """
 
 import json
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint.small_files import read_small
+from ..embedding.texts import EncodedText
 from ..errors import InvalidTokenizer, RowError
 from .special_tokens import SpecialTokens
-from .tokenizer import TextSettings, Tokenizer, Vocabulary
+from .tokenizer import TextOrPair, TextSettings, Tokenizer, Vocabulary
 from .tokenizer_directory import read_directory
 
 if TYPE_CHECKING:
@@ -49,6 +52,19 @@ class _JsonEncoder:
     def parsed(self, texts: Sequence[str]) -> list[list[int] | RowError]:
         return self._encode(texts, as_text=False)
 
+    def templated(self, texts: Sequence[TextOrPair]) -> list[EncodedText | RowError]:
+        try:
+            with self._lock:
+                self._backend.encode_special_tokens = False
+                encoded = self._backend.encode_batch_fast(texts, add_special_tokens=True)
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            if len(texts) > 1:
+                return [each for text in texts for each in self.templated([text])]
+            return [_cannot_encode(error)]
+        return [_by_types(encoding.ids, encoding.type_ids) for encoding in encoded]
+
     def _encode(self, texts: Sequence[str], *, as_text: bool) -> list[list[int] | RowError]:
         try:
             with self._lock:
@@ -63,6 +79,17 @@ class _JsonEncoder:
                 return [ids for text in texts for ids in self._encode([text], as_text=as_text)]
             return [_cannot_encode(error)]
         return [encoding.ids for encoding in encoded]
+
+
+def _by_types(ids: Sequence[int], types: Sequence[int]) -> EncodedText | RowError:
+    """A text or pair whose tokens have types: zeros, then ones for the second text of a pair."""
+    num_first = len(ids) - sum(types)
+    if any(types[:num_first]) or not all(kind == 1 for kind in types[num_first:]):
+        return RowError(
+            "invalid_request",
+            "expected a tokenizer with token types 0, then 1, got others. Give token ids.",
+        )
+    return EncodedText(tuple(ids), num_first)
 
 
 def _cannot_encode(error: BaseException) -> RowError:
@@ -175,6 +202,8 @@ def _decoding(backend: "tokenizers.Tokenizer", source: str) -> tuple[Callable[[s
         return _piece_bytes, steps[0]["prepend_scheme"] != "never"
     if _REPLACE in steps and all(step in (_REPLACE, _BYTES, _FUSE, _STRIP) for step in steps):
         return piece_bytes_with_byte_tokens if _BYTES in steps else _piece_bytes, _STRIP in steps
+    if kinds == ["WordPiece"]:
+        return partial(_word_piece_bytes, steps[0]["prefix"]), True
     raise InvalidTokenizer(
         f"{source}: expected a byte-level or sentencepiece-like decoder, got {kinds}. Models with "
         "other decoders can be served with prompts of token ids, from a directory without "
@@ -187,6 +216,12 @@ def _byte_level_bytes(text: str) -> bytes:
         return bytes([_BYTE_OF_CHARACTER[character] for character in text])
     except KeyError:  # an added token, whose text is not in the byte-level alphabet
         return text.encode("utf-8", "replace")
+
+
+def _word_piece_bytes(mark: str, text: str) -> bytes:
+    """The bytes of a word piece; the first token of a word begins with a space."""
+    is_inside = text.startswith(mark) and text != mark
+    return (text.removeprefix(mark) if is_inside else f" {text}").encode("utf-8", "replace")
 
 
 def _piece_bytes(text: str) -> bytes:

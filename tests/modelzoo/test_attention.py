@@ -1,5 +1,7 @@
 """Attention against plain numpy: visibility, results, and the merge of partial results."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.attention import EMPTY_POSITION, attend_masked, merge, visible, with_sinks
-from noria.modelzoo.config import Chunk, Scores
+from noria.modelzoo.config import BothSides, Chunk, Scores
 
 B, T, K, G, S, H = 2, 4, 2, 3, 7, 8
 
@@ -198,3 +200,12 @@ def test_merging_with_parts_in_which_nothing_is_seen_changes_no_bit():
 def test_merging_parts_that_see_nothing_at_all_gives_zero_and_no_nan():
     out, lse = merge(parts_of(np.zeros((B, T, S), bool), [3, 5]))
     assert np.all(np.asarray(out) == 0.0) and np.all(np.isneginf(lse))
+
+
+@pytest.mark.parametrize("reach", [None, 1, 3])
+def test_attention_in_both_directions_sees_later_tokens_and_no_padding(reach):
+    positions_BT = np.array([[0, 1, 2, 3, 4, -1, -1]])
+    mask_BTS = visible(jnp.arange(7)[None], jnp.asarray(positions_BT), BothSides(reach))
+    for query, key in itertools.product(range(5), range(7)):
+        is_near = reach is None or abs(query - key) <= reach
+        assert mask_BTS[0, query, key] == (key < 5 and is_near)

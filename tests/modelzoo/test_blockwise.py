@@ -8,9 +8,13 @@ from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.attention import EMPTY_POSITION, Visibility, attend_dense
 from noria.modelzoo.blockwise import attend_blockwise, block_size
-from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores
+from noria.modelzoo.config import PLAIN_SCORES, BothSides, Chunk, Scores
 
-WINDOWS = (None, 1, 5, 16, 19, Chunk(1), Chunk(5), Chunk(16), Chunk(19))
+WINDOWS = (
+    *(None, 1, 5, 16, 19),
+    *map(Chunk, (1, 5, 16, 19)),
+    *map(BothSides, (None, 1, 7, 40)),
+)
 
 
 def random_inputs(T: int, S: int, seed: int = 0, value_dim: int = 4):
@@ -54,7 +58,7 @@ def test_tokens_may_lie_in_any_order(window):
 
 
 @pytest.mark.parametrize("length", [129, 300, 1024])
-@pytest.mark.parametrize("window", [None, 5, 200, Chunk(100)], ids=str)
+@pytest.mark.parametrize("window", [None, 5, 200, Chunk(100), BothSides(), BothSides(9)], ids=str)
 def test_prompts_in_order_attend_to_what_is_before_each_block(window, length):
     """Padding may attend to padding, so the test compares only tokens."""
     true_lengths = length, length // 3

@@ -20,7 +20,7 @@ from noria.modelzoo.attention import (
     with_sinks,
 )
 from noria.modelzoo.blockwise import attend_blockwise, block_sizes
-from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window
+from noria.modelzoo.config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
 from noria.modelzoo.stripes import Stripe, Stripes
 from noria.sharding.cache_attention import merge_shards
 from noria.sharding.ring_attention import attend_on_ring, num_ring_steps
@@ -85,7 +85,9 @@ def assert_equals_dense(attend, arrays, window: Window, scores: Scores = PLAIN_S
 
 @pytest.mark.parametrize(
     ("n", "window"),
-    [(8, window) for window in WINDOWS] + [(n, w) for n in (2, 4) for w in A_WINDOW_EACH],
+    [(8, window) for window in WINDOWS]
+    + [(n, w) for n in (2, 4) for w in A_WINDOW_EACH]
+    + [(4, BothSides()), (8, BothSides(3))],
     ids=str,
 )
 def test_a_prompt_attends_on_a_ring_as_it_would_at_once(n, window):

@@ -695,7 +695,7 @@ REFUSED = {
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act: expected 'silu'"),
     "architecture": (
-        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": ["LlamaForTokenClassification"]},
         "architectures: expected .'LlamaForCausalLM'",
     ),
     "model type": ({"model_type": "falcon"}, "model_type: expected one of llama, .*'falcon'"),

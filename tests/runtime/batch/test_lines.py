@@ -211,7 +211,7 @@ BAD_ROWS = [
     ("two ids", {"id": "a", "custom_id": "b", "prompt": "x"}, "missing_custom_id"),
     ("GET", {**completion(), "method": "GET"}, "invalid_request"),
     ("no method", {k: v for k, v in completion().items() if k != "method"}, "invalid_request"),
-    ("unknown url", {**completion(), "url": "/v1/embeddings"}, "unsupported_url"),
+    ("unknown url", {**completion(), "url": "/v1/responses"}, "unsupported_url"),
     ("no body", {**completion(), "body": None}, "invalid_request"),
     ("extra in envelope", {**completion(), "priority": 1}, "unknown_parameter"),
     ("nothing to do", {"custom_id": "x"}, "invalid_line"),

@@ -301,7 +301,7 @@ def test_truncated_sentencepiece_model_is_refused(tmp_path, sentencepiece_direct
 def test_decoder_that_is_not_understood_is_refused(make_directory):
     directory = make_directory()
     file = json.loads((directory / "tokenizer.json").read_text())
-    for decoder in (None, {"type": "WordPiece", "prefix": "##", "cleanup": True}):
+    for decoder in (None, {"type": "BPEDecoder", "suffix": "</w>"}):
         (directory / "tokenizer.json").write_text(json.dumps(file | {"decoder": decoder}))
         with pytest.raises(InvalidTokenizer, match="byte-level or sentencepiece-like decoder"):
             load_tokenizer(directory)

@@ -1,0 +1,75 @@
+"""Configuration of a pooled result: one vector for each text, as frozen dataclasses.
+
+Knows nothing of files, texts or the computation.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+PoolingKind = Literal["first", "last", "mean", "max"]
+"""The states of a text that are pooled: its first or its last one, their mean, or their maximum."""
+ScoreActivation = Literal["softmax", "sigmoid", "none"]
+ProjectionActivation = Literal["none", "tanh", "relu", "gelu"]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A dense layer over pooled vectors."""
+
+    size: int
+    """The number of its output features."""
+    has_bias: bool = True
+    activation: ProjectionActivation = "none"
+    norm_epsilon: float | None = None
+    """Epsilon of a layer norm after the activation; None means no norm."""
+    has_norm_bias: bool = False
+
+    def __post_init__(self):
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"pooling: expected a positive size, got {self.size!r}.")
+        if self.activation not in get_args(ProjectionActivation):
+            raise ValueError(
+                f"pooling: expected one of the activations {get_args(ProjectionActivation)}, got "
+                f"{self.activation!r}."
+            )
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How the final hidden states of a text become one vector."""
+
+    kind: PoolingKind = "mean"
+    projections: tuple[Projection, ...] = ()
+    """Dense layers over the pooled vector, in order."""
+    normalises: bool = False
+    """Whether vectors are divided by their length."""
+    labels: tuple[str, ...] = ()
+    """The names of the classes of a classifier; empty for embeddings."""
+    scores: ScoreActivation = "softmax"
+    """The function from the outputs of a classifier to its scores."""
+
+    def __post_init__(self):
+        if self.kind not in get_args(PoolingKind):
+            raise ValueError(
+                f"pooling: expected one of {get_args(PoolingKind)}, got {self.kind!r}."
+            )
+        if self.scores not in get_args(ScoreActivation):
+            raise ValueError(
+                f"pooling: expected one of {get_args(ScoreActivation)}, got {self.scores!r}."
+            )
+        if self.labels and (not self.projections or self.projections[-1].size != len(self.labels)):
+            raise ValueError(
+                f"pooling.labels: expected one for each output, got {len(self.labels)}."
+            )
+
+    def size(self, embed: int) -> int:
+        """The size of a vector, for hidden states of a size."""
+        return self.projections[-1].size if self.projections else embed
+
+    def __str__(self) -> str:
+        parts = [self.kind, *(f"dense {layer.size}" for layer in self.projections)]
+        return ", ".join(parts + ["length 1"] * self.normalises)
+
+
+MEAN = Pooling()
+"""The mean of all states: the pooling of sentence-transformers for models that name none."""

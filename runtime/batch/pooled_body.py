@@ -1,0 +1,199 @@
+"""Reads the bodies of requests that need one vector for each text: embeddings, scores, classes.
+
+The forms are those of OpenAI's `/v1/embeddings` and of vLLM's `/v1/score`, `/v1/rerank` and
+`/v1/classify`. Unknown keys are refused by name. A key with the value null counts as absent. Does
+not know about lines, tokenizers or models. Guarantees: every body gives a `PooledRequest` or raises
+`RowError`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import RowError
+from ..request import wrong_value
+from .request_body import unknown_parameter
+
+Task = Literal["embed", "score", "rerank", "classify"]
+Text = str | tuple[int, ...]
+"""A text, or its token ids."""
+
+EMBEDDING_URL = "/v1/embeddings"
+POOLED_URLS: Mapping[str, Task] = {
+    EMBEDDING_URL: "embed",
+    "/v1/score": "score",
+    "/score": "score",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/rerank": "rerank",
+    "/v1/classify": "classify",
+    "/classify": "classify",
+}
+"""The task of each endpoint."""
+
+MAX_TEXTS = 2048
+"""The maximum number of texts of a request, as in OpenAI's interface."""
+MAX_TOKEN_ID = 2**31 - 1
+# keys that do not change the answer: labels, and the order of other requests
+_WITHOUT_EFFECT = ("model", "user", "priority")
+_KEYS: Mapping[Task, tuple[str, ...]] = {
+    "embed": ("input", "encoding_format", "dimensions", *_WITHOUT_EFFECT),
+    "score": ("text_1", "text_2", "use_activation", *_WITHOUT_EFFECT),
+    "rerank": ("query", "documents", "top_n", "use_activation", *_WITHOUT_EFFECT),
+    "classify": ("input", "use_activation", *_WITHOUT_EFFECT),
+}
+_NOT_SUPPORTED = {
+    "truncate_prompt_tokens": "Nothing is truncated: shorten the text.",
+    "messages": "Give the text as a string.",
+    "activation": "Give use_activation.",
+    "softmax": "Give use_activation.",
+    "normalize": "Vectors are normalised as the model's files say.",
+}
+
+
+@dataclass(frozen=True)
+class PooledRequest:
+    """Texts, and the form of the answer."""
+
+    task: Task
+    texts: tuple[Text, ...]
+    """The inputs; for pairs the first texts: one for all pairs, or one for each."""
+    others: tuple[str, ...] = ()
+    """The second text of each pair."""
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    """The number of leading features to keep; None for all."""
+    top_n: int | None = None
+    """The number of the best documents to return; None for all."""
+    use_activation: bool = True
+    """Whether the outputs of a classifier become probabilities."""
+
+    @property
+    def pairs(self) -> list[tuple[Text, str]]:
+        """The pairs of texts to compare."""
+        firsts = self.texts * len(self.others) if len(self.texts) == 1 else self.texts
+        return list(zip(firsts, self.others, strict=True))
+
+
+def read_pooled(task: Task, body: Mapping[str, Any]) -> PooledRequest:
+    """Read the body of a request.
+
+    Raises:
+        RowError: A key is unknown or unsupported, or its value is invalid.
+    """
+    given = {key: value for key, value in body.items() if value is not None}
+    for key in given:
+        if key not in _KEYS[task]:
+            raise _unknown(key, _KEYS[task])
+    match task:
+        case "embed":
+            return PooledRequest(
+                task,
+                _inputs(given.get("input")),
+                encoding_format=_encoding_format(given),
+                dimensions=_count(given, "dimensions"),
+            )
+        case "classify":
+            return PooledRequest(
+                task, _inputs(given.get("input")), use_activation=_use_activation(given)
+            )
+        case "score":
+            return _pairs(task, given, ("text_1", "text_2"))
+        case "rerank":
+            return _pairs(task, given, ("query", "documents"))
+
+
+def unknown_pooled_keys(task: Task, body: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of a body that noria does not know; they differ from keys it does not support."""
+    return tuple(key for key in body if key not in _KEYS[task] and key not in _NOT_SUPPORTED)
+
+
+def _pairs(task: Task, given: Mapping[str, Any], keys: tuple[str, str]) -> PooledRequest:
+    first, second = keys
+    if task == "rerank" and not isinstance(given.get(first), str):
+        raise wrong_value(first, "a string", given.get(first))
+    texts, others = (_strings(key, given.get(key)) for key in keys)
+    if len(texts) not in (1, len(others)):
+        raise RowError(
+            "invalid_request",
+            f"{first}: expected one text, or as many as {second} has ({len(others)}), got "
+            f"{len(texts)}.",
+            first,
+        )
+    return PooledRequest(
+        task, texts, others, top_n=_count(given, "top_n"), use_activation=_use_activation(given)
+    )
+
+
+def _strings(key: str, value: object) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts:
+        raise wrong_value(key, "a string or a list of strings", value)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise wrong_value(f"{key}[{index}]", "a string", text, key)
+    return tuple(_limited(key, texts))
+
+
+def _inputs(value: object) -> tuple[Text, ...]:
+    """The texts of `input`: a string, token ids, or a list of strings or of lists of ids."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise wrong_value("input", "a string, token ids, or a list of them", value)
+    if all(isinstance(item, str) for item in value):
+        return tuple(_limited("input", value))
+    if all(isinstance(item, list) for item in value):
+        lists = enumerate(_limited("input", value))
+        return tuple(_token_ids(f"input[{index}]", ids) for index, ids in lists)
+    return (_token_ids("input", value),)
+
+
+def _limited(key: str, items: list[Any]) -> Sequence[Any]:
+    if len(items) > MAX_TEXTS:
+        raise wrong_value(key, f"at most {MAX_TEXTS} texts", f"{len(items)} texts")
+    return items
+
+
+def _token_ids(where: str, ids: list[Any]) -> tuple[int, ...]:
+    for index, token in enumerate(ids):
+        # bool is an int in Python, but true is no token
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
+            raise RowError(
+                "invalid_token_id",
+                f"{where}: expected token ids, got {str(token)[:50]} at index {index}.",
+                "input",
+            )
+    if not ids:
+        raise RowError("empty_prompt", f"{where}: expected text or token ids, got none.", "input")
+    return tuple(ids)
+
+
+def _encoding_format(given: Mapping[str, Any]) -> Literal["float", "base64"]:
+    value = given.get("encoding_format", "float")
+    if value not in ("float", "base64"):
+        raise wrong_value("encoding_format", "'float' or 'base64'", value)
+    return value
+
+
+def _count(given: Mapping[str, Any], key: str) -> int | None:
+    value = given.get(key)
+    if value is None or (key == "top_n" and value == 0 and not isinstance(value, bool)):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise wrong_value(key, "an integer of at least 1", value)
+    return value
+
+
+def _use_activation(given: Mapping[str, Any]) -> bool:
+    value = given.get("use_activation", True)
+    if not isinstance(value, bool):
+        raise wrong_value("use_activation", "true or false", value)
+    return value
+
+
+def _unknown(key: str, known: tuple[str, ...]) -> RowError:
+    if key in _NOT_SUPPORTED:
+        message = f"{key!r} is not supported here. {_NOT_SUPPORTED[key]}"
+        return RowError("unknown_parameter", message, key)
+    return unknown_parameter(key, known)

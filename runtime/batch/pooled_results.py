@@ -1,0 +1,127 @@
+"""Turns the vectors of a request into the body of its answer, in the forms of OpenAI and vLLM.
+
+Does not know about files, ids or the journal. Guarantees: numbers are written with the fewest
+digits that give the same float32.
+"""
+
+import base64
+from typing import Any
+
+import numpy as np
+
+from ...modelzoo.pooling_config import Pooling
+from ..embedding.texts import lengths_of
+from ..embedding.vectors import as_numbers, cosines, probabilities, shortened
+from ..errors import RowError
+from ..request import RequestOutput
+from .pooled_body import PooledRequest
+
+PREFIXES = {"embed": "embd-", "score": "score-", "rerank": "rerank-", "classify": "classify-"}
+"""The beginning of the ids of answers."""
+
+
+def num_prompt_tokens(output: RequestOutput) -> int:
+    """The number of tokens of all texts of a request."""
+    return sum(lengths_of(output.prompt_token_ids))
+
+
+def pooled_body(
+    request: PooledRequest,
+    output: RequestOutput,
+    pooling: Pooling,
+    *,
+    answer_id: str,
+    created: int,
+    model: str,
+) -> dict[str, Any]:
+    """The body of an answer.
+
+    Raises:
+      RowError: The model cannot answer the request: it has no classes, or too few features.
+    """
+    vectors = output.vectors
+    assert vectors is not None
+    num_tokens = num_prompt_tokens(output)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    head = {"id": answer_id, "object": "list", "created": created, "model": model}
+    match request.task:
+        case "embed":
+            data = _embeddings(request, vectors, pooling)
+            return {"object": "list", "data": data, "model": model, "usage": usage}
+        case "classify":
+            return {**head, "data": _classes(request, vectors, pooling), "usage": usage}
+        case "score":
+            scores = enumerate(_scores(request, vectors, pooling))
+            data = [{"index": i, "object": "score", "score": score} for i, score in scores]
+            return {**head, "data": data, "usage": usage}
+        case "rerank":
+            results = _ranked(request, _scores(request, vectors, pooling))
+            return {"id": answer_id, "model": model, "usage": usage, "results": results}
+
+
+def _embeddings(
+    request: PooledRequest, vectors: np.ndarray, pooling: Pooling
+) -> list[dict[str, Any]]:
+    if pooling.labels:
+        raise RowError(
+            "invalid_request",
+            "url: expected a model of embeddings, got a classifier. Ask for /v1/classify, "
+            "/v1/score or /v1/rerank.",
+            "url",
+        )
+    vectors = shortened(vectors, request.dimensions, normalises=pooling.normalises)
+    return [
+        {"object": "embedding", "index": i, "embedding": _encoded(vector, request)}
+        for i, vector in enumerate(vectors)
+    ]
+
+
+def _encoded(vector: np.ndarray, request: PooledRequest) -> list[float] | str:
+    if request.encoding_format == "float":
+        return as_numbers(vector)
+    # little-endian on every machine, as readers expect
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+
+
+def _classes(request: PooledRequest, vectors: np.ndarray, pooling: Pooling) -> list[dict[str, Any]]:
+    if not pooling.labels:
+        raise RowError(
+            "invalid_request",
+            "url: expected a classifier for /v1/classify, got a model without classes. Ask for "
+            "/v1/embeddings.",
+            "url",
+        )
+    found = probabilities(vectors, pooling, use_activation=request.use_activation)
+    return [
+        {
+            "index": i,
+            "label": pooling.labels[int(row.argmax())],
+            "probs": as_numbers(row),
+            "num_classes": len(row),
+        }
+        for i, row in enumerate(found)
+    ]
+
+
+def _scores(request: PooledRequest, vectors: np.ndarray, pooling: Pooling) -> list[float]:
+    """The score of each pair: the output of a classifier with one class, or the cosine."""
+    if not pooling.labels:
+        return as_numbers(cosines(vectors, len(request.texts)))
+    if len(pooling.labels) > 1:
+        raise RowError(
+            "invalid_request",
+            f"url: expected a model with one class for scores, got {len(pooling.labels)}. Ask for "
+            f"/v1/classify.",
+            "url",
+        )
+    found = probabilities(vectors, pooling, use_activation=request.use_activation)
+    return as_numbers(found[:, 0])
+
+
+def _ranked(request: PooledRequest, scores: list[float]) -> list[dict[str, Any]]:
+    """The documents from the best to the worst; equal ones in their order."""
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    return [
+        {"index": i, "document": {"text": request.others[i]}, "relevance_score": scores[i]}
+        for i in order[: request.top_n]
+    ]

@@ -1,0 +1,121 @@
+"""Reads how a model turns states into one vector, from the module files of sentence-transformers.
+
+`modules.json` lists modules, each with a folder: the transformer, its pooling, and dense layers or
+a normalisation after it. Knows nothing of tensors or devices. Guarantees: a module or an option
+that is not implemented is refused by name.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
+from ...modelzoo.pooling_config import Pooling, PoolingKind
+from ..errors import InvalidConfig
+from .small_files import has_file, parse_json_object, read_json_object, read_small
+
+MODULES = "modules.json"
+_KINDS: dict[str, PoolingKind] = {
+    "cls": "first",
+    "lasttoken": "last",
+    "max": "max",
+    "mean": "mean",
+}
+_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+_DIMENSIONS = ("word_embedding_dimension", "embedding_dimension")
+
+
+def read_pooling(directory: Path, embed: int) -> Pooling | None:
+    """Read the pooling of a model directory.
+
+    Args:
+      directory: The directory.
+      embed: The size of the states of the transformer.
+
+    Returns:
+      The pooling; None if the directory has no `modules.json`.
+
+    Raises:
+      InvalidConfig: A file is malformed, or has a module or an option that is not implemented.
+    """
+    if not has_file(directory, MODULES):
+        return None
+    kind, normalises = None, False
+    for number, (name, folder) in enumerate(_modules(directory)):
+        if name == "Transformer" and number == 0:
+            if folder:
+                raise InvalidConfig(
+                    f"{directory / MODULES}: expected the transformer in the directory itself, got "
+                    f"the folder {folder!r}. Give this folder as the model, without pooling."
+                )
+        elif name == "Pooling" and number == 1:
+            kind = _pooling_kind(directory / folder / "config.json", embed)
+        elif name == "Normalize" and kind is not None and not normalises:
+            normalises = True
+        else:
+            raise InvalidConfig(
+                f"{directory / MODULES}: expected a Transformer, a Pooling and at most a Normalize "
+                f"in this order, got {name!r} as module {number}, which is not implemented here."
+            )
+    if kind is None:
+        raise InvalidConfig(f"{directory / MODULES}: expected a module Pooling, got none.")
+    return Pooling(kind, normalises=normalises)
+
+
+def module_files(directory: Path) -> Iterable[tuple[str, bytes]]:
+    """The names and contents of the files that `read_pooling` reads."""
+    if not has_file(directory, MODULES):
+        return
+    yield MODULES, read_small(directory / MODULES)
+    for _, folder in _modules(directory):
+        if folder and has_file(directory / folder, "config.json"):
+            yield f"{folder}/config.json", read_small(directory / folder / "config.json")
+
+
+def _modules(directory: Path) -> list[tuple[str, str]]:
+    """The class and the folder of each module; the class without the name of its package."""
+    path = directory / MODULES
+    # the strict reader takes objects only, and this file is a list
+    content = b'{"modules":' + read_small(path, InvalidConfig) + b"}"
+    entries = parse_json_object(content, str(path))["modules"]
+    if not isinstance(entries, list):
+        raise InvalidConfig(f"{path}: expected a list of modules, got {type(entries).__name__}.")
+    return [_module(path, entry) for entry in entries]
+
+
+def _module(path: Path, entry: Any) -> tuple[str, str]:
+    kind, folder = (entry.get(key) if isinstance(entry, dict) else None for key in ("type", "path"))
+    if not isinstance(kind, str) or not isinstance(folder, str):
+        raise InvalidConfig(f"{path}: expected modules with a type and a path, got {entry!r:.80}.")
+    if "/" in folder or "\\" in folder or folder.startswith("."):
+        raise InvalidConfig(f"{path}: expected the bare name of a folder, got {folder!r:.80}.")
+    return kind.rpartition(".")[2], folder
+
+
+def _pooling_kind(path: Path, embed: int) -> PoolingKind:
+    """The pooling that the file of a pooling module names."""
+    config = ConfigReader(read_json_object(path))
+    try:
+        for key in _DIMENSIONS:
+            config.expect(key, embed)
+        # relevant only for prompts that are added to texts; noria adds none
+        config.ignore(("include_prompt",))
+        modes = [mode for key, mode in _MODES.items() if config.flag(key, default=False)]
+        if config.has("pooling_mode"):
+            modes = [config.text("pooling_mode")]
+        config.refuse_rest()
+    except UnsupportedModel as error:
+        raise InvalidConfig(f"{path}: {error}") from None
+    if len(modes) != 1 or modes[0] not in _KINDS:
+        raise InvalidConfig(
+            f"{path}: expected one pooling of {', '.join(_KINDS)}, got {modes or 'none'}. No other "
+            f"pooling is implemented."
+        )
+    return _KINDS[modes[0]]

@@ -1,0 +1,63 @@
+"""Shorter vectors, similarities and scores from the vectors of texts, in float32.
+
+Knows nothing of requests, files or devices. Guarantees: a result depends only on its own vectors.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ...modelzoo.pooling_config import Pooling
+from ..errors import RowError
+
+SMALLEST_LENGTH = np.float32(1e-12)
+
+
+def shortened(vectors: np.ndarray, dimensions: int | None, *, normalises: bool) -> np.ndarray:
+    """The first features of each vector, again of length 1 if the vectors were normalised.
+
+    Args:
+      vectors: The float32 vectors, one a row.
+      dimensions: The number of features to keep; None for all.
+      normalises: Whether the model normalises its vectors.
+
+    Raises:
+      RowError: The vectors have fewer features.
+    """
+    if dimensions is None or dimensions == vectors.shape[1]:
+        return vectors
+    if dimensions > vectors.shape[1]:
+        raise RowError(
+            "invalid_request",
+            f"dimensions: expected at most {vectors.shape[1]}, the features of a vector, got "
+            f"{dimensions}.",
+            "dimensions",
+        )
+    kept = vectors[:, :dimensions]
+    return kept / _lengths(kept) if normalises else kept
+
+
+def cosines(vectors: np.ndarray, num_first: int) -> np.ndarray:
+    """The cosines of pairs: the first vectors, one or as many as there are others, and the rest."""
+    firsts, others = vectors[:num_first], vectors[num_first:]
+    return (firsts / _lengths(firsts) * (others / _lengths(others))).sum(axis=1)
+
+
+def probabilities(outputs: np.ndarray, pooling: Pooling, *, use_activation: bool) -> np.ndarray:
+    """The scores of the classes of each text, from the outputs of a classifier."""
+    if not use_activation or pooling.scores == "none":
+        return outputs
+    if pooling.scores == "sigmoid":
+        return 1 / (1 + np.exp(-outputs))
+    weights = np.exp(outputs - outputs.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def as_numbers(vector: np.ndarray) -> list[Any]:
+    """The float32 numbers as floats with the fewest digits that are read as the same float32."""
+    return [float(text) for text in vector.astype(str)]
+
+
+def _lengths(vectors: np.ndarray) -> np.ndarray:
+    lengths = np.sqrt((vectors * vectors).sum(axis=1, keepdims=True))
+    return np.maximum(lengths, SMALLEST_LENGTH)
