@@ -28,9 +28,10 @@ from ..compile.plan import Numbers, Plan, PlannedModel
 from ..compile.targets import Target, default_platform, find_target
 from ..sharding.layout import Layout
 from . import session
+from .adapters.merged_model import open_merged
 from .bundles import compilation_cache
 from .bundles.warm_start import WarmStart
-from .checkpoint import ModelFiles, open_model
+from .checkpoint import ModelFiles
 from .checkpoint.published_numbers import keep_published
 from .console import tell
 from .engine.generation import GenerationSession
@@ -61,6 +62,7 @@ class LLM:
 
     Args:
       model: A Hugging Face directory, a `.gguf` file, a checkpoint of noria, or `smollm2`.
+      merge_adapter: The folder of an adapter of peft, which is merged into the weights.
       plan: The plan to build, its file, or a bundle, which needs no compile. By default a grid is
         made from `max_model_len` and `max_num_seqs`.
       max_model_len: Maximum length of prompt and output together, at which rows without
@@ -94,6 +96,7 @@ class LLM:
         self,
         model: str,
         *,
+        merge_adapter: str | Path | None = None,
         plan: Plan | str | Path | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = DEFAULT_SLOTS,
@@ -116,7 +119,7 @@ class LLM:
         session.prepare_jax(target or (plan.target if plan else None))
         cache = compilation_cache.enable(say)
         device = find_target(target or (plan.target if plan else default_platform()))
-        with open_model(model) as files:
+        with open_merged(model, merge_adapter) as files:
             files.unread.report(say, is_strict=strict_config)
             if plan is None:
                 dtype = session.resolve_dtype(dtype, device)

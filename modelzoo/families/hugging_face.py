@@ -148,9 +148,7 @@ def model_spec(
     check_architecture(config, family.architecture)
     read_quantisation(config)  # the loader dequantises, so tensors have plain names and shapes
     decoder = _decoder_config(config, family)
-    forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
-    experts = find_expert_names(decoder.moe, forms, frozenset(tensor_names))
-    names = replace(NAMES, experts=experts, **family.hf_names)
+    names = names_of(family, decoder, tensor_names)
     if (key := family.hf_interleaved_key) is not None:
         names = replace(names, is_interleaved=config.flag(key, default=True))
     unused = ()
@@ -166,6 +164,19 @@ def model_spec(
         names,
         ignored_keys=tuple(config.ignored),
     )
+
+
+def names_of(
+    family: Family, decoder: DecoderConfig, tensor_names: Collection[str] = ()
+) -> TensorNames:
+    """The tensor names of a family; `tensor_names` select among the published forms of experts.
+
+    Rotated pairs are adjacent features if they may be so in the family.
+    """
+    forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
+    experts = find_expert_names(decoder.moe, forms, frozenset(tensor_names))
+    names = replace(NAMES, experts=experts, **family.hf_names)
+    return replace(names, is_interleaved=True) if family.hf_interleaved_key else names
 
 
 def text_part_spec(

@@ -16,7 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import ModelFiles, open_model
+from ..adapters.adapter import Adapter
+from ..adapters.merged_model import open_merged
+from ..checkpoint import ModelFiles
 from ..devices.default_target import default_target
 from ..errors import (
     EXIT_MODEL,
@@ -100,7 +102,7 @@ def _run(
     phases: PhaseClock,
 ) -> int:
     progress = Progress(is_quiet=options.quiet or not peers.is_leader)
-    with open_model(options.model) as files:
+    with open_merged(options.model, options.merge_adapter) as files:
         files.unread.report(progress.note, is_strict=options.strict_config)
         settings = _settings(options, files, plan_table, layout_table, peers.setup)
         if settings.sampling_defaults:
@@ -173,6 +175,8 @@ def _settings(
         },
     }
     # only if they are given, so that earlier journals without them fit
+    if options.merge_adapter is not None:
+        configuration["merged adapter"] = Adapter(options.merge_adapter).fingerprint()
     if options.ignore_unknown:
         configuration["unknown keys"] = "ignored"
     if options.prompt_column or options.id_column:
@@ -226,6 +230,7 @@ def _also_read(options: argparse.Namespace, files: ModelFiles) -> list[tuple[str
         "the plan": options.plan,
         "the layout": layout_file(options.layout or ""),
         "the pipeline": options.pipeline,
+        "the merged adapter": options.merge_adapter,
     }
     return [(description, path) for description, path in inputs.items() if path is not None]
 

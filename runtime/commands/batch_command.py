@@ -38,6 +38,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     add(
+        "--merge-adapter",
+        type=Path,
+        metavar="DIR",
+        help="adapter of peft (LoRA, rsLoRA, DoRA) to merge into the weights while they load",
+    )
+    add(
         "--plan",
         type=Path,
         help="plan file or bundle to use (default: a plan derived from the input)",
