@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.adapter import Adapter
+from ..adapters.adapter_set import AdapterSet
 from ..adapters.merged_model import open_merged
 from ..checkpoint import ModelFiles
 from ..devices.default_target import default_target
@@ -25,6 +26,7 @@ from ..errors import (
     EXIT_OK,
     EXIT_ROWS_FAILED,
     EXIT_USAGE,
+    CheckpointError,
     ConfigError,
     InvalidTokenizer,
     JobError,
@@ -104,11 +106,12 @@ def _run(
     progress = Progress(is_quiet=options.quiet or not peers.is_leader)
     with open_merged(options.model, options.merge_adapter) as files:
         files.unread.report(progress.note, is_strict=options.strict_config)
-        settings = _settings(options, files, plan_table, layout_table, peers.setup)
+        adapters = _open_adapters(options, files)
+        settings = _settings(options, files, plan_table, layout_table, peers.setup, adapters)
         if settings.sampling_defaults:
             shown = json.dumps(dict(settings.sampling_defaults))
             progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
-        model = BatchModel(files, options, plan_table, layout_table, peers)
+        model = BatchModel(files, options, plan_table, layout_table, peers, adapters)
         if options.pipeline is not None:
             code = _run_stages(options, files, settings, model, progress)
         else:
@@ -147,6 +150,7 @@ def _settings(
     plan_table: Mapping[str, Any] | None,
     layout_table: Mapping[str, Any] | None,
     setup: str,
+    adapters: AdapterSet | None,
 ) -> JobSettings:
     if PIPE in (options.input, options.output) and setup != ALONE.setup:
         raise ConfigError(
@@ -177,6 +181,11 @@ def _settings(
     # only if they are given, so that earlier journals without them fit
     if options.merge_adapter is not None:
         configuration["merged adapter"] = Adapter(options.merge_adapter).fingerprint()
+    models = None
+    if adapters is not None:
+        configuration["adapters"] = json.dumps(adapters.fingerprints())
+        base = dict.fromkeys((files.name, str(options.model)))
+        models = base | {name: name for name in adapters.names}
     if options.ignore_unknown:
         configuration["unknown keys"] = "ignored"
     if options.prompt_column or options.id_column:
@@ -208,7 +217,22 @@ def _settings(
         updates=options.update,
         price_per_hour=_price_per_hour(options.prices, _target_name(options, plan_table)),
         now=None if options.now is None else read_instant("--now", options.now),
+        models=models,
     )
+
+
+def _open_adapters(options: argparse.Namespace, files: ModelFiles) -> AdapterSet | None:
+    """The adapters that rows may name; None without any."""
+    paths: dict[str, Path] = {}
+    for given in options.adapters:
+        name, _, path = given.partition("=")
+        if not name or not path or name in (*paths, files.name, str(options.model)):
+            raise ConfigError(
+                f"--adapters: expected NAME=DIR, with a name that neither the model nor another "
+                f"adapter has, got {given!r}."
+            )
+        paths[name] = Path(path)
+    return AdapterSet.open(files, paths) if paths else None
 
 
 def output_for_stdout(options: argparse.Namespace, configuration: Mapping[str, str]) -> Path:
@@ -232,7 +256,9 @@ def _also_read(options: argparse.Namespace, files: ModelFiles) -> list[tuple[str
         "the pipeline": options.pipeline,
         "the merged adapter": options.merge_adapter,
     }
-    return [(description, path) for description, path in inputs.items() if path is not None]
+    given = [(description, path) for description, path in inputs.items() if path is not None]
+    paths = (Path(adapter.partition("=")[2]) for adapter in options.adapters)
+    return given + [("an adapter", path) for path in paths]
 
 
 def _price_per_hour(prices: Path | None, target: str) -> float | None:
@@ -267,6 +293,8 @@ class BatchModel:
     plan_table: Mapping[str, Any] | None
     layout_table: Mapping[str, Any] | None
     peers: Peers = ALONE
+    adapters: AdapterSet | None = None
+    """The adapters that rows may name."""
     structures: Structures = field(default_factory=Structures)
     """The forms of answers that rows ask for, which the scan compiles."""
 
@@ -321,7 +349,7 @@ class BatchModel:
         warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
         # the prefixes of a given plan are read in any case
         noted = table if plan.buckets.prefixes is None else shared
-        work = work_of(config, plan.numbers, plan.layout, target)
+        work = work_of(config, plan.numbers, plan.layout, target, plan.buckets.adapters)
         progress.note(text.rstrip() if self.options.verbose else plan_table(plan, work))
         _note_plan(plan, rows, noted, config, target, progress)
         model = session.load_model(
@@ -333,6 +361,8 @@ class BatchModel:
             progress.note,
             plan.numbers.weight_rules,
             plan.numbers.cache_codes,
+            plan.buckets.adapters,
+            self.adapters,
         )
         digest = weights.result()
         phases.enter("build")
@@ -374,6 +404,10 @@ class BatchModel:
                 plan = self._make_plan(rows, table, forms, target)
             plan = replace(plan, numbers=keep_published(plan.numbers, self.files))
             session.check_plan(plan, self.files, target, self.options.dtype)
+            if self.adapters is not None:
+                self.adapters.check(plan.buckets.adapters)
+        except CheckpointError:
+            raise
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
         return plan, target
@@ -420,8 +454,10 @@ class BatchModel:
         # the formats of weights decide how much memory is left for the cache
         numbers = keep_published(overridden_numbers(numbers, overrides), self.files)
         structured = self.structures.grid(forms)
+        adapters = None if self.adapters is None else self.adapters.grid()
+        sizes = table, structured, adapters
         return derived_plan(
-            rows, target, model, numbers, config, layout, overrides, self.peers, table, structured
+            rows, target, model, numbers, config, layout, overrides, self.peers, *sizes
         )
 
 
