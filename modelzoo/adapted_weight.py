@@ -143,13 +143,14 @@ def _is_own(
     adapter_B: jax.Array, shape: tuple[int, ...], labels: str, num_adapters: int
 ) -> jax.Array:
     """Whether a rank is one of the row's own adapter; axes but rows and ranks have size one."""
-    owner_R = jnp.arange(shape[-1]) // (shape[-1] // num_adapters) + NO_ADAPTER + 1
-    return _along(adapter_B, len(labels), labels.index(_ROWS)) == owner_R
+    number_R = jnp.arange(shape[-1]) // (shape[-1] // num_adapters) + NO_ADAPTER + 1
+    own_B = _along(adapter_B, len(labels), labels.index(_ROWS))
+    return own_B == _along(number_R, len(labels), len(labels) - 1)
 
 
-def _along(x_B: jax.Array, ndim: int, axis: int) -> jax.Array:
-    """An array of rows with axes of size one around the axis of rows."""
-    return x_B.reshape((1,) * axis + (-1,) + (1,) * (ndim - axis - 1))
+def _along(x: jax.Array, ndim: int, axis: int) -> jax.Array:
+    """A vector along one axis of an array, with axes of size one around it."""
+    return x.reshape((1,) * axis + (-1,) + (1,) * (ndim - axis - 1))
 
 
 def _flat_einsum(x_labels: str, labels: str, out_labels: str) -> tuple[str, Product]:

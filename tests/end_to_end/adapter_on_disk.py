@@ -29,6 +29,8 @@ def write_adapter(
         rows, columns = weight.shape
         beginning = f"base_model.model.{module}.lora"
         tensors[f"{beginning}_A.weight"] = size * rng.standard_normal((rank, columns), np.float32)
+        if options.get("use_dora"):
+            tensors[f"{beginning}_magnitude_vector"] = np.ones(rows, np.float32)
         tensors[f"{beginning}_B.weight"] = size * rng.standard_normal((rows, rank), np.float32)
     directory.mkdir(parents=True)
     config = {

@@ -78,7 +78,7 @@ def test_llm_merges_an_adapter(noria, folder, monkeypatch):
             "expected matrices of 'model.layers.0.self_attn.o_proj', as its target, got none",
         ),
         ({"r": 8}, "expected matrices of rank 8, got"),
-        ({"use_dora": True}, "expected 3 tensors of LoRA, got"),
+        ({"lora_bias": True}, "lora_bias: expected no such option"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: expected a start that keeps"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices: expected no such option"),
         ({"a_new_option": 1}, "a_new_option: expected no such option"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conformance import CASES, save_reference
 from memory_tensors import Arrays
+from peft_adapters import write_adapter
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.compile.abstract_model import AbstractModel
@@ -50,22 +51,6 @@ OPTIONS = {
         },
     ),
 }
-
-
-def write_adapter(base, directory, **options):
-    """Train nothing: write a random adapter with peft; return the merged model of transformers."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(base).float().eval()
-    model = get_peft_model(model, LoraConfig(**options))
-    with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(directory)
-    return model.merge_and_unload()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
