@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from ..modelzoo.adapted_weight import AdaptedWeight, down_axes, down_shape
 from ..modelzoo.attention import Attend
 from ..modelzoo.blockwise import attend_blockwise
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
@@ -20,13 +21,16 @@ from ..modelzoo.layer_groups import block_layers, layers_name, single_layer_name
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.quantised_weight import QuantisedWeight
-from ..modelzoo.weight_formats import BYTE_DTYPES, OFFSETS, ORDER, SCALES
+from ..modelzoo.weight_formats import BYTE_DTYPES, OFFSETS, ORDER, SCALES, replace_axes
 from ..modelzoo.weight_products import Axes
 from ..sharding.device_bytes import array_bytes
 from ..sharding.legality import ModelSizes
+from .grids.adapter_grid import AdapterGrid
 from .grids.bucket_grid import BucketGrid
 from .weight_rules import ALL_FLOAT, WeightRules
 
+DOWN, UP = ".adapters.down", ".adapters.up"
+"""The ends of the paths of the matrices of adapters, after the path of the weight."""
 _IN_RUN_DTYPE = ("final_norm.scale", "inputs.norm.scale")
 """Parameters that always have the dtype of weights that are not quantised; every model has one."""
 
@@ -89,7 +93,8 @@ class AbstractModel:
     """The structure of a decoder: its abstract parameters, and the module bound to real ones.
 
     The codes of a quantised weight have the name of the weight. Its scales are a parameter of their
-    own, `layers.0.mlp.down.scales`, and so are its offsets and its order if it has any.
+    own, `layers.0.mlp.down.scales`, and so are its offsets and its order if it has any, and the
+    matrices of adapters for it.
     """
 
     def __init__(
@@ -97,11 +102,13 @@ class AbstractModel:
         config: DecoderConfig,
         arrangement: Arrangement = AS_PUBLISHED,
         weight_rules: WeightRules = ALL_FLOAT,
+        adapters: AdapterGrid | None = None,
     ):
-        """Define a decoder.
+        """Define a decoder, with room for adapters if it is given.
 
         Raises:
-          ValueError: A weight cannot have the format that `weight_rules` has for it.
+          ValueError: A weight cannot have the format that `weight_rules` has for it, or no weight
+            can have adapters that `adapters` has room for.
         """
         self.config = config
         self.arrangement = arrangement
@@ -124,6 +131,9 @@ class AbstractModel:
             if variable.get_metadata().get("inputs") and name not in self.quantisations
         )
         """The dotted paths of weights of products that are not quantised."""
+        self.adapters = adapters
+        self.adapted = {} if adapters is None else self._adapted(adapters)
+        """The rank of each adapted weight, by its dotted path."""
 
     def abstract_parameters(self, dtype: jax.typing.DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of all parameters by dotted path, in the dtype in which they are stored.
@@ -149,17 +159,23 @@ class AbstractModel:
                     layers = shape[: len(shape) - len(variable.get_metadata()["logical_axes"])]
                     order_shape = (*layers, quantisation.num_inputs(shape))
                     abstract[name + ORDER] = jax.ShapeDtypeStruct(order_shape, "int32")
+            if (size := self._num_ranks(name)) is not None:
+                inputs, layers = variable.get_metadata()["inputs"], self._layer_axes(name)
+                down = (*shape[:layers], *down_shape(shape, inputs, size))
+                abstract[name + DOWN] = jax.ShapeDtypeStruct(down, dtype)
+                up = replace_axes(shape, inputs, size)
+                abstract[name + UP] = jax.ShapeDtypeStruct(up, dtype)
         return abstract
 
     def element_bytes(self, dtype: jax.typing.DTypeLike) -> dict[str, float]:
         """Average bytes of an element of each parameter, by dotted path of a single layer.
 
-        Those of a weight in codes include its scales and offsets.
+        They include scales, offsets and the matrices of adapters.
         """
         abstract = self.abstract_parameters(dtype)
         average = {}
         for name in self._variables:
-            paths = (name, *(name + end for end in (SCALES, OFFSETS, ORDER)))
+            paths = (name, *(name + end for end in (SCALES, OFFSETS, ORDER, DOWN, UP)))
             arrays = [abstract[path] for path in paths if path in abstract]
             num_bytes = sum(array_bytes(x.shape, x.dtype) for x in arrays)
             for single in single_layer_names(name):
@@ -193,6 +209,10 @@ class AbstractModel:
                 if quantisation.format.is_ordered:
                     num_layer_axes = len(by_name[name]) - len(declared)
                     by_name[name + ORDER] = ("",) * (num_layer_axes + 1)
+            if name in self.adapted:
+                inputs, whole = variable.get_metadata()["inputs"], by_name[name]
+                by_name[name + DOWN] = ("",) * self._layer_axes(name) + down_axes(whole, inputs)
+                by_name[name + UP] = replace_axes(whole, inputs, "")
         return by_name
 
     def _name(self, *path: Any) -> str:
@@ -202,7 +222,49 @@ class AbstractModel:
             rest[0] = layers_name(block_layers(self.config, self.arrangement)[rest[0]])
         return ".".join(map(str, (first, *rest)))
 
-    def _value(self, name: str, parameters: Mapping[str, jax.Array]) -> jax.Array | QuantisedWeight:
+    def can_adapt(self, name: str) -> bool:
+        """Whether rows may use adapters of a parameter: it is a weight of products with all tokens.
+
+        Routers, experts, embedding and head are not.
+        """
+        metadata = self._variables[name][1].get_metadata()
+        is_matrix = len(metadata["logical_axes"]) > 1 and metadata.get("inputs") is not None
+        is_of_layer = name.startswith("layers.") and not name.endswith(".router")
+        return is_matrix and is_of_layer and not metadata["is_sliced_once"]
+
+    def _adapted(self, adapters: AdapterGrid) -> dict[str, int]:
+        """The rank of each weight that adapters may change, for all ranks of the grid."""
+        ranks = {name: adapters.rank_of(name) for name in self._variables if self.can_adapt(name)}
+        found = {name.partition("layers.")[2].partition(".")[2] for name in ranks}
+        if unknown := sorted(adapters.ranks.keys() - found):
+            raise ValueError(
+                f"plan adapters.ranks: expected weights of {', '.join(sorted(found))}, got "
+                f"{unknown[0]!r}. Remove it, or plan again for this model."
+            )
+        return {name: rank for name, rank in ranks.items() if rank}
+
+    def _num_ranks(self, name: str) -> int | None:
+        """The ranks of all adapters for a weight; None if it is not adapted."""
+        rank = self.adapted.get(name)
+        return None if rank is None or self.adapters is None else rank * self.adapters.count
+
+    def _layer_axes(self, name: str) -> int:
+        """The number of axes of layers of a parameter: 1 if it is stacked."""
+        variable = self._variables[name][1]
+        return variable.get_value().ndim - len(variable.get_metadata()["logical_axes"])
+
+    def _value(
+        self, name: str, parameters: Mapping[str, jax.Array]
+    ) -> jax.Array | QuantisedWeight | AdaptedWeight:
+        base = self._base_value(name, parameters)
+        if name not in self.adapted or self.adapters is None:
+            return base
+        count = self.adapters.count
+        return AdaptedWeight(base, parameters[name + DOWN], parameters[name + UP], count)
+
+    def _base_value(
+        self, name: str, parameters: Mapping[str, jax.Array]
+    ) -> jax.Array | QuantisedWeight:
         quantisation = self.quantisations.get(name)
         if quantisation is None:
             return parameters[name]

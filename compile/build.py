@@ -256,7 +256,7 @@ class _GraphPlanner:
         head = self._state._replace(cache=self._state.cache.head(0))
         results = _shardings(head)
         compute = partial(prefix_step, cache_operations=operations)
-        arguments = self._replicated(signatures.prefix_arguments(prefixes))
+        arguments = self._replicated(signatures.prefix_arguments(prefixes, self._grid.adapters))
         kernel = self._kernels.prefix
         assert kernel is not None
         clear = partial(clear_prefix_step, cache_operations=operations)

@@ -118,10 +118,14 @@ class CompiledGraphs:
         state: DecodeState,
         rows: PromptPieces,
         tokens_BT: jax.Array,
+        *adapter_B: jax.Array,
     ) -> tuple[DecodeState, PrefillOutput]:
-        """Write the next piece of a prefix to its row. `state` is donated."""
+        """Write the next piece of a prefix to its row. `state` is donated.
+
+        A plan with adapters needs the number of each row's adapter, `adapter_B`.
+        """
         graph = partial(self.executable(self.PREFIX), parameters)
-        return self._with_segments(state, 0, graph, rows, tokens_BT)
+        return self._with_segments(state, 0, graph, rows, tokens_BT, *adapter_B)
 
     def clear_prefix(self, state: DecodeState, row: jax.Array) -> DecodeState:
         """Make a prefix empty. `state` is donated."""

@@ -15,6 +15,7 @@ from ..sharding.layout import PHASES, Layout
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .compiler_options import CompilerOptions, read_options
 from .expert_plan import ExpertPlan
+from .grids.adapter_grid import AdapterGrid
 from .grids.bucket_grid import BucketGrid
 from .grids.prefix_grid import PrefixGrid
 from .grids.structured_grid import StructuredGrid
@@ -25,8 +26,9 @@ from .weight_rules import FLOAT, KEPT, WeightRules
 SCHEMA = 2
 _LAYOUT_KEYS = {"layout", "max_replicated", "mesh", "rules", *PHASES}
 _REQUIRED = {"schema", "target", "model", "buckets"}
+_TABLES_OF_BUCKETS = {"prefixes", "structured", "adapters"}
+"""The tables that are fields of `BucketGrid`."""
 _OPTIONAL = {*_LAYOUT_KEYS, "experts", "attention", "max_length_reason"}
-_RESERVED = {"adapters"}
 DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = (FLOAT, "int8")
 CACHES = {FLOAT: None, "int8": "int8", "float8": "float8_e4m3fn"}
@@ -295,6 +297,8 @@ class Plan:
             lines += table_lines("prefixes", self.buckets.prefixes.to_table())
         if self.buckets.structured is not None:
             lines += table_lines("structured", asdict(self.buckets.structured))
+        if self.buckets.adapters is not None:
+            lines += table_lines("adapters", self.buckets.adapters.to_table())
         if self.attention != AUTO_ATTENTION:
             lines += table_lines("attention", asdict(self.attention))
         if self.experts is not None:
@@ -323,12 +327,12 @@ class Plan:
         table = _in_schema_2(table)
         required, optional = (
             _REQUIRED | {"numbers"},
-            _OPTIONAL | {"compiler", "prefixes", "structured"},
+            _OPTIONAL | _TABLES_OF_BUCKETS | {"compiler"},
         )
-        check_keys("plan", table, required, optional, reserved=_RESERVED)
+        check_keys("plan", table, required, optional)
         model, buckets = table["model"], table["buckets"]
         check_keys("[model]", model, {"source", "fingerprint"}, {"scan_layers"})
-        _check_fields("[buckets]", buckets, BucketGrid, {"chunk"}, {"prefixes", "structured"})
+        _check_fields("[buckets]", buckets, BucketGrid, {"chunk"}, _TABLES_OF_BUCKETS)
         prefixes = None
         if "prefixes" in table:
             _check_fields("[prefixes]", table["prefixes"], PrefixGrid)
@@ -337,13 +341,18 @@ class Plan:
         if "structured" in table:
             _check_fields("[structured]", table["structured"], StructuredGrid)
             structured = StructuredGrid(**table["structured"])
+        adapters = None
+        if "adapters" in table:
+            _check_fields("[adapters]", table["adapters"], AdapterGrid)
+            adapters = AdapterGrid(**table["adapters"])
+        of_buckets = {"prefixes": prefixes, "structured": structured, "adapters": adapters}
         experts = ExpertPlan.from_table(table["experts"]) if "experts" in table else None
         attention = AttentionPlan.from_table(table.get("attention", {}))
         return cls(
             table["target"],
             PlannedModel(**model),
             Numbers.from_table(table["numbers"]),
-            BucketGrid.from_table({**buckets, "prefixes": prefixes, "structured": structured}),
+            BucketGrid.from_table({**buckets, **of_buckets}),
             _layout(table),
             experts,
             attention,
@@ -375,7 +384,7 @@ def _in_schema_2(table: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     if schema == SCHEMA:
         return table
-    if newer := sorted({"numbers", "compiler", "prefixes", "structured"} & set(table)):
+    if newer := sorted({"numbers", "compiler", *_TABLES_OF_BUCKETS} & set(table)):
         raise ValueError(
             f"plan of schema 1: expected none of {newer}, which schema {SCHEMA} has. Set schema = "
             f"{SCHEMA}, and move model.dtype to [numbers]."

@@ -16,27 +16,20 @@ def check_keys(
     table: Any,
     required: Set[str],
     optional: Set[str] = frozenset(),
-    reserved: Set[str] = frozenset(),
 ) -> None:
-    """Refuse a table with unknown, missing or reserved keys.
+    """Refuse a table with unknown or missing keys.
 
     Args:
       where: Beginning of the error message.
       table: A parsed value, which may be no table.
       required: Keys that must be there.
       optional: Other known keys.
-      reserved: Keys of later versions, for which there is an error of its own.
 
     Raises:
       ValueError: The value is no table, or its keys are wrong.
     """
     if not isinstance(table, Mapping):
         raise ValueError(f"{where}: expected a table, got {table!r}.")
-    if reserved_keys := sorted(reserved & set(table)):
-        raise ValueError(
-            f"{where}: {reserved_keys} are reserved, and not implemented in this version. "
-            f"Remove them."
-        )
     unknown, missing = set(table) - required - optional, required - set(table)
     if unknown or missing:
         raise ValueError(

@@ -140,6 +140,7 @@ def prefix_step(
     state: DecodeState,
     rows: PromptPieces,
     tokens_BT: jax.Array,
+    adapter_B: jax.Array | None = None,
     *,
     cache_operations: Operations,
 ) -> tuple[DecodeState, PrefillOutput]:
@@ -150,11 +151,14 @@ def prefix_step(
       state: The state with the cache of prefixes.
       rows: Prefix, first position and number of tokens of each row; the slot is the prefix.
       tokens_BT: Token ids, padded on the right.
+      adapter_B: The number of each prefix's adapter, in a plan with adapters.
       cache_operations: The operations of decode, which define how prefixes are sharded.
     """
     assert state.prefixes is not None
     cache, known_BS, length_B = state.prefixes
-    x_BTD, cache, experts = decoder.prefill(tokens_BT, rows, cache, cache_operations)
+    x_BTD, cache, experts = decoder.prefill(
+        tokens_BT, rows, cache, cache_operations, adapter_B=adapter_B
+    )
 
     def put(body: Callable[..., jax.Array], old: jax.Array, new: jax.Array) -> jax.Array:
         return cache_operations.write_rows(body, old, new, rows, _BY_SLOT)
@@ -214,7 +218,12 @@ def _prefill(
     cache_operations: Operations,
 ) -> tuple[jax.Array, DecodeState, PrefillOutput]:
     x_BTD, cache, experts = decoder.prefill(
-        tokens_BT, rows, state.cache, cache_operations, state.prefixes
+        tokens_BT,
+        rows,
+        state.cache,
+        cache_operations,
+        state.prefixes,
+        requests.sampling.adapter_B,
     )
     length_B = rows.first_B + rows.count_B
     generates_B = length_B < requests.limit_B

@@ -16,6 +16,7 @@ from ..modelzoo.prefixes import Prefixes
 from ..modelzoo.prompt_pieces import PromptPieces
 from ..modelzoo.sampling import SamplingState
 from ..modelzoo.structure import BITS, StructureTables
+from .grids.adapter_grid import AdapterGrid
 from .grids.bucket_grid import BucketGrid, PrefillBucket
 from .grids.prefix_grid import PrefixGrid
 from .grids.structured_grid import MAX_LEVELS, StructuredGrid
@@ -78,19 +79,21 @@ def decode_state(
         length_B=zeros(),
         limit_B=zeros(),
         is_active_B=jnp.zeros(B, bool),
-        sampling=greedy_sampling(B, V, is_structured=grid.structured is not None),
+        sampling=greedy_sampling(B, V, grid),
         prefixes=prefixes,
     )
 
 
-def greedy_sampling(B: int, V: int, *, is_structured: bool = False) -> SamplingState:
+def greedy_sampling(B: int, V: int, grid: BucketGrid | None = None) -> SamplingState:
     """Greedy sampling parameters, as for rows without any of their own.
 
     Args:
       B: The number of rows.
       V: The padded size of the vocabulary.
-      is_structured: Whether rows have states of automata.
+      grid: Tells whether rows have states of automata and adapters; None if they have neither.
     """
+    is_structured = grid is not None and grid.structured is not None
+    is_adapted = grid is not None and grid.adapters is not None
     return SamplingState(
         temperature_B=jnp.zeros(B),
         top_k_B=jnp.zeros(B, jnp.int32),
@@ -107,6 +110,7 @@ def greedy_sampling(B: int, V: int, *, is_structured: bool = False) -> SamplingS
         bias_BY=jnp.zeros((B, MAX_BIASES)),
         num_logprobs_B=jnp.full(B, -1, jnp.int32),
         structure_B=jnp.zeros(B, jnp.int32) if is_structured else None,
+        adapter_B=jnp.zeros(B, jnp.int32) if is_adapted else None,
     )
 
 
@@ -136,11 +140,15 @@ def score_arguments(model: "AbstractModel", bucket: PrefillBucket, grid: BucketG
     return rows, requests, tokens_BT, tokens_BT, rows.count_B
 
 
-def prefix_arguments(prefixes: PrefixGrid) -> tuple[PromptPieces, jax.ShapeDtypeStruct]:
-    """Arguments of the graph that computes prefixes: `rows, tokens_BT`."""
+def prefix_arguments(
+    prefixes: PrefixGrid, adapters: AdapterGrid | None = None
+) -> tuple[PromptPieces | jax.ShapeDtypeStruct, ...]:
+    """Arguments of the graph that computes prefixes: `rows, tokens_BT`, and `adapter_B` in a plan
+    with adapters."""
     int_B = jax.ShapeDtypeStruct((prefixes.batch,), jnp.int32)
     tokens_BT = jax.ShapeDtypeStruct((prefixes.batch, prefixes.chunk), jnp.int32)
-    return PromptPieces._make((int_B, int_B, int_B, None)), tokens_BT
+    own = () if adapters is None else (int_B,)
+    return PromptPieces._make((int_B, int_B, int_B, None)), tokens_BT, *own
 
 
 def prefix_row() -> jax.ShapeDtypeStruct:
@@ -180,7 +188,4 @@ def structure_tables(structured: StructuredGrid, model: "AbstractModel") -> Stru
 
 
 def _abstract_sampling(model: "AbstractModel", grid: BucketGrid, B: int) -> SamplingState:
-    is_structured = grid.structured is not None
-    return jax.eval_shape(
-        lambda: greedy_sampling(B, model.padded_vocab, is_structured=is_structured)
-    )
+    return jax.eval_shape(lambda: greedy_sampling(B, model.padded_vocab, grid))

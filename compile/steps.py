@@ -166,7 +166,7 @@ def decode_step(
         output = _record(output, step, jnp.where(emits_B, token_B, NO_TOKEN), is_finite_B, scores)
 
         logits_BV, cache, experts = decoder.decode(
-            token_B, state.length_B, state.cache, emits_B, prefixes
+            token_B, state.length_B, state.cache, emits_B, prefixes, state.sampling.adapter_B
         )
         output = output._replace(
             experts=jax.tree.map(jnp.add, output.experts, experts),

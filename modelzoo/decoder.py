@@ -130,6 +130,7 @@ class Decoder(nnx.Module):
         cache: KVCache,
         cache_operations: Operations,
         prefixes: Prefixes | None = None,
+        adapter_B: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
         """Run right-padded pieces of prompts and write them to the cache.
 
@@ -142,13 +143,15 @@ class Decoder(nnx.Module):
           cache: The cache, which the caller donates.
           cache_operations: The operations by which the cache is laid out.
           prefixes: The prefixes, if rows begin with one.
+          adapter_B: The number of each row's adapter, if weights are adapted.
 
         Returns:
           Final hidden states `x_BTD`, in the stripes of `operations`; the updated cache; the report
           of sparse layers, or None without any.
         """
         if rows.start_B is not None or prefixes is not None:
-            return self._prefill_chunk(tokens_BT, rows, cache, cache_operations, prefixes)
+            chunk = tokens_BT, rows, cache, cache_operations, prefixes, adapter_B
+            return self._prefill_chunk(*chunk)
         stripes, cache_stripes = self.operations.prompt_stripes, cache_operations.cache_stripes
 
         def write(
@@ -161,7 +164,8 @@ class Decoder(nnx.Module):
             is_rolling, splits = cache.positions.is_rolling(window), self.config.entry_splits
             return write_piece(layers, new, scan_index, rows, is_rolling, cache_operations, splits)
 
-        x_BTD, layers, report = self._whole(tokens_BT, rows.count_B, cache.layers, write)
+        call = tokens_BT, rows.count_B, cache.layers, write, adapter_B
+        x_BTD, layers, report = self._whole(*call)
         position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         position_BT = jnp.where(position_BT < rows.count_B[:, None], position_BT, EMPTY_POSITION)
         position_BT = change_stripes(position_BT, 1, IN_ORDER, cache_stripes, EMPTY_POSITION)
@@ -178,13 +182,14 @@ class Decoder(nnx.Module):
         cache: tuple[LayerCache, ...] | None,
         write: WriteCache,
         first_B: jax.Array | None = None,
+        adapter_B: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], ExpertReport | None]:
         tokens_BT = self.operations.prompt_stripes.permute(tokens_BT, axis=1)
         call = self._prompt_call(tokens_BT.shape, true_length_B, write)
         x_BTD = self.embed(tokens_BT)
         if self.config.inputs is not None:
             x_BTD = self.inputs(x_BTD, call[0], true_length_B if first_B is None else first_B)
-        x_BTD, layers, report = self._run_blocks(x_BTD, *call, cache)
+        x_BTD, layers, report = self._run_blocks(x_BTD, *call, cache, adapter_B=adapter_B)
         return self.final_norm(x_BTD), layers, report
 
     def _prompt_call(
@@ -207,6 +212,7 @@ class Decoder(nnx.Module):
         cache: KVCache,
         cache_operations: Operations,
         prefixes: Prefixes | None,
+        adapter_B: jax.Array | None,
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
         tokens_BT = self.operations.prompt_stripes.permute(tokens_BT, axis=1)
         offset_1T = jnp.asarray(self.operations.positions(tokens_BT.shape[1]))
@@ -242,9 +248,8 @@ class Decoder(nnx.Module):
             reads_slots=isinstance(self.attend, SlotReader),
             splits=self.config.entry_splits,
         )
-        x_BTD, layers, report = self._run_blocks(
-            self.embed(tokens_BT), position_BT, attention, is_token_BT, cache.layers, prefixes
-        )
+        call = position_BT, attention, is_token_BT, cache.layers, prefixes, adapter_B
+        x_BTD, layers, report = self._run_blocks(self.embed(tokens_BT), *call)
         positions = write_positions(cache.positions, new_position_BT, rows, cache_operations)
         return self.final_norm(x_BTD), KVCache(layers, positions), report
 
@@ -255,6 +260,7 @@ class Decoder(nnx.Module):
         cache: KVCache,
         is_token_B: jax.Array,
         prefixes: Prefixes | None = None,
+        adapter_B: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
         """Run one more token per row, and write it to the cache at its position.
 
@@ -266,6 +272,7 @@ class Decoder(nnx.Module):
           cache: The cache, which the caller donates.
           is_token_B: Whether a row has a token.
           prefixes: The prefixes, if rows begin with one.
+          adapter_B: The number of each row's adapter, if weights are adapted.
 
         Returns:
           Float32 `logits_BV`, undefined for rows without a token; the updated cache; the report of
@@ -296,6 +303,7 @@ class Decoder(nnx.Module):
             is_token_B[:, None],
             cache.layers,
             prefixes,
+            adapter_B,
         )
         logits_BV = self.logits(self.final_norm(x_B1D)[:, 0])
         return logits_BV, KVCache(layers, positions), report
@@ -338,9 +346,11 @@ class Decoder(nnx.Module):
         is_token_BT: jax.Array,
         cache: Cache | None,
         prefixes: Prefixes | None = None,
+        adapter_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache, ExpertReport | None]:
         """The residual stream after all layers, the cache of each block, and the report of sparse
         layers."""
+        operations = self.operations.for_adapters(adapter_B)
         prefix_caches = {} if prefixes is None else self._by_first_layer(prefixes.cache.layers)
         ropes = dict.fromkeys(map(self.config.rope_of, self.config.windows))
         codes = {rope: position_code(position_BT, rope, self.config.rope_dim) for rope in ropes}
@@ -360,7 +370,7 @@ class Decoder(nnx.Module):
                 with jax.named_scope(f"layers.{layers_name(layers)}"):
                     caches = (old, *prefix_caches.get(layers.start, ()))
                     layer_attention = attention.layer(window, caches, scan_index, x_BTD)
-                    x_BTD, update = block(x_BTD, code, layer_attention, self.operations, experts)
+                    x_BTD, update = block(x_BTD, code, layer_attention, operations, experts)
                     new = attention.update_cache(window, old, update, scan_index, x_BTD)
                     new_cache += (new,)
             return x_BTD, new_cache

@@ -5,12 +5,14 @@ implementation is injected and must equal this one. Knows nothing of meshes.
 """
 
 from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .adapted_weight import AdaptedWeight, multiply_adapted
 from .axes import row_axis
 from .quantised_weight import take_rows
 from .segments import Segments
@@ -35,6 +37,7 @@ class Operations:
     """The order of the tokens of a prompt."""
     cache_stripes: Stripes = IN_ORDER
     """The order of the entries of the cache."""
+    _adapter_B: jax.Array | None = None
 
     def positions(self, length: int) -> jax.Array | np.ndarray:
         """`position_1T` of the tokens of a prompt, in the order of `prompt_stripes`."""
@@ -60,6 +63,22 @@ class Operations:
           out_axes: The logical axes of the result; not needed if the device has all arrays whole.
           dtype: The dtype of the result; by default that of `x`.
         """
+        if isinstance(weight[...], AdaptedWeight):
+            given = x, weight, self._adapter_B, x_axes, out_axes, dtype
+            return multiply_adapted(self.project, equation, product, *given)
+        return self._multiply(equation, product, x, weight, x_axes, out_axes, dtype)
+
+    def for_adapters(self, adapter_B: jax.Array | None) -> "Operations":
+        """The operations of a call whose rows use these adapters; see `adapted_weight`."""
+        adapted = copy(self)
+        adapted._adapter_B = adapter_B
+        return adapted
+
+    def _multiply(
+        self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes,
+        out_axes: Axes, dtype: jax.typing.DTypeLike | None,
+    ) -> jax.Array:  # fmt: skip
+        """Multiply activations with a weight that is not adapted; see `project`."""
         return multiply(equation, product, x, weight, x_axes, out_axes, dtype)
 
     def lookup(self, table: "nnx.Param", ids_BT: jax.Array, out_axes: Axes) -> jax.Array:

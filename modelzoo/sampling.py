@@ -50,6 +50,8 @@ class SamplingState(NamedTuple):
     structure_B: jax.Array | None = None
     """The state of the automaton that says what tokens may come, which changes with every token; 0
     for rows without one. None if no row of the plan has one."""
+    adapter_B: jax.Array | None = None
+    """The number of the row's adapter, 0 for none; None in a plan without adapters."""
 
 
 class History(NamedTuple):

@@ -130,5 +130,15 @@ class Quantisation:
 
     def replace_inputs(self, of_axes: tuple[_Value, ...], *new: _Value) -> tuple[_Value, ...]:
         """The values of all axes of a weight, with `new` in place of those of the inputs."""
-        start, stop = (len(of_axes) + axis for axis in (self.inputs[0], self.inputs[-1] + 1))
-        return (*of_axes[:start], *new, *of_axes[stop:])
+        return replace_axes(of_axes, self.inputs, *new)
+
+
+def replace_axes(
+    of_axes: tuple[_Value, ...], inputs: tuple[int, ...], *new: _Value
+) -> tuple[_Value, ...]:
+    """The values of all axes of a weight, with `new` in place of those of some adjacent axes.
+
+    `inputs` are these axes, counted from the end.
+    """
+    start, stop = (len(of_axes) + axis for axis in (inputs[0], inputs[-1] + 1))
+    return (*of_axes[:start], *new, *of_axes[stop:])

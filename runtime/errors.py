@@ -144,6 +144,10 @@ class CheckpointChanged(CheckpointError):
     """A weight file that changed while it was read."""
 
 
+class InvalidAdapter(CheckpointError):
+    """An adapter on disk that is malformed, not implemented, or does not fit the model."""
+
+
 class ForkedProcess(RuntimeError):
     """A model used in a process that was forked from the model's own process.
 

@@ -30,9 +30,11 @@ from ..compile.plan import Numbers, Plan, PlannedModel
 from ..compile.targets import Target, default_platform, find_target
 from ..sharding.layout import Layout
 from . import session
+from .adapters.adapter_set import AdapterSet
+from .adapters.merged_model import open_merged
 from .bundles import compilation_cache
 from .bundles.warm_start import WarmStart
-from .checkpoint import ModelFiles, open_model
+from .checkpoint import ModelFiles
 from .checkpoint.published_numbers import keep_published
 from .console import tell
 from .embedding.outputs import EmbeddingOutput, EmbeddingRequestOutput
@@ -56,6 +58,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 _Row = tuple[str | None, list[int]]
 """The text of a prompt, or None if it was given as ids, and its token ids."""
 
+AdapterName = str | Sequence[str | None] | None
+"""The name of an adapter for all prompts of a call, or a name or None for each."""
+
 DEFAULT_MAX_LENGTH = 2048
 DEFAULT_SLOTS = 16
 _NO_OUTPUT = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=0)
@@ -70,6 +75,8 @@ class LLM:
 
     Args:
       model: A Hugging Face directory, a `.gguf` file, a checkpoint of noria, or `smollm2`.
+      merge_adapter: The folder of an adapter of peft, which is merged into the weights.
+      adapters: The folders of adapters of peft by name, of which each prompt may use one.
       plan: The plan to build, its file, or a bundle, which needs no compile. By default a grid is
         made from `max_model_len` and `max_num_seqs`.
       max_model_len: Maximum length of prompt and output together, at which rows without
@@ -105,6 +112,8 @@ class LLM:
         self,
         model: str,
         *,
+        merge_adapter: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         plan: Plan | str | Path | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = DEFAULT_SLOTS,
@@ -130,8 +139,10 @@ class LLM:
         session.prepare_jax(target or (plan.target if plan else None))
         cache = compilation_cache.enable(say)
         device = find_target(target or (plan.target if plan else default_platform()))
-        with open_model(model) as files:
+        with open_merged(model, merge_adapter) as files:
             files.unread.report(say, is_strict=strict_config)
+            named = {name: Path(folder) for name, folder in (adapters or {}).items()}
+            own_adapters = AdapterSet.open(files, named) if named else None
             if plan is None:
                 dtype = session.resolve_dtype(dtype, device)
                 planned = PlannedModel(model, files.fingerprint())
@@ -153,6 +164,11 @@ class LLM:
                 forms = {form.fingerprint for form in structured_outputs}
                 grid = replace(plan.buckets, structured=structures.grid(forms))
                 plan = replace(plan, buckets=grid)
+            if own_adapters is not None:
+                if path is None and plan.buckets.adapters is None:
+                    grid = replace(plan.buckets, adapters=own_adapters.grid())
+                    plan = replace(plan, buckets=grid)
+                own_adapters.check(plan.buckets.adapters)
             session.check_plan(plan, files, device, dtype)
             self.plan = plan
             bundle = path if path is not None and path.is_dir() else None
@@ -166,6 +182,8 @@ class LLM:
                 say,
                 plan.numbers.weight_rules,
                 plan.numbers.cache_codes,
+                plan.buckets.adapters,
+                own_adapters,
             )
         self._tokenizer = loaded.tokenizer
         self._generator: GenerationSession | EmbeddingSession | None
@@ -193,6 +211,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: AdapterName = None,
     ) -> list[RequestOutput]:
         """Continue prompts.
 
@@ -200,6 +220,7 @@ class LLM:
           prompts: One prompt or several. A prompt is a text, token ids, `{"prompt": text}` or
             `{"prompt_token_ids": ids}`; ids are a list or a one-dimensional array of integers.
           sampling_params: Parameters for all prompts, or a sequence with parameters for each.
+          adapter: The name of the adapter for all prompts, or a list with a name or None for each.
 
         Returns:
           One output for each prompt, in order.
@@ -211,7 +232,7 @@ class LLM:
         """
         self._require_open()
         rows = _as_list(prompts)
-        return self._run([self._tokenize(row) for row in rows], sampling_params)
+        return self._run([self._tokenize(row) for row in rows], sampling_params, adapter)
 
     @also_accepts(CHAT)
     def chat(
@@ -221,6 +242,7 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: AdapterName = None,
     ) -> list[RequestOutput]:
         """Answer conversations.
 
@@ -229,6 +251,7 @@ class LLM:
           sampling_params: Parameters for all conversations, or a sequence with parameters for each.
           add_generation_prompt: Whether to begin the assistant's answer in the prompt.
           chat_template_kwargs: Extra variables for the model's chat template.
+          adapter: The name of the adapter for all conversations, or a list with one for each.
 
         Returns:
           One output for each conversation, in order.
@@ -253,17 +276,22 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(rows, sampling_params)
+        return self._run(rows, sampling_params, adapter)
 
     @also_accepts(CALL)
     def score(
-        self, prompts: Prompt | Sequence[Prompt], *, num_alternatives: int = 0
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        num_alternatives: int = 0,
+        adapter: AdapterName = None,
     ) -> list[RequestOutput]:
         """Compute the log-probability of every prompt token, without generating tokens.
 
         Args:
           prompts: One prompt or several, as for `generate`.
           num_alternatives: The number of likeliest tokens to report beside each prompt token.
+          adapter: The name of the adapter for all prompts, or a list with a name or None for each.
 
         Returns:
           One output for each prompt, with the log-probabilities in `prompt_logprobs`.
@@ -272,7 +300,7 @@ class LLM:
           RowError: A prompt cannot be served, or the plan has no score graphs.
         """
         params = SamplingParams(max_tokens=0, prompt_logprobs=num_alternatives)
-        return self.generate(prompts, params)
+        return self.generate(prompts, params, adapter=adapter)
 
     @also_accepts(EMBED)
     def embed(
@@ -307,9 +335,8 @@ class LLM:
                 "to noria batch."
             )
         texts = [self._whole(prompt) for prompt in _as_list(prompts)]
-        outputs = self._run_session(
-            embedder, [(None, pack([text])) for text in texts], repeat(_NO_OUTPUT)
-        )
+        packed = [(None, pack([text])) for text in texts]
+        outputs = self._run_session(embedder, packed, repeat(_NO_OUTPUT), [None] * len(texts))
         return [
             EmbeddingRequestOutput(output.request_id, list(text.ids), EmbeddingOutput(vector))
             for output, text in zip(outputs, texts, strict=True)
@@ -357,6 +384,7 @@ class LLM:
         self,
         rows: list[_Row],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: AdapterName,
     ) -> list[RequestOutput]:
         generator = self._require_open()
         if not isinstance(generator, GenerationSession):
@@ -364,18 +392,20 @@ class LLM:
                 "LLM: expected a model that generates, got one for vectors of texts. Call embed, "
                 "or open it with runner='generate'."
             )
-        return self._run_session(generator, rows, _one_each(sampling_params, len(rows)))
+        names = _names_of(adapter, len(rows))
+        return self._run_session(generator, rows, _one_each(sampling_params, len(rows)), names)
 
     def _run_session(
         self,
         generator: GenerationSession | EmbeddingSession,
         rows: list[_Row],
         params: Iterable[SamplingParams],
+        adapters: Sequence[str | None],
     ) -> list[RequestOutput]:
         with self._lock:
             requests = []
-            for (text, ids), param in zip(rows, params, strict=False):
-                requests.append(Request(str(self._num_requests), ids, param, text))
+            for (text, ids), param, name in zip(rows, params, adapters, strict=False):
+                requests.append(Request(str(self._num_requests), ids, param, text, name))
                 self._num_requests += 1
             # check all requests before the first is queued, so that an error leaves none queued
             for request in requests:
@@ -534,6 +564,16 @@ def _token_ids(prompt: Any) -> list[int]:
 def _no_ids(got: str, remedy: str) -> RowError:
     expected = "text, or a list or one-dimensional array of integers"
     return RowError("invalid_request", f"prompt: expected {expected}, got {got}. {remedy}.")
+
+
+def _names_of(adapter: AdapterName, count: int) -> Sequence[str | None]:
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * count
+    if len(adapter) != count:
+        raise ValueError(
+            f"adapter: expected one for all prompts or one each ({count}), got {len(adapter)}."
+        )
+    return adapter
 
 
 def _one_each(

@@ -218,6 +218,8 @@ class Request:
     prompt_token_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     prompt: str | None = None
+    adapter: str | None = None
+    """The name of the adapter that answers it; None for the model itself."""
 
 
 @dataclass(frozen=True)

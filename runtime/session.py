@@ -16,6 +16,7 @@ from ..compile.attention_kernels import AttentionChoices, choose_kernels
 from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from ..compile.graph_failures import is_out_of_memory, naming_graph, reason
+from ..compile.grids.adapter_grid import AdapterGrid
 from ..compile.grids.bucket_grid import BucketGrid
 from ..compile.plan import DTYPES, Plan
 from ..compile.target_names import TargetName
@@ -26,6 +27,7 @@ from ..sharding.device_bytes import array_bytes
 from ..sharding.layout import Layout
 from ..sharding.legality import require
 from ..sharding.placement import Placement
+from .adapters.adapter_set import AdapterSet, load_arrays
 from .bundles.warm_start import WarmStart
 from .checkpoint import ModelFiles, load_params
 from .console import plural
@@ -61,6 +63,7 @@ class LoadedModel:
       dtype: The dtype of the parameters.
       target: The devices.
       placement: The shardings of parameters, cache and activations.
+      adapters: The names of the adapters among the parameters.
     """
 
     files: ModelFiles
@@ -71,6 +74,7 @@ class LoadedModel:
     dtype: str
     target: Target
     placement: Placement
+    adapters: tuple[str, ...] = ()
 
 
 def prepare_jax(target: str | None, num_processes: int = 1) -> None:
@@ -273,6 +277,8 @@ def load_model(
     say: Callable[[str], object] = lambda note: None,
     weight_rules: WeightRules = ALL_FLOAT,
     cache_codes: str | None = None,
+    adapter_grid: AdapterGrid | None = None,
+    adapters: AdapterSet | None = None,
 ) -> LoadedModel:
     """Read the parameters, slice by slice, directly into their placement on the target.
 
@@ -286,13 +292,15 @@ def load_model(
       weight_rules: The formats of weights; weights that are not published in codes are rounded
         to them while they load.
       cache_codes: The dtype of cache entries in codes; None for float entries.
+      adapter_grid: The plan's room for adapters.
+      adapters: The adapters, which fit into it.
 
     Raises:
       CheckpointError: The model's files cannot be used.
       OutOfMemory: The weights do not fit into the memory of the devices.
     """
     # imported here, because importing flax takes time in which executables load in threads
-    from ..compile.abstract_model import AbstractModel
+    from ..compile.abstract_model import DOWN, UP, AbstractModel
 
     dtype = resolve_dtype(dtype, target)
     # before the weights, so that an error of the tokenizer comes early
@@ -302,15 +310,20 @@ def load_model(
         say(note)
     placement = target.placement(layout)
     arrangement = placement.arrangement(files.spec.config, scan_layers, cache_codes)
-    definition = AbstractModel(files.spec.config, arrangement, weight_rules)
+    definition = AbstractModel(files.spec.config, arrangement, weight_rules, adapter_grid)
     abstract = definition.abstract_parameters(jnp.dtype(dtype))
     logical_axes = definition.logical_axes()
     shardings = placement.parameters(logical_axes)
     with _naming_weights(files, abstract.values(), dtype, target):
         spec = files.spec.arranged(arrangement)
-        parameters = load_params(spec, files.tensors, abstract, shardings, definition.quantisations)
+        own = {path: leaf for path, leaf in abstract.items() if not path.endswith((DOWN, UP))}
+        parameters = load_params(spec, files.tensors, own, shardings, definition.quantisations)
+        parameters |= load_arrays(definition, adapters, jnp.dtype(dtype), shardings)
         parameters = placement.put_in_layout(parameters, logical_axes)
-    return LoadedModel(files, definition, parameters, tokenizer, ends, dtype, target, placement)
+    names = () if adapters is None else adapters.names
+    return LoadedModel(
+        files, definition, parameters, tokenizer, ends, dtype, target, placement, names
+    )
 
 
 @contextmanager
@@ -491,4 +504,5 @@ def start(
         experts=setup,
         attention=attention,
         structures=packed,
+        adapters=model.adapters,
     )

@@ -36,7 +36,7 @@ _DEVICES = AcceptedValues(
 CALL: Mapping[str, AcceptedValues] = {
     "use_tqdm": ANY,
     "priority": ANY,
-    "lora_request": _NONE,
+    "lora_request": AcceptedValues((None,), "Give adapter, a name in LLM(adapters=...)"),
     "prompt_adapter_request": _NONE,
     "guided_options_request": _NONE,
     "tokenization_kwargs": _NONE,
@@ -101,7 +101,7 @@ MODEL: Mapping[str, AcceptedValues] = {
     "code_revision": AcceptedValues((None,), _REVISION),
     "tokenizer_revision": AcceptedValues((None,), _REVISION),
     "task": AcceptedValues(("auto", "generate"), "Give runner='pooling' for vectors of texts"),
-    "enable_lora": _OFF,
+    "enable_lora": AcceptedValues((False,), "Give adapters, the folders of adapters by name"),
     "hf_overrides": AcceptedValues((None, {}), "Edit config.json in the model's folder"),
     "limit_mm_per_prompt": _NONE,
     "mm_processor_kwargs": _NONE,

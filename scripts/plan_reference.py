@@ -21,6 +21,7 @@ from pathlib import Path
 from noria.compile import compiler_options
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.expert_plan import ExpertPlan
+from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.grids.structured_grid import StructuredGrid
 from noria.compile.plan import SCHEMA, Numbers, Plan, PlannedModel
@@ -33,7 +34,7 @@ from noria.sharding.legality import RULE_AXES
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "plan_file.md"
 HEAD = "| key | type | unit | default | meaning |\n|---|---|---|---|---|\n"
 NUMBERS = ("integer", "number")
-TABLES_OF_BUCKETS = ("prefixes", "structured")
+TABLES_OF_BUCKETS = ("prefixes", "structured", "adapters")
 """Fields of the grid that are tables of their own in a file."""
 BucketGrid = typing.get_type_hints(Plan)["buckets"]
 
@@ -55,6 +56,9 @@ PREFIXES = """\
 The beginnings of prompts that groups of slots share ([Prompts that begin alike](sharing.md)). A
 plan without this table has no such groups. With it, all lengths of `[buckets]` are counted from the
 end of a row's prefix.
+"""
+ADAPTERS = """\
+The room for adapters of which each row may use one ([Adapters](adapters.md)).
 """
 STRUCTURED = """\
 The forms that answers may have ([Structured output](structured.md)), and the sizes of their tables.
@@ -127,6 +131,9 @@ def _sections() -> Iterator[str]:
     yield "### `[structured]`\n"
     yield STRUCTURED
     yield _table(_keys(StructuredGrid))
+    yield "### `[adapters]`\n"
+    yield ADAPTERS
+    yield _table(_keys(AdapterGrid))
     yield "### Layout of a plan\n"
     yield LAYOUT_OF_PLAN
     yield "### `[attention]`\n"
@@ -196,7 +203,7 @@ def _type(hint: object, tables: bool) -> str:
         return _type(some, tables)
     if origin in (tuple, list):
         return f"list of {_plural(arguments[0])}"
-    if origin is Mapping and arguments[1] is float:
+    if origin is Mapping and arguments[1] in (int, float):
         return "table of numbers"
     if tables:
         return "table"

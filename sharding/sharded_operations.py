@@ -69,9 +69,9 @@ class ShardedOperations(Operations):
         sharding = NamedSharding(self._mesh, self._rules.spec(logical_axes))
         return jax.lax.with_sharding_constraint(x, sharding)
 
-    def project(
-        self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
-        out_axes: Axes = (), dtype: jax.typing.DTypeLike | None = None,
+    def _multiply(
+        self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes,
+        out_axes: Axes, dtype: jax.typing.DTypeLike | None,
     ) -> jax.Array:  # fmt: skip
         def multiply_part(x: jax.Array, weight: Any, projection: Projection) -> jax.Array:
             options = {"dtype": dtype, "max_over_parts": projection.max_over_parts}

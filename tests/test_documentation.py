@@ -20,6 +20,7 @@ import pytest
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.compiler_options import read_options
 from noria.compile.expert_plan import ExpertPlan
+from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.grids.prefix_grid import PrefixGrid
 from noria.compile.plan import Numbers, Plan
 from noria.compile.planning.hardware import read_hardware
@@ -133,6 +134,8 @@ def _read_tables(table: Mapping[str, Any]) -> None:
         AttentionPlan.from_table(table["attention"])
     elif set(table) == {"prefixes"}:
         PrefixGrid.from_table(table["prefixes"])
+    elif set(table) == {"adapters"}:
+        AdapterGrid(**table["adapters"])
     elif set(table) == {"numbers"}:
         Numbers.from_table(table["numbers"])
     elif set(table) == {"compiler"}:

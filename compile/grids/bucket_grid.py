@@ -22,6 +22,7 @@ from itertools import groupby, pairwise, product
 from typing import Any, NamedTuple
 
 from ...sharding.call import Call
+from .adapter_grid import AdapterGrid
 from .grid_values import check_count, check_growing, check_list, chunk_sizes, is_count
 from .prefix_grid import PrefixGrid
 from .structured_grid import StructuredGrid
@@ -117,6 +118,8 @@ class BucketGrid:
     from the end of a row's prefix."""
     structured: StructuredGrid | None = None
     """The forms that answers may have: the table `[structured]`."""
+    adapters: AdapterGrid | None = None
+    """The room for adapters, of which each row may use one: the table `[adapters]`."""
 
     def __post_init__(self):
         """Normalise the fields and check them; ValueError names the wrong key."""
@@ -188,7 +191,9 @@ class BucketGrid:
         """The table that `from_table` reads; a value of None means that the key is left out."""
         by_length = groupby(self.prefill, key=lambda bucket: bucket.length)
         entries = [[length, *(bucket.batch for bucket in group)] for length, group in by_length]
-        table = asdict(replace(self, prefixes=None, structured=None)) | {"prefill": entries}
+        table = asdict(replace(self, prefixes=None, structured=None, adapters=None)) | {
+            "prefill": entries
+        }
         return table | {"chunk": self.chunks or None}
 
     @cached_property

@@ -32,9 +32,20 @@ class PlannedPrefix(NamedTuple):
     """The hash of the tokens, as `hash_tokens` computes it."""
 
 
-def hash_tokens(token_ids: Sequence[int]) -> str:
-    """The BLAKE2b hash of token ids as 32-bit integers, in 16 hexadecimal digits."""
-    return blake2b(array(_UINT32, token_ids).tobytes(), digest_size=HASH_BYTES).hexdigest()
+def hash_tokens(token_ids: Sequence[int], adapter: str | None = None) -> str:
+    """The BLAKE2b hash of token ids as 32-bit integers, in 16 hexadecimal digits.
+
+    Rows with an adapter have other hashes, as their keys and values are others.
+    """
+    state = begin_hash(adapter)
+    state.update(array(_UINT32, token_ids).tobytes())
+    return state.hexdigest()
+
+
+def begin_hash(adapter: str | None) -> "blake2b":
+    """The hash of no tokens, for rows with an adapter of this name or with none."""
+    named = b"" if adapter is None else b"adapter %s\0" % adapter.encode()
+    return blake2b(named, digest_size=HASH_BYTES)
 
 
 @dataclass(frozen=True)
@@ -86,9 +97,14 @@ class PrefixGrid:
             "shared": [list(prefix) for prefix in self.shared],
         }
 
-    def prefix_of(self, token_ids: Sequence[int]) -> PlannedPrefix | None:
-        """The longest listed prefix that a prompt begins with and is longer than."""
-        found, state, start = None, blake2b(digest_size=HASH_BYTES), 0
+    def prefix_of(
+        self, token_ids: Sequence[int], adapter: str | None = None
+    ) -> PlannedPrefix | None:
+        """The longest listed prefix that a prompt begins with and is longer than.
+
+        `adapter` is the name of the row's adapter.
+        """
+        found, state, start = None, begin_hash(adapter), 0
         for length in self._lengths:
             if length >= len(token_ids):
                 break

@@ -151,9 +151,7 @@ def model_spec(
     decoder = _decoder_config(config, family)
     if kind != "head":
         decoder = replace(decoder, has_head=False)
-    forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
-    experts = find_expert_names(decoder.moe, forms, frozenset(tensor_names))
-    names = replace(NAMES, experts=experts, **family.hf_names)
+    names = names_of(family, decoder, tensor_names)
     if _is_bare(tensor_names, family.hf_prefix, is_base=kind == "base"):
         names = replace(names, prefix=TensorPrefix(family.hf_prefix, ""))
     if kind == "classifier":
@@ -180,6 +178,19 @@ def model_spec(
         names,
         ignored_keys=tuple(config.ignored),
     )
+
+
+def names_of(
+    family: Family, decoder: DecoderConfig, tensor_names: Collection[str] = ()
+) -> TensorNames:
+    """The tensor names of a family; `tensor_names` select among the published forms of experts.
+
+    Rotated pairs are adjacent features if they may be so in the family.
+    """
+    forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
+    experts = find_expert_names(decoder.moe, forms, frozenset(tensor_names))
+    names = replace(NAMES, experts=experts, **family.hf_names)
+    return replace(names, is_interleaved=True) if family.hf_interleaved_key else names
 
 
 def text_part_spec(

@@ -34,6 +34,8 @@ from . import (
 )
 from .config_reader import ConfigReader, UnsupportedModel
 from .family import Family, ModelSpec
+from .mapping import TensorPrefix
+from .sources import parameter_sources
 
 __all__ = [
     "ENCODERS",
@@ -42,6 +44,8 @@ __all__ = [
     "UnsupportedModel",
     "from_gguf_metadata",
     "from_hf_config",
+    "hugging_face_form",
+    "text_prefixes",
 ]
 
 FAMILIES: tuple[Family, ...] = (
@@ -126,6 +130,27 @@ def from_gguf_metadata(
     names = {family.gguf_name: family for family in FAMILIES if family.gguf_options is not None}
     family = _find("general.architecture", metadata, names)
     return gguf.model_spec(family, metadata, tensor_names, read_tensor)
+
+
+def hugging_face_form(spec: ModelSpec) -> ModelSpec:
+    """A model of another format with the tensors that its family has in Hugging Face files.
+
+    Experts have the usual of their published forms.
+    """
+    family = _family(spec)
+    names = hugging_face.names_of(family, spec.config)
+    sources = parameter_sources(spec.config, names)
+    return ModelSpec(spec.family, spec.config, sources, names=names)
+
+
+def text_prefixes(spec: ModelSpec) -> tuple[TensorPrefix, ...]:
+    """The prefixes that tensor names may have if the model is the text part of a larger model."""
+    part_of = _family(spec).part_of
+    return () if part_of is None else part_of.prefixes
+
+
+def _family(spec: ModelSpec) -> Family:
+    return next(family for family in FAMILIES if family.name == spec.family)
 
 
 def _find(key: str, values: Mapping[str, object], families: Mapping[str, Family]) -> Family:

@@ -16,13 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import ModelFiles, open_model
+from ..adapters.adapter import Adapter
+from ..adapters.adapter_set import AdapterSet
+from ..adapters.merged_model import open_merged
+from ..checkpoint import ModelFiles
 from ..devices.default_target import default_target
 from ..errors import (
     EXIT_MODEL,
     EXIT_OK,
     EXIT_ROWS_FAILED,
     EXIT_USAGE,
+    CheckpointError,
     ConfigError,
     InvalidTokenizer,
     JobError,
@@ -107,15 +111,18 @@ def _run(
 ) -> int:
     _check_places(options, peers)
     progress, disk = Progress(is_quiet=options.quiet or not peers.is_leader), Disk()
-    with open_model(options.model) as files, ExitStack() as copies:
+    with open_merged(options.model, options.merge_adapter) as files, ExitStack() as copies:
         files.unread.report(progress.note, is_strict=options.strict_config)
-        settings, outputs = _settings(options, files, plan_table, layout_table, peers.setup)
+        adapters = _open_adapters(options, files)
+        settings, outputs = _settings(
+            options, files, plan_table, layout_table, peers.setup, adapters
+        )
         copies.enter_context(outputs.mirrored(disk, progress.note, restarts=options.restart))
         copies.enter_context(input_copied(options.input, settings.input_path, disk))
         if settings.sampling_defaults:
             shown = json.dumps(dict(settings.sampling_defaults))
             progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
-        model = BatchModel(files, options, plan_table, layout_table, peers)
+        model = BatchModel(files, options, plan_table, layout_table, peers, adapters)
         if options.pipeline is not None:
             code = _run_stages(options, files, settings, model, progress)
         else:
@@ -154,6 +161,7 @@ def _settings(
     plan_table: Mapping[str, Any] | None,
     layout_table: Mapping[str, Any] | None,
     setup: str,
+    adapters: AdapterSet | None,
 ) -> tuple[JobSettings, Outputs]:
     uses_defaults = options.generation_config == "model"
     defaults = dict(files.generation_defaults.sampling) if uses_defaults else {}
@@ -177,6 +185,13 @@ def _settings(
         },
     }
     # only if they are given, so that earlier journals without them fit
+    if options.merge_adapter is not None:
+        configuration["merged adapter"] = Adapter(options.merge_adapter).fingerprint()
+    models = None
+    if adapters is not None:
+        configuration["adapters"] = json.dumps(adapters.fingerprints())
+        base = dict.fromkeys((files.name, str(options.model)))
+        models = base | {name: name for name in adapters.names}
     if options.ignore_unknown:
         configuration["unknown keys"] = "ignored"
     if options.prompt_column or options.id_column:
@@ -215,6 +230,7 @@ def _settings(
         updates=options.update,
         price_per_hour=_price_per_hour(options.prices, _target_name(options, plan_table)),
         now=None if options.now is None else read_instant("--now", options.now),
+        models=models,
     )
     return settings, outputs
 
@@ -238,6 +254,20 @@ def _check_places(options: argparse.Namespace, peers: Peers) -> None:
         )
 
 
+def _open_adapters(options: argparse.Namespace, files: ModelFiles) -> AdapterSet | None:
+    """The adapters that rows may name; None without any."""
+    paths: dict[str, Path] = {}
+    for given in options.adapters:
+        name, _, path = given.partition("=")
+        if not name or not path or name in (*paths, files.name, str(options.model)):
+            raise ConfigError(
+                f"--adapters: expected NAME=DIR, with a name that neither the model nor another "
+                f"adapter has, got {given!r}."
+            )
+        paths[name] = Path(path)
+    return AdapterSet.open(files, paths) if paths else None
+
+
 def output_for_stdout(options: argparse.Namespace, configuration: Mapping[str, str]) -> Path:
     """The output of a job that writes to standard output, in the current folder.
 
@@ -258,8 +288,11 @@ def _also_read(options: argparse.Namespace, files: ModelFiles) -> list[tuple[str
         "the plan": options.plan,
         "the layout": layout_file(options.layout or ""),
         "the pipeline": options.pipeline,
+        "the merged adapter": options.merge_adapter,
     }
-    return [(description, path) for description, path in inputs.items() if path is not None]
+    given = [(description, path) for description, path in inputs.items() if path is not None]
+    paths = (Path(adapter.partition("=")[2]) for adapter in options.adapters)
+    return given + [("an adapter", path) for path in paths]
 
 
 def _price_per_hour(prices: Path | None, target: str) -> float | None:
@@ -294,6 +327,8 @@ class BatchModel:
     plan_table: Mapping[str, Any] | None
     layout_table: Mapping[str, Any] | None
     peers: Peers = ALONE
+    adapters: AdapterSet | None = None
+    """The adapters that rows may name."""
     structures: Structures = field(default_factory=Structures)
     """The forms of answers that rows ask for, which the scan compiles."""
 
@@ -357,7 +392,7 @@ class BatchModel:
         warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
         # the prefixes of a given plan are read in any case
         noted = table if plan.buckets.prefixes is None else shared
-        work = work_of(config, plan.numbers, plan.layout, target)
+        work = work_of(config, plan.numbers, plan.layout, target, plan.buckets.adapters)
         progress.note(text.rstrip() if self.options.verbose else plan_table(plan, work))
         if plan.buckets.embed:
             _note_embeddings(plan, lengths, config, target, progress)
@@ -372,6 +407,8 @@ class BatchModel:
             progress.note,
             plan.numbers.weight_rules,
             plan.numbers.cache_codes,
+            plan.buckets.adapters,
+            self.adapters,
         )
         digest = weights.result()
         phases.enter("build")
@@ -414,6 +451,10 @@ class BatchModel:
                 plan = make_plan(target)
             plan = replace(plan, numbers=keep_published(plan.numbers, self.files))
             session.check_plan(plan, self.files, target, self.options.dtype)
+            if self.adapters is not None:
+                self.adapters.check(plan.buckets.adapters)
+        except CheckpointError:
+            raise
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
         return plan, target
@@ -464,8 +505,10 @@ class BatchModel:
         if lengths:
             return embedding_plan(lengths, target, model, numbers, config, layout, overrides)
         structured = self.structures.grid(forms)
+        adapters = None if self.adapters is None else self.adapters.grid()
+        sizes = table, structured, adapters
         return derived_plan(
-            rows, target, model, numbers, config, layout, overrides, self.peers, table, structured
+            rows, target, model, numbers, config, layout, overrides, self.peers, *sizes
         )
 
 

@@ -144,6 +144,9 @@ class JobSettings:
     """The price of all devices; None if it is not known."""
     now: datetime | None = None
     """The local time that chat templates see; None for the start of the job."""
+    models: Mapping[str, str | None] | None = None
+    """The adapter of rows by their `model`, None for the model itself; None if every name means
+    the model itself."""
 
     def __post_init__(self):
         if self.part.num_parts > 1 and self.error_file is not None:

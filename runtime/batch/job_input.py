@@ -45,6 +45,8 @@ class JobInput:
     ignores_unknown: bool = False
     ignored: Counter[str] = field(default_factory=Counter)
     """The number of rows with each unknown key that was ignored."""
+    models: Mapping[str, str | None] | None = None
+    """The adapter of rows by their `model`, as in `JobSettings`."""
     digests: RowDigests = field(default_factory=RowDigests)
     """Digests of the rows that this job runs, to find equal rows."""
 
@@ -55,6 +57,7 @@ class JobInput:
             self.text.encode,
             defaults=self.defaults,
             ignores_unknown=self.ignores_unknown,
+            models=self.models,
             on_error=on_error,
             on_encoded=self._keep,
             on_progress=partial(
@@ -83,7 +86,11 @@ class JobInput:
             InputError: The row has changed since the scan.
         """
         return read_again(
-            self.file, scanned, defaults=self.defaults, ignores_unknown=self.ignores_unknown
+            self.file,
+            scanned,
+            defaults=self.defaults,
+            ignores_unknown=self.ignores_unknown,
+            models=self.models,
         )
 
     def token_ids_of(self, row: BatchRow, scanned: ScannedRow) -> Sequence[int]:
@@ -141,6 +148,7 @@ def open_input(
             token_ids,
             digest,
             settings.ignores_unknown,
+            models=settings.models,
         )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...compile.abstract_model import AbstractModel
 from ...compile.expert_plan import default_experts
+from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import (
     RowShape,
@@ -80,6 +81,7 @@ def derived_plan(
     peers: Peers,
     table: PrefixTable,
     structured: StructuredGrid | None = None,
+    adapters: AdapterGrid | None = None,
 ) -> Plan:
     """A plan for the rows of a job, changed by the user's overrides.
 
@@ -94,6 +96,7 @@ def derived_plan(
         peers: The processes of the job, which must derive the same plan.
         table: What the prompts of the rows share.
         structured: The forms of answers that rows ask for.
+        adapters: The room that the adapters of the job need.
 
     Raises:
         ValueError: A key of the overrides is unknown or its value is invalid.
@@ -102,7 +105,7 @@ def derived_plan(
     overridden = apply_overrides({"numbers": numbers.to_table()}, overrides)
     asked, numbers = overridden.get("buckets", {}), overridden_numbers(numbers, overrides)
     defaults = with_overrides(GridDefaults.for_layout(layout), asked)
-    work = work_of(config, numbers, layout, target)
+    work = work_of(config, numbers, layout, target, adapters)
     prices = GraphPrices.of_target(target.name, work, known_hardware())
     fits, reason = None, ""
     if defaults.max_length is None and any(row.max_tokens is None for row in rows):
@@ -129,7 +132,7 @@ def derived_plan(
     if grid.max_length >= defaults.longest_span(config.max_position):
         reason = ""
     experts = default_experts(config)
-    grid = replace(grid, structured=structured)
+    grid = replace(grid, structured=structured, adapters=adapters)
     plan = Plan(target.name, model, numbers, grid, layout, experts, max_length_reason=reason)
     plan = given_plan(tomllib.loads(plan.to_toml()), overrides)
     grid = plan.buckets
@@ -144,11 +147,17 @@ def derived_plan(
     return replace(plan, buckets=grid)
 
 
-def work_of(config: DecoderConfig, numbers: Numbers, layout: Layout | None, target: Target) -> Work:
+def work_of(
+    config: DecoderConfig,
+    numbers: Numbers,
+    layout: Layout | None,
+    target: Target,
+    adapters: AdapterGrid | None = None,
+) -> Work:
     """The work of a model's graphs on a target."""
     placement = target.placement(layout)
     arrangement = placement.arrangement(config, cache_codes=numbers.cache_codes)
-    definition = AbstractModel(config, arrangement, numbers.weight_rules)
+    definition = AbstractModel(config, arrangement, numbers.weight_rules, adapters)
     return Work(definition, numbers.dtype, layout, placement.cache_dtype(numbers.dtype))
 
 

@@ -47,6 +47,8 @@ class BatchRow:
     kind: Literal["chat", "completion", "score", "pooled"]
     params: SamplingParams
     model: str | None = None
+    adapter: str | None = None
+    """The adapter that `model` names; None for the model itself."""
     messages: list[dict[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prompt: str | None = None
@@ -83,6 +85,7 @@ def read_row(
     *,
     defaults: Mapping[str, Any] | None = None,
     ignores_unknown: bool = False,
+    models: Mapping[str, str | None] | None = None,
 ) -> BatchRow | BadRow:
     """Read one line.
 
@@ -91,6 +94,8 @@ def read_row(
         row: Index of the row, counted from zero over the lines that are not blank.
         defaults: Sampling parameters for keys that the request leaves out.
         ignores_unknown: Whether unknown keys of the body are ignored.
+        models: The adapter that each `model` means, None for the model itself. Without it, every
+            name means the model itself.
     """
     custom_id = None
     try:
@@ -105,6 +110,7 @@ def read_row(
         ignored = _unknown_keys(url, body) if ignores_unknown else ()
         known = {key: body[key] for key in body if key not in ignored}
         content = _read_body(url, known, defaults or {})
+        content["adapter"] = _adapter(content["model"], models)
         if (form := content["params"].structured_outputs) is not None:
             # the order of keys in a schema decides the answer
             request_hash = hashlib.sha256(f"{request_hash} {form.fingerprint}".encode()).hexdigest()
@@ -252,6 +258,15 @@ def _model(body: Mapping[str, Any]) -> str | None:
     if model is not None and not isinstance(model, str):
         raise wrong_value("model", "a string", model)
     return model
+
+
+def _adapter(model: str | None, models: Mapping[str, str | None] | None) -> str | None:
+    if model is None or models is None:
+        return None
+    if model not in models:
+        # the model itself would answer as if there were no adapter
+        raise wrong_value("model", f"one of {', '.join(models)}", model)
+    return models[model]
 
 
 def _prompt(prompt: object) -> str | list[int]:

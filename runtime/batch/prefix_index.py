@@ -15,10 +15,10 @@ alone, and is the same in every process.
 
 from array import array
 from collections.abc import Sequence
-from hashlib import blake2b
 
 import numpy as np
 
+from ...compile.grids.prefix_grid import begin_hash
 from ...compile.grids.prefix_table import PrefixTable
 
 UNIT = 16
@@ -42,16 +42,23 @@ class PrefixIndex:
         """The same, for rows that are in no block yet."""
         self._num_hashes = 0
 
-    def add(self, row: int, ids: Sequence[int], num_alternatives: int | None = None) -> None:
+    def add(
+        self,
+        row: int,
+        ids: Sequence[int],
+        num_alternatives: int | None = None,
+        adapter: str | None = None,
+    ) -> None:
         """Add a row's prompt.
 
         Args:
           row: The number of the row.
           ids: The prompt.
           num_alternatives: The alternatives to each token of a scored prompt; None for others.
+          adapter: The name of the row's adapter. Rows of different adapters share nothing.
         """
         data = memoryview(array(_UINT32, ids)).cast("B")
-        state, digests = blake2b(digest_size=8), bytearray()
+        state, digests = begin_hash(adapter), bytearray()
         if num_alternatives is not None:
             state.update(b"scored %d" % num_alternatives)
             # so that each unit ends with the token after it

@@ -108,7 +108,7 @@ def _depends_on_id(params: SamplingParams) -> bool:
 
 def _request(row: BatchRow) -> tuple[object, ...]:
     """Everything besides the prompt that decides a row's answer."""
-    return row.kind, row.echo, row.logprobs, row.prompt_logprobs, row.params
+    return row.kind, row.echo, row.logprobs, row.prompt_logprobs, row.params, row.adapter
 
 
 def _digest(row: BatchRow, ids: Sequence[int]) -> int:

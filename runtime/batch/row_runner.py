@@ -130,7 +130,7 @@ class RowRunner:
             self._in_flight[row.custom_id] = row
             try:
                 token_ids = self.source.token_ids_of(row, scanned)
-                request = Request(row.custom_id, token_ids, row.params, row.prompt)
+                request = Request(row.custom_id, token_ids, row.params, row.prompt, row.adapter)
                 generator.submit(request, prefix)
                 self.peers.record(row.row, len(token_ids))
             except RowError as error:

@@ -89,6 +89,7 @@ def scan(
     *,
     defaults: Mapping[str, Any] | None = None,
     ignores_unknown: bool = False,
+    models: Mapping[str, str | None] | None = None,
     on_error: Callable[[BadRow], None] = lambda bad: None,
     on_encoded: Callable[[BatchRow, Sequence[int]], None] = lambda row, ids: None,
     on_progress: Callable[[int, int], None] = lambda num_rows, num_bytes: None,
@@ -100,6 +101,7 @@ def scan(
         encode: Returns token ids or an error for each of several rows; called in another thread.
         defaults: Sampling parameters for keys that a request leaves out.
         ignores_unknown: Whether unknown keys of a request are ignored.
+        models: The adapter of rows by their `model`, as `read_row` takes it.
         on_error: Called with each row in error, in order, as soon as it is known.
         on_encoded: Called with each other row and its token ids, in order.
         on_progress: Called with the numbers of rows and bytes so far, after every chunk.
@@ -117,7 +119,8 @@ def scan(
         num_bytes += len(piece)
         digest.update(piece)
 
-    read = partial(read_row, defaults=defaults, ignores_unknown=ignores_unknown)
+    options = {"ignores_unknown": ignores_unknown, "models": models}
+    read = partial(read_row, defaults=defaults, **options)
     chunks = _read_chunks(file, read, observe)
     for encoded in map_ahead(partial(_encode_chunk, encode), chunks):
         for outcome in encoded:
@@ -130,7 +133,7 @@ def scan(
             requirements = _requirements_of(row, ids)
             # texts that are embedded share no prefixes
             shared = ids if row.pooled is None else ()
-            prefixes.add(row.row, shared, row.params.prompt_logprobs)
+            prefixes.add(row.row, shared, row.params.prompt_logprobs, row.adapter)
             # rows with equal requirements share one object
             rows.append(_scanned_row(row, distinct.setdefault(requirements, requirements), None))
         on_progress(len(rows), num_bytes)
@@ -200,6 +203,7 @@ def read_again(
     *,
     defaults: Mapping[str, Any] | None = None,
     ignores_unknown: bool = False,
+    models: Mapping[str, str | None] | None = None,
 ) -> BatchRow:
     """Read a row that the scan accepted again, to run it.
 
@@ -208,7 +212,8 @@ def read_again(
     """
     content = read_line_at(file, scanned.offset)
     line = Line(scanned.line_number, scanned.offset, content)
-    row = read_row(line, scanned.row, defaults=defaults, ignores_unknown=ignores_unknown)
+    options = {"ignores_unknown": ignores_unknown, "models": models}
+    row = read_row(line, scanned.row, defaults=defaults, **options)
     if isinstance(row, BadRow) or (row.custom_id, row.request_hash) != scanned.key:
         raise InputError(
             f"line {scanned.line_number} of the input changed while the job ran. Finished rows are "

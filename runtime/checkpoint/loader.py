@@ -340,6 +340,17 @@ def _shape_problems(
     return problems
 
 
+def filled_shape(source: ParameterSource, tensors: TensorSource) -> tuple[int, ...]:
+    """The shape of the parameter that a source fills from tensors that fit it."""
+    shapes = [
+        AxisPattern.of(part).parameter_shape(source_of(part, tensors).tensors[part.tensor].shape)
+        for part in source.parts
+    ]
+    shape = _filled_shape(source, shapes)
+    assert isinstance(shape, tuple), f"{source.parameter}: the parts have shapes {shapes}"
+    return shape
+
+
 def _filled_shape(source: ParameterSource, shapes: list[tuple[int, ...]]) -> object:
     """The shape of a parameter from the shapes of its parts; the list of shapes if they differ."""
     shape = _concatenated(shapes, source.concat_axis)

@@ -39,11 +39,11 @@ class SafetensorsDirectory:
 
     def __init__(self, directory: Path):
         self._shards, weight_map = _find_shards(directory)
-        self._files: dict[str, _File] = {}
-        self._home: dict[str, _File] = {}
+        self._files: dict[str, SafetensorsFile] = {}
+        self._home: dict[str, SafetensorsFile] = {}
         problems: list[str] = []
         for shard, path in self._shards.items():
-            file = self._files[shard] = _File(path)
+            file = self._files[shard] = SafetensorsFile(path)
             for name in file.tensors:
                 if name in self._home:
                     other = self._home[name].path.name
@@ -121,7 +121,7 @@ def _missing_weights(directory: Path) -> str:
     return f"{expected} {', '.join(others[:5]) if others else 'no weights'}."
 
 
-class _File:
+class SafetensorsFile:
     """A safetensors file, whose header is checked by the package and against noria's limits."""
 
     def __init__(self, path: Path):
@@ -146,7 +146,8 @@ class _File:
         self._offsets = {name: start + e["data_offsets"][0] for name, e in entries.items()}
         self._bytes = np.memmap(path, np.uint8, "r")
 
-    def read(self, name: str, index: Index | None) -> np.ndarray:
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        """Read a tensor or a box of it."""
         self._stamp.check()
         info, start = self.tensors[name], self._offsets[name]
         stored = self._bytes[start : start + info.num_bytes].view(info.dtype).reshape(info.shape)

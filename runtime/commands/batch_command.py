@@ -48,6 +48,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     add(
+        "--merge-adapter",
+        type=Path,
+        metavar="DIR",
+        help="adapter of peft (LoRA, rsLoRA, DoRA) to merge into the weights while they load",
+    )
+    add(
+        "--adapters",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=DIR",
+        help="adapters of peft (LoRA, rsLoRA), of which each row may name one as its model",
+    )
+    add(
         "--plan",
         type=Path,
         help="plan file or bundle to use (default: a plan derived from the input)",

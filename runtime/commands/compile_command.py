@@ -114,7 +114,11 @@ def _prepared(plan: "Plan", files: "ModelFiles") -> "tuple[Target, Placement, Ab
     placement = target.placement(plan.layout)
     options = plan.model.scan_layers, plan.numbers.cache_codes
     arrangement = placement.arrangement(config, *options)
-    return target, placement, AbstractModel(config, arrangement, weight_rules)
+    return (
+        target,
+        placement,
+        AbstractModel(config, arrangement, weight_rules, plan.buckets.adapters),
+    )
 
 
 def _check_present(target: str, option: str) -> None:

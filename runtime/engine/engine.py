@@ -68,6 +68,8 @@ class AdmittedRequest:
     structure: int | None = None
     """The first state of the automaton of its answers, 0 without one; None in a plan without
     automata."""
+    adapter: int | None = None
+    """The number of its adapter, 0 without one; None in a plan without adapters."""
 
     @property
     def own_token_ids(self) -> Sequence[int]:
@@ -113,6 +115,8 @@ class Engine:
         self.prefix_ids: dict[PlannedPrefix, array[int]] = {}
         """The token ids of planned prefixes. Those of a request are added before it is submitted.
         """
+        self.prefix_adapters: dict[PlannedPrefix, int] = {}
+        """The number of the adapter of planned prefixes, in a plan with adapters."""
         self._graphs = graphs
         self.scheduler = Scheduler(graphs.grid)
         self._parameters = parameters
@@ -148,6 +152,7 @@ class Engine:
             stop_ids=request.stop_ids,
             vocab_size=self._padded_vocab,
             structure=request.structure,
+            adapter=request.adapter,
         )
 
     def forget(self, number: int) -> None:
@@ -170,6 +175,7 @@ class Engine:
             self._scores,
             self._unclean,
             self.prefix_ids,
+            self.prefix_adapters,
             self._unclean_prefixes,
         ):
             container.clear()
@@ -300,7 +306,9 @@ class Engine:
         if action.start == 0 and action.group in self._unclean_prefixes:
             self._clear_prefix(action.group)
         ids = self.prefix_ids[action.prefix][action.start : action.start + action.count]
-        arguments = self._host.put(pack_prefix(action.group, action.start, ids, prefixes))
+        adapter = self.prefix_adapters.get(action.prefix)
+        packed = pack_prefix(action.group, action.start, ids, prefixes, adapter)
+        arguments = self._host.put(packed)
         self._state, output = self._graphs.prefix(self._parameters, self._state, *arguments)
         return output
 
@@ -347,8 +355,7 @@ class Engine:
 
     def _copy(self, source: int, slot: int, sequence: ScheduledSequence | None) -> None:
         """Copy a slot, with the sampling parameters of a sequence if it has one."""
-        structure = None if self._structures is None else 0
-        sampling = greedy_sampling(self._padded_vocab, structure)
+        sampling = greedy_sampling(self._padded_vocab, self._graphs.grid)
         if sequence is not None:
             sampling = self._sampling_of(sequence)
         arguments = self._host.put((np.int32(source), np.int32(slot), sampling))

@@ -23,6 +23,7 @@ from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits, NoDecodeSlots
 from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.monitor import compile_monitor
 from ...compile.signatures import MAX_STOP_IDS
+from ...modelzoo.adapted_weight import NO_ADAPTER
 from ..errors import RowError, check_process
 from ..request import CompletionOutput, Request, RequestMetrics, RequestOutput
 from ..structured.tables import PackedStructures
@@ -52,6 +53,8 @@ class CheckedRequest(NamedTuple):
     max_total_length: int
     structure: int | None
     """The first state of the automaton of its answers, 0 without one; None in a plan without."""
+    adapter: int | None
+    """The number of its adapter, 0 without one; None in a plan without adapters."""
 
 
 @dataclass
@@ -69,6 +72,7 @@ class GenerationSession:
       experts: The model's experts and their dispatch; None for a dense model.
       attention: The attention kernel of each phase with the reason for the choice, for the report.
       structures: The automata of the plan; None in a plan without structured output.
+      adapters: The names of the adapters in the parameters, in order of their numbers.
       clock: Monotonic seconds.
     """
 
@@ -82,6 +86,7 @@ class GenerationSession:
     experts: ExpertSetup | None = None
     attention: Mapping[str, str] = field(default_factory=dict)
     structures: PackedStructures | None = None
+    adapters: Sequence[str] = ()
     clock: Callable[[], float] = time.monotonic
     _open: dict[int, OpenRequest] = field(default_factory=dict)
     _num_submitted: int = 0
@@ -148,7 +153,12 @@ class GenerationSession:
         )
         seed = row_seed(params, self.run_seed, request.request_id)
         admitted = AdmittedRequest(
-            scheduled, _scored_as_needed(request), seed, checked.stop_ids, checked.structure
+            scheduled,
+            _scored_as_needed(request),
+            seed,
+            checked.stop_ids,
+            checked.structure,
+            checked.adapter,
         )
         new_collector = partial(TextCollector, self.tokenizer, params)
         continuations = [
@@ -185,10 +195,29 @@ class GenerationSession:
         while prefix is not None:
             own = array("I", request.prompt_token_ids[: prefix.length + is_scored])
             own.append(0 if num_alternatives is None else 1 + num_alternatives)
+            own.append(self._adapter_number(request) or NO_ADAPTER)
             if self._prefix_ids.setdefault(prefix, own) == own:
                 return prefix
             prefix = prefix.parent
         return None
+
+    def _adapter_number(self, request: Request) -> int | None:
+        """The number of a request's adapter, 0 without one; None in a plan without adapters.
+
+        Raises:
+          RowError: There is no adapter of this name.
+        """
+        if request.adapter is None:
+            return None if self.grid.adapters is None else NO_ADAPTER
+        if request.adapter not in self.adapters:
+            known = ", ".join(self.adapters) or "none"
+            raise RowError(
+                "invalid_request",
+                f"model: expected the model or one of its adapters ({known}), got "
+                f"{request.adapter!r}.",
+                "model",
+            )
+        return NO_ADAPTER + 1 + self.adapters.index(request.adapter)
 
     def _planned_prefix(self, request: Request) -> PlannedPrefix | None:
         """The prefix of the plan with which a prompt begins.
@@ -199,8 +228,10 @@ class GenerationSession:
         if (prefixes := self.grid.prefixes) is None:
             return None
         token_ids = request.prompt_token_ids
-        if (prefix := prefixes.prefix_of(token_ids)) is None:
+        if (prefix := prefixes.prefix_of(token_ids, request.adapter)) is None:
             return None
+        if (adapter := self._adapter_number(request)) is not None:
+            self.engine.prefix_adapters[prefix] = adapter
         own = array("I", token_ids[: prefix.length])
         if self.engine.prefix_ids.setdefault(prefix, own) != own:
             raise RowError(
@@ -270,6 +301,7 @@ class GenerationSession:
                 f"{params.stopping.answer!r}. Leave it out.",
                 "stopping.answer",
             )
+        adapter = self._adapter_number(request)
         prefix = self._planned_prefix(request)
         self._check_length(request, prefix)
         prompt_length, max_total_length = self._lengths(request, prefix)
@@ -297,7 +329,7 @@ class GenerationSession:
                 f"min_tokens, which forbids all of them, got {len(stop_ids)}.",
                 "stop_token_ids",
             )
-        return CheckedRequest(stop_ids, prefix, prompt_length, max_total_length, structure)
+        return CheckedRequest(stop_ids, prefix, prompt_length, max_total_length, structure, adapter)
 
     def receive(self) -> bytes:
         """Wait for the call in flight and free the slots of sequences that ended.
@@ -374,6 +406,7 @@ class GenerationSession:
             self.experts,
             self.attention,
             self.structures,
+            self.adapters,
             self.clock,
         )
 

@@ -60,8 +60,12 @@ def pack_pieces(
 
 
 def pack_prefix(
-    group: int, start: int, tokens: Sequence[int], prefixes: PrefixGrid
-) -> tuple[PromptPieces, np.ndarray]:
+    group: int,
+    start: int,
+    tokens: Sequence[int],
+    prefixes: PrefixGrid,
+    adapter: int | None = None,
+) -> tuple[PromptPieces | np.ndarray, ...]:
     """Pack a piece of a planned prefix.
 
     Args:
@@ -69,16 +73,19 @@ def pack_prefix(
       start: The position of the first token.
       tokens: The token ids of the piece.
       prefixes: The prefixes of the plan, which give the shapes.
+      adapter: The number of the adapter of the prefix; None in a plan without adapters.
 
     Returns:
-      The group, start and count of each row, and `tokens_BT`. Dummy rows have no group.
+      The group, start and count of each row, `tokens_BT`, and `adapter_B` in a plan with adapters.
+      Dummy rows have no group.
     """
     tokens_BT = np.zeros((prefixes.batch, prefixes.chunk), np.int32)
     tokens_BT[0, : len(tokens)] = tokens
     group_B = np.full(prefixes.batch, prefixes.groups, np.int32)
     start_B, count_B = np.zeros_like(group_B), np.zeros_like(group_B)
     group_B[0], start_B[0], count_B[0] = group, start, len(tokens)
-    return PromptPieces._make((group_B, start_B, count_B, None)), tokens_BT
+    own = () if adapter is None else (np.full_like(group_B, adapter),)
+    return PromptPieces._make((group_B, start_B, count_B, None)), tokens_BT, *own
 
 
 def pack_greedy(
@@ -101,8 +108,7 @@ def pack_greedy(
         for i, request in enumerate(requests)
     ]
     pieces, tokens_BT, _ = pack_pieces(rows, prompts, bucket, grid.decode_slots)
-    structure = None if grid.structured is None else 0
-    greedy = [greedy_sampling(vocab_size, structure)] * len(requests)
+    greedy = [greedy_sampling(vocab_size, grid)] * len(requests)
     return pieces, pack_requests(requests, greedy, bucket.batch), tokens_BT
 
 
@@ -131,6 +137,7 @@ def pack_sampling(
     stop_ids: Sequence[int],
     vocab_size: int,
     structure: int | None = None,
+    adapter: int | None = None,
 ) -> SamplingState:
     """The sampling parameters of one sequence, as numpy arrays with a leading axis of one.
 
@@ -143,6 +150,7 @@ def pack_sampling(
       vocab_size: The padded vocabulary size, which fills the unused places of id arrays.
       structure: The first state of the automaton of the answer, 0 without one; None in a plan
         without automata.
+      adapter: The number of the row's adapter, 0 without one; None in a plan without adapters.
     """
     bias = params.logit_bias or {}
     num_logprobs = -1 if params.logprobs is None else params.logprobs
@@ -162,15 +170,18 @@ def pack_sampling(
         "bias_BY": _filled(list(bias.values()), MAX_BIASES, 0.0),
         "num_logprobs_B": np.array([num_logprobs], np.int32),
         "structure_B": None if structure is None else np.array([structure], np.int32),
+        "adapter_B": None if adapter is None else np.array([adapter], np.int32),
     }
     return SamplingState(**fields)
 
 
-def greedy_sampling(vocab_size: int, structure: int | None = None) -> SamplingState:
-    """The sampling parameters of one sequence that is sampled greedily."""
+def greedy_sampling(vocab_size: int, grid: BucketGrid) -> SamplingState:
+    """The sampling parameters of one sequence that is sampled greedily, without form or adapter."""
+    structure = None if grid.structured is None else 0
+    adapter = None if grid.adapters is None else 0
     return pack_sampling(
         SamplingParams(temperature=0), seed=0, sample=0, prompt_length=0, stop_ids=(),
-        vocab_size=vocab_size, structure=structure,
+        vocab_size=vocab_size, structure=structure, adapter=adapter,
     )  # fmt: skip
 
 

@@ -255,7 +255,12 @@ def test_prefixes_are_refused_with_experts_of_a_fixed_capacity_in_prefill():
             '[numbers.rules]\n"*.down" = {group = 8}\n[buckets]',
             r"numbers.rules '\*.down': expected .* missing \['weights'\]",
         ),
-        ("[buckets]", "[adapters]\n[buckets]", r"plan: \['adapters'\] are reserved, .* Remove"),
+        ("[buckets]", "[adapters]\n[buckets]", r"\[adapters\]: .* missing \['count', 'ranks'\]"),
+        (
+            "[buckets]",
+            '[adapters]\ncount = 2\nranks = {"mlp.down" = 0}\n[buckets]',
+            "adapters.ranks 'mlp.down': expected a positive integer, got 0",
+        ),
         ('"cpu"', "8", "target: expected cpu, .* got 8"),
         ('"cpu"', '"gpus"', "target: expected cpu, .* got 'gpus'"),
         (

@@ -17,9 +17,10 @@ from quantised import dequantised, in_codes
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.abstract_model import AbstractModel
+from noria.compile.abstract_model import DOWN, UP, AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.grids.prefix_grid import PrefixGrid
 from noria.compile.prefill_steps import PrefillOutput
@@ -182,6 +183,7 @@ class Row:
     sample: int = 0
     limit: int | None = None
     """Length at which the row ends; None for the grid's longest length."""
+    adapter: int = 0
 
 
 @dataclass(frozen=True)
@@ -309,7 +311,10 @@ def arranged(
     copies, G = arrangement.kv_copies, config.heads_per_kv
     result = {}
     for name, x in parameters.items():
-        last = name.rpartition(".")[2]
+        # matrices of adapters have the heads of their weight
+        last = name.removesuffix("qkv" + UP) + "qkv" * name.endswith("qkv" + UP)
+        last = last.removesuffix(DOWN) if last.endswith("output" + DOWN) else last
+        last = last.rpartition(".")[2]
         if last in ("qkv", "qkv_bias"):
             axis = x.ndim - 3
             queries, kv = np.split(x, [G], axis=axis + 1)
@@ -322,6 +327,18 @@ def arranged(
             x = np.pad(x, ((0, arrangement.padded_vocab - x.shape[0]), (0, 0)))
         result[name] = x
     return result
+
+
+def adapter_matrices(config: DecoderConfig, grid: AdapterGrid) -> dict[str, np.ndarray]:
+    """Return random matrices of adapters for unrolled layers as they are published."""
+    rng = np.random.default_rng(1)
+    return {
+        name: rng.normal(scale=0.2, size=leaf.shape).astype(np.float32)
+        for name, leaf in AbstractModel(config, adapters=grid)
+        .abstract_parameters("float32")
+        .items()
+        if name.endswith((DOWN, UP))
+    }
 
 
 class _CompiledWhenCalled(dict[str, jax.stages.Compiled]):
@@ -352,6 +369,7 @@ class LaidOut:
     """The formats of weights; weights in codes are rounded after they are arranged."""
     cache_codes: str | None = None
     """The dtype of cache entries in codes."""
+    adapters: AdapterGrid | None = None
 
     @property
     def num_devices(self) -> int:
@@ -359,7 +377,7 @@ class LaidOut:
 
     @property
     def grid(self) -> BucketGrid:
-        grid = grid_of(self.num_devices, self.in_chunks)
+        grid = replace(grid_of(self.num_devices, self.in_chunks), adapters=self.adapters)
         if self.prefixes is not None:
             return replace(grid, score=False, prefixes=self.prefixes)
         if self.long_slots is None:
@@ -382,12 +400,14 @@ class LaidOut:
         if arrangement.key_blocks:
             # segments here are shorter than the blocks of a build
             arrangement = replace(arrangement, key_blocks=KEY_BLOCKS)
-        return AbstractModel(self.config, arrangement, self.weight_rules)
+        return AbstractModel(self.config, arrangement, self.weight_rules, self.adapters)
 
     @cached_property
     def parameters(self) -> dict[str, jax.Array]:
         published = random_parameters(AbstractModel(self.config))
         weights = {name: np.asarray(x) for name, x in published.items()}
+        if self.adapters is not None:
+            weights |= adapter_matrices(self.config, self.adapters)
         weights = arranged(weights, self.config, self.definition.arrangement)
         shardings = self.placement.parameters(self.definition.logical_axes())
         quantisations = self.definition.quantisations
@@ -512,6 +532,7 @@ class LaidOut:
             prompt_length=len(row.prompt),
             stop_ids=() if row.params.ignore_eos else (STOP_ID,),
             vocab_size=self.definition.padded_vocab,
+            adapter=None if self.adapters is None else row.adapter,
         )
 
     def answer(
