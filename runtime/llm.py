@@ -335,7 +335,7 @@ class LLM:
                 "to noria batch."
             )
         texts = [self._whole(prompt) for prompt in _as_list(prompts)]
-        packed = [(None, pack([text])) for text in texts]
+        packed: list[_Row] = [(None, pack([text])) for text in texts]
         outputs = self._run_session(embedder, packed, repeat(_NO_OUTPUT), [None] * len(texts))
         return [
             EmbeddingRequestOutput(output.request_id, list(text.ids), EmbeddingOutput(vector))

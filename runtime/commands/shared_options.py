@@ -63,8 +63,7 @@ def stored_dtype(files: "ModelFiles", dtype: str, *, rounds_codes: bool = False)
     if dtype != "auto":
         return dtype
     tensors = files.tensors
-    is_ignored = rounds_codes and isinstance(tensors, CodedSource)
-    in_codes = tensors.kept.keys() if is_ignored else ()
+    in_codes = tensors.kept if rounds_codes and isinstance(tensors, CodedSource) else ()
     dtypes = {info.dtype.name for name, info in tensors.tensors.items() if name not in in_codes}
     return "bfloat16" if dtypes == {"bfloat16"} else "float32"
 
