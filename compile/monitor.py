@@ -45,9 +45,9 @@ class CompileMonitor:
         """Note the arguments of a program; pass on only records of the former level."""
         arguments = record.args
         if record.msg.startswith(_MESSAGE) and isinstance(arguments, tuple) and len(arguments) > 1:
-            name, types = arguments[:2]
+            types = arguments[1] if isinstance(arguments[1], tuple | list) else ()
             with self._lock:
-                self._latest[str(name)] = tuple(map(_short, types if _is_list(types) else ()))
+                self._latest[str(arguments[0])] = tuple(map(_short, types))
         return record.levelno >= self._log_level
 
     def _on_duration(self, event: str, duration_secs: float, **facts: str | int) -> None:
@@ -75,10 +75,6 @@ def _differences(before: Sequence[str] | None, now: Sequence[str]) -> str:
 def _listed(texts: Sequence[str], limit: int = 4) -> str:
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return (", ".join(texts[:limit]) or "no arguments") + more
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _short(argument: object) -> str:

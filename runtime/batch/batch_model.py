@@ -9,7 +9,7 @@ import json
 import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from ...compile.grids.default_grid import RowShape
     from ...compile.grids.prefix_table import PrefixTable
     from ...compile.plan import Plan
-    from ...compile.planning.work import Work
     from ...compile.targets import Target
     from ...modelzoo.config import DecoderConfig
     from ...modelzoo.pooling_config import Pooling
@@ -365,7 +364,7 @@ class BatchModel:
         from ..bundles import compilation_cache
         from ..bundles.warm_start import WarmStart
         from ..engine.shared_prefixes import plan_submission
-        from .job_plan import work_of
+        from .job_plan import better_plan, work_of
         from .plan_report import plan_table, with_waste
 
         def report(built: "BuildProgress") -> None:
@@ -426,8 +425,8 @@ class BatchModel:
         shares = self.options.shares and is_lossless
         submission = partial(plan_submission, grid=plan.buckets, shares=shares)
         shapes = {row.row: shape for row, shape in zip(can_run, rows, strict=True)}
-        better_plan = partial(_better_plan_note, plan, work, config, shapes, summary.prefixes)
-        return Build(generator, text, digest, submission, waste, better_plan)
+        better = partial(better_plan, plan, work, config.max_position, shapes, summary.prefixes)
+        return Build(generator, text, digest, submission, waste, better)
 
     def _resolve_plan(
         self, make_plan: "Callable[[Target], Plan]", stored_plan: str | None
@@ -580,38 +579,6 @@ def _note_plan(
     if note := limit_note(plan, rows, config.max_position):
         progress.note(note)
     progress.note(str(session.attention_kernels(plan, config, target)))
-
-
-def _better_plan_note(
-    plan: "Plan",
-    work: "Work",
-    config: "DecoderConfig",
-    shapes: "Mapping[int, RowShape]",
-    prefixes: "PrefixTable",
-    outputs: Mapping[int, int],
-    run_seconds: float,
-) -> str | None:
-    """A note on a plan that would have saved much of the run; None if there is none."""
-    from ...compile.grids.grid_defaults import GridDefaults
-    from ...compile.planning.candidates import ExpectedRow
-    from ...compile.planning.graph_prices import GraphPrices
-    from ...sharding.legality import chunk_findings
-    from ..files.hardware_files import known_hardware
-    from ..planning.better_plan import better_plan_note
-
-    # a finished job does not fail for a note that nobody can compute, as on unknown hardware
-    with suppress(KeyError, ValueError):
-        return better_plan_note(
-            plan.buckets,
-            [ExpectedRow(shapes[row], output) for row, output in outputs.items()],
-            prefixes.of_rows(list(outputs)),
-            run_seconds,
-            prices=GraphPrices.of_target(plan.target, work, known_hardware()),
-            defaults=GridDefaults.for_layout(plan.layout),
-            max_position=config.max_position,
-            may_chunk=plan.layout is None or not any(chunk_findings(plan.layout)),
-        )
-    return None
 
 
 @contextmanager

@@ -6,6 +6,7 @@ of the memory; if not, the plan gives the reason why they end earlier. Does not 
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.span_slots import with_ragged_slots
 from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.plan import Numbers, Plan, PlannedModel
+from ...compile.planning.candidates import ExpectedRow
 from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.hardware import hardware_of
 from ...compile.planning.work import Work
@@ -42,6 +44,7 @@ from ..checkpoint.published_numbers import override_plan
 from ..console import plural
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
+from ..planning.better_plan import better_plan_note
 from ..planning.forecast import expected_rows, fits_grid, forecast_steps
 from ..planning.shared_grids import with_sharing
 from ..pods.peers import Peers
@@ -235,6 +238,41 @@ def sharing_note(rows: Sequence[RowShape], table: PrefixTable, grid: BucketGrid)
     return (
         f"prompts that begin alike: {shared} of {plural(int(lengths.sum()), 'token')} can be copied"
     )
+
+
+def better_plan(
+    plan: Plan,
+    work: Work,
+    max_position: int,
+    shapes: Mapping[int, RowShape],
+    prefixes: PrefixTable,
+    outputs: Mapping[int, int],
+    run_seconds: float,
+) -> str | None:
+    """A note on a plan that would have saved much of a finished run; None if there is none.
+
+    Args:
+        plan: The plan of the job.
+        work: The work of its graphs.
+        max_position: The longest sequence of the model.
+        shapes: The rows that can run, by number.
+        prefixes: What the prompts of all rows share.
+        outputs: The output tokens of each sequence, by the numbers of the rows that ran.
+        run_seconds: The seconds of the run.
+    """
+    # a finished job does not fail for a note that nobody can compute, as on unknown hardware
+    with suppress(KeyError, ValueError):
+        return better_plan_note(
+            plan.buckets,
+            [ExpectedRow(shapes[row], output) for row, output in outputs.items()],
+            prefixes.of_rows(list(outputs)),
+            run_seconds,
+            prices=GraphPrices.of_target(plan.target, work, known_hardware()),
+            defaults=GridDefaults.for_layout(plan.layout),
+            max_position=max_position,
+            may_chunk=plan.layout is None or not any(chunk_findings(plan.layout)),
+        )
+    return None
 
 
 def _padding(rows: Sequence[RowShape], grid: BucketGrid) -> str:
