@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -49,10 +49,13 @@ class Case:
     prefill_graphs: int = 1
     """Upper bound of prefill graphs: with unrolled layers each compiles for minutes."""
     scan_layers: bool = True
+    numbers: str = ""
+    """The format of weights and cache, or empty for float."""
 
     @property
     def name(self) -> str:
-        return f"{self.model} on {self.target}" + ", scanned" * self.scan_layers
+        how = ", scanned" * self.scan_layers + f", {self.numbers}" * bool(self.numbers)
+        return f"{self.model} on {self.target}{how}"
 
 
 def dense(
@@ -110,7 +113,16 @@ SCANNED = (
     dense("llama-3.1-8b", "tpu:v5p:2x2x2", 2, 4),
     dense("llama-3.1-8b", "tpu:v6e:2x4", 2, 4),
 )
-CASES = UNROLLED + SCANNED
+NARROW = tuple(
+    replace(case, numbers="int8")
+    for case in (
+        dense("llama-3.1-70b", "tpu:v5e:2x4", 2, 4),
+        dense("llama-3.1-405b", "gpu:h100:8", 2, 4),
+        sparse("deepseek-v3", "tpu:v5e:16x16", 64, 4),
+    )
+)
+"""Cases that do not fit in float."""
+CASES = UNROLLED + SCANNED + NARROW
 """Cases for every model, hardware generation and slice size."""
 
 
@@ -158,8 +170,9 @@ def plan_options(case: Case) -> argparse.Namespace:
     files = ("--model", str(MODELS / case.model), "--workload", str(WORKLOAD), "-o", "unused")
     where = ("--target", case.target, "--layout", case.layout)
     few = ("--max-prefill-graphs", str(case.prefill_graphs), "--max-decode-graphs", "1")
+    numbers = ("--weights", case.numbers, "--cache", case.numbers) if case.numbers else ()
     how = ("--chunks", "never", "--quiet", *["--scan-layers"] * case.scan_layers)
-    return parser.parse_args([*files, *where, *few, *how])
+    return parser.parse_args([*files, *where, *few, *how, *numbers])
 
 
 def facts(prediction: Prediction) -> dict:

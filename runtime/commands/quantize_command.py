@@ -56,8 +56,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--smooth",
         action="store_true",
-        help="balance the hidden features of MLPs first, by calibration rows, for activations in "
-        "int8",
+        help="balance the features that products read first, by calibration rows, for activations "
+        "in int8",
     )
     add(
         "--calibration",

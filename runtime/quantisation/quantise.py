@@ -8,6 +8,7 @@ do when weights are rounded as they load.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from .calibration import Calibration
 from .published_form import Parameters, PublishedForm
 from .rotation import Rotation
 from .rounding import GPTQ, round_weight
-from .smoothing import smooth_mlp
+from .smoothing import smooth_layer
 
 Say = Callable[[str], object]
 
@@ -49,7 +50,7 @@ def quantise(
       method: A method of `rounding`.
       rows: Token ids of calibration rows, for `gptq` and `smooths`.
       rotates: Whether the model is rotated first (`rotation`).
-      smooths: Whether hidden features of MLPs are balanced first (`smoothing`).
+      smooths: Whether the features that products read are balanced first (`smoothing`).
       dtype: The dtype of scales and of weights in float.
       say: Called with lines about progress.
 
@@ -126,7 +127,8 @@ class _Model:
         prefix = f"layers.{layer}."
         weights = {path.removeprefix(prefix): self._read(path) for path in self._in_layers[layer]}
         if calibration is not None and self._smooths:
-            self._smooth(layer, calibration, weights)
+            mean_square = partial(calibration.mean_square, layer, weights)
+            weights = smooth_layer(weights, mean_square, self._config.norm_offset)
         rounded: dict[str, Parameters] = {}
         of_products = () if calibration is None else calibration.layer(layer).products
         for names in of_products if self._method == GPTQ else ():
@@ -148,16 +150,6 @@ class _Model:
             calibration.advance(layer, values)
         for name in weights:
             yield from self.form.tensors(prefix + name, rounded[name]).items()
-
-    @staticmethod
-    def _smooth(layer: int, calibration: Calibration, weights: dict[str, np.ndarray]) -> None:
-        """Balance the hidden features of the dense MLP of a layer, or of its shared expert."""
-        for names in calibration.layer(layer).products:
-            for name in names:
-                mlp, _, weight = name.rpartition(".")
-                if weight == "down":
-                    mean_square_F = calibration.mean_square(layer, weights, name)
-                    weights |= smooth_mlp(weights, mlp, mean_square_F)
 
     def _round(
         self, path: str, weight: np.ndarray, hessian_AA: np.ndarray | None = None

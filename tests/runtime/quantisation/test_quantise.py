@@ -253,7 +253,7 @@ def test_a_rotated_and_smoothed_directory_has_a_head_of_its_own(published, calib
     written = json.loads((tmp_path / "values" / "config.json").read_text())
     assert written["tie_word_embeddings"] is False
     stored = read_all(tmp_path / "values")
-    np.testing.assert_array_equal(stored["layers.1.mlp_norm.scale"], 1)
+    assert np.ptp(stored["layers.1.mlp_norm.scale"]) > 0
     assert np.abs(stored["head.table"] - stored["embedding.table"]).max() > 0.1
     assert quantize(tied, tmp_path / "plain", "--numbers", "int8", "--quiet") == 0
     wanted = logprobs(tied)

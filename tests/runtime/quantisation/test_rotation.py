@@ -1,6 +1,7 @@
 """Rotated and smoothed models compute what the model computes, with fewer large features."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from noria.modelzoo.config import DecoderConfig, LatentAttention, Multipliers
 from noria.modelzoo.moe.config import MoeConfig, Routing
 from noria.runtime.errors import InvalidConfig
 from noria.runtime.quantisation.rotation import Rotation
-from noria.runtime.quantisation.smoothing import smooth_mlp
+from noria.runtime.quantisation.smoothing import smooth_layer
 
 TOKENS_BT = jnp.asarray(np.random.default_rng(0).integers(0, TWO_LAYERS.vocab_size, (2, 12)))
 MODELS = {
@@ -106,29 +107,48 @@ def test_models_that_a_rotation_would_change_are_refused(change, reason):
         Rotation(config, lambda path: np.zeros(1))
 
 
-def test_smoothing_balances_hidden_features_and_changes_no_function():
-    config = MODELS["biases"]
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_a_smoothed_model_computes_the_same(config):
     parameters = {
         path: np.array(x) * np.float32(0.4)
         for path, x in random_parameters(AbstractModel(config)).items()
     }
-    rng = np.random.default_rng(1)
-    mean_square_F = rng.lognormal(size=config.mlp) ** 2
-    mean_square_F[3] = 0
-    smoothed = dict(parameters)
+    rng, smoothed, read = np.random.default_rng(1), dict(parameters), []
+
+    def mean_square(weights, path):
+        read.append(path)
+        size = {"attention.qkv": config.embed, "mlp.gate_up": config.embed}
+        num_inputs = size.get(path, weights[path].size // config.embed)
+        return rng.lognormal(size=num_inputs) ** 2
+
     for layer in range(config.num_layers):
         prefix = f"layers.{layer}."
         own = {p.removeprefix(prefix): x for p, x in parameters.items() if p.startswith(prefix)}
-        changed = smooth_mlp(own, "mlp", mean_square_F)
-        assert changed.keys() == {"mlp.down", "mlp.gate_up", "mlp.gate_up_bias"}
+        changed = smooth_layer(own, partial(mean_square, own), config.norm_offset)
         smoothed |= {prefix + path: x for path, x in changed.items()}
-        factor_F = (changed["mlp.down"] / own["mlp.down"]).mean(axis=1)
-        of_down_F = np.square(changed["mlp.down"]).mean(axis=1)
-        balanced_F = (mean_square_F / factor_F**2 / of_down_F)[mean_square_F > 0]
-        np.testing.assert_allclose(balanced_F, balanced_F[0], rtol=1e-4)
-        np.testing.assert_allclose(np.log(factor_F).mean(), 0, atol=1e-5)
+    last = "mlp.down" if config.moe is None else "mlp.shared.down"
+    dense = ["attention.qkv", "mlp.gate_up", "attention.output", "mlp.down"]
+    assert read == dense + (dense if config.moe is None else [*dense[::2], last])
     got, wanted = (
         logprobs(config, {path: jnp.asarray(x) for path, x in arrays.items()})
         for arrays in (smoothed, parameters)
     )
     np.testing.assert_allclose(got, wanted, atol=FLOAT32_MODEL_LOGPROB, rtol=0)
+
+
+def test_smoothing_makes_features_as_large_as_the_weights_that_read_them():
+    rng = np.random.default_rng(1)
+    weights = {
+        "mlp.gate_up": rng.normal(size=(2, 24, 40)).astype(np.float32),
+        "mlp.down": rng.normal(size=(40, 24)).astype(np.float32),
+    }
+    mean_square_F = rng.lognormal(size=40) ** 2
+    mean_square_F[3] = 0
+    changed = smooth_layer(weights, lambda path: mean_square_F)
+    factor_F = (changed["mlp.down"] / weights["mlp.down"]).mean(axis=1)
+    np.testing.assert_allclose(np.log(factor_F).mean(), 0, atol=1e-5)
+    of_down_F = np.square(changed["mlp.down"]).mean(axis=1)
+    balanced_F = (mean_square_F / factor_F**2 / of_down_F)[mean_square_F > 0]
+    np.testing.assert_allclose(balanced_F, balanced_F[0], rtol=1e-4)
+    up_DF = changed["mlp.gate_up"][1] * factor_F
+    np.testing.assert_allclose(up_DF, weights["mlp.gate_up"][1], rtol=1e-5)
