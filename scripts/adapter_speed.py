@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.modelzoo.families.registry import hugging_face_form
 from noria.runtime import LLM, SamplingParams
 from noria.runtime.adapters.merged_model import PublishedTensors
@@ -35,8 +37,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         names = [f"a{i}" for i in range(options.adapters)]
         adapters = {name: write_adapter(Path(folder) / name, options.rank) for name in names}
-        sizes = {"max_model_len": 128, "max_num_seqs": options.slots, "dtype": options.dtype}
-        with LLM(MODEL, **sizes) as without, LLM(MODEL, adapters=adapters, **sizes) as mixed:
+        grid = BucketGrid(128, ((16, 4),), options.slots, (128,))
+        plan = Plan("cpu", PlannedModel(MODEL, ""), Numbers(options.dtype), grid)
+        with LLM(MODEL, plan=plan) as without, LLM(MODEL, plan=plan, adapters=adapters) as mixed:
             owners = [[None, *names][i % (len(names) + 1)] for i in range(options.slots)]
             runs = {"none": (without, None), "no row uses one": (mixed, None)}
             runs["rows use all of them"] = mixed, owners

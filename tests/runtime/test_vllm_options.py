@@ -69,7 +69,7 @@ def test_the_layout_that_a_remedy_names_is_there():
 
 
 def test_scoring_takes_what_generating_does():
-    model = SimpleNamespace(generate=lambda prompts, params: prompts)
+    model = SimpleNamespace(generate=lambda prompts, params, adapter: prompts)
     assert LLM.score(model, ["text"], use_tqdm=False) == ["text"]
     with pytest.raises(ValueError, match="lora_request: expected None"):
         LLM.score(model, ["text"], lora_request="adapter")

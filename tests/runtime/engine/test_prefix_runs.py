@@ -245,7 +245,7 @@ def test_other_tokens_with_the_hash_of_a_prefix_are_refused(model, monkeypatch):
 def test_the_prefix_of_a_row_is_looked_up_once(model, monkeypatch):
     looked_up = []
 
-    def prefix_of(grid: PrefixGrid, token_ids):
+    def prefix_of(grid: PrefixGrid, token_ids, adapter):
         looked_up.append(token_ids)
         return planned(DOCUMENT)
 
