@@ -81,7 +81,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run only cases whose names contain this text")
     options = parser.parse_args()
     path = options.output.with_suffix(".json")
-    report = json.loads(path.read_text("utf-8")) if path.exists() else {"cases": {}}
+    is_new = not path.exists()
+    report: dict[str, Any] = {"cases": {}} if is_new else json.loads(path.read_text("utf-8"))
     command = f"python {sys.argv[0]} --output {options.output}"
     report |= {"command": command, "machine": describe_machine()}
     with without_program_cache:
