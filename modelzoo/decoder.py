@@ -105,7 +105,8 @@ class Decoder(nnx.Module):
           Final hidden states `x_BTD`, in the stripes of `operations`; those of padding are
           undefined. The report of sparse layers, or None without any.
         """
-        x_BTD, _, report = self._whole(tokens_BT, true_length_B, None, _write_nothing, first_B)
+        call = tokens_BT, true_length_B, None, _write_nothing
+        x_BTD, _, report = self._whole(*call, first_B=first_B)
         return x_BTD, report
 
     def pool(self, x_BTD: jax.Array, true_length_B: jax.Array) -> jax.Array:
@@ -164,8 +165,8 @@ class Decoder(nnx.Module):
             is_rolling, splits = cache.positions.is_rolling(window), self.config.entry_splits
             return write_piece(layers, new, scan_index, rows, is_rolling, cache_operations, splits)
 
-        call = tokens_BT, rows.count_B, cache.layers, write, adapter_B
-        x_BTD, layers, report = self._whole(*call)
+        call = tokens_BT, rows.count_B, cache.layers, write
+        x_BTD, layers, report = self._whole(*call, adapter_B=adapter_B)
         position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         position_BT = jnp.where(position_BT < rows.count_B[:, None], position_BT, EMPTY_POSITION)
         position_BT = change_stripes(position_BT, 1, IN_ORDER, cache_stripes, EMPTY_POSITION)
@@ -181,6 +182,7 @@ class Decoder(nnx.Module):
         true_length_B: jax.Array,
         cache: tuple[LayerCache, ...] | None,
         write: WriteCache,
+        *,
         first_B: jax.Array | None = None,
         adapter_B: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], ExpertReport | None]:

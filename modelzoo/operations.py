@@ -70,6 +70,8 @@ class Operations:
 
     def for_adapters(self, adapter_B: jax.Array | None) -> "Operations":
         """The operations of a call whose rows use these adapters; see `adapted_weight`."""
+        if adapter_B is None:
+            return self
         adapted = copy(self)
         adapted._adapter_B = adapter_B
         return adapted

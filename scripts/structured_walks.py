@@ -18,7 +18,7 @@ from noria.compile.grids.structured_grid import MAX_LEVELS
 from noria.modelzoo.structure import StructureTables
 from noria.runtime.structured.automaton import DEAD, START, ByteAutomaton
 from noria.runtime.structured.byte_automaton import compile_language
-from noria.runtime.structured.form_compiler import make_trie, read_form
+from noria.runtime.structured.form_compiler import RECURSIONS, make_trie, read_form
 from noria.runtime.structured.params import StructuredOutputsParams
 from noria.runtime.structured.structures import Structures
 from noria.runtime.structured.tables import PackedStructures
@@ -120,7 +120,7 @@ class Walks:
 
     def check(self, form: StructuredOutputsParams, num_walks: int, draw: random.Random) -> int:
         """Walk some times, and compare every mask; return the number of masks."""
-        plain, num_masks = ByteWalk(compile_language(read_form(form).language)), 0
+        plain, num_masks = ByteWalk(compile_language(read_form(form, RECURSIONS[0]).language)), 0
         assert self.packed.shortest[form.fingerprint] == plain.least[START]
         for _ in range(num_walks):
             left = plain.least[START] + draw.randint(0, 12)

@@ -191,10 +191,11 @@ class BucketGrid:
         """The table that `from_table` reads; a value of None means that the key is left out."""
         by_length = groupby(self.prefill, key=lambda bucket: bucket.length)
         entries = [[length, *(bucket.batch for bucket in group)] for length, group in by_length]
-        table = asdict(replace(self, prefixes=None, structured=None, adapters=None)) | {
-            "prefill": entries
-        }
-        return table | {"chunk": self.chunks or None}
+        table = asdict(replace(self, prefixes=None, structured=None, adapters=None))
+        if not self.embed:
+            # most plans do not
+            del table["embed"]
+        return table | {"prefill": entries, "chunk": self.chunks or None}
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def csv_lines(
         InputError: A column is missing, a row has other cells than the header, or the text is not
           UTF-8.
     """
-    csv.field_size_limit(MAX_LINE_BYTES)
+    limit = csv.field_size_limit(MAX_LINE_BYTES)
     is_tabs = without_compression(path).suffix.lower() == ".tsv"
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
     reader = csv.reader(text, delimiter="\t" if is_tabs else ",", strict=True)
@@ -103,6 +103,7 @@ def csv_lines(
         ) from None
     finally:
         text.detach()  # its end would close the file
+        csv.field_size_limit(limit)
 
 
 def parquet_lines(path: Path, columns: Columns, note: Callable[[str], None]) -> Iterator[bytes]:

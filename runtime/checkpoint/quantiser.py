@@ -10,10 +10,8 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
 import numpy as np
 
-from ...modelzoo.quantised_weight import QuantisedWeight
 from ...modelzoo.weight_formats import CODE_BITS, Quantisation
 from .tensor_source import Box, Interval
 
@@ -127,9 +125,11 @@ def codes_of(
 
 
 def dequantise(codes: np.ndarray, scales: np.ndarray, quantisation: Quantisation) -> np.ndarray:
-    """The values of a weight in float32."""
-    arrays = jnp.asarray(codes), jnp.asarray(scales, jnp.float32)
-    return np.array(QuantisedWeight(*arrays, quantisation).dequantise())
+    """The values of a weight in float32, as `QuantisedWeight` computes them on devices."""
+    groups = split_groups(codes, quantisation, scales.shape)
+    outer, count, _, features = groups.shape
+    by_group = scales.astype(np.float32).reshape(outer, count, 1, features)
+    return (groups * by_group).reshape(codes.shape)
 
 
 def split_groups(

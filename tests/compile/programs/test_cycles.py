@@ -11,7 +11,7 @@ from noria.compile.programs.hlo_text import read_program
 from noria.compile.programs.report import Cycles, read_report
 
 RATE, LINK, PEAK, CLOCK = 1e9, 1e7, 1e12, 2e9
-HARDWARE = Hardware("mine", "made up", {"bfloat16": PEAK}, 1e9, RATE, LINK, [], CLOCK)
+HARDWARE = Hardware("mine", "made up", {"bfloat16": PEAK}, 1e9, RATE, LINK, [], clock=CLOCK)
 MESH = {"tensor": 2}
 NONE = 2**63 - 1
 

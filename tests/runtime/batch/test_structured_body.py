@@ -115,7 +115,12 @@ def test_the_order_of_keys_makes_another_form():
         ),
         ({"structured_outputs": []}, "structured_outputs", "expected an object"),
         ({"structured_outputs": {}}, "structured_outputs", "one of json, json_object, regex"),
-        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs", "not supported here"),
+        ({"structured_outputs": {"grammar": 1}}, "structured_outputs", "expected rules as text"),
+        (
+            {"structured_outputs": {"structural_tag": "x"}},
+            "structured_outputs",
+            "not supported here",
+        ),
         (
             {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
             "structured_outputs",

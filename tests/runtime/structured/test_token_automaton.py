@@ -153,5 +153,5 @@ def test_references_that_double_are_refused_in_time():
     names = {f"s{i}": {"properties": {k: {"$ref": f"#/$defs/s{i + 1}"} for k in "ab"}}
              for i in range(30)}  # fmt: skip
     schema = {"$defs": names | {"s30": {"const": 1}}, "$ref": "#/$defs/s0"}
-    with pytest.raises(RowError, match="at most 64 schemas inside each other, and 10000 in all"):
+    with pytest.raises(RowError, match="expected a schema or grammar of fewer parts"):
         compile_form(StructuredOutputsParams(json=schema), WALKS.trie())
