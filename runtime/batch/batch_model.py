@@ -1,58 +1,41 @@
-"""Turns the options of `noria batch` into the settings and the model of a batch job.
+"""The model of a batch job, as the options of `noria batch` describe it.
 
 Work is delayed until the job needs it: the model's files are named and fingerprinted first, its
 tokenizer is opened for the scan, and jax is imported only if there is something to build.
 """
 
 import argparse
-import json
-import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..adapters.adapter import Adapter
 from ..adapters.adapter_set import AdapterSet
-from ..adapters.merged_model import open_merged
 from ..checkpoint import ModelFiles
 from ..devices.default_target import default_target
 from ..errors import (
     EXIT_MODEL,
-    EXIT_OK,
-    EXIT_ROWS_FAILED,
     EXIT_USAGE,
     CheckpointError,
-    ConfigError,
     InvalidTokenizer,
     JobError,
 )
-from ..files.disk import Disk
-from ..files.layout_files import layout_file, read_layout_table
-from ..files.remote import Url
-from ..files.run_config import read_instant, read_plan_table
-from ..pods import pod_options
 from ..pods.peers import ALONE, Peers
 from ..structured.structures import Structures
 from ..text.chat_template import ChatRenderer
 from ..text.load_tokenizer import load_tokenizer
 from ..text.tokenizer import Tokenizer
 from .graph_rows import naming_rows
-from .job import Build, JobSettings, JobText
-from .manifest import PhaseClock, fingerprint, versions
+from .job import Build, JobText
+from .manifest import PhaseClock
 from .part import Part
-from .pipes import PIPE, copy_path, write_to_stdout
 from .progress import Progress
 from .prompt_encoder import PromptEncoder
-from .remote_files import Outputs, input_copied, input_copy_path
-from .request_body import read_sampling
-from .run import run_job
 from .scan import RowRequirements, ScanSummary
-from .tables import Columns
 
 if TYPE_CHECKING:
     from ...compile.build import BuildProgress
@@ -66,255 +49,6 @@ if TYPE_CHECKING:
     from ..engine.shared_prefixes import Submission
     from ..engine.submission_order import RowLengths
     from ..structured.token_automaton import TokenTrie
-
-_VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
-
-
-def run_with_options(options: argparse.Namespace) -> int:
-    """Run the job that the parsed options of `noria batch` describe."""
-    phases = PhaseClock()
-    plan_table = None if options.plan is None else read_plan_table(options.plan)
-    layout_table = None if options.layout is None else read_layout_table(options.layout)
-    if plan_table is not None and layout_table is not None:
-        raise ConfigError(
-            "--layout: expected no layout beside a plan, which has its own, got one. Change it in "
-            "the plan, or with --set."
-        )
-    if options.pipeline is not None and pod_options.are_given(options):
-        raise ConfigError(
-            "--pipeline: expected one process, as the requests of later stages are on the disk of "
-            "one host, got the options of several. Run parts of the rows with --rows i/n."
-        )
-    if options.pipeline is not None and options.input == PIPE:
-        raise ConfigError(
-            "--pipeline: expected a file as input, which every stage reads, got a pipe. Save the "
-            "input to a file."
-        )
-    if options.pipeline is not None and options.update:
-        raise ConfigError(
-            "--update: expected no --pipeline beside it, as only single jobs keep the answers of "
-            "equal rows, got one. Choose another output, or replace it with --restart."
-        )
-    if options.keep_stages and options.pipeline is None:
-        raise ConfigError("--keep-stages: expected --pipeline beside it, got none.")
-    with pod_options.peers(options, _target_name(options, plan_table)) as peers:
-        return _run(options, plan_table, layout_table, peers, phases)
-
-
-def _run(
-    options: argparse.Namespace,
-    plan_table: Mapping[str, Any] | None,
-    layout_table: Mapping[str, Any] | None,
-    peers: Peers,
-    phases: PhaseClock,
-) -> int:
-    _check_places(options, peers)
-    progress, disk = Progress(is_quiet=options.quiet or not peers.is_leader), Disk()
-    with open_merged(options.model, options.merge_adapter) as files, ExitStack() as copies:
-        files.unread.report(progress.note, is_strict=options.strict_config)
-        adapters = _open_adapters(options, files)
-        settings, outputs = _settings(
-            options, files, plan_table, layout_table, peers.setup, adapters
-        )
-        copies.enter_context(outputs.mirrored(disk, progress.note, restarts=options.restart))
-        copies.enter_context(input_copied(options.input, settings.input_path, disk))
-        if settings.sampling_defaults:
-            shown = json.dumps(dict(settings.sampling_defaults))
-            progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
-        model = BatchModel(files, options, plan_table, layout_table, peers, adapters)
-        if options.pipeline is not None:
-            code = _run_stages(options, files, settings, model, progress)
-        else:
-            code = run_job(settings, model, peers=peers, progress=progress, phases=phases)
-        if options.output == PIPE and code in (EXIT_OK, EXIT_ROWS_FAILED):
-            write_to_stdout(settings.output_path, disk)
-        return code
-
-
-def _run_stages(
-    options: argparse.Namespace,
-    files: ModelFiles,
-    settings: JobSettings,
-    model: "BatchModel",
-    progress: Progress,
-) -> int:
-    from ..stages.pipeline_file import read_pipeline
-    from ..stages.run_stages import run_stages
-
-    pipeline = read_pipeline(options.pipeline)
-    configuration = {**settings.configuration, "pipeline": pipeline.text}
-    return run_stages(
-        replace(settings, configuration=configuration),
-        model,
-        pipeline,
-        max_position=lambda: files.spec.config.max_position,
-        seed=options.seed,
-        keeps_stages=options.keep_stages,
-        progress=progress,
-    )
-
-
-def _settings(
-    options: argparse.Namespace,
-    files: ModelFiles,
-    plan_table: Mapping[str, Any] | None,
-    layout_table: Mapping[str, Any] | None,
-    setup: str,
-    adapters: AdapterSet | None,
-) -> tuple[JobSettings, Outputs]:
-    uses_defaults = options.generation_config == "model"
-    defaults = dict(files.generation_defaults.sampling) if uses_defaults else {}
-    source = "generation_config.json of the model" if defaults else "noria"
-    if options.sampling:
-        source = "--sampling" if source == "noria" else f"--sampling, {source}"
-        defaults |= read_sampling(options.sampling)
-    package_versions = versions()
-    configuration = {
-        "model": files.fingerprint(),
-        "plan": "derived" if plan_table is None else json.dumps(plan_table, sort_keys=True),
-        "layout": "" if layout_table is None else json.dumps(layout_table, sort_keys=True),
-        "overrides": " ".join(options.set),
-        "dtype": options.dtype,
-        "target": _target_name(options, plan_table),
-        "seed": str(options.seed),
-        "sampling defaults": json.dumps(defaults, sort_keys=True),
-        **{
-            f"version of {name}": package_versions.get(name, "")
-            for name in _VERSIONS_THAT_DECIDE_ANSWERS
-        },
-    }
-    # only if they are given, so that earlier journals without them fit
-    if options.merge_adapter is not None:
-        configuration["merged adapter"] = Adapter(options.merge_adapter).fingerprint()
-    models = None
-    if adapters is not None:
-        configuration["adapters"] = json.dumps(adapters.fingerprints())
-        base = dict.fromkeys((files.name, str(options.model)))
-        models = base | {name: name for name in adapters.names}
-    if options.ignore_unknown:
-        configuration["unknown keys"] = "ignored"
-    if options.prompt_column or options.id_column:
-        configuration["columns"] = f"{options.prompt_column}, {options.id_column}"
-    output = options.output
-    if output == PIPE:
-        output = output_for_stdout(options, configuration)
-    outputs = Outputs.at(output, options.error_file, options.work_folder)
-    is_url, reads_stdin = isinstance(options.input, Url), options.input == PIPE
-    input_path = options.input
-    if reads_stdin:
-        input_path = copy_path(outputs.output)
-    elif is_url:
-        input_path = input_copy_path(options.input, outputs.output)
-    settings = JobSettings(
-        input_path=input_path,
-        output_path=outputs.output,
-        model_name=files.name,
-        configuration=configuration,
-        sampling_defaults=defaults,
-        sampling_defaults_source=source,
-        config_keys_ignored=files.unread.keys,
-        error_file=outputs.error_file,
-        also_read=_also_read(options, files),
-        grace_seconds=options.grace_seconds,
-        on_error=options.on_error,
-        restart=options.restart,
-        part=Part.parse(options.rows),
-        setup=setup,
-        allow_other_setup=options.allow_different_numerics,
-        expected_weights=options.expect_weights,
-        reads_stdin=reads_stdin,
-        input_url=str(options.input) if is_url else None,
-        columns=Columns(options.prompt_column, options.id_column),
-        ignores_unknown=options.ignore_unknown,
-        updates=options.update,
-        price_per_hour=_price_per_hour(options.prices, _target_name(options, plan_table)),
-        now=None if options.now is None else read_instant("--now", options.now),
-        models=models,
-    )
-    return settings, outputs
-
-
-def _check_places(options: argparse.Namespace, peers: Peers) -> None:
-    """Refuse pipes and URLs where files are needed."""
-    places = [options.input, options.output, options.error_file]
-    if peers.setup != ALONE.setup and any(p == PIPE or isinstance(p, Url) for p in places):
-        raise ConfigError(
-            "-i, -o, --error-file: expected files for a job of several processes, got a pipe or a "
-            "URL. Save the input to a file, and name an output on this machine."
-        )
-    if isinstance(options.input, Url) and options.input in places[1:]:
-        raise ConfigError(
-            f"{options.input}: expected two URLs, got the input as an output. Choose another "
-            "output; a file that is read is never written."
-        )
-    if options.output == PIPE and isinstance(options.error_file, Url):
-        raise ConfigError(
-            "--error-file: expected a path on this machine beside -o -, got a URL. Name an output."
-        )
-
-
-def _open_adapters(options: argparse.Namespace, files: ModelFiles) -> AdapterSet | None:
-    """The adapters that rows may name; None without any."""
-    paths: dict[str, Path] = {}
-    for given in options.adapters:
-        name, _, path = given.partition("=")
-        if not name or not path or name in (*paths, files.name, str(options.model)):
-            raise ConfigError(
-                f"--adapters: expected NAME=DIR, with a name that neither the model nor another "
-                f"adapter has, got {given!r}."
-            )
-        paths[name] = Path(path)
-    return AdapterSet.open(files, paths) if paths else None
-
-
-def output_for_stdout(options: argparse.Namespace, configuration: Mapping[str, str]) -> Path:
-    """The output of a job that writes to standard output, in the current folder.
-
-    The same command finds its journal again, and no other job has the name.
-    """
-    source = options.input
-    names = {
-        "input": str(source) if isinstance(source, Url) else os.path.abspath(source),
-        "rows": str(Part.parse(options.rows)),
-        "pipeline": os.path.abspath(options.pipeline or ""),
-    }
-    return Path(f"noria-stdout-{fingerprint({**configuration, **names})[7:19]}.jsonl")
-
-
-def _also_read(options: argparse.Namespace, files: ModelFiles) -> list[tuple[str, Path]]:
-    inputs = {
-        "the model": files.path,
-        "the plan": options.plan,
-        "the layout": layout_file(options.layout or ""),
-        "the pipeline": options.pipeline,
-        "the merged adapter": options.merge_adapter,
-    }
-    given = [(description, path) for description, path in inputs.items() if path is not None]
-    paths = (Path(adapter.partition("=")[2]) for adapter in options.adapters)
-    return given + [("an adapter", path) for path in paths]
-
-
-def _price_per_hour(prices: Path | None, target: str) -> float | None:
-    """The price of all devices of a target, by the user's hardware tables."""
-    if prices is None:
-        return None
-    from ...compile.planning.hardware import hardware_of
-    from ...compile.target_names import TargetName
-    from ..files.hardware_files import known_hardware
-
-    hardware = hardware_of(target, known_hardware(prices))
-    if hardware.price_per_hour is None:
-        raise ConfigError(
-            f"--prices {prices}: expected a table [{hardware.name}] with price_per_hour, as the "
-            f"job runs on {target}, got none. Add the key."
-        )
-    # the devices of a CPU target are parts of one machine
-    name = TargetName.parse(target)
-    return hardware.price_per_hour * (1 if name.platform == "cpu" else name.num_devices)
-
-
-def _target_name(options: argparse.Namespace, plan_table: Mapping[str, Any] | None) -> str:
-    return options.target or str((plan_table or {}).get("target") or default_target())
 
 
 @dataclass(frozen=True)
@@ -437,7 +171,7 @@ class BatchModel:
         from .. import session
         from ..checkpoint.published_numbers import keep_published
 
-        name = _target_name(self.options, self.plan_table)
+        name = target_name(self.options, self.plan_table)
         try:
             session.prepare_jax(name, self.peers.size)
             target = find_target(name)
@@ -635,3 +369,8 @@ def row_shape(row: RowRequirements) -> "RowShape":
 
     is_scored = row.prompt_logprobs is not None
     return RowShape(row.prompt_length, row.max_tokens, row.n, is_scored)
+
+
+def target_name(options: argparse.Namespace, plan_table: Mapping[str, Any] | None) -> str:
+    """The name of the target: that of the options or the plan, else this machine's."""
+    return options.target or str((plan_table or {}).get("target") or default_target())

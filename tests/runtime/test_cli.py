@@ -12,7 +12,7 @@ from noria.runtime.commands import inspect_command
 
 _IMPORTS = """
 import sys
-import noria.runtime.cli, noria.runtime.batch.run, noria.runtime.batch.batch_model
+import noria.runtime.cli, noria.runtime.batch.run, noria.runtime.batch.batch_job
 import noria.runtime.batch.merge
 heavy = {"jax", "flax", "optax", "orbax", "transformers", "tokenizers", "jinja2", "gguf"}
 print(sorted(heavy & set(sys.modules)))
