@@ -242,6 +242,7 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         adapter: AdapterName = None,
     ) -> list[RequestOutput]:
         """Answer conversations.
@@ -251,6 +252,8 @@ class LLM:
           sampling_params: Parameters for all conversations, or a sequence with parameters for each.
           add_generation_prompt: Whether to begin the assistant's answer in the prompt.
           chat_template_kwargs: Extra variables for the model's chat template.
+          tools: The tools that the template shows to the model, as in a chat request. Calls stay
+            text in the answers.
           adapter: The name of the adapter for all conversations, or a list with one for each.
 
         Returns:
@@ -272,6 +275,7 @@ class LLM:
                     conversation,
                     add_generation_prompt=add_generation_prompt,
                     template_kwargs=chat_template_kwargs,
+                    tools=tools,
                 ),
             )
             for conversation in conversations

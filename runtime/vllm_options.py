@@ -55,7 +55,6 @@ CHAT = CALL | {
         ("auto",), "Templates get contents as they are given"
     ),
     "continue_final_message": _OFF,
-    "tools": _NONE,
 }
 MODEL: Mapping[str, AcceptedValues] = {
     **dict.fromkeys(

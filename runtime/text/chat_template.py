@@ -74,6 +74,7 @@ class ChatRenderer:
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
     ) -> list[int]:
         """Encode a conversation, by default up to the beginning of the assistant's answer.
 
@@ -81,12 +82,14 @@ class ChatRenderer:
           messages: The messages of the conversation, as in a chat request.
           add_generation_prompt: Whether the beginning of the assistant's answer is appended.
           template_kwargs: Variables that the template reads, such as `enable_thinking`.
+          tools: The tools that the template shows, as in a chat request.
 
         Raises:
           RowError: With the code `invalid_request` if an argument is invalid, and
             `chat_template_error` if the template fails or is missing.
         """
-        (ids,) = self.encode_all([Conversation(messages, template_kwargs, add_generation_prompt)])
+        conversation = Conversation(messages, template_kwargs, add_generation_prompt, tools)
+        (ids,) = self.encode_all([conversation])
         if isinstance(ids, RowError):
             raise ids
         return ids

@@ -250,6 +250,16 @@ def test_chat_templates_see_the_instant_that_was_asked_for(llm, monkeypatch):
         LLM(model="none", now="today")
 
 
+def test_chat_templates_show_tools(llm, monkeypatch):
+    template = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    monkeypatch.setattr(llm._tokenizer, "chat_template", template)
+    monkeypatch.setattr(llm, "_renderer", None)
+    tool = {"type": "function", "function": {"name": "weather"}}
+    (output,) = llm.chat([{"role": "user", "content": "the water"}], GREEDY, tools=[tool])
+    llm._renderer.close()
+    assert llm._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True) == "weather"
+
+
 def open_files(folder) -> list[str]:
     links = (path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
     maps = Path("/proc/self/maps").read_text().splitlines()
