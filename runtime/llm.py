@@ -26,6 +26,7 @@ from ..compile.grids.bucket_grid import BucketGrid
 from ..compile.grids.default_grid import ladder_grid
 from ..compile.grids.embed_grid import embed_ladder
 from ..compile.grids.grid_defaults import GridDefaults
+from ..compile.grids.grid_values import is_count
 from ..compile.plan import Numbers, Plan, PlannedModel
 from ..compile.targets import Target, default_platform, find_target
 from ..sharding.layout import Layout
@@ -150,6 +151,11 @@ class LLM:
                 own = keep_published(own, files)
                 arguments = files, device, planned, own, layout
                 if _pools(runner, files):
+                    if experts is not None or structured_outputs:
+                        raise ValueError(
+                            "experts, structured_outputs: expected none for vectors of texts. "
+                            "Remove them, or open the model with runner='generate'."
+                        )
                     plan = _pooling_plan(*arguments, max_model_len)
                 else:
                     plan = _own_plan(*arguments, experts, max_model_len, max_num_seqs)
@@ -157,6 +163,11 @@ class LLM:
                 raise ValueError(
                     "layout, experts, numbers: expected none beside a plan, which has its own. "
                     "Change them in the plan."
+                )
+            elif runner not in ("auto", "pooling" if plan.buckets.embed else "generate"):
+                raise ValueError(
+                    f"runner: expected {'pooling' if plan.buckets.embed else 'generate'!r} or "
+                    f"'auto', as the plan says, got {runner!r}."
                 )
             plan = replace(plan, numbers=keep_published(plan.numbers, files))
             structures = _structures(files, structured_outputs)
@@ -193,7 +204,8 @@ class LLM:
             self._generator = session.start(
                 loaded, plan, seed=seed, warm=warm, structures=structures
             )
-        self._pooling = loaded.definition.config.pooling
+        config = loaded.definition.config
+        self._pooling, self._vector_size = config.pooling, config.pooling.size(config.embed)
         self._renderer: ChatRenderer | None = None
         self._num_requests = 0
         self._lock, self._is_running = threading.Lock(), False
@@ -337,6 +349,14 @@ class LLM:
             raise ValueError(
                 "embed: expected a model of embeddings, got a classifier. Give /v1/classify rows "
                 "to noria batch."
+            )
+        if dimensions is not None and not (
+            is_count(dimensions) and dimensions <= self._vector_size
+        ):
+            raise RowError(
+                "invalid_request",
+                f"dimensions: expected a number from 1 to {self._vector_size}, got {dimensions!r}.",
+                "dimensions",
             )
         texts = [self._whole(prompt) for prompt in _as_list(prompts)]
         packed: list[_Row] = [(None, pack([text])) for text in texts]

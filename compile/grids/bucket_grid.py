@@ -146,6 +146,11 @@ class BucketGrid:
                 f"buckets.embed: expected false with decode slots, got true. Set "
                 f"buckets.decode_slots = 0 instead of {self.decode_slots!r}."
             )
+        if self.embed and self.adapters is not None:
+            raise ValueError(
+                "plan [adapters]: expected none with buckets.embed, as texts are embedded without "
+                "adapters, got one. Merge an adapter into the weights, with --merge-adapter."
+            )
         if only_scores:
             self._check_without_slots()
         else:

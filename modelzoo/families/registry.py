@@ -150,7 +150,7 @@ def text_prefixes(spec: ModelSpec) -> tuple[TensorPrefix, ...]:
 
 
 def _family(spec: ModelSpec) -> Family:
-    return next(family for family in FAMILIES if family.name == spec.family)
+    return next(family for family in (*FAMILIES, *ENCODERS) if family.name == spec.family)
 
 
 def _find(key: str, values: Mapping[str, object], families: Mapping[str, Family]) -> Family:

@@ -22,6 +22,7 @@ from ..checkpoint.tensor_source import AxisPattern
 from ..errors import InvalidAdapter, InvalidSafetensors
 from .adapter_config import AdapterConfig, read_adapter_config
 
+_HEADS = {"classifier", "score"}
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BEGINNING = "base_model.model."
 _ENDS = {
@@ -157,8 +158,10 @@ class Adapter:
                 )
 
     def _unknown_saved(self, modules: Mapping[str, str]) -> list[str]:
-        saved = self.config.saved
-        return [name for name in saved if not any(m.split(".")[-1] == name for m in modules)]
+        ends = {module.split(".")[-1] for module in modules}
+        # peft names both heads of classifiers, of which a model has one
+        known = ends | _HEADS if ends & _HEADS else ends
+        return [name for name in self.config.saved if name not in known]
 
     def _role(self, name: str, spec: ModelSpec) -> tuple[str, str]:
         """The module of a tensor, named as in a model of text alone, and the role of the tensor."""

@@ -189,7 +189,13 @@ def _fill(
       axis: The axis of ranks in the matrix to outputs.
     """
     down, up = arrays
-    scaled_OR = np.float32(pair.scale) * pair.up_OR
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled_OR = np.float32(pair.scale) * pair.up_OR
+    if not np.isfinite(scaled_OR).all():
+        raise InvalidAdapter(
+            f"{tensor}: expected finite matrices after they are multiplied with the scale, "
+            f"{pair.scale:g}, got others. Take another file of the adapter."
+        )
     start = 0
     for part in source.parts:
         pattern, info_source = AxisPattern.of(part), _Matrix(part.tensor, scaled_OR)

@@ -20,7 +20,7 @@ from ..checkpoint.loader import filled_shape, read_parameter
 from ..checkpoint.published_tensors import publish
 from ..checkpoint.tensor_source import Index, TensorInfo, TensorSource
 from ..errors import InvalidAdapter
-from .adapter import WEIGHTS, Adapter, AdapterWeights, LoraPair, check_shape
+from .adapter import CONFIG, WEIGHTS, Adapter, AdapterWeights, LoraPair, check_shape
 
 if TYPE_CHECKING:
     from ...modelzoo.families.family import ModelSpec
@@ -75,7 +75,8 @@ class MergedModel(ModelFiles):
         return self._model.unread
 
     def weight_files(self) -> Mapping[str, Path]:
-        return {**self._model.weight_files(), f"adapter/{WEIGHTS}": self._adapter.weights_file}
+        files = {name: self._adapter.path / name for name in (CONFIG, WEIGHTS)}
+        return {**self._model.weight_files(), **{f"adapter/{k}": v for k, v in files.items()}}
 
     def fingerprint(self) -> str:
         return self._model.fingerprint()

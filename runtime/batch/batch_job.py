@@ -160,8 +160,9 @@ def _settings(
         configuration["merged adapter"] = Adapter(options.merge_adapter).fingerprint()
     models = None
     if adapters is not None:
-        configuration["adapters"] = json.dumps(adapters.fingerprints())
         base = dict.fromkeys((files.name, str(options.model)))
+        # which rows are in error depends on the names
+        configuration["adapters"] = json.dumps([adapters.fingerprints(), sorted(base)])
         models = base | {name: name for name in adapters.names}
     if options.ignore_unknown:
         configuration["unknown keys"] = "ignored"

@@ -21,6 +21,7 @@ from ..errors import (
     EXIT_MODEL,
     EXIT_USAGE,
     CheckpointError,
+    ConfigError,
     InvalidTokenizer,
     JobError,
 )
@@ -110,6 +111,11 @@ class BatchModel:
         lengths = _text_lengths(summary.requirements)
         if not lengths:
             self.files.check_generates()
+        elif self.adapters is not None:
+            raise ConfigError(
+                f"--adapters: expected none for rows of vectors, scores and classes, got "
+                f"{', '.join(self.adapters.names)}. Merge one into the weights: --merge-adapter."
+            )
         rows = [row_shape(requirements) for requirements in summary.requirements]
         shared = summary.prefixes.of_rows([row.row for row in can_run])
         table = shared if self.options.shares else NOTHING_SHARED

@@ -85,6 +85,9 @@ class PromptEncoder:
                 each = whole_text(text) if _is_ids(text) else next(encoded)
                 if isinstance(each, RowError):
                     errors.append(each)
+                elif not each.ids:
+                    message = "input: expected at least one token in each text, got none."
+                    errors.append(RowError("empty_prompt", message, "input"))
                 else:
                     found.append(each)
             yield errors[0] if errors else pack(found)

@@ -14,7 +14,7 @@ from ...modelzoo.pooling_config import Pooling, PoolingKind
 from ..errors import InvalidConfig
 from .small_files import has_file, parse_json_object, read_json_object, read_small
 
-MODULES = "modules.json"
+MODULES, OPTIONS = "modules.json", "sentence_bert_config.json"
 _KINDS: dict[str, PoolingKind] = {
     "cls": "first",
     "lasttoken": "last",
@@ -47,6 +47,12 @@ def read_pooling(directory: Path, embed: int) -> Pooling | None:
     """
     if not has_file(directory, MODULES):
         return None
+    options = read_json_object(directory / OPTIONS) if has_file(directory, OPTIONS) else {}
+    if options.get("do_lower_case"):
+        raise InvalidConfig(
+            f"{directory / OPTIONS}: expected do_lower_case false, got true, which is not "
+            "implemented. Let the tokenizer write texts in lower case."
+        )
     kind, normalises = None, False
     for number, (name, folder) in enumerate(_modules(directory)):
         if name == "Transformer" and number == 0:
@@ -74,6 +80,8 @@ def module_files(directory: Path) -> Iterable[tuple[str, bytes]]:
     if not has_file(directory, MODULES):
         return
     yield MODULES, read_small(directory / MODULES)
+    if has_file(directory, OPTIONS):
+        yield OPTIONS, read_small(directory / OPTIONS)
     for _, folder in _modules(directory):
         if folder and has_file(directory / folder, "config.json"):
             yield f"{folder}/config.json", read_small(directory / folder / "config.json")

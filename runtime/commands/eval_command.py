@@ -51,7 +51,12 @@ def run(options: argparse.Namespace) -> int:
     }
     given = {name: value for name, value in named.items() if value is not None}
     table = evaluate(
-        {"pretrained": options.model, "dtype": options.dtype, **given},
+        {
+            "pretrained": options.model,
+            "dtype": options.dtype,
+            "strict_config": options.strict_config,
+            **given,
+        },
         options.tasks.split(","),
         include_path=options.include_path,
         output=options.output,

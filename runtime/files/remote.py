@@ -30,8 +30,10 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last part of the URL, which names the file."""
-        return self.text.rpartition("/")[2]
+        """The last part of the URL, which names the file; without the query of a web address."""
+        is_web = self.text.lower().startswith(("http://", "https://"))
+        path = re.split("[?#]", self.text, maxsplit=1)[0] if is_web else self.text
+        return path.rpartition("/")[2]
 
     @property
     def folder(self) -> str:
@@ -75,8 +77,9 @@ class RemoteFile:
                 f"{url}: expected the package for such URLs, got none ({missing}). Install it; "
                 f"pip install 'noria[{_EXTRA}]' has the one for s3://."
             ) from missing
-        except ValueError as error:
-            raise UnusableFile(f"{url}: expected a URL that fsspec opens, got {error}.") from None
+        except (ValueError, TypeError, AttributeError, OSError) as error:
+            # what a store raises where its kind of URL needs more than a text, or does not answer
+            raise UnusableFile(f"{url}: expected a URL that fsspec opens, got {error}.") from error
 
     def exists(self) -> bool:
         """Whether the file is there."""

@@ -97,6 +97,8 @@ class _Parser:
     def __init__(self, grammar: str):
         if len(grammar) > MAX_GRAMMAR:
             raise PatternError(f"expected at most {MAX_GRAMMAR} characters, got {len(grammar)}")
+        if any("\ud800" <= character <= "\udfff" for character in grammar):
+            raise PatternError("expected text without lone surrogates")
         self._tokens = [*_tokens(grammar), _Token("end", "", len(grammar))]
         self._next, self._depth = 0, 0
 

@@ -3,12 +3,11 @@
 Does not know about references or tokens.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .byte_automaton import TooLarge, both, compile_language
-from .json_scalars import count_of, literal_of, schema_error, too_large
+from .json_scalars import count_of, has_type, literal_of, schema_error, too_large
 from .json_text import COMMA
 from .language import (
     NOTHING,
@@ -23,7 +22,8 @@ from .language import (
     Separated,
     sequence,
 )
-from .schema_logic import Schema, values_in
+from .schema_keywords import ASSERTIONS, CONSTANTS, check_keywords
+from .schema_logic import Schema, canonical, values_in
 
 ReadPart = Callable[[Schema, str], Language]
 """Reads a schema inside another one; the second argument is its JSON pointer."""
@@ -82,12 +82,19 @@ def _different(
     items: Schema, first: Sequence[Schema], at: str, least: int, most: int | None
 ) -> Language:
     """Different items of listed values, in the order of the list; without the brackets."""
-    values = values_in(items)
-    if values is None or first:
+    check_keywords(items, f"{at}/items")
+    items = {} if isinstance(items, bool) else items
+    keys = items.keys() & ASSERTIONS
+    if not keys & {*CONSTANTS} or keys - {*CONSTANTS, "type"} or first:
         expected = "false, or items with an enum, as other equal items cannot be excluded"
         raise schema_error("uniqueItems", at, expected, True)
-    different = {json.dumps(value, sort_keys=True): value for value in values}.values()
-    texts = tuple(literal_of(value, "enum", f"{at}/items") for value in different)
+    values = [
+        v for v in values_in(items) or [] if "type" not in items or has_type(v, items["type"])
+    ]
+    different = {}
+    for value in values:
+        different.setdefault(canonical(value), literal_of(value, "enum", f"{at}/items"))
+    texts = tuple(different.values())
     in_order = Members(tuple((text, False) for text in texts), COMMA)
     if least == 0 and (most is None or most >= len(texts)):
         return in_order

@@ -3,14 +3,15 @@
 Does not know about references or tokens.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from .byte_automaton import TooLarge, compile_language
 from .json_arrays import ReadPart
-from .json_scalars import count_of, literal_of, schema_error
+from .json_scalars import SchemaError, count_of, literal_of, schema_error, too_large
 from .json_text import COLON, COMMA, json_map
 from .language import NOTHING, Language, Literal, Members, Origin, Separated, sequence
+from .pattern import PatternError, read_pattern
 from .schema_logic import Schema
 
 
@@ -51,10 +52,18 @@ def object_of(schema: Mapping[str, Any], at: str, read: ReadPart) -> Language:
 
 def _fitting(key: str, patterns: Mapping[str, Schema], at: str) -> list[Schema]:
     """The schemas of `patternProperties` that hold for a key."""
+    return [schema for pattern, schema in patterns.items() if _matches(pattern, key, at)]
+
+
+def _matches(pattern: str, key: str, at: str) -> bool:
+    origin = Origin("patternProperties", at)
     try:
-        return [schema for pattern, schema in patterns.items() if re.search(pattern, key)]
-    except re.error as error:
-        raise schema_error("patternProperties", at, f"patterns: {error}") from None
+        language = read_pattern(pattern, is_search=True, origin=origin)
+        return compile_language(language).accepts(key.encode(errors="surrogatepass"))
+    except PatternError as error:
+        raise SchemaError(f"{origin}: {error}") from None
+    except TooLarge as error:
+        raise too_large(error, origin) from None
 
 
 def _map(

@@ -32,16 +32,19 @@ class SchemaError(ValueError):
 def values_of(key: str, schema: Mapping[str, Any], at: str) -> Language:
     """The values of `enum` or `const` that have the schema's type."""
     values = schema[key] if key == "enum" else [schema[key]]
-    types = schema.get("type")
-    types = types if isinstance(types, list) or types is None else [types]
-    fitting = [v for v in values if types is None or any(_has_type(v, t) for t in types)]
+    fitting = [v for v in values if "type" not in schema or has_type(v, schema["type"])]
     if not fitting:
         raise schema_error(key, at, f"a value of the type {schema.get('type')}", values)
     options = tuple(literal_of(value, key, at) for value in fitting)
     return options[0] if len(options) == 1 else Alternatives(options, Origin(key, at))
 
 
-def _has_type(value: Any, name: Any) -> bool:
+def has_type(value: Any, types: Any) -> bool:
+    """Whether a value has a type of JSON Schema, or one of a list of them."""
+    return any(_is_a(value, name) for name in (types if isinstance(types, list) else [types]))
+
+
+def _is_a(value: Any, name: str) -> bool:
     match name:
         case "object":
             return isinstance(value, dict)

@@ -129,7 +129,7 @@ class SchemaReader:
         if key == "oneOf":
             if (required := exactly_one_required(value)) is None:
                 self._check_apart(value, at)
-            value = required or value
+            value = value if required is None else required
         options = [
             self._all([option, rest], at, refs)
             if rest

@@ -22,6 +22,7 @@ _TIGHTEST: dict[str, Callable[..., Any]] = {
 _SCHEMAS = ("items", "additionalProperties", "propertyNames")
 """Keywords whose value is a schema."""
 _CHOICES = ("anyOf", "oneOf")
+_REST_OF_ITEMS = ("items", "additionalItems")
 _COMBINED_BEFORE = ("type", "properties", "required", "enum", "const", "allOf")
 
 
@@ -43,6 +44,7 @@ def _both(left: Schema, right: Schema, at: str) -> Schema:
         return False
     if left is True or right is True:
         return right if left is True else left
+    _check_combined(left, right, at)
     combined: dict[str, Any] = {**right, **left}
     if "type" in left and "type" in right:
         combined["type"] = _common_types(left["type"], right["type"])
@@ -52,7 +54,7 @@ def _both(left: Schema, right: Schema, at: str) -> Schema:
         combined |= _both_properties(left, right)
     if values := [v for v in map(values_in, (left, right)) if v is not None]:
         combined.pop("const", None)
-        combined["enum"] = [v for v in values[0] if _text(v) in set(map(_text, values[-1]))]
+        combined["enum"] = [v for v in values[0] if is_in(v, values[-1])]
         if not combined["enum"]:
             return False
     combined["allOf"] = [*left.get("allOf", []), *right.get("allOf", [])]
@@ -70,9 +72,22 @@ def _both(left: Schema, right: Schema, at: str) -> Schema:
             raise schema_error(key, at, "one value where several schemas hold", [one, other])
     if not combined["allOf"]:
         del combined["allOf"]
-    if "prefixItems" in combined and ("items" in left) != ("items" in right):
-        raise schema_error("prefixItems", at, "items beside it in the same schema")
     return combined
+
+
+def _check_combined(left: Mapping[str, Any], right: Mapping[str, Any], at: str) -> None:
+    """Refuse keywords of one schema that change the meaning of keywords of the other."""
+    one, other = left.get("patternProperties"), right.get("patternProperties")
+    if one != other and ("additionalProperties" in left or "additionalProperties" in right):
+        expected = "no additionalProperties where schemas with other patterns hold, too"
+        raise schema_error("patternProperties", at, expected)
+    first = [s.get("prefixItems", s["items"] if _has_tuple(s) else None) for s in (left, right)]
+    if first[0] != first[1] and any(key in s for s in (left, right) for key in _REST_OF_ITEMS):
+        raise schema_error("prefixItems", at, "no items where schemas with other tuples hold, too")
+
+
+def _has_tuple(schema: Mapping[str, Any]) -> bool:
+    return isinstance(schema.get("items"), list)
 
 
 def _common_types(left: Any, right: Any) -> list[Any]:
@@ -101,11 +116,30 @@ def values_in(schema: Schema) -> list[Any] | None:
     """The values that a schema lists; None for a schema without a list."""
     if not isinstance(schema, dict):
         return None
-    return [schema["const"]] if "const" in schema else schema.get("enum")
+    values = schema.get("enum")
+    if "const" not in schema:
+        return values
+    return [v for v in [schema["const"]] if values is None or is_in(v, values)]
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
+def is_in(value: Any, values: Sequence[Any]) -> bool:
+    """Whether a value equals one of others, as JSON Schema compares them."""
+    return canonical(value) in set(map(canonical, values))
+
+
+def canonical(value: Any) -> str:
+    """A text that is the same for equal values: `1` and `1.0` are, `1` and `true` are not."""
+    return json.dumps(_with_whole_numbers(value), sort_keys=True)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_with_whole_numbers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_whole_numbers(item) for key, item in value.items()}
+    return value
 
 
 def are_apart(left: Schema, right: Schema) -> bool:
@@ -136,7 +170,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _constants(schema: Any) -> set[str]:
-    return set(map(_text, values_in(schema) or []))
+    return set(map(canonical, values_in(schema) or []))
 
 
 def exactly_one_required(options: Sequence[Schema]) -> list[Schema] | None:
@@ -157,5 +191,6 @@ def exactly_one_required(options: Sequence[Schema]) -> list[Schema] | None:
         missing = [[k for k in other if k not in own] for other in required if other is not own]
         if all(missing):
             forbidden = {keys[0]: False for keys in missing}
-            found.append({"required": own, "properties": forbidden})
+            # other types are valid for all options
+            found.append({"type": "object", "required": own, "properties": forbidden})
     return found

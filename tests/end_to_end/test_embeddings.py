@@ -9,7 +9,7 @@ import pytest
 from command import Noria, read_rows, write_lines
 from model_on_disk import EMBED, TEXT, write_model
 
-from noria.runtime import LLM
+from noria.runtime import LLM, StructuredOutputsParams
 from noria.runtime.errors import RowError
 
 
@@ -33,12 +33,14 @@ ROWS = [
     embeddings("rerank", None, "/v1/rerank", query=TEXT[0], documents=TEXT, top_n=2),
     embeddings("long", [5] * 500),
     embeddings("unknown", [5, 4000]),
+    embeddings("empty", ["", TEXT[0]]),
     embeddings("too-many", TEXT[0], dimensions=EMBED + 1),
     embeddings("no-classes", None, "/v1/classify", input=TEXT[0]),
 ]
 ERRORS = {
     "long": "context_length_exceeded",
     "unknown": "invalid_token_id",
+    "empty": "empty_prompt",
     "too-many": "invalid_request",
     "no-classes": "invalid_request",
 }
@@ -197,6 +199,12 @@ def test_such_a_job_runs_under_a_layout(embedder, source, job, tmp_path):
             np.testing.assert_allclose(vectors(row["response"]["body"]), expected, atol=1e-4)
 
 
+def test_options_that_vectors_do_not_have_are_refused(embedder):
+    options = {"structured_outputs": [StructuredOutputsParams(regex="a")], "max_model_len": 64}
+    with pytest.raises(ValueError, match="expected none for vectors of texts"):
+        LLM(model=str(embedder.model), runner="pooling", **options)
+
+
 def test_python_gives_the_same_vectors(embedder, job):
     with LLM(model=str(embedder.model), runner="pooling", dtype="float32", max_model_len=64) as llm:
         (output,) = llm.embed(TEXT[0])
@@ -207,7 +215,8 @@ def test_python_gives_the_same_vectors(embedder, job):
         assert short.outputs.embedding.shape == (5,) and other.prompt_token_ids == IDS[0]
         with pytest.raises(ValueError, match="Call embed"):
             llm.generate(TEXT[0])
-        with pytest.raises(RowError, match="expected at most 32"):
-            llm.embed(TEXT[0], dimensions=33)
+        for dimensions in (33, 0, -1, True):
+            with pytest.raises(RowError, match="expected a number from 1 to 32"):
+                llm.embed(TEXT[0], dimensions=dimensions)
         with pytest.raises(RowError, match="64"):
             llm.embed([IDS[0] * 10])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.grids.bucket_grid import BucketGrid, NoDecodeSlots
 from noria.compile.grids.embed_grid import MAX_GRAPHS, embed_defaults, embed_grid, embed_ladder
 from noria.compile.grids.grid_defaults import GridDefaults
@@ -70,6 +71,7 @@ def test_such_a_grid_is_written_and_read_and_refuses_tokens():
     ("changes", "message"),
     [
         ({"decode_slots": 2, "decode_spans": (9,)}, "buckets.embed: expected false with decode"),
+        ({"adapters": AdapterGrid(1, {"mlp.down": 4})}, "expected none with buckets.embed"),
         ({"score": True}, "buckets.score: .* only embedded, expected false"),
         ({"embed": 1}, "buckets.embed: expected true or false"),
     ],

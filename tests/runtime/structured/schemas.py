@@ -346,7 +346,29 @@ CASES += (
         ("[1, 2, 3]", "[2, 2]"),
     ),
     Case(
-        "one unique item", {"items": {"const": 1}, "uniqueItems": True, "maxItems": 1}, ("[1]",), ()
+        "uniqueItems of one type",
+        {
+            "uniqueItems": True,
+            "items": {"type": ["string", "integer"], "enum": [1, "a", 1.0, None]},
+        },
+        ('[1, "a"]', "[]"),
+        ("[1, 1.0]", "[null]"),
+    ),
+    Case(
+        "oneOf of required keys beside null",
+        {
+            "type": ["object", "null"],
+            "properties": {"a": {"const": 1}, "b": {"const": 1}},
+            "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+        },
+        ('{"a": 1}',),
+        ("null", "{}"),
+    ),
+    Case(
+        "one unique item",
+        {"items": {"const": 1}, "uniqueItems": True, "maxItems": 1},
+        ("[1]",),
+        (),
     ),
     Case(
         "patternProperties",
@@ -401,6 +423,16 @@ CASES += (
 REFUSED = (
     ({"properties": {"a": {"not": {}}}}, "not at /properties/a"),
     ({"type": "array", "items": {"uniqueItems": True}}, "uniqueItems at /items"),
+    ({"uniqueItems": True, "items": {"enum": ["a"], "minLength": 2}}, "uniqueItems at /"),
+    ({"uniqueItems": True, "items": {"enum": ["a"], "not": {}}}, "not at /items"),
+    ({"uniqueItems": True, "items": {"enum": 5}}, "enum at /items"),
+    (
+        {"allOf": [{"patternProperties": {"a": {}}}, {"additionalProperties": {"type": "null"}}]},
+        "patternProperties at /",
+    ),
+    ({"allOf": [{"prefixItems": [{}], "items": {}}, {"items": {}}]}, "prefixItems at /"),
+    ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "oneOf at /"),
+    ({"properties": {"a": {}}, "patternProperties": {"a{99999}": {}}}, "patternProperties at /"),
     ({"type": "array", "contains": {}}, "contains at /"),
     ({"type": "number", "multipleOf": 0.5}, "multipleOf at /"),
     ({"patternProperties": []}, "patternProperties at /"),

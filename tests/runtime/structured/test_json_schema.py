@@ -90,7 +90,16 @@ def test_a_schema_outside_the_subset_is_refused_by_keyword_and_place(schema: obj
         read_schema(schema)
 
 
-@pytest.mark.parametrize("schema", [False, {"$ref": "#"}, {"allOf": [{"enum": [1]}, {"const": 2}]}])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        False,
+        {"$ref": "#"},
+        {"allOf": [{"enum": [1]}, {"const": 2}]},
+        {"oneOf": [{"required": ["a"]}, {"required": ["a"]}]},
+        {"allOf": [{"const": 1, "enum": [2, 3]}, {"type": "integer"}]},
+    ],
+)
 def test_a_schema_without_a_value_has_an_empty_language(schema: object):
     assert compile_language(read_schema(schema).language).is_empty
 
