@@ -4,9 +4,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import conftest
+import pytest
+
 from noria.runtime.bundles.compilation_cache import default_directory
 
 HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("name", ["NOT_OPTIMIZED", "READ", "FAST"])
+def test_settings_name_tests_that_exist(name):
+    files = {path.relative_to(HERE).as_posix() for path in HERE.rglob("test_*.py")}
+    paths = [path.partition("::")[0] for path in getattr(conftest, name)]
+    assert [path for path in paths if not any(file.startswith(path) for file in files)] == []
 
 
 def test_programs_are_not_kept_in_the_users_cache():

@@ -47,10 +47,18 @@ def instructions() -> list[str]:
 def faster_dtype(platform: str) -> str:
     """The dtype with the fastest matrix products.
 
-    It is bfloat16 on TPU and GPU, and on CPUs with instructions for bfloat16 products.
+    It is bfloat16 on TPU and GPU, and on CPUs with AMX. It is also bfloat16 on AMD's CPUs with
+    `avx512_bf16`, where these products are twice as fast as those of float32. On Intel's they take
+    twice as long: XLA makes 198 GFLOP/s in bfloat16 and 389 in float32 on two cores without AMX.
     """
-    has_products = {"amx_bf16", "avx512_bf16"} & set(instructions())
-    return "bfloat16" if platform != "cpu" or has_products else "float32"
+    found = set(instructions())
+    is_fast = "amx_bf16" in found or ("avx512_bf16" in found and vendor() == "AuthenticAMD")
+    return "bfloat16" if platform != "cpu" or is_fast else "float32"
+
+
+def vendor() -> str | None:
+    """The vendor of the processor as it names itself; None if it is unknown."""
+    return _processor_facts().get("vendor_id")
 
 
 def _processor_facts() -> dict[str, str]:

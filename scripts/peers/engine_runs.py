@@ -106,7 +106,7 @@ def run_peer(setting: Setting, job: Job, work: Path, environment: dict[str, str]
     write_job(job_path, job)
     result_path.unlink(missing_ok=True)
     command = [setting.python, HERE / f"{setting.engine}_engine.py", job_path, result_path]
-    _, busy_elsewhere = _run_alone(command, environment)
+    _, busy_elsewhere = run_alone(command, environment)
     result = json.loads(result_path.read_text(encoding="utf-8"))
     return {
         "engine": setting.engine,
@@ -127,7 +127,7 @@ def run_noria(rows: Rows, options: list[str], work: Path, environment: dict[str,
         stale.unlink()
     noria = Path(sys.executable).with_name("noria")
     command = [noria, "batch", "-i", rows.path, "-o", output, "--model", work / "hf", *options]
-    wall_seconds, busy_elsewhere = _run_alone(command, environment)
+    wall_seconds, busy_elsewhere = run_alone(command, environment)
     manifest = json.loads(Path(f"{output}.manifest.json").read_text(encoding="utf-8"))
     answers = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     bodies = [answer["response"]["body"] for answer in answers]
@@ -157,9 +157,7 @@ def run_noria(rows: Rows, options: list[str], work: Path, environment: dict[str,
     }
 
 
-def _run_alone(
-    command: list[str | Path], environment: dict[str, str]
-) -> tuple[float, float | None]:
+def run_alone(command: list[str | Path], environment: dict[str, str]) -> tuple[float, float | None]:
     """Run to the end; return wall seconds and how many cores other processes kept busy."""
     started, busy, ours = time.perf_counter(), _busy_core_seconds(), _children_core_seconds()
     check_run(command, environment)

@@ -106,6 +106,7 @@ def test_rows_under_more_layouts_answer_as_models_with_merged_adapters(name):
     check(*SLOW_CASES[name])
 
 
+@pytest.mark.usefixtures("optimized")
 def test_the_bits_of_a_row_do_not_depend_on_the_adapters_of_others():
     config, grid = config_of("llama", num_layers=1), AdapterGrid(2, HEADS | MLP)
     mixed, others = LaidOut(config, adapters=grid), (0, 1, 1, 0, 2, 2)

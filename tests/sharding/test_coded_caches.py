@@ -88,6 +88,7 @@ def test_scanned_layers_give_the_answer_of_unrolled_ones(family):
     assert_close(answer(got), answer(wanted), list(rows_of(got)))
 
 
+@pytest.mark.usefixtures("optimized")
 def test_a_row_keeps_its_bits_in_another_slot_and_without_neighbours():
     """Layers have windows and sinks, and prompts come in chunks of two sizes."""
     model, rows = coded("chunks", "gpt_oss", None, INT8), greedy_rows()
@@ -103,6 +104,7 @@ def test_a_row_keeps_its_bits_in_another_slot_and_without_neighbours():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 def test_a_copied_beginning_has_the_bits_of_one_that_is_computed():
     model = coded("chunks", "gemma3_text", None, INT8)
     row = next(row for row in greedy_rows().values() if len(row.prompt) > 16)

@@ -96,8 +96,9 @@ def test_a_cleared_prefix_is_empty(family, layout, scan_layers):
     expected(model.config, whole_rows(model, prefixes, rows)).assert_equals(got, rows)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_a_row_keeps_its_bits_whatever_is_in_other_groups():
-    model = compiled("gemma2", None, False)
+    model = shares("gemma2", None, False)
     prefixes, rows = prefixes_of(model), own_rows(model)
     together = model.answer(rows, model.prefill_prefixes(prefixes))
     alone = model.answer({1: rows[1]}, model.prefill_prefixes({0: prefixes[0]}))

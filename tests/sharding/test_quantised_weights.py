@@ -113,6 +113,7 @@ def test_int8_activations_give_the_answer_of_one_device(family, layout):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=INT8_ACTIVATIONS_LOGPROB)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_rows_with_int8_activations_keep_their_bits_in_other_slots():
     rules = replace(rules_of(INT8), rounds_activations=True)
     model, rows = LaidOut(config_of("llama"), weight_rules=rules), greedy_rows()

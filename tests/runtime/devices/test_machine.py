@@ -8,16 +8,18 @@ from noria.runtime.devices import machine
 
 
 @pytest.mark.parametrize(
-    ("instructions", "dtype"),
+    ("vendor", "instructions", "dtype"),
     [
-        (["avx2", "avx512f", "avx512_bf16", "amx_bf16"], "bfloat16"),
-        (["avx2", "avx512f", "avx512_bf16"], "bfloat16"),
-        (["avx2", "avx512f"], "float32"),
-        ([], "float32"),
+        ("GenuineIntel", ["avx2", "avx512f", "avx512_bf16", "amx_bf16"], "bfloat16"),
+        ("GenuineIntel", ["avx2", "avx512f", "avx512_bf16"], "float32"),
+        ("AuthenticAMD", ["avx2", "avx512f", "avx512_bf16"], "bfloat16"),
+        ("AuthenticAMD", ["avx2", "avx512f"], "float32"),
+        (None, [], "float32"),
     ],
 )
-def test_auto_is_the_faster_dtype_of_the_processor(monkeypatch, instructions, dtype):
+def test_auto_is_the_faster_dtype_of_the_processor(monkeypatch, vendor, instructions, dtype):
     monkeypatch.setattr(machine, "instructions", lambda: instructions)
+    monkeypatch.setattr(machine, "vendor", lambda: vendor)
     assert session.resolve_dtype("auto", find_target("cpu")) == dtype
 
 
