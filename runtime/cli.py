@@ -88,8 +88,8 @@ _COMMANDS = {
     "batch": _Command(
         batch_command,
         "answer every row of a file",
-        "Answer every row of a JSON Lines file. If the job is stopped at any moment, the same "
-        "command resumes it.",
+        "Answer every row of a file. If the job is stopped at any moment, the same command resumes "
+        "it.",
         "noria batch -i examples/hello.jsonl -o out.jsonl --model smollm2",
     ),
     "merge": _Command(
@@ -102,16 +102,16 @@ _COMMANDS = {
     ),
     "plan": _Command(
         plan_command,
-        "choose buckets for a workload",
-        "Choose the best buckets for a workload on a target, which may be absent, and predict "
-        "their cost. All times are predictions.",
+        "choose buckets and a layout for a workload",
+        "Choose the best buckets and layout for a workload on a target, which may be absent. All "
+        "times are predictions.",
         "noria plan --model smollm2 --workload in.jsonl -o plan.toml",
     ),
     "compile": _Command(
         compile_command,
         "compile every graph of a plan into a bundle",
         "Compile a plan into a bundle. noria batch --plan starts from a bundle without compiling. "
-        "For an absent target every graph is compiled and reported.",
+        "The target may be absent; then the bundle has the memory and compile time of each graph.",
         "noria compile --model smollm2 --plan plan.toml -o bundle",
     ),
     "convert": _Command(
@@ -124,23 +124,23 @@ _COMMANDS = {
     "quantize": _Command(
         quantize_command,
         "write a model with weights in int8 or int4",
-        "Round the weights of a model to codes, layer by layer, and write them as a model "
-        "directory of the format compressed-tensors.",
+        "Round the weights of a model to int8 or int4, layer by layer, and write a model directory "
+        "in the format compressed-tensors.",
         "noria quantize --model smollm2 --numbers int8 -o smollm2-int8",
     ),
     "compare": _Command(
         compare_command,
-        "measure how far numbers or models are from others",
-        "Compare the distributions of next tokens of models, or of one model in several numbers, "
-        "over the same tokens: divergence, equal choices and perplexity.",
+        "compare the predictions of models or number formats",
+        "Compare the next-token distributions of models, or of one model in several number "
+        "formats, over the same tokens: divergence, equal choices and perplexity.",
         "noria compare --model smollm2 --numbers float --numbers int8 -i examples/hello.jsonl "
         "-o report",
     ),
     "eval": _Command(
         eval_command,
         "run tasks of lm-evaluation-harness on a model",
-        "Run tasks of lm-evaluation-harness on a model, and write results as the harness does. "
-        "Each call of the harness runs as one batch.",
+        "Run tasks of lm-evaluation-harness on a model, and write results as the harness does. All "
+        "requests of a kind run in one batch.",
         "noria eval --model smollm2 --tasks lambada_openai -o results",
     ),
     "layouts": _Command(

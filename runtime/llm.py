@@ -77,25 +77,25 @@ class LLM:
     Args:
       model: A Hugging Face directory, a `.gguf` file, a checkpoint of noria, or `smollm2`.
       merge_adapter: The folder of an adapter of peft, which is merged into the weights.
-      adapters: The folders of adapters of peft by name, of which each prompt may use one.
-      plan: The plan to build, its file, or a bundle, which needs no compile. By default a grid is
-        made from `max_model_len` and `max_num_seqs`.
+      adapters: The folders of adapters of peft, by the names that prompts give.
+      plan: A plan, a plan file, or a bundle, which needs no compile. By default the plan is derived
+        from `max_model_len` and `max_num_seqs`.
       max_model_len: Maximum length of prompt and output together, at which rows without
         `max_tokens` end. By default the model's own limit, at most 2048; a line on stderr says so
         if the limit is longer.
       max_num_seqs: Number of decode slots.
       dtype: `float32`, `bfloat16`, or `auto` for the faster of the two.
-      numbers: The formats of weights, with the other keys of a plan's table `[numbers]`, such as
-        `{"weights": "int8"}` or `{"weights": "int4", "group": 64}`. By default weights are float.
+      numbers: Keys of a plan's table `[numbers]`, except `dtype`, such as `{"weights": "int8"}` or
+        `{"weights": "int4", "group": 64}`. By default all numbers are float.
       target: Device kind, with a number of devices for a layout (`cpu:8`). By default jax's default
         backend.
       layout: The layout of the model on several devices: its name, optionally with another mesh
         as in `data-tensor@data=4,tensor=2`, or a TOML file.
-      experts: The dispatch of tokens to experts in a mixture. By default no choice is dropped.
+      experts: How tokens are dispatched to experts. By default no expert choice is dropped.
       seed: Derives the seeds of requests that have no seed of their own.
       strict_config: Whether to refuse a config.json with keys that nothing reads.
-      runner: `generate`, or `pooling` for vectors of texts, by `embed` alone. By default
-        `generate`, unless the plan or the model has only vectors.
+      runner: `generate`, or `pooling` to compute vectors of texts with `embed` only. By default
+        `pooling` if the plan or the model can only embed, else `generate`.
       structured_outputs: The forms that requests may ask for, which are compiled with the graphs.
       now: The local time that chat templates see, such as `2026-01-31T12:00:00`. By default the
         time of the first chat.
@@ -516,7 +516,7 @@ def _max_length(files: ModelFiles, max_model_len: int | None) -> int:
 
 
 def _pools(runner: str, files: ModelFiles) -> bool:
-    """Whether to plan for vectors of texts."""
+    """Whether to make a plan that only embeds texts."""
     if runner == "auto":
         return files.spec.config.lacks_generation is not None
     return runner == "pooling"

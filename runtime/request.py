@@ -30,9 +30,9 @@ KEEP = ("all", "majority", "best")
 
 @dataclass(frozen=True)
 class SampleRule:
-    """A rule for the samples of one request: their answers, their early end, and those returned.
+    """A rule for the samples of one request: their answers, when they stop, which are returned.
 
-    `docs/samples.md` defines all of it.
+    `docs/samples.md` has the exact definition.
 
     Attributes:
       answer: A regular expression with at most one group, which finds the answer in a sample's
@@ -91,7 +91,7 @@ class SamplingParams:
       repetition_penalty: Divides positive logits, and multiplies negative logits, of tokens in the
         prompt or the output.
       temperature: Divides the logits; 0 is greedy.
-      top_p: Total probability that the likeliest tokens must reach to be the ones to sample from.
+      top_p: Sample from the fewest likeliest tokens that reach this total probability.
       top_k: Number of the likeliest tokens to sample from; 0 or -1 for no limit.
       min_p: Minimum probability of a token, as a share of the likeliest token's probability.
       seed: Seed of the request; None derives it from the run's seed and the request's id.
@@ -257,13 +257,13 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """Counts over all samples of a request with a rule, also over those that are not returned."""
+    """Counts over all samples of a request with a rule, returned or not."""
 
     total: int
     stopped: int
     output_tokens: int
     tokens_left: int
-    """The tokens that the samples which stopped early could still have had under `max_tokens`."""
+    """The tokens that `max_tokens` still allowed the samples which stopped early."""
 
 
 @dataclass(frozen=True)

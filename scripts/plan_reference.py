@@ -50,7 +50,7 @@ are refused. Any key can be set on the command line: `--set buckets.decode_slots
 values.
 
 The column *default* says "required" for a key that a file must have, and "none" for a key that
-has no value where it is left out.
+has no value if it is left out.
 """
 PREFIXES = """\
 The beginnings of prompts that groups of slots share ([Prompts that begin alike](sharing.md)). A
@@ -58,14 +58,14 @@ plan without this table has no such groups. With it, all lengths of `[buckets]` 
 end of a row's prefix.
 """
 ADAPTERS = """\
-The room for adapters of which each row may use one ([Adapters](adapters.md)).
+The number and the ranks of the adapters that rows may use ([Adapters](adapters.md)).
 """
 STRUCTURED = """\
 The forms that answers may have ([Structured output](structured.md)), and the sizes of their tables.
 A plan without this table serves no row with a form.
 """
 LAYOUT_OF_PLAN = """\
-The layout stands in the plan itself. On one device a plan has none of these keys. `layout` is the
+The layout is part of the plan. On one device, a plan has none of these keys. `layout` is the
 name of the layout; all others are those of a [layout file](#layout-file).
 """
 COMPILER = f"""\

@@ -13,7 +13,7 @@ from .grid_values import check_count
 
 @dataclass(frozen=True)
 class AdapterGrid:
-    """The room for adapters, of which each row may use one."""
+    """The number and the ranks of the adapters that rows may use."""
 
     count: int
     """The number of adapters. Unit: adapters."""

@@ -18,13 +18,13 @@ class StructuredGrid:
     """The sizes of the tables of all automata together."""
 
     states: int
-    """The states of all automata, and one for rows without a schema. Unit: states."""
+    """The number of states of all automata, plus one for rows without a form. Unit: states."""
     classes: int
-    """The classes of tokens of the automaton that has most. Unit: classes."""
+    """The largest number of token classes that one automaton has. Unit: classes."""
     masks: int
-    """The masks of all automata, and one that allows everything. Unit: masks."""
+    """The number of masks of all automata, plus one that allows every token. Unit: masks."""
     schemas: tuple[str, ...]
-    """The hashes of the schemas, patterns and choices that rows may ask for."""
+    """The hashes of the forms that rows may ask for."""
 
     def __post_init__(self):
         """Check the fields; ValueError names the wrong key."""

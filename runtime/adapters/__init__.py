@@ -1,1 +1,1 @@
-"""Adapters of peft (LoRA): read from disk, merged into the weights, or stacked for many at once."""
+"""Adapters of peft (LoRA): read from disk, merged into the weights, or used by row."""

@@ -43,7 +43,9 @@ _MATRIX_AXES = 2
 
 @dataclass(frozen=True)
 class LoraPair:
-    """The matrices that an adapter adds to a weight of O output and I input features, in float32.
+    """The matrices whose product an adapter adds to a weight of O output and I input features.
+
+    They are float32.
 
     The weight becomes `W + scale * up @ down`. With a magnitude, its rows are then scaled to these
     lengths (DoRA: Liu et al. 2024, 2402.09353, equation 5).

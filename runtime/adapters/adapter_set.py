@@ -1,9 +1,9 @@
-"""The adapters of a job, of which each row may use one: their room in a plan, and their arrays.
+"""The adapters that the rows of a job may use: their table in a plan, and their arrays.
 
-The matrices of all adapters for a weight lie side by side, padded with zeros to the ranks of the
-plan. The scale of an adapter multiplies its matrix of outputs. An adapter's matrices become those
-of a parameter by the axis patterns that the parameter itself is read by, with ranks in place of the
-inputs or the outputs. Knows nothing of requests.
+The matrices of all adapters for a weight are concatenated along the ranks, and padded with zeros to
+the ranks of the plan. The scale of an adapter multiplies its matrix to outputs. The axis patterns
+by which a parameter is read from published tensors also give its adapter matrices, with ranks in
+place of the inputs or the outputs. Knows nothing of requests.
 """
 
 import math

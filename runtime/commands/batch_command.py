@@ -39,12 +39,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-column",
         metavar="NAME",
-        help="column of a table with the prompts (default: prompt, else messages)",
+        help="column of a table that has the prompts (default: prompt, else messages)",
     )
     add(
         "--id-column",
         metavar="NAME",
-        help="column of a table with the ids (default: custom_id, else id, else row numbers)",
+        help="column of a table that has the ids (default: custom_id, else id, else row numbers)",
     )
     add_model(parser)
     add(
@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME=DIR",
-        help="adapters of peft (LoRA, rsLoRA), of which each row may name one as its model",
+        help="adapters of peft (LoRA, rsLoRA); the model of a row names the adapter that it uses",
     )
     add(
         "--plan",
@@ -129,7 +129,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--pipeline",
         type=Path,
         metavar="FILE",
-        help="TOML file with stages, which ask one after another with the answers so far",
+        help="TOML file with the stages of a job, which make requests from earlier answers",
     )
     add(
         "--keep-stages",
@@ -146,8 +146,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--no-sharing",
         dest="shares",
         action="store_false",
-        help="compute every prompt whole, even if prompts begin with the same tokens; the "
-        "prefixes of a given plan stay",
+        help="compute every prompt whole, even if prompts begin with the same tokens; a given "
+        "plan keeps its prefixes",
     )
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument(
@@ -158,8 +158,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     earlier.add_argument(
         "--update",
         action="store_true",
-        help="replace the finished output of another input: equal rows keep their answers, and "
-        "only new and changed rows run, on the same plan",
+        help="update a finished output after a change of the input: unchanged rows keep their "
+        "answers, and only new and changed rows run, on the same plan",
     )
     add(
         "--prices",
@@ -167,7 +167,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="hardware tables with price_per_hour, for the price of the job in its manifest",
     )
-    add("--verbose", action="store_true", help="print the whole plan, as a plan file has it")
+    add("--verbose", action="store_true", help="print the whole plan as TOML")
     add_quiet(parser)
     several = parser.add_argument_group("several processes over one mesh")
     pod_options.add_options(several)

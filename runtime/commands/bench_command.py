@@ -2,10 +2,10 @@
 
 The cases are those of llama-batched-bench: PP prompt tokens and TG output tokens for each of B
 rows. Each case runs on the bucket grid that a batch job with the same rows would derive, and the
-table has the padding waste of this grid. For a model with experts, the JSON file also has the
-numbers of dropped and padded tokens in each phase. Prompts are random token ids, sampling is
-greedy, and end tokens do not end a row. With `--calibration`, graphs of many shapes are timed
-instead, for the predictions of `noria plan`.
+table has the share of computed tokens that are padding. For a model with experts, the JSON file
+also has the numbers of dropped and padded tokens in each phase. Prompts are random token ids,
+sampling is greedy, and end tokens do not end a row. With `--calibration`, graphs of many shapes are
+timed instead, for the predictions of `noria plan`.
 
 Does not know about texts or request files. Guarantees: no figure includes compiling or the first
 run; times are medians of the repeats.

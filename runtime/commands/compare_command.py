@@ -1,4 +1,4 @@
-"""`noria compare`: how far a model is from another one, or from itself in other numbers.
+"""`noria compare`: how far the predictions of models or number formats are from a reference.
 
 All models read the same tokens: the first model's greedy answers to the prompts of a batch file, or
 the rows' own tokens. Writes `compare.json`, `compare.md` and `compare.png` into the output folder,
@@ -46,8 +46,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NUMBERS",
-        help="numbers of each model in order, or of --model again: float, int8, int4:64 (a group), "
-        "or keys of [numbers] such as weights=int4,group=64,dtype=bfloat16",
+        help="number format of each model, in order: float, int8, int4:64 (groups of 64), or keys "
+        "of [numbers] such as weights=int4,group=64,dtype=bfloat16; without --against, each is for "
+        "--model",
     )
     add("-i", "--input", type=Path, required=True, help="batch file with prompts")
     add("-o", "--output", type=Path, required=True, help="folder for compare.json, .md and .png")
@@ -109,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _models(options: argparse.Namespace) -> "list[ComparedModel]":
-    """The models with their numbers, the reference first."""
+    """The models with their number formats, the reference first."""
     from ..comparison.compare import ComparedModel
 
     names = [options.model, *options.against]
@@ -120,8 +121,8 @@ def _models(options: argparse.Namespace) -> "list[ComparedModel]":
         tables *= len(names)
     if len(names) < 2 or len(names) != len(tables):
         raise ConfigError(
-            f"--against, --numbers: expected two models or more, and --numbers for none, all at "
-            f"once, or each in order, got {len(names)} models and {len(options.numbers)} numbers. "
+            f"--against, --numbers: expected two models or more, and --numbers not at all, once, "
+            f"or once for each model, got {len(names)} models and {len(options.numbers)} numbers. "
             f"Give --against MODEL, or --numbers float --numbers int8."
         )
     return [ComparedModel(*pair) for pair in zip(names, tables, strict=True)]

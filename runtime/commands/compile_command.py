@@ -1,7 +1,7 @@
 """`noria compile`: compile all graphs of a plan into a bundle.
 
-For a present target, the bundle has the executables. For an absent target, all graphs are compiled
-too, and `bundle.json` has the compile seconds and the memory of each graph. Weights are not read.
+The target may be absent. The bundle has the executables for present targets and for TPUs, and
+`bundle.json` has the compile seconds and the memory of each graph. Weights are not read.
 If several processes run the command, each process writes its own folder of the bundle.
 """
 
@@ -91,7 +91,8 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
             raise JobError(f"{target.name}: {error}", EXIT_BUILD) from error
         taken = time.monotonic() - started
         bundle.write(folder, plan, target, config, graphs, seconds)
-    kept = "kept" if bundle.keeps(target) else f"not kept, as {target.name} is not on this machine"
+    is_kept = bundle.keeps(target)
+    kept = "executables kept" if is_kept else f"no executables kept, as {target.name} is absent"
     max_bytes = max(map(required_bytes, graphs.executables.values()))
     tell(
         sys.stdout,

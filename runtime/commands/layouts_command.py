@@ -81,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--scan-layers",
         action="store_true",
-        help="compile the layers as a loop instead of unrolled",
+        help="compile the layers as a loop and not unrolled",
     )
     add(
         "--verify",

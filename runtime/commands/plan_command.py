@@ -53,7 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="input features of a weight that share a scale (default: all of an output feature)",
+        help="number of input features that share a scale (default: one scale for each output "
+        "feature)",
     )
     add(
         "--cache",
@@ -65,14 +66,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--activations",
         choices=("float", "int8"),
         default="float",
-        help="activations of int8 weights, numbers.activations of the plan (default: %(default)s)",
+        help="format of activations, numbers.activations of the plan; int8 needs int8 weights "
+        "(default: %(default)s)",
     )
     add(
         "--from-output",
         type=path_or_url,
         metavar="OUT",
-        help="output of a finished job, or its URL, for the output lengths: known if it had this "
-        "workload, learned by endpoint and prompt length if not",
+        help="output of a finished job, or its URL, for the output lengths: those of its rows if "
+        "the job had this workload, else learned by endpoint and prompt length",
     )
     add(
         "--expected-output",
@@ -87,7 +89,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="largest number of tokens of prompt and output together, for rows without max_tokens "
-        "(default: their longest prompt plus the expected output)",
+        "(default: the longest of their prompts plus the expected output)",
     )
     add(
         "--calibration",

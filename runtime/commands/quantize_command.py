@@ -1,8 +1,9 @@
-"""`noria quantize`: write a model with weights in codes, for noria and for others.
+"""`noria quantize`: write a model with weights in int8 or int4.
 
-The result is a model directory of the format compressed-tensors. Weights are rounded layer by
-layer, so a model need not fit into memory. Guarantees: only a new or empty folder outside the
-model's directory is written to; it becomes a model only when it is complete.
+The result is a model directory in the format compressed-tensors, which transformers reads too.
+Weights are rounded layer by layer, so a model need not fit into memory. Guarantees: only a new or
+empty folder outside the model's directory is written to; it becomes a model only when it is
+complete.
 """
 
 import argparse
@@ -38,26 +39,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--numbers",
         required=True,
         metavar="FORMAT",
-        help="format of weights: int8 or int4, with a number of input features that share a scale "
-        "as in int4:64",
+        help="format of weights: int8 or int4, optionally with the number of input features that "
+        "share a scale, as in int4:64",
     )
     add(
         "--method",
         choices=("nearest", "clip", "gptq"),
         default="nearest",
-        help="rounding: nearest, scales with the least squared error (clip), or by calibration "
-        "rows (gptq) (default: %(default)s)",
+        help="rounding of weights: nearest; clip, with scales of least squared error; gptq, by "
+        "calibration rows (default: %(default)s)",
     )
     add(
         "--rotate",
         action="store_true",
-        help="rotate the residual stream and the values first, for activations in int8",
+        help="first rotate the residual stream and the values, for runs with activations in int8",
     )
     add(
         "--smooth",
         action="store_true",
-        help="balance the features that products read first, by calibration rows, for activations "
-        "in int8",
+        help="first scale the features that products read, by calibration rows, for runs with "
+        "activations in int8",
     )
     add(
         "--calibration",

@@ -106,7 +106,7 @@ class EmbeddingSession:
 
     @property
     def figures(self) -> RunFigures:
-        """The figures of the run so far, for people."""
+        """The figures of the run so far, for the progress line."""
         return RunFigures(0, 0, 0, self.metrics.padding_waste)
 
     def reserve(self, num_slots: int) -> None:
@@ -124,7 +124,7 @@ class EmbeddingSession:
         return texts
 
     def submit(self, request: Request, prefix: SharedPrefix | None = None) -> None:
-        """Queue the texts of a request. Texts share no prefixes, so there is none.
+        """Queue the texts of a request. `prefix` is always None, as texts share no prefixes.
 
         Raises:
           RowError: The plan or the model cannot serve the request.

@@ -18,12 +18,12 @@ class EncodedText(NamedTuple):
 
 
 def whole_text(ids: Sequence[int]) -> EncodedText:
-    """The text of token ids that are not a pair."""
+    """Make the text of token ids that are not a pair."""
     return EncodedText(tuple(ids), len(ids))
 
 
 def pack(texts: Sequence[EncodedText]) -> list[int]:
-    """The list of some texts."""
+    """Pack texts into one list of integers, which `unpack` reads."""
     facts = [fact for text in texts for fact in (len(text.ids), text.num_first)]
     return [len(texts), *facts, *(token for text in texts for token in text.ids)]
 

@@ -38,7 +38,7 @@ def shortened(vectors: np.ndarray, dimensions: int | None, *, normalises: bool) 
 
 
 def cosines(vectors: np.ndarray, num_first: int) -> np.ndarray:
-    """The cosines of pairs: the first vectors, one or as many as there are others, and the rest."""
+    """The cosines of the first vectors with the others; one first vector is paired with all."""
     firsts, others = vectors[:num_first], vectors[num_first:]
     return (firsts / _lengths(firsts) * (others / _lengths(others))).sum(axis=1)
 

@@ -20,7 +20,7 @@ def add_options(group: "argparse._ArgumentGroup") -> None:
     add(
         "--distributed",
         choices=("auto",),
-        help="in place of these three: take them from the cluster (TPU pods, Slurm, Open MPI)",
+        help="take these three from the cluster (TPU pods, Slurm, Open MPI)",
     )
     add(
         "--peer-timeout-seconds",

@@ -46,7 +46,7 @@ def compile_form(form: StructuredOutputsParams, trie: TokenTrie) -> TokenAutomat
 
 
 def _compiled(form: StructuredOutputsParams, trie: TokenTrie) -> TokenAutomaton:
-    """The automaton of a form, whose references lead to themselves as often as its size allows."""
+    """The automaton of a form, with the deepest recursion that the limits of its size allow."""
     for recursion in RECURSIONS:
         is_recursive = True
         try:
@@ -95,12 +95,12 @@ def make_trie(
     special_ids: Iterable[int],
     end_ids: Collection[int],
 ) -> TokenTrie:
-    """The tokens of a vocabulary that texts are made of; special tokens are none of them."""
+    """The tokens of a vocabulary that texts are made of, which excludes special tokens."""
     special = frozenset(special_ids)
     texts = [b"" if token in special else token_bytes(token) for token in range(num_tokens)]
     return TokenTrie(texts, end_ids)
 
 
 def refused(message: str) -> RowError:
-    """The error of rows that ask for a form."""
+    """The error of a row whose form cannot be used."""
     return RowError("invalid_request", f"structured output: {message}.", "response_format")

@@ -1,8 +1,8 @@
 r"""Reads grammars as languages: rules `name ::= ...` in the notation of llama.cpp and XGrammar.
 
-An automaton has no stack. A rule that calls itself at the beginning or the end of an alternative is
-a loop, which loses nothing. Any other rule calls itself a bounded number of times: texts that need
-more are not in the language. Does not know about tokens or requests.
+An automaton has no stack. A rule that calls itself at the beginning or the end of an alternative
+becomes a loop without a bound. Any other recursion is bounded: texts that need more of it are not
+in the language. Does not know about tokens or requests.
 """
 
 import re

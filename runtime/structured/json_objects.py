@@ -73,7 +73,7 @@ def _map(
     at: str,
     read: ReadPart,
 ) -> Language:
-    """An object whose keys are not published."""
+    """An object of a schema without `properties`."""
     least = count_of(schema, "minProperties") or 0
     most = count_of(schema, "maxProperties")
     if least > 1:

@@ -1,9 +1,9 @@
 """Reads JSON Schemas (draft 2020-12, a subset) as languages of JSON texts.
 
-Every text of the language is valid for the schema. The reverse does not hold: keys stand in the
-published order, objects with published keys have no others, a reference leads to itself a bounded
-number of times, and `json_text` writes every value in one way. Keywords outside the subset are
-refused with their place. Does not know about tokens or requests.
+Every text of the language is valid for the schema. The reverse does not hold: keys have the order
+of `properties`, objects with `properties` have no other keys, a recursive reference is followed a
+bounded number of times, and `json_text` writes every value in one way. Keywords outside the subset
+are refused with their place. Does not know about tokens or requests.
 """
 
 from collections.abc import Sequence

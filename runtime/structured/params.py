@@ -1,7 +1,7 @@
 """The form that a request asks its answers to have.
 
 Names are those of vLLM's `StructuredOutputsParams` (github.com/vllm-project/vllm,
-sampling_params.py). Does not know about schemas' meaning, tokens or endpoints.
+sampling_params.py). Does not know about the meaning of schemas, tokens or endpoints.
 """
 
 import json as json_module

@@ -115,7 +115,7 @@ def check_keywords(schema: Any, at: str) -> None:
       at: Its JSON pointer.
 
     Raises:
-      SchemaError: It has not; the message names the first such keyword.
+      SchemaError: A keyword is not supported, or holds something else; the message names the first.
     """
     if isinstance(schema, bool):
         return

@@ -1,7 +1,8 @@
 """Automata over the tokens of a vocabulary, made from automata over bytes.
 
-A token moves an automaton as its bytes do. Tokens that do so equally in all states form a class,
-so a table has a column for each class. Does not know about schemas, requests or devices.
+A token leads to the state to which its bytes lead. Tokens that lead to the same state from every
+state form a class, so a table has a column for each class. Does not know about schemas, requests or
+devices.
 
 Guarantees: from every state some allowed token leads nearer to the end, so a text can be completed
 from everywhere; special tokens are never allowed; end tokens are allowed exactly where the text so
@@ -122,7 +123,7 @@ class TableSizes(NamedTuple):
         )
 
     def num_bytes(self, vocab_size: int) -> int:
-        """The size of the tables in bytes, which every state makes as wide as the most classes."""
+        """The size of the tables in bytes; each state has a column for each of `classes`."""
         of_state = 2 * self.classes + 4 + 8 * MAX_LEVELS
         of_form = 4 + 2 * vocab_size
         return self.states * of_state + self.forms * of_form + self.masks * vocab_size // 8
