@@ -33,6 +33,7 @@ class PromptEncoder:
         encode_chats: Renders and encodes conversations; None to refuse messages.
         compares_pairs: Whether the model reads two texts to compare together.
         structures: Compiles the forms that rows ask for.
+        refuse: Returns the error of a row that the model cannot answer, or None.
     """
 
     def __init__(
@@ -41,14 +42,21 @@ class PromptEncoder:
         encode_chats: EncodeAll | None = None,
         structures: Structures | None = None,
         compares_pairs: Callable[[], bool] = lambda: False,
+        refuse: Callable[[BatchRow], RowError | None] = lambda row: None,
     ):
         self._tokenizer, self._compares_pairs = tokenizer, compares_pairs
-        self._structures = structures or Structures()
+        self._structures, self._refuse = structures or Structures(), refuse
         encode_texts = None if tokenizer is None else tokenizer.encode_prompts
         self._encode_texts = _or_refuse(encode_texts, "prompt")
         self._encode_chats = _or_refuse(encode_chats, "messages")
 
     def __call__(self, rows: Sequence[BatchRow]) -> list[Encoded]:
+        refusals = [self._refuse(row) for row in rows]
+        encoded = iter(self._encode([row for row, e in zip(rows, refusals, strict=True) if not e]))
+        return [error or next(encoded) for error in refusals]
+
+    def _encode(self, rows: Sequence[BatchRow]) -> list[Encoded]:
+        """Token ids or an error for each row that the model can answer."""
         texts = [row.prompt for row in rows if row.prompt is not None]
         chats = [
             Conversation(

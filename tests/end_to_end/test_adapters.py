@@ -111,6 +111,16 @@ def test_a_row_with_an_unknown_model_is_an_error(folder):
     assert "expected one of model, " in error["message"] and "got 'm'" in error["message"]
 
 
+def test_a_row_for_vectors_is_an_error_beside_adapters(noria, folder, tmp_path):
+    rows = [{"prompt": [5, 6, 7], "max_tokens": 2}, {"input": [5, 6, 7]}]
+    options = ("--plan", folder / "plan.toml", "--adapters", *adapters_of(folder))
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    (row, refused), _ = noria.batch(source, tmp_path / "out.jsonl", *options, expect=1)
+    assert "choices" in row["response"]["body"]
+    message = answer(refused)["message"]
+    assert "as the job has adapters (plain, " in message and "--merge-adapter" in message
+
+
 def test_parts_are_merged_and_another_adapter_is_refused(noria, folder, tmp_path):
     given = ("-i", folder / "in.jsonl", "--model", noria.model, "--plan", folder / "plan.toml")
     named = ("--adapters", *adapters_of(folder), "--quiet")
