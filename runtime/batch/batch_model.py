@@ -35,6 +35,7 @@ from .job import Build, JobText
 from .lines import BatchRow
 from .manifest import PhaseClock
 from .part import Part
+from .pooled_encoder import PooledEncoder
 from .progress import Progress
 from .prompt_encoder import PromptEncoder
 from .row_kinds import check_kind, refusal, text_lengths
@@ -319,8 +320,9 @@ def open_text(
     def refuse(row: BatchRow) -> RowError | None:
         return refusal(row, files.spec.config, adapters)
 
+    encode_pooled = PooledEncoder(tokenizer, lambda: files.spec.config)
     if tokenizer is None:
-        yield JobText(PromptEncoder(None, refuse=refuse), None)
+        yield JobText(PromptEncoder(None, encode_pooled=encode_pooled, refuse=refuse), None)
         return
     structures = structures or Structures()
     structures.make_trie = partial(_vocabulary, files, tokenizer)
@@ -330,8 +332,8 @@ def open_text(
                 tokenizer,
                 chat.encode_all,
                 structures,
-                compares_pairs=lambda: bool(files.spec.config.pooling.labels),
-                refuse=refuse,
+                encode_pooled,
+                refuse,
             ),
             tokenizer,
             reads_clock=lambda: chat.reads_clock,

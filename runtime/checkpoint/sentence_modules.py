@@ -15,6 +15,7 @@ from ..errors import InvalidConfig
 from .small_files import has_file, parse_json_object, read_json_object, read_small
 
 MODULES, OPTIONS = "modules.json", "sentence_bert_config.json"
+PROMPTS = "config_sentence_transformers.json"
 _KINDS: dict[str, PoolingKind] = {
     "cls": "first",
     "lasttoken": "last",
@@ -63,6 +64,7 @@ def read_pooling(directory: Path, embed: int) -> Pooling | None:
             f"{directory / OPTIONS}: expected do_lower_case false, got true, which is not "
             "implemented. Let the tokenizer write texts in lower case."
         )
+    prompt = _default_prompt(directory)
     kind, normalises, layers = None, False, []
     for number, (name, folder) in enumerate(_modules(directory)):
         if name == "Transformer" and number == 0:
@@ -72,7 +74,7 @@ def read_pooling(directory: Path, embed: int) -> Pooling | None:
                     f"the folder {folder!r}. Give this folder as the model, without pooling."
                 )
         elif name == "Pooling" and number == 1:
-            kind = _pooling_kind(directory / folder / "config.json", embed)
+            kind = _pooling_kind(directory / folder / "config.json", embed, prompt)
         elif name == _DENSE and kind is not None and not normalises:
             size = layers[-1].size if layers else embed
             layers.append(_projection(directory / folder / "config.json", size))
@@ -86,7 +88,7 @@ def read_pooling(directory: Path, embed: int) -> Pooling | None:
             )
     if kind is None:
         raise InvalidConfig(f"{directory / MODULES}: expected a module Pooling, got none.")
-    return Pooling(kind, tuple(layers), normalises=normalises)
+    return Pooling(kind, tuple(layers), normalises=normalises, prompt=prompt)
 
 
 def dense_folders(directory: Path) -> tuple[str, ...]:
@@ -101,8 +103,9 @@ def module_files(directory: Path) -> Iterable[tuple[str, bytes]]:
     if not has_file(directory, MODULES):
         return
     yield MODULES, read_small(directory / MODULES)
-    if has_file(directory, OPTIONS):
-        yield OPTIONS, read_small(directory / OPTIONS)
+    for name in (OPTIONS, PROMPTS):
+        if has_file(directory, name):
+            yield name, read_small(directory / name)
     for _, folder in _modules(directory):
         if folder and has_file(directory / folder, "config.json"):
             yield f"{folder}/config.json", read_small(directory / folder / "config.json")
@@ -128,13 +131,32 @@ def _module(path: Path, entry: Any) -> tuple[str, str]:
     return kind.rpartition(".")[2], folder
 
 
-def _pooling_kind(path: Path, embed: int) -> PoolingKind:
+def _default_prompt(directory: Path) -> str:
+    """The prompt that sentence-transformers puts before texts for which no other is asked."""
+    if not has_file(directory, PROMPTS):
+        return ""
+    table = read_json_object(directory / PROMPTS)
+    name, prompts = table.get("default_prompt_name"), table.get("prompts")
+    if name is None:
+        return ""
+    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    if not isinstance(prompt, str):
+        raise InvalidConfig(
+            f"{directory / PROMPTS}: expected a text in prompts for default_prompt_name, got none "
+            f"for {name!r:.80}. Remove the key, or fetch the file again."
+        )
+    return prompt
+
+
+def _pooling_kind(path: Path, embed: int, prompt: str) -> PoolingKind:
     """The pooling that the file of a pooling module names."""
     config = ConfigReader(read_json_object(path))
     try:
         for key in _DIMENSIONS:
             config.expect(key, embed)
-        # relevant only for prompts that are added to texts; noria adds none
+        if prompt:
+            # without it, the states of the prompt would not be pooled
+            config.expect("include_prompt", True, " beside a default prompt")
         config.ignore(("include_prompt",))
         modes = [mode for key, mode in _MODES.items() if config.flag(key, default=False)]
         if config.has("pooling_mode"):

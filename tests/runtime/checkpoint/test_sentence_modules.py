@@ -83,6 +83,35 @@ def test_other_dense_layers_are_refused(change, message, tmp_path):
         read_pooling(tmp_path, EMBED)
 
 
+def write_prompts(directory: Path, **content) -> None:
+    (directory / "config_sentence_transformers.json").write_text(json.dumps(content))
+
+
+def test_the_default_prompt_is_read(tmp_path):
+    write(tmp_path, MEAN, "Transformer", "Pooling")
+    for prompts in ({"query": "find: ", "document": ""}, None):
+        write_prompts(tmp_path, prompts=prompts, default_prompt_name=None)
+        assert read_pooling(tmp_path, EMBED) == Pooling("mean")
+    write_prompts(tmp_path, prompts={"query": "find: "}, default_prompt_name="query")
+    pooling = read_pooling(tmp_path, EMBED)
+    assert pooling == Pooling("mean", prompt="find: ")
+    assert str(pooling) == "mean, after the prompt 'find: '"
+    names = [name for name, _ in module_files(tmp_path)]
+    assert "config_sentence_transformers.json" in names
+
+
+def test_a_default_prompt_that_cannot_be_followed_is_refused(tmp_path):
+    write(tmp_path, MEAN | {"include_prompt": False}, "Transformer", "Pooling")
+    write_prompts(tmp_path, prompts={"query": "find: "}, default_prompt_name="query")
+    with pytest.raises(InvalidConfig, match="include_prompt: expected True, .* a default prompt"):
+        read_pooling(tmp_path, EMBED)
+    write_prompts(tmp_path, prompts={"query": ""}, default_prompt_name="query")
+    assert read_pooling(tmp_path, EMBED) == Pooling("mean")
+    write_prompts(tmp_path, prompts={"query": ""}, default_prompt_name="other")
+    with pytest.raises(InvalidConfig, match="got none for 'other'"):
+        read_pooling(tmp_path, EMBED)
+
+
 def test_a_pickle_of_a_dense_layer_is_refused(tmp_path):
     (tmp_path / "2_Dense").mkdir()
     (tmp_path / "2_Dense" / "pytorch_model.bin").write_bytes(b"")
