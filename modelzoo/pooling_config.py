@@ -49,6 +49,8 @@ class Pooling:
     """The function from the outputs of a classifier to its scores."""
     prompt: str = ""
     """The text that is put before every text to embed."""
+    max_tokens: int | None = None
+    """The length to which requests may ask to cut texts; None for all positions of the model."""
 
     def __post_init__(self):
         if self.kind not in get_args(PoolingKind):

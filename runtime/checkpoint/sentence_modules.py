@@ -5,7 +5,7 @@ layers and a normalisation, if there are any. Knows nothing of tensors or device
 module or an option that is not implemented is refused by name.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,13 @@ def read_pooling(directory: Path, embed: int) -> Pooling | None:
             )
     if kind is None:
         raise InvalidConfig(f"{directory / MODULES}: expected a module Pooling, got none.")
-    return Pooling(kind, tuple(layers), normalises=normalises, prompt=prompt)
+    return Pooling(
+        kind,
+        tuple(layers),
+        normalises=normalises,
+        prompt=prompt,
+        max_tokens=_max_tokens(directory / OPTIONS, options),
+    )
 
 
 def dense_folders(directory: Path) -> tuple[str, ...]:
@@ -129,6 +135,16 @@ def _module(path: Path, entry: Any) -> tuple[str, str]:
     if "/" in folder or "\\" in folder or folder.startswith("."):
         raise InvalidConfig(f"{path}: expected the bare name of a folder, got {folder!r:.80}.")
     return kind.rpartition(".")[2], folder
+
+
+def _max_tokens(path: Path, options: Mapping[str, Any]) -> int | None:
+    """The length to which sentence-transformers cuts texts, and noria only if a request says so."""
+    if options.get("max_seq_length") is None:
+        return None
+    try:
+        return ConfigReader(options).integer("max_seq_length", maximum=MAX_FEATURES)
+    except UnsupportedModel as error:
+        raise InvalidConfig(f"{path}: {error}") from None
 
 
 def _default_prompt(directory: Path) -> str:

@@ -28,6 +28,8 @@ ROWS = [
     embeddings("base64", TEXT[0], encoding_format="base64"),
     embeddings("short", TEXT[0], dimensions=5),
     embeddings("again", TEXT[0]),
+    embeddings("cut", IDS[1], truncate_prompt_tokens=7),
+    embeddings("cut-whole", IDS[1][:7]),
     {"id": "simple", "input": TEXT[1]},
     embeddings("score", None, "/v1/score", text_1=TEXT[0], text_2=TEXT[1:3]),
     embeddings("rerank", None, "/v1/rerank", query=TEXT[0], documents=TEXT, top_n=2),
@@ -82,7 +84,7 @@ def vectors(body) -> np.ndarray:
 
 
 def test_every_form_of_a_request_has_the_vectors_of_its_texts(job):
-    bodies, _ = job
+    bodies, manifest = job
     text = vectors(bodies["text"])
     assert text.shape == (1, EMBED)
     np.testing.assert_allclose(np.linalg.norm(text), 1, atol=1e-6)
@@ -96,6 +98,9 @@ def test_every_form_of_a_request_has_the_vectors_of_its_texts(job):
     np.testing.assert_array_equal(decoded, text[0])
     short = text[:, :5] / np.linalg.norm(text[:, :5])
     np.testing.assert_allclose(vectors(bodies["short"]), short, atol=1e-6)
+    np.testing.assert_array_equal(vectors(bodies["cut"]), vectors(bodies["cut-whole"]))
+    assert bodies["cut"]["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+    assert manifest["prompt_tokens_cut"] == len(IDS[1]) - 7
     assert bodies["lists"]["usage"] == {"prompt_tokens": 28, "total_tokens": 28}
 
 

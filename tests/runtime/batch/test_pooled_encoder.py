@@ -6,7 +6,7 @@ import pytest
 from tiny import TWO_LAYERS
 from word_pieces import write_word_pieces
 
-from noria.modelzoo.pooling_config import Pooling, Projection
+from noria.modelzoo.pooling_config import MEAN, Pooling, Projection
 from noria.runtime.batch.pooled_body import read_pooled
 from noria.runtime.batch.pooled_encoder import PooledEncoder
 from noria.runtime.embedding.texts import unpack
@@ -22,7 +22,7 @@ def encode(tmp_path):
     write_word_pieces(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
 
-    def encoded(task: str, pooling: Pooling = Pooling(), **body) -> list[tuple[int, ...]]:
+    def encoded(task: str, pooling: Pooling = MEAN, **body) -> list[tuple[int, ...]]:
         config = replace(TWO_LAYERS, pooling=pooling)
         (packed,) = PooledEncoder(tokenizer, lambda: config)([read_pooled(task, body)])
         if isinstance(packed, RowError):
@@ -45,3 +45,15 @@ def test_a_classifier_reads_pairs(encode):
     classifier = Pooling(projections=(Projection(1),), labels=("good",))
     pairs = encode("score", classifier, text_1="water", text_2=["wheel", "turn"])
     assert pairs == [(1, WATER, 2, token, 2) for token in (WHEEL, TURN)]
+
+
+def test_the_last_tokens_are_cut_on_request(encode):
+    texts = {"input": ["water wheel turn the", "water"], "truncate_prompt_tokens": 4}
+    assert encode("embed", **texts) == [(1, WATER, WHEEL, 2), (1, WATER, 2)]
+    assert encode("embed", input=[[5, 6, 7], [5]], truncate_prompt_tokens=2) == [(5, 6), (5,)]
+    body = {"input": list(range(90)), "truncate_prompt_tokens": -1}
+    assert encode("embed", **body) == [tuple(range(90))[: TWO_LAYERS.max_position]]
+    assert encode("embed", Pooling(max_tokens=7), **body) == [tuple(range(7))]
+    assert len(encode("embed", Pooling(max_tokens=7), input=body["input"])[0]) == 90
+    with pytest.raises(RowError, match="expected -1 or at most 7, the maximum length"):
+        encode("embed", Pooling(max_tokens=7), input="water", truncate_prompt_tokens=8)

@@ -103,7 +103,7 @@ def test_the_default_prompt_is_read(tmp_path):
 def test_a_default_prompt_that_cannot_be_followed_is_refused(tmp_path):
     write(tmp_path, MEAN | {"include_prompt": False}, "Transformer", "Pooling")
     write_prompts(tmp_path, prompts={"query": "find: "}, default_prompt_name="query")
-    with pytest.raises(InvalidConfig, match="include_prompt: expected True, .* a default prompt"):
+    with pytest.raises(InvalidConfig, match=r"include_prompt: expected True, .* a default prompt"):
         read_pooling(tmp_path, EMBED)
     write_prompts(tmp_path, prompts={"query": ""}, default_prompt_name="query")
     assert read_pooling(tmp_path, EMBED) == Pooling("mean")
