@@ -315,10 +315,9 @@ def error_in(record: Mapping[str, Any]) -> RowError | None:
 
 
 def error_text(row: BatchRow | BadRow | ScannedRow, error: RowError) -> str:
-    """The error of a row in one line, with the row's id and line number."""
-    line = f"line {row.line_number}"
-    name = line if row.custom_id is None else f"row {row.custom_id!r} ({line})"
-    return f"{name}: {error.code}: {error.message.removeprefix(f'{line}: ')}"
+    """The error of a row in one line, with the row's id and place."""
+    name = row.place if row.custom_id is None else f"row {row.custom_id!r} ({row.place})"
+    return f"{name}: {error.code}: {error.message.removeprefix(f'{row.place}: ')}"
 
 
 def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:

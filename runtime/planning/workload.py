@@ -18,7 +18,7 @@ from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.planning.candidates import ExpectedRow
 from ..batch.batch_model import open_text, row_shape
 from ..batch.lines import BatchRow
-from ..batch.row_files import check_input, open_rows
+from ..batch.row_files import check_input, open_rows, unit_of
 from ..batch.scan import ScannedRow, scan
 from ..batch.tables import Columns
 from ..checkpoint import ModelFiles
@@ -104,7 +104,7 @@ def read_workload(
         if row.pooled is not None:
             raise ConfigError(
                 f"{path}: expected rows that generate or score tokens, got a row for vectors of "
-                f"texts in line {row.line_number}. noria batch makes the plan of such a job itself."
+                f"texts in {row.place}. noria batch makes the plan of such a job itself."
             )
         if row.kind == "chat":
             chat_rows.add(row.row)
@@ -113,7 +113,8 @@ def read_workload(
     rows_of_file = open_rows(path, Columns(), folder, note=lambda message: None)
     with rows_of_file as (file, digest), open_text(files, structures=structures) as text:
         defaults = files.generation_defaults.sampling
-        summary = scan(file, text.encode, defaults=defaults, on_encoded=note_kind)
+        unit = unit_of(path)
+        summary = scan(file, text.encode, defaults=defaults, unit=unit, on_encoded=note_kind)
     input_sha256 = digest.sha256 if digest else summary.input_sha256
     scanned = [row for row in summary.rows if row.requirements is not None]
     forms = {row.structure for row in summary.requirements if row.structure is not None}
@@ -128,7 +129,7 @@ def read_workload(
         source = f"{finished.path}: output lengths are learned from {forecast}"
     rows = [_expected(row, of_row(row), share_of_limit) for row in scanned]
     prefixes = summary.prefixes.of_rows([row.row for row in scanned])
-    errors = (f"line {row.line_number}: {row.bad.error}" for row in summary.rows if row.bad)
+    errors = (f"{row.place}: {row.bad.error}" for row in summary.rows if row.bad)
     num_refused = len(summary.rows) - len(rows)
     first_error = next(errors, "")
     structured = structures.grid(forms)
