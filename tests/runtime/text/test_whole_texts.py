@@ -45,7 +45,7 @@ def test_texts_and_pairs_are_cut_as_the_library_cuts_them(word_pieces):
         assert ours == EncodedText(
             tuple(expected.ids), expected.type_ids.count(0), num_all - len(expected.ids)
         )
-    assert [text.num_cut for text in found] == [3, 3, 0, 0]
+    assert [text.num_cut for text in found] == [3, 4, 0, 0]
     assert tokenizer.encode_whole(texts) == [
         each._replace(num_cut=0) for each in tokenizer.encode_whole(texts, [99] * 4)
     ]
