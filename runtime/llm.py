@@ -535,7 +535,7 @@ def _pooling_plan(
     model_layout = None if layout is None else Layout.from_table(read_layout_table(layout))
     session.check_layout(model_layout, files, target, weight_rules=numbers.weight_rules)
     max_length = _max_length(files, max_model_len)
-    grid = embed_ladder(max_length, aims(target, model_layout))
+    grid = embed_ladder(max_length, aims(target.name, model_layout))
     experts = default_experts(files.spec.config)
     return Plan(target.name, model, numbers, grid, model_layout, experts)
 

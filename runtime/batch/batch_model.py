@@ -239,7 +239,7 @@ class BatchModel:
         # the formats of weights decide how much memory is left for the cache
         numbers = keep_published(overridden_numbers(numbers, overrides), self.files)
         if lengths:
-            return embedding_plan(lengths, target, model, numbers, config, layout, overrides)
+            return embedding_plan(lengths, target.name, model, numbers, config, layout, overrides)
         structured = self.structures.grid(forms)
         adapters = None if self.adapters is None else self.adapters.grid()
         sizes = table, structured, adapters

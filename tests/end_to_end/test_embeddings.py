@@ -182,6 +182,21 @@ def test_a_bundle_of_such_a_plan_needs_no_compile(embedder, source, job, tmp_pat
     assert answers(output) == answers(source.with_name("out.jsonl"))
 
 
+def test_the_planner_writes_the_plan_that_such_a_job_derives(embedder, source, job, tmp_path):
+    path, output = tmp_path / "plan.toml", tmp_path / "out.jsonl"
+    options = ("--model", embedder.model, "--workload", source, "-o", path, "--dtype", "float32")
+    said = embedder.run_here("plan", *options)
+    derived = tomllib.loads(job[1]["plan"])
+    assert tomllib.loads(path.read_text()) == derived
+    longest, texts = derived["buckets"]["prefill"][-1]
+    assert f"{longest}x{texts} (tokens x texts)" in said and "1 row refused" in said
+    _, manifest = embedder.batch(source, output, "--plan", path, expect=1)
+    assert manifest["plan"] == job[1]["plan"]
+    assert answers(output) == answers(source.with_name("out.jsonl"))
+    said = embedder.refuse("plan", *options, "--chunks", "always")
+    assert "--chunks: expected none for vectors of texts" in said
+
+
 def test_rows_of_two_kinds_or_a_plan_of_another_kind_are_refused(embedder, noria, job, tmp_path):
     tokens = {"prompt": [3, 4, 5], "max_tokens": 2}
     mixed = write_lines(tmp_path / "mixed.jsonl", [tokens, {"input": [3, 4]}])

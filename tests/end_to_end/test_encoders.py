@@ -118,7 +118,7 @@ def test_rows_that_generate_are_error_rows_of_an_encoder(embedder, reranker, tmp
 
 
 def test_a_plan_of_an_encoder_has_no_rows_that_generate(embedder, tmp_path):
-    workload = write_lines(tmp_path / "texts.jsonl", [{"input": [4, 5]}])
+    workload = write_lines(tmp_path / "tokens.jsonl", TOKENS)
     options = ("--model", embedder.noria.model, "--workload", workload)
     said = embedder.noria.refuse("plan", *options, "-o", tmp_path / "plan.toml", expect=3)
     assert "expected a model that generates tokens" in said
