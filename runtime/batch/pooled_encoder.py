@@ -8,18 +8,15 @@ about files or buckets. Guarantees: packed texts or a `RowError` for each reques
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..embedding.texts import EncodedText, pack, whole_text
 from ..errors import RowError
 from ..text.tokenizer import TextOrPair, Tokenizer
-from .pooled_body import PooledRequest, Text
+from .pooled_body import PooledRequest
 
 if TYPE_CHECKING:
     from ...modelzoo.config import DecoderConfig
-
-Item = Text | tuple[str, str]
-"""What the model reads at once: a text, its token ids, or a pair of texts."""
 
 
 class PooledEncoder:
@@ -54,7 +51,7 @@ class PooledEncoder:
                     found.append(each)
             yield errors[0] if errors else pack(found)
 
-    def _items(self, request: PooledRequest) -> Sequence[Item]:
+    def _items(self, request: PooledRequest) -> Sequence[Any]:
         """The texts, or pairs of texts, that the model reads for a request."""
         if request.task not in ("score", "rerank"):
             return request.texts
@@ -99,6 +96,6 @@ def _first_ids(ids: Sequence[int], limit: int | None) -> EncodedText:
     return text._replace(num_cut=len(ids) - len(text.ids))
 
 
-def _is_ids(item: Item) -> bool:
+def _is_ids(item: object) -> bool:
     """Whether a text is given as token ids; a pair of texts is a tuple of strings."""
     return isinstance(item, tuple) and isinstance(item[0], int)

@@ -28,8 +28,8 @@ ROWS = [
     embeddings("base64", TEXT[0], encoding_format="base64"),
     embeddings("short", TEXT[0], dimensions=5),
     embeddings("again", TEXT[0]),
-    embeddings("cut", IDS[1], truncate_prompt_tokens=7),
-    embeddings("cut-whole", IDS[1][:7]),
+    # begins as the first row
+    embeddings("cut", IDS[1], truncate_prompt_tokens=len(IDS[0])),
     {"id": "simple", "input": TEXT[1]},
     embeddings("score", None, "/v1/score", text_1=TEXT[0], text_2=TEXT[1:3]),
     embeddings("rerank", None, "/v1/rerank", query=TEXT[0], documents=TEXT, top_n=2),
@@ -98,7 +98,7 @@ def test_every_form_of_a_request_has_the_vectors_of_its_texts(job):
     np.testing.assert_array_equal(decoded, text[0])
     short = text[:, :5] / np.linalg.norm(text[:, :5])
     np.testing.assert_allclose(vectors(bodies["short"]), short, atol=1e-6)
-    np.testing.assert_array_equal(vectors(bodies["cut"]), vectors(bodies["cut-whole"]))
+    np.testing.assert_array_equal(vectors(bodies["cut"]), vectors(bodies["ids-0"]))
     assert bodies["cut"]["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
     assert manifest["prompt_tokens_cut"] == len(IDS[1]) - 7
     assert bodies["lists"]["usage"] == {"prompt_tokens": 28, "total_tokens": 28}

@@ -74,7 +74,6 @@ WRONG = [
     ("embed", {"input": "a", "dimensions": 0}, "dimensions"),
     ("embed", {"input": "a", "dimensions": True}, "dimensions"),
     ("embed", {"input": "a", "dimension": 3}, "dimension"),
-    ("embed", {"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ("score", {"text_1": "a"}, "text_2"),
     ("score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
     ("score", {"text_1": "a", "text_2": [3]}, "text_2"),
