@@ -47,6 +47,10 @@ class Pooling:
     """The names of the classes of a classifier; empty for embeddings."""
     scores: ScoreActivation = "softmax"
     """The function from the outputs of a classifier to its scores."""
+    prompt: str = ""
+    """The text that is put before every text to embed."""
+    max_tokens: int | None = None
+    """The length to which requests may ask to cut texts; None for all positions of the model."""
 
     def __post_init__(self):
         if self.kind not in get_args(PoolingKind):
@@ -68,7 +72,8 @@ class Pooling:
 
     def __str__(self) -> str:
         parts = [self.kind, *(f"dense {layer.size}" for layer in self.projections)]
-        return ", ".join(parts + ["length 1"] * self.normalises)
+        parts += ["length 1"] * self.normalises
+        return ", ".join(parts + [f"after the prompt {self.prompt!r}"] * bool(self.prompt))
 
 
 MEAN = Pooling()

@@ -324,7 +324,8 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """Compute the vectors of texts, pooled and normalised as the model's files say.
 
-        Texts get the special tokens of the tokenizer's template; token ids are taken as they are.
+        Texts get the default prompt of the model's files, if there is one, and the special tokens
+        of the tokenizer's template; token ids are taken as they are.
 
         Args:
           prompts: One text or several, as for `generate`.
@@ -399,7 +400,7 @@ class LLM:
             return whole_text(_token_ids(content))
         if self._tokenizer is None:
             raise _no_tokenizer()
-        (encoded,) = self._tokenizer.encode_whole([content])
+        (encoded,) = self._tokenizer.encode_whole([self._pooling.prompt + content])
         if isinstance(encoded, RowError):
             raise encoded
         return encoded
@@ -534,7 +535,7 @@ def _pooling_plan(
     model_layout = None if layout is None else Layout.from_table(read_layout_table(layout))
     session.check_layout(model_layout, files, target, weight_rules=numbers.weight_rules)
     max_length = _max_length(files, max_model_len)
-    grid = embed_ladder(max_length, aims(target, model_layout))
+    grid = embed_ladder(max_length, aims(target.name, model_layout))
     experts = default_experts(files.spec.config)
     return Plan(target.name, model, numbers, grid, model_layout, experts)
 

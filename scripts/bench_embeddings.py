@@ -108,7 +108,7 @@ def run_noria(
     with open_model(folder) as files:
         planned = PlannedModel("random", files.fingerprint())
         config, lengths = files.spec.config, list(map(len, texts))
-        plan = embedding_plan(lengths, target, planned, Numbers(dtype), config, None)
+        plan = embedding_plan(lengths, target.name, planned, Numbers(dtype), config, None)
         model = session.load_model(files, target, dtype)
     embedder = session.start_embedding(model, plan)
     params = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=0)

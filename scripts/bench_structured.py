@@ -21,7 +21,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "peers")]
 
 from engine_runs import (  # noqa: E402  (beside the engines, which stand alone)
-    check_run,
     export_weights,
     limit_threads,
     machine,

@@ -7,12 +7,14 @@ reference is written in numpy. Does not know how noria computes.
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 SHARED = {
     "vocab_size": 83,
@@ -51,6 +53,9 @@ class EmbedderCase:
     pooling: str
     options: Mapping[str, Any] = field(default_factory=dict)
     normalises: bool = True
+    dense: tuple[tuple[int, bool, str], ...] = ()
+    """Dense modules after the pooling: the output features, whether there is a bias, and the
+    activation."""
     architecture: str = "AutoModel"
     """The class of transformers that builds the model; `AutoModel` has no head."""
 
@@ -101,6 +106,14 @@ CASES = (
         },
         architecture="AutoModelForMaskedLM",
     ),
+    EmbedderCase("labse", "bert", "first", dense=((32, True, "Tanh"),)),
+    EmbedderCase(
+        "two-dense-plain",
+        "bert",
+        "mean",
+        normalises=False,
+        dense=((48, False, "Identity"), (20, True, "GELU")),
+    ),
     EmbedderCase("qwen2-max", "qwen2", "max", {"num_key_value_heads": 4}),
     EmbedderCase("bert-reranker", "bert", "", {"num_labels": 1}, architecture=CLASSIFIER),
     EmbedderCase(
@@ -146,6 +159,25 @@ def texts(case: EmbedderCase) -> list[list[int]]:
     return [rng.integers(3, SHARED["vocab_size"], length).tolist() for length in LENGTHS]
 
 
+ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Identity": lambda x: x,
+    "Tanh": np.tanh,
+    "ReLU": lambda x: np.maximum(x, 0),
+    "GELU": lambda x: x * np.vectorize(lambda y: (1 + math.erf(y / math.sqrt(2))) / 2)(x),
+}
+
+
+def dense_weights(case: EmbedderCase) -> list[dict[str, np.ndarray]]:
+    """Return the tensors of the dense modules of a case, the same in every run."""
+    rng, size, layers = np.random.default_rng(len(case.name)), SHARED["hidden_size"], []
+    for outputs, has_bias, _ in case.dense:
+        weight = rng.normal(size=(outputs, size)).astype(np.float32) * np.float32(size**-0.5)
+        bias = {"linear.bias": rng.normal(size=outputs).astype(np.float32)} if has_bias else {}
+        layers.append({"linear.weight": weight, **bias})
+        size = outputs
+    return layers
+
+
 def pooled(case: EmbedderCase, states_TD: np.ndarray) -> np.ndarray:
     """Return the vector of a text, as sentence-transformers defines it."""
     match case.pooling:
@@ -157,6 +189,9 @@ def pooled(case: EmbedderCase, states_TD: np.ndarray) -> np.ndarray:
             vector = states_TD.max(axis=0)
         case _:
             vector = states_TD.mean(axis=0)
+    for (_, _, activation), tensors in zip(case.dense, dense_weights(case), strict=True):
+        vector = tensors["linear.weight"] @ vector + tensors.get("linear.bias", 0)
+        vector = ACTIVATIONS[activation](vector)
     return vector / np.linalg.norm(vector) if case.normalises else vector
 
 
@@ -198,7 +233,8 @@ def reference_model(case: EmbedderCase) -> Any:
 def write_modules(directory: Path, case: EmbedderCase) -> None:
     """Write the module files of sentence-transformers."""
     names = [("Transformer", ""), ("Pooling", "1_Pooling")]
-    names += [("Normalize", "2_Normalize")] * case.normalises
+    names += [("Dense", f"{i}_Dense") for i in range(2, 2 + len(case.dense))]
+    names += [("Normalize", f"{len(names)}_Normalize")] * case.normalises
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
         for i, (name, path) in enumerate(names)
@@ -210,3 +246,18 @@ def write_modules(directory: Path, case: EmbedderCase) -> None:
     config["word_embedding_dimension"] = SHARED["hidden_size"]
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    size = SHARED["hidden_size"]
+    layers = zip(case.dense, dense_weights(case), strict=True)
+    for i, ((outputs, has_bias, activation), tensors) in enumerate(layers, start=2):
+        part = "linear" if activation == "Identity" else "activation"
+        described = {
+            "in_features": size,
+            "out_features": outputs,
+            "bias": has_bias,
+            "activation_function": f"torch.nn.modules.{part}.{activation}",
+        }
+        folder = directory / f"{i}_Dense"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(described))
+        save_file(tensors, folder / "model.safetensors")
+        size = outputs

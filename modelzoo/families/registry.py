@@ -6,7 +6,9 @@ imports no jax. Guarantees: every option of a returned model is supported; other
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
+from ..pooling_config import Pooling
 from . import (
     bert,
     cohere,
@@ -44,8 +46,10 @@ __all__ = [
     "UnsupportedModel",
     "from_gguf_metadata",
     "from_hf_config",
+    "head_prefix",
     "hugging_face_form",
     "text_prefixes",
+    "with_pooling",
 ]
 
 FAMILIES: tuple[Family, ...] = (
@@ -143,10 +147,23 @@ def hugging_face_form(spec: ModelSpec) -> ModelSpec:
     return ModelSpec(spec.family, spec.config, sources, names=names)
 
 
+def with_pooling(spec: ModelSpec, pooling: Pooling, dense: tuple[str, ...]) -> ModelSpec:
+    """A model with another pooling; `dense` has the tensor names of its dense layers, in order."""
+    assert spec.names is not None, "the model is in its Hugging Face form"
+    config, names = replace(spec.config, pooling=pooling), replace(spec.names, dense=dense)
+    sources = parameter_sources(config, names)
+    return replace(spec, config=config, names=names, sources=sources)
+
+
 def text_prefixes(spec: ModelSpec) -> tuple[TensorPrefix, ...]:
     """The prefixes that tensor names may have if the model is the text part of a larger model."""
     part_of = _family(spec).part_of
     return () if part_of is None else part_of.prefixes
+
+
+def head_prefix(spec: ModelSpec) -> str:
+    """The beginning of the names of tensors below a head, which a model without a head may lack."""
+    return _family(spec).hf_prefix
 
 
 def _family(spec: ModelSpec) -> Family:

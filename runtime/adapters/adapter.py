@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ...modelzoo.families.family import ModelSpec
-from ...modelzoo.families.registry import text_prefixes
+from ...modelzoo.families.registry import head_prefix, text_prefixes
 from ..checkpoint.safetensors import PICKLES, SafetensorsFile
 from ..checkpoint.small_files import file_inside, has_file, read_json_object, read_small
 from ..checkpoint.tensor_source import AxisPattern
@@ -23,6 +23,7 @@ from ..errors import InvalidAdapter, InvalidSafetensors
 from .adapter_config import AdapterConfig, read_adapter_config
 
 _HEADS = {"classifier", "score"}
+_TABLES = {"embed_tokens", "lm_head"}
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BEGINNING = "base_model.model."
 _ENDS = {
@@ -125,7 +126,7 @@ class Adapter:
         Raises:
           InvalidAdapter: The adapter does not fit the model, or a number is not finite.
         """
-        tensors = _matrices(spec)
+        tensors = self._modules(spec)
         self._check_targets(tensors)
         roles: dict[str, dict[str, str]] = {}
         for name in self._file.tensors:
@@ -144,6 +145,17 @@ class Adapter:
         if missing:
             raise self._error(f"expected matrices of {missing[0]!r}, as its target, got none")
         return AdapterWeights(pairs, whole)
+
+    def _modules(self, spec: ModelSpec) -> dict[str, str]:
+        """The published matrices, by the modules of the model that the adapter was trained on.
+
+        A model without its head has its modules without a common prefix, and patterns of the
+        configuration match these names.
+        """
+        matrices, prefix = _matrices(spec), head_prefix(spec)
+        named = {self._role(name, spec)[0] for name in self._file.tensors}
+        bare = {module.removeprefix(prefix): tensor for module, tensor in matrices.items()}
+        return bare if named.isdisjoint(matrices) and not named.isdisjoint(bare) else matrices
 
     def _must_have(self, module: str) -> bool:
         """Whether a module is a target by its name; patterns may match what peft cannot adapt."""
@@ -177,7 +189,7 @@ class Adapter:
 
     def _check_module(self, module: str, names: Mapping[str, str], spec: ModelSpec) -> None:
         """Check that the tensors of a module are those that the configuration asks for."""
-        is_table = module.endswith((".embed_tokens", "lm_head"))
+        is_table = module.rpartition(".")[2] in _TABLES
         if is_table and spec.config.tie_embeddings:
             raise self._error(
                 f"expected no change of {module!r}, as embedding and head of the model are one "

@@ -84,7 +84,7 @@ def _run(
     progress, disk = Progress(is_quiet=options.quiet or not peers.is_leader), Disk()
     with open_merged(options.model, options.merge_adapter) as files, ExitStack() as copies:
         files.unread.report(progress.note, is_strict=options.strict_config)
-        adapters = _open_adapters(options, files)
+        adapters = open_adapters(options, files)
         settings, outputs = _settings(
             options, files, plan_table, layout_table, peers.setup, adapters
         )
@@ -158,12 +158,10 @@ def _settings(
     # only if they are given, so that earlier journals without them fit
     if options.merge_adapter is not None:
         configuration["merged adapter"] = Adapter(options.merge_adapter).fingerprint()
-    models = None
     if adapters is not None:
-        base = dict.fromkeys((files.name, str(options.model)))
         # which rows are in error depends on the names
-        configuration["adapters"] = json.dumps([adapters.fingerprints(), sorted(base)])
-        models = base | {name: name for name in adapters.names}
+        base = sorted({files.name, str(options.model)})
+        configuration["adapters"] = json.dumps([adapters.fingerprints(), base])
     if options.ignore_unknown:
         configuration["unknown keys"] = "ignored"
     if options.prompt_column or options.id_column:
@@ -202,7 +200,7 @@ def _settings(
         updates=options.update,
         price_per_hour=_price_per_hour(options.prices, target_name(options, plan_table)),
         now=None if options.now is None else read_instant("--now", options.now),
-        models=models,
+        models=adapter_of_models(options, files, adapters),
     )
     return settings, outputs
 
@@ -226,7 +224,7 @@ def _check_places(options: argparse.Namespace, peers: Peers) -> None:
         )
 
 
-def _open_adapters(options: argparse.Namespace, files: ModelFiles) -> AdapterSet | None:
+def open_adapters(options: argparse.Namespace, files: ModelFiles) -> AdapterSet | None:
     """The adapters that rows may name; None without any."""
     paths: dict[str, Path] = {}
     for given in options.adapters:
@@ -238,6 +236,16 @@ def _open_adapters(options: argparse.Namespace, files: ModelFiles) -> AdapterSet
             )
         paths[name] = Path(path)
     return AdapterSet.open(files, paths) if paths else None
+
+
+def adapter_of_models(
+    options: argparse.Namespace, files: ModelFiles, adapters: AdapterSet | None
+) -> dict[str, str | None] | None:
+    """The adapter of rows by their `model`, as `JobSettings` has it; None without adapters."""
+    if adapters is None:
+        return None
+    own = dict.fromkeys((files.name, str(options.model)))
+    return own | {name: name for name in adapters.names}
 
 
 def output_for_stdout(options: argparse.Namespace, configuration: Mapping[str, str]) -> Path:

@@ -21,9 +21,9 @@ from ..errors import (
     EXIT_MODEL,
     EXIT_USAGE,
     CheckpointError,
-    ConfigError,
     InvalidTokenizer,
     JobError,
+    RowError,
 )
 from ..pods.peers import ALONE, Peers
 from ..structured.structures import Structures
@@ -32,10 +32,13 @@ from ..text.load_tokenizer import load_tokenizer
 from ..text.tokenizer import Tokenizer
 from .graph_rows import naming_rows
 from .job import Build, JobText
+from .lines import BatchRow
 from .manifest import PhaseClock
 from .part import Part
+from .pooled_encoder import PooledEncoder
 from .progress import Progress
 from .prompt_encoder import PromptEncoder
+from .row_kinds import check_kind, refusal, text_lengths
 from .scan import RowRequirements, ScanSummary
 
 if TYPE_CHECKING:
@@ -74,7 +77,8 @@ class BatchModel:
 
     def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
         """Open the tokenizer, and the process that renders chat templates."""
-        return open_text(self.files, now, self.structures)
+        adapters = () if self.adapters is None else self.adapters.names
+        return open_text(self.files, now, self.structures, adapters)
 
     def pooling(self) -> "Pooling":
         """How the model makes one vector of a text."""
@@ -108,14 +112,7 @@ class BatchModel:
         # `spec` raises for an unknown family, which must be an error of the model, not of the plan
         config = self.files.spec.config
         can_run = [row for row in summary.rows if row.requirements is not None]
-        lengths = _text_lengths(summary.requirements)
-        if not lengths:
-            self.files.check_generates()
-        elif self.adapters is not None:
-            raise ConfigError(
-                f"--adapters: expected none for rows of vectors, scores and classes, got "
-                f"{', '.join(self.adapters.names)}. Merge one into the weights: --merge-adapter."
-            )
+        lengths = text_lengths(summary.requirements)
         rows = [row_shape(requirements) for requirements in summary.requirements]
         shared = summary.prefixes.of_rows([row.row for row in can_run])
         table = shared if self.options.shares else NOTHING_SHARED
@@ -123,7 +120,7 @@ class BatchModel:
         forms = {row.structure for row in summary.requirements if row.structure is not None}
         make_plan = partial(self._make_plan, rows, table, forms, lengths)
         plan, target = self._resolve_plan(make_plan, stored_plan)
-        _check_task(plan, lengths)
+        check_kind(plan, lengths)
         text = plan.to_toml()
         bundle = self._agree_on_plan(text)
         weights = self.files.weights_digest(self.peers)
@@ -242,36 +239,12 @@ class BatchModel:
         # the formats of weights decide how much memory is left for the cache
         numbers = keep_published(overridden_numbers(numbers, overrides), self.files)
         if lengths:
-            return embedding_plan(lengths, target, model, numbers, config, layout, overrides)
+            return embedding_plan(lengths, target.name, model, numbers, config, layout, overrides)
         structured = self.structures.grid(forms)
         adapters = None if self.adapters is None else self.adapters.grid()
         sizes = table, structured, adapters
         return derived_plan(
             rows, target, model, numbers, config, layout, overrides, self.peers, *sizes
-        )
-
-
-def _text_lengths(rows: Sequence[RowRequirements]) -> list[int]:
-    """The lengths of all texts to embed; empty for a job that generates or scores tokens."""
-    num_pooled = sum(bool(row.text_lengths) for row in rows)
-    if num_pooled not in (0, len(rows)):
-        raise JobError(
-            f"the rows of a job: expected all to ask for vectors of texts (/v1/embeddings, "
-            f"/v1/score, /v1/rerank, /v1/classify) or none, got {num_pooled} of {len(rows)} rows "
-            f"that do. Their graphs differ: run them as two jobs.",
-            EXIT_USAGE,
-        )
-    return [length for row in rows for length in row.text_lengths]
-
-
-def _check_task(plan: "Plan", lengths: Sequence[int]) -> None:
-    """Refuse a plan for another kind of rows."""
-    if plan.buckets.embed != bool(lengths):
-        asked = "vectors of texts" if lengths else "tokens or their scores"
-        raise JobError(
-            f"plan buckets.embed: expected {str(bool(lengths)).lower()}, as the rows ask for "
-            f"{asked}, got {str(plan.buckets.embed).lower()}. Run without --plan, or plan again.",
-            EXIT_USAGE,
         )
 
 
@@ -323,7 +296,10 @@ def _note_plan(
 
 @contextmanager
 def open_text(
-    files: ModelFiles, now: datetime | None = None, structures: Structures | None = None
+    files: ModelFiles,
+    now: datetime | None = None,
+    structures: Structures | None = None,
+    adapters: Sequence[str] = (),
 ) -> Iterator[JobText]:
     """Open the tokenizer of a model, and the process that renders its chat template.
 
@@ -331,6 +307,7 @@ def open_text(
         files: The model; without a tokenizer, rows must have token ids.
         now: The time that templates see; by default the time of this call.
         structures: Compiles the forms of answers that rows ask for.
+        adapters: The names of the adapters that rows may use.
 
     Raises:
         JobError: The tokenizer's files are invalid.
@@ -339,8 +316,13 @@ def open_text(
         tokenizer = load_tokenizer(files.tokenizer_files)
     except InvalidTokenizer as error:
         raise JobError(str(error), EXIT_MODEL) from error
+
+    def refuse(row: BatchRow) -> RowError | None:
+        return refusal(row, files.spec.config, adapters)
+
+    encode_pooled = PooledEncoder(tokenizer, lambda: files.spec.config)
     if tokenizer is None:
-        yield JobText(PromptEncoder(None), None)
+        yield JobText(PromptEncoder(None, encode_pooled=encode_pooled, refuse=refuse), None)
         return
     structures = structures or Structures()
     structures.make_trie = partial(_vocabulary, files, tokenizer)
@@ -350,7 +332,8 @@ def open_text(
                 tokenizer,
                 chat.encode_all,
                 structures,
-                compares_pairs=lambda: bool(files.spec.config.pooling.labels),
+                encode_pooled,
+                refuse,
             ),
             tokenizer,
             reads_clock=lambda: chat.reads_clock,

@@ -36,7 +36,7 @@ def describe_rows(name: str, grid: "BucketGrid", rows: Sequence[ScannedRow]) -> 
         for row in rows
         if row.requirements is not None and needs_graph(name, grid, row.requirements)
     ]
-    named = [f"{row.custom_id!r} (line {row.line_number})" for row in affected[:NUM_NAMED]]
+    named = [f"{row.custom_id!r} ({row.place})" for row in affected[:NUM_NAMED]]
     listed = f": {', '.join(named)}{', ...' * (len(affected) > NUM_NAMED)}" if named else ""
     return f"{len(affected)} of {plural(len(rows), 'row')} need it{listed}; none has run."
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from ..console import plural
 from ..errors import JournalError, RowError
 from ..files.disk import FileDigest
+from ..files.strict_json import Unit
 from .job import JobModel, JobSettings, JobText
 from .journal import Journal
 from .journal_records import INSTANT
@@ -24,7 +25,7 @@ from .lines import BadRow, BatchRow
 from .part import Part
 from .progress import Progress
 from .repeats import RowDigests
-from .row_files import open_rows
+from .row_files import open_rows, unit_of
 from .scan import ScannedRow, ScanSummary, read_again, scan
 from .token_spill import TokenSpill
 
@@ -42,6 +43,8 @@ class JobInput:
     token_ids: TokenSpill
     digest: FileDigest | None = None
     """The digest of an input that was converted; None if `file` is the input itself."""
+    unit: Unit = "line"
+    """The unit in which places in the input are counted."""
     ignores_unknown: bool = False
     ignored: Counter[str] = field(default_factory=Counter)
     """The number of rows with each unknown key that was ignored."""
@@ -58,6 +61,7 @@ class JobInput:
             defaults=self.defaults,
             ignores_unknown=self.ignores_unknown,
             models=self.models,
+            unit=self.unit,
             on_error=on_error,
             on_encoded=self._keep,
             on_progress=partial(
@@ -147,6 +151,7 @@ def open_input(
             settings.sampling_defaults,
             token_ids,
             digest,
+            unit_of(settings.input_path),
             settings.ignores_unknown,
             models=settings.models,
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import RowError
-from ..files.strict_json import MAX_LINE_BYTES, Line, dump_line, parse_object
+from ..files.strict_json import MAX_LINE_BYTES, Line, Unit, dump_line, parse_object
 from ..request import SamplingParams, wrong_value
 from ..text.chat_messages import normalise_messages
 from .pooled_body import EMBEDDING_URL, POOLED_URLS, PooledRequest, read_pooled, unknown_pooled_keys
@@ -61,6 +61,12 @@ class BatchRow:
     tools: Tools | None = None
     pooled: PooledRequest | None = None
     """The texts to embed, to compare or to classify; None for other requests."""
+    unit: Unit = "line"
+
+    @property
+    def place(self) -> str:
+        """The place of the row in its file, for people."""
+        return f"{self.unit} {self.line_number}"
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,12 @@ class BadRow:
     custom_id: str | None
     request_hash: str
     error: RowError
+    unit: Unit = "line"
+
+    @property
+    def place(self) -> str:
+        """The place of the line in its file, for people."""
+        return f"{self.unit} {self.line_number}"
 
     def failed(self, error: RowError) -> "BadRow":
         """The line with another error."""
@@ -120,10 +132,10 @@ def read_row(
             request_hash = hashlib.sha256(shown).hexdigest()
     except RowError as error:
         if custom_id is None:
-            message = f"line {line.number}: {error.message}"
+            message = f"{line.place}: {error.message}"
             error = RowError(error.code, message, error.param)
         line_hash = hashlib.sha256(line.content or b"").hexdigest()
-        return BadRow(row, line.number, line.offset, custom_id, line_hash, error)
+        return BadRow(row, line.number, line.offset, custom_id, line_hash, error, line.unit)
     return BatchRow(
         row=row,
         line_number=line.number,
@@ -131,22 +143,29 @@ def read_row(
         custom_id=custom_id,
         request_hash=request_hash,
         ignored=ignored,
+        unit=line.unit,
         **content,
     )
 
 
+def bad_row(row: "BatchRow | BadRow", error: RowError) -> BadRow:
+    """The error row that a row becomes."""
+    place = (row.row, row.line_number, row.offset)
+    return BadRow(*place, row.custom_id, row.request_hash, error, row.unit)
+
+
 def duplicate_of(row: BatchRow | BadRow, first_line_number: int) -> BadRow:
     """The error row for a line with the custom_id of an earlier line."""
-    error = duplicate_error(row.line_number, row.custom_id, first_line_number)
-    return BadRow(row.row, row.line_number, row.offset, row.custom_id, row.request_hash, error)
+    first = f"{row.unit} {first_line_number}"
+    return bad_row(row, duplicate_error(row.place, row.custom_id, first))
 
 
-def duplicate_error(line_number: int, custom_id: str | None, first_line_number: int) -> RowError:
+def duplicate_error(place: str, custom_id: str | None, first_place: str) -> RowError:
     """The error for a line with the custom_id of an earlier line."""
     return RowError(
         "duplicate_custom_id",
-        f"line {line_number}: expected a new custom_id, got {str(custom_id)[:100]!r}, the id of "
-        f"line {first_line_number}, which counts. Give every line its own.",
+        f"{place}: expected a new custom_id, got {str(custom_id)[:100]!r}, the id of "
+        f"{first_place}, which counts. Give each its own.",
         "custom_id",
     )
 

@@ -37,7 +37,7 @@ from .manifest import (
 from .output import write_outputs
 from .part import WHOLE, Part
 from .progress import Progress
-from .results import STOPPED_SAMPLES, TOKENS_LEFT, error_of_line
+from .results import CUT, STOPPED_SAMPLES, TOKENS_LEFT, error_of_line
 from .row_files import check_output, encoded, is_plain, output_lines
 
 
@@ -227,7 +227,8 @@ def _merged_manifest(parts: Sequence[FinishedPart]) -> dict[str, Any]:
     """The manifest of the whole job without `outputs`; facts of single parts are in `parts`."""
     manifests = [part.manifest for part in parts]
     job = next((m for m in manifests if m["plan"] is not None), manifests[0])
-    totals = ("prompt_tokens", "output_tokens", STOPPED_SAMPLES, TOKENS_LEFT, "compiles_during_run")
+    samples = (STOPPED_SAMPLES, TOKENS_LEFT)
+    totals = ("prompt_tokens", CUT, "output_tokens", *samples, "compiles_during_run")
     return {
         **{key: job[key] for key in COMMON_KEYS if key in job},
         "configuration": {**job["configuration"], "rows": str(WHOLE)},

@@ -33,7 +33,7 @@ from .manifest import (
     versions,
     write_manifest,
 )
-from .results import AT_MAX_LENGTH, DROPPED, STOPPED_SAMPLES, TOKENS_LEFT, OutputLines
+from .results import AT_MAX_LENGTH, CUT, DROPPED, STOPPED_SAMPLES, TOKENS_LEFT, OutputLines
 from .row_files import encoded
 from .scan import ScannedRow, ScanSummary
 
@@ -149,7 +149,7 @@ def _run_facts(
         "wall_seconds": sum(seconds.values()),
         "prompt_tokens": total(finished, "prompt_tokens"),
         "output_tokens": total(finished, "output_tokens"),
-        **{key: total(finished, key) for key in (STOPPED_SAMPLES, TOKENS_LEFT)},
+        **{key: total(finished, key) for key in (CUT, STOPPED_SAMPLES, TOKENS_LEFT)},
         "output_tokens_per_second": num_tokens / seconds["run"] if seconds["run"] else None,
         "time_to_first_token_seconds": spread(finished, "time_to_first_token"),
         "inter_token_latency_seconds": spread(finished, "inter_token_latency"),

@@ -7,7 +7,7 @@ not know about lines, tokenizers or models. Guarantees: every body gives a `Pool
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import RowError
@@ -34,16 +34,15 @@ POOLED_URLS: Mapping[str, Task] = {
 MAX_TEXTS = 2048
 """The maximum number of texts of a request, as in OpenAI's interface."""
 MAX_TOKEN_ID = 2**31 - 1
-# keys that do not change the answer: labels, and the order of other requests
-_WITHOUT_EFFECT = ("model", "user", "priority")
+# keys of all tasks; all but the first do not change the answer: labels, the order of other requests
+_COMMON = ("truncate_prompt_tokens", "model", "user", "priority")
 _KEYS: Mapping[Task, tuple[str, ...]] = {
-    "embed": ("input", "encoding_format", "dimensions", *_WITHOUT_EFFECT),
-    "score": ("text_1", "text_2", "use_activation", *_WITHOUT_EFFECT),
-    "rerank": ("query", "documents", "top_n", "use_activation", *_WITHOUT_EFFECT),
-    "classify": ("input", "use_activation", *_WITHOUT_EFFECT),
+    "embed": ("input", "encoding_format", "dimensions", *_COMMON),
+    "score": ("text_1", "text_2", "use_activation", *_COMMON),
+    "rerank": ("query", "documents", "top_n", "use_activation", *_COMMON),
+    "classify": ("input", "use_activation", *_COMMON),
 }
 _NOT_SUPPORTED = {
-    "truncate_prompt_tokens": "Nothing is truncated: shorten the text.",
     "messages": "Give the text as a string.",
     "activation": "Give use_activation.",
     "softmax": "Give use_activation.",
@@ -67,6 +66,9 @@ class PooledRequest:
     """The number of the best documents to return; None for all."""
     use_activation: bool = True
     """Whether the outputs of a classifier become probabilities."""
+    max_tokens: int | None = None
+    """The number of first tokens of each text to keep; None for all, -1 for those of the model's
+    maximum length."""
 
     @property
     def pairs(self) -> list[tuple[Text, str]]:
@@ -85,6 +87,10 @@ def read_pooled(task: Task, body: Mapping[str, Any]) -> PooledRequest:
     for key in given:
         if key not in _KEYS[task]:
             raise _unknown(key, _KEYS[task])
+    return replace(_request(task, given), max_tokens=_max_tokens(given))
+
+
+def _request(task: Task, given: Mapping[str, Any]) -> PooledRequest:
     match task:
         case "embed":
             return PooledRequest(
@@ -182,6 +188,15 @@ def _count(given: Mapping[str, Any], key: str) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise wrong_value(key, "an integer of at least 1", value)
+    return value
+
+
+def _max_tokens(given: Mapping[str, Any]) -> int | None:
+    key = "truncate_prompt_tokens"
+    value = given.get(key)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_integer and (value >= 1 or value == -1)):
+        raise wrong_value(key, "an integer of at least 1, or -1", value)
     return value
 
 

@@ -4,11 +4,13 @@ The copy of an output has the name of the output, in a folder of the work folder
 the output's folder. The journal and the lock are beside it, so the same command finds them again.
 
 Does not know how rows run. Guarantees: an output that is at its URL already is seen before a row
-runs; outputs are published only if they are complete, the manifest last; the local copies are
-removed only after every URL has their content.
+runs; outputs are published only if they are complete, the manifest last; a file at a URL that
+another program wrote since the job began is never replaced; the local copies are removed only after
+every URL has their content.
 """
 
 import hashlib
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,12 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import EXIT_RESUMABLE, ConfigError, JobError, OutputIsLocked, UnusableFile
-from ..files.disk import Disk
+from ..files.disk import Disk, replace_file
 from ..files.remote import RemoteFile, Url
 from .journal import journal_path
 from .manifest import manifest_path, output_differences, read_manifest
 
 Place = Path | Url
+States = dict[str, dict[str, str] | None]
+"""The state of each URL, as `RemoteFile.state` returns it."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,16 @@ class Outputs:
             restarts: Whether outputs at the URLs do not count.
 
         Raises:
-            UnusableFile: A URL cannot be read.
-            JobError: A URL cannot be written; the finished outputs are kept.
+            UnusableFile: A URL cannot be read, or has changed since the job began.
+            JobError: A URL cannot be written, or has changed; the finished outputs are kept.
         """
         if not self.urls:
             yield
             return
         remote = {path: RemoteFile(url) for path, url in self.urls.items()}
+        states = self._states_at_beginning(remote, disk, restarts=restarts)
+        for path, file in remote.items():
+            self._check_unchanged(path, file, states)
         try:
             for path, file in remote.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,24 +89,61 @@ class Outputs:
         except OutputIsLocked:
             raise
         except BaseException:
-            self._leave(remote, disk, note)
+            self._leave(remote, states, disk, note)
             raise
         else:
-            self._leave(remote, disk, note)
+            self._leave(remote, states, disk, note)
+
+    def _states_at_beginning(
+        self, remote: dict[Path, RemoteFile], disk: Disk, *, restarts: bool
+    ) -> States:
+        """The states of the URLs when the job began, which are kept beside the outputs."""
+        path = self._states_path
+        if path.exists() and not restarts:
+            return json.loads(path.read_bytes())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # of outputs that are here without their states nobody knows what they would replace
+        is_new = restarts or not (self._is_begun() or any(path.exists() for path in remote))
+        states = {str(file.url): file.state() for file in remote.values()} if is_new else {}
+        replace_file(disk, path, [json.dumps(states).encode()])
+        return states
+
+    @property
+    def _states_path(self) -> Path:
+        return self.output.with_name(f"{self.output.name}.urls.json")
+
+    def _check_unchanged(self, path: Path, file: RemoteFile, states: States) -> None:
+        """Refuse to replace a file that another program wrote since the job began."""
+        if file.state() in (None, states.get(str(file.url))) or (
+            path.exists() and file.holds(path)
+        ):
+            return
+        raise UnusableFile(
+            f"{file.url}: expected the file that was there when the job began, or none, got "
+            f"another one, which is kept. Move it away to go on with the outputs in {path.parent}, "
+            "or choose another output."
+        )
 
     def _leave(
-        self, remote: dict[Path, RemoteFile], disk: Disk, note: Callable[[str], None]
+        self,
+        remote: dict[Path, RemoteFile],
+        states: States,
+        disk: Disk,
+        note: Callable[[str], None],
     ) -> None:
         if not self._is_begun() and self._is_complete():
-            self._publish(remote, note)
+            self._publish(remote, states, note)
             # without its output, a manifest that is left counts for nothing
-            self._remove(list(remote), disk)
+            self._remove([*remote, self._states_path], disk)
         elif not self._is_begun():
-            self._remove(self._fetched, disk)
+            self._remove([*self._fetched, self._states_path], disk)
 
-    def _publish(self, remote: dict[Path, RemoteFile], note: Callable[[str], None]) -> None:
+    def _publish(
+        self, remote: dict[Path, RemoteFile], states: States, note: Callable[[str], None]
+    ) -> None:
         for path, file in remote.items():
             try:
+                self._check_unchanged(path, file, states)
                 if file.publish(path):
                     note(f"{file.url}: {path.stat().st_size} bytes, uploaded and compared")
             except UnusableFile as error:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..embedding.texts import lengths_of
+from ..embedding.texts import lengths_of, num_cut
 from ..errors import RowError
 from ..request import CompletionOutput, RequestOutput, SampleCounts, TokenLogprob
 from ..text.tokenizer import Tokenizer
@@ -36,6 +36,8 @@ AT_MAX_LENGTH = "at_max_length"
 STOPPED_SAMPLES, TOKENS_LEFT = "stopped_samples", "tokens_left"
 """The keys of the number of samples that a rule stopped early, and of the tokens that they could
 still have had under their limits."""
+CUT = "prompt_tokens_cut"
+"""The key of the number of tokens that `truncate_prompt_tokens` cut from the texts of rows."""
 
 # errors of lines that were not read as requests: the standard's form with `response: null`
 _NEVER_EXECUTED = frozenset(
@@ -313,10 +315,9 @@ def error_in(record: Mapping[str, Any]) -> RowError | None:
 
 
 def error_text(row: BatchRow | BadRow | ScannedRow, error: RowError) -> str:
-    """The error of a row in one line, with the row's id and line number."""
-    line = f"line {row.line_number}"
-    name = line if row.custom_id is None else f"row {row.custom_id!r} ({line})"
-    return f"{name}: {error.code}: {error.message.removeprefix(f'{line}: ')}"
+    """The error of a row in one line, with the row's id and place."""
+    name = row.place if row.custom_id is None else f"row {row.custom_id!r} ({row.place})"
+    return f"{name}: {error.code}: {error.message.removeprefix(f'{row.place}: ')}"
 
 
 def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:
@@ -331,6 +332,8 @@ def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:
     }
     if row.pooled is not None:
         values["prompt_tokens"] = sum(lengths_of(output.prompt_token_ids))
+        if cut := num_cut(output.prompt_token_ids):
+            values[CUT] = cut
     if samples is not None and samples.stopped:
         values[STOPPED_SAMPLES] = samples.stopped
         values[TOKENS_LEFT] = samples.tokens_left

@@ -27,6 +27,7 @@ from ..files.compression import (
 )
 from ..files.disk import Disk, FileDigest, digest_file, open_nameless
 from ..files.file_facts import FileFacts
+from ..files.strict_json import Unit
 from .input_format import other_format
 from .tables import Columns, check_parquet, csv_lines, from_parquet, parquet_lines, to_parquet
 
@@ -42,6 +43,11 @@ def table_of(path: Path) -> Literal["lines", "csv", "parquet"]:
             return "parquet"
         case _:
             return "lines"
+
+
+def unit_of(path: Path) -> Unit:
+    """The unit in which places in a file are counted; lines of a table are its rows."""
+    return "line" if table_of(path) == "lines" else "row"
 
 
 def check_input(path: Path) -> None:

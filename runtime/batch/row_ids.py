@@ -8,7 +8,7 @@ from ..checkpoint import ModelFiles
 from ..errors import InputError
 from .batch_model import open_text
 from .lines import BadRow, BatchRow
-from .row_files import check_input, open_rows
+from .row_files import check_input, open_rows, unit_of
 from .scan import scan
 from .tables import Columns
 
@@ -28,19 +28,19 @@ def read_row_ids(path: Path, files: ModelFiles) -> list[list[int]]:
     vocab_size = files.spec.config.vocab_size
 
     def refuse(bad: BadRow) -> None:
-        raise InputError(f"{path}: line {bad.line_number}: {bad.error}")
+        raise InputError(f"{path}: {bad.place}: {bad.error}")
 
     def keep(row: BatchRow, ids: Sequence[int]) -> None:
         if beyond := [token for token in ids if token >= vocab_size]:
             raise InputError(
-                f"{path}: line {row.line_number}: expected ids below {vocab_size}, got {beyond[0]}."
+                f"{path}: {row.place}: expected ids below {vocab_size}, got {beyond[0]}."
             )
         rows.append(list(ids))
 
     folder = Path(tempfile.gettempdir())
     opened = open_rows(path, Columns(), folder, note=lambda message: None)
     with opened as (file, _), open_text(files) as text:
-        scan(file, text.encode, on_error=refuse, on_encoded=keep)
+        scan(file, text.encode, unit=unit_of(path), on_error=refuse, on_encoded=keep)
     if not rows:
         raise InputError(f"{path}: expected at least one row, got none.")
     return rows

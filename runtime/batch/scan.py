@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from ..embedding.texts import lengths_of
 from ..errors import InputError, RowError
-from ..files.strict_json import Line, read_line_at, read_lines
-from .lines import BadRow, BatchRow, duplicate_of, read_row
+from ..files.strict_json import Line, Unit, read_line_at, read_lines
+from .lines import BadRow, BatchRow, bad_row, duplicate_of, read_row
 from .prompt_encoder import Encoded
 
 if TYPE_CHECKING:
@@ -60,6 +60,12 @@ class ScannedRow:
     request_hash: str
     requirements: RowRequirements | None
     bad: BadRow | None
+    unit: Unit = "line"
+
+    @property
+    def place(self) -> str:
+        """The place of the row in its file, for people."""
+        return f"{self.unit} {self.line_number}"
 
     @property
     def key(self) -> tuple[str, str]:
@@ -90,6 +96,7 @@ def scan(
     defaults: Mapping[str, Any] | None = None,
     ignores_unknown: bool = False,
     models: Mapping[str, str | None] | None = None,
+    unit: Unit = "line",
     on_error: Callable[[BadRow], None] = lambda bad: None,
     on_encoded: Callable[[BatchRow, Sequence[int]], None] = lambda row, ids: None,
     on_progress: Callable[[int, int], None] = lambda num_rows, num_bytes: None,
@@ -102,6 +109,7 @@ def scan(
         defaults: Sampling parameters for keys that a request leaves out.
         ignores_unknown: Whether unknown keys of a request are ignored.
         models: The adapter of rows by their `model`, as `read_row` takes it.
+        unit: The unit in which errors count places.
         on_error: Called with each row in error, in order, as soon as it is known.
         on_encoded: Called with each other row and its token ids, in order.
         on_progress: Called with the numbers of rows and bytes so far, after every chunk.
@@ -121,7 +129,7 @@ def scan(
 
     options = {"ignores_unknown": ignores_unknown, "models": models}
     read = partial(read_row, defaults=defaults, **options)
-    chunks = _read_chunks(file, read, observe)
+    chunks = _read_chunks(read_lines(file, observe=observe, unit=unit), read)
     for encoded in map_ahead(partial(_encode_chunk, encode), chunks):
         for outcome in encoded:
             if isinstance(outcome, BadRow):
@@ -160,15 +168,13 @@ def map_ahead(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator
 
 
 def _read_chunks(
-    file: BinaryIO,
-    read: Callable[[Line, int], BatchRow | BadRow],
-    observe: Callable[[bytes], None],
+    lines: Iterable[Line], read: Callable[[Line, int], BatchRow | BadRow]
 ) -> Iterator[list[BatchRow | BadRow]]:
     """Read the rows of a file in chunks, and check them for repeated custom_ids."""
     first_lines: dict[str, int] = {}
     chunk: list[BatchRow | BadRow] = []
     num_bytes = 0
-    for index, line in enumerate(read_lines(file, observe=observe)):
+    for index, line in enumerate(lines):
         row = read(line, index)
         if row.custom_id is not None:
             first = first_lines.setdefault(row.custom_id, line.number)
@@ -192,7 +198,7 @@ def _encode_chunk(
     for row in chunk:
         ids = row if isinstance(row, BadRow) else next(encoded)
         if isinstance(row, BatchRow) and isinstance(ids, RowError):
-            ids = BadRow(row.row, row.line_number, row.offset, row.custom_id, row.request_hash, ids)
+            ids = bad_row(row, ids)
         outcomes.append(ids if isinstance(ids, BadRow) else (row, ids))
     return outcomes
 
@@ -211,12 +217,12 @@ def read_again(
         InputError: The line has changed since the scan.
     """
     content = read_line_at(file, scanned.offset)
-    line = Line(scanned.line_number, scanned.offset, content)
+    line = Line(scanned.line_number, scanned.offset, content, scanned.unit)
     options = {"ignores_unknown": ignores_unknown, "models": models}
     row = read_row(line, scanned.row, defaults=defaults, **options)
     if isinstance(row, BadRow) or (row.custom_id, row.request_hash) != scanned.key:
         raise InputError(
-            f"line {scanned.line_number} of the input changed while the job ran. Finished rows are "
+            f"{scanned.place} of the input changed while the job ran. Finished rows are "
             "kept; run the same command again to continue with the changed file."
         )
     return row
@@ -238,6 +244,5 @@ def _requirements_of(row: BatchRow, ids: Sequence[int]) -> RowRequirements:
 def _scanned_row(
     row: BatchRow | BadRow, requirements: RowRequirements | None, bad: BadRow | None
 ) -> ScannedRow:
-    return ScannedRow(
-        row.row, row.line_number, row.offset, row.custom_id, row.request_hash, requirements, bad
-    )
+    place = (row.row, row.line_number, row.offset)
+    return ScannedRow(*place, row.custom_id, row.request_hash, requirements, bad, row.unit)

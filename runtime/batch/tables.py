@@ -78,28 +78,28 @@ def csv_lines(
     is_tabs = without_compression(path).suffix.lower() == ".tsv"
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
     reader = csv.reader(text, delimiter="\t" if is_tabs else ",", strict=True)
+    number = 0
     try:
         header = next(reader, [])
         prompt, name = columns.find(path, header)
         _note_unread(path, header, (prompt, name), note)
-        for cells in reader:
-            if not cells:  # a blank line
-                continue
+        for number, cells in enumerate(filter(None, reader), start=1):  # without blank lines
             if len(cells) != len(header):
                 raise InputError(
-                    f"{path}: line {reader.line_num}: expected {len(header)} cells, as in the "
-                    f"first line, got {len(cells)}. Quote cells that contain separators."
+                    f"{path}: row {number} (line {reader.line_num}): expected {len(header)} cells, "
+                    f"as in the first line, got {len(cells)}. Quote cells that contain separators."
                 )
             row = dict(zip(header, cells, strict=True))
             yield _line(prompt, row[prompt], None if name is None else row[name])
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{path}: expected UTF-8, got {error.reason} after line {reader.line_num}. Run iconv "
-            "-t UTF-8 on it first."
+            f"{path}: expected UTF-8, got {error.reason} after row {number} (line "
+            f"{reader.line_num}). Run iconv -t UTF-8 on it first."
         ) from None
     except csv.Error as error:
         raise InputError(
-            f"{path}: line {reader.line_num}: expected CSV, got {error}. Write the table again."
+            f"{path}: row {number + 1} (line {reader.line_num}): expected CSV, got {error}. Write "
+            "the table again."
         ) from None
     finally:
         text.detach()  # its end would close the file
@@ -112,7 +112,7 @@ def parquet_lines(path: Path, columns: Columns, note: Callable[[str], None]) -> 
     Raises:
         InputError: It is no Parquet file, a column is missing, or it has values without JSON form.
     """
-    parquet = _parquet(path)
+    parquet, number = _parquet(path), 0
     try:
         with parquet.ParquetFile(path) as table:
             present = table.schema_arrow.names
@@ -121,6 +121,7 @@ def parquet_lines(path: Path, columns: Columns, note: Callable[[str], None]) -> 
             read = [prompt] if name in (None, prompt) else [prompt, name]
             for batch in table.iter_batches(BATCH_ROWS, columns=read):
                 for row in batch.to_pylist():
+                    number += 1
                     custom_id = None if name is None else _without_nan(row[name])
                     yield _line(prompt, _without_nan(row[prompt]), custom_id)
     except InputError:
@@ -129,9 +130,9 @@ def parquet_lines(path: Path, columns: Columns, note: Callable[[str], None]) -> 
         raise InputError(f"{path}: expected Parquet, got {error}. Write the table again.") from None
     except TypeError as error:
         raise InputError(
-            f"{path}: expected texts, token ids or messages as prompts, and texts or integers as "
-            f"ids, got other values ({error}). Name other columns with --prompt-column and "
-            "--id-column."
+            f"{path}: row {number}: expected texts, token ids or messages as prompts, and texts or "
+            f"integers as ids, got other values ({error}). Name other columns with "
+            "--prompt-column and --id-column."
         ) from None
 
 

@@ -24,6 +24,7 @@ from ..pods.peers import ALONE, Peers
 from .dequantised_tensors import DequantisedTensors, dequantise
 from .generation_defaults import GenerationDefaults
 from .gguf import GGUFFile
+from .module_tensors import ModuleTensors, module_weight_files
 from .orbax_store import (
     GGUF_METADATA,
     NORIA_JSON,
@@ -36,7 +37,7 @@ from .orbax_store import (
     spec_of,
 )
 from .safetensors import PICKLES, SafetensorsDirectory, safetensors_files
-from .sentence_modules import module_files, read_pooling
+from .sentence_modules import dense_folders, module_files, read_pooling
 from .small_files import has_file, read_json_object, read_small
 from .tensor_source import TensorSource
 from .unread_parts import UnreadParts
@@ -167,7 +168,7 @@ class HuggingFaceModel(ModelFiles):
 
     @cached_property
     def spec(self) -> "ModelSpec":
-        from ...modelzoo.families.registry import from_hf_config
+        from ...modelzoo.families.registry import from_hf_config, with_pooling
 
         names = self.tensors.tensors if self._has_weights else ()
         with _naming_file(self.path / CONFIG):
@@ -177,7 +178,8 @@ class HuggingFaceModel(ModelFiles):
             spec = replace(spec, ignored_tensors=(*spec.ignored_tensors, *zeros))
         pooling = read_pooling(self.path, spec.config.embed)
         if pooling is not None and not spec.config.pooling.labels:
-            spec = replace(spec, config=replace(spec.config, pooling=pooling))
+            dense = (f"{folder}/linear" for folder in dense_folders(self.path))
+            spec = with_pooling(spec, pooling, tuple(dense))
         return spec
 
     @cached_property
@@ -198,7 +200,8 @@ class HuggingFaceModel(ModelFiles):
 
     @cached_property
     def stored_tensors(self) -> TensorSource:
-        return SafetensorsDirectory(self.path)
+        model, folders = SafetensorsDirectory(self.path), dense_folders(self.path)
+        return ModuleTensors(model, self.path, folders) if folders else model
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
@@ -218,7 +221,8 @@ class HuggingFaceModel(ModelFiles):
         return read_json_object(self.path / name)
 
     def weight_files(self) -> Mapping[str, Path]:
-        return {path.name: path for path in sorted(safetensors_files(self.path))}
+        files = {path.name: path for path in sorted(safetensors_files(self.path))}
+        return files | module_weight_files(self.path, dense_folders(self.path))
 
     def _descriptions(self) -> Iterable[tuple[str, bytes]]:
         names = (CONFIG, "generation_config.json", *TOKENIZER_FILES)

@@ -1,20 +1,21 @@
 """Reads how a model turns states into one vector, from the module files of sentence-transformers.
 
-`modules.json` lists modules, each with a folder: the transformer, its pooling, and dense layers or
-a normalisation after it. Knows nothing of tensors or devices. Guarantees: a module or an option
-that is not implemented is refused by name.
+`modules.json` lists modules, each with a folder: the transformer, its pooling, and then dense
+layers and a normalisation, if there are any. Knows nothing of tensors or devices. Guarantees: a
+module or an option that is not implemented is refused by name.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
-from ...modelzoo.pooling_config import Pooling, PoolingKind
+from ...modelzoo.pooling_config import Pooling, PoolingKind, Projection, ProjectionActivation
 from ..errors import InvalidConfig
 from .small_files import has_file, parse_json_object, read_json_object, read_small
 
 MODULES, OPTIONS = "modules.json", "sentence_bert_config.json"
+PROMPTS = "config_sentence_transformers.json"
 _KINDS: dict[str, PoolingKind] = {
     "cls": "first",
     "lasttoken": "last",
@@ -29,6 +30,16 @@ _MODES = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
+_ACTIVATIONS: dict[str, ProjectionActivation] = {
+    "torch.nn.modules.linear.Identity": "none",
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.GELU": "gelu",
+}
+"""The activations of dense layers, as their files name them; without a name it is Tanh."""
+_USUAL_ACTIVATION = "torch.nn.modules.activation.Tanh"
+_DENSE, _VECTOR = "Dense", "sentence_embedding"
+MAX_FEATURES = 2**20
 _DIMENSIONS = ("word_embedding_dimension", "embedding_dimension")
 
 
@@ -53,7 +64,8 @@ def read_pooling(directory: Path, embed: int) -> Pooling | None:
             f"{directory / OPTIONS}: expected do_lower_case false, got true, which is not "
             "implemented. Let the tokenizer write texts in lower case."
         )
-    kind, normalises = None, False
+    prompt = _default_prompt(directory)
+    kind, normalises, layers = None, False, []
     for number, (name, folder) in enumerate(_modules(directory)):
         if name == "Transformer" and number == 0:
             if folder:
@@ -62,17 +74,34 @@ def read_pooling(directory: Path, embed: int) -> Pooling | None:
                     f"the folder {folder!r}. Give this folder as the model, without pooling."
                 )
         elif name == "Pooling" and number == 1:
-            kind = _pooling_kind(directory / folder / "config.json", embed)
+            kind = _pooling_kind(directory / folder / "config.json", embed, prompt)
+        elif name == _DENSE and kind is not None and not normalises:
+            size = layers[-1].size if layers else embed
+            layers.append(_projection(directory / folder / "config.json", size))
         elif name == "Normalize" and kind is not None and not normalises:
             normalises = True
         else:
             raise InvalidConfig(
-                f"{directory / MODULES}: expected a Transformer, a Pooling and at most a Normalize "
-                f"in this order, got {name!r} as module {number}, which is not implemented here."
+                f"{directory / MODULES}: expected a Transformer, a Pooling, any Dense and at most "
+                f"a Normalize in this order, got {name!r} as module {number}, which is not "
+                f"implemented here."
             )
     if kind is None:
         raise InvalidConfig(f"{directory / MODULES}: expected a module Pooling, got none.")
-    return Pooling(kind, normalises=normalises)
+    return Pooling(
+        kind,
+        tuple(layers),
+        normalises=normalises,
+        prompt=prompt,
+        max_tokens=_max_tokens(directory / OPTIONS, options),
+    )
+
+
+def dense_folders(directory: Path) -> tuple[str, ...]:
+    """The folders of the dense layers of a model directory, in order."""
+    if not has_file(directory, MODULES):
+        return ()
+    return tuple(folder for name, folder in _modules(directory) if name == _DENSE and folder)
 
 
 def module_files(directory: Path) -> Iterable[tuple[str, bytes]]:
@@ -80,8 +109,9 @@ def module_files(directory: Path) -> Iterable[tuple[str, bytes]]:
     if not has_file(directory, MODULES):
         return
     yield MODULES, read_small(directory / MODULES)
-    if has_file(directory, OPTIONS):
-        yield OPTIONS, read_small(directory / OPTIONS)
+    for name in (OPTIONS, PROMPTS):
+        if has_file(directory, name):
+            yield name, read_small(directory / name)
     for _, folder in _modules(directory):
         if folder and has_file(directory / folder, "config.json"):
             yield f"{folder}/config.json", read_small(directory / folder / "config.json")
@@ -107,13 +137,42 @@ def _module(path: Path, entry: Any) -> tuple[str, str]:
     return kind.rpartition(".")[2], folder
 
 
-def _pooling_kind(path: Path, embed: int) -> PoolingKind:
+def _max_tokens(path: Path, options: Mapping[str, Any]) -> int | None:
+    """The length to which sentence-transformers cuts texts, and noria only if a request says so."""
+    if options.get("max_seq_length") is None:
+        return None
+    try:
+        return ConfigReader(options).integer("max_seq_length", maximum=MAX_FEATURES)
+    except UnsupportedModel as error:
+        raise InvalidConfig(f"{path}: {error}") from None
+
+
+def _default_prompt(directory: Path) -> str:
+    """The prompt that sentence-transformers puts before texts for which no other is asked."""
+    if not has_file(directory, PROMPTS):
+        return ""
+    table = read_json_object(directory / PROMPTS)
+    name, prompts = table.get("default_prompt_name"), table.get("prompts")
+    if name is None:
+        return ""
+    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    if not isinstance(prompt, str):
+        raise InvalidConfig(
+            f"{directory / PROMPTS}: expected a text in prompts for default_prompt_name, got none "
+            f"for {name!r:.80}. Remove the key, or fetch the file again."
+        )
+    return prompt
+
+
+def _pooling_kind(path: Path, embed: int, prompt: str) -> PoolingKind:
     """The pooling that the file of a pooling module names."""
     config = ConfigReader(read_json_object(path))
     try:
         for key in _DIMENSIONS:
             config.expect(key, embed)
-        # relevant only for prompts that are added to texts; noria adds none
+        if prompt:
+            # without it, the states of the prompt would not be pooled
+            config.expect("include_prompt", True, " beside a default prompt")
         config.ignore(("include_prompt",))
         modes = [mode for key, mode in _MODES.items() if config.flag(key, default=False)]
         if config.has("pooling_mode"):
@@ -127,3 +186,22 @@ def _pooling_kind(path: Path, embed: int) -> PoolingKind:
             f"pooling is implemented."
         )
     return _KINDS[modes[0]]
+
+
+def _projection(path: Path, num_inputs: int) -> Projection:
+    """The dense layer that the file of a module describes."""
+    config = ConfigReader(read_json_object(path))
+    try:
+        config.expect("in_features", num_inputs)
+        for key in ("module_input_name", "module_output_name"):
+            config.expect(key, _VECTOR)
+        config.expect("use_residual", False)
+        activation = config.text("activation_function", default=_USUAL_ACTIVATION)
+        if activation not in _ACTIVATIONS:
+            raise config.error("activation_function", f"one of {', '.join(_ACTIVATIONS)}")
+        size = config.integer("out_features", maximum=MAX_FEATURES)
+        has_bias = config.flag("bias", default=True)
+        config.refuse_rest()
+    except UnsupportedModel as error:
+        raise InvalidConfig(f"{path}: {error}") from None
+    return Projection(size, has_bias, _ACTIVATIONS[activation])

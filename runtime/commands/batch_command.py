@@ -6,6 +6,7 @@ from pathlib import Path
 from ..files.remote import path_or_url
 from ..pods import pod_options
 from .shared_options import (
+    add_adapters,
     add_dtype,
     add_layout,
     add_model,
@@ -53,14 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="adapter of peft (LoRA, rsLoRA, DoRA) to merge into the weights while they load",
     )
-    add(
-        "--adapters",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="NAME=DIR",
-        help="adapters of peft (LoRA, rsLoRA); the model of a row names the adapter that it uses",
-    )
+    add_adapters(parser)
     add(
         "--plan",
         type=Path,

@@ -11,12 +11,24 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..console import note, tell
 from ..devices.default_target import default_target
 from ..errors import ConfigError
 from ..files.remote import path_or_url
-from .shared_options import add_dtype, add_model, add_quiet
+from .shared_options import add_adapters, add_dtype, add_model, add_quiet
+
+if TYPE_CHECKING:
+    from ..checkpoint import ModelFiles
+    from ..planning.workload import Workload
+
+_OF_DECODE = (
+    "report", "from_output", "expected_output", "max_length", "calibration", "hardware", "chunks",
+    "max_padding", "max_prefill_graphs", "max_decode_graphs", "max_compile_minutes",
+    "seconds_per_graph", "compile_layouts", "max_memory_gb", "tries",
+)  # fmt: skip
+"""The options of the search, which a plan for vectors of texts does not have."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="layouts of the model on several devices to choose from, separated by spaces: NAME, "
         "NAME@data=2,tensor=4 or FILE (default: all named layouts over all meshes)",
     )
+    add_adapters(parser)
     add_dtype(parser)
     add(
         "--weights",
@@ -194,10 +207,11 @@ def _plan(options: argparse.Namespace) -> int:
     """Make the plan from files of this machine."""
     from ...compile.targets import find_target
     from .. import session
+    from ..batch.batch_job import adapter_of_models, open_adapters
     from ..checkpoint import open_model
     from ..files.disk import Disk, replace_file
     from ..planning import report
-    from ..planning.prediction import predict
+    from ..planning.prediction import predict, workload_of
     from ..planning.summary import summary
 
     _check_files(options)
@@ -205,15 +219,41 @@ def _plan(options: argparse.Namespace) -> int:
         session.prepare_jax(options.target)
         find_target(options.target)
 
-    with open_model(options.model, needs_weights=False) as files:
+    # the shapes of adapters are compared with those of the weights
+    with open_model(options.model, needs_weights=bool(options.adapters)) as files:
         files.unread.report(partial(note, options), is_strict=options.strict_config)
+        adapters = open_adapters(options, files)
+        workload = workload_of(options, files, adapter_of_models(options, files, adapters))
+        if workload.text_lengths:
+            return _plan_texts(options, files, workload)
         files.check_generates()
-        prediction = predict(options, files)
+        room = None if adapters is None else adapters.grid()
+        prediction = predict(options, files, workload, room)
         replace_file(Disk(), options.output, [prediction.plan.to_toml().encode()])
     content = report.to_json(prediction)
     if options.report is not None:
         report.write(prediction, content, options.report)
     tell(sys.stdout, summary(content))
+    tell(sys.stdout, f"plan: {options.output}")
+    return 0
+
+
+def _plan_texts(options: argparse.Namespace, files: "ModelFiles", workload: "Workload") -> int:
+    """Make the plan of a workload that asks for vectors of texts."""
+    from ..files.disk import Disk, replace_file
+    from ..planning.embedding_workload import plan_texts, text_summary
+
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    for name in _OF_DECODE:
+        if getattr(options, name) != parser.get_default(name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: expected none for vectors of texts, whose plan has "
+                f"no alternatives to compare, got {getattr(options, name)}. Leave it out."
+            )
+    plan = plan_texts(options, files, workload)
+    replace_file(Disk(), options.output, [plan.to_toml().encode()])
+    tell(sys.stdout, text_summary(plan, files, workload))
     tell(sys.stdout, f"plan: {options.output}")
     return 0
 
@@ -226,6 +266,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
     read = [options.workload, options.from_output, options.calibration, options.hardware]
     read += map(Path, [options.model, *split_spellings(options.layout or "")])
+    read += (Path(adapter.partition("=")[2]) for adapter in options.adapters)
     report_files = {}
     if options.report is not None:
         check_fillable(options.report)

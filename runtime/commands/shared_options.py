@@ -31,6 +31,18 @@ def add_strict_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_adapters(parser: argparse.ArgumentParser) -> None:
+    """Add `--adapters`, which `batch_job.open_adapters` reads."""
+    parser.add_argument(
+        "--adapters",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=DIR",
+        help="adapters of peft (LoRA, rsLoRA), of which each row may name one as its model",
+    )
+
+
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     """Add `--dtype` of weights and activations."""
     parser.add_argument(

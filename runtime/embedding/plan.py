@@ -12,7 +12,7 @@ from ...compile.grids.embed_grid import embed_defaults, embed_grid
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefill_ladder import prefill_padding
 from ...compile.plan import Numbers, Plan, PlannedModel
-from ...compile.targets import Target
+from ...compile.target_names import TargetName
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ..checkpoint.published_numbers import override_plan
@@ -27,7 +27,7 @@ ACCELERATOR_STEP = 16
 
 def embedding_plan(
     lengths: Sequence[int],
-    target: Target,
+    target: str,
     model: PlannedModel,
     numbers: Numbers,
     config: DecoderConfig,
@@ -38,7 +38,7 @@ def embedding_plan(
 
     Args:
       lengths: The number of tokens of each text.
-      target: The devices.
+      target: The name of the target, present or not.
       model: The model's name and fingerprint.
       numbers: The dtype and the format of weights.
       config: The model's configuration.
@@ -51,13 +51,13 @@ def embedding_plan(
     asked = apply_overrides({"buckets": {}}, overrides).get("buckets", {})
     defaults = with_overrides(aims(target, layout), asked)
     grid = embed_grid(lengths, config.max_position, defaults)
-    plan = Plan(target.name, model, numbers, grid, layout, default_experts(config))
+    plan = Plan(target, model, numbers, grid, layout, default_experts(config))
     return Plan.from_table(override_plan(tomllib.loads(plan.to_toml()), overrides))
 
 
-def aims(target: Target, layout: Layout | None) -> GridDefaults:
+def aims(target: str, layout: Layout | None) -> GridDefaults:
     """The aims of embedding grids for a target and a layout."""
-    is_cpu = target.platform == "cpu"
+    is_cpu = TargetName.parse(target).platform == "cpu"
     step, tokens = (1, CPU_TOKENS) if is_cpu else (ACCELERATOR_STEP, ACCELERATOR_TOKENS)
     own = GridDefaults.for_layout(layout)
     return embed_defaults(own, length_step=step, tokens_per_call=tokens)

@@ -1,8 +1,9 @@
 """The texts of one embedding request as token ids, and their form as one list of integers.
 
 The batch job keeps, compares and hashes the token ids of a row as one list. So the texts of a row
-are packed into a list: their number, the length and the first part of each, then all ids. Knows
-nothing of tokenizers or devices. Guarantees: `unpack(pack(texts)) == texts`.
+are packed into a list: their number, three facts of each (the length, the first part, the tokens
+that were cut), then all ids. Knows nothing of tokenizers or devices. Guarantees:
+`unpack(pack(texts)) == texts`.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,11 @@ class EncodedText(NamedTuple):
     ids: tuple[int, ...]
     num_first: int
     """The number of tokens of the first part of a pair, by token types; all tokens of a text."""
+    num_cut: int = 0
+    """The number of tokens that the request asked to cut."""
+
+
+_NUM_FACTS = 3
 
 
 def whole_text(ids: Sequence[int]) -> EncodedText:
@@ -24,20 +30,25 @@ def whole_text(ids: Sequence[int]) -> EncodedText:
 
 def pack(texts: Sequence[EncodedText]) -> list[int]:
     """Pack texts into one list of integers, which `unpack` reads."""
-    facts = [fact for text in texts for fact in (len(text.ids), text.num_first)]
+    facts = [fact for text in texts for fact in (len(text.ids), text.num_first, text.num_cut)]
     return [len(texts), *facts, *(token for text in texts for token in text.ids)]
 
 
 def unpack(packed: Sequence[int]) -> list[EncodedText]:
     """The texts in a list that `pack` returned."""
-    texts, start = [], 1 + 2 * packed[0]
-    for index in range(packed[0]):
-        length, num_first = packed[1 + 2 * index : 3 + 2 * index]
-        texts.append(EncodedText(tuple(packed[start : start + length]), num_first))
+    texts, start = [], 1 + _NUM_FACTS * packed[0]
+    for first in range(1, start, _NUM_FACTS):
+        length, num_first, num_cut = packed[first : first + _NUM_FACTS]
+        texts.append(EncodedText(tuple(packed[start : start + length]), num_first, num_cut))
         start += length
     return texts
 
 
 def lengths_of(packed: Sequence[int]) -> tuple[int, ...]:
     """The number of tokens of each text in a list that `pack` returned."""
-    return tuple(packed[1 : 1 + 2 * packed[0] : 2])
+    return tuple(packed[1 : 1 + _NUM_FACTS * packed[0] : _NUM_FACTS])
+
+
+def num_cut(packed: Sequence[int]) -> int:
+    """The number of tokens that were cut from the texts in a list that `pack` returned."""
+    return sum(packed[_NUM_FACTS : 1 + _NUM_FACTS * packed[0] : _NUM_FACTS])

@@ -20,6 +20,11 @@ from .optional_packages import require
 _PIECE_BYTES = 2**20
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 _EXTRA = "remote"
+_STATE_KEYS = (
+    "size", "ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified",
+    "updated", "created",
+)  # fmt: skip
+"""The facts by which stores tell versions of a file apart; times of reading are not among them."""
 
 
 @dataclass(frozen=True)
@@ -103,18 +108,24 @@ class RemoteFile:
         Raises:
             UnusableFile: The store refused the file, or has another content afterwards.
         """
-        if self._holds(path):
+        if self.holds(path):
             return False
         with self._failing("be written"):
             self._store.put_file(str(path), self._path)
-        if not self._holds(path):
+        if not self.holds(path):
             raise UnusableFile(
                 f"{self.url}: expected the {path.stat().st_size} bytes of {path} after the upload, "
                 "got another content. Run the same command again."
             )
         return True
 
-    def _holds(self, path: Path) -> bool:
+    def state(self) -> dict[str, str] | None:
+        """Facts that differ after the file was written again; None if it is not there."""
+        if (info := self._info()) is None:
+            return None
+        return {key: str(info[key]) for key in _STATE_KEYS if key in info}
+
+    def holds(self, path: Path) -> bool:
         """Whether the URL has the content of a file, by its size and its digest."""
         if (info := self._info()) is None or info.get("size") != path.stat().st_size:
             return False

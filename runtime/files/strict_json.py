@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 from ..errors import RowError
 
@@ -27,6 +27,10 @@ _BOM = b"\xef\xbb\xbf"
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+Unit = Literal["line", "row"]
+"""The unit in which places are counted: the lines of a file, or the rows of a table."""
+
+
 @dataclass(frozen=True)
 class Line:
     """A line that is not blank, without its line ending; `content` is None for a too long line."""
@@ -36,6 +40,12 @@ class Line:
     offset: int
     """Byte offset of the line in the file."""
     content: bytes | None
+    unit: Unit = "line"
+
+    @property
+    def place(self) -> str:
+        """The place of the line for people, such as `line 3`."""
+        return f"{self.unit} {self.number}"
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
@@ -89,6 +99,7 @@ def read_lines(
     *,
     max_line_bytes: int = MAX_LINE_BYTES,
     observe: Callable[[bytes], object] = len,
+    unit: Unit = "line",
 ) -> Iterator[Line]:
     """Yield the lines of a file that are not blank.
 
@@ -98,6 +109,7 @@ def read_lines(
         file: The file, open at its beginning.
         max_line_bytes: Maximum size of a line; longer lines have the content None.
         observe: Called with every piece that is read, so that it sees every byte once, in order.
+        unit: The unit of the line numbers; `row` for lines that were made of the rows of a table.
     """
     number = offset = 0
     while piece := file.readline(max_line_bytes + 2):
@@ -115,9 +127,9 @@ def read_lines(
             offset += len(piece)
             observe(piece)
         if is_too_long:
-            yield Line(number, start, None)
+            yield Line(number, start, None, unit)
         elif content.strip():
-            yield Line(number, start, content)
+            yield Line(number, start, content, unit)
 
 
 def read_line_at(file: BinaryIO, offset: int, *, max_line_bytes: int = MAX_LINE_BYTES) -> bytes:

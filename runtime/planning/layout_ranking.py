@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...compile.abstract_model import AbstractModel, model_sizes
+from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from ...compile.planning.cost import Calibration, CostModel
@@ -64,6 +65,8 @@ class Ranking:
     weight_rules: WeightRules = ALL_FLOAT
     cache_codes: str | None = None
     """The dtype of cache entries in codes; None for float entries."""
+    adapters: AdapterGrid | None = None
+    """The room for adapters, whose matrices are weights."""
     _definitions: dict[object, AbstractModel] = field(default_factory=dict)
 
     def rank(self, layouts: Sequence[Layout | None]) -> list[RankedLayout]:
@@ -130,7 +133,8 @@ class Ranking:
             layout, self.platform, self.config, cache_codes=self.cache_codes
         )
         if arrangement not in self._definitions:
-            definition = AbstractModel(self.config, arrangement, self.weight_rules)
+            rules, adapters = self.weight_rules, self.adapters
+            definition = AbstractModel(self.config, arrangement, rules, adapters)
             self._definitions[arrangement] = definition
         return self._definitions[arrangement]
 

@@ -7,11 +7,13 @@ import argparse
 import json
 import time
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ...compile.abstract_model import model_sizes
 from ...compile.expert_plan import default_experts
+from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.plan import Numbers, Plan, PlannedModel
@@ -62,21 +64,41 @@ class Prediction:
     """The seconds that planning took."""
 
 
-def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
+def workload_of(
+    options: argparse.Namespace, files: ModelFiles, models: Mapping[str, str | None] | None = None
+) -> Workload:
+    """The workload that the options name; `models` has the adapter of rows by their `model`."""
+    workload = read_workload(
+        options.workload,
+        files,
+        share_of_limit=options.expected_output,
+        output=options.from_output,
+        models=models,
+    )
+    return workload.within_context(files.spec.config.max_position)
+
+
+def predict(
+    options: argparse.Namespace,
+    files: ModelFiles,
+    workload: Workload | None = None,
+    adapters: AdapterGrid | None = None,
+) -> Prediction:
     """Find the best plan that the options allow.
+
+    Args:
+      options: The parsed options of `noria plan`.
+      files: The model.
+      workload: The workload; None to read that of the options.
+      adapters: The room for adapters.
 
     Raises:
       NoPlanFits: No layout or no grid fits; the message has the reasons.
       ConfigError: An option or the workload cannot be used.
     """
     started = time.perf_counter()
-    config, numbers = files.spec.config, _numbers(options, files)
-    workload = read_workload(
-        options.workload,
-        files,
-        share_of_limit=options.expected_output,
-        output=options.from_output,
-    ).within_context(config.max_position)
+    config, numbers = files.spec.config, numbers_of(options, files)
+    workload = workload or workload_of(options, files)
     rows = plural(len(workload.rows), "row")
     note(options, f"{rows} to plan for, {workload.num_refused} refused")
     if workload.length_source:
@@ -87,7 +109,7 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
             f"tokens, prompt and output together (the model's longest sequence), got none in "
             f"{plural(workload.num_refused, 'row')}. {workload.first_error}".rstrip()
         )
-    ranking = _ranking(options, files, workload, numbers)
+    ranking = replace(_ranking(options, files, workload, numbers), adapters=adapters)
     ranked = _rank(options, ranking)
     num_searched = max(MIN_LAYOUTS_SEARCHED, options.compile_layouts)
     fitting = [ranked_layout for ranked_layout in ranked if ranked_layout.bound is not None]
@@ -101,11 +123,10 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
     if options.compile_layouts:
         searched = _as_compiled(options, config, numbers, searched)
     best = searched[0]
-    model = PlannedModel(files.name, _fingerprint(files), options.scan_layers)
-    grid = replace(best.result.best.grid, structured=workload.structured)
+    grid = replace(best.result.best.grid, structured=workload.structured, adapters=adapters)
     plan = Plan(
         options.target,
-        model,
+        planned_model(options, files),
         numbers,
         grid,
         best.layout,
@@ -268,7 +289,13 @@ def _require(layout: Layout | None, ranking: Ranking, grid: BucketGrid | None = 
         require(layout, sizes)
 
 
-def _numbers(options: argparse.Namespace, files: ModelFiles) -> Numbers:
+def planned_model(options: argparse.Namespace, files: ModelFiles) -> PlannedModel:
+    """The model of a plan, as the options describe it."""
+    return PlannedModel(files.name, _fingerprint(files), options.scan_layers)
+
+
+def numbers_of(options: argparse.Namespace, files: ModelFiles) -> Numbers:
+    """The numbers of a plan, as the options and the files of the model describe them."""
     dtype = options.dtype
     if dtype == "auto":
         dtype = faster_dtype(TargetName.parse(options.target).platform)

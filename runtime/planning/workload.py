@@ -18,11 +18,12 @@ from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.planning.candidates import ExpectedRow
 from ..batch.batch_model import open_text, row_shape
 from ..batch.lines import BatchRow
-from ..batch.row_files import check_input, open_rows
+from ..batch.row_files import check_input, open_rows, unit_of
+from ..batch.row_kinds import text_lengths
 from ..batch.scan import ScannedRow, scan
 from ..batch.tables import Columns
 from ..checkpoint import ModelFiles
-from ..errors import EXIT_USAGE, ConfigError, JobError
+from ..errors import EXIT_USAGE, JobError
 from ..structured.structures import Structures
 from .finished_lengths import AnsweredRow, FinishedJob, LengthForecast, read_finished_job
 from .length_table import read_table
@@ -47,6 +48,8 @@ class Workload:
     """The source of learned output lengths; empty if none were learned."""
     structured: StructuredGrid | None = None
     """The forms of answers that rows ask for."""
+    text_lengths: tuple[int, ...] = ()
+    """The lengths of all texts, if the rows ask for vectors of texts; `rows` is then empty."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -69,7 +72,12 @@ class Workload:
 
 
 def read_workload(
-    path: Path, files: ModelFiles, *, share_of_limit: float = 1.0, output: Path | None = None
+    path: Path,
+    files: ModelFiles,
+    *,
+    share_of_limit: float = 1.0,
+    output: Path | None = None,
+    models: Mapping[str, str | None] | None = None,
 ) -> Workload:
     """Read the rows of a batch file or a table of lengths.
 
@@ -82,6 +90,7 @@ def read_workload(
       share_of_limit: Expected output tokens as a share of `max_tokens`, or of the default number
         for rows without `max_tokens`, if neither `output` nor a table has the lengths.
       output: The output of a finished job.
+      models: The adapter of rows by their `model`; None without adapters.
 
     Raises:
       JobError: `output` is not the output of a finished job with answers.
@@ -101,21 +110,29 @@ def read_workload(
     chat_rows: set[int] = set()
 
     def note_kind(row: BatchRow, ids: Sequence[int]) -> None:
-        if row.pooled is not None:
-            raise ConfigError(
-                f"{path}: expected rows that generate or score tokens, got a row for vectors of "
-                f"texts in line {row.line_number}. noria batch makes the plan of such a job itself."
-            )
         if row.kind == "chat":
             chat_rows.add(row.row)
 
     folder = Path(tempfile.gettempdir())
     rows_of_file = open_rows(path, Columns(), folder, note=lambda message: None)
-    with rows_of_file as (file, digest), open_text(files, structures=structures) as text:
-        defaults = files.generation_defaults.sampling
-        summary = scan(file, text.encode, defaults=defaults, on_encoded=note_kind)
+    adapters = [name for name in (models or {}).values() if name is not None]
+    opened = open_text(files, structures=structures, adapters=adapters)
+    with rows_of_file as (file, digest), opened as text:
+        summary = scan(
+            file,
+            text.encode,
+            defaults=files.generation_defaults.sampling,
+            models=models,
+            unit=unit_of(path),
+            on_encoded=note_kind,
+        )
     input_sha256 = digest.sha256 if digest else summary.input_sha256
     scanned = [row for row in summary.rows if row.requirements is not None]
+    num_bad = len(summary.rows) - len(scanned)
+    errors = (f"{row.place}: {row.bad.error}" for row in summary.rows if row.bad)
+    first_error = next(errors, "")
+    if lengths := text_lengths(summary.requirements):
+        return Workload(path.name, (), num_bad, first_error, text_lengths=tuple(lengths))
     forms = {row.structure for row in summary.requirements if row.structure is not None}
     manifest, source, of_row = None, "", _unknown
     if finished is not None and finished.answered(input_sha256):
@@ -128,9 +145,7 @@ def read_workload(
         source = f"{finished.path}: output lengths are learned from {forecast}"
     rows = [_expected(row, of_row(row), share_of_limit) for row in scanned]
     prefixes = summary.prefixes.of_rows([row.row for row in scanned])
-    errors = (f"line {row.line_number}: {row.bad.error}" for row in summary.rows if row.bad)
     num_refused = len(summary.rows) - len(rows)
-    first_error = next(errors, "")
     structured = structures.grid(forms)
     return Workload(
         path.name, tuple(rows), num_refused, first_error, prefixes, manifest, source, structured

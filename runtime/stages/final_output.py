@@ -21,7 +21,7 @@ from ..batch.manifest import (
     write_manifest,
 )
 from ..batch.output import write_outputs
-from ..batch.results import STOPPED_SAMPLES, TOKENS_LEFT, error_of_line
+from ..batch.results import CUT, STOPPED_SAMPLES, TOKENS_LEFT, error_of_line
 from ..errors import EXIT_RESUMABLE, JobError
 from ..files.disk import Disk, digest_file
 from ..files.strict_json import read_lines
@@ -30,7 +30,8 @@ from .stage_rows import FollowedRow, StageFiles
 Follow = Callable[[], Iterator[FollowedRow]]
 """Follows every row of the job's part through all stages, from the beginning."""
 
-_TOTALS = ("prompt_tokens", "output_tokens", STOPPED_SAMPLES, TOKENS_LEFT, "compiles_during_run")
+_SAMPLES = (STOPPED_SAMPLES, TOKENS_LEFT)
+_TOTALS = ("prompt_tokens", CUT, "output_tokens", *_SAMPLES, "compiles_during_run")
 _OF_ROWS = {
     "num_kept": "kept_from_earlier_runs",
     "num_repeated": "repeated",

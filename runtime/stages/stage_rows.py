@@ -92,7 +92,7 @@ def read_rows(file: BinaryIO) -> Iterator[InputRow | BadRow]:
         if row.custom_id is not None:
             first = first_lines.setdefault(row.custom_id, line.number)
             if first != line.number:
-                row = row.failed(duplicate_error(line.number, row.custom_id, first))
+                row = row.failed(duplicate_error(line.place, row.custom_id, f"line {first}"))
         yield row
 
 

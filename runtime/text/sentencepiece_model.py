@@ -18,7 +18,7 @@ from ..checkpoint.small_files import read_small
 from ..embedding.texts import EncodedText, whole_text
 from ..errors import InvalidTokenizer, RowError
 from .special_tokens import SpecialTokens
-from .tokenizer import TextOrPair, TextSettings, Tokenizer, Vocabulary
+from .tokenizer import TextOrPair, TextSettings, Tokenizer, Vocabulary, no_room
 from .tokenizer_directory import AddedToken, read_directory
 
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
@@ -77,9 +77,13 @@ class _PieceEncoder:
     def parsed(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._parsed(text) for text in texts]
 
-    def templated(self, texts: Sequence[TextOrPair]) -> list[EncodedText | RowError]:
+    def templated(
+        self, texts: Sequence[TextOrPair], max_tokens: int | None = None
+    ) -> list[EncodedText | RowError]:
+        if max_tokens is not None and max_tokens < 1:
+            return [no_room(max_tokens, 0)] * len(texts)
         return [
-            whole_text(self._parsed(text)) if isinstance(text, str) else _no_pairs()
+            whole_text(self._parsed(text)[:max_tokens]) if isinstance(text, str) else _no_pairs()
             for text in texts
         ]
 

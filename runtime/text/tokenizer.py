@@ -36,9 +36,11 @@ class Encoder(Protocol):
         """Encode each text; the text of special tokens becomes special tokens."""
         ...
 
-    def templated(self, texts: Sequence[TextOrPair]) -> Sequence[EncodedText | RowError]:
+    def templated(
+        self, texts: Sequence[TextOrPair], max_tokens: int | None = None
+    ) -> Sequence[EncodedText | RowError]:
         """Encode each text or pair as `parsed` does, with the special tokens of the file's template
-        around it."""
+        around it; of a text, at most its first tokens, so that there are `max_tokens` in all."""
         ...
 
 
@@ -120,19 +122,45 @@ class Tokenizer:
                     ids.insert(0, self.bos_id)
         return encoded
 
-    def encode_whole(self, texts: Sequence[TextOrPair]) -> list[EncodedText | RowError]:
-        """Encode texts or pairs to embed, with all special tokens that the model expects."""
+    def encode_whole(
+        self, texts: Sequence[TextOrPair], limits: Sequence[int | None] | None = None
+    ) -> list[EncodedText | RowError]:
+        """Encode texts or pairs to embed, with all special tokens that the model expects.
+
+        Args:
+          texts: The texts.
+          limits: The largest number of tokens of each text, special ones included; None for all.
+            The last tokens of a longer text are cut, and those of the longer text of a pair first.
+        """
         parts = [(text,) if isinstance(text, str) else text for text in texts]
         errors = [next(filter(None, map(encoding_error, pair)), None) for pair in parts]
         good = [text for text, error in zip(texts, errors, strict=True) if error is None]
         encoded = iter(self._encoder.templated(good))
-        return [self._with_ends(next(encoded)) if e is None else e for e in errors]
+        whole = [self._with_ends(next(encoded)) if e is None else e for e in errors]
+        limits = limits or [None] * len(texts)
+        return [self._within(*each) for each in zip(texts, whole, limits, strict=True)]
+
+    def _within(
+        self, text: TextOrPair, whole: EncodedText | RowError, limit: int | None
+    ) -> EncodedText | RowError:
+        """An encoded text without the last tokens beyond a limit."""
+        if isinstance(whole, RowError) or limit is None or len(whole.ids) <= limit:
+            return whole
+        room, cut = limit, whole
+        while len(cut.ids) > limit:
+            (templated,) = self._encoder.templated([text], room)
+            cut = self._with_ends(templated)
+            if isinstance(cut, RowError):
+                return cut
+            # the ends that the settings add need room, too
+            room -= max(0, len(cut.ids) - limit)
+        return cut._replace(num_cut=len(whole.ids) - len(cut.ids))
 
     def _with_ends(self, text: EncodedText | RowError) -> EncodedText | RowError:
         """The text with the BOS and EOS that the settings ask for and it does not have."""
         if isinstance(text, RowError):
             return text
-        ids, num_first = text
+        ids, num_first, _ = text
         is_whole = num_first == len(ids)
         if self.add_bos and self.bos_id is not None and ids[:1] != (self.bos_id,):
             ids, num_first = (self.bos_id, *ids), num_first + 1
@@ -185,6 +213,16 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The text of a single token, for reports; a part of a character is shown as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def no_room(max_tokens: int, needed: int) -> RowError:
+    """The error of a text of which no token would be left beside the special ones."""
+    return RowError(
+        "invalid_request",
+        f"truncate_prompt_tokens: expected room for a token beside {needed} special ones, got "
+        f"{max_tokens} tokens in all.",
+        "truncate_prompt_tokens",
+    )
 
 
 def encoding_error(text: str, param: str | None = None) -> RowError | None:

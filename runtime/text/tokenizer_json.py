@@ -8,7 +8,8 @@ with a space. Other decoders are refused.
 
 import json
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from ..checkpoint.small_files import read_small
 from ..embedding.texts import EncodedText
 from ..errors import InvalidTokenizer, RowError
 from .special_tokens import SpecialTokens
-from .tokenizer import TextOrPair, TextSettings, Tokenizer, Vocabulary
+from .tokenizer import TextOrPair, TextSettings, Tokenizer, Vocabulary, no_room
 from .tokenizer_directory import read_directory
 
 if TYPE_CHECKING:
@@ -52,18 +53,34 @@ class _JsonEncoder:
     def parsed(self, texts: Sequence[str]) -> list[list[int] | RowError]:
         return self._encode(texts, as_text=False)
 
-    def templated(self, texts: Sequence[TextOrPair]) -> list[EncodedText | RowError]:
+    def templated(
+        self, texts: Sequence[TextOrPair], max_tokens: int | None = None
+    ) -> list[EncodedText | RowError]:
+        if max_tokens is not None:
+            is_pair = any(not isinstance(text, str) for text in texts)
+            needed = self._backend.num_special_tokens_to_add(is_pair)
+            if max_tokens <= needed:
+                return [no_room(max_tokens, needed)] * len(texts)
         try:
-            with self._lock:
+            with self._lock, self._truncating(max_tokens):
                 self._backend.encode_special_tokens = False
                 encoded = self._backend.encode_batch_fast(texts, add_special_tokens=True)
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             if len(texts) > 1:
-                return [each for text in texts for each in self.templated([text])]
+                return [each for text in texts for each in self.templated([text], max_tokens)]
             return [_cannot_encode(error)]
         return [_by_types(encoding.ids, encoding.type_ids) for encoding in encoded]
+
+    @contextmanager
+    def _truncating(self, max_tokens: int | None) -> Iterator[None]:
+        if max_tokens is not None:
+            self._backend.enable_truncation(max_tokens, direction="right")
+        try:
+            yield
+        finally:
+            self._backend.no_truncation()
 
     def _encode(self, texts: Sequence[str], *, as_text: bool) -> list[list[int] | RowError]:
         try:

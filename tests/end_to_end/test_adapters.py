@@ -1,5 +1,7 @@
 """Jobs whose rows name adapters: answers, repeats, shared beginnings, parts, refusals, `LLM`."""
 
+import tomllib
+
 import numpy as np
 import pytest
 from adapter_on_disk import merge_by_hand, write_adapter
@@ -109,6 +111,34 @@ def test_a_row_with_an_unknown_model_is_an_error(folder):
     error = answer(row)
     assert error["param"] == "model"
     assert "expected one of model, " in error["message"] and "got 'm'" in error["message"]
+
+
+def test_a_row_for_vectors_is_an_error_beside_adapters(noria, folder, tmp_path):
+    rows = [{"prompt": [5, 6, 7], "max_tokens": 2}, {"input": [5, 6, 7]}]
+    options = ("--plan", folder / "plan.toml", "--adapters", *adapters_of(folder))
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    (row, refused), _ = noria.batch(source, tmp_path / "out.jsonl", *options, expect=1)
+    assert "choices" in row["response"]["body"]
+    message = answer(refused)["message"]
+    assert "as the job has adapters (plain, " in message and "--merge-adapter" in message
+
+
+def test_a_plan_of_the_planner_has_room_for_the_adapters(noria, folder, tmp_path):
+    path, named = tmp_path / "plan.toml", ("--adapters", *adapters_of(folder))
+    source = write_lines(tmp_path / "in.jsonl", requests("plain")[:2] + requests("heads")[:2])
+    options = ("--model", noria.model, "--workload", source, "-o", path, "--dtype", "float32")
+    noria.run_here("plan", *options, "--tries", "2", "--quiet", *named)
+    plan = tomllib.loads(path.read_text())
+    with open_model(noria.model) as files:
+        paths = {name: folder / name for name in OPTIONS}
+        assert plan["adapters"] == AdapterSet.open(files, paths).grid().to_table()
+    rows, manifest = noria.batch(source, tmp_path / "out.jsonl", "--plan", path, *named)
+    assert tomllib.loads(manifest["plan"]) == plan
+    for row in rows:
+        expected = rows_of(folder / "out.jsonl", row["custom_id"])[row["custom_id"]]
+        np.testing.assert_allclose(
+            logprobs(row), logprobs(expected), rtol=0, atol=FLOAT32_MODEL_LOGPROB
+        )
 
 
 def test_parts_are_merged_and_another_adapter_is_refused(noria, folder, tmp_path):

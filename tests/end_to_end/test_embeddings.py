@@ -28,6 +28,8 @@ ROWS = [
     embeddings("base64", TEXT[0], encoding_format="base64"),
     embeddings("short", TEXT[0], dimensions=5),
     embeddings("again", TEXT[0]),
+    # begins as the first row
+    embeddings("cut", IDS[1], truncate_prompt_tokens=len(IDS[0])),
     {"id": "simple", "input": TEXT[1]},
     embeddings("score", None, "/v1/score", text_1=TEXT[0], text_2=TEXT[1:3]),
     embeddings("rerank", None, "/v1/rerank", query=TEXT[0], documents=TEXT, top_n=2),
@@ -82,7 +84,7 @@ def vectors(body) -> np.ndarray:
 
 
 def test_every_form_of_a_request_has_the_vectors_of_its_texts(job):
-    bodies, _ = job
+    bodies, manifest = job
     text = vectors(bodies["text"])
     assert text.shape == (1, EMBED)
     np.testing.assert_allclose(np.linalg.norm(text), 1, atol=1e-6)
@@ -96,6 +98,9 @@ def test_every_form_of_a_request_has_the_vectors_of_its_texts(job):
     np.testing.assert_array_equal(decoded, text[0])
     short = text[:, :5] / np.linalg.norm(text[:, :5])
     np.testing.assert_allclose(vectors(bodies["short"]), short, atol=1e-6)
+    np.testing.assert_array_equal(vectors(bodies["cut"]), vectors(bodies["ids-0"]))
+    assert bodies["cut"]["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+    assert manifest["prompt_tokens_cut"] == len(IDS[1]) - 7
     assert bodies["lists"]["usage"] == {"prompt_tokens": 28, "total_tokens": 28}
 
 
@@ -175,6 +180,21 @@ def test_a_bundle_of_such_a_plan_needs_no_compile(embedder, source, job, tmp_pat
     said = embedder.run("batch", *options, expect=1).stderr
     assert "executables taken" in said and "compile [" not in said
     assert answers(output) == answers(source.with_name("out.jsonl"))
+
+
+def test_the_planner_writes_the_plan_that_such_a_job_derives(embedder, source, job, tmp_path):
+    path, output = tmp_path / "plan.toml", tmp_path / "out.jsonl"
+    options = ("--model", embedder.model, "--workload", source, "-o", path, "--dtype", "float32")
+    said = embedder.run_here("plan", *options)
+    derived = tomllib.loads(job[1]["plan"])
+    assert tomllib.loads(path.read_text()) == derived
+    longest, texts = derived["buckets"]["prefill"][-1]
+    assert f"{longest}x{texts} (tokens x texts)" in said and "1 row refused" in said
+    _, manifest = embedder.batch(source, output, "--plan", path, expect=1)
+    assert manifest["plan"] == job[1]["plan"]
+    assert answers(output) == answers(source.with_name("out.jsonl"))
+    said = embedder.refuse("plan", *options, "--chunks", "always")
+    assert "--chunks: expected none for vectors of texts" in said
 
 
 def test_rows_of_two_kinds_or_a_plan_of_another_kind_are_refused(embedder, noria, job, tmp_path):

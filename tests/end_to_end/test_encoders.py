@@ -89,12 +89,36 @@ def test_python_opens_an_encoder_for_vectors_without_being_asked(embedder):
         assert_close(output.outputs.embedding, embedder.outputs(text))
 
 
-def test_rows_that_generate_are_refused_by_an_encoder(embedder, tmp_path):
-    source = write_lines(tmp_path / "in.jsonl", [{"prompt": [4, 5], "max_tokens": 2}])
-    options = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", embedder.noria.model)
-    said = embedder.noria.refuse("batch", *options, expect=3)
-    assert "expected a model that generates tokens" in said and "no output head" in said
-    workload = write_lines(tmp_path / "texts.jsonl", [{"input": [4, 5]}])
+TOKENS = [
+    {"prompt": [4, 5], "max_tokens": 2},
+    {"prompt": "water", "max_tokens": 0, "echo": True, "logprobs": 1},
+    {"messages": [{"role": "user", "content": "water"}]},
+]
+
+
+def test_rows_that_generate_are_error_rows_of_an_encoder(embedder, reranker, tmp_path):
+    def refusal(body) -> str:
+        assert body["error"]["code"] == "invalid_request" and body["error"]["param"] == "url"
+        return body["error"]["message"]
+
+    for rows in ([TOKENS[0], {"input": TEXTS[0]}, *TOKENS[1:]], TOKENS):
+        folder = tmp_path / str(len(rows))
+        folder.mkdir()
+        answers = embedder.answers(folder, rows, expect=1)
+        assert len(answers) == len(rows)
+        for line, body in zip(rows, answers, strict=True):
+            if "input" in line:
+                assert_close(body["data"][0]["embedding"], embedder.outputs(TEXTS[0]))
+            else:
+                said = refusal(body)
+                assert "generates no tokens (it has no output head)" in said
+                assert "Ask for /v1/embeddings" in said
+    (body,) = reranker.answers(tmp_path, TOKENS[:1], expect=1)
+    assert "Ask for /v1/classify" in refusal(body)
+
+
+def test_a_plan_of_an_encoder_has_no_rows_that_generate(embedder, tmp_path):
+    workload = write_lines(tmp_path / "tokens.jsonl", TOKENS)
     options = ("--model", embedder.noria.model, "--workload", workload)
     said = embedder.noria.refuse("plan", *options, "-o", tmp_path / "plan.toml", expect=3)
     assert "expected a model that generates tokens" in said

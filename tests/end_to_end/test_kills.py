@@ -9,7 +9,8 @@ import signal
 import time
 
 import pytest
-from command import chat, completion, read_manifest, write_lines
+from adapter_on_disk import write_adapter
+from command import answer, chat, completion, read_manifest, write_lines
 from model_on_disk import write_model
 
 from noria.compile.grids.bucket_grid import BucketGrid
@@ -99,6 +100,36 @@ def test_a_killed_job_with_compressed_input_ends_as_if_undisturbed(noria, job, t
     assert masked(output) == masked(whole)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"in.jsonl.gz", "out.jsonl", "out.jsonl.manifest.json"}
+
+
+def test_a_killed_job_with_adapters_ends_as_if_undisturbed(noria, tmp_path):
+    folders = {"one": {"rank": 2}, "two": {"rank": 4, "seed": 1, "modules": ("mlp.down_proj",)}}
+    adapters = [
+        f"{name}={write_adapter(tmp_path / name, noria.model, **options)}"
+        for name, options in folders.items()
+    ]
+    rng = random.Random(8)
+    rows = [
+        {"id": f"row-{i}", "model": ("model", "one", "two")[i % 3], "temperature": i % 2}
+        | {"prompt": [rng.randrange(3, 250) for _ in range(8)], "max_tokens": rng.randint(8, 40)}
+        for i in range(150)
+    ]
+    # the same request of two adapters, and of none
+    same = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 20}
+    rows[:3] = [row | same for row in rows[:3]]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    options = ("--adapters", *adapters, "--set", "buckets.decode_slots=8")
+    found, _ = noria.batch(source, tmp_path / "whole.jsonl", *options)
+    assert len({str(answer(row)[0]) for row in found[:3]}) == 3
+    output = tmp_path / "out.jsonl"
+    process = noria.start("batch", "-i", source, "-o", output, "--model", noria.model, *options)
+    wait_for_records(process, output, 20)
+    process.kill()
+    process.communicate()
+    assert not output.exists()
+    _, manifest = noria.batch(source, output, *options)
+    assert 0 < manifest["rows"]["kept_from_earlier_runs"] < len(rows)
+    assert masked(output) == masked(tmp_path / "whole.jsonl")
 
 
 def test_a_job_that_shares_nothing_gives_the_same_answers(noria, job, tmp_path):

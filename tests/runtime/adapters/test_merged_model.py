@@ -83,6 +83,39 @@ def test_weights_are_those_that_peft_merges(name, tmp_path):
     assert changed
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "down_proj", "embed_tokens"]},
+        {"target_modules": r"layers\.0\..*_proj"},
+        {"target_modules": ATTENTION, "layers_to_transform": [1], "layers_pattern": "layers"},
+    ],
+)
+def test_an_adapter_of_a_model_without_its_head_is_merged(options, tmp_path):
+    (case,) = (case for case in CASES if case.name == "llama-2")
+    save_reference(case, tmp_path / "base")
+    merged = write_adapter(tmp_path / "base", tmp_path / "adapter", kind="AutoModel", **options)
+    merged.save_pretrained(tmp_path / "bare")
+    changed = 0
+    with (
+        open_model(tmp_path / "base") as base,
+        open_model(tmp_path / "bare") as expected,
+        open_merged(tmp_path / "base", tmp_path / "adapter") as whole,
+        open_merged(tmp_path / "bare", tmp_path / "adapter") as bare,
+    ):
+        assert whole.tensors.tensors.keys() - bare.tensors.tensors.keys() >= {"lm_head.weight"}
+        for tensor in expected.tensors.tensors:
+            before, array = (x.tensors.read(f"model.{tensor}") for x in (base, whole))
+            once = expected.tensors.read(tensor)
+            np.testing.assert_allclose(array, once, rtol=0, atol=FLOAT32_ELEMENTWISE)
+            # the bare model has been changed once already; peft saves the table of tokens whole
+            change = 0 if tensor == "embed_tokens.weight" else once - before
+            twice = bare.tensors.read(tensor)
+            np.testing.assert_allclose(twice, once + change, rtol=0, atol=FLOAT32_ELEMENTWISE)
+            changed += not np.array_equal(array, before)
+    assert changed
+
+
 def test_an_adapter_is_merged_into_every_format(tmp_path):
     (case,) = (case for case in CASES if case.name == "smollm2")
     save_reference(case, tmp_path / "hf")

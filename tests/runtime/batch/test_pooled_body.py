@@ -51,7 +51,18 @@ def test_documents_are_paired_with_the_query():
     assert read_pooled("rerank", body | {"top_n": 0}).top_n is None
 
 
+def test_texts_are_cut_on_request():
+    body = {"input": "a", "truncate_prompt_tokens": 3}
+    assert read_pooled("embed", body).max_tokens == 3
+    assert read_pooled("classify", body | {"truncate_prompt_tokens": -1}).max_tokens == -1
+    assert read_pooled("embed", body | {"truncate_prompt_tokens": None}).max_tokens is None
+
+
 WRONG = [
+    *(
+        ("embed", {"input": "a", "truncate_prompt_tokens": value}, "truncate_prompt_tokens")
+        for value in (-2, 0, True, "3", 1.5)
+    ),
     ("embed", {}, "input"),
     ("embed", {"input": []}, "input"),
     ("embed", {"input": [[]]}, "input"),
@@ -63,7 +74,6 @@ WRONG = [
     ("embed", {"input": "a", "dimensions": 0}, "dimensions"),
     ("embed", {"input": "a", "dimensions": True}, "dimensions"),
     ("embed", {"input": "a", "dimension": 3}, "dimension"),
-    ("embed", {"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ("score", {"text_1": "a"}, "text_2"),
     ("score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
     ("score", {"text_1": "a", "text_2": [3]}, "text_2"),
@@ -83,7 +93,7 @@ def test_wrong_bodies_are_refused_by_name(task, body, param):
 
 
 def test_keys_that_noria_does_not_know_differ_from_those_it_does_not_support():
-    body = {"input": "a", "zeta": 1, "truncate_prompt_tokens": 3}
+    body = {"input": "a", "zeta": 1, "normalize": True}
     assert unknown_pooled_keys("embed", body) == ("zeta",)
 
 

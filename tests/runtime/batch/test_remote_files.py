@@ -129,6 +129,49 @@ def test_a_failed_upload_keeps_the_output_and_the_next_run_uploads_it(
     assert len(content(store, tmp_path).splitlines()) == 45
 
 
+def test_an_output_that_another_program_wrote_meanwhile_is_kept(tmp_path, store, job):
+    class Meddler(FakeModel):
+        def build(self, *arguments, **options):
+            store.pipe_file(OUTPUT.text, b"theirs")
+            return super().build(*arguments, **options)
+
+    job()
+    with pytest.raises(JobError, match=r"out.jsonl: expected the file that was there .*are kept"):
+        job(Meddler(), restart=True)
+    for _ in range(2):  # the finished local copy does not replace it later either
+        with pytest.raises(UnusableFile, match="got another one, which is kept"):
+            job()
+    assert store.cat_file(OUTPUT.text) == b"theirs"
+    store.rm_file(OUTPUT.text)
+    model = FakeModel()
+    assert job(model) == 1 and not model.num_texts
+    assert len(content(store, tmp_path).splitlines()) == 45
+    assert not list((tmp_path / "work").iterdir())
+
+
+def test_an_output_that_changed_while_a_job_was_stopped_is_kept(tmp_path, store, job):
+    with pytest.raises(Crash):
+        job(disk=FaultyDisk(9, Crash()))
+    store.pipe_file(OUTPUT.text, b"theirs")
+    model = FakeModel()
+    with pytest.raises(UnusableFile, match="got another one, which is kept"):
+        job(model)
+    assert not model.num_texts and store.cat_file(OUTPUT.text) == b"theirs"
+    store.rm_file(OUTPUT.text)
+    assert job() == 1
+
+
+def test_a_changed_input_is_fetched_again(tmp_path, store, job):
+    job()
+    before = store.cat_file(OUTPUT.text)
+    store.pipe_file("/jobs/in.jsonl", b'{"id": "new", "prompt": "more"}')
+    with pytest.raises(UnusableFile, match=r"the input: there .*, now 31 bytes"):
+        job()
+    assert store.cat_file(OUTPUT.text) == before
+    assert job(restart=True) == 0
+    assert len(content(store, tmp_path).splitlines()) == 1
+
+
 def test_an_upload_that_arrives_damaged_is_an_error(tmp_path, store, monkeypatch):
     def damage(self, local, path):
         store.pipe_file(path, b"wrong")

@@ -195,6 +195,31 @@ def test_a_row_of_a_table_that_cannot_run_is_an_error_row(tmp_path):
     assert rows[2]["response"]["status_code"] == 200
 
 
+def test_errors_in_a_table_name_its_rows(tmp_path, capsys):
+    table = {"id": ["a", "a", "c"], "prompt": ["two\nlines", "text", ""]}
+    with (tmp_path / "in.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([table, *zip(*table.values(), strict=True)])
+    parquet.write_table(pyarrow.table(table), tmp_path / "in.parquet")
+    for name in ("in.csv", "in.parquet"):
+        output = tmp_path / f"{name}.jsonl"
+        job = settings(tmp_path / name, output)
+        assert run_job(job, FakeModel(), progress=Progress()) == 1
+        (double, empty) = map(error_of_line, lines_of(output)[1:])
+        assert double.message.startswith(
+            "row 2: expected a new custom_id, got 'a', the id of row 1"
+        )
+        assert empty.code == "empty_prompt"
+        said = capsys.readouterr().err
+        assert "row 'a' (row 2): duplicate_custom_id: expected a new" in said and "line" not in said
+
+
+def test_a_value_of_a_table_without_a_json_form_names_its_row(tmp_path):
+    table = pyarrow.table({"prompt": [None, b"bytes"]})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    with pytest.raises(InputError, match="row 2: expected texts, token ids or messages"):
+        run(tmp_path / "in.parquet", tmp_path / "out.jsonl")
+
+
 def test_the_last_suffix_says_how_cells_are_separated(tmp_path):
     (tmp_path / "in.tsv.csv").write_text("id,prompt\n1,a\n")
     (tmp_path / "in.csv.tsv").write_text("id\tprompt\n1\ta\n")
@@ -207,9 +232,9 @@ def test_the_last_suffix_says_how_cells_are_separated(tmp_path):
     [
         ("in.csv", b"id,text\n1,a\n", "expected a column 'prompt', got id, text. Name the column"),
         ("in.csv", b"prompt,prompt\n1,a\n", "expected one column 'prompt', got 2"),
-        ("in.csv", b"id,prompt\n1,a,b\n", "line 2: expected 2 cells, as in the first line, got 3"),
-        ("in.csv", b"id,prompt\n1,\xff\n", "expected UTF-8"),
-        ("in.csv", b'id,prompt\n1,"a"b\n', "expected CSV"),
+        ("in.csv", b"id,prompt\n\n1,a,b\n", r"row 1 \(line 3\): expected 2 cells, .*, got 3"),
+        ("in.csv", b"id,prompt\n1,\xff\n", r"expected UTF-8, .* after row 0 \(line 0\)"),
+        ("in.csv", b'id,prompt\n1,a\n1,"a"b\n', r"row 2 \(line 3\): expected CSV"),
         ("in.parquet", b"PAR1 no", "expected Parquet, got"),
         ("in.jsonl.gz", b"plain", "expected gzip, as its name says"),
         ("in.jsonl.zst", b"plain", "expected Zstandard, as its name says"),

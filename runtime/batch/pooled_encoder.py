@@ -1,0 +1,101 @@
+"""Encodes the texts of requests for vectors, scores and classes into token ids.
+
+Texts get the prompt that the model's files put before every text, and the special tokens of the
+tokenizer's template; token ids are taken as they are. The last tokens of a text are cut only if the
+request says so. The texts of a row are packed into one list (`embedding.texts`). Does not know
+about files or buckets. Guarantees: packed texts or a `RowError` for each request.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+from ..embedding.texts import EncodedText, pack, whole_text
+from ..errors import RowError
+from ..text.tokenizer import TextOrPair, Tokenizer
+from .pooled_body import PooledRequest
+
+if TYPE_CHECKING:
+    from ...modelzoo.config import DecoderConfig
+
+
+class PooledEncoder:
+    """Encodes many requests at once.
+
+    Args:
+        tokenizer: The model's tokenizer; None to refuse text.
+        config: Returns the model's configuration; called if there are requests.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, config: "Callable[[], DecoderConfig]"):
+        self._tokenizer, self._config = tokenizer, config
+
+    def __call__(self, requests: Sequence[PooledRequest]) -> Iterator[Sequence[int] | RowError]:
+        items = [[(item, self._limit(r)) for item in self._items(r)] for r in requests]
+        texts = [(text, limit) for own in items for text, limit in own if not _is_ids(text)]
+        encoded: Iterator[EncodedText | RowError] = repeat(no_tokenizer("input"))
+        if self._tokenizer is not None:
+            prompted = [self._with_prompt(text) for text, _ in texts]
+            encoded = iter(self._tokenizer.encode_whole(prompted, [limit for _, limit in texts]))
+        for request, own in zip(requests, items, strict=True):
+            found: list[EncodedText] = []
+            errors = list(self._errors(request))
+            for text, limit in own:
+                each = _first_ids(text, limit) if _is_ids(text) else next(encoded)
+                if isinstance(each, RowError):
+                    errors.append(each)
+                elif not each.ids:
+                    message = "input: expected at least one token in each text, got none."
+                    errors.append(RowError("empty_prompt", message, "input"))
+                else:
+                    found.append(each)
+            yield errors[0] if errors else pack(found)
+
+    def _items(self, request: PooledRequest) -> Sequence[Any]:
+        """The texts, or pairs of texts, that the model reads for a request."""
+        if request.task not in ("score", "rerank"):
+            return request.texts
+        is_classifier = bool(self._config().pooling.labels)
+        return request.pairs if is_classifier else (*request.texts, *request.others)
+
+    def _limit(self, request: PooledRequest) -> int | None:
+        """The largest number of tokens of a text of a request."""
+        return self._max_length if request.max_tokens == -1 else request.max_tokens
+
+    def _errors(self, request: PooledRequest) -> Iterator[RowError]:
+        """The error of a request that would keep more tokens than the model has positions for."""
+        if (kept := request.max_tokens or 0) > 0 and kept > self._max_length:
+            yield RowError(
+                "invalid_request",
+                f"truncate_prompt_tokens: expected -1 or at most {self._max_length}, the maximum "
+                f"length of the model, got {kept}.",
+                "truncate_prompt_tokens",
+            )
+
+    @property
+    def _max_length(self) -> int:
+        config = self._config()
+        return min(config.max_position, config.pooling.max_tokens or config.max_position)
+
+    def _with_prompt(self, text: TextOrPair) -> TextOrPair:
+        return self._config().pooling.prompt + text if isinstance(text, str) else text
+
+
+def no_tokenizer(param: str) -> RowError:
+    """The error of a text for a model without a tokenizer."""
+    return RowError(
+        "invalid_request",
+        f"{param}: this model has no tokenizer, so text cannot be read. Give the prompt of "
+        "/v1/completions, or the input of /v1/embeddings, as a list of token ids.",
+        param,
+    )
+
+
+def _first_ids(ids: Sequence[int], limit: int | None) -> EncodedText:
+    text = whole_text(ids[:limit])
+    return text._replace(num_cut=len(ids) - len(text.ids))
+
+
+def _is_ids(item: object) -> bool:
+    """Whether a text is given as token ids; a pair of texts is a tuple of strings."""
+    return isinstance(item, tuple) and isinstance(item[0], int)
