@@ -23,10 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.linalg import hadamard
 
-LARGEST_CODES = {"int8": 127.0, "float8_e4m3fn": 448.0, "int4": 7.0}
+INT4_IN_BYTES = "float8_e5m2"
+"""A dtype of one byte for the codes of int4, all of which it has, where no array can be int4."""
+LARGEST_CODES = {"int8": 127.0, "float8_e4m3fn": 448.0, "int4": 7.0, INT4_IN_BYTES: 7.0}
 """The largest code, by dtype of the codes; the smallest one is its negative."""
-_ROTATED = "int4"
-"""The dtype of codes of rotated entries."""
+_ROTATED = "int4", INT4_IN_BYTES
+"""Dtypes of the codes of rotated entries."""
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +85,7 @@ def encode(
       finite makes its scale so.
     """
     largest, rounded, scale_of_parts = LARGEST_CODES[codes.name], [], []
-    if codes.name == _ROTATED:
+    if codes.name in _ROTATED:
         padding = [(0, 0)] * x.ndim
         padding[axis] = (0, (num_features or x.shape[axis]) - x.shape[axis])
         x = _rotate(jnp.pad(x, padding), axis, splits)
@@ -93,7 +95,7 @@ def encode(
         scale = (jnp.abs(part).max(axis=axis) * (1 / largest)).astype(scales)
         divisor = jnp.where(scale > 0, scale, 1).astype(jnp.float32)
         part = jnp.clip(part / jnp.expand_dims(divisor, axis), -largest, largest)
-        rounded.append(jnp.rint(part) if jnp.issubdtype(codes, jnp.integer) else part)
+        rounded.append(part if codes.name == "float8_e4m3fn" else jnp.rint(part))
         scale_of_parts.append(scale)
     return jnp.concatenate(rounded, axis=axis).astype(codes), scale_of_parts
 
@@ -105,7 +107,7 @@ def score_codes(q_BKAH: jax.Array, keys: EntryCodes) -> jax.Array:
     # one row of queries for each part: XLA for TPU copies the whole cache to cut keys in parts
     part_H = np.searchsorted(keys.splits, np.arange(H), side="right")
     is_part_PH = np.arange(len(keys.splits) + 1)[:, None] == part_H
-    if keys.codes.dtype == _ROTATED:
+    if keys.codes.dtype.name in _ROTATED:
         q_BKAH = _rotate(q_BKAH, 3, keys.splits)
     q_BKPAH = jnp.where(is_part_PH[None, None, :, None], q_BKAH[:, :, None], 0)
     dtype = keys.scale_BKPS.dtype
@@ -120,7 +122,7 @@ def weigh_codes(weights_BKAS: jax.Array, values: EntryCodes) -> jax.Array:
     weights_BKAS = weights_BKAS * scale_BK1S.astype(jnp.float32)
     dtype = scale_BK1S.dtype
     out_BKAH = _product(weights_BKAS.astype(dtype), values.codes.astype(dtype))
-    return _rotate(out_BKAH, 3, values.splits) if values.codes.dtype == _ROTATED else out_BKAH
+    return _rotate(out_BKAH, 3, values.splits) if values.codes.dtype.name in _ROTATED else out_BKAH
 
 
 def _rotate(x: jax.Array, axis: int, splits: tuple[int, ...]) -> jax.Array:

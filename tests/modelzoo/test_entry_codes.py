@@ -57,7 +57,7 @@ def test_codes_and_scales_are_those_of_numpy(codes, splits, scales):
 @pytest.mark.parametrize("splits", [(), (16,)], ids=str)
 def test_entries_in_int4_are_rotated(splits):
     """A large feature would leave few codes to the others."""
-    x = np.random.default_rng(0).normal(size=(2, 3, 24, 50)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(2, 3, 32, 50)).astype(np.float32)
     x[:, :, 5] *= 30
     wanted, wanted_scales = encode(x, 2, "int4", np.float32, splits)
     got, got_scales = entry_codes.encode(
@@ -85,7 +85,7 @@ def test_a_value_that_is_not_finite_stays_visible(codes, value):
 def new_entries(config: DecoderConfig, length: int, seed: int) -> tuple[NewEntries, ...]:
     """Return new entries of each layer, for all slots; sums of a few of them are exact."""
     if config.latent is None:
-        return jax.tree.map(lambda x: jnp.rint(8 * x) / 8, random_prompt(SLOTS, length, seed))
+        return jax.tree.map(lambda x: jnp.rint(4096 * x) / 4096, random_prompt(SLOTS, length, seed))
     rng = np.random.default_rng(seed)
     return tuple(
         PromptLatents(jnp.asarray(rng.normal(size=(SLOTS, length, 9)), jnp.float32))
