@@ -31,7 +31,7 @@ _TABLES_OF_BUCKETS = {"prefixes", "structured", "adapters"}
 _OPTIONAL = {*_LAYOUT_KEYS, "experts", "attention", "max_length_reason"}
 DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = (FLOAT, "int8")
-CACHES = {FLOAT: None, "int8": "int8", "float8": "float8_e4m3fn"}
+CACHES = {FLOAT: None, "int8": "int8", "float8": "float8_e4m3fn", "int4": "int4"}
 """The dtype of codes of the cache, by its name in a plan; None for float."""
 
 
@@ -86,7 +86,7 @@ class Numbers:
     matches a parameter decides."""
     cache: str = FLOAT
     """The keys and values of the cache: `float` for `dtype` (on the CPU always float32), or codes
-    with a scale for each token and head, `int8` or `float8` (e4m3)."""
+    with a scale for each token and head, `int8`, `float8` (e4m3) or `int4`."""
     activations: str = FLOAT
     """The activations of products with weights in codes: `float` for `dtype`, or `int8`, rounded
     in each product with one scale for a token. `int8` needs weights of `int8` without groups."""

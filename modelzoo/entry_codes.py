@@ -7,18 +7,28 @@ token's own key, value or latent.
 A product converts the codes alone, which XLA for TPU does within the product. Scales of keys
 multiply the scores, and scales of values multiply the weights of the softmax.
 
+Entries in int4 are rotated: their features are multiplied by a Hadamard matrix, which spreads a few
+large features over all of them. Queries are rotated in the same way, so scores stay what they are,
+and sums of values are rotated back. Source: QuaRot (2404.00456), section 4.
+
 Knows nothing of segments, slots or layers.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.linalg import hadamard
 
-LARGEST_CODES = {"int8": 127.0, "float8_e4m3fn": 448.0}
+INT4_IN_BYTES = "float8_e5m2"
+"""A dtype of one byte for the codes of int4, all of which it has, where no array can be int4."""
+LARGEST_CODES = {"int8": 127.0, "float8_e4m3fn": 448.0, "int4": 7.0, INT4_IN_BYTES: 7.0}
 """The largest code, by dtype of the codes; the smallest one is its negative."""
+_ROTATED = "int4", INT4_IN_BYTES
+"""Dtypes of the codes of rotated entries."""
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +59,12 @@ class EntryCodes:
 
 
 def encode(
-    x: jax.Array, axis: int, codes: jnp.dtype, scales: jnp.dtype, splits: tuple[int, ...] = ()
+    x: jax.Array,
+    axis: int,
+    codes: jnp.dtype,
+    scales: jnp.dtype,
+    splits: tuple[int, ...] = (),
+    num_features: int | None = None,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Round entries to codes.
 
@@ -62,19 +77,25 @@ def encode(
       codes: The dtype of codes, a key of `LARGEST_CODES`.
       scales: The dtype of scales.
       splits: The features at which the parts after the first one begin.
+      num_features: The features of the cache, if it pads them. Entries that are rotated are padded
+        first, as attention rotates queries of this size.
 
     Returns:
       The codes, and the scales of each part, without the axis of features. A value that is not
       finite makes its scale so.
     """
     largest, rounded, scale_of_parts = LARGEST_CODES[codes.name], [], []
+    if codes.name in _ROTATED:
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (0, (num_features or x.shape[axis]) - x.shape[axis])
+        x = _rotate(jnp.pad(x, padding), axis, splits)
     for start, stop in pairwise((0, *splits, x.shape[axis])):
         part = jax.lax.slice_in_dim(x, start, stop, axis=axis).astype(jnp.float32)
         # times the reciprocal, as XLA would make of a division by a constant in some programs
         scale = (jnp.abs(part).max(axis=axis) * (1 / largest)).astype(scales)
         divisor = jnp.where(scale > 0, scale, 1).astype(jnp.float32)
         part = jnp.clip(part / jnp.expand_dims(divisor, axis), -largest, largest)
-        rounded.append(jnp.rint(part) if jnp.issubdtype(codes, jnp.integer) else part)
+        rounded.append(part if codes.name == "float8_e4m3fn" else jnp.rint(part))
         scale_of_parts.append(scale)
     return jnp.concatenate(rounded, axis=axis).astype(codes), scale_of_parts
 
@@ -86,6 +107,8 @@ def score_codes(q_BKAH: jax.Array, keys: EntryCodes) -> jax.Array:
     # one row of queries for each part: XLA for TPU copies the whole cache to cut keys in parts
     part_H = np.searchsorted(keys.splits, np.arange(H), side="right")
     is_part_PH = np.arange(len(keys.splits) + 1)[:, None] == part_H
+    if keys.codes.dtype.name in _ROTATED:
+        q_BKAH = _rotate(q_BKAH, 3, keys.splits)
     q_BKPAH = jnp.where(is_part_PH[None, None, :, None], q_BKAH[:, :, None], 0)
     dtype = keys.scale_BKPS.dtype
     scores_BKAS = _product(q_BKPAH.reshape(B, K, -1, H).astype(dtype), keys.codes.astype(dtype))
@@ -98,7 +121,22 @@ def weigh_codes(weights_BKAS: jax.Array, values: EntryCodes) -> jax.Array:
     scale_BK1S = values.scale_BKPS[:, :, :1]
     weights_BKAS = weights_BKAS * scale_BK1S.astype(jnp.float32)
     dtype = scale_BK1S.dtype
-    return _product(weights_BKAS.astype(dtype), values.codes.astype(dtype))
+    out_BKAH = _product(weights_BKAS.astype(dtype), values.codes.astype(dtype))
+    return _rotate(out_BKAH, 3, values.splits) if values.codes.dtype.name in _ROTATED else out_BKAH
+
+
+def _rotate(x: jax.Array, axis: int, splits: tuple[int, ...]) -> jax.Array:
+    """Multiply the features by a Hadamard matrix, in float32; a second time undoes it.
+
+    The matrix has blocks of the largest power of two that divides the features of every part.
+    """
+    num_features = x.shape[axis]
+    block = math.gcd(num_features, *splits)
+    block &= -block
+    x = jnp.moveaxis(x, axis, -1)
+    blocks = x.reshape(*x.shape[:-1], -1, block)
+    rotated = _product(blocks, jnp.asarray(hadamard(block), x.dtype)) * block**-0.5
+    return jnp.moveaxis(rotated.reshape(x.shape), -1, axis)
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -121,8 +121,9 @@ class CodedKeysValues(NamedTuple):
         """New entries as this cache stores them: an array for each of its fields."""
         dtypes = self.k_LBKHS[0].dtype, self.k_scale_LBKS[0].dtype
         k_BKHT, v_BKTH = new
-        k_BKHT, (k_scale_BKT,) = encode(k_BKHT, 2, *dtypes, splits)
-        v_BKTH, (v_scale_BKT,) = encode(v_BKTH, 3, *dtypes, splits)
+        num_features = self.v_LBKSH[0].shape[4]
+        k_BKHT, (k_scale_BKT,) = encode(k_BKHT, 2, *dtypes, splits, num_features)
+        v_BKTH, (v_scale_BKT,) = encode(v_BKTH, 3, *dtypes, splits, num_features)
         return k_BKHT, v_BKTH, k_scale_BKT, v_scale_BKT
 
     @property
@@ -156,7 +157,7 @@ class CodedLatents(NamedTuple):
         """New entries as this cache stores them: an array for each of its fields."""
         dtypes = self.latent_LBSH[0].dtype, self.scale_LBPS[0].dtype
         (latent_BTH,) = new
-        codes, scales = encode(latent_BTH, 2, *dtypes, splits)
+        codes, scales = encode(latent_BTH, 2, *dtypes, splits, self.latent_LBSH[0].shape[3])
         return codes, jnp.stack(scales, axis=1)
 
     @property

@@ -64,7 +64,7 @@ def main() -> None:
     add("--graphs", nargs="+", default=["decode", "prefill"])
     add("--weights", default="float", help="format of weights: float, int8 or int4 (float)")
     add("--group", type=int, default=0, help="input features of a weight that share a scale (all)")
-    add("--cache", default="float", help="format of the cache: float, int8 or float8 (float)")
+    add("--cache", default="float", help="format of the cache: float, int8, float8 or int4 (float)")
     add("--json", action="store_true", help="print the whole report as JSON")
     add("--keep", type=Path, help="folder for the texts of programs")
     options = parser.parse_args()

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from ..modelzoo.attention import AttendEntries
 from ..modelzoo.config import Window
+from .device_bytes import array_bytes
 from .projection import MeshAxes
 from .ring_attention import FLOAT32_BYTES, Attended, merge_over_ring, num_ring_steps, own_part
 
@@ -50,7 +51,7 @@ def attend_sharded_chunk(
     n = jax.lax.axis_size(mesh_axes)
     num_steps = num_ring_steps(window, n)
     out_BTKGH, lse_BTKG = jax.eval_shape(attend, q_BTKGH, own_part(position_BT, mesh_axes), entries)
-    cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entries))
+    cache_bytes = sum(array_bytes(x.shape, x.dtype) for x in jax.tree.leaves(entries))
     lse_bytes = lse_BTKG.size * FLOAT32_BYTES
     total_query_bytes = query_bytes(q_BTKGH.nbytes, lse_bytes, out_BTKGH.shape[-1], n)
     if entry_bytes(cache_bytes, num_steps) < total_query_bytes:

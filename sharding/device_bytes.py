@@ -81,7 +81,7 @@ def vector_bytes(config: DecoderConfig, dtype: DTypeLike, arrangement: Arrangeme
     if arrangement.cache_codes is None:
         return size * scale_bytes
     num_scales = len(config.entry_splits) + 1
-    return size * jnp.dtype(arrangement.cache_codes).itemsize + num_scales * scale_bytes
+    return array_bytes((size,), arrangement.cache_codes) + num_scales * scale_bytes
 
 
 def max_context(

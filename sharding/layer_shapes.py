@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import jax.numpy as jnp
-
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
 from ..modelzoo.products import LayerRecord, WeightProduct, record_layer
 from .axis_rules import AxisRules, kv_copies
 from .call import Call
+from .device_bytes import array_bytes
 from .expert_exchange import ExpertExchange
 from .layout import Layout
 from .projection import MeshAxes, Projection
@@ -56,7 +55,7 @@ class LayerShapes:
         if not is_cached or self.cache_codes is None:
             return [dim * self.itemsize]
         num_scales = len(self.config.entry_splits) + 1
-        return [dim * jnp.dtype(self.cache_codes).itemsize, num_scales * self.itemsize]
+        return [array_bytes((dim,), self.cache_codes), num_scales * self.itemsize]
 
     def element_size(self, product: WeightProduct) -> float:
         """Average bytes of an element of the weight of a product of this layer."""

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from ..modelzoo import axes
 from ..modelzoo.config import Arrangement, DecoderConfig
+from ..modelzoo.entry_codes import INT4_IN_BYTES
 from ..modelzoo.key_blocks import CPU_BLOCKS
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.segments import heads_last
@@ -46,7 +47,7 @@ def arrangement_of(
         key_blocks=CPU_BLOCKS if platform == "cpu" and cache_codes is None else (),
         # arrays on the CPU have a byte for each int4, and executables refuse them
         packs_codes=platform != "cpu",
-        cache_codes=cache_codes,
+        cache_codes=INT4_IN_BYTES if (platform, cache_codes) == ("cpu", "int4") else cache_codes,
     )
     if layout is None:
         return whole

@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--cache",
-        choices=("float", "int8", "float8"),
+        choices=("float", "int8", "float8", "int4"),
         default="float",
         help="format of keys and values, numbers.cache of the plan (default: %(default)s)",
     )

@@ -238,7 +238,7 @@ def test_prefixes_are_refused_with_experts_of_a_fixed_capacity_in_prefill():
         (
             "[buckets]",
             "cache = 8\n[buckets]",
-            "numbers.cache: expected one of float, int8, float8, ",
+            "numbers.cache: expected one of float, int8, float8, int4, ",
         ),
         ("[buckets]", 'activations = "int4"\n[buckets]', "numbers.activations: expected one of fl"),
         (

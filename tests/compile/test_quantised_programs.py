@@ -82,21 +82,23 @@ def test_decode_moves_little_more_than_its_codes_and_scales(form, scan_layers):
 
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize(
-    ("config", "readings"),
+    ("config", "codes", "readings"),
     [
-        pytest.param(ONE_LAYER, 1, id="heads"),
-        pytest.param(LATENTS, 2, id="latents", marks=pytest.mark.slow),
+        pytest.param(ONE_LAYER, "int8", 1, id="heads"),
+        pytest.param(ONE_LAYER, "int4", 1, id="heads in int4"),
+        pytest.param(LATENTS, "int8", 2, id="latents", marks=pytest.mark.slow),
     ],
 )
-def test_decode_reads_a_cache_in_codes_as_it_is(config, readings):
+def test_decode_reads_a_cache_in_codes_as_it_is(config, codes, readings):
     """Latents are read twice, as keys and as values, whether they are in codes or not."""
     layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
     grid = BucketGrid(1024, ((128, 4),), 128, (512, 1024), steps_per_call=4)
-    arrangement = arrangement_of(layout, "tpu", config, cache_codes="int8")
+    arrangement = arrangement_of(layout, "tpu", config, cache_codes=codes)
     report, needed, _ = read_decode(AbstractModel(config, arrangement), layout, grid, 1024)
     entries, heads = 128 * 1024, 1 if config.latent is None else 0
     # one head of keys and values, or the latent padded to whole lanes; two scales in bfloat16
-    assert needed.cache == entries * ((2 * 128 if heads else 640) + 2 * 2)
+    codes_bytes = (2 * 128 if heads else 640) // (2 if codes == "int4" else 1)
+    assert needed.cache == entries * (codes_bytes + 2 * 2)
     wanted = needed.total + (readings - 1) * needed.cache
     assert report.step.bytes_moved < MOST_BYTES * wanted
     assert report.step.converted_bytes == report.step.copied_bytes == report.step.loop_turns == 0

@@ -54,8 +54,28 @@ def test_codes_and_scales_are_those_of_numpy(codes, splits, scales):
     assert np.all(error <= (step + 2**-8 * (scales != np.float32)) * largest)
 
 
+@pytest.mark.parametrize("splits", [(), (16,)], ids=str)
+def test_entries_in_int4_are_rotated(splits):
+    """A large feature would leave few codes to the others."""
+    x = np.random.default_rng(0).normal(size=(2, 3, 32, 50)).astype(np.float32)
+    x[:, :, 5] *= 30
+    wanted, wanted_scales = encode(x, 2, "int4", np.float32, splits)
+    got, got_scales = entry_codes.encode(
+        jnp.asarray(x), 2, jnp.dtype("int4"), jnp.dtype("float32"), splits
+    )
+    np.testing.assert_allclose(got_scales, wanted_scales, rtol=1e-6)
+    codes = np.asarray(got).astype(int)
+    # a value near the middle between two codes may have either
+    assert np.mean(codes != wanted.astype(int)) < 1e-3
+    assert abs(codes - wanted.astype(int)).max() <= 1
+    errors = decode(np.asarray(got), got_scales, 2, splits) - x
+    plain_scale = abs(x).max(2, keepdims=True) / 7
+    plain_errors = np.rint(x / plain_scale) * plain_scale - x
+    assert errors.std() < 0.6 * plain_errors.std()
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("codes", [*CODES, "int4"])
 def test_a_value_that_is_not_finite_stays_visible(codes, value):
     x = jnp.ones((1, 1, 4, 2)).at[0, 0, 1, 0].set(value)
     _, (scale_BKS,) = entry_codes.encode(x, 2, jnp.dtype(codes), jnp.dtype("float32"))
@@ -63,9 +83,9 @@ def test_a_value_that_is_not_finite_stays_visible(codes, value):
 
 
 def new_entries(config: DecoderConfig, length: int, seed: int) -> tuple[NewEntries, ...]:
-    """Return new entries of each layer, for all slots."""
+    """Return new entries of each layer, for all slots; sums of a few of them are exact."""
     if config.latent is None:
-        return random_prompt(SLOTS, length, seed)
+        return jax.tree.map(lambda x: jnp.rint(4096 * x) / 4096, random_prompt(SLOTS, length, seed))
     rng = np.random.default_rng(seed)
     return tuple(
         PromptLatents(jnp.asarray(rng.normal(size=(SLOTS, length, 9)), jnp.float32))
@@ -91,7 +111,9 @@ def written(config: DecoderConfig, codes: str | None) -> list[LayerCache]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "codes"), [*zip(KINDS, CODES, strict=True)])
+@pytest.mark.parametrize(
+    ("kind", "codes"), [*zip(KINDS, CODES, strict=True), ("keys and values", "int4")]
+)
 def test_every_write_leaves_the_codes_of_the_floats_that_it_would_leave(kind, codes):
     config = KINDS[kind]
     for floats, in_codes in zip(written(config, None), written(config, codes), strict=True):
@@ -128,11 +150,16 @@ def test_scanned_layers_write_the_scales_of_their_own_layer():
 
 
 @pytest.mark.parametrize(
-    ("attend", "splits"),
-    [(attend_dense, (3,)), (partial(attend_blockwise, block_scores=20), ())],
-    ids=["at once", "in blocks"],
+    ("attend", "dtype", "splits"),
+    [
+        (attend_dense, "int8", (3,)),
+        (partial(attend_blockwise, block_scores=20), "int8", ()),
+        (attend_dense, "int4", (2,)),
+        (partial(attend_blockwise, block_scores=20), "int4", ()),
+    ],
+    ids=["at once", "in blocks", "rotated at once", "rotated in blocks"],
 )
-def test_attention_to_codes_is_that_to_their_values(attend, splits):
+def test_attention_to_codes_is_that_to_their_values(attend, dtype, splits):
     """Rows read other slots than their own, in the second of two layers."""
     L, B, T, S, G = 2, 3, 5, 12, 2
     rng = np.random.default_rng(3)
@@ -146,7 +173,7 @@ def test_attention_to_codes_is_that_to_their_values(attend, splits):
     )
     coded, floats = [], []
     for x, axis, side_splits in ((keys, 3, splits), (values, 4, ())):
-        codes, scales = encode(x, axis, "int8", np.float32, side_splits)
+        codes, scales = encode(x, axis, dtype, np.float32, side_splits)
         scale_LBKPS = jnp.asarray(np.stack(scales, axis=3))
         coded.append(EntryCodes(jnp.asarray(codes), scale_LBKPS, side_splits))
         floats.append(jnp.asarray(decode(codes, scales, axis, side_splits)))

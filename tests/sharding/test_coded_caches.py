@@ -16,7 +16,7 @@ from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.sharding.call import Call
 from noria.sharding.communication import predict_collectives
 
-INT8, FLOAT8 = "int8", "float8_e4m3fn"
+INT8, FLOAT8, INT4 = "int8", "float8_e4m3fn", "int4"
 CASES = [
     ("whole", "llama", "data-tensor", INT8),
     ("whole", "llama", "weight-stationary-1d", FLOAT8),
@@ -30,6 +30,8 @@ CASES = [
     ("chunks", "llama4_text", "data-parallel", INT8),
     ("chunks", "deepseek_v3", "ring-tensor", INT8),
     ("chunks", "olmo2", "weight-stationary-1d-batch-attention", FLOAT8),
+    ("whole", "llama", "weight-stationary-1d", INT4),
+    ("chunks", "gpt_oss", "ring", INT4),
     ("prefixes", "gpt_oss", "weight-stationary-1d", INT8),
     ("prefixes", "deepseek_v3", "ring-tensor", INT8),
     ("prefixes", "qwen2", "data-tensor-batch-attention", INT8),
@@ -91,7 +93,7 @@ def test_scanned_layers_give_the_answer_of_unrolled_ones(family):
 @pytest.mark.usefixtures("optimized")
 def test_a_row_keeps_its_bits_in_another_slot_and_without_neighbours():
     """Layers have windows and sinks, and prompts come in chunks of two sizes."""
-    model, rows = coded("chunks", "gpt_oss", None, INT8), greedy_rows()
+    model, rows = coded("chunks", "gpt_oss", None, INT4), greedy_rows()
     together = model.answer(rows)
     last = model.grid.decode_slots - 1
     moved = model.answer({last - slot: row for slot, row in rows.items()})
