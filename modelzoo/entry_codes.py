@@ -1,4 +1,4 @@
-"""Cache entries as codes with scales: how they are rounded, and how attention multiplies them.
+"""Rounding of cache entries to codes with scales, and products of attention with the codes.
 
 The features of a key, or of a value, share one scale for each token and head. A latent has two, one
 for the latent itself and one for the rotated key. So the codes of a token depend on nothing but the
@@ -69,7 +69,7 @@ def encode(
     """Round entries to codes.
 
     The scale of a part is its largest magnitude over the largest code, rounded to the dtype of
-    scales. A code is the value over the rounded scale, to nearest.
+    scales. A code is the value divided by the rounded scale, rounded to the nearest code.
 
     Args:
       x: The entries.
@@ -81,8 +81,8 @@ def encode(
         first, as attention rotates queries of this size.
 
     Returns:
-      The codes, and the scales of each part, without the axis of features. A value that is not
-      finite makes its scale so.
+      The codes, and the scales of each part, without the axis of features. If a value is not
+      finite, neither is its scale.
     """
     largest, rounded, scale_of_parts = LARGEST_CODES[codes.name], [], []
     if codes.name in _ROTATED:

@@ -117,7 +117,7 @@ def derived_plan(
         free_bytes = peers.broadcast(_memory_bytes(target)) - work.parameter_bytes
         fits = partial(_fits, work, share * free_bytes)
         reason = (
-            f"a longer cache would take more than {share:g} of the memory beside the weights "
+            f"a longer cache would take more than {share:g} of the memory that weights leave "
             f"({free_bytes / GIGABYTE:.1f} GB per device)"
         )
 

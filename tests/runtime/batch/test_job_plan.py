@@ -72,7 +72,7 @@ def test_a_limit_of_memory_is_said_in_the_plan_and_with_the_option_that_changes_
     memory(40_000_000)
     plan = plan_of(OPEN)
     assert plan.buckets.decode_spans[-1] == plan.buckets.max_length < LONG.max_position
-    assert "more than 0.125 of the memory beside the weights (0.0 GB" in plan.max_length_reason
+    assert "more than 0.125 of the memory that weights leave (0.0 GB" in plan.max_length_reason
     assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan
     said = limit_note(plan, OPEN, LONG.max_position)
     assert said.startswith(
