@@ -81,5 +81,6 @@ def _discard(stream: TextIO) -> None:
 
 
 def plural(number: int, noun: str) -> str:
-    """A number with its noun: `1 row`, `2 rows`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """A number with its noun: `1 row`, `2 rows`, `2 prefixes`."""
+    ending = "" if number == 1 else "es" if noun[-1] in "sx" else "s"
+    return f"{number} {noun}{ending}"

@@ -70,7 +70,7 @@ def _parse() -> argparse.Namespace:
     add("--work-dir", type=Path, required=True, help="for weights and job files")
     add("--output", type=Path, help="results: this path with .json and .md")
     add("--rows", type=int, default=200)
-    add("--max-tokens", type=int, default=96)
+    add("--max-tokens", type=int, default=160)
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--threads", type=int, default=2)
     add("--python-vllm", help="a Python with vllm; without it, only noria runs")
@@ -84,7 +84,7 @@ def _lines(names: list[str], max_tokens: int, has_forms: bool) -> list[str]:
     for row, name in enumerate(names):
         body = {
             "model": "smollm2",
-            "messages": [{"role": "user", "content": f"Give an example as JSON: {name}"}],
+            "messages": [{"role": "user", "content": f"Example {row} as JSON: {name}"}],
             "max_tokens": max_tokens,
             "temperature": row % 2,
             "seed": row,

@@ -26,3 +26,7 @@ def test_a_job_of_one_row_is_summarised_in_the_singular():
     seconds = {f"{phase}_seconds": 1.0 for phase in ("scan", "load", "build", "run")}
     manifest = {"rows": rows, "output_tokens_per_second": None, **seconds}
     assert summarise(Path("out.jsonl"), manifest).startswith("out.jsonl: 1 row, 1 error ")
+
+
+def test_prefixes_end_with_es():
+    assert plural(2, "prefix") == "2 prefixes"
