@@ -141,8 +141,13 @@ def hugging_face_form(spec: ModelSpec) -> ModelSpec:
 
     Experts have the usual of their published forms.
     """
-    family = _family(spec)
+    family, pooling = _family(spec), spec.config.pooling
     names = hugging_face.names_of(family, spec.config)
+    if pooling.labels:
+        classifier = family.hf_classifier
+        names = replace(names, dense=classifier.dense, dense_norm=classifier.norm)
+    else:
+        names = replace(names, dense=_module_tensors(len(pooling.projections)))
     sources = parameter_sources(spec.config, names)
     return ModelSpec(spec.family, spec.config, sources, names=names)
 
@@ -164,6 +169,11 @@ def text_prefixes(spec: ModelSpec) -> tuple[TensorPrefix, ...]:
 def head_prefix(spec: ModelSpec) -> str:
     """The beginning of the names of tensors below a head, which a model without a head may lack."""
     return _family(spec).hf_prefix
+
+
+def _module_tensors(count: int) -> tuple[str, ...]:
+    """The usual names of the dense layers of sentence-transformers, which follow the pooling."""
+    return tuple(f"{2 + i}_Dense/linear" for i in range(count))
 
 
 def _family(spec: ModelSpec) -> Family:

@@ -3,7 +3,13 @@
 import pytest
 
 from noria.modelzoo.config import BothSides, NoRope, RopeConfig, TokenInputs
-from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
+from noria.modelzoo.families.registry import (
+    UnsupportedModel,
+    from_hf_config,
+    hugging_face_form,
+    with_pooling,
+)
+from noria.modelzoo.pooling_config import Pooling, Projection
 
 MINILM = {
     "_name_or_path": "nreimers/MiniLM-L6-H384-uncased",
@@ -175,3 +181,12 @@ def test_a_decoder_without_a_head_is_read_for_vectors():
     assert "model.norm.weight" in sources_of(config, "model.norm.weight")
     whole = config | {"architectures": ["MistralForCausalLM"]}
     assert from_hf_config(whole, ["model.norm.weight"]).config.has_head
+
+
+def test_other_formats_have_the_published_names_of_dense_layers():
+    classifier = from_hf_config(MINILM | {"architectures": ["BertForSequenceClassification"]})
+    pooling = Pooling(projections=(Projection(8), Projection(5, has_bias=False)))
+    dense = ("2_Dense/linear", "3_Dense/linear")
+    for spec in (classifier, with_pooling(from_hf_config(MINILM), pooling, dense)):
+        assert hugging_face_form(spec).sources[-3:] == spec.sources[-3:]
+        assert all("dense" in source.parameter for source in spec.sources[-3:])

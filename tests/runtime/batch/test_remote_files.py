@@ -129,6 +129,27 @@ def test_a_failed_upload_keeps_the_output_and_the_next_run_uploads_it(
     assert len(content(store, tmp_path).splitlines()) == 45
 
 
+def test_a_failed_upload_of_the_manifest_alone_is_made_up_for(tmp_path, store, job, monkeypatch):
+    put_file = MemoryFileSystem.put_file
+
+    def fail(self, local, path, **options):
+        if path.endswith(".json"):
+            raise ConnectionError("no route")
+        put_file(self, local, path, **options)
+
+    job()
+    store.pipe_file("/jobs/in.jsonl", b'{"id": "new", "prompt": "more"}')
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "put_file", fail)
+        with pytest.raises(JobError, match=r"manifest.json: cannot be written"):
+            job(restart=True)
+    store.uploads.clear()
+    model = FakeModel()
+    assert job(model) == 0 and not model.num_texts
+    assert store.uploads == ["/jobs/out.jsonl.manifest.json"]
+    assert not list((tmp_path / "work").iterdir())
+
+
 def test_an_output_that_another_program_wrote_meanwhile_is_kept(tmp_path, store, job):
     class Meddler(FakeModel):
         def build(self, *arguments, **options):

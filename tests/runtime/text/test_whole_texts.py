@@ -79,8 +79,8 @@ def test_settings_add_the_ends_that_the_template_does_not_have(word_pieces):
     tokenizer = load_tokenizer(word_pieces)
     text, ended = tokenizer.encode_whole(["water", "water [SEP]"])
     assert text == EncodedText((1, 4, 2), 3) and ended == EncodedText((1, 4, 2), 3)
-    long = "water [SEP] the water"
-    (cut,) = tokenizer.encode_whole([long], [4])
-    assert cut == EncodedText((1, 4, 2), 3, 3) or cut == EncodedText((1, 4, 2, 2), 4, 2)
+    # the ends need room beside the first tokens
+    (cut,) = tokenizer.encode_whole(["water the wheel turns"], [4])
+    assert cut == EncodedText((1, 4, 8, 2), 4, num_cut=3)
     # prompts to continue never end
     assert tokenizer.encode("water", special_tokens=True) == [1, 4]
