@@ -12,7 +12,7 @@ others.
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import StructureTables
 from ..devices.host_arrays import HostArrays
 from ..request import Request
+from .admission import AdmittedRequest
 from .call_results import (
     CallResults,
     ChoicesDropped,
@@ -37,7 +38,7 @@ from .call_results import (
     TokensEmitted,
     token_logprob,
 )
-from .decode_slots import DecodeAction, ScheduledRequest, ScheduledSequence
+from .decode_slots import DecodeAction, ScheduledSequence
 from .metrics import EngineMetrics
 from .padding import (
     greedy_sampling,
@@ -55,27 +56,6 @@ from .scheduler import (
     PromptPiece,
     Scheduler,
 )
-
-
-@dataclass(frozen=True)
-class AdmittedRequest:
-    """A request that fits the grid, with its seed and stop ids resolved."""
-
-    scheduled: ScheduledRequest
-    request: Request
-    seed: int
-    stop_ids: tuple[int, ...]
-    structure: int | None = None
-    """The first state of the automaton of its answers, 0 without one; None in a plan without
-    automata."""
-    adapter: int | None = None
-    """The number of its adapter, 0 without one; None in a plan without adapters."""
-
-    @property
-    def own_token_ids(self) -> Sequence[int]:
-        """The ids of the prompt, without its planned prefix."""
-        prefix, token_ids = self.scheduled.planned_prefix, self.request.prompt_token_ids
-        return token_ids if prefix is None else token_ids[prefix.length :]
 
 
 @dataclass(frozen=True)
@@ -115,7 +95,7 @@ class Engine:
         self.prefix_ids: dict[PlannedPrefix, array[int]] = {}
         """The token ids of planned prefixes. Those of a request are added before it is submitted.
         """
-        self.prefix_adapters: dict[PlannedPrefix, int] = {}
+        self._prefix_adapters: dict[PlannedPrefix, int] = {}
         """The number of the adapter of planned prefixes, in a plan with adapters."""
         self._graphs = graphs
         self.scheduler = Scheduler(graphs.grid)
@@ -143,6 +123,8 @@ class Engine:
         """
         self.scheduler.submit(request.scheduled)
         self._requests[request.scheduled.number] = request
+        if (prefix := request.scheduled.planned_prefix) is not None and request.adapter is not None:
+            self._prefix_adapters[prefix] = request.adapter
         # packed here, because requests are submitted while the device runs
         self._sampling[request.scheduled.number] = pack_sampling(
             request.request.params,
@@ -175,7 +157,7 @@ class Engine:
             self._scores,
             self._unclean,
             self.prefix_ids,
-            self.prefix_adapters,
+            self._prefix_adapters,
             self._unclean_prefixes,
         ):
             container.clear()
@@ -306,7 +288,7 @@ class Engine:
         if action.start == 0 and action.group in self._unclean_prefixes:
             self._clear_prefix(action.group)
         ids = self.prefix_ids[action.prefix][action.start : action.start + action.count]
-        adapter = self.prefix_adapters.get(action.prefix)
+        adapter = self._prefix_adapters.get(action.prefix)
         packed = pack_prefix(action.group, action.start, ids, prefixes, adapter)
         arguments = self._host.put(packed)
         self._state, output = self._graphs.prefix(self._parameters, self._state, *arguments)
