@@ -18,7 +18,7 @@ from ..request import Request, SamplingParams
 from ..structured.tables import PackedStructures
 from ..text.collector import TextCollector
 from ..text.tokenizer import Tokenizer
-from .decode_slots import ScheduledRequest
+from .actions import ScheduledRequest
 from .padding import row_seed
 from .shared_prefixes import SharedPrefix
 

@@ -30,6 +30,15 @@ from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import StructureTables
 from ..devices.host_arrays import HostArrays
 from ..request import Request
+from .actions import (
+    Action,
+    DecodeAction,
+    ForkAction,
+    PrefillAction,
+    PrefixAction,
+    PromptPiece,
+    ScheduledSequence,
+)
 from .admission import AdmittedRequest
 from .call_results import (
     CallResults,
@@ -38,7 +47,6 @@ from .call_results import (
     TokensEmitted,
     token_logprob,
 )
-from .decode_slots import DecodeAction, ScheduledSequence
 from .metrics import EngineMetrics
 from .padding import (
     greedy_sampling,
@@ -48,14 +56,7 @@ from .padding import (
     pack_sampling,
 )
 from .prompt_scores import PromptScores, num_alternatives
-from .scheduler import (
-    Action,
-    ForkAction,
-    PrefillAction,
-    PrefixAction,
-    PromptPiece,
-    Scheduler,
-)
+from .scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Engine:
 
     def release(self, slot: int) -> None:
         """Free a slot whose sequence ended, on the device or at a stop string."""
-        self.scheduler.release(slot)
+        self.scheduler.slots.release(slot)
         del self._in_slot[slot]
 
     def abandon(self) -> None:
@@ -375,7 +376,7 @@ class Engine:
         self._unclean.update(slot for slot in slots if not is_clean[slot])
         for slot in slots:
             if is_active[slot]:
-                self.scheduler.advance(slot, num_emitted[slot])
+                self.scheduler.slots.advance(slot, num_emitted[slot])
             else:
                 self.release(slot)
 

@@ -23,15 +23,14 @@ from ..request import CompletionOutput, Request, RequestMetrics, RequestOutput
 from ..structured.tables import PackedStructures
 from ..text.collector import TextCollector
 from ..text.tokenizer import Tokenizer
+from .actions import Action, DecodeAction
 from .admission import Admission
 from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted
-from .decode_slots import DecodeAction
 from .engine import Engine
 from .expert_use import ExpertSetup
 from .metrics import EngineMetrics, RunFigures
 from .open_request import Continuation, OpenRequest
 from .sample_rules import RowSamples
-from .scheduler import Action
 from .shared_prefixes import SharedPrefix
 
 
@@ -103,7 +102,7 @@ class GenerationSession:
         metrics = self.engine.metrics
         return RunFigures(
             metrics.emitted_tokens,
-            self.engine.scheduler.num_live,
+            len(self.engine.scheduler.slots.live),
             self.grid.decode_slots,
             metrics.padding_waste,
         )

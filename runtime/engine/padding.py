@@ -17,8 +17,7 @@ from ...compile.signatures import MAX_BIASES, MAX_STOP_IDS
 from ...modelzoo.prompt_pieces import PromptPieces
 from ...modelzoo.sampling import SamplingState
 from ..request import SamplingParams
-from .decode_slots import ScheduledRequest, ScheduledSequence
-from .scheduler import PromptPiece
+from .actions import PromptPiece, ScheduledRequest, ScheduledSequence
 
 
 def pack_pieces(

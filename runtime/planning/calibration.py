@@ -21,9 +21,8 @@ from ...compile.planning.work import Work
 from ...sharding.call import Call
 from ..console import plural
 from ..devices.machine import describe_machine
-from ..engine.decode_slots import DecodeAction
+from ..engine.actions import DecodeAction, PrefillAction
 from ..engine.generation import GenerationSession
-from ..engine.scheduler import PrefillAction
 from ..request import Request, SamplingParams
 from ..session import LoadedModel, start
 

@@ -35,14 +35,13 @@ from noria.modelzoo.layer_groups import single_layer_names
 from noria.modelzoo.sampling import SamplingState, TokenScores
 from noria.modelzoo.weight_formats import SCALES
 from noria.runtime.devices.host_arrays import HostArrays
-from noria.runtime.engine.decode_slots import ScheduledRequest, ScheduledSequence
+from noria.runtime.engine.actions import PromptPiece, ScheduledRequest, ScheduledSequence
 from noria.runtime.engine.padding import (
     pack_pieces,
     pack_prefix,
     pack_requests,
     pack_sampling,
 )
-from noria.runtime.engine.scheduler import PromptPiece
 from noria.runtime.files.layout_files import named_layout_tables, read_layout_table
 from noria.runtime.request import SamplingParams
 from noria.sharding.layout import Layout
