@@ -2,8 +2,9 @@
 
 import pytest
 
-from noria.modelzoo.config import BothSides, NoRope, RopeConfig, TokenInputs
+from noria.modelzoo.config import BothSides, TokenInputs
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
+from noria.modelzoo.rope_config import NoRope, RopeConfig
 
 MINILM = {
     "_name_or_path": "nreimers/MiniLM-L6-H384-uncased",
