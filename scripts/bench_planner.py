@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from noria.compile.abstract_model import AbstractModel
-from noria.compile.grids.bucket_grid import PrefillBucket
 from noria.compile.grids.bucket_search import cheapest_cuts
 from noria.compile.grids.grid_defaults import GridDefaults
+from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.planning.candidates import (
     TOKENS_PER_PREFILL,
     Budget,

@@ -28,10 +28,11 @@ from itertools import combinations, product
 import numpy as np
 
 from ...sharding.call import Call
-from ..grids.bucket_grid import BucketGrid, PrefillBucket
+from ..grids.bucket_grid import BucketGrid
 from ..grids.bucket_search import cheapest_cuts
 from ..grids.default_grid import SPAN_STEP, RowShape, slot_use
 from ..grids.grid_defaults import GridDefaults, round_up
+from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefill_ladder import with_small_calls
 from ..grids.prefix_choice import prefix_grids, prefixes_of_rows
 from ..grids.prefix_grid import PrefixGrid

@@ -6,7 +6,7 @@ the order of actions.
 
 from dataclasses import dataclass
 
-from ...compile.grids.bucket_grid import PrefillBucket
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PlannedPrefix
 from .shared_prefixes import SharedPrefix
 

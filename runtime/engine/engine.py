@@ -21,7 +21,7 @@ import numpy as np
 
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.graph_failures import naming_graph
-from ...compile.grids.bucket_grid import PrefillBucket
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.prefill_steps import PrefillOutput
 from ...compile.steps import DecodeOutput, DecodeState

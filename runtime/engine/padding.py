@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PrefixGrid
 from ...compile.prefill_steps import SlotRequests
 from ...compile.signatures import MAX_BIASES, MAX_STOP_IDS

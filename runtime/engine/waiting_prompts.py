@@ -13,7 +13,8 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
-from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PlannedPrefix
 from .actions import ScheduledRequest
 from .prefix_groups import WaitingRows

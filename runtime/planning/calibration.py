@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.cost import Calibration, CallTiming, calibrate
 from ...compile.planning.hardware import Hardware

@@ -21,7 +21,8 @@ from noria.compile.abstract_model import DOWN, UP, AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.grids.adapter_grid import AdapterGrid
-from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.prefix_grid import PrefixGrid
 from noria.compile.prefill_steps import PrefillOutput
 from noria.compile.steps import NO_TOKEN, DecodeOutput, DecodeState
