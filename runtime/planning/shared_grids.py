@@ -23,8 +23,8 @@ from ...compile.grids.grid_defaults import GridDefaults, round_up
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_choice import prefix_grids, prefixes_of_rows
 from ...compile.grids.prefix_table import PrefixTable
-from ...compile.planning.candidates import ExpectedRow
 from ...compile.planning.graph_prices import GraphPrices
+from ...compile.planning.run_bounds import ExpectedRow
 from .forecast import fits_grid
 from .search import simulate_in_order
 
