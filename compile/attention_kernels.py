@@ -25,7 +25,8 @@ from ..modelzoo.kv_cache import num_cache_entries
 from ..modelzoo.segments import segment_lengths
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
-from .grids.bucket_grid import BucketGrid, PrefillBucket
+from .grids.bucket_grid import BucketGrid
+from .grids.prefill_bucket import PrefillBucket
 from .grids.prefix_grid import PrefixGrid
 from .plan_tables import check_keys
 

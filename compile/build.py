@@ -28,7 +28,8 @@ from .compiler_options import NO_OPTIONS, CompilerOptions, naming_option, with_d
 from .embed_step import embed_step
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .graph_failures import naming_graph
-from .grids.bucket_grid import BucketGrid, PrefillBucket
+from .grids.bucket_grid import BucketGrid
+from .grids.prefill_bucket import PrefillBucket
 from .grids.prefix_grid import PrefixGrid
 from .prefill_steps import (
     clear_prefix_step,

@@ -13,7 +13,8 @@ from ..modelzoo.prompt_pieces import PromptPieces
 from ..modelzoo.sampling import SamplingState
 from ..modelzoo.structure import StructureTables
 from .embed_step import EmbedOutput
-from .grids.bucket_grid import BucketGrid, PrefillBucket
+from .grids.bucket_grid import BucketGrid
+from .grids.prefill_bucket import PrefillBucket
 from .prefill_steps import PrefillOutput, SlotRequests
 from .steps import DecodeOutput, DecodeState
 

@@ -6,7 +6,8 @@ Knows nothing of requests or files.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .grids.bucket_grid import BucketGrid, PrefillBucket
+from .grids.bucket_grid import BucketGrid
+from .grids.prefill_bucket import PrefillBucket
 
 
 class GraphFailed(RuntimeError):

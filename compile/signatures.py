@@ -17,7 +17,8 @@ from ..modelzoo.prompt_pieces import PromptPieces
 from ..modelzoo.sampling import SamplingState
 from ..modelzoo.structure import BITS, StructureTables
 from .grids.adapter_grid import AdapterGrid
-from .grids.bucket_grid import BucketGrid, PrefillBucket
+from .grids.bucket_grid import BucketGrid
+from .grids.prefill_bucket import PrefillBucket
 from .grids.prefix_grid import PrefixGrid
 from .grids.structured_grid import MAX_LEVELS, StructuredGrid
 from .prefill_steps import SlotRequests

@@ -3,90 +3,21 @@
 Knows nothing of files or checkpoints.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from .config_values import check_count, check_positive
+from .latent_config import LatentAttention
 from .moe.config import MoeConfig
 from .pooling_config import MEAN, Pooling
-from .pooling_config import Projection as Projection  # a checkpoint finds all classes here
 
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """Position interpolation: positions divided by `factor` (Chen et al. 2023, 2306.15595)."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Scaling of Llama 3.1: long wavelengths are stretched by `factor`, short ones are kept.
-
-    A ramp lies between the two.
-    """
-
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_max_position: int
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """NTK-by-parts interpolation with a temperature (YaRN, Peng et al. 2023, arXiv 2309.00071)."""
-
-    factor: float
-    original_max_position: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    """Factor on cosines and sines; None means `0.1 * ln(factor) + 1`, as in the paper."""
-    truncate: bool = True
-    """Whether the ends of the ramp are rounded to whole dimensions, as in the code of the paper."""
-
-
-@dataclass(frozen=True)
-class FactorScaling:
-    """A divisor for the frequency of each pair (LongRoPE, Ding et al. 2024, 2402.13753).
-
-    GGUF publishes the scaling of Llama 3.1 in this form, too.
-    """
-
-    factors: tuple[float, ...]
-    attention_factor: float = 1.0
-    """Factor on cosines and sines."""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864)."""
-
-    theta: float = 10_000.0
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | FactorScaling | None = None
-    rotated: int | None = None
-    """The number of head features that are rotated, from the first on; None means all."""
-    norm_epsilon: float | None = None
-    """Epsilon of a root mean square norm, without scale, of each rotated head; None means no
-    norm."""
-
-
-@dataclass(frozen=True)
-class NoRope:
-    """No rotation: positions enter only through the causal mask (2305.19466).
-
-    Queries at position p may be multiplied by `1 + scale * ln(1 + floor((p + 1) / interval))`, so
-    that attention over many keys stays sharp (Nakanishi 2025, 2501.19399; Llama 4).
-    """
-
-    scale: float = 0.0
-    interval: int = 1
-
-    def __post_init__(self):
-        if not (math.isfinite(self.scale) and self.scale >= 0) or self.interval < 1:
-            raise ValueError(
-                f"rope: expected a scale of at least 0 and an interval of at least 1, got {self}."
-            )
+# a checkpoint finds all classes here
+from .pooling_config import Projection as Projection
+from .rope_config import FactorScaling as FactorScaling
+from .rope_config import LinearScaling as LinearScaling
+from .rope_config import Llama3Scaling as Llama3Scaling
+from .rope_config import NoRope, RopeConfig
+from .rope_config import YarnScaling as YarnScaling
 
 
 @dataclass(frozen=True)
@@ -138,7 +69,7 @@ class Scores:
     5)."""
 
     def __post_init__(self):
-        _require_positive("scores", scale=self.scale, cap=self.cap)
+        check_positive("scores", scale=self.scale, cap=self.cap)
 
 
 @dataclass(frozen=True)
@@ -167,55 +98,10 @@ class Multipliers:
 
     def __post_init__(self):
         factors = {"embedding": self.embedding, "residual": self.residual, "logits": self.logits}
-        _require_positive("multipliers", **factors)
+        check_positive("multipliers", **factors)
 
 
-def _require_positive(owner: str, **numbers: float | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and not (math.isfinite(number) and number > 0):
-            raise ValueError(f"{owner}.{name}: expected a finite number above 0, got {number!r}.")
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """Sizes of multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1).
-
-    Keys and values of all heads are computed from one latent per token. A head of queries and keys
-    has `plain_dim` features of its own and `rope_dim` rotated features. The rotated key is the same
-    for all heads.
-    """
-
-    rank: int
-    """The size of the latent of keys and values."""
-    plain_dim: int
-    """The features of a query or key head that are not rotated."""
-    rope_dim: int
-    """The features of a query or key head that are rotated."""
-    value_dim: int
-    """The features of a value head."""
-    query_rank: int | None = None
-    """The size of the latent of queries; None means that queries are computed without a latent."""
-    norm_epsilon: float = 1e-6
-    """Epsilon of the norms of latents."""
-
-    def __post_init__(self):
-        _require_positive("latent", norm_epsilon=self.norm_epsilon)
-        for name in ("rank", "plain_dim", "rope_dim", "value_dim", "query_rank"):
-            size = getattr(self, name)
-            if size is not None and (not isinstance(size, int) or size < 1):
-                raise ValueError(f"latent.{name}: expected a positive integer, got {size!r}.")
-
-    @property
-    def head_dim(self) -> int:
-        """The size of a query or key head."""
-        return self.plain_dim + self.rope_dim
-
-    @property
-    def cache_dim(self) -> int:
-        """The size of a cache entry: the latent and the rotated key."""
-        return self.rank + self.rope_dim
-
-
+PLAIN_ROPE = RopeConfig()
 PLAIN_SCORES = Scores()
 NO_MULTIPLIERS = Multipliers()
 
@@ -265,7 +151,7 @@ class DecoderConfig:
     """The vectors that are added to the embeddings of tokens; None means none, and no norm."""
     has_first_norm: bool = True
     """Whether the attention of the first layer has a norm before it, as in other layers."""
-    rope: RopeConfig | NoRope = RopeConfig()
+    rope: RopeConfig | NoRope = PLAIN_ROPE
     local_rope: RopeConfig | None = None
     """The rotation in layers with a window; None means that they use `rope`, too."""
     latent: LatentAttention | None = None
@@ -299,23 +185,10 @@ class DecoderConfig:
                 raise ValueError(
                     f"{name}: expected one of {get_args(options)}, got {getattr(self, name)!r}."
                 )
-        _require_positive("config", logit_cap=self.logit_cap)
-        sizes = {
-            name: getattr(self, name)
-            for name in (
-                "vocab_size",
-                "embed",
-                "mlp",
-                "num_query_heads",
-                "num_kv_heads",
-                "head_dim",
-                "num_layers",
-                "max_position",
-            )
-        }
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {size!r}.")
+        check_positive("config", logit_cap=self.logit_cap)
+        sizes = ("vocab_size", "embed", "mlp", "num_query_heads", "num_kv_heads", "head_dim")
+        for name in (*sizes, "num_layers", "max_position"):
+            check_count(name, getattr(self, name))
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_query_heads: expected a multiple of num_kv_heads ({self.num_kv_heads}), "
@@ -460,9 +333,8 @@ class Arrangement:
 
     def __post_init__(self):
         for name in ("kv_copies", "padded_vocab", "head_multiple"):
-            size = getattr(self, name)
-            if size is not None and (not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name}: expected a positive integer, got {size!r}.")
+            if (size := getattr(self, name)) is not None:
+                check_count(name, size)
 
     def check(self, config: DecoderConfig) -> None:
         """Check that the weights of a configuration can be arranged this way.

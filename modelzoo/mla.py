@@ -19,7 +19,8 @@ from flax import nnx
 
 from . import axes
 from .attention import Queries
-from .config import DecoderConfig, LatentAttention
+from .config import DecoderConfig
+from .latent_config import LatentAttention
 from .layer_attention import LayerAttention
 from .layer_cache import PromptKeysValues, PromptLatents
 from .layers import Norm, merge_heads, weight

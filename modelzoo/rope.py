@@ -14,7 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .config import FactorScaling, LinearScaling, Llama3Scaling, NoRope, RopeConfig, YarnScaling
+from .rope_config import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NoRope,
+    RopeConfig,
+    YarnScaling,
+)
 
 
 class Rotation(NamedTuple):

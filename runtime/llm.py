@@ -8,64 +8,45 @@ call runs. After a call that was interrupted, or that failed on the device, the 
 again.
 """
 
-import operator
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
-from numbers import Number
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
-import numpy as np
-
-from ..compile.expert_plan import ExpertPlan, default_experts
-from ..compile.grids.bucket_grid import BucketGrid
-from ..compile.grids.default_grid import ladder_grid
-from ..compile.grids.embed_grid import embed_ladder
-from ..compile.grids.grid_defaults import GridDefaults
+from ..compile.expert_plan import ExpertPlan
 from ..compile.grids.grid_values import is_count
-from ..compile.plan import Numbers, Plan, PlannedModel
-from ..compile.targets import Target, default_platform, find_target
-from ..sharding.layout import Layout
+from ..compile.plan import Plan
+from ..compile.targets import default_platform, find_target
 from . import session
 from .adapters.adapter_set import AdapterSet
 from .adapters.merged_model import open_merged
 from .bundles import compilation_cache
 from .bundles.warm_start import WarmStart
-from .checkpoint import ModelFiles
 from .checkpoint.published_numbers import keep_published
 from .console import tell
 from .embedding.outputs import EmbeddingOutput, EmbeddingRequestOutput
-from .embedding.plan import aims
 from .embedding.session import EmbeddingSession
-from .embedding.texts import EncodedText, pack, whole_text
+from .embedding.texts import pack
 from .embedding.vectors import shortened
 from .engine.generation import GenerationSession
 from .errors import RowError, check_process
-from .files.layout_files import read_layout_table
 from .files.run_config import read_instant, read_plan_table
+from .planning.plan_arguments import PlanArguments
 from .request import Request, RequestOutput, SamplingParams
 from .structured.params import StructuredOutputsParams
-from .structured.structures import Structures
-from .text.chat_template import ChatRenderer
-from .text.load_tokenizer import load_tokenizer
+from .text.prompts import Prompt, PromptReader, as_list
 from .text.tokenizer import Tokenizer
 from .vllm_options import CALL, CHAT, EMBED, MODEL, also_accepts
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-_Row = tuple[str | None, list[int]]
-"""The text of a prompt, or None if it was given as ids, and its token ids."""
 
 AdapterName = str | Sequence[str | None] | None
 """The name of an adapter for all prompts of a call, or a name or None for each."""
 
-DEFAULT_MAX_LENGTH = 2048
 DEFAULT_SLOTS = 16
 _NO_OUTPUT = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=0)
-RUNNERS = ("auto", "generate", "pooling")
 
 
 class LLM:
@@ -130,55 +111,34 @@ class LLM:
         now: str | None = None,
     ):
         """Load the model and compile its grid; see the class for the arguments."""
-        if runner not in RUNNERS:
-            raise ValueError(f"runner: expected one of {', '.join(RUNNERS)}, got {runner!r}.")
-        self._now = None if now is None else read_instant("now", now)
+        arguments = PlanArguments(
+            runner, numbers, layout, experts, max_model_len, max_num_seqs, structured_outputs
+        )
+        instant = None if now is None else read_instant("now", now)
         path = Path(plan) if isinstance(plan, str | Path) else None
         if isinstance(plan, str | Path):
             plan = Plan.from_table(read_plan_table(Path(plan)))
         say = partial(tell, sys.stderr)
-        session.prepare_jax(target or (plan.target if plan else None))
+        target = target or (plan.target if plan else None)
+        session.prepare_jax(target)
         cache = compilation_cache.enable(say)
-        device = find_target(target or (plan.target if plan else default_platform()))
+        device = find_target(target or default_platform())
         with open_merged(model, merge_adapter) as files:
             files.unread.report(say, is_strict=strict_config)
             named = {name: Path(folder) for name, folder in (adapters or {}).items()}
             own_adapters = AdapterSet.open(files, named) if named else None
             if plan is None:
                 dtype = session.resolve_dtype(dtype, device)
-                planned = PlannedModel(model, files.fingerprint())
-                own = Numbers.from_table({"dtype": dtype, **(numbers or {})})
-                own = keep_published(own, files)
-                arguments = files, device, planned, own, layout
-                if _pools(runner, files):
-                    if experts is not None or structured_outputs:
-                        raise ValueError(
-                            "experts, structured_outputs: expected none for vectors of texts. "
-                            "Remove them, or open the model with runner='generate'."
-                        )
-                    plan = _pooling_plan(*arguments, max_model_len)
-                else:
-                    plan = _own_plan(*arguments, experts, max_model_len, max_num_seqs)
-            elif layout is not None or experts is not None or numbers is not None:
-                raise ValueError(
-                    "layout, experts, numbers: expected none beside a plan, which has its own. "
-                    "Change them in the plan."
-                )
-            elif runner not in ("auto", "pooling" if plan.buckets.embed else "generate"):
-                raise ValueError(
-                    f"runner: expected {'pooling' if plan.buckets.embed else 'generate'!r} or "
-                    f"'auto', as the plan says, got {runner!r}."
-                )
-            plan = replace(plan, numbers=keep_published(plan.numbers, files))
-            structures = _structures(files, structured_outputs)
-            if path is None and plan.buckets.structured is None and not plan.buckets.embed:
-                forms = {form.fingerprint for form in structured_outputs}
-                grid = replace(plan.buckets, structured=structures.grid(forms))
-                plan = replace(plan, buckets=grid)
+                plan = arguments.plan(model, files, device, dtype)
+                if plan.max_length_reason:
+                    say(f"rows without max_tokens: {plan.max_length_reason}")
+            else:
+                arguments.check_beside(plan)
+                plan = replace(plan, numbers=keep_published(plan.numbers, files))
+            structures = arguments.structures(files)
+            if path is None:
+                plan = arguments.with_tables(plan, structures, own_adapters)
             if own_adapters is not None:
-                if path is None and plan.buckets.adapters is None:
-                    grid = replace(plan.buckets, adapters=own_adapters.grid())
-                    plan = replace(plan, buckets=grid)
                 own_adapters.check(plan.buckets.adapters)
             session.check_plan(plan, files, device, dtype)
             self.plan = plan
@@ -196,7 +156,7 @@ class LLM:
                 plan.buckets.adapters,
                 own_adapters,
             )
-        self._tokenizer = loaded.tokenizer
+        self._prompts = PromptReader(loaded.tokenizer, instant)
         self._generator: GenerationSession | EmbeddingSession | None
         if plan.buckets.embed:
             self._generator = session.start_embedding(loaded, plan, warm=warm)
@@ -206,7 +166,6 @@ class LLM:
             )
         config = loaded.definition.config
         self._pooling, self._vector_size = config.pooling, config.pooling.size(config.embed)
-        self._renderer: ChatRenderer | None = None
         self._num_requests = 0
         self._lock, self._is_running = threading.Lock(), False
 
@@ -242,9 +201,9 @@ class LLM:
           ValueError: The numbers of prompts and parameters differ, or the model is closed.
           GraphFailed: The device failed.
         """
-        self._require_open()
-        rows = _as_list(prompts)
-        return self._run([self._tokenize(row) for row in rows], sampling_params, adapter)
+        generator = self._require_generation()
+        rows = [self._prompts.read(prompt) for prompt in as_list(prompts)]
+        return self._run(generator, rows, sampling_params, adapter)
 
     @also_accepts(CHAT)
     def chat(
@@ -277,13 +236,13 @@ class LLM:
           ValueError: The numbers of conversations and parameters differ, or the model is closed.
           GraphFailed: The device failed.
         """
-        self._require_open()
+        generator = self._require_generation()
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
-        rows: list[_Row] = [
+        rows = [
             (
                 None,
-                self._chat_renderer().encode(
+                self._prompts.chats.encode(
                     conversation,
                     add_generation_prompt=add_generation_prompt,
                     template_kwargs=chat_template_kwargs,
@@ -292,7 +251,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(rows, sampling_params, adapter)
+        return self._run(generator, rows, sampling_params, adapter)
 
     @also_accepts(CALL)
     def score(
@@ -351,34 +310,36 @@ class LLM:
                 "embed: expected a model of embeddings, got a classifier. Give /v1/classify rows "
                 "to noria batch."
             )
-        if dimensions is not None and not (
-            is_count(dimensions) and dimensions <= self._vector_size
-        ):
+        size = self._vector_size
+        if dimensions is not None and not (is_count(dimensions) and dimensions <= size):
             raise RowError(
                 "invalid_request",
-                f"dimensions: expected a number from 1 to {self._vector_size}, got {dimensions!r}.",
+                f"dimensions: expected a number from 1 to {size}, got {dimensions!r}.",
                 "dimensions",
             )
-        texts = [self._whole(prompt) for prompt in _as_list(prompts)]
-        packed: list[_Row] = [(None, pack([text])) for text in texts]
-        outputs = self._run_session(embedder, packed, repeat(_NO_OUTPUT), [None] * len(texts))
-        return [
-            EmbeddingRequestOutput(output.request_id, list(text.ids), EmbeddingOutput(vector))
-            for output, text in zip(outputs, texts, strict=True)
-            for vector in self._vectors(output, dimensions)
+        texts = [
+            self._prompts.read_whole(prompt, self._pooling.prompt) for prompt in as_list(prompts)
         ]
+        packed = [(None, pack([text])) for text in texts]
+        results = []
+        for output, text in zip(self._run(embedder, packed, _NO_OUTPUT), texts, strict=True):
+            if output.error is not None or output.vectors is None:
+                raise output.error or AssertionError("a request ends with vectors or an error")
+            (vector,) = shortened(output.vectors, dimensions, normalises=self._pooling.normalises)
+            embedding = EmbeddingOutput(vector)
+            results.append(EmbeddingRequestOutput(output.request_id, list(text.ids), embedding))
+        return results
 
     def get_tokenizer(self) -> Tokenizer | None:
         """Return the model's tokenizer, or None if it has none."""
-        return self._tokenizer
+        return self._prompts.tokenizer
 
     def close(self) -> None:
         """Free the model, and stop the child process that renders chat templates.
 
         A second call does nothing.
         """
-        if self._renderer is not None:
-            self._renderer.close()
+        self._prompts.close()
         self._generator = None
 
     def _require_open(self) -> GenerationSession | EmbeddingSession:
@@ -387,49 +348,29 @@ class LLM:
             raise ValueError("LLM: expected an open model, got one after close(). Make another.")
         return self._generator
 
-    def _vectors(self, output: RequestOutput, dimensions: int | None) -> np.ndarray:
-        if output.error is not None or output.vectors is None:
-            raise output.error or AssertionError("a request ends with vectors or an error")
-        normalises = self._pooling.normalises
-        return shortened(output.vectors, dimensions, normalises=normalises)
-
-    def _whole(self, prompt: Prompt) -> EncodedText:
-        """A text with the special tokens of the tokenizer's template; ids as they are."""
-        content = _content(prompt)
-        if not isinstance(content, str):
-            return whole_text(_token_ids(content))
-        if self._tokenizer is None:
-            raise _no_tokenizer()
-        (encoded,) = self._tokenizer.encode_whole([self._pooling.prompt + content])
-        if isinstance(encoded, RowError):
-            raise encoded
-        return encoded
-
-    def _run(
-        self,
-        rows: list[_Row],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        adapter: AdapterName,
-    ) -> list[RequestOutput]:
+    def _require_generation(self) -> GenerationSession:
         generator = self._require_open()
         if not isinstance(generator, GenerationSession):
             raise ValueError(
                 "LLM: expected a model that generates, got one for vectors of texts. Call embed, "
                 "or open it with runner='generate'."
             )
-        names = _names_of(adapter, len(rows))
-        return self._run_session(generator, rows, _one_each(sampling_params, len(rows)), names)
+        return generator
 
-    def _run_session(
+    def _run(
         self,
         generator: GenerationSession | EmbeddingSession,
-        rows: list[_Row],
-        params: Iterable[SamplingParams],
-        adapters: Sequence[str | None],
+        rows: Sequence[tuple[str | None, list[int]]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: AdapterName = None,
     ) -> list[RequestOutput]:
+        """Run rows, which are pairs of a text, if one was given, and its token ids."""
+        names = _one_each("adapter", adapter, str | None, len(rows))
+        params = SamplingParams() if params is None else params
+        params = _one_each("sampling_params", params, SamplingParams, len(rows))
         with self._lock:
             requests = []
-            for (text, ids), param, name in zip(rows, params, adapters, strict=False):
+            for (text, ids), param, name in zip(rows, params, names, strict=True):
                 requests.append(Request(str(self._num_requests), ids, param, text, name))
                 self._num_requests += 1
             # check all requests before the first is queued, so that an error leaves none queued
@@ -445,172 +386,13 @@ class LLM:
             self._is_running = False
         return [outputs[request.request_id] for request in requests]
 
-    def _tokenize(self, prompt: Prompt) -> _Row:
-        content = _content(prompt)
-        if not isinstance(content, str):
-            return None, _token_ids(content)
-        if self._tokenizer is None:
-            raise _no_tokenizer()
-        return content, self._tokenizer.encode(content, special_tokens=True)
 
-    def _chat_renderer(self) -> ChatRenderer:
-        if self._renderer is None:
-            if self._tokenizer is None:
-                raise RowError(
-                    "chat_template_error",
-                    "messages: expected a model with a chat template, got one without a "
-                    "tokenizer. Use generate with token ids.",
-                    "messages",
-                )
-            self._renderer = ChatRenderer(self._tokenizer, now=self._now)
-        return self._renderer
-
-
-def _structures(files: ModelFiles, forms: Sequence[StructuredOutputsParams]) -> Structures:
-    """Compile the forms that requests may ask for."""
-    structures = Structures()
-    if forms and (tokenizer := load_tokenizer(files.tokenizer_files)) is not None:
-        structures.make_trie = partial(session.vocabulary_trie, files, tokenizer)
-    for form in forms:
-        structures.automaton(form)
-    return structures
-
-
-def _own_plan(
-    files: ModelFiles,
-    target: Target,
-    model: PlannedModel,
-    numbers: Numbers,
-    layout: str | None,
-    experts: ExpertPlan | None,
-    max_model_len: int | None,
-    max_num_seqs: int,
-) -> Plan:
-    """Make the plan of an `LLM` without a given plan."""
-    config = files.spec.config
-    model_layout = None if layout is None else Layout.from_table(read_layout_table(layout))
-    session.check_layout(model_layout, files, target, weight_rules=numbers.weight_rules)
-    grid = _ladder(files, max_model_len, max_num_seqs, GridDefaults.for_layout(model_layout))
-    reason = ""
-    if max_model_len is None and grid.max_length < config.max_position:
-        reason = f"LLM plans for {grid.max_length} tokens if max_model_len is not given"
-        tell(sys.stderr, f"rows without max_tokens: {reason}")
-    experts = experts or default_experts(config)
-    return Plan(target.name, model, numbers, grid, model_layout, experts, max_length_reason=reason)
-
-
-def _ladder(
-    files: ModelFiles, max_model_len: int | None, max_num_seqs: int, defaults: GridDefaults
-) -> BucketGrid:
-    max_length = _max_length(files, max_model_len)
-    return ladder_grid(max_length, max_num_seqs, score=True, defaults=defaults)
-
-
-def _max_length(files: ModelFiles, max_model_len: int | None) -> int:
-    limit = files.spec.config.max_position
-    if max_model_len is not None and max_model_len > limit:
+def _one_each(name: str, given: Any, kind: type | UnionType, count: int) -> Sequence[Any]:
+    """A value for each prompt, from one value of this kind for all or a sequence of them."""
+    if isinstance(given, kind):
+        return [given] * count
+    if len(given) != count:
         raise ValueError(
-            f"max_model_len: expected at most {limit}, the published context of this model, got "
-            f"{max_model_len}."
+            f"{name}: expected one for all prompts or one each ({count}), got {len(given)}."
         )
-    return min(limit, max_model_len or DEFAULT_MAX_LENGTH)
-
-
-def _pools(runner: str, files: ModelFiles) -> bool:
-    """Whether to make a plan that only embeds texts."""
-    if runner == "auto":
-        return files.spec.config.lacks_generation is not None
-    return runner == "pooling"
-
-
-def _pooling_plan(
-    files: ModelFiles,
-    target: Target,
-    model: PlannedModel,
-    numbers: Numbers,
-    layout: str | None,
-    max_model_len: int | None,
-) -> Plan:
-    """Make the plan of an `LLM` for vectors of texts."""
-    model_layout = None if layout is None else Layout.from_table(read_layout_table(layout))
-    session.check_layout(model_layout, files, target, weight_rules=numbers.weight_rules)
-    max_length = _max_length(files, max_model_len)
-    grid = embed_ladder(max_length, aims(target.name, model_layout))
-    experts = default_experts(files.spec.config)
-    return Plan(target.name, model, numbers, grid, model_layout, experts)
-
-
-def _content(prompt: Prompt) -> Any:
-    """The text or the ids of a prompt."""
-    if not isinstance(prompt, Mapping):
-        return prompt
-    if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
-        raise RowError(
-            "invalid_request",
-            "prompt: expected {'prompt': text} or {'prompt_token_ids': ids}, "
-            f"got the keys {sorted(prompt)}.",
-            "prompt",
-        )
-    return next(iter(prompt.values()))
-
-
-def _no_tokenizer() -> RowError:
-    return RowError(
-        "invalid_request",
-        "prompt: expected token ids, as this model has no tokenizer, got text. Give token ids.",
-        "prompt",
-    )
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    is_one = isinstance(prompts, str | Mapping | np.ndarray) or (
-        len(prompts) > 0 and isinstance(prompts[0], Number)
-    )
-    return [prompts] if is_one else list(prompts)  # pyright: ignore[reportReturnType]
-
-
-def _token_ids(prompt: Any) -> list[int]:
-    """Token ids as Python integers; raises RowError for values that cannot be ids."""
-    if isinstance(prompt, np.ndarray):
-        if prompt.ndim != 1:
-            raise _no_ids(f"an array of shape {prompt.shape}", "Give its rows as list(array)")
-        prompt = prompt.tolist()
-    try:
-        ids = list(prompt)
-        # bool is an int in Python, but an array of bool is a mask, not a prompt
-        if any(isinstance(token, bool) for token in ids):
-            raise TypeError
-        return [operator.index(token) for token in ids]
-    except TypeError:
-        remedy = "Give token ids as integers, as with array.astype(int), or text"
-        raise _no_ids(repr(prompt)[:60], remedy) from None
-
-
-def _no_ids(got: str, remedy: str) -> RowError:
-    expected = "text, or a list or one-dimensional array of integers"
-    return RowError("invalid_request", f"prompt: expected {expected}, got {got}. {remedy}.")
-
-
-def _names_of(adapter: AdapterName, count: int) -> Sequence[str | None]:
-    if adapter is None or isinstance(adapter, str):
-        return [adapter] * count
-    if len(adapter) != count:
-        raise ValueError(
-            f"adapter: expected one for all prompts or one each ({count}), got {len(adapter)}."
-        )
-    return adapter
-
-
-def _one_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> Sequence[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise ValueError(
-            f"sampling_params: expected one for all prompts or one each ({count}), "
-            f"got {len(params)}."
-        )
-    return params
+    return given

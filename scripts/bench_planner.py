@@ -20,19 +20,14 @@ from typing import Any
 import numpy as np
 
 from noria.compile.abstract_model import AbstractModel
-from noria.compile.grids.bucket_grid import PrefillBucket
 from noria.compile.grids.bucket_search import cheapest_cuts
 from noria.compile.grids.grid_defaults import GridDefaults
-from noria.compile.planning.candidates import (
-    TOKENS_PER_PREFILL,
-    Budget,
-    CandidateGrids,
-    ExpectedRow,
-    num_graphs,
-)
+from noria.compile.grids.prefill_bucket import PrefillBucket
+from noria.compile.planning.candidates import TOKENS_PER_PREFILL, Budget, CandidateGrids, num_graphs
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import hardware_of
 from noria.compile.planning.other_grids import multiples, powers_of_two, with_lengths
+from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.files.hardware_files import known_hardware

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from noria.compile.abstract_model import AbstractModel
-from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import derive_grid, slot_use
+from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.span_slots import with_ragged_slots
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.planning.cost import Calibration, CostModel

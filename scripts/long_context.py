@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from noria.compile.abstract_model import AbstractModel, model_sizes
 from noria.compile.build import compile_with_text, plan_graphs
-from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.planning.compiled_call import ProgramCounts, compiled_call
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware, hardware_of

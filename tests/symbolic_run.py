@@ -7,8 +7,14 @@ from related_prompts import related_prompts, table_of
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_grid import PlannedPrefix
-from noria.runtime.engine.decode_slots import DecodeAction, ScheduledRequest
-from noria.runtime.engine.scheduler import ForkAction, PrefillAction, PrefixAction, Scheduler
+from noria.runtime.engine.actions import (
+    DecodeAction,
+    ForkAction,
+    PrefillAction,
+    PrefixAction,
+    ScheduledRequest,
+)
+from noria.runtime.engine.scheduler import Scheduler
 from noria.runtime.engine.shared_prefixes import plan_submission
 
 
@@ -169,10 +175,10 @@ class SymbolicRun:
             self._check_prefix(slot, sequence.request.number)
             wanted = self.outputs[self.row_of[sequence.request.number]]
             if emitted + 8 < wanted:
-                self.scheduler.advance(slot, 8)
+                self.scheduler.slots.advance(slot, 8)
                 self.live[slot][1] += 8
                 continue
-            self.scheduler.release(slot)
+            self.scheduler.slots.release(slot)
             del self.live[slot]
             key = sequence.request.number, sequence.sample
             assert key not in self.done

@@ -18,12 +18,20 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby, pairwise, product
-from typing import Any, NamedTuple
+from itertools import groupby, product
+from typing import Any
 
 from ...sharding.call import Call
 from .adapter_grid import AdapterGrid
-from .grid_values import check_count, check_growing, check_list, chunk_sizes, is_count
+from .grid_values import (
+    check_count,
+    check_decode_graphs,
+    check_growing,
+    check_list,
+    check_span_slots,
+    chunk_sizes,
+)
+from .prefill_bucket import PrefillBucket, as_bucket, distinct_lengths, entry_buckets
 from .prefix_grid import PrefixGrid
 from .structured_grid import StructuredGrid
 
@@ -40,37 +48,6 @@ class NoBucketFits(ValueError):
 
 class NoDecodeSlots(NoBucketFits):
     """A request for output tokens, although the plan only scores prompts."""
-
-
-class PrefillBucket(NamedTuple):
-    """The shape of a prefill graph: tokens per row, and rows."""
-
-    length: int
-    """The longest prompt. For prompts in chunks, the span: the positions of its slot that a row
-    sees, its own tokens included. Unit: tokens."""
-    batch: int
-    """The prompts, or pieces of prompts, of one call. Unit: rows."""
-    chunk: int | None = None
-    """The largest piece of a prompt; None prefills prompts whole. Unit: tokens."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one row in a call."""
-        return self.chunk or self.length
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether a piece is all that its row sees, so that it begins at position 0."""
-        return self.tokens == self.length
-
-    def call(self, *, is_scored: bool = False) -> Call:
-        """The shape of a call of the graph; with chunks, of a call whose pieces end at the span."""
-        phase = "prefill" if self.is_whole else "chunk"
-        return Call(phase, self.batch, self.tokens, self.length, is_scored)
-
-    def __str__(self) -> str:
-        """Tokens and rows, and the span of chunks: `256x4`, `16x32 span 1024`."""
-        return f"{self.tokens}x{self.batch}" + (f" span {self.length}" if self.chunk else "")
 
 
 @dataclass(frozen=True)
@@ -125,7 +102,7 @@ class BucketGrid:
         """Normalise the fields and check them; ValueError names the wrong key."""
         self._normalise()
         buckets = self.prefill
-        lengths = _distinct_lengths(buckets)
+        lengths = distinct_lengths(buckets)
         check_growing("buckets.prefill lengths", lengths)
         only_scores = type(self.decode_slots) is int and self.decode_slots == 0
         slots = [] if only_scores else [("buckets.decode_slots", self.decode_slots)]
@@ -156,8 +133,9 @@ class BucketGrid:
         else:
             check_growing("buckets.decode_spans", self.decode_spans)
         self._check_chunks(lengths)
-        self._check_span_slots()
-        self._check_decode_graphs()
+        check_span_slots(self.span_slots, self.slot_groups, self.decode_spans, self.decode_slots)
+        if self.decode_graphs is not None:
+            check_decode_graphs(self.decode_graphs, self.decode_spans, self.max_length)
         self._check_prefixes()
         if self.structured is not None and only_scores:
             raise ValueError(
@@ -188,9 +166,8 @@ class BucketGrid:
         chunk = fields.pop("chunk", None)
         chunks = () if chunk is None else chunk_sizes(chunk)
         entries = check_list("buckets.prefill", fields.pop("prefill"))
-        return cls(
-            prefill=tuple(b for entry in entries for b in _entry_buckets(entry, chunks)), **fields
-        )
+        prefill = tuple(b for entry in entries for b in entry_buckets(entry, chunks))
+        return cls(prefill=prefill, **fields)
 
     def to_table(self) -> dict[str, Any]:
         """The table that `from_table` reads; a value of None means that the key is left out."""
@@ -242,9 +219,15 @@ class BucketGrid:
             )
         needed = self.computed_length(prompt_length)
         if needed <= self.prefill[-1].length:
-            self._check_output(prompt_length, max_tokens)
+            needed = prompt_length + (1 if max_tokens is None else max_tokens)
+            if needed > self.max_length:
+                raise NoBucketFits(
+                    f"a prompt of length {prompt_length} and an output of "
+                    f"{needed - prompt_length} need {needed} positions; buckets.max_length is "
+                    f"{self.max_length}. Raise max_length, lower max_tokens, or shorten the prompt."
+                )
             return self.bucket_of(prompt_length)
-        lengths = _distinct_lengths(self.prefill)
+        lengths = distinct_lengths(self.prefill)
         chunks = f", in whole chunks of {self.chunks[0]}" if self.chunks else ""
         remedy = f"add a length of at least {needed}, or shorten the prompt."
         if needed > self.max_length:
@@ -339,7 +322,7 @@ class BucketGrid:
     def _normalise(self) -> None:
         """Turn lists into tuples, and set the defaults that depend on other fields."""
         assign = partial(object.__setattr__, self)
-        assign("prefill", tuple(map(_bucket, check_list("buckets.prefill", self.prefill))))
+        assign("prefill", tuple(map(as_bucket, check_list("buckets.prefill", self.prefill))))
         assign("decode_spans", tuple(check_list("buckets.decode_spans", self.decode_spans)))
         for name in ("span_slots", "decode_graphs"):
             if isinstance(values := getattr(self, name), list):
@@ -363,40 +346,6 @@ class BucketGrid:
                     f"buckets.{name}: with buckets.decode_slots = 0, by which prompts are only "
                     f"{task}, expected {shown}; got {got!r}. Change it, or plan decode slots."
                 )
-
-    def _check_span_slots(self) -> None:
-        if self.span_slots is None:
-            if self.slot_groups is not None:
-                raise ValueError(
-                    f"buckets.slot_groups: expected none without buckets.span_slots, got "
-                    f"{self.slot_groups!r}. Give the slots of each span, or leave it out."
-                )
-            return
-        check_count("buckets.slot_groups", groups := self.slot_groups)
-        slots = check_list("buckets.span_slots", self.span_slots)
-        is_falling = all(map(is_count, slots)) and all(a >= b for a, b in pairwise(slots))
-        if not is_falling or len(slots) != len(self.decode_spans) or slots[0] != self.decode_slots:
-            raise ValueError(
-                f"buckets.span_slots: expected one number of slots for each of decode_spans "
-                f"{list(self.decode_spans)}, falling from decode_slots ({self.decode_slots}), got "
-                f"{list(slots)}."
-            )
-        if uneven := [count for count in slots if count % groups]:
-            raise ValueError(
-                f"buckets.span_slots: expected multiples of buckets.slot_groups ({groups}), got "
-                f"{uneven}. Change them."
-            )
-
-    def _check_decode_graphs(self) -> None:
-        if self.decode_graphs is None:
-            return
-        graphs = check_list("buckets.decode_graphs", self.decode_graphs)
-        check_growing("buckets.decode_graphs", graphs)
-        if graphs[-1] != self.max_length or not set(graphs) <= set(self.decode_spans):
-            raise ValueError(
-                f"buckets.decode_graphs: expected some of decode_spans {list(self.decode_spans)}, "
-                f"the last one among them, got {list(graphs)}."
-            )
 
     def _check_prefixes(self) -> None:
         if self.prefixes is None:
@@ -447,34 +396,3 @@ class BucketGrid:
                 f"the longest span of buckets.prefill ({spans[-1]}), so that a chunk lies in one "
                 f"segment of the cache, got {uneven}. Change them, or the chunk."
             )
-
-    def _check_output(self, prompt_length: int, max_tokens: int | None) -> None:
-        needed = prompt_length + (1 if max_tokens is None else max_tokens)
-        if needed > self.max_length:
-            raise NoBucketFits(
-                f"a prompt of length {prompt_length} and an output of {needed - prompt_length} "
-                f"need {needed} positions; buckets.max_length is {self.max_length}. Raise "
-                f"max_length, lower max_tokens, or shorten the prompt."
-            )
-
-
-def _bucket(entry: object) -> PrefillBucket:
-    if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
-        raise ValueError(f"buckets.prefill: expected pairs of length and batch, got {entry!r}.")
-    return PrefillBucket(*entry)
-
-
-def _entry_buckets(entry: object, chunks: Sequence[int]) -> list[PrefillBucket]:
-    """The buckets of one entry of a plan's table."""
-    if not isinstance(entry, tuple | list) or len(entry) != 1 + max(1, len(chunks)):
-        wanted = "pairs of length and batch"
-        if chunks:
-            wanted = f"a span and a batch for each of buckets.chunk {list(chunks)}"
-        raise ValueError(f"buckets.prefill: expected {wanted}, got {entry!r}.")
-    length, *batches = entry
-    pairs = zip(batches, chunks or (None,), strict=True)
-    return [PrefillBucket(length, batch, chunk) for batch, chunk in pairs]
-
-
-def _distinct_lengths(buckets: Sequence[PrefillBucket]) -> list[int]:
-    return [length for length, _ in groupby(bucket.length for bucket in buckets)]

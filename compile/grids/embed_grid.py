@@ -7,8 +7,9 @@ Padding is all that such a job can waste, and all lengths are known, so the sear
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .bucket_grid import BucketGrid, PrefillBucket
+from .bucket_grid import BucketGrid
 from .grid_defaults import GridDefaults, round_up
+from .prefill_bucket import PrefillBucket
 from .prefill_ladder import cheapest_prefill
 
 MAX_GRAPHS = 32

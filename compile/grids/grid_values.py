@@ -45,3 +45,49 @@ def check_growing(name: str, values: Sequence[int]) -> None:
     is_whole = all(is_count(value) for value in values)
     if not values or not is_whole or not all(a < b for a, b in pairwise(values)):
         raise ValueError(f"{name}: expected growing positive integers, got {list(values)}.")
+
+
+def check_span_slots(slots: Any, groups: int | None, spans: Sequence[int], num_slots: int) -> None:
+    """Check the slots of each span, and the groups that they are equal in.
+
+    Args:
+      slots: The number of slots that hold rows as long as each span; None for all.
+      groups: The number of groups.
+      spans: The spans, in growing order.
+      num_slots: The number of all slots.
+
+    Raises:
+      ValueError: They do not fit together.
+    """
+    if slots is None:
+        if groups is not None:
+            raise ValueError(
+                f"buckets.slot_groups: expected none without buckets.span_slots, got "
+                f"{groups!r}. Give the slots of each span, or leave it out."
+            )
+        return
+    check_count("buckets.slot_groups", groups)
+    slots = check_list("buckets.span_slots", slots)
+    is_falling = all(map(is_count, slots)) and all(a >= b for a, b in pairwise(slots))
+    if not is_falling or len(slots) != len(spans) or slots[0] != num_slots:
+        raise ValueError(
+            f"buckets.span_slots: expected one number of slots for each of decode_spans "
+            f"{list(spans)}, falling from decode_slots ({num_slots}), got "
+            f"{list(slots)}."
+        )
+    if uneven := [count for count in slots if count % groups]:
+        raise ValueError(
+            f"buckets.span_slots: expected multiples of buckets.slot_groups ({groups}), got "
+            f"{uneven}. Change them."
+        )
+
+
+def check_decode_graphs(graphs: Any, spans: Sequence[int], max_length: int) -> None:
+    """Raise ValueError unless the graphs are some of the spans, the longest row among them."""
+    graphs = check_list("buckets.decode_graphs", graphs)
+    check_growing("buckets.decode_graphs", graphs)
+    if graphs[-1] != max_length or not set(graphs) <= set(spans):
+        raise ValueError(
+            f"buckets.decode_graphs: expected some of decode_spans {list(spans)}, "
+            f"the last one among them, got {list(graphs)}."
+        )

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .bucket_grid import PrefillBucket
 from .bucket_search import cheapest_cuts
 from .grid_defaults import GridDefaults, round_up
+from .prefill_bucket import PrefillBucket
 
 SLOTS_PER_PREFILL_ROW = 16
 """Minimum number of slots for each row of a call of whole prompts."""

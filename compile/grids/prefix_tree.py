@@ -11,7 +11,8 @@ Knows nothing of token ids, slots' owners, devices or queues.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .bucket_grid import BucketGrid, PrefillBucket
+from .bucket_grid import BucketGrid
+from .prefill_bucket import PrefillBucket
 from .prefix_table import PrefixTable
 
 

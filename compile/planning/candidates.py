@@ -1,17 +1,7 @@
 """Candidate grids for a workload, each with a lower bound of its time.
 
 For every choice of slots, tokens per call and chunks, prefill lengths and spans are cut exactly
-(`bucket_search`), independently of each other. The bound is the time of a run in which every call
-is full and every token runs over its own span. No schedule is faster. So a candidate whose bound is
-above the time of another candidate's complete schedule cannot be the best. Beginnings that prompts
-share count once in the bound of chunks, because they may be computed once. Likewise, no schedule
-computes fewer prompt tokens than the calls that its pieces fill. So a candidate that already pads
-too much by this count is excluded, whatever its schedule.
-
-The bound does not count two costs. Rows that wait for others to fill a call of chunks hold slots
-that do not decode meanwhile. Slots of several lengths mix rows of all lengths, so that every call
-reads the longest span. The expected time of a candidate counts both. It orders the candidates for
-the search, and excludes none.
+(`bucket_search`), independently of each other. The bounds are those of `run_bounds`.
 
 Slots of several lengths are tried if slots of one length do not fit into memory, and if every row
 has a slot of its own. Otherwise they are not needed: with slots of one length the longest rows come
@@ -28,10 +18,11 @@ from itertools import combinations, product
 import numpy as np
 
 from ...sharding.call import Call
-from ..grids.bucket_grid import BucketGrid, PrefillBucket
+from ..grids.bucket_grid import BucketGrid
 from ..grids.bucket_search import cheapest_cuts
-from ..grids.default_grid import SPAN_STEP, RowShape, slot_use
+from ..grids.default_grid import SPAN_STEP, slot_use
 from ..grids.grid_defaults import GridDefaults, round_up
+from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefill_ladder import with_small_calls
 from ..grids.prefix_choice import prefix_grids, prefixes_of_rows
 from ..grids.prefix_grid import PrefixGrid
@@ -40,7 +31,8 @@ from ..grids.span_slots import SlotUse, with_ragged_slots
 from .compile_time import NO_TIME, GraphSeconds
 from .cost import CostModel
 from .graph_prices import GraphPrices
-from .prefill_calls import calls_to_fill, idle_share, rows_by_bucket
+from .prefill_calls import calls_to_fill
+from .run_bounds import Candidate, ExpectedRow, RunBounds
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TOKENS_PER_PREFILL = (32, 64, 128, 256, 512, 1024, 2048)
@@ -53,27 +45,6 @@ SLOTS_PER_ROW = (1, 4, 16)
 SLOTS_PER_LONG_ROW = 8
 """Minimum number of slots per row of a call of chunks, among slots of the same length, if slots
 have several lengths."""
-
-
-@dataclass(frozen=True)
-class ExpectedRow:
-    """A row of a workload, and the number of tokens that it is expected to emit."""
-
-    need: RowShape
-    output: int
-    """Expected output tokens of each of its sequences, a stop id included."""
-    ends_on_host: bool = False
-    """Whether a stop string ends the row."""
-
-    def after(self, prefix_length: int) -> "ExpectedRow":
-        """The row without the first tokens of its prompt."""
-        own_length = self.need.prompt_length - prefix_length
-        return replace(self, need=replace(self.need, prompt_length=own_length))
-
-    def limit(self, max_length: int) -> int:
-        """Maximum total length of its sequences."""
-        max_tokens = self.need.max_tokens
-        return max_length if max_tokens is None else self.need.prompt_length + max_tokens
 
 
 @dataclass(frozen=True)
@@ -109,18 +80,6 @@ class Budget:
 def num_graphs(grid: BucketGrid) -> int:
     """Number of prefill and decode graphs of a grid."""
     return len(grid.prefill) * len(grid.prefill_kinds) + len(grid.graph_spans)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A grid, and a lower bound of the seconds of its build and any run of it."""
-
-    grid: BucketGrid
-    bound: float
-    expected: float
-    """Expected seconds; candidates are tried in this order."""
-    padding: float
-    """Minimum ratio of computed to real prompt tokens."""
 
 
 def _expected_use(rows: Sequence[ExpectedRow], *, has_chunks: bool) -> SlotUse:
@@ -164,18 +123,20 @@ class CandidateGrids:
             )
         self._longest_span = defaults.longest_span(max_position)
         self._prompts = np.array([row.need.prompt_length for row in rows])
-        self._longest_output = max(row.output for row in rows)
         self._slot_use = {
             chunks: _expected_use(rows, has_chunks=chunks) for chunks in (False, True)
         }
-        self._emitted_below = self._count_emitted()
-        """Number of tokens that are emitted at positions below each length."""
         self._cuts: dict[int, list[PrefillBucket]] = {}
         self._table = table
-        self._shared: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
-        """Tokens of each row in pieces of an earlier row, and in pieces of any other row, by chunk
-        sizes."""
-        self._known_prompts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._bounds = RunBounds(
+            rows,
+            self.max_length,
+            self.max_length + max(CHUNKS),
+            cost,
+            budget.graph_seconds,
+            self._slot_use[True].count_R,
+            table,
+        )
         self._known_spans: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -245,7 +206,7 @@ class CandidateGrids:
             for choice in choices:
                 if choice not in known and self._fits_memory(choice):
                     known.add(choice)
-                    yield self._candidate(choice)
+                    yield self._bounds.candidate(choice)
 
     def _fits_memory(self, grid: BucketGrid) -> bool:
         work = self._cost.work
@@ -287,78 +248,7 @@ class CandidateGrids:
         """A lower bound of the seconds of any schedule over a grid, its build included."""
         if grid.prefixes is not None:
             return self._after(grid.prefixes).bound(replace(grid, prefixes=None))
-        return self._candidate(grid).bound
-
-    def _candidate(self, grid: BucketGrid) -> Candidate:
-        prompts, counts = self._prefilled(grid)
-        every = rows_by_bucket(grid, prompts, counts)
-        saved = first = [0] * len(every)
-        if grid.chunks:
-            saved, first = (rows_by_bucket(grid, x) for x in self._shared_by(grid.chunks))
-        calls = {
-            bucket: -(-(count - less) // bucket.batch)
-            for bucket, count, less in zip(grid.prefill, every, saved, strict=True)
-        }
-        prefill = sum(n * self._cost.seconds(bucket.call()) for bucket, n in calls.items())
-        first_call = self._cost.first_call_seconds
-        prefill += sum(first_call(bucket.call()) for bucket, n in calls.items() if n)
-        # the pieces of prefixes have no other pieces in their calls
-        alone = sum(
-            (count - less) * (1 - 1 / bucket.batch) * self._cost.seconds(bucket.call())
-            for bucket, count, less in zip(grid.prefill, first, saved, strict=True)
-        )
-        build, decode = self._least_decode(grid)
-        fixed = build + prefill
-        computed = sum(n * bucket.batch * bucket.tokens for bucket, n in calls.items())
-        return Candidate(
-            grid,
-            bound=fixed + decode,
-            expected=fixed + alone + max(decode, self._decode_mixed(grid)) / (1 - idle_share(grid)),
-            padding=computed / int(prompts @ counts),
-        )
-
-    def _least_decode(self, grid: BucketGrid) -> tuple[float, float]:
-        """Seconds of building and minimum seconds of decode, for the cheapest decode graphs.
-
-        The segments of the cache do not depend on the choice.
-        """
-        *spans, last = grid.decode_spans or (grid.max_length,)
-        chosen = (kept for size in range(len(spans) + 1) for kept in combinations(spans, size))
-        choices = (replace(grid, decode_graphs=(*kept, last)) for kept in chosen)
-        seconds = (
-            (self._budget.build_seconds(choice), self._decode_bound(choice))
-            for choice in (choices if grid.decode_spans else [grid])
-        )
-        return min(seconds, key=sum)
-
-    def _prefilled(self, grid: BucketGrid) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of prefills, and the number of prefills of each length.
-
-        A prompt is prefilled once for each set of slots that its sequences need.
-        """
-        slots = grid.decode_slots
-        if slots not in self._known_prompts:
-            times = -(-self._slot_use[True].count_R // max(1, slots))
-            counts = np.bincount(self._prompts, times).astype(int)
-            lengths = np.flatnonzero(counts)
-            self._known_prompts[slots] = lengths, counts[lengths]
-        return self._known_prompts[slots]
-
-    def _shared_by(self, chunks: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of each row in pieces of the row before it, and of a row before or after."""
-        if chunks not in self._shared:
-            shared = self._table.shared_pieces(self._prompts, chunks)
-            self._shared[chunks] = shared, self._table.shared_with_neighbours(shared)
-        return self._shared[chunks]
-
-    def _count_emitted(self) -> np.ndarray:
-        change = np.zeros(self.max_length + max(CHUNKS) + 2)
-        for row in self._rows:
-            start = row.need.prompt_length
-            end = min(start + row.output, self.max_length)
-            change[start] += row.need.num_sequences
-            change[end] -= row.need.num_sequences
-        return np.concatenate([[0], np.cumsum(np.cumsum(change))])
+        return self._bounds.candidate(grid).bound
 
     def _slot_counts(self, *, has_chunks: bool) -> list[int]:
         if self._only_scores and not has_chunks:
@@ -430,7 +320,7 @@ class CandidateGrids:
         if (known := self._known_spans.get(choice)) is not None:
             return known
         borders = np.append(np.arange(step, longest, step), longest)
-        tokens_below = self._emitted_below[[0, *borders]]
+        tokens_below = self._bounds.emitted_below[[0, *borders]]
 
         def costs(end: int) -> np.ndarray:
             span = int(borders[end])
@@ -440,33 +330,3 @@ class CandidateGrids:
 
         ends = cheapest_cuts(costs, len(borders), max_spans)
         return self._known_spans.setdefault(choice, tuple(int(borders[end]) for end in ends))
-
-    def _decode_bound(self, grid: BucketGrid) -> float:
-        """Minimum seconds of decode: all slots busy, or the row that takes longest alone.
-
-        Tokens beyond a span come from slots that are longer, one token for each slot and step, in
-        steps that read more than the span, up to the next span with a graph.
-        """
-        if not grid.decode_slots:
-            return 0.0
-        step_seconds = [
-            self._cost.seconds(grid.decode_call(grid.span_of(span))) for span in grid.decode_spans
-        ]
-        starts = [0, *grid.decode_spans[:-1]]
-        emitted_beyond = self._emitted_below[grid.max_length] - self._emitted_below[starts]
-        slots = grid.span_slots or (grid.decode_slots,) * len(starts)
-        steps = np.maximum.accumulate((emitted_beyond / slots)[::-1])[::-1]
-        shared = float(steps @ np.diff([0, *step_seconds]))
-        first = self._cost.first_call_seconds(grid.decode_call(grid.max_length))
-        return max(shared, self._longest_output * min(step_seconds)) + first * bool(shared)
-
-    def _decode_mixed(self, grid: BucketGrid) -> float:
-        """Seconds of decode with all slots busy and a long row among them at any time.
-
-        It is 0 if all slots have the same length, as rows of similar length then run at the same
-        time.
-        """
-        if grid.span_slots is None:
-            return 0.0
-        step_seconds = self._cost.seconds(grid.decode_call(grid.max_length))
-        return float(self._emitted_below[grid.max_length]) * step_seconds / grid.decode_slots

@@ -19,9 +19,10 @@ from itertools import pairwise
 import numpy as np
 
 from ...sharding.call import Call
-from ..grids.bucket_grid import BucketGrid, PrefillBucket
+from ..grids.bucket_grid import BucketGrid
 from ..grids.bucket_search import cheapest_cuts
 from ..grids.grid_defaults import GridDefaults
+from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefill_ladder import cheapest_prefill
 from ..target_names import TargetName
 from .compile_time import NO_TIME, GraphSeconds

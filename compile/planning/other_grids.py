@@ -6,8 +6,9 @@ Knows nothing of the cost of a grid.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..grids.bucket_grid import BucketGrid, PrefillBucket
+from ..grids.bucket_grid import BucketGrid
 from ..grids.grid_defaults import round_up
+from ..grids.prefill_bucket import PrefillBucket
 
 LANES = 128
 """The step of lengths that fill a TPU's lanes."""

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..grids.bucket_grid import BucketGrid, PrefillBucket
+from ..grids.bucket_grid import BucketGrid
 from ..grids.grid_defaults import round_up
+from ..grids.prefill_bucket import PrefillBucket
 
 MAX_IDLE_SHARE = 0.9
 """Maximum expected share of waiting slots, however large batches are."""

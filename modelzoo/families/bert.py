@@ -3,8 +3,9 @@
 Source: "BERT" (1810.04805). Heads for masked tokens are not read.
 """
 
-from ..config import BothSides, NoRope, TokenInputs
+from ..config import BothSides, TokenInputs
 from ..pooling_config import Projection
+from ..rope_config import NoRope
 from .classifiers import Classifier
 from .config_reader import ConfigReader
 from .family import Family, Options

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from ..config import LatentAttention, Scores
+from ..config import Scores
+from ..latent_config import LatentAttention
 from ..moe.config import ExpertGroups, MoeConfig, Routing
 from . import deepseek_gguf
 from .config_reader import ConfigReader

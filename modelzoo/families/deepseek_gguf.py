@@ -8,8 +8,10 @@ not scaled.
 
 from dataclasses import replace
 
-from ..config import LatentAttention, RopeConfig, Scores, YarnScaling
+from ..config import Scores
+from ..latent_config import LatentAttention
 from ..moe.config import ExpertGroups, MoeConfig
+from ..rope_config import RopeConfig, YarnScaling
 from .config_reader import ConfigReader
 from .expert_options import read_gguf_experts
 from .family import Options

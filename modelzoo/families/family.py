@@ -15,18 +15,17 @@ from ..config import (
     Activation,
     Arrangement,
     DecoderConfig,
-    LatentAttention,
     Multipliers,
     NormKind,
     NormPlacement,
-    NoRope,
     QKNorm,
-    RopeConfig,
     Scores,
     TokenInputs,
     Window,
 )
+from ..latent_config import LatentAttention
 from ..moe.config import MoeConfig
+from ..rope_config import NoRope, RopeConfig
 from .classifiers import LAST_STATE, Classifier
 from .config_reader import ConfigReader
 from .expert_sources import ExpertNames

@@ -8,7 +8,7 @@ the second rotary base only if they differ from the usual values.
 
 from dataclasses import replace
 
-from ..config import RopeConfig
+from ..rope_config import RopeConfig
 from .config_reader import ConfigReader
 from .family import Family, Options, WholeModel
 from .gemma2 import (

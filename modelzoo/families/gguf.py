@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
-from ..config import DecoderConfig, FactorScaling, LinearScaling, RopeConfig, YarnScaling
+from ..config import DecoderConfig
+from ..rope_config import FactorScaling, LinearScaling, RopeConfig, YarnScaling
 from .config_reader import ConfigReader, UnsupportedModel
 from .expert_sources import ExpertNames, find_expert_names
 from .family import Family, ModelSpec, Options

@@ -9,8 +9,8 @@ published ones (llama.cpp rounds).
 
 from dataclasses import replace
 
-from ..config import RopeConfig, YarnScaling
 from ..moe.config import ClampedUnit, MoeConfig, Scoring
+from ..rope_config import RopeConfig, YarnScaling
 from . import gguf
 from .config_reader import ConfigReader
 from .expert_options import read_gguf_experts, read_routing

@@ -6,7 +6,7 @@ part, and the projection from latents has a key and a value. Knows nothing of fi
 
 from dataclasses import dataclass, fields, replace
 
-from ..config import LatentAttention
+from ..latent_config import LatentAttention
 from .mapping import ParameterSource, TensorPart
 
 

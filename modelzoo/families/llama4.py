@@ -9,8 +9,9 @@ in transformers. Published models also have a vision tower, which is not read.
 
 from dataclasses import replace
 
-from ..config import Chunk, NoRope, RopeConfig
+from ..config import Chunk
 from ..moe.config import MoeConfig
+from ..rope_config import NoRope, RopeConfig
 from .config_reader import ConfigReader
 from .expert_options import read_routing
 from .expert_sources import ExpertNames

@@ -4,8 +4,9 @@ Source: "Smarter, Better, Faster, Longer" (2412.13663). The first layer has no n
 attention, as the norm of the embeddings comes directly before it.
 """
 
-from ..config import BothSides, RopeConfig, TokenInputs
+from ..config import BothSides, TokenInputs
 from ..pooling_config import PoolingKind, Projection
+from ..rope_config import RopeConfig
 from .classifiers import Classifier
 from .config_reader import ConfigReader
 from .family import Family, Options

@@ -12,7 +12,7 @@ cosines and sines.
 
 import math
 
-from ..config import FactorScaling, RopeConfig
+from ..rope_config import FactorScaling, RopeConfig
 from .config_reader import ConfigReader, UnsupportedModel
 from .family import Family, Options
 from .hugging_face import MAX_EMBED, MAX_HEAD_DIM, MAX_HEADS

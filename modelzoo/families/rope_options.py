@@ -8,7 +8,7 @@ scaling that is not implemented is refused by name. Knows nothing of families.
 
 import math
 
-from ..config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from ..rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from .config_reader import ConfigReader, UnsupportedModel
 
 MAX_POSITION = 2**30

@@ -6,7 +6,8 @@ refused.
 
 from typing import Any
 
-from ..config import DecoderConfig, RopeConfig
+from ..config import DecoderConfig
+from ..rope_config import RopeConfig
 from .config_reader import UnsupportedModel
 from .family import ModelSpec
 from .hugging_face import ACTIVATIONS, EPSILONS

@@ -32,9 +32,9 @@ from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.span_slots import with_ragged_slots
 from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.plan import Numbers, Plan, PlannedModel
-from ...compile.planning.candidates import ExpectedRow
 from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.hardware import hardware_of
+from ...compile.planning.run_bounds import ExpectedRow
 from ...compile.planning.work import Work
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.plan import Plan
 from ...compile.planning.work import Work
 from ..console import align_columns, plural

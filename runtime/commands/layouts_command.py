@@ -158,7 +158,8 @@ def _config(options: argparse.Namespace, files: "ModelFiles") -> "DecoderConfig"
 
 
 def _grid(options: argparse.Namespace) -> "BucketGrid":
-    from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+    from ...compile.grids.bucket_grid import BucketGrid
+    from ...compile.grids.prefill_bucket import PrefillBucket
 
     prefill = (PrefillBucket(options.prompt, options.prompts),)
     return BucketGrid(options.length, prefill, options.slots, (options.length,))

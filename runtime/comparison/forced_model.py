@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import ladder_grid
 from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.plan import Plan
 from .. import session
 from ..devices.graph_memory import check_memory

@@ -20,7 +20,8 @@ import numpy as np
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.embed_step import EmbedOutput
 from ...compile.graph_failures import naming_graph
-from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits, PrefillBucket
+from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.monitor import compile_monitor
 from ..devices.host_arrays import HostArrays
 from ..engine.metrics import EngineMetrics, RunFigures

@@ -13,8 +13,7 @@ import numpy as np
 from ...compile.steps import NO_TOKEN
 from ...modelzoo.sampling import TokenScores
 from ..request import TokenLogprob
-from .decode_slots import DecodeAction, ScheduledSequence
-from .scheduler import PrefillAction, PrefixAction
+from .actions import DecodeAction, PrefillAction, PrefixAction, ScheduledSequence
 
 
 @dataclass(frozen=True)

@@ -4,80 +4,10 @@ Pure state, without clock or device. Does not know how prompts are written into 
 """
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.prefix_grid import PlannedPrefix
-from .shared_prefixes import SharedPrefix
-
-
-@dataclass(frozen=True)
-class ScheduledRequest:
-    """The facts of one request that the scheduler needs."""
-
-    number: int
-    prompt_length: int
-    max_total_length: int
-    """Length, prompt included, at which each of its sequences ends; `prompt_length` if nothing is
-    generated."""
-    num_sequences: int
-    is_scored: bool
-    prefix: SharedPrefix | None = None
-    """The shared prefix with which the prompt begins."""
-    planned_prefix: PlannedPrefix | None = None
-    """The prefix of the plan with which the prompt begins. The lengths above do not count it."""
-
-    @property
-    def generates(self) -> bool:
-        """Whether the request has sequences to decode."""
-        return self.max_total_length > self.prompt_length
-
-
-@dataclass(frozen=True)
-class ScheduledSequence:
-    """One of the continuations that a request asks for."""
-
-    request: ScheduledRequest
-    sample: int
-
-
-@dataclass(eq=False)
-class Prompt:
-    """A prompt, or a shared prefix of prompts, with pieces left to run."""
-
-    request: ScheduledRequest
-    """The request; for a prefix, a request that begins with it."""
-    num_slots: int
-    """The number of its slots: one for each of its sequences, and one for a prefix."""
-    first_sample: int = 0
-    prefix: SharedPrefix | None = None
-    """The prefix that it computes; None for the prompt of a request."""
-    base: SharedPrefix | None = None
-    """The prefix with which it begins."""
-    slots: list[int] = field(default_factory=list)
-    """Its slots; empty until its first piece runs."""
-    length: int = 0
-    """Tokens from the start that are computed, or that come with the copy of its base."""
-
-    @property
-    def end(self) -> int:
-        """The length at which its pieces end."""
-        return self.request.prompt_length if self.prefix is None else self.prefix.length
-
-    @property
-    def max_total_length(self) -> int:
-        """The length that its slots must hold."""
-        if self.prefix is None:
-            return self.request.max_total_length
-        return self.prefix.max_length
-
-
-@dataclass(frozen=True)
-class DecodeAction:
-    """Run one decode call for the live slots."""
-
-    span: int
-    slots: tuple[int, ...]
+from .actions import DecodeAction, ScheduledSequence
 
 
 @dataclass

@@ -12,7 +12,7 @@ others.
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.graph_failures import naming_graph
-from ...compile.grids.bucket_grid import PrefillBucket
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.prefill_steps import PrefillOutput
 from ...compile.steps import DecodeOutput, DecodeState
@@ -30,6 +30,16 @@ from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import StructureTables
 from ..devices.host_arrays import HostArrays
 from ..request import Request
+from .actions import (
+    Action,
+    DecodeAction,
+    ForkAction,
+    PrefillAction,
+    PrefixAction,
+    PromptPiece,
+    ScheduledSequence,
+)
+from .admission import AdmittedRequest
 from .call_results import (
     CallResults,
     ChoicesDropped,
@@ -37,7 +47,6 @@ from .call_results import (
     TokensEmitted,
     token_logprob,
 )
-from .decode_slots import DecodeAction, ScheduledRequest, ScheduledSequence
 from .metrics import EngineMetrics
 from .padding import (
     greedy_sampling,
@@ -47,35 +56,7 @@ from .padding import (
     pack_sampling,
 )
 from .prompt_scores import PromptScores, num_alternatives
-from .scheduler import (
-    Action,
-    ForkAction,
-    PrefillAction,
-    PrefixAction,
-    PromptPiece,
-    Scheduler,
-)
-
-
-@dataclass(frozen=True)
-class AdmittedRequest:
-    """A request that fits the grid, with its seed and stop ids resolved."""
-
-    scheduled: ScheduledRequest
-    request: Request
-    seed: int
-    stop_ids: tuple[int, ...]
-    structure: int | None = None
-    """The first state of the automaton of its answers, 0 without one; None in a plan without
-    automata."""
-    adapter: int | None = None
-    """The number of its adapter, 0 without one; None in a plan without adapters."""
-
-    @property
-    def own_token_ids(self) -> Sequence[int]:
-        """The ids of the prompt, without its planned prefix."""
-        prefix, token_ids = self.scheduled.planned_prefix, self.request.prompt_token_ids
-        return token_ids if prefix is None else token_ids[prefix.length :]
+from .scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -115,7 +96,7 @@ class Engine:
         self.prefix_ids: dict[PlannedPrefix, array[int]] = {}
         """The token ids of planned prefixes. Those of a request are added before it is submitted.
         """
-        self.prefix_adapters: dict[PlannedPrefix, int] = {}
+        self._prefix_adapters: dict[PlannedPrefix, int] = {}
         """The number of the adapter of planned prefixes, in a plan with adapters."""
         self._graphs = graphs
         self.scheduler = Scheduler(graphs.grid)
@@ -143,6 +124,8 @@ class Engine:
         """
         self.scheduler.submit(request.scheduled)
         self._requests[request.scheduled.number] = request
+        if (prefix := request.scheduled.planned_prefix) is not None and request.adapter is not None:
+            self._prefix_adapters[prefix] = request.adapter
         # packed here, because requests are submitted while the device runs
         self._sampling[request.scheduled.number] = pack_sampling(
             request.request.params,
@@ -161,7 +144,7 @@ class Engine:
 
     def release(self, slot: int) -> None:
         """Free a slot whose sequence ended, on the device or at a stop string."""
-        self.scheduler.release(slot)
+        self.scheduler.slots.release(slot)
         del self._in_slot[slot]
 
     def abandon(self) -> None:
@@ -175,7 +158,7 @@ class Engine:
             self._scores,
             self._unclean,
             self.prefix_ids,
-            self.prefix_adapters,
+            self._prefix_adapters,
             self._unclean_prefixes,
         ):
             container.clear()
@@ -306,7 +289,7 @@ class Engine:
         if action.start == 0 and action.group in self._unclean_prefixes:
             self._clear_prefix(action.group)
         ids = self.prefix_ids[action.prefix][action.start : action.start + action.count]
-        adapter = self.prefix_adapters.get(action.prefix)
+        adapter = self._prefix_adapters.get(action.prefix)
         packed = pack_prefix(action.group, action.start, ids, prefixes, adapter)
         arguments = self._host.put(packed)
         self._state, output = self._graphs.prefix(self._parameters, self._state, *arguments)
@@ -393,7 +376,7 @@ class Engine:
         self._unclean.update(slot for slot in slots if not is_clean[slot])
         for slot in slots:
             if is_active[slot]:
-                self.scheduler.advance(slot, num_emitted[slot])
+                self.scheduler.slots.advance(slot, num_emitted[slot])
             else:
                 self.release(slot)
 

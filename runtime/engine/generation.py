@@ -1,60 +1,37 @@
-"""Turns requests into outputs: admission, the engine's events, text, and finished requests.
+"""Turns admitted requests into outputs: the engine's events, text, and finished requests.
 
 The host makes the text of one call while the device runs the next. Each step has three parts:
 `receive` finds out which sequences ended, as the next call depends on it, and decodes text only for
 requests with stop strings or a rule for their samples; `dispatch` starts the next call; `collect`
 does the remaining work.
 
-Does not know about files or command lines; `LLM` and the batch job both use it. Guarantees: a
-request that fits no bucket is refused by name and never truncated; every submitted request is
-returned exactly once.
+Does not know about files or command lines; `LLM` and the batch job both use it. Guarantees: every
+submitted request is returned exactly once.
 """
 
 import math
 import time
-from array import array
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
-from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits, NoDecodeSlots
-from ...compile.grids.prefix_grid import PlannedPrefix
+from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.monitor import compile_monitor
-from ...compile.signatures import MAX_STOP_IDS
-from ...modelzoo.adapted_weight import NO_ADAPTER
 from ..errors import RowError, check_process
 from ..request import CompletionOutput, Request, RequestMetrics, RequestOutput
 from ..structured.tables import PackedStructures
 from ..text.collector import TextCollector
 from ..text.tokenizer import Tokenizer
+from .actions import Action, DecodeAction
+from .admission import Admission
 from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted
-from .decode_slots import DecodeAction, ScheduledRequest
-from .engine import AdmittedRequest, Engine
+from .engine import Engine
 from .expert_use import ExpertSetup
 from .metrics import EngineMetrics, RunFigures
 from .open_request import Continuation, OpenRequest
-from .padding import row_seed
 from .sample_rules import RowSamples
-from .scheduler import Action
 from .shared_prefixes import SharedPrefix
-
-
-class CheckedRequest(NamedTuple):
-    """The facts of a request that the plan can serve."""
-
-    stop_ids: tuple[int, ...]
-    """The ids that end its sequences."""
-    prefix: PlannedPrefix | None
-    """The prefix of the plan with which its prompt begins."""
-    prompt_length: int
-    """Without the prefix, as the following length."""
-    max_total_length: int
-    structure: int | None
-    """The first state of the automaton of its answers, 0 without one; None in a plan without."""
-    adapter: int | None
-    """The number of its adapter, 0 without one; None in a plan without adapters."""
 
 
 @dataclass
@@ -88,19 +65,25 @@ class GenerationSession:
     structures: PackedStructures | None = None
     adapters: Sequence[str] = ()
     clock: Callable[[], float] = time.monotonic
-    _open: dict[int, OpenRequest] = field(default_factory=dict)
-    _num_submitted: int = 0
-    _ended_by_text: set[int] = field(default_factory=set)
+    _open: dict[int, OpenRequest] = field(default_factory=dict, init=False)
+    _num_submitted: int = field(default=0, init=False)
+    _ended_by_text: set[int] = field(default_factory=set, init=False)
     """Numbers of the open requests whose text may end them: stop strings, a rule for samples."""
-    _prefix_ids: MutableMapping[SharedPrefix, "array[int]"] = field(
-        default_factory=WeakKeyDictionary
-    )
-    """The tokens of shared prefixes, until no request can begin with them, and how they are scored.
-    """
-    _received: list[tuple[CallResults, float]] = field(default_factory=list)
+    _received: list[tuple[CallResults, float]] = field(default_factory=list, init=False)
     """Calls that were received and not yet collected, each with its end time."""
 
     def __post_init__(self):
+        self._admission = Admission(
+            self.grid,
+            self.vocab_size,
+            self.max_position,
+            self.eos_ids,
+            self.tokenizer,
+            self.run_seed,
+            self.structures,
+            self.adapters,
+            self.engine.prefix_ids,
+        )
         self._compiles_at_start = compile_monitor().num_compiles
 
     @property
@@ -119,7 +102,7 @@ class GenerationSession:
         metrics = self.engine.metrics
         return RunFigures(
             metrics.emitted_tokens,
-            self.engine.scheduler.num_live,
+            len(self.engine.scheduler.slots.live),
             self.grid.decode_slots,
             metrics.padding_waste,
         )
@@ -141,25 +124,8 @@ class GenerationSession:
         """
         check_process()
         params = request.params
-        checked = self.check(request)
-        scheduled = ScheduledRequest(
-            number=self._num_submitted,
-            prompt_length=checked.prompt_length,
-            max_total_length=checked.max_total_length,
-            num_sequences=params.n,
-            is_scored=params.prompt_logprobs is not None,
-            prefix=self._matching(prefix, request),
-            planned_prefix=checked.prefix,
-        )
-        seed = row_seed(params, self.run_seed, request.request_id)
-        admitted = AdmittedRequest(
-            scheduled,
-            _scored_as_needed(request),
-            seed,
-            checked.stop_ids,
-            checked.structure,
-            checked.adapter,
-        )
+        admitted = self._admission.admit(request, self._num_submitted, prefix)
+        scheduled = admitted.scheduled
         new_collector = partial(TextCollector, self.tokenizer, params)
         continuations = [
             Continuation(new_collector(), CompletionOutput(i, "", [], None))
@@ -184,152 +150,13 @@ class GenerationSession:
         if rule is not None or continuations[0].collector.may_stop:
             self._ended_by_text.add(scheduled.number)
 
-    def _matching(self, prefix: SharedPrefix | None, request: Request) -> SharedPrefix | None:
-        """The longest prefix on the path of `prefix` with which the prompt truly begins.
-
-        The search for prefixes compares hashes, and different prompts may have equal hashes. The
-        log-probabilities of a scored prefix include that of the token after it.
-        """
-        num_alternatives = request.params.prompt_logprobs
-        is_scored = num_alternatives is not None
-        while prefix is not None:
-            own = array("I", request.prompt_token_ids[: prefix.length + is_scored])
-            own.append(0 if num_alternatives is None else 1 + num_alternatives)
-            own.append(self._adapter_number(request) or NO_ADAPTER)
-            if self._prefix_ids.setdefault(prefix, own) == own:
-                return prefix
-            prefix = prefix.parent
-        return None
-
-    def _adapter_number(self, request: Request) -> int | None:
-        """The number of a request's adapter, 0 without one; None in a plan without adapters.
-
-        Raises:
-          RowError: There is no adapter of this name.
-        """
-        if request.adapter is None:
-            return None if self.grid.adapters is None else NO_ADAPTER
-        if request.adapter not in self.adapters:
-            known = ", ".join(self.adapters) or "none"
-            raise RowError(
-                "invalid_request",
-                f"model: expected the model or one of its adapters ({known}), got "
-                f"{request.adapter!r}.",
-                "model",
-            )
-        return NO_ADAPTER + 1 + self.adapters.index(request.adapter)
-
-    def _planned_prefix(self, request: Request) -> PlannedPrefix | None:
-        """The prefix of the plan with which a prompt begins.
-
-        Raises:
-          RowError: Another prompt begins with other tokens of the same hash.
-        """
-        if (prefixes := self.grid.prefixes) is None:
-            return None
-        token_ids = request.prompt_token_ids
-        if (prefix := prefixes.prefix_of(token_ids, request.adapter)) is None:
-            return None
-        if (adapter := self._adapter_number(request)) is not None:
-            self.engine.prefix_adapters[prefix] = adapter
-        own = array("I", token_ids[: prefix.length])
-        if self.engine.prefix_ids.setdefault(prefix, own) != own:
-            raise RowError(
-                "invalid_request",
-                f"request {request.request_id!r}: expected the first {prefix.length} tokens to be "
-                f"those of the other prompts with the hash {prefix.hash} in prefixes.shared, got "
-                f"others. Remove this prefix from the plan.",
-                "prompt",
-            )
-        return prefix
-
-    def _lengths(self, request: Request, prefix: PlannedPrefix | None) -> tuple[int, int]:
-        """The length of a prompt, and that at which its answers end; without the planned prefix."""
-        num_shared = prefix.length if prefix else 0
-        prompt_length = len(request.prompt_token_ids) - num_shared
-        max_total_length = self.grid.max_total_length(prompt_length, request.params.max_tokens)
-        return prompt_length, min(max_total_length, self.max_position - num_shared)
-
-    def _first_state(self, request: Request, room: int) -> int | None:
-        """The first state of the automaton of a request's answers, 0 without one.
-
-        None in a plan without automata.
-
-        Raises:
-          RowError: The plan does not have the automaton, or the shortest answer does not fit.
-        """
-        form, structures = request.params.structured_outputs, self.structures
-        if form is None:
-            return None if structures is None else 0
-        state = None if structures is None else structures.first_states.get(form.fingerprint)
-        if structures is None or state is None:
-            raise RowError(
-                "invalid_request",
-                f"request {request.request_id!r}: expected a form of answers that the plan's "
-                f"[structured] has, got {form.fingerprint}. Begin the job again with --restart or "
-                f"with a plan that has the form, or give the form to LLM(structured_outputs=...).",
-                "response_format",
-            )
-        if (shortest := structures.shortest[form.fingerprint]) > room:
-            raise RowError(
-                "context_length_exceeded",
-                f"request {request.request_id!r}: expected room for the shortest answer of its "
-                f"form, {shortest} tokens with the end token, got {room}. Raise max_tokens.",
-                "max_tokens",
-            )
-        return state
-
-    def check(self, request: Request) -> "CheckedRequest":
-        """Check a request against the plan and the vocabulary.
+    def check(self, request: Request) -> None:
+        """Check a request against the plan and the vocabulary, without queueing it.
 
         Raises:
           RowError: The plan or the model cannot serve the request.
         """
-        params, prompt = request.params, request.prompt_token_ids
-        if len(prompt) == 0:
-            raise RowError(
-                "empty_prompt", "prompt: expected at least one token, got none.", "prompt"
-            )
-        self._check_ids("prompt", prompt)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", tuple(params.logit_bias or ()))
-        TextCollector(self.tokenizer, params)  # refuses stop strings if there is no tokenizer
-        if self.tokenizer is None and params.stopping and params.stopping.answer is not None:
-            raise RowError(
-                "invalid_request",
-                "stopping.answer: expected none, as the model has no tokenizer, got "
-                f"{params.stopping.answer!r}. Leave it out.",
-                "stopping.answer",
-            )
-        adapter = self._adapter_number(request)
-        prefix = self._planned_prefix(request)
-        self._check_length(request, prefix)
-        prompt_length, max_total_length = self._lengths(request, prefix)
-        structure = self._first_state(request, max_total_length - prompt_length)
-        if params.prompt_logprobs is not None and not self.grid.score:
-            raise RowError(
-                "invalid_request",
-                "prompt_logprobs: expected a plan with score graphs, got one without. Set "
-                "buckets.score = true and build again.",
-                "prompt_logprobs",
-            )
-        own = () if params.ignore_eos else self.eos_ids
-        stop_ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise RowError(
-                "invalid_request",
-                f"stop_token_ids: expected at most {MAX_STOP_IDS - len(own)} ids beside the "
-                f"model's own, got {len(params.stop_token_ids)}.",
-                "stop_token_ids",
-            )
-        if params.min_tokens and len(stop_ids) >= self.vocab_size:
-            raise RowError(
-                "invalid_request",
-                f"stop_token_ids: expected fewer than the vocabulary's {self.vocab_size} beside "
-                f"min_tokens, which forbids all of them, got {len(stop_ids)}.",
-                "stop_token_ids",
-            )
-        return CheckedRequest(stop_ids, prefix, prompt_length, max_total_length, structure, adapter)
+        self._admission.admit(request, self._num_submitted)
 
     def receive(self) -> bytes:
         """Wait for the call in flight and free the slots of sequences that ended.
@@ -395,20 +222,7 @@ class GenerationSession:
         """A session for the next rows, with a seed and counters of its own; no row may be open."""
         assert not self._open
         self.engine.metrics = EngineMetrics()
-        return GenerationSession(
-            self.engine,
-            self.grid,
-            self.vocab_size,
-            self.max_position,
-            self.eos_ids,
-            self.tokenizer,
-            run_seed,
-            self.experts,
-            self.attention,
-            self.structures,
-            self.adapters,
-            self.clock,
-        )
+        return replace(self, run_seed=run_seed)
 
     def abandon(self) -> None:
         """Drop every request; valid after an interrupted step too."""
@@ -432,36 +246,6 @@ class GenerationSession:
     @property
     def _refuses_drops(self) -> bool:
         return self.experts is not None and self.experts.plan.overflow == "error"
-
-    def _check_length(self, request: Request, prefix: PlannedPrefix | None) -> None:
-        """Refuse a request that is too long for the model or for the plan."""
-        params, length = request.params, len(request.prompt_token_ids)
-        # a row without max_tokens takes the positions that are left, so only min_tokens must fit
-        needed = params.min_tokens or None if params.max_tokens is None else params.max_tokens
-        output = 1 if needed is None else needed
-        try:
-            if length + output > self.max_position:
-                raise NoBucketFits(
-                    f"a prompt of length {length} and an output of {output} need "
-                    f"{length + output} positions; the model has {self.max_position}. Lower "
-                    f"max_tokens, or shorten the prompt."
-                )
-            self.grid.fit(length - (prefix.length if prefix else 0), needed)
-        except NoDecodeSlots as error:
-            message = f"request {request.request_id!r}: {error}"
-            raise RowError("invalid_request", message, "max_tokens") from None
-        except NoBucketFits as error:
-            message = f"request {request.request_id!r}: {error}"
-            raise RowError("context_length_exceeded", message, "prompt") from None
-
-    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise RowError(
-                    "invalid_token_id",
-                    f"{name}: expected ids from 0 to {self.vocab_size - 1}, got {token}.",
-                    name,
-                )
 
     def _collect(self, event: Event, now: float) -> int:
         """Add an event to its request; return the number of the request."""
@@ -560,14 +344,6 @@ class GenerationSession:
         self.engine.forget(number)
         self._ended_by_text.discard(number)
         return self._open.pop(number)
-
-
-def _scored_as_needed(request: Request) -> Request:
-    """The request with log-probabilities of its output tokens, if its rule compares samples."""
-    params = request.params
-    if params.stopping is None or params.stopping.keep != "best" or params.logprobs is not None:
-        return request
-    return replace(request, params=replace(params, logprobs=0))
 
 
 def _overflow(request: Request, num_dropped: int) -> RowError:

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-from .decode_slots import DecodeSlots, Prompt, ScheduledRequest
+from .actions import ScheduledRequest
+from .decode_slots import DecodeSlots
 from .shared_prefixes import SharedPrefix
+from .waiting_prompts import Prompt
 
 
 @dataclass(eq=False)

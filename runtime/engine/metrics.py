@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...compile.grids.bucket_grid import PrefillBucket
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PrefixGrid
 from .expert_use import ExpertTotals
 

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 
 from ...modelzoo.sampling import TokenScores
 from ..request import Request, TokenLogprob
+from .actions import PromptPiece
 from .call_results import PromptScored, token_logprob
-from .scheduler import PromptPiece
 from .shared_prefixes import SharedPrefix
 
 

@@ -35,86 +35,25 @@ prompt is prefilled once, and again for each further group of its sequences if i
 than there are slots long enough.
 """
 
-import heapq
 import math
-from bisect import bisect_right
-from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import NamedTuple
+from collections import deque
+from dataclasses import replace
 
-from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_grid import PlannedPrefix
-from .decode_slots import (
-    DecodeAction,
-    DecodeSlots,
-    Prompt,
+from .actions import (
+    Action,
+    ForkAction,
+    PrefillAction,
+    PrefixAction,
+    PromptPiece,
     ScheduledRequest,
     ScheduledSequence,
 )
+from .decode_slots import DecodeSlots
 from .held_prefixes import HeldPrefixes
-from .prefix_groups import PrefixGroups, WaitingRows
-
-
-@dataclass(frozen=True)
-class PromptPiece:
-    """One row of a prefill call."""
-
-    slot: int | None
-    """The slot to write to; None for a prompt that is only scored, in one piece."""
-    sequence: ScheduledSequence
-    start: int
-    count: int
-    is_of_prefix: bool = False
-    """Whether the piece belongs to a shared prefix; `sequence` is then one that begins with it."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the prompt is complete after this piece."""
-        return self.start + self.count == self.sequence.request.prompt_length
-
-
-@dataclass(frozen=True)
-class PrefillAction:
-    """Run one prefill batch: its rows in this order, followed by dummy rows."""
-
-    bucket: PrefillBucket
-    is_scored: bool
-    rows: tuple[PromptPiece, ...]
-    group: int = 0
-    """The group of slots that all rows go to, in a plan with prefixes."""
-
-    @property
-    def shared_tokens(self) -> int:
-        """Tokens of the prompts that are part of a planned prefix."""
-        prefixes = (row.sequence.request.planned_prefix for row in self.rows)
-        return sum(prefix.length for prefix in prefixes if prefix is not None)
-
-
-@dataclass(frozen=True)
-class PrefixAction:
-    """Compute a piece of a planned prefix for a group of slots, or make its prefix empty."""
-
-    group: int
-    prefix: PlannedPrefix | None
-    """The prefix; None for the empty one."""
-    start: int = 0
-    count: int = 0
-
-
-@dataclass(frozen=True)
-class ForkAction:
-    """Copy a complete prompt to the slot of another sequence of its request, or a shared prefix to
-    the slot of a prompt that begins with it."""
-
-    source: int
-    slot: int
-    sequence: ScheduledSequence | None = None
-    """The sequence that decodes in the slot from now on; None for a copy of a prefix."""
-    num_copied: int = 0
-    """Tokens of a request's prompt that are copied from a shared prefix."""
-
+from .prefix_groups import PrefixGroups
+from .waiting_prompts import Prompt, PromptQueue, WaitingPrompts, number_of
 
 IDLE_SHARE = 1 / 16
 """Minimum idle share of the slots that a prompt can use, for a batch to run that is not full."""
@@ -124,61 +63,45 @@ MANY_IDLE = 1 / 4
 """Idle share of few slots above which a batch for these slots runs as if it were full, because no
 other prompts may ever come to fill it. If most slots can hold a prompt, later prompts fill the
 batch."""
-NO_SLOT = 0
-"""The needed slot capacity of prompts that take no slot: prompts that are scored in one piece."""
-
-Action = PrefillAction | PrefixAction | ForkAction | DecodeAction
-
-
-class _Queue(NamedTuple):
-    """The prompts that may run in the same prefill calls."""
-
-    bucket: PrefillBucket
-    """The bucket of a prompt's next piece."""
-    is_scored: bool
-    prefix: PlannedPrefix | None
 
 
 class Scheduler:
-    """The waiting and the started prompts, the slots, and the choice of the next action."""
+    """The waiting and the started prompts, and the choice of the next action.
+
+    Attributes:
+      slots: The decode slots, in which the driver records how sequences grow and end.
+    """
 
     def __init__(self, grid: BucketGrid):
         self._grid = grid
         self._max_batches = grid.chunks_per_decode or math.inf
-        self._waiting: dict[_Queue, dict[int, deque[Prompt]]] = {}
-        """Waiting prompts by queue, and in a queue by the slot capacity that they need (a lane)."""
-        self._started: dict[_Queue, list[Prompt]] = {}
+        self._waiting = WaitingPrompts(grid)
+        self._started: dict[PromptQueue, list[Prompt]] = {}
         """Prompts with slots and pieces left to run, by the queue of their next piece."""
         self._copies: deque[ForkAction] = deque()
         """Copies of prefixes that must run before the next prefill call."""
         self._next_prefill: PrefillAction | None = None
         """The prefill call that waits for `_copies`."""
         self._forks: deque[ForkAction] = deque()
-        self._slots = DecodeSlots(grid)
-        self._prefixes = HeldPrefixes(self._slots, self._queue)
-        self._groups = PrefixGroups(grid, self._slots)
+        self.slots = DecodeSlots(grid)
+        self._prefixes = HeldPrefixes(self.slots, self._queue)
+        self._groups = PrefixGroups(grid, self.slots)
         self._prefix_pieces: deque[PrefixAction] = deque()
         """Pieces of planned prefixes that must run before the next prefill call."""
         self._newest_prefix: PlannedPrefix | None = None
         """The planned prefix of the last request."""
-        self._num_waiting = 0
         self._batches_since_decode = 0
-        self._target_waiting = 2 * (len(self._slots) + sum(bucket.batch for bucket in grid.prefill))
+        self._target_waiting = 2 * (len(self.slots) + sum(bucket.batch for bucket in grid.prefill))
 
     @property
     def num_waiting(self) -> int:
         """The number of prompts that have no slot yet."""
-        return self._num_waiting + self._prefixes.num_blocked
+        return self._waiting.count + self._prefixes.num_blocked
 
     @property
     def wants_more(self) -> bool:
         """Whether too few prompts wait for full batches to be formed."""
         return self.num_waiting < self._target_waiting
-
-    @property
-    def num_live(self) -> int:
-        """The number of slots that decode."""
-        return len(self._slots.live)
 
     def reserve(self, num_slots: int) -> None:
         """Let shared prefixes hold up to this number of slots at one time."""
@@ -199,7 +122,7 @@ class Scheduler:
             needs_slot = base is not None or request.prompt_length > bucket.tokens
             self._add(Prompt(request, num_slots=int(needs_slot), base=base))
             return
-        max_slots = self._slots.num_usable(request.max_total_length) - self._prefixes.max_slots
+        max_slots = self.slots.num_usable(request.max_total_length) - self._prefixes.max_slots
         max_slots = min(max_slots, self._groups.size)
         for first in range(0, request.num_sequences, max_slots):
             num_slots = min(max_slots, request.num_sequences - first)
@@ -215,12 +138,12 @@ class Scheduler:
         if self._forks:
             fork = self._forks.popleft()
             assert fork.sequence is not None
-            self._slots.put(fork.slot, fork.sequence)
+            self.slots.put(fork.slot, fork.sequence)
             return fork
         if self._prefix_pieces or self._assign_group():
             return self._prefix_pieces.popleft()
         if (chosen := self._choose()) is not None:
-            self._batches_since_decode += self._slots.has_live
+            self._batches_since_decode += self.slots.has_live
             queue, batch = chosen
             # slots of one group are claimed before any prompt of the batch ends and returns its
             # slot, which no other row of the same call may take
@@ -232,17 +155,9 @@ class Scheduler:
             self._next_prefill = PrefillAction(queue.bucket, queue.is_scored, rows, group)
             return self.next_action()
         self._batches_since_decode = 0
-        if (decode := self._slots.decode()) is None and self._prefixes.leave():
+        if (decode := self.slots.decode()) is None and self._prefixes.leave():
             return self.next_action()
         return decode
-
-    def advance(self, slot: int, num_tokens: int) -> None:
-        """Record that the sequence in a slot grew by some tokens."""
-        self._slots.advance(slot, num_tokens)
-
-    def release(self, slot: int) -> None:
-        """Free a slot whose sequence ended."""
-        self._slots.release(slot)
 
     def drain(self) -> list[ScheduledRequest]:
         """Drop the requests that have no slot yet; requests with a sequence in a slot stay.
@@ -251,80 +166,49 @@ class Scheduler:
           The dropped requests.
         """
         started = [prompt for prompts in self._started.values() for prompt in prompts]
-        in_flight = self._slots.request_numbers
+        in_flight = self.slots.request_numbers
         in_flight |= {prompt.request.number for prompt in started if prompt.prefix is None}
-        waiting = [
-            prompt for lanes in self._waiting.values() for lane in lanes.values() for prompt in lane
-        ]
-        waiting += self._prefixes.clear()
+        waiting = [*self._waiting, *self._prefixes.clear()]
         waiting = [prompt for prompt in waiting if prompt.prefix is None]
         dropped = {
             p.request.number: p.request for p in waiting if p.request.number not in in_flight
         }
         for prompt in started:
             if prompt.prefix is not None:
-                self._remove(self._queue_of(prompt), prompt, [])
-                self._slots.release(prompt.slots[0])
+                self._remove(PromptQueue.of(self._grid, prompt), prompt, [])
+                self.slots.release(prompt.slots[0])
         if (prefill := self._next_prefill) is not None:
             # a prefix reads its tokens from a request that may be dropped
             rows = tuple(row for row in prefill.rows if not row.is_of_prefix)
             self._next_prefill = replace(prefill, rows=rows) if rows else None
         self._waiting.clear()
-        self._num_waiting = 0
         for prompt in waiting:
             if prompt.request.number in in_flight:
                 # its prefix is dropped, so it is computed again
                 prompt.base, prompt.length = None, 0
-                self._wait(prompt)
+                self._waiting.add(prompt)
         return list(dropped.values())
 
     def _add(self, prompt: Prompt) -> None:
         """Let the prompt of a request wait for the prefix with which it begins, or for a call."""
         if prompt.base is None:
-            self._wait(prompt)
+            self._waiting.add(prompt)
         else:
             self._prefixes.add(prompt)
 
     def _queue(self, prompt: Prompt) -> None:
         """Queue a prompt that begins with a prefix, or a prefix itself."""
         if prompt.slots:
-            self._started.setdefault(self._queue_of(prompt), []).append(prompt)
+            self._started.setdefault(PromptQueue.of(self._grid, prompt), []).append(prompt)
         else:
-            self._wait(prompt)
-
-    def _wait(self, prompt: Prompt) -> None:
-        lanes = self._waiting.setdefault(self._queue_of(prompt), {})
-        lane = lanes.setdefault(self._needed_capacity(prompt), deque())
-        if lane and _number(lane[-1]) > _number(prompt):
-            # it waited for a prefix, and younger prompts did not
-            lane.insert(bisect_right(lane, _number(prompt), key=_number), prompt)
-        else:
-            lane.append(prompt)
-        self._num_waiting += 1
-
-    def _queue_of(self, prompt: Prompt) -> _Queue:
-        request = prompt.request
-        bucket = self._grid.bucket_of(request.prompt_length, prompt.length)
-        return _Queue(bucket, request.is_scored, request.planned_prefix)
+            self._waiting.add(prompt)
 
     def _assign_group(self) -> bool:
         """Give a group without rows a new prefix, and plan the pieces of the prefix."""
         planned = self._grid.prefixes
-        if planned is None or not self._num_waiting:
+        if planned is None or not self._waiting.count:
             return False
-        oldest: dict[PlannedPrefix | None, Prompt] = {}
-        count: Counter[PlannedPrefix | None] = Counter()
-        last = self._last_in_turn
-        for queue, lanes in self._waiting.items():
-            for lane in lanes.values():
-                if _number(lane[0]) > last:
-                    continue
-                oldest[queue.prefix] = min(oldest.get(queue.prefix, lane[0]), lane[0], key=_number)
-                count[queue.prefix] += sum(prompt.num_slots for prompt in lane)
-        waiting = {
-            prefix: WaitingRows(count[prefix], prompt.num_slots)
-            for prefix, prompt in sorted(oldest.items(), key=lambda entry: _number(entry[1]))
-        }
+        waiting = self._waiting.rows_by_prefix(self._last_in_turn)
         if (assigned := self._groups.assign(waiting)) is None:
             return False
         group, prefix = assigned
@@ -332,18 +216,12 @@ class Scheduler:
         self._prefix_pieces.extend(PrefixAction(group, prefix, *piece) for piece in pieces)
         return True
 
-    def _needed_capacity(self, prompt: Prompt) -> int:
-        """The smallest slot capacity of the grid that fits the prompt's sequences."""
-        return self._grid.capacity_for(prompt.max_total_length) if prompt.num_slots else NO_SLOT
-
-    def _choose(self) -> tuple[_Queue, list[Prompt]] | None:
+    def _choose(self) -> tuple[PromptQueue, list[Prompt]] | None:
         """The queue and the prompts of the prefill batch to run now; None for no batch."""
         if not self.num_waiting:
             if not self._started or self._must_decode:
                 return None
-            queue = min(
-                self._started, key=lambda queue: (-queue.bucket.tokens, queue.bucket.length)
-            )
+            queue = min(self._started, key=lambda q: (-q.bucket.tokens, q.bucket.length))
             return queue, self._started[queue][: queue.bucket.batch]
         batches = self._batches()
         urgent = {
@@ -360,11 +238,6 @@ class Scheduler:
         return next((entry for entry in by_age if not self._must_wait(*entry)), None)
 
     @property
-    def _heads(self) -> Iterator[Prompt]:
-        """The oldest waiting prompt of each lane."""
-        return (lane[0] for lanes in self._waiting.values() for lane in lanes.values())
-
-    @property
     def _last_in_turn(self) -> float:
         """The number of the youngest request whose prompts may start.
 
@@ -373,13 +246,15 @@ class Scheduler:
         """
         if self._grid.prefixes is None:
             return math.inf
-        return min(map(_number, self._heads), default=0) + self._target_waiting
+        return min(map(number_of, self._waiting.heads), default=0) + self._target_waiting
 
-    def _batches(self) -> dict[_Queue, list[Prompt]]:
+    def _batches(self) -> dict[PromptQueue, list[Prompt]]:
         """The batches that may run next: started prompts, and the batch of the oldest waiting
         prompt of each planned prefix."""
         oldest = self._oldest_that_wait()
-        queues = dict.fromkeys([*self._started, *(self._queue_of(p) for p, _ in oldest.values())])
+        queues = dict.fromkeys(
+            [*self._started, *(PromptQueue.of(self._grid, p) for p, _ in oldest.values())]
+        )
         batches = {}
         for queue in queues:
             prompt, free = oldest.get(queue.prefix, (None, []))
@@ -389,36 +264,35 @@ class Scheduler:
 
     @property
     def _must_decode(self) -> bool:
-        return self._slots.has_live and self._batches_since_decode >= self._max_batches
+        return self.slots.has_live and self._batches_since_decode >= self._max_batches
 
     def _has_many_idle(self, length: int) -> bool:
         """Whether a total length fits only few slots and many of these are idle."""
-        usable = self._slots.num_usable(length)
-        has_few = usable < FEW_SLOTS * len(self._slots)
-        return has_few and self._slots.num_idle(length) > MANY_IDLE * usable
+        usable = self.slots.num_usable(length)
+        has_few = usable < FEW_SLOTS * len(self.slots)
+        return has_few and self.slots.num_idle(length) > MANY_IDLE * usable
 
-    def _must_wait(self, queue: _Queue, batch: list[Prompt]) -> bool:
+    def _must_wait(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
         """Whether a batch that is not full waits for more prompts or for more idle slots."""
         oldest = batch[0]
         is_ready = not oldest.num_slots or oldest.prefix is not None
-        if not self._slots.has_live or is_ready or self._cannot_fill(queue, batch):
+        if not self.slots.has_live or is_ready or self._cannot_fill(queue, batch):
             return self._must_decode
         if self._grid.prefixes is None:
             length = oldest.max_total_length
-            idle, usable = self._slots.num_idle(length), self._slots.num_usable(length)
+            idle, usable = self.slots.num_idle(length), self.slots.num_usable(length)
         else:
             idle, usable = len(self._groups.free(queue.prefix)), self._groups.size
         return self._batches_since_decode > 0 or idle < IDLE_SHARE * usable
 
-    def _cannot_fill(self, queue: _Queue, batch: list[Prompt]) -> bool:
+    def _cannot_fill(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
         """Whether no other waiting prompt can fill the batch, and no more requests are submitted.
 
         Buckets of chunks can always be filled, as started prompts may reach them later.
         """
-        lanes = self._waiting.get(queue, {}).values()
         is_over = self.wants_more or queue.prefix != self._newest_prefix
         return (
-            queue.bucket.is_whole and is_over and set(batch).issuperset(chain.from_iterable(lanes))
+            queue.bucket.is_whole and is_over and set(batch).issuperset(self._waiting.by_age(queue))
         )
 
     def _oldest_that_wait(self) -> dict[PlannedPrefix | None, tuple[Prompt, list[int]]]:
@@ -430,8 +304,8 @@ class Scheduler:
         last = self._last_in_turn
         free: dict[PlannedPrefix | None, list[int]] = {}
         oldest: dict[PlannedPrefix | None, tuple[Prompt, list[int]]] = {}
-        for head in sorted(self._heads, key=_number):
-            if _number(head) > last:
+        for head in sorted(self._waiting.heads, key=number_of):
+            if number_of(head) > last:
                 break
             if (prefix := head.request.planned_prefix) in oldest:
                 continue
@@ -441,16 +315,13 @@ class Scheduler:
                 oldest[prefix] = head, free[prefix]
         return oldest
 
-    def _batch(self, queue: _Queue, free: list[int], last: int) -> list[Prompt]:
+    def _batch(self, queue: PromptQueue, free: list[int], last: int) -> list[Prompt]:
         """At most a batch of prompts of a queue: started prompts, then the oldest waiting prompts.
 
         Waiting prompts younger than the request number `last` are left out.
         """
         batch = self._started.get(queue, [])[: queue.bucket.batch]
-        lanes = self._waiting.get(queue, {})
-        if not free:
-            lanes = {NO_SLOT: lanes.get(NO_SLOT, ())}
-        for prompt in heapq.merge(*lanes.values(), key=_number):
+        for prompt in self._waiting.by_age(queue, only_without_slot=not free):
             if len(batch) == queue.bucket.batch or prompt.request.number > last:
                 break
             if (slots := self._slots_for(prompt, free)) is not None:
@@ -463,27 +334,20 @@ class Scheduler:
 
         In the latter case these slots are removed from `free`: they are reserved for the prompt.
         """
-        first = self._slots.first_usable(prompt.max_total_length, free)
+        first = self.slots.first_usable(prompt.max_total_length, free)
         if len(free) - first >= prompt.num_slots:
             return slice(first, first + prompt.num_slots)
         del free[first:]
         return None
 
-    def _remove(self, queue: _Queue, prompt: Prompt, free: list[int]) -> None:
+    def _remove(self, queue: PromptQueue, prompt: Prompt, free: list[int]) -> None:
         """Remove a prompt from its queue; a prompt that waits claims its slots, out of `free`."""
         if prompt.slots:
             self._started[queue].remove(prompt)
             if not self._started[queue]:
                 del self._started[queue]
             return
-        lanes, capacity = self._waiting[queue], self._needed_capacity(prompt)
-        # not always the head: an earlier copy in this batch may have queued older prompts
-        lanes[capacity].remove(prompt)
-        if not lanes[capacity]:
-            del lanes[capacity]
-        if not lanes:
-            del self._waiting[queue]
-        self._num_waiting -= 1
+        self._waiting.remove(queue, prompt)
         self._claim_slots(prompt, free)
 
     def _claim_slots(self, prompt: Prompt, free: list[int]) -> None:
@@ -492,20 +356,20 @@ class Scheduler:
         assert slots is not None
         prompt.slots = free[slots]
         del free[slots]
-        self._slots.claim(prompt.slots)
+        self.slots.claim(prompt.slots)
         if prompt.base is not None:
             source = self._prefixes.copy(prompt)
             num_copied = prompt.length if prompt.prefix is None else 0
             self._copies.append(ForkAction(source, prompt.slots[0], num_copied=num_copied))
 
-    def _next_piece(self, queue: _Queue, prompt: Prompt) -> PromptPiece:
+    def _next_piece(self, queue: PromptQueue, prompt: Prompt) -> PromptPiece:
         """Return a prompt's next piece, and move the prompt to the queue of the piece after it."""
         request, start = prompt.request, prompt.length
         count = min(queue.bucket.tokens, prompt.end - start)
         prompt.length += count
         is_of_prefix = prompt.prefix is not None
         if prompt.length < prompt.end:
-            self._started.setdefault(self._queue_of(prompt), []).append(prompt)
+            self._started.setdefault(PromptQueue.of(self._grid, prompt), []).append(prompt)
         elif is_of_prefix:
             self._prefixes.complete(prompt)
         else:
@@ -519,20 +383,16 @@ class Scheduler:
         request, first = prompt.request, prompt.first_sample
         if not request.generates:
             for slot in prompt.slots:
-                self._slots.release(slot)
+                self.slots.release(slot)
             return
         source, *others = prompt.slots
-        self._slots.put(source, ScheduledSequence(request, first))
+        self.slots.put(source, ScheduledSequence(request, first))
         self._forks.extend(
             ForkAction(source, slot, ScheduledSequence(request, first + i))
             for i, slot in enumerate(others, start=1)
         )
 
 
-def _number(prompt: Prompt) -> int:
-    return prompt.request.number
-
-
-def _number_of_oldest(entry: tuple[_Queue, list[Prompt]]) -> int:
+def _number_of_oldest(entry: tuple[PromptQueue, list[Prompt]]) -> int:
     _, batch = entry
     return batch[0].request.number

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...compile.build import build
-from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults, round_up
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.targets import Target
 from ...sharding.layout import Layout
 from .. import session

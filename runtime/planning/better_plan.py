@@ -17,8 +17,9 @@ from typing import Any
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefix_table import PrefixTable
-from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
+from ...compile.planning.candidates import Budget, CandidateGrids
 from ...compile.planning.graph_prices import GraphPrices
+from ...compile.planning.run_bounds import ExpectedRow
 from ..errors import NoPlanFits
 from .sample import longest_rows
 from .search import SimulatedGrid, find_best_grid, simulate_grid

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.cost import Calibration, CallTiming, calibrate
 from ...compile.planning.hardware import Hardware
@@ -21,9 +22,8 @@ from ...compile.planning.work import Work
 from ...sharding.call import Call
 from ..console import plural
 from ..devices.machine import describe_machine
-from ..engine.decode_slots import DecodeAction
+from ..engine.actions import DecodeAction, PrefillAction
 from ..engine.generation import GenerationSession
-from ..engine.scheduler import PrefillAction
 from ..request import Request, SamplingParams
 from ..session import LoadedModel, start
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits
 from ...compile.grids.default_grid import RowShape
 from ...compile.grids.grid_defaults import GridDefaults
-from ...compile.planning.candidates import ExpectedRow
+from ...compile.planning.run_bounds import ExpectedRow
 from .search import simulate_in_order
 
 MAX_SAMPLE_ROWS = 2_000

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...compile.grids.default_grid import RowShape
-from ...compile.planning.candidates import ExpectedRow
+from ...compile.planning.run_bounds import ExpectedRow
 from ..errors import ConfigError
 
 COLUMNS = ("prompt_tokens", "output_tokens", "max_tokens")

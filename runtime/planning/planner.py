@@ -10,9 +10,10 @@ from functools import cached_property
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
-from ...compile.planning.candidates import Budget, Candidate, CandidateGrids, ExpectedRow
+from ...compile.planning.candidates import Budget, CandidateGrids
 from ...compile.planning.cost import CostModel
 from ...compile.planning.other_grids import hand_picked
+from ...compile.planning.run_bounds import Candidate, ExpectedRow
 from ..errors import NoPlanFits
 from .sample import ROWS_TO_PREDICT, ROWS_TO_SEARCH, Sample, SampleUncertainty
 from .search import MAX_SIMULATED_GRIDS, SearchResult, SimulatedGrid, find_best_grid, simulate_grid

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
-from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
+from ...compile.planning.candidates import Budget, CandidateGrids
 from ...compile.planning.cost import CostModel
+from ...compile.planning.run_bounds import ExpectedRow
 from .search import SimulatedGrid, simulate_in_order
 from .simulator import Simulation
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
-from ...compile.planning.candidates import Budget, Candidate, ExpectedRow
+from ...compile.planning.candidates import Budget
 from ...compile.planning.cost import CostModel
 from ...compile.planning.graph_prices import GraphPrices
+from ...compile.planning.run_bounds import Candidate, ExpectedRow
 from ..engine.shared_prefixes import SharedPrefix, plan_submission
 from ..errors import NoPlanFits
 from .simulator import SimulatedRow, Simulation, simulate

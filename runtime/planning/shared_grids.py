@@ -17,13 +17,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import RowShape, with_chunks
 from ...compile.grids.grid_defaults import GridDefaults, round_up
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_choice import prefix_grids, prefixes_of_rows
 from ...compile.grids.prefix_table import PrefixTable
-from ...compile.planning.candidates import ExpectedRow
 from ...compile.planning.graph_prices import GraphPrices
+from ...compile.planning.run_bounds import ExpectedRow
 from .forecast import fits_grid
 from .search import simulate_in_order
 

@@ -13,13 +13,21 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.planning.cost import CostModel
 from ...sharding.call import Call
-from ..engine.decode_slots import DecodeAction, ScheduledRequest, ScheduledSequence
+from ..engine.actions import (
+    DecodeAction,
+    ForkAction,
+    PrefillAction,
+    PrefixAction,
+    ScheduledRequest,
+    ScheduledSequence,
+)
 from ..engine.metrics import EngineMetrics
-from ..engine.scheduler import ForkAction, PrefillAction, PrefixAction, Scheduler
+from ..engine.scheduler import Scheduler
 from ..engine.shared_prefixes import SharedPrefix
 
 
@@ -204,8 +212,8 @@ class _Run:
         live.emitted += count
         wanted = self._rows[live.sequence.request.number].outputs[live.sequence.sample]
         if live.emitted < wanted:
-            self.scheduler.advance(slot, count)
+            self.scheduler.slots.advance(slot, count)
             return
         self._result.metrics.cut_tokens += live.emitted - wanted
-        self.scheduler.release(slot)
+        self.scheduler.slots.release(slot)
         del self._live[slot]

@@ -15,7 +15,7 @@ from typing import Any
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.grids.structured_grid import StructuredGrid
-from ...compile.planning.candidates import ExpectedRow
+from ...compile.planning.run_bounds import ExpectedRow
 from ..batch.batch_model import open_text, row_shape
 from ..batch.lines import BatchRow
 from ..batch.row_files import check_input, open_rows, unit_of

@@ -17,7 +17,8 @@ from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import Collective, read_collectives
 from noria.compile.targets import find_target
-from noria.modelzoo.config import DecoderConfig, LatentAttention
+from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.moe.config import MoeConfig, Routing
 from noria.runtime.files.layout_files import named_layout_tables
 from noria.sharding.call import Call

@@ -20,7 +20,8 @@ from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
-from noria.modelzoo.config import DecoderConfig, LatentAttention
+from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.moe.config import MoeConfig, Routing
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout

@@ -12,7 +12,8 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
-from noria.modelzoo.config import DecoderConfig, LatentAttention
+from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.latent_config import LatentAttention
 
 CONFIG = DecoderConfig(
     vocab_size=512,

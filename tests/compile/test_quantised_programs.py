@@ -14,7 +14,8 @@ from noria.compile.planning.work import Work
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.compile.weight_rules import WeightRules
-from noria.modelzoo.config import DecoderConfig, LatentAttention
+from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.weight_formats import WeightFormat
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout

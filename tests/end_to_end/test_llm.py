@@ -240,11 +240,11 @@ def test_what_changes_nothing_in_vllm_is_accepted_in_calls(llm):
 
 
 def test_chat_templates_see_the_instant_that_was_asked_for(llm, monkeypatch):
-    monkeypatch.setattr(llm._tokenizer, "chat_template", "{{ strftime_now('%d %b %Y') }}")
-    monkeypatch.setattr(llm, "_renderer", None)
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", "{{ strftime_now('%d %b %Y') }}")
+    monkeypatch.setattr(llm._prompts, "_renderer", None)
     (output,) = llm.chat([{"role": "user", "content": "the water"}], GREEDY)
-    llm._renderer.close()
-    text = llm._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True)
+    llm._prompts._renderer.close()
+    text = llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=True)
     assert text == "31 Jan 2026"
     with pytest.raises(ValueError, match="now: expected a local date and time"):
         LLM(model="none", now="today")
@@ -252,12 +252,14 @@ def test_chat_templates_see_the_instant_that_was_asked_for(llm, monkeypatch):
 
 def test_chat_templates_show_tools(llm, monkeypatch):
     template = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
-    monkeypatch.setattr(llm._tokenizer, "chat_template", template)
-    monkeypatch.setattr(llm, "_renderer", None)
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template)
+    monkeypatch.setattr(llm._prompts, "_renderer", None)
     tool = {"type": "function", "function": {"name": "weather"}}
     (output,) = llm.chat([{"role": "user", "content": "the water"}], GREEDY, tools=[tool])
-    llm._renderer.close()
-    assert llm._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True) == "weather"
+    llm._prompts._renderer.close()
+    assert (
+        llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=True) == "weather"
+    )
 
 
 def open_files(folder) -> list[str]:
@@ -274,7 +276,7 @@ def test_a_closed_model_holds_nothing_and_says_so(noria, monkeypatch):
     with LLM(str(noria.model), plan=plan, **options) as llm:
         assert not open_files(noria.model)
         llm.chat([{"role": "user", "content": "the"}], SamplingParams(max_tokens=1))
-        child = llm._renderer._process._process
+        child = llm._prompts._renderer._process._process
         assert child.poll() is None
         parameters = weakref.ref(llm._generator.engine)
     assert child.poll() is not None

@@ -11,19 +11,11 @@ from flax import nnx
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.modelzoo import axes, kv_cache
-from noria.modelzoo.config import (
-    Arrangement,
-    Chunk,
-    DecoderConfig,
-    Llama3Scaling,
-    Multipliers,
-    NoRope,
-    RopeConfig,
-    Scores,
-)
+from noria.modelzoo.config import Arrangement, Chunk, DecoderConfig, Multipliers, Scores
 from noria.modelzoo.decoder import Decoder
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.prompt_pieces import PromptPieces
+from noria.modelzoo.rope_config import Llama3Scaling, NoRope, RopeConfig
 
 CONFIG = DecoderConfig(
     vocab_size=53,

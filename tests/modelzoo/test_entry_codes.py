@@ -15,8 +15,9 @@ from tolerances import FLOAT32_ELEMENTWISE
 from noria.modelzoo import entry_codes, kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION, Slots, Visibility, attend_dense
 from noria.modelzoo.blockwise import attend_blockwise
-from noria.modelzoo.config import AS_PUBLISHED, Chunk, DecoderConfig, LatentAttention, Scores
+from noria.modelzoo.config import AS_PUBLISHED, Chunk, DecoderConfig, Scores
 from noria.modelzoo.entry_codes import EntryCodes
+from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_cache import LayerCache, NewEntries, PromptLatents
 
 CODES = ("int8", "float8_e4m3fn")

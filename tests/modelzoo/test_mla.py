@@ -15,9 +15,10 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo import kv_cache
-from noria.modelzoo.config import DecoderConfig, LatentAttention
+from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.decoder import Decoder
 from noria.modelzoo.kv_cache import KVCache
+from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_cache import PromptLatents
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.prompt_pieces import PromptPieces

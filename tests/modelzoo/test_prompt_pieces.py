@@ -13,9 +13,10 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo import kv_cache
-from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig, LatentAttention
+from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig
 from noria.modelzoo.key_blocks import join_blocks
 from noria.modelzoo.kv_cache import KVCache
+from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_groups import block_layers, single_layer_names
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.prompt_pieces import PromptPieces

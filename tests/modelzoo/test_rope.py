@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from tolerances import FLOAT32_ELEMENTWISE
 
-from noria.modelzoo.config import (
+from noria.modelzoo.rope import encode, frequencies, position_code, rotate, rotation
+from noria.modelzoo.rope_config import (
     FactorScaling,
     LinearScaling,
     Llama3Scaling,
@@ -15,7 +16,6 @@ from noria.modelzoo.config import (
     RopeConfig,
     YarnScaling,
 )
-from noria.modelzoo.rope import encode, frequencies, position_code, rotate, rotation
 
 SCALINGS = {
     "linear": (LinearScaling(2.5), {"rope_type": "linear", "factor": 2.5}),

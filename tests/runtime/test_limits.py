@@ -9,7 +9,7 @@ import pytest
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.signatures import MAX_BIASES, MAX_STOP_IDS
 from noria.runtime import request
-from noria.runtime.engine.decode_slots import ScheduledRequest
+from noria.runtime.engine.actions import ScheduledRequest
 from noria.runtime.engine.scheduler import Scheduler
 from noria.runtime.errors import RowError
 from noria.runtime.files.strict_json import MAX_DEPTH, MAX_INTEGER_DIGITS, parse_object, read_lines

@@ -21,7 +21,8 @@ from noria.compile.abstract_model import DOWN, UP, AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.grids.adapter_grid import AdapterGrid
-from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.prefix_grid import PrefixGrid
 from noria.compile.prefill_steps import PrefillOutput
 from noria.compile.steps import NO_TOKEN, DecodeOutput, DecodeState
@@ -35,14 +36,13 @@ from noria.modelzoo.layer_groups import single_layer_names
 from noria.modelzoo.sampling import SamplingState, TokenScores
 from noria.modelzoo.weight_formats import SCALES
 from noria.runtime.devices.host_arrays import HostArrays
-from noria.runtime.engine.decode_slots import ScheduledRequest, ScheduledSequence
+from noria.runtime.engine.actions import PromptPiece, ScheduledRequest, ScheduledSequence
 from noria.runtime.engine.padding import (
     pack_pieces,
     pack_prefix,
     pack_requests,
     pack_sampling,
 )
-from noria.runtime.engine.scheduler import PromptPiece
 from noria.runtime.files.layout_files import named_layout_tables, read_layout_table
 from noria.runtime.request import SamplingParams
 from noria.sharding.layout import Layout

@@ -12,7 +12,8 @@ from noria.compile.build import plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
-from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig, LatentAttention
+from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig
+from noria.modelzoo.latent_config import LatentAttention
 from noria.sharding.device_bytes import (
     cache_bytes_per_device,
     max_context,

@@ -9,8 +9,8 @@ from noria.compile.grids.bucket_grid import (
     BucketGrid,
     NoBucketFits,
     NoDecodeSlots,
-    PrefillBucket,
 )
+from noria.compile.grids.prefill_bucket import PrefillBucket
 
 GRID = BucketGrid(max_length=96, prefill=((16, 4), (64, 2)), decode_slots=8, decode_spans=(32, 96))
 

@@ -5,9 +5,9 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
-from noria.compile.grids.bucket_grid import PrefillBucket
 from noria.compile.grids.default_grid import RowShape, derive_grid, ladder_grid, with_overrides
 from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults
+from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.prefill_ladder import cheapest_prefill, prefill_padding
 
 

@@ -9,7 +9,8 @@ from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.planning.work import Work, sent_by_axes
 from noria.compile.targets import find_target
 from noria.sharding.call import Call

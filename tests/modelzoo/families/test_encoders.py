@@ -2,7 +2,7 @@
 
 import pytest
 
-from noria.modelzoo.config import BothSides, NoRope, RopeConfig, TokenInputs
+from noria.modelzoo.config import BothSides, TokenInputs
 from noria.modelzoo.families.registry import (
     UnsupportedModel,
     from_hf_config,
@@ -10,6 +10,7 @@ from noria.modelzoo.families.registry import (
     with_pooling,
 )
 from noria.modelzoo.pooling_config import Pooling, Projection
+from noria.modelzoo.rope_config import NoRope, RopeConfig
 
 MINILM = {
     "_name_or_path": "nreimers/MiniLM-L6-H384-uncased",

@@ -9,17 +9,11 @@ import pytest
 from memory_tensors import Arrays
 
 from noria.compile.abstract_model import AbstractModel
-from noria.modelzoo.config import (
-    FactorScaling,
-    LinearScaling,
-    Multipliers,
-    RopeConfig,
-    Scores,
-    YarnScaling,
-)
+from noria.modelzoo.config import Multipliers, Scores
 from noria.modelzoo.families import hugging_face
 from noria.modelzoo.families.registry import UnsupportedModel, from_gguf_metadata, from_hf_config
 from noria.modelzoo.families.sources import parameter_sources
+from noria.modelzoo.rope_config import FactorScaling, LinearScaling, RopeConfig, YarnScaling
 from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.tensor_source import AxisPattern
 

@@ -9,16 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from noria.compile.abstract_model import AbstractModel
-from noria.modelzoo.config import (
-    FactorScaling,
-    LatentAttention,
-    LinearScaling,
-    Llama3Scaling,
-    Multipliers,
-    RopeConfig,
-    Scores,
-    YarnScaling,
-)
+from noria.modelzoo.config import Multipliers, Scores
 from noria.modelzoo.families.config_reader import ConfigReader
 from noria.modelzoo.families.hugging_face import (
     MAX_EMBED,
@@ -31,7 +22,15 @@ from noria.modelzoo.families.hugging_face import (
 from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4, read_quantisation
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
 from noria.modelzoo.families.rope_options import MAX_POSITION
+from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.moe.config import ExpertGroups, Routing
+from noria.modelzoo.rope_config import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

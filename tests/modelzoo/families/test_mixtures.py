@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from noria.compile.abstract_model import AbstractModel
-from noria.modelzoo.config import Multipliers, RopeConfig, Scores
+from noria.modelzoo.config import Multipliers, Scores
 from noria.modelzoo.families import gguf, hugging_face
 from noria.modelzoo.families.registry import (
     FAMILIES,
@@ -15,6 +15,7 @@ from noria.modelzoo.families.registry import (
     from_hf_config,
 )
 from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.rope_config import RopeConfig
 
 SHARED = {
     "vocab_size": 101,

@@ -16,9 +16,10 @@ import pytest
 from conformance import CASES, SHARED, Case
 from published_configs import published_configs
 
-from noria.modelzoo.config import Chunk, DecoderConfig, RopeConfig, Window
+from noria.modelzoo.config import Chunk, DecoderConfig, Window
 from noria.modelzoo.families.hugging_face import IGNORED_KEYS
 from noria.modelzoo.families.registry import FAMILIES, UnsupportedModel, from_hf_config
+from noria.modelzoo.rope_config import RopeConfig
 
 pytestmark = pytest.mark.reference
 

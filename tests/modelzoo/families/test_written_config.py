@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from noria.modelzoo.config import DecoderConfig, RopeConfig
+from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.families.config_reader import UnsupportedModel
 from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.families.written_config import write_config
+from noria.modelzoo.rope_config import RopeConfig
 
 CONFIG = DecoderConfig(
     vocab_size=97,

@@ -17,7 +17,7 @@ from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.prefix_table import NOTHING_SHARED
 from noria.compile.plan import Numbers, Plan, PlannedModel
-from noria.compile.planning.candidates import ExpectedRow
+from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.targets import Target, find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.batch import job_plan

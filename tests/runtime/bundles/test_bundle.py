@@ -17,7 +17,7 @@ from noria.compile.compiled_graphs import CompiledGraphs, graph_names
 from noria.compile.monitor import compile_monitor
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.targets import Target
-from noria.modelzoo.config import RopeConfig
+from noria.modelzoo.rope_config import RopeConfig
 from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder, write
 from noria.runtime.bundles.key import key_of
 from noria.runtime.bundles.loading import LoadError, load_in_background

@@ -11,7 +11,7 @@ from tiny import CONFIG, GRID
 
 from noria.compile.compiled_graphs import graph_names
 from noria.compile.plan import Numbers, Plan, PlannedModel
-from noria.modelzoo.config import RopeConfig
+from noria.modelzoo.rope_config import RopeConfig
 from noria.runtime.bundles.compilation_cache import remove_oldest
 from noria.runtime.bundles.executable_cache import ExecutableCache, graph_keys
 from noria.runtime.bundles.warm_start import WarmStart

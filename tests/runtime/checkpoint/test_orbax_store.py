@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from noria.modelzoo.config import Chunk, DecoderConfig, Llama3Scaling, NoRope, RopeConfig
+from noria.modelzoo.config import Chunk, DecoderConfig
+from noria.modelzoo.rope_config import Llama3Scaling, NoRope, RopeConfig
 from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model, save_orbax
 from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.orbax_store import decode_config, encode_config

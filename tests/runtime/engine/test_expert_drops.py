@@ -12,9 +12,8 @@ from noria.compile.expert_plan import ExpertPlan
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.modelzoo.moe.config import LOSSLESS, Dispatch, MoeConfig, Routing
 from noria.modelzoo.moe.use import ExpertUse
-from noria.runtime.engine.decode_slots import DecodeAction
+from noria.runtime.engine.actions import DecodeAction, ForkAction, PrefillAction
 from noria.runtime.engine.expert_use import ExpertSetup, ExpertTotals
-from noria.runtime.engine.scheduler import ForkAction, PrefillAction
 from noria.runtime.request import Request, SamplingParams
 
 NUM_CHOSEN = 2

@@ -23,7 +23,7 @@ from noria.compile.graph_failures import GraphFailed
 from noria.compile.monitor import compile_monitor
 from noria.runtime.batch.graph_rows import needs_graph
 from noria.runtime.batch.scan import RowRequirements
-from noria.runtime.engine.generation import GenerationSession
+from noria.runtime.engine.admission import Admission
 from noria.runtime.errors import RowError
 from noria.runtime.request import Request, SamplingParams
 
@@ -323,7 +323,7 @@ def test_a_top_k_of_the_vocabulary_or_more_leaves_every_token(model):
 
 def test_min_tokens_that_forbid_the_whole_vocabulary_are_refused(model):
     generator = model.generator()
-    generator.vocab_size = 4
+    generator._admission.vocab_size = 4
     stops = {"min_tokens": 2, "max_tokens": 4, "temperature": 0}
     generator.check(Request("row", [1], SamplingParams(stop_token_ids=[0, 1], **stops)))
     params = SamplingParams(stop_token_ids=[0, 1, 3], **stops)
@@ -348,10 +348,10 @@ def test_without_max_tokens_a_row_fills_the_plans_length(model):
     ],
 )
 def test_a_row_that_is_too_long_is_told_what_is_possible(length, max_tokens, message):
-    needs_no_engine = GenerationSession(None, GRID, CONFIG.vocab_size, CONFIG.max_position, ())
+    admission = Admission(GRID, CONFIG.vocab_size, CONFIG.max_position, ())
     params = SamplingParams(max_tokens=max_tokens)
     with pytest.raises(RowError, match=re.escape(message)):
-        needs_no_engine.check(Request("row", [5] * length, params))
+        admission.admit(Request("row", [5] * length, params), 0)
 
 
 def test_min_tokens_that_cannot_be_reached_are_refused(model):

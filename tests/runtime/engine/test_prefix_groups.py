@@ -10,9 +10,9 @@ from symbolic_run import SymbolicRun
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_choice import choose_prefixes
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
-from noria.runtime.engine.decode_slots import DecodeAction, ScheduledRequest
+from noria.runtime.engine.actions import DecodeAction, PrefillAction, PrefixAction, ScheduledRequest
 from noria.runtime.engine.prefix_groups import PrefixGroups, WaitingRows
-from noria.runtime.engine.scheduler import PrefillAction, PrefixAction, Scheduler
+from noria.runtime.engine.scheduler import Scheduler
 from noria.runtime.engine.shared_prefixes import plan_submission
 
 
@@ -124,15 +124,15 @@ def test_a_group_keeps_its_prefix_while_a_slot_is_taken():
         64, ((32, 1),), 4, (64,), prefixes=PrefixGrid(2, 16, 16, (PlannedPrefix(16, "0" * 16),))
     )
     scheduler = Scheduler(grid)
-    groups = PrefixGroups(grid, scheduler._slots)
+    groups = PrefixGroups(grid, scheduler.slots)
     a, b = PlannedPrefix(16, "a" * 16), PlannedPrefix(16, "b" * 16)
     one = WaitingRows(1, 1)
     assert groups.assign({a: one, b: one}) == (0, a)
-    scheduler._slots.claim([0])
+    scheduler.slots.claim([0])
     assert groups.assign({b: one}) == (1, b)
-    scheduler._slots.claim([2])
+    scheduler.slots.claim([2])
     assert groups.assign({None: one}) is None
-    scheduler._slots.release(0)
+    scheduler.slots.release(0)
     assert groups.assign({None: one}) == (0, None)
 
 
@@ -152,7 +152,7 @@ def test_a_batch_that_waits_for_slots_does_not_stop_other_groups():
     slots: list[int] = []
     while not isinstance(action := scheduler.next_action(), DecodeAction):
         slots += [row.slot for row in getattr(action, "rows", ())]
-    scheduler.release(slots[0])
+    scheduler.slots.release(slots[0])
     for number in range(38, 78):
         scheduler.submit(ScheduledRequest(number, 8, 60, 1, False, planned_prefix=PREFIXES[1]))
     actions = [scheduler.next_action() for _ in range(9)]

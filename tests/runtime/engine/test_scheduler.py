@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.runtime.engine.decode_slots import DecodeAction, ScheduledRequest
-from noria.runtime.engine.scheduler import ForkAction, PrefillAction, Scheduler
+from noria.runtime.engine.actions import DecodeAction, ForkAction, PrefillAction, ScheduledRequest
+from noria.runtime.engine.scheduler import Scheduler
 
 WHOLE = BucketGrid(
     max_length=64,
@@ -162,9 +162,9 @@ class Play:
         self.length[slot] += grown
         if self.length[slot] == self.limit[slot] or self.rng.random() < self.early:
             del self.length[slot]
-            self.scheduler.release(slot)
+            self.scheduler.slots.release(slot)
         else:
-            self.scheduler.advance(slot, grown)
+            self.scheduler.slots.advance(slot, grown)
 
 
 def check_all_ran(play: Play, requests: list[ScheduledRequest]) -> None:
@@ -271,7 +271,7 @@ def test_a_free_slot_is_refilled_before_the_next_decode_call():
     for n in range(9):
         scheduler.submit(scheduled(n))
     assert kinds(scheduler, 2) == [PrefillAction, DecodeAction]
-    scheduler.release(2)
+    scheduler.slots.release(2)
     assert begun_by(scheduler.next_action()) == [(4, 2)]
     assert kinds(scheduler, 1) == [DecodeAction]
 
@@ -342,7 +342,7 @@ def test_a_batch_that_is_not_full_waits_while_few_slots_are_idle(is_chunked):
     assert kinds(scheduler, 5) == [PrefillAction] * 5
     for slot in (3, 7):
         assert isinstance(scheduler.next_action(), DecodeAction)
-        scheduler.release(slot)
+        scheduler.slots.release(slot)
     assert begun_by(scheduler.next_action()) == [(30, 3), (31, 7)]
 
 
@@ -416,7 +416,7 @@ def test_the_span_holds_every_live_row_and_no_more(grid):
         pass
     assert action.span == 16
     for _ in range(2):
-        scheduler.advance(*action.slots, 4)
+        scheduler.slots.advance(*action.slots, 4)
     assert scheduler.next_action().span == grid.span_of(17)
 
 

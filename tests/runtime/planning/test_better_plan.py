@@ -11,8 +11,8 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.prefix_table import NOTHING_SHARED
-from noria.compile.planning.candidates import ExpectedRow
 from noria.compile.planning.graph_prices import GraphPrices
+from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work
 from noria.runtime.files.hardware_files import known_hardware
 from noria.runtime.planning.better_plan import better_plan_note, saved_share

@@ -10,9 +10,10 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.prefix_table import NOTHING_SHARED
-from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
+from noria.compile.planning.candidates import Budget, CandidateGrids
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
+from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work
 from noria.runtime.planning import planner as planner_module
 from noria.runtime.planning import sample

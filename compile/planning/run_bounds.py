@@ -1,0 +1,195 @@
+"""Bounds of the time of any run of a workload on a grid, and the time to expect.
+
+The bound is the time of a run in which every call is full and every token runs over its own span.
+No schedule is faster. So a candidate whose bound is above the time of another candidate's complete
+schedule cannot be the best. Beginnings that prompts share count once in the bound of chunks,
+because they may be computed once. Likewise, no schedule computes fewer prompt tokens than the calls
+that its pieces fill. So a candidate that already pads too much by this count is excluded, whatever
+its schedule.
+
+The bound does not count two costs. Rows that wait for others to fill a call of chunks hold slots
+that do not decode meanwhile. Slots of several lengths mix rows of all lengths, so that every call
+reads the longest span. The expected time of a candidate counts both. It orders the candidates for
+the search, and excludes none.
+
+Knows nothing of the choice of grids. Every time here is a prediction.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+
+from ..grids.bucket_grid import BucketGrid
+from ..grids.default_grid import RowShape
+from ..grids.prefix_table import PrefixTable
+from .compile_time import GraphSeconds
+from .cost import CostModel
+from .prefill_calls import idle_share, rows_by_bucket
+
+
+@dataclass(frozen=True)
+class ExpectedRow:
+    """A row of a workload, and the number of tokens that it is expected to emit."""
+
+    need: RowShape
+    output: int
+    """Expected output tokens of each of its sequences, a stop id included."""
+    ends_on_host: bool = False
+    """Whether a stop string ends the row."""
+
+    def after(self, prefix_length: int) -> "ExpectedRow":
+        """The row without the first tokens of its prompt."""
+        own_length = self.need.prompt_length - prefix_length
+        return replace(self, need=replace(self.need, prompt_length=own_length))
+
+    def limit(self, max_length: int) -> int:
+        """Maximum total length of its sequences."""
+        max_tokens = self.need.max_tokens
+        return max_length if max_tokens is None else self.need.prompt_length + max_tokens
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A grid, and a lower bound of the seconds of its build and any run of it."""
+
+    grid: BucketGrid
+    bound: float
+    expected: float
+    """Expected seconds; candidates are tried in this order."""
+    padding: float
+    """Minimum ratio of computed to real prompt tokens."""
+
+
+class RunBounds:
+    """The bounds of one workload.
+
+    Args:
+      rows: The rows.
+      max_length: The length at which rows without `max_tokens` end.
+      longest: The maximum length of a grid.
+      cost: The seconds of calls.
+      graph_seconds: The seconds to compile a graph.
+      count_R: The number of slots that the sequences of each row need.
+      table: The pieces that prompts share.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[ExpectedRow],
+        max_length: int,
+        longest: int,
+        cost: CostModel,
+        graph_seconds: GraphSeconds,
+        count_R: np.ndarray,
+        table: PrefixTable,
+    ):
+        self._cost, self._graph_seconds = cost, graph_seconds
+        self._count_R, self._table = count_R, table
+        self._prompts = np.array([row.need.prompt_length for row in rows])
+        self._longest_output = max(row.output for row in rows)
+        change = np.zeros(longest + 2)
+        for row in rows:
+            start = row.need.prompt_length
+            change[start] += row.need.num_sequences
+            change[min(start + row.output, max_length)] -= row.need.num_sequences
+        self.emitted_below = np.concatenate([[0], np.cumsum(np.cumsum(change))])
+        """The number of tokens that are emitted at positions below each length."""
+        self._shared: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+        """Tokens of each row in pieces of an earlier row, and in pieces of any other row, by chunk
+        sizes."""
+        self._known_prompts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def candidate(self, grid: BucketGrid) -> Candidate:
+        """The grid with its bound, its expected time and its padding."""
+        prompts, counts = self._prefilled(grid)
+        every = rows_by_bucket(grid, prompts, counts)
+        saved = first = [0] * len(every)
+        if grid.chunks:
+            saved, first = (rows_by_bucket(grid, x) for x in self._shared_by(grid.chunks))
+        calls = {
+            bucket: -(-(count - less) // bucket.batch)
+            for bucket, count, less in zip(grid.prefill, every, saved, strict=True)
+        }
+        prefill = sum(n * self._cost.seconds(bucket.call()) for bucket, n in calls.items())
+        first_call = self._cost.first_call_seconds
+        prefill += sum(first_call(bucket.call()) for bucket, n in calls.items() if n)
+        # the pieces of prefixes have no other pieces in their calls
+        alone = sum(
+            (count - less) * (1 - 1 / bucket.batch) * self._cost.seconds(bucket.call())
+            for bucket, count, less in zip(grid.prefill, first, saved, strict=True)
+        )
+        build, decode = self._least_decode(grid)
+        fixed = build + prefill
+        computed = sum(n * bucket.batch * bucket.tokens for bucket, n in calls.items())
+        return Candidate(
+            grid,
+            bound=fixed + decode,
+            expected=fixed + alone + max(decode, self._decode_mixed(grid)) / (1 - idle_share(grid)),
+            padding=computed / int(prompts @ counts),
+        )
+
+    def _least_decode(self, grid: BucketGrid) -> tuple[float, float]:
+        """Seconds of building and minimum seconds of decode, for the cheapest decode graphs.
+
+        The segments of the cache do not depend on the choice.
+        """
+        *spans, last = grid.decode_spans or (grid.max_length,)
+        chosen = (kept for size in range(len(spans) + 1) for kept in combinations(spans, size))
+        choices = (replace(grid, decode_graphs=(*kept, last)) for kept in chosen)
+        seconds = (
+            (self._graph_seconds.of_grid(choice), self._decode_bound(choice))
+            for choice in (choices if grid.decode_spans else [grid])
+        )
+        return min(seconds, key=sum)
+
+    def _prefilled(self, grid: BucketGrid) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of prefills, and the number of prefills of each length.
+
+        A prompt is prefilled once for each set of slots that its sequences need.
+        """
+        slots = grid.decode_slots
+        if slots not in self._known_prompts:
+            times = -(-self._count_R // max(1, slots))
+            counts = np.bincount(self._prompts, times).astype(int)
+            lengths = np.flatnonzero(counts)
+            self._known_prompts[slots] = lengths, counts[lengths]
+        return self._known_prompts[slots]
+
+    def _shared_by(self, chunks: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of each row in pieces of the row before it, and of a row before or after."""
+        if chunks not in self._shared:
+            shared = self._table.shared_pieces(self._prompts, chunks)
+            self._shared[chunks] = shared, self._table.shared_with_neighbours(shared)
+        return self._shared[chunks]
+
+    def _decode_bound(self, grid: BucketGrid) -> float:
+        """Minimum seconds of decode: all slots busy, or the row that takes longest alone.
+
+        Tokens beyond a span come from slots that are longer, one token for each slot and step, in
+        steps that read more than the span, up to the next span with a graph.
+        """
+        if not grid.decode_slots:
+            return 0.0
+        step_seconds = [
+            self._cost.seconds(grid.decode_call(grid.span_of(span))) for span in grid.decode_spans
+        ]
+        starts = [0, *grid.decode_spans[:-1]]
+        emitted_beyond = self.emitted_below[grid.max_length] - self.emitted_below[starts]
+        slots = grid.span_slots or (grid.decode_slots,) * len(starts)
+        steps = np.maximum.accumulate((emitted_beyond / slots)[::-1])[::-1]
+        shared = float(steps @ np.diff([0, *step_seconds]))
+        first = self._cost.first_call_seconds(grid.decode_call(grid.max_length))
+        return max(shared, self._longest_output * min(step_seconds)) + first * bool(shared)
+
+    def _decode_mixed(self, grid: BucketGrid) -> float:
+        """Seconds of decode with all slots busy and a long row among them at any time.
+
+        It is 0 if all slots have the same length, as rows of similar length then run at the same
+        time.
+        """
+        if grid.span_slots is None:
+            return 0.0
+        step_seconds = self._cost.seconds(grid.decode_call(grid.max_length))
+        return float(self.emitted_below[grid.max_length]) * step_seconds / grid.decode_slots

@@ -1,0 +1,20 @@
+"""Checks of the numbers in a configuration of a decoder.
+
+Knows nothing of the use of these numbers. Guarantees: a wrong number raises a ValueError with its
+name, the expected value and the actual one.
+"""
+
+import math
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise ValueError unless the value is a positive integer."""
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: expected a positive integer, got {value!r}.")
+
+
+def check_positive(owner: str, **numbers: float | None) -> None:
+    """Raise ValueError for a number that is not finite and above 0; None is allowed."""
+    for name, number in numbers.items():
+        if number is not None and not (math.isfinite(number) and number > 0):
+            raise ValueError(f"{owner}.{name}: expected a finite number above 0, got {number!r}.")

@@ -1,0 +1,111 @@
+"""The requests that the scheduler takes, and the actions that it gives, as plain data.
+
+The engine runs these actions, and the simulator counts them. Knows nothing of token ids, devices or
+the order of actions.
+"""
+
+from dataclasses import dataclass
+
+from ...compile.grids.prefill_bucket import PrefillBucket
+from ...compile.grids.prefix_grid import PlannedPrefix
+from .shared_prefixes import SharedPrefix
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """The facts of one request that the scheduler needs."""
+
+    number: int
+    prompt_length: int
+    max_total_length: int
+    """Length, prompt included, at which each of its sequences ends; `prompt_length` if nothing is
+    generated."""
+    num_sequences: int
+    is_scored: bool
+    prefix: SharedPrefix | None = None
+    """The shared prefix with which the prompt begins."""
+    planned_prefix: PlannedPrefix | None = None
+    """The prefix of the plan with which the prompt begins. The lengths above do not count it."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether the request has sequences to decode."""
+        return self.max_total_length > self.prompt_length
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """One of the continuations that a request asks for."""
+
+    request: ScheduledRequest
+    sample: int
+
+
+@dataclass(frozen=True)
+class PromptPiece:
+    """One row of a prefill call."""
+
+    slot: int | None
+    """The slot to write to; None for a prompt that is only scored, in one piece."""
+    sequence: ScheduledSequence
+    start: int
+    count: int
+    is_of_prefix: bool = False
+    """Whether the piece belongs to a shared prefix; `sequence` is then one that begins with it."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt is complete after this piece."""
+        return self.start + self.count == self.sequence.request.prompt_length
+
+
+@dataclass(frozen=True)
+class PrefillAction:
+    """Run one prefill batch: its rows in this order, followed by dummy rows."""
+
+    bucket: PrefillBucket
+    is_scored: bool
+    rows: tuple[PromptPiece, ...]
+    group: int = 0
+    """The group of slots that all rows go to, in a plan with prefixes."""
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of the prompts that are part of a planned prefix."""
+        prefixes = (row.sequence.request.planned_prefix for row in self.rows)
+        return sum(prefix.length for prefix in prefixes if prefix is not None)
+
+
+@dataclass(frozen=True)
+class PrefixAction:
+    """Compute a piece of a planned prefix for a group of slots, or make its prefix empty."""
+
+    group: int
+    prefix: PlannedPrefix | None
+    """The prefix; None for the empty one."""
+    start: int = 0
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class ForkAction:
+    """Copy a complete prompt to the slot of another sequence of its request, or a shared prefix to
+    the slot of a prompt that begins with it."""
+
+    source: int
+    slot: int
+    sequence: ScheduledSequence | None = None
+    """The sequence that decodes in the slot from now on; None for a copy of a prefix."""
+    num_copied: int = 0
+    """Tokens of a request's prompt that are copied from a shared prefix."""
+
+
+@dataclass(frozen=True)
+class DecodeAction:
+    """Run one decode call for the live slots."""
+
+    span: int
+    slots: tuple[int, ...]
+
+
+Action = PrefillAction | PrefixAction | ForkAction | DecodeAction

@@ -1,0 +1,153 @@
+"""The prompts that wait for slots: in queues of prompts that may run in the same calls, by age.
+
+Pure state. Knows nothing of slots in use or of the choice among queues. Guarantees: the prompts of
+a queue come in the order of their requests, whenever they were added.
+"""
+
+import heapq
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
+from typing import NamedTuple
+
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefill_bucket import PrefillBucket
+from ...compile.grids.prefix_grid import PlannedPrefix
+from .actions import ScheduledRequest
+from .prefix_groups import WaitingRows
+from .shared_prefixes import SharedPrefix
+
+NO_SLOT = 0
+"""The needed slot capacity of prompts that take no slot: prompts that are scored in one piece."""
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt, or a shared prefix of prompts, with pieces left to run."""
+
+    request: ScheduledRequest
+    """The request; for a prefix, a request that begins with it."""
+    num_slots: int
+    """The number of its slots: one for each of its sequences, and one for a prefix."""
+    first_sample: int = 0
+    prefix: SharedPrefix | None = None
+    """The prefix that it computes; None for the prompt of a request."""
+    base: SharedPrefix | None = None
+    """The prefix with which it begins."""
+    slots: list[int] = field(default_factory=list)
+    """Its slots; empty until its first piece runs."""
+    length: int = 0
+    """Tokens from the start that are computed, or that come with the copy of its base."""
+
+    @property
+    def end(self) -> int:
+        """The length at which its pieces end."""
+        return self.request.prompt_length if self.prefix is None else self.prefix.length
+
+    @property
+    def max_total_length(self) -> int:
+        """The length that its slots must hold."""
+        if self.prefix is None:
+            return self.request.max_total_length
+        return self.prefix.max_length
+
+
+number_of = attrgetter("request.number")
+"""The number of a prompt's request, which tells its age."""
+
+
+class PromptQueue(NamedTuple):
+    """The prompts that may run in the same prefill calls."""
+
+    bucket: PrefillBucket
+    """The bucket of a prompt's next piece."""
+    is_scored: bool
+    prefix: PlannedPrefix | None
+
+    @classmethod
+    def of(cls, grid: BucketGrid, prompt: Prompt) -> "PromptQueue":
+        """The queue of a prompt's next piece."""
+        request = prompt.request
+        bucket = grid.bucket_of(request.prompt_length, prompt.length)
+        return cls(bucket, request.is_scored, request.planned_prefix)
+
+
+class WaitingPrompts:
+    """The prompts by queue, and in a queue by the slot capacity that they need (a lane)."""
+
+    def __init__(self, grid: BucketGrid):
+        self._grid = grid
+        self._lanes: dict[PromptQueue, dict[int, deque[Prompt]]] = {}
+        self.count = 0
+        """The number of prompts."""
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return chain.from_iterable(
+            lane for lanes in self._lanes.values() for lane in lanes.values()
+        )
+
+    @property
+    def heads(self) -> Iterator[Prompt]:
+        """The oldest prompt of each lane."""
+        return (lane[0] for lanes in self._lanes.values() for lane in lanes.values())
+
+    def by_age(self, queue: PromptQueue, *, only_without_slot: bool = False) -> Iterator[Prompt]:
+        """The prompts of a queue, oldest first: all, or only those that need no slot."""
+        lanes = self._lanes.get(queue, {})
+        if only_without_slot:
+            return iter(lanes.get(NO_SLOT, ()))
+        return heapq.merge(*lanes.values(), key=number_of)
+
+    def rows_by_prefix(self, last: float) -> dict[PlannedPrefix | None, WaitingRows]:
+        """The rows that wait for each planned prefix, by age of the oldest row.
+
+        Lanes whose oldest prompt is younger than the request number `last` are left out.
+        """
+        oldest: dict[PlannedPrefix | None, Prompt] = {}
+        count: Counter[PlannedPrefix | None] = Counter()
+        for queue, lanes in self._lanes.items():
+            for lane in lanes.values():
+                if number_of(lane[0]) > last:
+                    continue
+                oldest[queue.prefix] = min(
+                    oldest.get(queue.prefix, lane[0]), lane[0], key=number_of
+                )
+                count[queue.prefix] += sum(prompt.num_slots for prompt in lane)
+        return {
+            prefix: WaitingRows(count[prefix], prompt.num_slots)
+            for prefix, prompt in sorted(oldest.items(), key=lambda entry: number_of(entry[1]))
+        }
+
+    def add(self, prompt: Prompt) -> None:
+        """Add a prompt to the queue of its next piece."""
+        lanes = self._lanes.setdefault(PromptQueue.of(self._grid, prompt), {})
+        lane = lanes.setdefault(self._needed_capacity(prompt), deque())
+        if lane and number_of(lane[-1]) > number_of(prompt):
+            # it waited for a prefix, and younger prompts did not
+            lane.insert(bisect_right(lane, number_of(prompt), key=number_of), prompt)
+        else:
+            lane.append(prompt)
+        self.count += 1
+
+    def remove(self, queue: PromptQueue, prompt: Prompt) -> None:
+        """Remove a prompt from its queue."""
+        lanes, capacity = self._lanes[queue], self._needed_capacity(prompt)
+        # not always the head: an earlier copy in this batch may have queued older prompts
+        lanes[capacity].remove(prompt)
+        if not lanes[capacity]:
+            del lanes[capacity]
+        if not lanes:
+            del self._lanes[queue]
+        self.count -= 1
+
+    def clear(self) -> None:
+        """Remove all prompts."""
+        self._lanes.clear()
+        self.count = 0
+
+    def _needed_capacity(self, prompt: Prompt) -> int:
+        """The smallest slot capacity of the grid that fits the prompt's sequences."""
+        return self._grid.capacity_for(prompt.max_total_length) if prompt.num_slots else NO_SLOT

@@ -1,0 +1,132 @@
+"""The arguments of an `LLM` about its plan: they make a plan, or must agree with a given one.
+
+The plan that they make has a ladder of buckets, whose lengths double up to the longest row, as the
+lengths of later prompts are unknown. Forms of answers and adapters get room in a plan that has none
+for them. Does not know about parameters or requests. Guarantees: an argument that a given plan
+decides is refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ...compile.expert_plan import ExpertPlan, default_experts
+from ...compile.grids.default_grid import ladder_grid
+from ...compile.grids.embed_grid import embed_ladder
+from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.plan import Numbers, Plan, PlannedModel
+from ...compile.targets import Target
+from ...sharding.layout import Layout
+from .. import session
+from ..adapters.adapter_set import AdapterSet
+from ..checkpoint import ModelFiles
+from ..checkpoint.published_numbers import keep_published
+from ..embedding.plan import aims
+from ..files.layout_files import read_layout_table
+from ..structured.params import StructuredOutputsParams
+from ..structured.structures import Structures
+from ..text.load_tokenizer import load_tokenizer
+
+DEFAULT_MAX_LENGTH = 2048
+RUNNERS = ("auto", "generate", "pooling")
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """The arguments, with the names and meanings that they have in `LLM`."""
+
+    runner: str
+    numbers: Mapping[str, Any] | None
+    layout: str | None
+    experts: ExpertPlan | None
+    max_model_len: int | None
+    max_num_seqs: int
+    structured_outputs: Sequence[StructuredOutputsParams]
+
+    def __post_init__(self):
+        if self.runner not in RUNNERS:
+            raise ValueError(f"runner: expected one of {', '.join(RUNNERS)}, got {self.runner!r}.")
+
+    def check_beside(self, plan: Plan) -> None:
+        """Check that the arguments agree with a given plan.
+
+        Raises:
+          ValueError: An argument sets what the plan has, or the plan is for another runner.
+        """
+        if self.layout is not None or self.experts is not None or self.numbers is not None:
+            raise ValueError(
+                "layout, experts, numbers: expected none beside a plan, which has its own. "
+                "Change them in the plan."
+            )
+        planned = "pooling" if plan.buckets.embed else "generate"
+        if self.runner not in ("auto", planned):
+            raise ValueError(
+                f"runner: expected {planned!r} or 'auto', as the plan says, got {self.runner!r}."
+            )
+
+    def plan(self, model: str, files: ModelFiles, target: Target, dtype: str) -> Plan:
+        """Make the plan of a model on a target; `dtype` is not `auto`.
+
+        Raises:
+          ValueError: An argument is invalid, or does not fit the model or the target.
+          ConfigError: The layout cannot be read.
+        """
+        config = files.spec.config
+        planned_model = PlannedModel(model, files.fingerprint())
+        numbers = Numbers.from_table({"dtype": dtype, **(self.numbers or {})})
+        numbers = keep_published(numbers, files)
+        embeds = self.runner == "pooling"
+        if self.runner == "auto":
+            embeds = config.lacks_generation is not None
+        if embeds and (self.experts is not None or self.structured_outputs):
+            raise ValueError(
+                "experts, structured_outputs: expected none for vectors of texts. "
+                "Remove them, or open the model with runner='generate'."
+            )
+        layout = None if self.layout is None else Layout.from_table(read_layout_table(self.layout))
+        session.check_layout(layout, files, target, weight_rules=numbers.weight_rules)
+        experts, reason = self.experts or default_experts(config), ""
+        max_length = self._max_length(config.max_position)
+        if embeds:
+            grid = embed_ladder(max_length, aims(target.name, layout))
+        else:
+            defaults = GridDefaults.for_layout(layout)
+            grid = ladder_grid(max_length, self.max_num_seqs, score=True, defaults=defaults)
+            if self.max_model_len is None and grid.max_length < config.max_position:
+                reason = f"LLM plans for {grid.max_length} tokens if max_model_len is not given"
+        return Plan(
+            target.name, planned_model, numbers, grid, layout, experts, max_length_reason=reason
+        )
+
+    def structures(self, files: ModelFiles) -> Structures:
+        """Compile the forms that requests may ask for.
+
+        Raises:
+          RowError: A form is wrong, not supported, or the model cannot write it.
+        """
+        structures = Structures()
+        tokenizer = load_tokenizer(files.tokenizer_files) if self.structured_outputs else None
+        if tokenizer is not None:
+            structures.make_trie = partial(session.vocabulary_trie, files, tokenizer)
+        for form in self.structured_outputs:
+            structures.automaton(form)
+        return structures
+
+    def with_tables(self, plan: Plan, structures: Structures, adapters: AdapterSet | None) -> Plan:
+        """The plan with the tables of forms and adapters that it lacks."""
+        grid = plan.buckets
+        if grid.structured is None and not grid.embed:
+            forms = {form.fingerprint for form in self.structured_outputs}
+            grid = replace(grid, structured=structures.grid(forms))
+        if grid.adapters is None and adapters is not None:
+            grid = replace(grid, adapters=adapters.grid())
+        return replace(plan, buckets=grid)
+
+    def _max_length(self, limit: int) -> int:
+        if self.max_model_len is not None and self.max_model_len > limit:
+            raise ValueError(
+                f"max_model_len: expected at most {limit}, the published context of this model, "
+                f"got {self.max_model_len}."
+            )
+        return min(limit, self.max_model_len or DEFAULT_MAX_LENGTH)

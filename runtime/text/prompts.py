@@ -1,0 +1,132 @@
+"""The prompts of the Python interface as token ids: texts, ids and conversations.
+
+A prompt is a text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. Does not know
+about requests or graphs. Guarantees: ids are Python integers; a prompt that cannot be read raises
+RowError, which says what was expected.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from numbers import Number
+from typing import Any
+
+import numpy as np
+
+from ..embedding.texts import EncodedText, whole_text
+from ..errors import RowError
+from .chat_template import ChatRenderer
+from .tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class PromptReader:
+    """Reads the prompts for one model.
+
+    Attributes:
+      tokenizer: The model's tokenizer; None to refuse texts.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, now: datetime | None = None):
+        """`now` is the local time that chat templates see, by default that of the first chat."""
+        self.tokenizer = tokenizer
+        self._now = now
+        self._renderer: ChatRenderer | None = None
+
+    @property
+    def chats(self) -> ChatRenderer:
+        """The renderer of conversations, whose process starts on first use.
+
+        Raises:
+          RowError: The model has no tokenizer.
+        """
+        if self._renderer is None:
+            if self.tokenizer is None:
+                raise RowError(
+                    "chat_template_error",
+                    "messages: expected a model with a chat template, got one without a "
+                    "tokenizer. Use generate with token ids.",
+                    "messages",
+                )
+            self._renderer = ChatRenderer(self.tokenizer, now=self._now)
+        return self._renderer
+
+    def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The text of a prompt, or None if it was given as ids, and its token ids."""
+        content = _content(prompt)
+        if not isinstance(content, str):
+            return None, _token_ids(content)
+        return content, self._known_tokenizer.encode(content, special_tokens=True)
+
+    def read_whole(self, prompt: Prompt, default_prompt: str = "") -> EncodedText:
+        """A text after the default prompt, with the special tokens of the tokenizer's template.
+
+        Token ids are taken as they are.
+        """
+        content = _content(prompt)
+        if not isinstance(content, str):
+            return whole_text(_token_ids(content))
+        (encoded,) = self._known_tokenizer.encode_whole([default_prompt + content])
+        if isinstance(encoded, RowError):
+            raise encoded
+        return encoded
+
+    def close(self) -> None:
+        """End the child process that renders chat templates."""
+        if self._renderer is not None:
+            self._renderer.close()
+
+    @property
+    def _known_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RowError(
+                "invalid_request",
+                "prompt: expected token ids, as this model has no tokenizer, got text. Give token "
+                "ids.",
+                "prompt",
+            )
+        return self.tokenizer
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts of a call that was given one prompt or several."""
+    is_one = isinstance(prompts, str | Mapping | np.ndarray) or (
+        len(prompts) > 0 and isinstance(prompts[0], Number)
+    )
+    return [prompts] if is_one else list(prompts)  # pyright: ignore[reportReturnType]
+
+
+def _content(prompt: Prompt) -> Any:
+    """The text or the ids of a prompt."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+        raise RowError(
+            "invalid_request",
+            "prompt: expected {'prompt': text} or {'prompt_token_ids': ids}, "
+            f"got the keys {sorted(prompt)}.",
+            "prompt",
+        )
+    return next(iter(prompt.values()))
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    if isinstance(prompt, np.ndarray):
+        if prompt.ndim != 1:
+            raise _no_ids(f"an array of shape {prompt.shape}", "Give its rows as list(array)")
+        prompt = prompt.tolist()
+    try:
+        ids = list(prompt)
+        # bool is an int in Python, but an array of bool is a mask, not a prompt
+        if any(isinstance(token, bool) for token in ids):
+            raise TypeError
+        return [operator.index(token) for token in ids]
+    except TypeError:
+        remedy = "Give token ids as integers, as with array.astype(int), or text"
+        raise _no_ids(repr(prompt)[:60], remedy) from None
+
+
+def _no_ids(got: str, remedy: str) -> RowError:
+    expected = "text, or a list or one-dimensional array of integers"
+    return RowError("invalid_request", f"prompt: expected {expected}, got {got}. {remedy}.")
