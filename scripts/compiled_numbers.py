@@ -141,9 +141,8 @@ def markdown(report: dict[str, Any]) -> str:
 def row(name: str, case: dict[str, Any]) -> str:
     """Return the line of a graph."""
     if "refused" in case:
-        return f"| {name} | {case['refused']} | | | | | |"
+        return f"| {name} | {case['refused']} | | | | |"
     needed, moved = case["needed"], case["moved"]
-    twice = moved / (needed + case["needed_cache"])
     cells = [
         name,
         case["layout"],
