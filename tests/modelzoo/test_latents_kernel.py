@@ -37,7 +37,7 @@ CONFIG = DecoderConfig(
 
 def as_codes(x_BSH: np.ndarray) -> tuple[EntryCodes, EntryCodes]:
     """Return latents as keys and values in codes."""
-    codes, scales = encode(x_BSH, 2, "int8", np.float32, (RANK,))
+    codes, scales = encode(x_BSH, 2, "int8", np.dtype("float32"), (RANK,))
     v_B1SH, scale_B1PS = jnp.asarray(codes)[:, None], jnp.asarray(np.stack(scales, 1))[:, None]
     keys = EntryCodes(v_B1SH.swapaxes(2, 3), scale_B1PS, (RANK,))
     return keys, EntryCodes(v_B1SH, scale_B1PS, (RANK,))
@@ -45,7 +45,7 @@ def as_codes(x_BSH: np.ndarray) -> tuple[EntryCodes, EntryCodes]:
 
 def as_floats(x_BSH: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """Return the values of these codes as keys and values."""
-    codes, scales = encode(x_BSH, 2, "int8", np.float32, (RANK,))
+    codes, scales = encode(x_BSH, 2, "int8", np.dtype("float32"), (RANK,))
     v_B1SH = jnp.asarray(decode(codes, scales, 2, (RANK,)))[:, None]
     return v_B1SH.swapaxes(2, 3), v_B1SH
 
