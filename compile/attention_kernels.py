@@ -20,6 +20,7 @@ from ..modelzoo.config import DecoderConfig, Scores, Window
 from ..modelzoo.kernels.call import AttentionCall
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
 from ..modelzoo.kernels.flash import attend_flash, flash_refusal
+from ..modelzoo.kernels.latents import attend_latents, latents_refusal
 from ..modelzoo.kernels.splash import attend_splash, splash_refusal
 from ..modelzoo.kv_cache import num_cache_entries
 from ..modelzoo.segments import segment_lengths
@@ -64,6 +65,7 @@ KERNELS = (
     ),
     Kernel("flash", ("tpu",), ("prefill",), flash_refusal, lambda call: attend_flash),
     Kernel("cudnn", ("gpu",), ("prefill",), cudnn_refusal, lambda call: attend_cudnn),
+    Kernel("latents", ("tpu",), ("decode",), latents_refusal, lambda call: attend_latents),
     Kernel("xla", ("cpu", "gpu", "tpu"), PHASES, lambda call: None, lambda call: attend_blockwise),
 )
 """Kernels in order of preference; the last one serves every call."""
@@ -76,7 +78,7 @@ class AttentionPlan:
     prefill: str = AUTO
     """The kernel of prefill graphs: `auto`, `splash`, `flash`, `cudnn` or `xla`."""
     decode: str = AUTO
-    """The kernel of decode graphs: `auto` or `xla`."""
+    """The kernel of decode graphs: `auto`, `latents` or `xla`."""
 
     def __post_init__(self):
         names = [AUTO, *(kernel.name for kernel in KERNELS)]
@@ -181,9 +183,8 @@ def choose_kernels(
         tokens: choose(call, placement.platform, "prefill", plan.prefill)
         for tokens, call in prompts.items()
     }
-    step = choose(
-        _cache_call(config, dtype, num_queries=1), placement.platform, "decode", plan.decode
-    )
+    token = replace(_cache_call(config, dtype, num_queries=1), has_codes=has_codes)
+    step = choose(token, placement.platform, "decode", plan.decode)
     return AttentionChoices(prefill, step if grid.decode_slots else None, prefix)
 
 
@@ -264,7 +265,8 @@ def _after_prefix(
 def _cache_call(config: DecoderConfig, dtype: jnp.dtype, num_queries: int) -> AttentionCall:
     """Attention to a cache; latents serve as keys and as values."""
     sizes = num_queries, config.cache_dim, config.cache_dim
-    return AttentionCall(*sizes, dtype, *_options(config))
+    reads_latents = config.latent is not None
+    return AttentionCall(*sizes, dtype, *_options(config), reads_latents=reads_latents)
 
 
 def _options(config: DecoderConfig) -> tuple[frozenset[Window], Scores, bool]:

@@ -113,7 +113,6 @@ def measure(case: Case) -> dict[str, Any]:
         "moved": evidence.report.step.bytes_moved,
         "converted": evidence.report.step.converted_bytes,
         "compile_seconds": round(graph.seconds, 1),
-        "is_latent": config.latent is not None,
     }
 
 
@@ -127,31 +126,29 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         f"The first layers of each model, unrolled, with its head in bfloat16, the cache in int8, "
         f"and a span of {SPANS[-1]}.",
-        "MB are of one device and one step. Twice is moved over needed if latents are read twice, "
-        "as keys and as values.",
-        "**Nothing was run.**",
+        "MB are of one device and one step. **Nothing was run.**",
         "",
-        "| model, target and weights | layout | needed MB | moved MB | moved / needed | twice "
+        "| model, target and weights | layout | needed MB | moved MB | moved / needed "
         "| converted MB |",
-        "|:--|:--|--:|--:|--:|--:|--:|",
+        "|:--|:--|--:|--:|--:|--:|",
         *(row(name, case) for name, case in report["cases"].items()),
     ]
+    if missing := [case.name for case in CASES if case.name not in report["cases"]]:
+        lines += ["", "Not compiled so far:", "", *(f"- {name}" for name in missing)]
     return "\n".join(lines) + "\n"
 
 
 def row(name: str, case: dict[str, Any]) -> str:
     """Return the line of a graph."""
     if "refused" in case:
-        return f"| {name} | {case['refused']} | | | | | |"
+        return f"| {name} | {case['refused']} | | | | |"
     needed, moved = case["needed"], case["moved"]
-    twice = moved / (needed + case["needed_cache"])
     cells = [
         name,
         case["layout"],
         f"{needed / MEGABYTE:.0f}",
         f"{moved / MEGABYTE:.0f}",
         f"{moved / needed:.2f}",
-        f"{twice:.2f}" if case["is_latent"] else "",
         f"{case['converted'] / MEGABYTE:.0f}",
     ]
     return f"| {' | '.join(cells)} |"

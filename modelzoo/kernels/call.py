@@ -27,6 +27,8 @@ class AttentionCall:
     """See `Visibility.is_in_order`."""
     has_codes: bool = False
     """Whether the entries of the cache are in codes (`entry_codes`)."""
+    reads_latents: bool = False
+    """Whether the keys and values of the cache are the same latents."""
     segments: frozenset[int] = frozenset()
     """The lengths of the cache segments that a device attends to, for chunks of prompts on one
     device or under a layout; else empty."""

@@ -275,6 +275,18 @@ def test_a_kernel_that_is_asked_for_is_never_replaced():
             choose(call, platform, phase, asked)
 
 
+def test_decode_from_latents_in_codes_has_a_kernel_on_tpu_alone():
+    call = replace(PLAIN, num_queries=1, is_in_order=False, reads_latents=True, has_codes=True)
+    assert choose(call, "tpu", "decode").kernel == "latents"
+    assert choose(call, "cpu", "decode").kernel == choose(call, "gpu", "decode").kernel == "xla"
+    why = "latents: it takes models with latent attention"
+    assert str(choose(replace(call, reads_latents=False), "tpu", "decode")) == f"xla ({why})"
+    why = "latents: it takes a cache in codes (numbers.cache)"
+    assert str(choose(replace(call, has_codes=False), "tpu", "decode")) == f"xla ({why})"
+    with pytest.raises(ValueError, match=r"decode: .* 'latents': it is for tpu, not for cpu"):
+        choose(call, "cpu", "decode", "latents")
+
+
 def test_the_kernel_of_chunks_refuses_a_cache_in_codes():
     call = replace(CHUNK, has_codes=True)
     assert choose(CHUNK, "tpu", "prefill").kernel == "flash"

@@ -198,6 +198,14 @@ def test_what_is_chosen_is_said_by_length():
     )
 
 
+def test_latents_in_codes_are_decoded_by_their_kernel_on_tpu_under_rings_too():
+    for placement in (placed(), placed("ring@sequence=4")):
+        call = LATENTS, WIDE_GRID, placement, jnp.dtype(jnp.bfloat16)
+        decode = choose_kernels(*call, has_codes=True).report()["decode"]
+        assert decode == "latents (tpu, bfloat16, heads of 96, causal)"
+        assert choose_kernels(*call).report()["decode"].startswith("xla (latents: ")
+
+
 @pytest.mark.parametrize("why", ["a ring", "chunks", "several devices without a layout"])
 def test_what_has_no_whole_prompts_in_order_on_a_device_keeps_xla(why):
     placement, grid = placed(), WIDE_GRID

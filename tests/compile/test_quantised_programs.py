@@ -83,15 +83,15 @@ def test_decode_moves_little_more_than_its_codes_and_scales(form, scan_layers):
 
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize(
-    ("config", "codes", "readings"),
+    ("config", "codes"),
     [
-        pytest.param(ONE_LAYER, "int8", 1, id="heads"),
-        pytest.param(ONE_LAYER, "int4", 1, id="heads in int4"),
-        pytest.param(LATENTS, "int8", 2, id="latents", marks=pytest.mark.slow),
+        pytest.param(ONE_LAYER, "int8", id="heads"),
+        pytest.param(ONE_LAYER, "int4", id="heads in int4"),
+        pytest.param(LATENTS, "int8", id="latents"),
     ],
 )
-def test_decode_reads_a_cache_in_codes_as_it_is(config, codes, readings):
-    """Latents are read twice, as keys and as values, whether they are in codes or not."""
+def test_decode_reads_a_cache_in_codes_once_and_as_it_is(config, codes):
+    """Latents are read once, too, though they are keys and values."""
     layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
     grid = BucketGrid(1024, ((128, 4),), 128, (512, 1024), steps_per_call=4)
     arrangement = arrangement_of(layout, "tpu", config, cache_codes=codes)
@@ -100,8 +100,7 @@ def test_decode_reads_a_cache_in_codes_as_it_is(config, codes, readings):
     # one head of keys and values, or the latent padded to whole lanes; two scales in bfloat16
     codes_bytes = (2 * 128 if heads else 640) // (2 if codes == "int4" else 1)
     assert needed.cache == entries * (codes_bytes + 2 * 2)
-    wanted = needed.total + (readings - 1) * needed.cache
-    assert report.step.bytes_moved < MOST_BYTES * wanted
+    assert Evidence(report, needed).ratio < MOST_BYTES
     assert report.step.converted_bytes == report.step.copied_bytes == report.step.loop_turns == 0
 
 

@@ -1,0 +1,61 @@
+"""Decode from latents in codes, in blocks of rows, for XLA's compiler for TPU.
+
+Latents are the keys and the values of all heads. XLA multiplies them twice, and reads them from
+main memory for each product. Here both products of a block of rows use one copy of its codes, which
+is small enough that the compiler keeps it on the chip. So latents are read once.
+
+It does not serve latents in float: for v5p, the compiler writes their copies to main memory.
+
+Knows nothing of layers or meshes. Guarantees: each row is computed as `attend_dense` does.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from ..attention import Visibility, attend_masked
+from ..config import PLAIN_SCORES, Scores
+from ..entry_codes import EntryCodes
+from .call import AttentionCall
+
+BLOCK_BYTES = 8 * 2**20
+"""Maximum bytes of the codes of a block, unless one row has more."""
+
+
+def latents_refusal(call: AttentionCall) -> str | None:
+    """The reason why the kernel cannot serve a call, or None if it can."""
+    if not call.reads_latents:
+        return "it takes models with latent attention"
+    if not call.has_codes:
+        return "it takes a cache in codes (numbers.cache)"
+    return None
+
+
+def attend_latents(
+    q_BTKGH: jax.Array,
+    k_BKHS: EntryCodes,
+    v_BKSH: EntryCodes,
+    visibility: Visibility,
+    scores: Scores = PLAIN_SCORES,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend as `attend_dense` does, to keys and values that are the same latents in codes.
+
+    Static: `block_bytes`, the maximum bytes of the codes of a block.
+    """
+    mask_BTS, B = visibility.mask(), len(q_BTKGH)
+    # XLA ignores a copy of a whole array, so there are at least two blocks
+    size = max(1, min(block_bytes * B // v_BKSH.codes.nbytes, B // 2))
+    parts = []
+    for start in range(0, B, size):
+        rows = slice(start, min(start + size, B))
+        # without the barrier, each product would slice the whole array
+        codes_BKSH = jax.lax.optimization_barrier(v_BKSH.codes[rows])
+        scale_BKPS = v_BKSH.scale_BKPS[rows]
+        keys = replace(k_BKHS, codes=codes_BKSH.swapaxes(2, 3), scale_BKPS=scale_BKPS)
+        values = replace(v_BKSH, codes=codes_BKSH, scale_BKPS=scale_BKPS)
+        parts.append(attend_masked(q_BTKGH[rows], keys, values, mask_BTS[rows], scores))
+    out_BTKGH, lse_BTKG = map(jnp.concatenate, zip(*parts, strict=True))
+    return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
