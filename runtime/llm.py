@@ -35,6 +35,7 @@ from .embedding.vectors import shortened
 from .engine.generation import GenerationSession
 from .errors import RowError, check_process
 from .files.run_config import read_instant, read_plan_table
+from .planning import plan_checks
 from .planning.plan_arguments import PlanArguments
 from .request import Request, RequestOutput, SamplingParams
 from .structured.params import StructuredOutputsParams
@@ -140,7 +141,7 @@ class LLM:
                 plan = arguments.with_tables(plan, structures, own_adapters)
             if own_adapters is not None:
                 own_adapters.check(plan.buckets.adapters)
-            session.check_plan(plan, files, device, dtype)
+            plan_checks.check_plan(plan, files, device, dtype)
             self.plan = plan
             bundle = path if path is not None and path.is_dir() else None
             warm = WarmStart(bundle, cache, plan, device, files, say)

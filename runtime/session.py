@@ -12,20 +12,16 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from ..compile.attention_kernels import AttentionChoices, choose_kernels
 from ..compile.compiled_graphs import CompiledGraphs
-from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
+from ..compile.expert_plan import LOSSLESS_EXPERTS
 from ..compile.graph_failures import is_out_of_memory, naming_graph, reason
 from ..compile.grids.adapter_grid import AdapterGrid
-from ..compile.grids.bucket_grid import BucketGrid
 from ..compile.plan import DTYPES, Plan
 from ..compile.target_names import TargetName
 from ..compile.targets import Target
 from ..compile.weight_rules import ALL_FLOAT, WeightRules
-from ..modelzoo.config import DecoderConfig
 from ..sharding.device_bytes import array_bytes
 from ..sharding.layout import Layout
-from ..sharding.legality import require
 from ..sharding.placement import Placement
 from .adapters.adapter_set import AdapterSet, load_arrays
 from .bundles.warm_start import WarmStart
@@ -39,6 +35,7 @@ from .engine.engine import Engine
 from .engine.expert_use import ExpertSetup
 from .engine.generation import GenerationSession
 from .errors import InvalidConfig, OutOfMemory, note_start
+from .planning import plan_checks
 from .structured.form_compiler import make_trie
 from .structured.structures import Structures
 from .structured.token_automaton import TokenTrie
@@ -134,138 +131,6 @@ def resolve_dtype(dtype: str, target: Target) -> str:
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected auto, {' or '.join(DTYPES)}, got {dtype!r}.")
     return dtype
-
-
-def check_present(target: Target) -> None:
-    """Check that the devices of a target are present, so that rows can run.
-
-    Raises:
-      ValueError: The target is absent; graphs can only be compiled for it.
-    """
-    if not target.is_present:
-        raise ValueError(
-            f"target: expected a target on this machine, as rows will run, got {target.name}. On a "
-            f"machine with its devices, use --target {target.platform}:{len(target.devices)}."
-        )
-
-
-def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto") -> None:
-    """Check that a plan can run with a model, a target and a dtype.
-
-    Raises:
-      ValueError: The plan was made for another model, target or dtype, or cannot run.
-    """
-    check_present(target)
-    check_target(plan, target)
-    check_model(plan, files)
-    if dtype != "auto":
-        _expect("numbers.dtype", dtype, plan.numbers.dtype, "Ask for auto to run as planned.")
-    check_layout(plan.layout, files, target, plan.buckets, plan.numbers.weight_rules)
-    attention_kernels(plan, files.spec.config, target)
-
-
-def attention_kernels(plan: Plan, config: DecoderConfig, target: Target) -> AttentionChoices:
-    """The attention kernel of each graph.
-
-    Raises:
-      ValueError: The plan asks for a kernel that cannot serve its graphs.
-    """
-    placement, dtype = target.placement(plan.layout), jnp.dtype(plan.numbers.dtype)
-    has_codes = plan.numbers.cache_codes is not None
-    return choose_kernels(
-        config, plan.buckets, placement, dtype, plan.attention, has_codes=has_codes
-    )
-
-
-def check_target(plan: Plan, target: Target) -> None:
-    """Check that a plan was made for the devices of a target.
-
-    A plan for a topology fits every target with the same platform and number of devices.
-
-    Raises:
-      ValueError: The plan was made for other devices.
-    """
-    planned = TargetName.parse(plan.target)
-    devices = target.platform, len(target.devices)
-    if target.name != plan.target and (planned.platform, planned.num_devices) != devices:
-        raise ValueError(
-            f"plan target: expected {target.name}, got {plan.target}. Use the target of the plan, "
-            f"or plan again."
-        )
-
-
-def check_model(plan: Plan, files: ModelFiles) -> None:
-    """Check that a plan was made for a model, and has no longer rows than the model's context.
-
-    Raises:
-      ValueError: The plan was made for another model, or its rows are too long.
-    """
-    if plan.model.fingerprint:
-        expected = files.fingerprint()
-        _expect("model.fingerprint", expected, plan.model.fingerprint, "Plan again for this model.")
-    config = files.spec.config
-    if not plan.buckets.embed and config.lacks_generation is not None:
-        raise ValueError(
-            f"plan buckets.embed: expected true, as {files.name} generates and scores no tokens: "
-            f"{config.lacks_generation}. Ask for embeddings."
-        )
-    longest = config.max_position
-    if plan.buckets.max_length > longest:
-        raise ValueError(
-            f"plan buckets.max_length: expected at most {longest}, the published context of "
-            f"{files.name}, got {plan.buckets.max_length}. Plan again for shorter rows."
-        )
-    check_experts(plan.experts, files)
-
-
-def check_experts(experts: ExpertPlan | None, files: ModelFiles) -> None:
-    """Check that only a mixture of experts has an expert plan.
-
-    Raises:
-      ValueError: The model is dense and has an expert plan.
-    """
-    if experts is not None and files.spec.config.moe is None:
-        raise ValueError(
-            f"plan [experts]: expected no such table, as {files.name} is a dense model, got one. "
-            f"Remove it."
-        )
-
-
-def check_layout(
-    layout: Layout | None,
-    files: ModelFiles,
-    target: Target,
-    grid: BucketGrid | None = None,
-    weight_rules: WeightRules = ALL_FLOAT,
-) -> None:
-    """Check that a layout is legal for a model, a target, a grid and the formats of weights.
-
-    Raises:
-      ValueError: The layout is illegal, or is missing for several devices; the error lists all
-        findings. Or a weight cannot have its format.
-    """
-    num_devices = len(target.devices)
-    if layout is not None or weight_rules != ALL_FLOAT:
-        from ..compile.abstract_model import model_sizes
-
-        sizes = model_sizes(files.spec.config, num_devices, grid, weight_rules)
-        if layout is not None:
-            require(layout, sizes)
-    if layout is None and num_devices > 1:
-        raise ValueError(
-            f"target {target.name}: expected a layout for its {num_devices} devices, got none. "
-            f"Give a layout (--layout data-parallel@data={num_devices}, or a file)."
-        )
-    if layout is None and grid is not None and grid.slot_groups not in (None, 1):
-        raise ValueError(
-            f"plan buckets.slot_groups: without a layout, expected 1, as all slots are on one "
-            f"device, got {grid.slot_groups}. Change it, or give the plan its layout back."
-        )
-
-
-def _expect(key: str, expected: str, got: str, remedy: str) -> None:
-    if got != expected:
-        raise ValueError(f"plan {key}: expected {expected}, got {got}. {remedy}")
 
 
 def load_model(
@@ -435,7 +300,7 @@ def start_embedding(
 
     Args:
       model: The loaded model.
-      plan: The plan, checked by `check_plan`.
+      plan: The plan, checked by `plan_checks.check_plan`.
       on_graph: Called after each graph.
       warm: Stored executables, which are not compiled again.
 
@@ -451,7 +316,7 @@ def start_embedding(
         HostArrays(model.placement.replicated),
         config.vocab_size,
         config.max_position,
-        attention_kernels(plan, config, model.target).report(),
+        plan_checks.attention_kernels(plan, config, model.target).report(),
     )
 
 
@@ -468,7 +333,7 @@ def start(
 
     Args:
       model: The loaded model.
-      plan: The plan, checked by `check_plan`.
+      plan: The plan, checked by `plan_checks.check_plan`.
       seed: The seed of the run, from which seeds of requests are derived.
       on_graph: Called after each graph.
       warm: Stored executables, which are not compiled again.
@@ -492,7 +357,7 @@ def start(
     engine = Engine(graphs, model.parameters, state, host, definition.padded_vocab, tables)
     config = definition.config
     setup = None if config.moe is None else ExpertSetup(config.moe, experts)
-    attention = attention_kernels(plan, config, model.target).report()
+    attention = plan_checks.attention_kernels(plan, config, model.target).report()
     return GenerationSession(
         engine,
         grid,

@@ -173,6 +173,7 @@ class BatchModel:
         from ...compile.targets import find_target
         from .. import session
         from ..checkpoint.published_numbers import keep_published
+        from ..planning import plan_checks
 
         name = target_name(self.options, self.plan_table)
         try:
@@ -181,12 +182,12 @@ class BatchModel:
             if stored_plan is not None:
                 plan = Plan.from_table(tomllib.loads(stored_plan))
             else:
-                session.check_present(target)
+                plan_checks.check_present(target)
                 if self.plan_table is None:
-                    session.check_layout(self._layout, self.files, target)
+                    plan_checks.check_layout(self._layout, self.files, target)
                 plan = make_plan(target)
             plan = replace(plan, numbers=keep_published(plan.numbers, self.files))
-            session.check_plan(plan, self.files, target, self.options.dtype)
+            plan_checks.check_plan(plan, self.files, target, self.options.dtype)
             if self.adapters is not None:
                 self.adapters.check(plan.buckets.adapters)
         except CheckpointError:
@@ -266,11 +267,11 @@ def _note_embeddings(
     progress: Progress,
 ) -> None:
     """Show the padding of the plan, the pooling and the kernels."""
-    from .. import session
     from ..embedding.plan import padding_note
+    from ..planning import plan_checks
 
     progress.note(padding_note(lengths, plan, config))
-    progress.note(str(session.attention_kernels(plan, config, target)))
+    progress.note(str(plan_checks.attention_kernels(plan, config, target)))
 
 
 def _note_plan(
@@ -282,7 +283,7 @@ def _note_plan(
     progress: Progress,
 ) -> None:
     """Show the padding of the plan, what rows share, rows that end early, and the kernels."""
-    from .. import session
+    from ..planning import plan_checks
     from .job_plan import limit_note, padding_note, rows_after_prefixes, sharing_note
 
     own_rows = rows_after_prefixes(rows, table, plan.buckets)
@@ -291,7 +292,7 @@ def _note_plan(
         progress.note(note)
     if note := limit_note(plan, rows, config.max_position):
         progress.note(note)
-    progress.note(str(session.attention_kernels(plan, config, target)))
+    progress.note(str(plan_checks.attention_kernels(plan, config, target)))
 
 
 @contextmanager

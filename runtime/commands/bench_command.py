@@ -183,9 +183,10 @@ def run_case(
 ) -> CaseResult:
     """Build the grid of a case, run it once without timing, and `repeats` times with timing."""
     from .. import session
+    from ..planning import plan_checks
 
     plan = _plan(model, case, overrides)
-    session.check_plan(plan, model.files, model.target)
+    plan_checks.check_plan(plan, model.files, model.target)
     started = clock()
     generator = session.start(model, plan)
     build_seconds = clock() - started
@@ -323,14 +324,15 @@ def _load(files, options: argparse.Namespace) -> "LoadedModel":
     from ...sharding.layout import Layout
     from .. import session
     from ..bundles import compilation_cache
+    from ..planning import plan_checks
 
     compilation_cache.enable(partial(tell, sys.stderr))
     table = None if options.layout is None else read_layout_table(options.layout)
     layout = None if table is None else Layout.from_table(table)
     session.prepare_jax(options.target)
     target = find_target(options.target)
-    session.check_present(target)
-    session.check_layout(layout, files, target)
+    plan_checks.check_present(target)
+    plan_checks.check_layout(layout, files, target)
     return session.load_model(files, target, options.dtype, layout)
 
 

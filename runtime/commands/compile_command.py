@@ -106,12 +106,13 @@ def _prepared(plan: "Plan", files: "ModelFiles") -> "tuple[Target, Placement, Ab
     from ...compile.abstract_model import AbstractModel
     from ...compile.targets import find_target
     from .. import session
+    from ..planning import plan_checks
 
     session.prepare_jax(plan.target)
     target = find_target(plan.target)
-    session.check_model(plan, files)
+    plan_checks.check_model(plan, files)
     config, weight_rules = files.spec.config, plan.numbers.weight_rules
-    session.check_layout(plan.layout, files, target, plan.buckets, weight_rules)
+    plan_checks.check_layout(plan.layout, files, target, plan.buckets, weight_rules)
     placement = target.placement(plan.layout)
     options = plan.model.scan_layers, plan.numbers.cache_codes
     arrangement = placement.arrangement(config, *options)

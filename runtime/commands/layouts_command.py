@@ -110,12 +110,13 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     from .. import session
     from ..bundles import compilation_cache
     from ..layouts.table import format_table
+    from ..planning import plan_checks
 
     compilation_cache.enable(partial(note, options))
     session.prepare_jax(options.target)
     target = find_target(options.target)
     if options.verify:
-        session.check_present(target)
+        plan_checks.check_present(target)
     dtype = session.resolve_dtype(options.dtype, target)
     config, grid = _config(options, files), _grid(options)
     layouts = _layouts(options.layouts, len(target.devices))

@@ -26,6 +26,7 @@ from ..checkpoint import ModelFiles, open_model
 from ..checkpoint.published_numbers import keep_published, override_plan
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
+from ..planning import plan_checks
 from .forced_model import ForcedModel, forced_grid
 from .statistics import PairFigures
 
@@ -182,7 +183,7 @@ class _Setup:
             lengths = list(map(len, work.prompts))
             grid = forced_grid(lengths, work.max_length, self.slots, self.layout)
             plan = self._plan(model, files, grid)
-            session.check_plan(plan, files, self.target)
+            plan_checks.check_plan(plan, files, self.target)
             loaded = session.load_model(
                 files,
                 self.target,

@@ -3,7 +3,7 @@
 Does not know about devices or text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -71,6 +71,41 @@ class CallResults:
     def has_ended(self, slot: int) -> bool:
         """Whether the device ended the sequence in a slot during a decode call."""
         return not self.output.is_active_B[slot]
+
+    def emitted(self, slot: int, num_logprobs: int | None) -> TokensEmitted:
+        """The event of a slot in a decode call, with log-probabilities if a number is given."""
+        sequence, token_ids, scores = self.sequences[slot], self.ids_of(slot), []
+        if num_logprobs is not None:
+            scores = [
+                token_logprob(self.output.scores, (slot, q), token_id, num_logprobs)
+                for q, token_id in enumerate(token_ids)
+            ]
+        return TokensEmitted(
+            number=sequence.request.number,
+            sample=sequence.sample,
+            token_ids=token_ids,
+            scores=scores,
+            is_finished=self.has_ended(slot),
+            is_finite=bool(self.output.is_finite_B[slot]),
+        )
+
+    def dropped(
+        self, rows: Iterable[tuple[int, ScheduledSequence]], *, is_of_prompt: bool
+    ) -> list[ChoicesDropped]:
+        """An event for each row that lost expert choices.
+
+        Args:
+          rows: Pairs of batch indices and sequences.
+          is_of_prompt: Whether the call was a prefill.
+        """
+        num_dropped_B = self.output.experts.num_dropped_B
+        return [
+            ChoicesDropped(
+                sequence.request.number, sequence.sample, is_of_prompt, int(num_dropped_B[row])
+            )
+            for row, sequence in rows
+            if num_dropped_B[row]
+        ]
 
 
 def token_logprob(

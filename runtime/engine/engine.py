@@ -12,7 +12,7 @@ others.
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +21,12 @@ import numpy as np
 
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.graph_failures import naming_graph
-from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.prefill_steps import PrefillOutput
 from ...compile.steps import DecodeOutput, DecodeState
-from ...modelzoo.moe.use import ExpertReport
 from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import StructureTables
 from ..devices.host_arrays import HostArrays
-from ..request import Request
 from .actions import (
     Action,
     DecodeAction,
@@ -40,21 +37,9 @@ from .actions import (
     ScheduledSequence,
 )
 from .admission import AdmittedRequest
-from .call_results import (
-    CallResults,
-    ChoicesDropped,
-    Event,
-    TokensEmitted,
-    token_logprob,
-)
+from .call_results import CallResults, Event
 from .metrics import EngineMetrics
-from .padding import (
-    greedy_sampling,
-    pack_pieces,
-    pack_prefix,
-    pack_requests,
-    pack_sampling,
-)
+from .padding import greedy_sampling, pack_pieces, pack_prefix, pack_requests, pack_sampling
 from .prompt_scores import PromptScores, num_alternatives
 from .scheduler import Scheduler
 
@@ -253,7 +238,10 @@ class Engine:
         arguments = (pieces, slot_requests, tokens_BT)
         run = self._graphs.prefill
         if action.is_scored:
-            arguments = (*arguments, next_BT, _num_logprobs_B(requests, bucket))
+            # -1 for dummy rows
+            num_logprobs_B = np.full(bucket.batch, -1, np.int32)
+            num_logprobs_B[: len(rows)] = [num_alternatives(x.request) for x in requests]
+            arguments = (*arguments, next_BT, num_logprobs_B)
             run = self._graphs.score
         arguments = self._host.put(arguments)
         self._state, output = run(self._parameters, self._state, bucket, *arguments)
@@ -263,11 +251,11 @@ class Engine:
         rows, output = action.rows, results.output
         events: list[Event] = []
         if action.is_scored:
-            events += self._scores.add(rows, output.scores, self._request_of)
+            events += self._scores.add(rows, output.scores, self._requests)
         if output.experts is not None:
             self.metrics.experts["prefill"].add(output.experts.use)
             sequences = enumerate(row.sequence for row in rows)
-            events += _dropped(output.experts, sequences, is_of_prompt=True)
+            events += results.dropped(sequences, is_of_prompt=True)
         self.metrics.count_prefill(
             action.bucket,
             is_scored=action.is_scored,
@@ -279,9 +267,6 @@ class Engine:
             shared_tokens=action.shared_tokens,
         )
         return events
-
-    def _request_of(self, number: int) -> Request:
-        return self._requests[number].request
 
     def _prefill_prefix(self, action: PrefixAction) -> PrefillOutput:
         prefixes = self._graphs.grid.prefixes
@@ -381,10 +366,11 @@ class Engine:
                 self.release(slot)
 
     def _events_of_decode(self, action: DecodeAction, results: CallResults) -> list[Event]:
-        output, events = results.output, []
+        output = results.output
+        events: list[Event] = []
         if output.experts is not None:
             self.metrics.experts["decode"].add(output.experts.use)
-            events = _dropped(output.experts, results.sequences.items(), is_of_prompt=False)
+            events += results.dropped(results.sequences.items(), is_of_prompt=False)
         self.metrics.count_decode(
             action.span,
             # the device's loop ends early when no sequence emits any more
@@ -394,25 +380,10 @@ class Engine:
             slots=len(results.num_emitted_B),
             seconds=results.seconds,
         )
-        return events + [self._emitted(results, slot) for slot in action.slots]
-
-    def _emitted(self, results: CallResults, slot: int) -> TokensEmitted:
-        sequence, token_ids = results.sequences[slot], results.ids_of(slot)
-        params = self._requests[sequence.request.number].request.params
-        scores = []
-        if params.logprobs is not None:
-            scores = [
-                token_logprob(results.output.scores, (slot, q), token_id, params.logprobs)
-                for q, token_id in enumerate(token_ids)
-            ]
-        return TokensEmitted(
-            number=sequence.request.number,
-            sample=sequence.sample,
-            token_ids=token_ids,
-            scores=scores,
-            is_finished=results.has_ended(slot),
-            is_finite=bool(results.output.is_finite_B[slot]),
-        )
+        for slot in action.slots:
+            request = self._requests[results.sequences[slot].request.number].request
+            events.append(results.emitted(slot, request.params.logprobs))
+        return events
 
 
 def _graph_of(action: Action) -> str:
@@ -426,24 +397,3 @@ def _graph_of(action: Action) -> str:
             return CompiledGraphs.FORK
         case DecodeAction(span=span):
             return CompiledGraphs.decode_name(span)
-
-
-def _dropped(
-    report: ExpertReport, rows: Iterable[tuple[int, ScheduledSequence]], *, is_of_prompt: bool
-) -> list[Event]:
-    """An event for each row that lost expert choices; `rows` pairs batch indices and sequences."""
-    return [
-        ChoicesDropped(
-            sequence.request.number, sequence.sample, is_of_prompt, int(report.num_dropped_B[row])
-        )
-        for row, sequence in rows
-        if report.num_dropped_B[row]
-    ]
-
-
-def _num_logprobs_B(requests: Iterable[AdmittedRequest], bucket: PrefillBucket) -> np.ndarray:
-    """The numbers of alternatives that the rows of a scored call ask for; -1 for dummy rows."""
-    num_logprobs_B = np.full(bucket.batch, -1, np.int32)
-    for row, request in enumerate(requests):
-        num_logprobs_B[row] = num_alternatives(request.request)
-    return num_logprobs_B

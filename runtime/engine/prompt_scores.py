@@ -8,12 +8,13 @@ Does not know about devices. Guarantees: a prompt has the same log-probabilities
 beginning is computed or copied.
 """
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from weakref import WeakKeyDictionary
 
 from ...modelzoo.sampling import TokenScores
 from ..request import Request, TokenLogprob
 from .actions import PromptPiece
+from .admission import AdmittedRequest
 from .call_results import PromptScored, token_logprob
 from .shared_prefixes import SharedPrefix
 
@@ -36,19 +37,19 @@ class PromptScores:
         self,
         rows: Iterable[PromptPiece],
         scores: TokenScores,
-        request_of: Callable[[int], Request],
+        requests: Mapping[int, AdmittedRequest],
     ) -> list[PromptScored]:
         """Add the results of a scored call; return an event for each complete prompt.
 
         Args:
           rows: The pieces that were scored.
           scores: The results of the call.
-          request_of: Gives a request by its number.
+          requests: The requests of the rows, by their numbers.
         """
         events: list[PromptScored] = []
         for i, row in enumerate(rows):
             number = row.sequence.request.number
-            own = _scores_of(request_of(number), scores, i, row)
+            own = _scores_of(requests[number].request, scores, i, row)
             if row.is_of_prefix:
                 self._of_prefixes.setdefault(_prefix_of(row), []).extend(own)
                 continue

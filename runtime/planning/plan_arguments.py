@@ -27,6 +27,7 @@ from ..files.layout_files import read_layout_table
 from ..structured.params import StructuredOutputsParams
 from ..structured.structures import Structures
 from ..text.load_tokenizer import load_tokenizer
+from . import plan_checks
 
 DEFAULT_MAX_LENGTH = 2048
 RUNNERS = ("auto", "generate", "pooling")
@@ -85,7 +86,7 @@ class PlanArguments:
                 "Remove them, or open the model with runner='generate'."
             )
         layout = None if self.layout is None else Layout.from_table(read_layout_table(self.layout))
-        session.check_layout(layout, files, target, weight_rules=numbers.weight_rules)
+        plan_checks.check_layout(layout, files, target, weight_rules=numbers.weight_rules)
         experts, reason = self.experts or default_experts(config), ""
         max_length = self._max_length(config.max_position)
         if embeds:

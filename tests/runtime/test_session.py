@@ -13,7 +13,8 @@ from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.targets import Target, find_target
 from noria.runtime.checkpoint import GenerationDefaults, open_model
 from noria.runtime.errors import InvalidConfig
-from noria.runtime.session import check_layout, check_target, eos_ids, load_model, prepare_jax
+from noria.runtime.planning.plan_checks import check_layout, check_target
+from noria.runtime.session import eos_ids, load_model, prepare_jax
 
 
 def plan_for(target: str) -> Plan:
