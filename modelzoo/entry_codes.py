@@ -58,6 +58,11 @@ class EntryCodes:
         return replace(self, codes=codes, scale_BKPS=self.scale_BKPS[..., :num_entries])
 
 
+def is_rotated(codes: jnp.dtype) -> bool:
+    """Whether entries with codes of this dtype are rotated."""
+    return codes.name in _ROTATED
+
+
 def encode(
     x: jax.Array,
     axis: int,
@@ -85,7 +90,7 @@ def encode(
       finite, neither is its scale.
     """
     largest, rounded, scale_of_parts = LARGEST_CODES[codes.name], [], []
-    if codes.name in _ROTATED:
+    if is_rotated(codes):
         padding = [(0, 0)] * x.ndim
         padding[axis] = (0, (num_features or x.shape[axis]) - x.shape[axis])
         x = _rotate(jnp.pad(x, padding), axis, splits)
@@ -107,7 +112,7 @@ def score_codes(q_BKAH: jax.Array, keys: EntryCodes) -> jax.Array:
     # one row of queries for each part: XLA for TPU copies the whole cache to cut keys in parts
     part_H = np.searchsorted(keys.splits, np.arange(H), side="right")
     is_part_PH = np.arange(len(keys.splits) + 1)[:, None] == part_H
-    if keys.codes.dtype.name in _ROTATED:
+    if is_rotated(keys.codes.dtype):
         q_BKAH = _rotate(q_BKAH, 3, keys.splits)
     q_BKPAH = jnp.where(is_part_PH[None, None, :, None], q_BKAH[:, :, None], 0)
     dtype = keys.scale_BKPS.dtype
@@ -122,7 +127,7 @@ def weigh_codes(weights_BKAS: jax.Array, values: EntryCodes) -> jax.Array:
     weights_BKAS = weights_BKAS * scale_BK1S.astype(jnp.float32)
     dtype = scale_BK1S.dtype
     out_BKAH = _product(weights_BKAS.astype(dtype), values.codes.astype(dtype))
-    return _rotate(out_BKAH, 3, values.splits) if values.codes.dtype.name in _ROTATED else out_BKAH
+    return _rotate(out_BKAH, 3, values.splits) if is_rotated(values.codes.dtype) else out_BKAH
 
 
 def _rotate(x: jax.Array, axis: int, splits: tuple[int, ...]) -> jax.Array:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from . import axes
+from .entry_codes import is_rotated
 from .key_blocks import join_blocks, num_blocks, split_blocks
 from .kv_cache import Positions, match_head_dim, match_heads
 from .layer_cache import LayerCache, NewEntries, Splits
@@ -110,7 +111,8 @@ def layer_of_slots(
       slot_B: The slots.
       num_unseen: The number of last entries to leave out.
       num_heads: The key/value heads to return, copies included; not used for latents.
-      head_dim: The head size to return; the zeros that pad a head are left out.
+      head_dim: The head size to return; the zeros that pad a head are left out. Entries that are
+        rotated (`entry_codes`) keep the head size of the cache.
       operations: The operations by which the cache is laid out.
 
     Returns:
@@ -124,7 +126,8 @@ def layer_of_slots(
         taken = tuple(map(partial(_without_blocks, axis=axis - 1), taken, layers.lengths))
         # slicing after the gather: a slice of all slots would be a copy
         taken = _without_last(taken, num_unseen, axis - 1)
-        if feature_axis is not None:
+        # the zeros that pad a rotated head are rotated, too
+        if feature_axis is not None and not is_rotated(segments[0].dtype):
             taken = tuple(
                 jax.lax.slice_in_dim(x, 0, head_dim, axis=feature_axis - 1) for x in taken
             )

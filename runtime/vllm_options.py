@@ -43,7 +43,9 @@ CALL: Mapping[str, AcceptedValues] = {
     "mm_processor_kwargs": _NONE,
 }
 EMBED = CALL | {
-    "truncate_prompt_tokens": AcceptedValues((None,), "Nothing is truncated: shorten the text"),
+    "truncate_prompt_tokens": AcceptedValues(
+        (None,), "Only rows of noria batch cut texts: shorten the text"
+    ),
     "pooling_params": AcceptedValues((None,), "Pooling is as the model's files say"),
     "pooling_task": AcceptedValues((None, "embed"), _NOT_OFFERED),
 }

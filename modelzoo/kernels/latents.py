@@ -20,7 +20,9 @@ from ..entry_codes import EntryCodes
 from .call import AttentionCall
 
 BLOCK_BYTES = 8 * 2**20
-"""Maximum bytes of the codes of a block, unless one row has more."""
+"""Maximum bytes of the codes of a block, unless that takes too many blocks."""
+MAX_BLOCKS = 16
+"""Maximum number of blocks, all of which are in the program."""
 
 
 def latents_refusal(call: AttentionCall) -> str | None:
@@ -46,11 +48,10 @@ def attend_latents(
     Static: `block_bytes`, the maximum bytes of the codes of a block.
     """
     mask_BTS, B = visibility.mask(), len(q_BTKGH)
-    # XLA ignores a copy of a whole array, so there are at least two blocks
-    size = max(1, min(block_bytes * B // v_BKSH.codes.nbytes, B // 2))
+    size = B // _num_blocks(B, v_BKSH.codes.nbytes, block_bytes)
     parts = []
     for start in range(0, B, size):
-        rows = slice(start, min(start + size, B))
+        rows = slice(start, start + size)
         # without the barrier, each product would slice the whole array
         codes_BKSH = jax.lax.optimization_barrier(v_BKSH.codes[rows])
         scale_BKPS = v_BKSH.scale_BKPS[rows]
@@ -59,3 +60,12 @@ def attend_latents(
         parts.append(attend_masked(q_BTKGH[rows], keys, values, mask_BTS[rows], scores))
     out_BTKGH, lse_BTKG = map(jnp.concatenate, zip(*parts, strict=True))
     return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
+
+
+def _num_blocks(num_rows: int, num_bytes: int, block_bytes: int) -> int:
+    """The number of blocks, which all have as many rows: a row's bits may depend on that number.
+
+    There are at least two blocks if possible, as XLA ignores a copy of a whole array.
+    """
+    counts = [n for n in range(2, min(num_rows, MAX_BLOCKS) + 1) if num_rows % n == 0] or [1]
+    return next((n for n in counts if num_bytes <= n * block_bytes), counts[-1])

@@ -25,7 +25,9 @@ from .manifest import manifest_path, output_differences, read_manifest
 
 Place = Path | Url
 States = dict[str, dict[str, str] | None]
-"""The state of each URL, as `RemoteFile.state` returns it."""
+"""The state of each URL, as `RemoteFile.state` returns it, or `_UPLOADING`."""
+_UPLOADING = {"upload": "begun"}
+"""The state of a URL that may hold a part of its output: whatever is there may be replaced."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,17 @@ class Outputs:
     ) -> States:
         """The states of the URLs when the job began, which are kept beside the outputs."""
         path = self._states_path
-        if path.exists() and not restarts:
+        is_new = restarts or not (self._is_begun() or any(path.exists() for path in remote))
+        if path.exists() and not is_new:
             return json.loads(path.read_bytes())
         path.parent.mkdir(parents=True, exist_ok=True)
         # of outputs that are here without their states nobody knows what they would replace
-        is_new = restarts or not (self._is_begun() or any(path.exists() for path in remote))
         states = {str(file.url): file.state() for file in remote.values()} if is_new else {}
-        replace_file(disk, path, [json.dumps(states).encode()])
+        self._keep(states, disk)
         return states
+
+    def _keep(self, states: States, disk: Disk) -> None:
+        replace_file(disk, self._states_path, [json.dumps(states).encode()])
 
     @property
     def _states_path(self) -> Path:
@@ -114,9 +119,10 @@ class Outputs:
 
     def _check_unchanged(self, path: Path, file: RemoteFile, states: States) -> None:
         """Refuse to replace a file that another program wrote since the job began."""
-        if file.state() in (None, states.get(str(file.url))) or (
-            path.exists() and file.holds(path)
-        ):
+        at_beginning = states.get(str(file.url))
+        if at_beginning == _UPLOADING or file.state() in (None, at_beginning):
+            return
+        if path.exists() and file.holds(path):
             return
         raise UnusableFile(
             f"{file.url}: expected the file that was there when the job began, or none, got "
@@ -132,18 +138,24 @@ class Outputs:
         note: Callable[[str], None],
     ) -> None:
         if not self._is_begun() and self._is_complete():
-            self._publish(remote, states, note)
+            self._publish(remote, states, disk, note)
             # without its output, a manifest that is left counts for nothing
             self._remove([*remote, self._states_path], disk)
         elif not self._is_begun():
             self._remove([*self._fetched, self._states_path], disk)
 
     def _publish(
-        self, remote: dict[Path, RemoteFile], states: States, note: Callable[[str], None]
+        self,
+        remote: dict[Path, RemoteFile],
+        states: States,
+        disk: Disk,
+        note: Callable[[str], None],
     ) -> None:
         for path, file in remote.items():
             try:
                 self._check_unchanged(path, file, states)
+                states[str(file.url)] = _UPLOADING
+                self._keep(states, disk)
                 if file.publish(path):
                     note(f"{file.url}: {path.stat().st_size} bytes, uploaded and compared")
             except UnusableFile as error:

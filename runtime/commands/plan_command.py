@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 _OF_DECODE = (
     "report", "from_output", "expected_output", "max_length", "calibration", "hardware", "chunks",
     "max_padding", "max_prefill_graphs", "max_decode_graphs", "max_compile_minutes",
-    "seconds_per_graph", "compile_layouts", "max_memory_gb", "tries",
+    "seconds_per_graph", "compile_layouts", "max_memory_gb", "tries", "cache",
 )  # fmt: skip
-"""The options of the search, which a plan for vectors of texts does not have."""
+"""The options of the search and of the cache, which a plan for vectors of texts does not have."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -249,7 +249,7 @@ def _plan_texts(options: argparse.Namespace, files: "ModelFiles", workload: "Wor
         if getattr(options, name) != parser.get_default(name):
             raise ConfigError(
                 f"--{name.replace('_', '-')}: expected none for vectors of texts, whose plan has "
-                f"no alternatives to compare, got {getattr(options, name)}. Leave it out."
+                f"no search and no cache, got {getattr(options, name)}. Leave it out."
             )
     plan = plan_texts(options, files, workload)
     replace_file(Disk(), options.output, [plan.to_toml().encode()])

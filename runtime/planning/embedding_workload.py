@@ -24,7 +24,7 @@ def plan_texts(options: argparse.Namespace, files: ModelFiles, workload: Workloa
     """The plan of a workload with texts.
 
     Raises:
-      ConfigError: Several layouts are given.
+      ConfigError: Several layouts are given, or no text fits the model.
       IllegalLayout: The layout does not fit the model or the plan.
     """
     spellings = split_spellings(options.layout or "")
@@ -37,6 +37,11 @@ def plan_texts(options: argparse.Namespace, files: ModelFiles, workload: Workloa
     layout, config = next(iter(layouts), None), files.spec.config
     numbers, model = numbers_of(options, files), planned_model(options, files)
     lengths = workload.text_lengths
+    if min(lengths) > config.max_position:
+        raise ConfigError(
+            f"--workload {workload.name}: expected a text of at most {config.max_position} tokens, "
+            f"the context of {files.name}, got {min(lengths)} and more. Shorten the texts."
+        )
     plan = embedding_plan(lengths, options.target, model, numbers, config, layout)
     if layout is not None:
         num_devices = TargetName.parse(options.target).num_devices
@@ -47,6 +52,8 @@ def plan_texts(options: argparse.Namespace, files: ModelFiles, workload: Workloa
 def text_summary(plan: Plan, files: ModelFiles, workload: Workload) -> str:
     """The summary of such a plan for the terminal."""
     refused = f", {plural(workload.num_refused, 'row')} refused" * bool(workload.num_refused)
+    num_too_long = sum(n > plan.buckets.max_length for n in workload.text_lengths)
+    refused += f", {plural(num_too_long, 'text')} too long for the model" * bool(num_too_long)
     graphs = ", ".join(f"{bucket.length}x{bucket.batch}" for bucket in plan.buckets.prefill)
     return "\n".join(
         [

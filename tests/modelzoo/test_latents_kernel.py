@@ -57,10 +57,13 @@ def _run(attend, seen: Visibility, scores: Scores, q_BTKGH, k_BKHS, v_BKSH):
 @pytest.mark.parametrize(
     ("B", "T", "S", "fitting", "sizes"),
     [
-        (5, 1, 13, 2, [2, 2, 1]),
+        (6, 1, 13, 2, [2, 2, 2]),
         (4, 1, 1, 0.5, [1] * 4),
-        (7, 3, 9, 9, [3, 3, 1]),
+        (8, 3, 9, 9, [4, 4]),
         (1, 2, 11, 9, [1]),
+        # no more blocks than the program may have, and all of them with as many rows
+        (32, 1, 3, 1, [2] * 16),
+        (19, 1, 3, 1, [19]),
     ],
 )
 def test_it_equals_the_reference(monkeypatch, B, T, S, fitting, sizes):

@@ -14,12 +14,13 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig
+from noria.modelzoo.entry_codes import INT4_IN_BYTES
 from noria.modelzoo.key_blocks import join_blocks
 from noria.modelzoo.kv_cache import KVCache
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_groups import block_layers, single_layer_names
 from noria.modelzoo.operations import ON_ONE_DEVICE
-from noria.modelzoo.prompt_pieces import PromptPieces
+from noria.modelzoo.prompt_pieces import PromptPieces, layer_of_slots
 
 HEADS = DecoderConfig(
     vocab_size=41,
@@ -233,3 +234,14 @@ def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.n
                 arrays.append(np.where(is_live, array, 0))
             found[layer] = position_BS, arrays
     return [found[layer] for layer in range(one.config.num_layers)]
+
+
+@pytest.mark.parametrize(("codes", "size"), [(None, 8), ("int8", 8), (INT4_IN_BYTES, 16)])
+def test_slots_are_taken_without_the_padding_of_heads_unless_it_is_rotated(codes, size):
+    arrangement = replace(WIDE, cache_codes=codes)
+    cache = kv_cache.allocate(HEADS, 3, SPANS, jnp.dtype("float32"), arrangement=arrangement)
+    slots, heads = jnp.array([2, 0]), HEADS.num_kv_heads
+    taken = layer_of_slots(cache.layers[0], jnp.int32(0), slots, 0, heads, 8, ON_ONE_DEVICE)
+    shapes = [(1, 2, heads, count, size) for count in (4, 20)]
+    assert [x.shape for x in taken.v_LBKSH] == shapes
+    assert [x.shape for x in taken.k_LBKHS] == [(*s[:3], s[4], s[3]) for s in shapes]

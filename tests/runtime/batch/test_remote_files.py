@@ -129,6 +129,35 @@ def test_a_failed_upload_keeps_the_output_and_the_next_run_uploads_it(
     assert len(content(store, tmp_path).splitlines()) == 45
 
 
+def test_an_upload_that_is_killed_halfway_is_made_again(tmp_path, store, job, monkeypatch):
+    def put_half(self, local, path, **options):
+        self.pipe_file(path, Path(local).read_bytes()[:100])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "put_file", put_half)
+        with pytest.raises(KeyboardInterrupt):
+            job()
+    assert len(store.cat_file(OUTPUT.text)) == 100
+    model = FakeModel()
+    assert job(model) == 1 and not model.num_texts
+    assert len(content(store, tmp_path).splitlines()) == 45
+    assert not list((tmp_path / "work").iterdir())
+
+
+def test_states_of_an_attempt_that_never_began_do_not_count(tmp_path, store, job):
+    """The first attempt was killed before its journal; another machine did the job meanwhile."""
+    outputs = Outputs.at(OUTPUT, None, tmp_path / "work")
+    stale = outputs.output.with_name("out.jsonl.urls.json")
+    stale.parent.mkdir(parents=True)
+    job()
+    stale.parent.mkdir(parents=True, exist_ok=True)
+    stale.write_text(json.dumps({str(OUTPUT): None, str(MANIFEST): None}))
+    model = FakeModel()
+    assert job(model) == 1 and not model.num_texts
+    assert not list((tmp_path / "work").iterdir())
+
+
 def test_a_failed_upload_of_the_manifest_alone_is_made_up_for(tmp_path, store, job, monkeypatch):
     put_file = MemoryFileSystem.put_file
 
