@@ -22,6 +22,7 @@ from ...compile.abstract_model import AbstractModel
 from ...compile.build import compile_with_text, plan_graphs
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.expert_plan import LOSSLESS_EXPERTS, default_experts
+from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.plan import Numbers
 from ...compile.planning.compiled_call import CompiledCall, ProgramCounts, compiled_call
 from ...compile.planning.cost import CostModel
@@ -88,6 +89,8 @@ class LayoutCompiler:
     config: DecoderConfig
     numbers: Numbers
     on_note: Callable[[str], None] = lambda line: None
+    adapters: AdapterGrid | None = None
+    """The room for adapters."""
 
     def compile_and_rank(self, planned: Sequence[PlannedLayout], count: int) -> list[PlannedLayout]:
         """The first `count` layouts, compiled and sorted by seconds, then the others."""
@@ -127,9 +130,9 @@ class LayoutCompiler:
         target = find_target(self.target)
         placement = target.placement(layout_plan.layout)
         arrangement = placement.arrangement(config, cache_codes=self.numbers.cache_codes)
-        definition = AbstractModel(config, arrangement, self.numbers.weight_rules)
+        definition = AbstractModel(config, arrangement, self.numbers.weight_rules, self.adapters)
         experts = default_experts(config) or LOSSLESS_EXPERTS
-        grid = layout_plan.result.best.grid
+        grid = replace(layout_plan.result.best.grid, adapters=self.adapters)
         graphs = plan_graphs(definition, grid, placement, jnp.dtype(self.numbers.dtype), experts)
         graph = next(graph for graph in graphs if graph.name == name)
         executable, text, seconds = compile_with_text(graph)

@@ -121,7 +121,7 @@ def predict(
         )
     searched = _planned_layouts(options, ranking, workload, chosen)
     if options.compile_layouts:
-        searched = _as_compiled(options, config, numbers, searched)
+        searched = _as_compiled(options, config, numbers, adapters, searched)
     best = searched[0]
     grid = replace(best.result.best.grid, structured=workload.structured, adapters=adapters)
     plan = Plan(
@@ -151,10 +151,11 @@ def _as_compiled(
     options: argparse.Namespace,
     config: DecoderConfig,
     numbers: Numbers,
+    adapters: AdapterGrid | None,
     searched: list[PlannedLayout],
 ) -> list[PlannedLayout]:
     """The layouts in the order of their compiled graphs; at least one of them must run."""
-    compiler = LayoutCompiler(options.target, config, numbers, partial(note, options))
+    compiler = LayoutCompiler(options.target, config, numbers, partial(note, options), adapters)
     ordered = compiler.compile_and_rank(searched, options.compile_layouts)
     if ordered[0].problem:
         raise NoPlanFits(

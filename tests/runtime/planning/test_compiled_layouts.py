@@ -8,6 +8,7 @@ import pytest
 from planning_models import SPARSE
 from tolerances import EXTRAPOLATED_LAYERS_RELATIVE
 
+from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.plan import Numbers
@@ -55,6 +56,14 @@ def compiled(planned) -> list[PlannedLayout]:
 
 def call(factor: float, memory_bytes: int = 0) -> CompiledCall:
     return CompiledCall("graph", 0.0, 0.0, {}, factor, 1.0, memory_bytes)
+
+
+def test_graphs_are_compiled_with_the_room_for_adapters(planned, compiled):
+    ranks = {"attention.qkv": 8, "attention.output": 8}
+    with_adapters = replace(COMPILER, adapters=AdapterGrid(4, ranks)).compile_and_rank(planned, 2)
+    memory = {one.name: one.compiled["decode"].memory_bytes for one in compiled}
+    for one in with_adapters:
+        assert one.compiled["decode"].memory_bytes > memory[one.name]
 
 
 def test_a_phase_counts_as_much_longer_as_its_compiled_graph_takes(planned):
