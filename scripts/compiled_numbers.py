@@ -109,7 +109,6 @@ def measure(case: Case) -> dict[str, Any]:
     return {
         "layout": case.layout,
         "needed": evidence.needed.total,
-        "needed_cache": evidence.needed.cache,
         "moved": evidence.report.step.bytes_moved,
         "converted": evidence.report.step.converted_bytes,
         "compile_seconds": round(graph.seconds, 1),
