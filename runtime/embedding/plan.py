@@ -19,7 +19,7 @@ from ..checkpoint.published_numbers import override_plan
 from ..console import plural
 from ..files.run_config import apply_overrides
 
-CPU_TOKENS, ACCELERATOR_TOKENS = 1024, 16384
+CPU_TOKENS, ACCELERATOR_TOKENS = 2048, 16384
 """Tokens of one call on each device: enough to keep the products of the device busy."""
 ACCELERATOR_STEP = 16
 """Lengths on accelerators are multiples of this, so that arrays fill tiles."""
