@@ -15,6 +15,8 @@ _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _ATOM = r"[A-Za-z0-9_+-]+"
 _HEX = "[0-9a-fA-F]"
 _PATH = r"[A-Za-z0-9._~:@!$&'()*+,;=/-]*"
+_REFERENCE = rf"(https?://{_HOST}(:[1-9][0-9]{{0,3}})?)?(/{_PATH})?(\?{_PATH})?"
+_POINTER = r"(/([A-Za-z0-9_. -]|~[01])*)*"
 PATTERNS = {
     "date": _DATE,
     "time": _TIME,
@@ -25,15 +27,14 @@ PATTERNS = {
     "ipv4": rf"({_OCTET}\.){{3}}{_OCTET}",
     "ipv6": rf"({_HEX}{{1,4}}:){{7}}{_HEX}{{1,4}}",
     "uuid": rf"{_HEX}{{8}}-({_HEX}{{4}}-){{3}}{_HEX}{{12}}",
-    "json-pointer": r"(/([A-Za-z0-9_. -]|~[01])*)*",
-    "uri-reference": rf"(https?://{_HOST}(:[1-9][0-9]{{0,3}})?)?(/{_PATH})?(\?{_PATH})?",
+    "json-pointer": _POINTER,
+    "relative-json-pointer": rf"(0|[1-9][0-9]{{0,5}})(#|{_POINTER})",
+    "regex": r"\^?(([A-Za-z0-9_ /,:;@#%&=<>!~-]|\.|\\[dws.])[*+?]?)*\$?",
+    "uri-reference": _REFERENCE,
+    "iri-reference": _REFERENCE,
     "iri": rf"https?://{_HOST}(:[1-9][0-9]{{0,3}})?(/{_PATH})?(\?{_PATH})?",
     "uri": rf"https?://{_HOST}(:[1-9][0-9]{{0,3}})?(/{_PATH})?(\?{_PATH})?",
 }
 """Every match is a string of the format. Rare forms of a format have no match."""
-FORMATS = {
-    *PATTERNS,
-    *("idn-email", "idn-hostname", "iri-reference", "uri-template", "relative-json-pointer"),
-    "regex",
-}
+FORMATS = {*PATTERNS, "idn-email", "idn-hostname", "uri-template"}
 """The formats that JSON Schema defines, and so have an effect."""

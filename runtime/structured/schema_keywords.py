@@ -122,12 +122,20 @@ def check_keywords(schema: Any, at: str) -> None:
     if not isinstance(schema, dict):
         raise schema_error("", at, "a schema, which is an object, true or false", schema)
     for key, value in schema.items():
-        if key in _UNSUPPORTED or (key == "$id" and at):
+        # an identifier inside a schema changes the meaning of the references below it
+        if key in _UNSUPPORTED or (key == "$id" and at and _refers(schema)):
             raise schema_error(key, at, "a schema without this keyword, which is not supported")
         if key in _VALUES:
             expected, holds = _VALUES[key]
             if not holds(value):
                 raise schema_error(key, at, expected, value)
+
+
+def _refers(value: Any) -> bool:
+    """Whether there is a reference anywhere in a value."""
+    if isinstance(value, dict):
+        return "$ref" in value or any(map(_refers, value.values()))
+    return isinstance(value, list) and any(map(_refers, value))
 
 
 def implied_types(schema: dict[str, Any], at: str) -> list[str]:

@@ -418,10 +418,29 @@ CASES += (
     Case(
         "uri-reference", {"type": "string", "format": "uri-reference"}, ('"/a?b"', '""'), ('"a b"',)
     ),
+    Case(
+        "relative-json-pointer",
+        {"type": "string", "format": "relative-json-pointer"},
+        ('"0#"', '"12/a/~1"'),
+        ('"/a"', '"01"'),
+    ),
+    Case(
+        "regex",
+        {"type": "string", "format": "regex"},
+        (r'"^a+\\d*.?$"', '""'),
+        ('"*a"', '"a**"', '"(a"'),
+    ),
+    Case(
+        "identifier without references below it",
+        {"type": "array", "items": {"$id": "#/items", "type": "null"}, "maxItems": 1},
+        ("[]", "[null]"),
+        ("null",),
+    ),
 )
 
 REFUSED = (
     ({"properties": {"a": {"not": {}}}}, "not at /properties/a"),
+    ({"items": {"$id": "http://x", "items": {"$ref": "#"}}}, "$id at /items"),
     ({"type": "array", "items": {"uniqueItems": True}}, "uniqueItems at /items"),
     ({"uniqueItems": True, "items": {"enum": ["a"], "minLength": 2}}, "uniqueItems at /"),
     ({"uniqueItems": True, "items": {"enum": ["a"], "not": {}}}, "not at /items"),
@@ -442,7 +461,7 @@ REFUSED = (
     ({"enum": []}, "enum at /"),
     ({"enum": ["\ud800"]}, "enum at /"),
     ({"type": "string", "enum": [1]}, "enum at /"),
-    ({"type": "string", "format": "regex"}, "format at /"),
+    ({"type": "string", "format": "uri-template"}, "format at /"),
     ({"patternProperties": {"a": {}, "b": {}}}, "patternProperties at /"),
     ({"patternProperties": {"(": {}}, "required": ["a"]}, "patternProperties at /"),
     ({"propertyNames": {"maxLength": 3}, "properties": {"a": {}}}, "propertyNames at /"),
