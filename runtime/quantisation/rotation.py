@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from scipy.linalg import hadamard
 
 from ...modelzoo.config import DecoderConfig
 from ..errors import InvalidConfig
@@ -108,10 +109,7 @@ def _multiply(weight: np.ndarray, matrix_XY: np.ndarray, axis: int) -> np.ndarra
 def _random_hadamard(size: int, rng: np.random.Generator) -> np.ndarray:
     """A random orthogonal matrix in float32, with entries of one magnitude for powers of two."""
     power = size & -size
-    matrix = np.ones((1, 1))
-    while len(matrix) < power:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     # a random orthogonal matrix of the odd factor; of size one it is a sign
     other, _ = np.linalg.qr(rng.normal(size=(size // power, size // power)))
     signs = rng.choice([-1.0, 1.0], size)
-    return (signs[:, None] * np.kron(matrix / power**0.5, other)).astype(np.float32)
+    return (signs[:, None] * np.kron(hadamard(power) / power**0.5, other)).astype(np.float32)
