@@ -12,12 +12,7 @@ from .moe.config import MoeConfig
 from .pooling_config import MEAN, Pooling
 
 # a checkpoint finds all classes here
-from .pooling_config import Projection as Projection
-from .rope_config import FactorScaling as FactorScaling
-from .rope_config import LinearScaling as LinearScaling
-from .rope_config import Llama3Scaling as Llama3Scaling
 from .rope_config import NoRope, RopeConfig
-from .rope_config import YarnScaling as YarnScaling
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checks of the numbers in a configuration of a decoder.
+"""Checks of the numbers in the configuration of a decoder, and of the values of a plan.
 
 Knows nothing of the use of these numbers. Guarantees: a wrong number raises a ValueError with its
 name, the expected value and the actual one.
@@ -9,8 +9,14 @@ import math
 
 def check_count(name: str, value: object) -> None:
     """Raise ValueError unless the value is a positive integer."""
-    if not isinstance(value, int) or value < 1:
+    if not is_count(value):
         raise ValueError(f"{name}: expected a positive integer, got {value!r}.")
+
+
+def is_count(value: object) -> bool:
+    """Whether the value is a positive integer."""
+    # bool is an int in Python; `decode_slots = true` is a mistake
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def check_positive(owner: str, **numbers: float | None) -> None:

@@ -18,9 +18,9 @@ from types import UnionType
 from typing import Any
 
 from ..compile.expert_plan import ExpertPlan
-from ..compile.grids.grid_values import is_count
 from ..compile.plan import Plan
 from ..compile.targets import default_platform, find_target
+from ..modelzoo.config_values import is_count
 from . import session
 from .adapters.adapter_set import AdapterSet
 from .adapters.merged_model import open_merged

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .grid_values import check_count
+from ...modelzoo.config_values import check_count
 
 
 @dataclass(frozen=True)

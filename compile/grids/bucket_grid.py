@@ -21,10 +21,10 @@ from functools import cached_property, partial
 from itertools import groupby, product
 from typing import Any
 
+from ...modelzoo.config_values import check_count
 from ...sharding.call import Call
 from .adapter_grid import AdapterGrid
 from .grid_values import (
-    check_count,
     check_decode_graphs,
     check_growing,
     check_list,

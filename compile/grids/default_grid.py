@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...modelzoo.config_values import check_count
 from .bucket_grid import BucketGrid
 from .grid_defaults import GridDefaults, round_up
-from .grid_values import check_count, chunk_sizes
+from .grid_values import chunk_sizes
 from .prefill_bucket import PrefillBucket
 from .prefill_ladder import cheapest_prefill, with_small_calls
 from .span_slots import NO_LIMIT, SlotUse

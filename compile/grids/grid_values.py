@@ -8,11 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-
-def check_count(name: str, value: object) -> None:
-    """Raise ValueError unless the value is a positive integer."""
-    if not is_count(value):
-        raise ValueError(f"{name}: expected a positive integer, got {value!r}.")
+from ...modelzoo.config_values import check_count, is_count
 
 
 def chunk_sizes(value: Any) -> tuple[int, ...]:
@@ -32,12 +28,6 @@ def check_list(name: str, values: object) -> Sequence[Any]:
     if not isinstance(values, tuple | list):
         raise ValueError(f"{name}: expected a list, got {values!r}.")
     return values
-
-
-def is_count(value: object) -> bool:
-    """Whether the value is a positive integer."""
-    # bool is an int in Python; `decode_slots = true` is a mistake
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def check_growing(name: str, values: Sequence[int]) -> None:

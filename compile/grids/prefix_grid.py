@@ -15,8 +15,9 @@ from hashlib import blake2b
 from re import fullmatch
 from typing import Any, NamedTuple
 
+from ...modelzoo.config_values import check_count, is_count
 from ...sharding.call import Call
-from .grid_values import check_count, check_list, is_count
+from .grid_values import check_list
 
 HASH_BYTES = 8
 _HASH = f"[0-9a-f]{{{2 * HASH_BYTES}}}"

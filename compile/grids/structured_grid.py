@@ -7,7 +7,8 @@ which rows the plan can serve. Knows nothing of schemas, models or devices.
 from dataclasses import dataclass
 from re import fullmatch
 
-from .grid_values import check_count, check_list
+from ...modelzoo.config_values import check_count
+from .grid_values import check_list
 
 MAX_LEVELS = 8
 """Maximum number of masks of one state, for different numbers of tokens that are left."""

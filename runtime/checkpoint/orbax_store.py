@@ -266,7 +266,7 @@ def encode_config(value: Any) -> Any:
 
 def decode_config(value: Any) -> Any:
     """Restore a tree of a decoder's configuration dataclasses; other classes are refused."""
-    from ...modelzoo import config
+    from ...modelzoo import config, latent_config, pooling_config, rope_config
     from ...modelzoo.moe import config as moe
 
     if isinstance(value, list):
@@ -275,7 +275,9 @@ def decode_config(value: Any) -> Any:
         return value
     fields = dict(value)
     name = fields.pop("type", None)
-    kind = {**vars(moe), **vars(config)}.get(name) if isinstance(name, str) else None
+    modules = moe, latent_config, pooling_config, rope_config, config
+    known = {key: kind for module in modules for key, kind in vars(module).items()}
+    kind = known.get(name) if isinstance(name, str) else None
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise InvalidOrbax(f"{NORIA_JSON}: config: expected a known type, got {name!r}.")
     try:
