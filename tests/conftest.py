@@ -186,16 +186,6 @@ def optimized(optimizes: bool) -> Iterator[None]:
     set_optimized(optimizes)
 
 
-@pytest.fixture
-def not_optimized(optimizes: bool) -> Iterator[None]:
-    """Optimize the programs of one test only with `--slow`, in a file of optimized programs."""
-    from unoptimized import set_optimized
-
-    set_optimized(optimizes)
-    yield
-    set_optimized(True)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _leave_nothing_behind(request: pytest.FixtureRequest, optimizes: bool) -> Iterator[None]:
     """Drop the caches of a module, and its settings of jax, before the next module runs."""

@@ -40,5 +40,8 @@ def _unoptimized_options(*args: Any, backend: Any, **options: Any) -> Any:
     """Also disable the emitters of fusions if XLA allows it: LLVM takes longest for their code."""
     if backend.platform == "cpu" and jax.__version_info__ < (0, 12):
         overrides = options.get("env_options_overrides") or {}
-        options["env_options_overrides"] = overrides | {"xla_cpu_use_fusion_emitters": False}
+        options["env_options_overrides"] = overrides | {
+            "xla_cpu_use_fusion_emitters": False,
+            "xla_cpu_parallel_codegen_split_count": 1,
+        }
     return _optimized_options(*args, backend=backend, **options)

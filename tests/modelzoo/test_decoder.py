@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from tolerances import FLOAT32_MODEL_LOGPROB
+from unoptimized import set_optimized
 
 from noria.modelzoo import axes, kv_cache
 from noria.modelzoo.config import Arrangement, Chunk, DecoderConfig, Multipliers, Scores
@@ -64,23 +65,24 @@ T, SPANS = 12, (8, 16, 32)
 ALL = np.ones(3, bool)
 
 
-@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
-def model(request):
+OPTIMIZED = {"everything", "chunks"}
+"""Models with optimized programs in every run. The others have them with `--slow`."""
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def model(request, optimizes: bool):
     """Graph definition and weights; constants differ from their neutral values."""
-    graphdef, state = nnx.split(Decoder(request.param, rngs=nnx.Rngs(0)))
+    set_optimized(optimizes or request.param in OPTIMIZED)
+    graphdef, state = nnx.split(Decoder(VARIANTS[request.param], rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda x: x + 0.2 * jnp.asarray(rng.normal(size=x.shape), x.dtype), state)
     return graphdef, state
 
 
 @cache
-def _program(function, graphdef, is_optimized: bool):
-    return jax.jit(partial(function, graphdef))
-
-
 def program(function, graphdef):
-    """Return a jitted function of one model, shared by tests with the same optimizations."""
-    return _program(function, graphdef, not jax.config.values["jax_disable_most_optimizations"])
+    """Return a jitted function of one model, shared by its tests."""
+    return jax.jit(partial(function, graphdef))
 
 
 def prompts(batch: int = 3) -> jax.Array:
@@ -121,7 +123,6 @@ def prefill(graphdef, state, tokens_BT, true_length_B):
     return decoder.logits(x_BTD), cache
 
 
-@pytest.mark.usefixtures("optimized")
 def test_what_stands_in_the_padding_changes_no_bit(model):
     graphdef, state = model
     run = program(prefill, graphdef)
@@ -139,7 +140,6 @@ def test_what_stands_in_the_padding_changes_no_bit(model):
     assert np.array_equal(after, other_after)
 
 
-@pytest.mark.usefixtures("optimized")
 def test_rows_are_bit_equal_under_permutation_of_the_batch(model):
     graphdef, state = model
     run = program(forward, graphdef)
@@ -176,7 +176,6 @@ def test_decode_token_by_token_equals_a_whole_pass(model, first):
         )
 
 
-@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("num_segments", [1, 2])
 def test_decode_over_a_shorter_span_gives_the_same_bits(model, num_segments):
     graphdef, state = model
@@ -192,7 +191,6 @@ def test_decode_over_a_shorter_span_gives_the_same_bits(model, num_segments):
         assert np.array_equal(ours, expected)
 
 
-@pytest.mark.usefixtures("optimized")
 def test_a_nan_in_one_row_stays_in_that_row(model):
     graphdef, state = model
     cache = start(graphdef, state, first=3)
@@ -205,7 +203,6 @@ def test_a_nan_in_one_row_stays_in_that_row(model):
     assert np.array_equal(poisoned[np.array([0, 2])], expected[np.array([0, 2])])
 
 
-@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("first", [3, 11])
 def test_a_row_without_a_token_writes_nothing(model, first):
     """Eleven tokens fill the caches of windows, which are written at every position."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from laid_out import FAMILY_OF, LaidOut, config_of, expected, greedy_rows, layout_of
 from test_rows_under_layouts import filled_with_nan
+from unoptimized import set_optimized
 
 from noria.compile.abstract_model import model_sizes
 from noria.runtime.request import SamplingParams
@@ -24,6 +25,14 @@ CASES = pytest.mark.parametrize(
     ],
 )
 """Windows in one or more cache segments, rows on one or several devices, and stripes."""
+OPTIMIZED = {None, "data-tensor-batch-attention@data=2,tensor=2"}
+"""Layouts with optimized programs in every run. The others have them with `--slow`."""
+
+
+@pytest.fixture(autouse=True)
+def _optimizations(request: pytest.FixtureRequest, optimizes: bool) -> None:
+    case = getattr(request.node, "callspec", None)
+    set_optimized(optimizes or (case is not None and case.params["layout"] in OPTIMIZED))
 
 
 @cache
@@ -87,7 +96,6 @@ def test_samples_of_a_prompt_are_forked_into_slots_of_any_length(layout, family,
     assert len(set(map(tuple, got.output.tokens_BQ.tolist()))) == len(rows)
 
 
-@pytest.mark.usefixtures("not_optimized")
 def test_chunks_in_ragged_slots_change_no_answer():
     """Every device has long and short slots, and rows use both."""
     layout = layout_of("data-tensor@data=4,tensor=2")

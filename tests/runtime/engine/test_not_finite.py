@@ -21,8 +21,8 @@ MODELS = {
     "short chunks": (TWO_LAYERS, SHORT_CHUNKS),
     "long chunks in windows": (IN_WINDOWS, LONG_CHUNKS),
 }
-OPTIMIZED = {"short chunks", "long chunks in windows"}
-"""Models with optimized programs in every run. The other one has them with `--slow`;
+OPTIMIZED = {"long chunks in windows"}
+"""Models with optimized programs in every run. The others have them with `--slow`;
 test_generation.py has a row with NaN in optimized programs for whole prompts."""
 STEPS = GRID.steps_per_call
 MOST_OF_POISONED = 9
