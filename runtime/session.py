@@ -31,6 +31,7 @@ from .devices import machine
 from .devices.graph_memory import check_memory
 from .devices.host_arrays import HostArrays
 from .embedding.session import EmbeddingSession
+from .engine.admission import Admission
 from .engine.engine import Engine
 from .engine.expert_use import ExpertSetup
 from .engine.generation import GenerationSession
@@ -358,16 +359,15 @@ def start(
     config = definition.config
     setup = None if config.moe is None else ExpertSetup(config.moe, experts)
     attention = plan_checks.attention_kernels(plan, config, model.target).report()
-    return GenerationSession(
-        engine,
+    admission = Admission(
         grid,
         config.vocab_size,
         config.max_position,
         model.eos_ids,
         model.tokenizer,
         seed,
-        experts=setup,
-        attention=attention,
-        structures=packed,
-        adapters=model.adapters,
+        packed,
+        model.adapters,
+        engine.prefix_ids,
     )
+    return GenerationSession(engine, admission, setup, attention)

@@ -37,6 +37,7 @@ from noria.runtime.batch.run import run_job
 from noria.runtime.checkpoint.model_files import open_model
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.devices.machine import describe_machine
+from noria.runtime.engine.admission import Admission
 from noria.runtime.engine.engine import Engine
 from noria.runtime.engine.generation import GenerationSession
 from noria.runtime.engine.shared_prefixes import plan_submission
@@ -187,9 +188,8 @@ class StandInModel:
         graphs, vocab_size = self.device.graphs, self.tokenizer.vocab_size
         host = HostArrays(find_target("cpu").placement().replicated)
         engine = Engine(graphs, {}, graphs.empty_state(), host, vocab_size)
-        generator = GenerationSession(
-            engine, self.grid, vocab_size, self.grid.max_length, (), self.tokenizer
-        )
+        admission = Admission(self.grid, vocab_size, self.grid.max_length, (), self.tokenizer)
+        generator = GenerationSession(engine, admission)
         submission = partial(plan_submission, grid=self.grid)
         return Build(generator, f"slots = {self.grid.decode_slots}\n", "none", submission)
 

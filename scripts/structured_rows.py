@@ -113,10 +113,10 @@ def check(forms: dict[str, StructuredOutputsParams], options: argparse.Namespace
         structured_outputs=list(forms.values()),
     ) as llm:
         generator = llm._require_open()
-        assert generator.structures is not None
+        assert generator.admission.structures is not None
         for temperature in TEMPERATURES:
             for name, form in forms.items():
-                shortest = generator.structures.shortest[form.fingerprint]
+                shortest = generator.admission.structures.shortest[form.fingerprint]
                 params = [
                     SamplingParams(
                         temperature=temperature,

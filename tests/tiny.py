@@ -15,6 +15,7 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.devices.host_arrays import HostArrays
+from noria.runtime.engine.admission import Admission
 from noria.runtime.engine.engine import Engine
 from noria.runtime.engine.expert_use import ExpertSetup
 from noria.runtime.engine.generation import GenerationSession
@@ -92,22 +93,29 @@ class TinyModel:
         self._empty = partial(signatures.decode_state, self.definition, grid, jnp.float32)
         self._forward = jax.jit(self._logits)
 
-    def generator(self, parameters=None, **options) -> GenerationSession:
+    def generator(
+        self, parameters=None, *, experts=None, tokenizer=None, structures=None, run_seed=0
+    ) -> GenerationSession:
         host = HostArrays(self.placement.replicated)
-        packed = options.get("structures")
         engine = Engine(
             self.graphs,
             parameters or self.parameters,
             self._empty(),
             host,
             self.config.vocab_size,
-            packed and host.put(packed.tables),
+            structures and host.put(structures.tables),
         )
-        options = {"experts": self.experts, **options}
-        config = self.config
-        return GenerationSession(
-            engine, self.grid, config.vocab_size, config.max_position, (EOS_ID,), **options
+        admission = Admission(
+            self.grid,
+            self.config.vocab_size,
+            self.config.max_position,
+            (EOS_ID,),
+            tokenizer,
+            run_seed,
+            structures=structures,
+            planned_ids=engine.prefix_ids,
         )
+        return GenerationSession(engine, admission, experts or self.experts)
 
     def next_logits(self, tokens: list[int]) -> np.ndarray:
         """Return the logits after these tokens, from a plain forward pass over all of them."""

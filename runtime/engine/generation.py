@@ -16,13 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.monitor import compile_monitor
 from ..errors import RowError, check_process
 from ..request import CompletionOutput, Request, RequestMetrics, RequestOutput
-from ..structured.tables import PackedStructures
 from ..text.collector import TextCollector
-from ..text.tokenizer import Tokenizer
 from .actions import Action, DecodeAction
 from .admission import Admission
 from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted
@@ -40,30 +37,17 @@ class GenerationSession:
 
     Attributes:
       engine: The engine, which takes token ids.
-      grid: The plan's buckets, which requests must fit.
-      vocab_size: The number of token ids of the model, without padding.
-      max_position: The number of positions of the model; no plan can make a row longer.
-      eos_ids: Ids that end every sequence, unless a request sets `ignore_eos`.
-      tokenizer: Decodes ids to text; None if the model has none.
-      run_seed: Derives the seeds of requests that have no seed of their own.
+      admission: The limits of the plan and the model. It has the engine's tokens of planned
+        prefixes.
       experts: The model's experts and their dispatch; None for a dense model.
       attention: The attention kernel of each phase with the reason for the choice, for the report.
-      structures: The automata of the plan; None in a plan without structured output.
-      adapters: The names of the adapters in the parameters, in order of their numbers.
       clock: Monotonic seconds.
     """
 
     engine: Engine
-    grid: BucketGrid
-    vocab_size: int
-    max_position: int
-    eos_ids: tuple[int, ...]
-    tokenizer: Tokenizer | None = None
-    run_seed: int = 0
+    admission: Admission
     experts: ExpertSetup | None = None
     attention: Mapping[str, str] = field(default_factory=dict)
-    structures: PackedStructures | None = None
-    adapters: Sequence[str] = ()
     clock: Callable[[], float] = time.monotonic
     _open: dict[int, OpenRequest] = field(default_factory=dict, init=False)
     _num_submitted: int = field(default=0, init=False)
@@ -73,17 +57,6 @@ class GenerationSession:
     """Calls that were received and not yet collected, each with its end time."""
 
     def __post_init__(self):
-        self._admission = Admission(
-            self.grid,
-            self.vocab_size,
-            self.max_position,
-            self.eos_ids,
-            self.tokenizer,
-            self.run_seed,
-            self.structures,
-            self.adapters,
-            self.engine.prefix_ids,
-        )
         self._compiles_at_start = compile_monitor().num_compiles
 
     @property
@@ -103,7 +76,7 @@ class GenerationSession:
         return RunFigures(
             metrics.emitted_tokens,
             len(self.engine.scheduler.slots.live),
-            self.grid.decode_slots,
+            self.admission.grid.decode_slots,
             metrics.padding_waste,
         )
 
@@ -124,9 +97,9 @@ class GenerationSession:
         """
         check_process()
         params = request.params
-        admitted = self._admission.admit(request, self._num_submitted, prefix)
+        admitted = self.admission.admit(request, self._num_submitted, prefix)
         scheduled = admitted.scheduled
-        new_collector = partial(TextCollector, self.tokenizer, params)
+        new_collector = partial(TextCollector, self.admission.tokenizer, params)
         continuations = [
             Continuation(new_collector(), CompletionOutput(i, "", [], None))
             for i in range(params.n)
@@ -156,7 +129,7 @@ class GenerationSession:
         Raises:
           RowError: The plan or the model cannot serve the request.
         """
-        self._admission.admit(request, self._num_submitted)
+        self.admission.admit(request, self._num_submitted)
 
     def receive(self) -> bytes:
         """Wait for the call in flight and free the slots of sequences that ended.
@@ -222,7 +195,7 @@ class GenerationSession:
         """A session for the next rows, with a seed and counters of its own; no row may be open."""
         assert not self._open
         self.engine.metrics = EngineMetrics()
-        return replace(self, run_seed=run_seed)
+        return replace(self, admission=replace(self.admission, run_seed=run_seed))
 
     def abandon(self) -> None:
         """Drop every request; valid after an interrupted step too."""

@@ -155,7 +155,7 @@ def _submit(generator: GenerationSession, grid: BucketGrid, span: int) -> None:
         temperature=0, max_tokens=STEPS_PER_CALL * CALLS_PER_SHAPE, ignore_eos=True
     )
     for row, prompt_length in enumerate(lengths):
-        prompt = rng.integers(0, generator.vocab_size, prompt_length).tolist()
+        prompt = rng.integers(0, generator.admission.vocab_size, prompt_length).tolist()
         generator.submit(Request(str(row), prompt, params))
 
 
@@ -175,5 +175,5 @@ def _run(
             case PrefillAction(bucket=bucket):
                 seconds[bucket.call()].append(taken)
             case DecodeAction(span=span):
-                call = generator.grid.decode_call(span)
+                call = generator.admission.grid.decode_call(span)
                 seconds[call].append(taken)

@@ -323,7 +323,7 @@ def test_a_top_k_of_the_vocabulary_or_more_leaves_every_token(model):
 
 def test_min_tokens_that_forbid_the_whole_vocabulary_are_refused(model):
     generator = model.generator()
-    generator._admission.vocab_size = 4
+    generator.admission.vocab_size = 4
     stops = {"min_tokens": 2, "max_tokens": 4, "temperature": 0}
     generator.check(Request("row", [1], SamplingParams(stop_token_ids=[0, 1], **stops)))
     params = SamplingParams(stop_token_ids=[0, 1, 3], **stops)

@@ -217,7 +217,7 @@ def test_a_row_that_is_too_long_after_its_prefix_is_refused(model, own, max_toke
 
 def test_the_context_of_the_model_counts_the_prefix(model):
     generator = model.generator()
-    generator._admission.max_position = 40
+    generator.admission.max_position = 40
     generator.check(Request("row", [*DOCUMENT, 5], replace(GREEDY, max_tokens=15)))
     too_long = Request("row", [*DOCUMENT, 5], replace(GREEDY, max_tokens=16))
     with pytest.raises(RowError, match="need 41 positions; the model has 40"):

@@ -177,7 +177,7 @@ def test_the_shortest_answer_is_given_where_nothing_else_fits(outputs, structure
 
 
 def test_rows_without_a_form_keep_their_bits(outputs, plain):
-    assert plain.generator().structures is None
+    assert plain.generator().admission.structures is None
     expected = run(plain.generator(tokenizer=Characters()), free_requests())
     for name, output in expected.items():
         assert outputs[name] == output
