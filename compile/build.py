@@ -157,7 +157,8 @@ def plan_graphs(
     The arguments are those of `build`; nothing is lowered.
     """
     graphs = _GraphPlanner(model, grid, placement, dtype, experts, attention).graphs()
-    options = with_defaults(compiler, placement.platform)
+    is_float32 = dtype == jnp.float32 and not model.weight_rules.rounds_activations
+    options = with_defaults(compiler, placement.platform, is_float32=is_float32)
     return [replace(graph, options=options.get(graph.kind, {})) for graph in graphs]
 
 

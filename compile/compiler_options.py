@@ -13,12 +13,16 @@ CompilerOptions = Mapping[str, Mapping[str, str | int | float | bool]]
 NO_OPTIONS: CompilerOptions = {}
 KINDS = ("prefill", "score", "embed", "fork", "decode")
 PLATFORM_OPTIONS: Mapping[str, CompilerOptions] = {
-    "tpu": {"decode": {"xla_tpu_msa_inefficient_use_to_copy_ratio": 0.55}}
+    "tpu": {"decode": {"xla_tpu_msa_inefficient_use_to_copy_ratio": 0.55}},
+    "cpu": {"embed": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}},
 }
 """Default options of each platform, used unless a plan sets them.
 
 On TPU a ratio above 0.5 (XLA's default) keeps the cache in main memory. A decode step reads a
 segment once and writes a row of it; at 0.5 XLA copies the segment onto the chip and back for that.
+
+On the CPU it leaves reductions to the library YNNPACK, and products to Eigen, which is faster for
+those of float32 arrays with many rows. It is used only if all products are of float32.
 """
 
 
@@ -50,9 +54,19 @@ def read_options(table: Any) -> CompilerOptions:
     return {kind: dict(sorted(table[kind].items())) for kind in KINDS if table.get(kind)}
 
 
-def with_defaults(options: CompilerOptions, platform: str) -> CompilerOptions:
-    """Options completed with the defaults of a platform."""
+def with_defaults(
+    options: CompilerOptions, platform: str, *, is_float32: bool = True
+) -> CompilerOptions:
+    """Options completed with the defaults of a platform.
+
+    Args:
+      options: The options of the plan.
+      platform: The platform.
+      is_float32: Whether all products are of float32 arrays.
+    """
     defaults = PLATFORM_OPTIONS.get(platform, NO_OPTIONS)
+    if platform == "cpu" and not is_float32:
+        defaults = NO_OPTIONS
     merged = {kind: {**defaults.get(kind, {}), **options.get(kind, {})} for kind in KINDS}
     return {kind: dict(sorted(values.items())) for kind, values in merged.items() if values}
 

@@ -185,7 +185,7 @@ def attend_masked(
       q_BTKGH: Queries.
       k_BKHS: Keys, which may be stored in blocks (`key_blocks`) or in codes (`entry_codes`).
       v_BKSH: Values, in codes if keys are. Their head size may differ from that of keys.
-      mask_BTS: True where a query sees a key.
+      mask_BTS: True where a query sees a key; T is 1 if all queries see the same keys.
       scores: Scale and cap of the scores.
 
     Returns:
@@ -199,7 +199,7 @@ def attend_masked(
     scores_BKAS = soft_cap(_scores(q_BKAH, k_BKHS, v_BKSH.shape[2]), scores.cap)
     # one addition: selects before and after the exponential would be two more passes
     mask_BTS = jnp.where(mask_BTS, 0.0, _MASKED_SCORE)
-    mask_BAS = jnp.tile(mask_BTS, (1, G, 1))
+    mask_BAS = mask_BTS if mask_BTS.shape[1] == 1 else jnp.tile(mask_BTS, (1, G, 1))
     scores_BKAS = scores_BKAS + mask_BAS[:, None]
     max_BKA1 = scores_BKAS.max(axis=-1, keepdims=True)
     weights_BKAS = jnp.exp(scores_BKAS - max_BKA1)

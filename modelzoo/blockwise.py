@@ -1,10 +1,11 @@
 """Attention block by block, with memory linear in the number of tokens.
 
-A prompt of at most `MAX_TRIANGLE` tokens in order is split into blocks of queries. Each block
-attends once, to all keys up to its last query. All other calls compute one pair of a query block
-and a key block at a time and merge the partial results `(out, lse)`. Pairs in which nothing is
-visible are skipped, so causal masks save half of the work, and windows save all pairs outside of
-them. The skipped pairs follow from positions, so tokens may be in any order.
+A prompt of at most `MAX_IN_ORDER` tokens in order is split into blocks of queries. Each block
+attends once: to all keys up to its last query, or to all keys where all tokens are seen. All other
+calls compute one pair of a query block and a key block at a time and merge the partial results
+`(out, lse)`. Pairs in which nothing is visible are skipped, so causal masks save half of the work,
+and windows save all pairs outside of them. The skipped pairs follow from positions, so tokens may
+be in any order.
 
 Knows nothing of caches, layers or meshes. Guarantees: equals `attend_dense` up to the order of
 sums. Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory" (2112.05682),
@@ -31,10 +32,10 @@ QUERY_BLOCK = 256
 """Maximum queries of a block."""
 BLOCK_SCORES = QUERY_BLOCK * 512
 """Maximum scores of one head in a block: a block with fewer queries has more keys."""
-TRIANGLE_BLOCK = 128
-"""Queries of a block where tokens are in order."""
-MAX_TRIANGLE = 1024
-"""Maximum tokens in order for which the blocks of queries are unrolled in the graph."""
+IN_ORDER_BLOCK = 128
+"""Maximum queries of a block where tokens are in order."""
+MAX_IN_ORDER = 1024
+"""Maximum tokens in order for which a block of queries attends once."""
 
 Attended = tuple[jax.Array, jax.Array]
 
@@ -56,10 +57,13 @@ def attend_blockwise(
     """
     k_BKHS, v_BKSH = visibility.keys_values(k_BKHS, v_BKSH)
     T, S = q_BTKGH.shape[1], v_BKSH.shape[2]
-    sees_later = isinstance(visibility.window, BothSides)
-    if visibility.is_in_order and not sees_later and TRIANGLE_BLOCK < T <= MAX_TRIANGLE:
+    if visibility.is_in_order and T <= MAX_IN_ORDER:
         assert isinstance(k_BKHS, jax.Array) and isinstance(v_BKSH, jax.Array), "not of a cache"
-        return _attend_triangle(q_BTKGH, k_BKHS, v_BKSH, visibility.window, scores)
+        if visibility.window == BothSides():
+            is_token_BS = visibility.key_position_BS > EMPTY_POSITION
+            return _attend_tokens(q_BTKGH, k_BKHS, v_BKSH, is_token_BS, scores)
+        if not isinstance(visibility.window, BothSides) and T > IN_ORDER_BLOCK:
+            return _attend_triangle(q_BTKGH, k_BKHS, v_BKSH, visibility.window, scores)
     block_T, block_S = block_sizes(T, S, query_block, block_scores)
     if block_T == T and block_S == S:
         out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, k_BKHS, v_BKSH, visibility.mask(), scores)
@@ -107,8 +111,8 @@ def _attend_triangle(
     T = q_BTKGH.shape[1]
     position_1T = jnp.arange(T)[None]
     parts = []
-    for first in range(0, T, TRIANGLE_BLOCK):
-        queries = slice(first, min(first + TRIANGLE_BLOCK, T))
+    for first in range(0, T, IN_ORDER_BLOCK):
+        queries = slice(first, min(first + IN_ORDER_BLOCK, T))
         first_key = 0 if window is None else max(0, first_visible(first, window))
         keys = slice(first_key, queries.stop)
         mask_1TS = visible(position_1T[:, queries], position_1T[:, keys], window)
@@ -116,6 +120,24 @@ def _attend_triangle(
         parts.append(attend_masked(q_BTKGH[:, queries], *seen, scores))
     out_BTKGH, lse_BTKG = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
     return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
+
+
+def _attend_tokens(
+    q_BTKGH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, is_token_BS: jax.Array, scores: Scores
+) -> Attended:
+    """Attend to all tokens, in blocks of queries if there are more than `QUERY_BLOCK`."""
+    T, mask_B1S = q_BTKGH.shape[1], is_token_BS[:, None]
+
+    def attend(q_BTKGH: jax.Array) -> Attended:
+        out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, k_BKHS, v_BKSH, mask_B1S, scores)
+        return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
+
+    if T <= QUERY_BLOCK:
+        return attend(q_BTKGH)
+    # one block after the other, as scores of all blocks take more memory than those of one
+    queries = _Blocks(block_size(T, IN_ORDER_BLOCK), (q_BTKGH, 1))
+    blocks = jax.lax.map(lambda i: attend(*queries[i]), jnp.arange(queries.count))
+    return jax.tree.map(lambda x: _concatenate(x)[:, :T], blocks)
 
 
 def _position_axes(entries: Entries, axis: int) -> list[int]:
@@ -149,7 +171,7 @@ def block_size(length: int, max_size: int) -> int:
 class _Blocks:
     """Arrays split into blocks along one axis of each, padded to whole blocks.
 
-    The last array holds positions, so its padding is `EMPTY_POSITION`.
+    Padding is zeros, and `EMPTY_POSITION` in arrays of positions, which have two axes.
     """
 
     def __init__(self, size: int, *arrays: tuple[jax.Array, int]):
@@ -158,9 +180,8 @@ class _Blocks:
         self._axes = [axis for _, axis in arrays]
         self.count = -(-length // size)
         missing = self.count * size - length
-        fills = [0] * (len(arrays) - 1) + [EMPTY_POSITION]
         self._arrays = [
-            _pad(x, missing, axis, fill) for (x, axis), fill in zip(arrays, fills, strict=True)
+            _pad(x, missing, axis, EMPTY_POSITION if x.ndim == 2 else 0) for x, axis in arrays
         ]
 
     def __getitem__(self, index: jax.Array) -> list[jax.Array]:

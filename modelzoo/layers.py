@@ -21,9 +21,18 @@ from .weight_products import einsum, einsum_product, gate_up_product
 if TYPE_CHECKING:
     from .moe.call import ExpertCall
 
+
+def gelu(x: jax.Array) -> jax.Array:
+    """Exact GELU (Hendrycks, Gimpel 2016, 1606.08415) of a float32 array.
+
+    It computes erf, as jax.nn computes erfc, which takes twice as long on a CPU.
+    """
+    return x * (0.5 * (1.0 + jax.lax.erf(x * 0.5**0.5)))
+
+
 ACTIVATIONS = {
     "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu": gelu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
 

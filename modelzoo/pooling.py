@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .layers import constant
+from .layers import constant, gelu
 from .pooling_config import Pooling, Projection
 
 _ACTIVATIONS = {
     "none": lambda x: x,
     "tanh": jnp.tanh,
     "relu": jax.nn.relu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": gelu,
 }
 SMALLEST_LENGTH = 1e-12
 """A vector is divided by its length, or by this number if the length is smaller."""

@@ -8,7 +8,8 @@ The models have random weights in the shapes of MiniLM-L6 and BERT-base. Lengths
 those of published corpora: many short texts and a long tail. Both sides get the same token ids,
 pool the mean and normalise. transformers runs as in sentence-transformers' `encode`: texts sorted
 by length, 32 in a batch, each batch padded to its longest text. Each side runs once; compile time
-is reported apart, and the vectors are compared.
+is reported apart, and the vectors are compared. Runs of other shapes and dtypes that the output
+already has stay in it.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import json
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +43,20 @@ MODULES = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normal
 def main() -> None:
     options = _parse()
     lengths = mixed_lengths(options.texts)
-    report = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": describe_machine(),
-        "texts": options.texts,
-        "tokens": int(sum(lengths)),
-        "runs": [
-            measure(shape, SHAPES[shape], lengths, dtype)
-            for shape in options.shapes
-            for dtype in options.dtypes
-        ],
-    }
+    runs = [
+        measure(shape, SHAPES[shape], lengths, dtype)
+        for shape in options.shapes
+        for dtype in options.dtypes
+    ]
+    if options.output is not None and options.output.exists():
+        new = {(run["shape"], run["dtype"]) for run in runs}
+        old = json.loads(options.output.read_text(encoding="utf-8"))["runs"]
+        runs = [run for run in old if (run["shape"], run["dtype"]) not in new] + runs
+    report = {"machine": describe_machine(), "runs": runs}
     print(markdown(report))
     if options.output is not None:
         options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        options.output.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
 
 
 def mixed_lengths(count: int) -> list[int]:
@@ -73,8 +75,11 @@ def measure(shape: str, sizes: dict[str, int], lengths: list[int], dtype: str) -
         ours, facts = run_noria(folder, texts, dtype)
         theirs, seconds = run_transformers(model, texts, dtype)
     facts |= {
+        "command": " ".join(["python", *sys.argv]),
         "shape": shape,
         "dtype": dtype,
+        "texts": len(texts),
+        "tokens": sum(lengths),
         "reference_seconds": seconds,
         "speed_ratio": seconds / facts["seconds"],
         "max_difference": float(np.abs(ours - theirs).max()),
@@ -161,17 +166,24 @@ def run_transformers(model: Any, texts: list[list[int]], dtype: str) -> tuple[np
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return the report as a table."""
-    head = f"{report['texts']} texts, {report['tokens']} tokens\n\n"
-    head += (
-        "| shape | dtype | graphs | build s | padding | noria texts/s | transformers texts/s "
-        "| ratio | largest difference |\n|---|---|--:|--:|--:|--:|--:|--:|--:|\n"
+    """Return the report as a page with a table."""
+    machine, versions = report["machine"], report["machine"]["versions"]
+    commands = "\n".join(run["command"] for run in report["runs"])
+    head = (
+        f"# Embeddings beside transformers on a CPU\n\n{machine['processor']}, "
+        f"{machine['cores']} cores, {' '.join(machine['instructions'])};\n"
+        f"jax {versions['jax']}, torch {version('torch')}, transformers {version('transformers')}."
+        " Made by these commands; the script's\ndocstring says what is measured.\n\n"
+        f"```\n{commands}\n```\n\n"
+        "| shape | dtype | texts | tokens | graphs | build s | padding | noria texts/s "
+        "| transformers texts/s | ratio | largest difference |\n"
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n"
     )
     rows = [
-        f"| {run['shape']} | {run['dtype']} | {run['graphs']} | {run['build_seconds']:.0f} "
-        f"| {run['padding_ratio']:.3f} | {run['texts_per_second']:.1f} "
-        f"| {report['texts'] / run['reference_seconds']:.1f} | {run['speed_ratio']:.2f} "
-        f"| {run['max_difference']:.1e} |\n"
+        f"| {run['shape']} | {run['dtype']} | {run['texts']} | {run['tokens']} | {run['graphs']} "
+        f"| {run['build_seconds']:.0f} | {run['padding_ratio']:.3f} "
+        f"| {run['texts_per_second']:.1f} | {run['texts'] / run['reference_seconds']:.1f} "
+        f"| {run['speed_ratio']:.2f} | {run['max_difference']:.1e} |\n"
         for run in report["runs"]
     ]
     return head + "".join(rows)

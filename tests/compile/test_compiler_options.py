@@ -41,4 +41,10 @@ def test_a_platform_has_defaults_that_a_plan_overrides_one_by_one():
     assert with_defaults(given, "tpu") == {**given, "decode": {"xla_a": 2, name: default}}
     own = {"decode": {name: 0.5}}
     assert with_defaults(own, "tpu") == own
-    assert with_defaults(given, "cpu") == given
+    assert with_defaults(given, "gpu") == given
+
+
+def test_products_of_embeddings_in_float32_have_their_own_library_on_a_cpu():
+    assert with_defaults({}, "cpu") == PLATFORM_OPTIONS["cpu"]
+    assert with_defaults({}, "cpu", is_float32=False) == {}
+    assert with_defaults({}, "tpu", is_float32=False) == PLATFORM_OPTIONS["tpu"]
