@@ -133,8 +133,10 @@ def _compile(schema: dict[str, Any], trie: TokenTrie) -> dict[str, Any]:
     except RowError as error:
         return {"error": str(error), "seconds": round(time.perf_counter() - start, 3)}
     return {
-        "states": len(tokens.next_SC),
-        "bytes": sum(table.nbytes for table in vars(tokens).values()),
+        "states": tokens.num_states,
+        "classes": tokens.num_classes,
+        "masks": len(tokens.mask_block_MJ),
+        "bytes": tokens.num_bytes,
         "seconds": round(time.perf_counter() - start, 3),
     }
 
