@@ -47,8 +47,8 @@ def allowed_tokens(
     """The tokens `[B, V]` that each row may have next, if it has `left_B` tokens left."""
     level_B = jnp.sum(tables.needs_SL[state_B] <= left_B[:, None], axis=1) - 1
     mask_B = tables.mask_SL[state_B, jnp.maximum(level_B, 0)]
-    words_BJU = tables.words_QU[tables.mask_block_MJ[mask_B]]
-    bits = words_BJU[..., None] >> jnp.arange(BITS, dtype=jnp.uint32)
+    words_BW = tables.words_QU[tables.mask_block_MJ[mask_B]].reshape(len(mask_B), -1)
+    bits = words_BW[:, :, None] >> jnp.arange(BITS, dtype=jnp.uint32)[None, None]
     return (bits & 1).reshape(len(state_B), -1)[:, :num_tokens] != 0
 
 
