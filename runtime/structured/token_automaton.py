@@ -20,8 +20,10 @@ from .blocks import Blocks
 from .byte_automaton import TooLarge, steps_to
 
 _NEVER = np.iinfo(np.int32).max
-MAX_MOVES = 16 << 20
-"""Maximum number of moves of one automaton: its states times the classes of tokens."""
+_FAR = np.iinfo(np.int16).max
+"""More tokens than any automaton needs, as it has fewer states."""
+MAX_MOVES = 32 << 20
+"""Maximum number of moves: states times the classes of tokens and of beginnings of tokens."""
 MAX_MASKS = 8_192
 """Maximum number of masks of one automaton."""
 
@@ -129,13 +131,15 @@ def compile_tokens(automaton: ByteAutomaton, trie: TokenTrie) -> TokenAutomaton:
     renumbered = np.zeros(len(next_SC), np.int16)
     renumbered[kept] = np.arange(len(kept))
     # the dead state is not alive, so moves to it need forever
-    need_S = np.where(is_alive_S, steps_S + 1, _NEVER).astype(np.int32)
-    need_SC = need_S[next_SC[kept]]
-    ends_S1 = np.where(automaton.is_accepting_S[kept], 1, _NEVER).astype(np.int32)[:, None]
-    next_SC = np.where(need_SC < _NEVER, renumbered[next_SC[kept]], 0)
+    need_S = np.where(is_alive_S, steps_S + 1, _FAR).astype(np.int16)
+    next_SC = np.pad(next_SC[kept], ((0, 0), (0, 1)))
+    need_SC = need_S[next_SC]
+    need_SC[:, -1] = np.where(automaton.is_accepting_S[kept], 1, _FAR)
+    next_SC = renumbered[next_SC]
+    next_SC[need_SC == _FAR] = 0
     blocks = Blocks(CLASSES_OF_BLOCK, np.int16)
-    move_block_SI = blocks.add(np.pad(next_SC, ((0, 0), (0, 1))))
-    levels = _levels(class_of_token, np.hstack([need_SC, ends_S1]))
+    move_block_SI = blocks.add(next_SC)
+    levels = _levels(class_of_token, need_SC)
     return TokenAutomaton(class_of_token, move_block_SI, blocks.stacked(), *levels)
 
 
@@ -145,7 +149,7 @@ def _token_classes(automaton: ByteAutomaton, trie: TokenTrie) -> tuple[np.ndarra
     Class 0 leads nowhere, and holds the tokens that no state allows or that are no text.
     """
     S = automaton.num_states
-    max_classes = MAX_MOVES // S
+    max_classes = min(MAX_MOVES // S, _FAR - 1)
     next_CS = automaton.next_SC.T.astype(np.int16)
     # beginnings of tokens that lead to the same states are extended together
     moves = [np.full(S, DEAD, np.int16), np.arange(S, dtype=np.int16)]
@@ -158,9 +162,11 @@ def _token_classes(automaton: ByteAutomaton, trie: TokenTrie) -> tuple[np.ndarra
         class_of_step = np.empty(len(steps), np.int32)
         for number, (before, byte) in enumerate(zip(*np.divmod(steps, len(next_CS)), strict=True)):
             row = next_CS[byte][moves[before]]
-            found = class_of_step[number] = classes.setdefault(row.tobytes(), len(moves))
+            key = row.tobytes()
+            found = class_of_step[number] = classes.setdefault(key, len(moves))
             if found == len(moves):
-                moves.append(row)
+                # the bytes are in memory once
+                moves.append(np.frombuffer(key, np.int16))
                 if found > max_classes:
                     raise TooLarge(None)
         class_of_node[start:end] = class_of_step[step_of_node]
@@ -192,7 +198,7 @@ def _levels(class_of_token: np.ndarray, need_SC: np.ndarray) -> tuple[np.ndarray
     rows: list[np.ndarray] = []
     for state, need_C in enumerate(need_SC):
         levels = np.unique(need_C)
-        levels = levels[levels < _NEVER]
+        levels = levels[levels < _FAR]
         # beyond the table, the last level waits for the token that needs most
         levels = np.append(levels[: MAX_LEVELS - 1], levels[MAX_LEVELS - 1 :][-1:])
         needs_SL[state, : len(levels)] = levels
