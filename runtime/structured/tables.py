@@ -77,16 +77,18 @@ class JobTables:
         words_QU[: len(self._words)] = self._words.stacked()
         mask_block_MJ = np.zeros((grid.masks, -(-padded_vocab // TOKENS_OF_BLOCK)), np.int32)
         mask_block_MJ[0] = self._every_token
-        return StructureTables(
-            move_block_SI=np.zeros((S, -(-grid.classes // CLASSES_OF_BLOCK)), np.int32),
-            moves_PA=moves_PA,
-            schema_S=np.zeros(S, np.int32),
-            first_K=np.zeros(K, np.int32),
-            class_KV=np.zeros((K, padded_vocab), np.int16),
-            needs_SL=needs_SL,
-            mask_SL=np.zeros((S, MAX_LEVELS), np.int32),
-            mask_block_MJ=mask_block_MJ,
-            words_QU=words_QU,
+        return StructureTables._make(
+            (
+                np.zeros((S, -(-grid.classes // CLASSES_OF_BLOCK)), np.int32),
+                moves_PA,
+                np.zeros(S, np.int32),
+                np.zeros(K, np.int32),
+                np.zeros((K, padded_vocab), np.int16),
+                needs_SL,
+                np.zeros((S, MAX_LEVELS), np.int32),
+                mask_block_MJ,
+                words_QU,
+            )
         )
 
 
