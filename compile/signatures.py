@@ -20,7 +20,7 @@ from .grids.adapter_grid import AdapterGrid
 from .grids.bucket_grid import BucketGrid
 from .grids.prefill_bucket import PrefillBucket
 from .grids.prefix_grid import PrefixGrid
-from .grids.structured_grid import MAX_LEVELS, StructuredGrid
+from .grids.structured_grid import CLASSES_OF_BLOCK, MAX_LEVELS, TOKENS_OF_BLOCK, StructuredGrid
 from .prefill_steps import SlotRequests
 from .steps import DecodeState
 
@@ -177,13 +177,15 @@ def structure_tables(structured: StructuredGrid, model: "AbstractModel") -> Stru
 
     return StructureTables._make(
         (
-            table(jnp.int16, S, structured.classes),
+            table(jnp.int32, S, -(-structured.classes // CLASSES_OF_BLOCK)),
+            table(jnp.int16, structured.move_blocks, CLASSES_OF_BLOCK),
             table(jnp.int32, S),
             table(jnp.int32, K),
             table(jnp.int16, K, V),
             table(jnp.int32, S, MAX_LEVELS),
             table(jnp.int32, S, MAX_LEVELS),
-            table(jnp.uint32, structured.masks, -(-V // BITS)),
+            table(jnp.int32, structured.masks, -(-V // TOKENS_OF_BLOCK)),
+            table(jnp.uint32, structured.mask_blocks, TOKENS_OF_BLOCK // BITS),
         )
     )
 

@@ -15,9 +15,15 @@ BITS = 32
 
 
 class StructureTables(NamedTuple):
-    """S states, C classes of tokens, K schemas, M masks of W words, and L levels of a state."""
+    """S states, K schemas, M masks, and L levels of a state.
 
-    next_SC: jax.Array
+    The moves of a state are I blocks of A classes, and a mask is J blocks of U words. Most blocks
+    are equal, so the P different blocks of moves and the Q of masks are stored once.
+    """
+
+    move_block_SI: jax.Array
+    """The blocks of each state's moves."""
+    moves_PA: jax.Array
     """The next state for each class of tokens, counted from the first state of the schema."""
     schema_S: jax.Array
     """The schema of each state; 0 for rows without one."""
@@ -29,8 +35,10 @@ class StructureTables(NamedTuple):
     """The number of tokens that must be left for each level of a state, in growing order."""
     mask_SL: jax.Array
     """The mask of each level: it allows tokens after which the text can still be completed."""
-    masks_MW: jax.Array
-    """Whether each mask allows each token, one bit a token, the lowest first."""
+    mask_block_MJ: jax.Array
+    """The blocks of each mask."""
+    words_QU: jax.Array
+    """Whether a mask allows each token, one bit a token, the lowest first."""
 
 
 def allowed_tokens(
@@ -39,7 +47,7 @@ def allowed_tokens(
     """The tokens `[B, V]` that each row may have next, if it has `left_B` tokens left."""
     level_B = jnp.sum(tables.needs_SL[state_B] <= left_B[:, None], axis=1) - 1
     mask_B = tables.mask_SL[state_B, jnp.maximum(level_B, 0)]
-    words_BW = tables.masks_MW[mask_B]
+    words_BW = tables.words_QU[tables.mask_block_MJ[mask_B]].reshape(len(mask_B), -1)
     bits = words_BW[:, :, None] >> jnp.arange(BITS, dtype=jnp.uint32)[None, None]
     return (bits & 1).reshape(len(state_B), -1)[:, :num_tokens] != 0
 
@@ -48,4 +56,6 @@ def next_states(tables: StructureTables, state_B: jax.Array, token_B: jax.Array)
     """The state of each row after a token that it may have."""
     schema_B = tables.schema_S[state_B]
     class_B = tables.class_KV[schema_B, token_B].astype(jnp.int32)
-    return tables.first_K[schema_B] + tables.next_SC[state_B, class_B]
+    place_B, within_B = jnp.divmod(class_B, tables.moves_PA.shape[1])
+    block_B = tables.move_block_SI[state_B, place_B]
+    return tables.first_K[schema_B] + tables.moves_PA[block_B, within_B]

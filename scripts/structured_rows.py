@@ -96,9 +96,12 @@ def measure(forms: dict[str, StructuredOutputsParams], model: str) -> str:
         start = time.perf_counter()
         tokens = compile_form(form, trie)
         seconds = time.perf_counter() - start
-        states, classes = tokens.next_SC.shape
-        num_bytes = sum(table.nbytes for table in vars(tokens).values())
-        sizes = f"{states} | {classes} | {len(tokens.masks_MV)} | {num_bytes / 1e6:.2f}"
+        states, classes, masks = (
+            tokens.num_states,
+            tokens.num_classes,
+            len(tokens.mask_block_MJ),
+        )
+        sizes = f"{states} | {classes} | {masks} | {tokens.num_bytes / 1e6:.2f}"
         lines.append(f"| {name} | {sizes} | {seconds:.2f} |")
     return "\n".join(lines)
 

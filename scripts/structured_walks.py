@@ -148,13 +148,18 @@ class Walks:
     def bits(self, state: int, left: int) -> np.ndarray:
         """A mask as one number a token."""
         level = max(int((np.asarray(self.tables.needs_SL)[state] <= left).sum()) - 1, 0)
-        words_W = np.asarray(self.tables.masks_MW)[self.tables.mask_SL[state, level]]
-        return np.unpackbits(words_W.view(np.uint8), bitorder="little")[:PADDED_VOCAB]
+        tables = self.tables
+        words_JU = tables.words_QU[tables.mask_block_MJ[tables.mask_SL[state, level]]]
+        return np.unpackbits(np.asarray(words_JU).view(np.uint8).reshape(-1), bitorder="little")[
+            :PADDED_VOCAB
+        ]
 
     def following(self, state: int, token: int) -> int:
         """The next state, by the arithmetic of the device."""
         schema, tables = int(self.tables.schema_S[state]), self.tables
-        return int(tables.first_K[schema] + tables.next_SC[state, tables.class_KV[schema, token]])
+        place, within = divmod(int(tables.class_KV[schema, token]), tables.moves_PA.shape[1])
+        block = tables.move_block_SI[state, place]
+        return int(tables.first_K[schema] + tables.moves_PA[block, within])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,6 +12,10 @@ from .grid_values import check_list
 
 MAX_LEVELS = 8
 """Maximum number of masks of one state, for different numbers of tokens that are left."""
+TOKENS_OF_BLOCK = 4096
+"""The tokens of a block of a mask: 128 words of 32 bits, as many as a TPU reads at once."""
+CLASSES_OF_BLOCK = 32
+"""The classes of tokens of a block of a state's moves."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,16 @@ class StructuredGrid:
     """The largest number of token classes that one automaton has. Unit: classes."""
     masks: int
     """The number of masks of all automata, plus one that allows every token. Unit: masks."""
+    move_blocks: int
+    """The number of different blocks in the moves of all states. Unit: blocks."""
+    mask_blocks: int
+    """The number of different blocks in all masks. Unit: blocks."""
     schemas: tuple[str, ...]
     """The hashes of the forms that rows may ask for."""
 
     def __post_init__(self):
         """Check the fields; ValueError names the wrong key."""
-        for name in ("states", "classes", "masks"):
+        for name in ("states", "classes", "masks", "move_blocks", "mask_blocks"):
             check_count(f"structured.{name}", getattr(self, name))
         schemas = tuple(check_list("structured.schemas", self.schemas))
         object.__setattr__(self, "schemas", schemas)

@@ -27,7 +27,7 @@ from .language import (
 
 MAX_EDGE_STATES = 60_000
 """Maximum number of states of the automaton before it is made deterministic."""
-MAX_STATES = 8_192
+MAX_STATES = 32_000
 """Maximum number of deterministic states."""
 MAX_MEMBERS = 500_000
 """Maximum number of states in all sets that become deterministic states: a bound of the time."""
@@ -61,11 +61,11 @@ def compile_language(language: Language) -> ByteAutomaton:
         raise TooLarge(heaviest(language)) from None
 
 
-def both(left: ByteAutomaton, right: ByteAutomaton) -> ByteAutomaton:
+def both(left: ByteAutomaton, right: ByteAutomaton, max_states: int = MAX_STATES) -> ByteAutomaton:
     """The automaton of the texts that two automata accept.
 
     Raises:
-      TooLarge: It would need too many states.
+      TooLarge: It would need more than `max_states`.
     """
     pairs, class_of_byte = np.unique(
         np.stack([left.class_of_byte, right.class_of_byte]), axis=1, return_inverse=True
@@ -80,7 +80,26 @@ def both(left: ByteAutomaton, right: ByteAutomaton) -> ByteAutomaton:
     def accepts(state: tuple[int, int]) -> bool:
         return bool(left.is_accepting_S[state[0]] and right.is_accepting_S[state[1]])
 
-    return _explored((START, START), moves, accepts, class_of_byte.reshape(-1))
+    return _explored((START, START), moves, accepts, class_of_byte.reshape(-1), max_states)
+
+
+def multiples_of(step: int) -> ByteAutomaton:
+    """The automaton of the decimal integers that are multiples of a positive integer.
+
+    Raises:
+      TooLarge: It would need too many states.
+    """
+    before_digits, after_sign = -2, -1
+    class_of_byte = np.full(256, 11)
+    class_of_byte[ord("0") : ord("9") + 1] = np.arange(10)
+    class_of_byte[ord("-")] = 10
+
+    def moves(remainder: int) -> Iterator[int | None]:
+        yield from ((10 * max(remainder, 0) + digit) % step for digit in range(10))
+        yield after_sign if remainder == before_digits else None
+        yield None
+
+    return _explored(before_digits, moves, lambda remainder: remainder == 0, class_of_byte)
 
 
 def weight(language: Language) -> int:
@@ -182,6 +201,7 @@ def _explored(
     moves: Callable[[State], Iterator[State | None]],
     accepts: Callable[[State], bool],
     class_of_byte: np.ndarray,
+    max_states: int = MAX_STATES,
 ) -> ByteAutomaton:
     """The automaton of the states that can be reached from `first`, and from which others accept.
 
@@ -190,6 +210,7 @@ def _explored(
       moves: The next state of a state for each class of bytes; None for none.
       accepts: Whether a state accepts.
       class_of_byte: The class of each byte.
+      max_states: The largest number of states.
 
     Raises:
       TooLarge: There are too many states.
@@ -206,7 +227,7 @@ def _explored(
             if number is None:
                 number = numbers[target] = len(order) + 1
                 order.append(target)
-                if number > MAX_STATES:
+                if number > max_states:
                     raise TooLarge(None)
             row.append(number)
         rows.append(row)
@@ -242,9 +263,10 @@ def steps_to(is_target_S: np.ndarray, next_SC: np.ndarray) -> np.ndarray:
     targets = np.flatnonzero(is_target_S)
     if not len(targets):
         return np.full(S, np.inf)
-    sources = np.repeat(np.arange(S), next_SC.shape[1])
-    is_move = next_SC.reshape(-1) != DEAD
-    moves = (next_SC.reshape(-1)[is_move], sources[is_move])
-    # equal moves are summed, which smaller types do not hold
+    # moves of a state to the same next state count once
+    sorted_SC = np.sort(next_SC, axis=1)
+    is_first_SC = sorted_SC != DEAD
+    is_first_SC[:, 1:] &= sorted_SC[:, 1:] != sorted_SC[:, :-1]
+    moves = (sorted_SC[is_first_SC], np.nonzero(is_first_SC)[0])
     backwards = csr_array((np.ones(len(moves[0])), moves), shape=(S, S))
     return dijkstra(backwards, indices=targets, unweighted=True, min_only=True)

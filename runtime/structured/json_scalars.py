@@ -1,4 +1,4 @@
-"""Reads the parts of JSON Schemas that describe strings, numbers and constants.
+"""Reads the parts of JSON Schemas that describe numbers and constants, and the errors of schemas.
 
 Does not know about objects, arrays, references or tokens.
 """
@@ -7,22 +7,18 @@ import json
 import math
 from collections.abc import Mapping
 from decimal import Decimal
-from functools import reduce
 from typing import Any
 
-from .byte_automaton import TooLarge, both, compile_language
-from .formats import FORMATS, PATTERNS
+from .byte_automaton import TooLarge
+from .json_multiples import MAX_MULTIPLES, integer_multiples, listed_multiples
 from .json_text import (
     INTEGER,
-    JSON_CHARACTER,
     NUMBER,
     bounded_integer,
     bounded_number,
-    in_json_string,
     literal,
 )
-from .language import Alternatives, Compiled, Language, Origin, Repetition, sequence
-from .pattern import PatternError, read_pattern
+from .language import Alternatives, Language, Origin
 
 
 class SchemaError(ValueError):
@@ -71,64 +67,63 @@ def literal_of(value: Any, key: str, at: str) -> Language:
     return text
 
 
-def string_of(schema: Mapping[str, Any], at: str) -> Language:
-    least = count_of(schema, "minLength") or 0
-    most = count_of(schema, "maxLength")
-    if most is not None and most < least:
-        raise schema_error("maxLength", at, f"at least minLength, {least}", most)
-    own = [key for key in ("pattern", "format") if key in schema]
-    own = [key for key in own if key == "pattern" or schema[key] in FORMATS]
-    parts = [(key, _own_pattern(key, schema[key], at)) for key in own]
-    if least or most is not None or not parts:
-        key = "minLength" if most is None else "maxLength"
-        parts.append((key, Repetition(JSON_CHARACTER, least, most, Origin(key, at))))
-    content = parts[0][1]
-    if len(parts) > 1:
-        try:
-            automata = [compile_language(language) for _, language in parts]
-            content = Compiled(reduce(both, automata))
-        except TooLarge as error:
-            raise too_large(error, Origin(parts[0][0], at)) from None
-    return sequence('"', content, '"')
-
-
-def _own_pattern(key: str, value: Any, at: str) -> Language:
-    if key == "format" and value not in PATTERNS:
-        raise schema_error(key, at, f"one of {', '.join(PATTERNS)}", value)
-    try:
-        origin = Origin(key, at)
-        if key == "format":
-            language = read_pattern(PATTERNS[value], origin=origin)
-        else:
-            language = read_pattern(value, is_search=True, origin=origin)
-        # on its own, so that an error names it
-        return Compiled(compile_language(in_json_string(language)))
-    except PatternError as error:
-        raise SchemaError(f"{Origin(key, at)}: {error}") from None
-    except TooLarge as error:
-        raise too_large(error, Origin(key, at)) from None
-
-
 def number_of(name: str, schema: Mapping[str, Any], at: str) -> Language:
-    if "multipleOf" in schema and not (name == "integer" and schema["multipleOf"] == 1):
-        raise schema_error(
-            "multipleOf", at, "a schema without this keyword, which is not supported"
-        )
     low, above = _bound(schema, "minimum", "exclusiveMinimum", at, sign=1)
     high, below = _bound(schema, "maximum", "exclusiveMaximum", at, sign=-1)
-    if low is None and high is None:
-        return INTEGER if name == "integer" else NUMBER
     if low is not None and high is not None and (low > high or (low == high and (above or below))):
         raise schema_error("maximum", at, f"a number above the minimum, {low}", str(high))
+    if "multipleOf" in schema:
+        return _multiples(name, schema["multipleOf"], at, low, high, above=above, below=below)
+    if low is None and high is None:
+        return INTEGER if name == "integer" else NUMBER
     if name == "number":
         return bounded_number(low, high, above=above, below=below)
+    return bounded_integer(*_whole_bounds(low, high, at, above=above, below=below))
+
+
+def _whole_bounds(
+    low: Decimal | None, high: Decimal | None, at: str, *, above: bool, below: bool
+) -> tuple[int | None, int | None]:
+    """The smallest and the largest integer between two bounds."""
     least = None if low is None else math.ceil(low)
     most = None if high is None else math.floor(high)
     least = least + 1 if above and least == low and least is not None else least
     most = most - 1 if below and most == high and most is not None else most
     if least is not None and most is not None and least > most:
         raise schema_error("maximum", at, "bounds with an integer between them", str(high))
-    return bounded_integer(least, most)
+    return least, most
+
+
+def _multiples(
+    name: str,
+    step: float,
+    at: str,
+    low: Decimal | None,
+    high: Decimal | None,
+    *,
+    above: bool,
+    below: bool,
+) -> Language:
+    """The multiples of a number between two bounds."""
+    exact = Decimal(repr(step))
+    if 0 < exact <= MAX_MULTIPLES and exact % 1 == 0:
+        bounds = _whole_bounds(low, high, at, above=above, below=below)
+        try:
+            return integer_multiples(int(exact), *bounds)
+        except TooLarge as error:
+            raise too_large(error, Origin("multipleOf", at)) from None
+    found = None
+    if exact > 0 and low is not None and high is not None:
+        excluded = {bound for bound, is_out in ((low, above), (high, below)) if is_out}
+        is_integer = name == "integer"
+        found = listed_multiples(exact, low, high, excluded, only_integers=is_integer)
+    if found is None:
+        expected = (
+            f"an integer from 1 to {MAX_MULTIPLES}, or a number above 0 with at most "
+            f"{MAX_MULTIPLES} multiples between a minimum and a maximum"
+        )
+        raise schema_error("multipleOf", at, expected, step)
+    return found
 
 
 def _bound(

@@ -11,7 +11,8 @@ from typing import Any
 
 from .json_arrays import array_of
 from .json_objects import object_of
-from .json_scalars import number_of, schema_error, string_of, values_of
+from .json_scalars import SchemaError, number_of, schema_error, values_of
+from .json_strings import string_of
 from .json_text import BOOLEAN, any_value
 from .language import (
     NOTHING,
@@ -22,8 +23,9 @@ from .language import (
     ReadLanguage,
     TooManyParts,
 )
+from .schema_apart import apart_options
 from .schema_keywords import ASSERTIONS, COMBINATIONS, CONSTANTS, check_keywords, implied_types
-from .schema_logic import Schema, are_apart, conjunction, exactly_one_required
+from .schema_logic import Schema, conjunction, exactly_one_required
 
 DEPTH_OF_ANY = 2
 """Maximum number of arrays and objects inside each other where a schema allows any value."""
@@ -126,10 +128,7 @@ class SchemaReader:
             return self._all([*parts, *others], at, refs)
         for option in value:
             check_keywords(option, at)
-        if key == "oneOf":
-            if (required := exactly_one_required(value)) is None:
-                self._check_apart(value, at)
-            value = value if required is None else required
+        value = self._one_of(value, at) if key == "oneOf" else value
         options = [
             self._all([option, rest], at, refs)
             if rest
@@ -176,20 +175,34 @@ class SchemaReader:
                 raise schema_error("$ref", at, "a reference to a part of the schema", ref)
         return target
 
-    def _check_apart(self, options: Sequence[Schema], at: str) -> None:
-        """Refuse `oneOf` unless no value can be valid for two of its schemas."""
-        schemas = []
+    def _one_of(self, options: Sequence[Schema], at: str) -> Sequence[Schema]:
+        """Schemas in the place of those of `oneOf`, of which no two have a value in common."""
         for option in options:
-            for _ in range(_MAX_DEPTH):
-                if not (isinstance(option, dict) and isinstance(option.get("$ref"), str)):
-                    break
-                option = self._target(option["$ref"], at)
-            check_keywords(option, at)
-            schemas.append(option)
-        for i, left in enumerate(schemas):
-            if not all(are_apart(left, right) for right in schemas[:i]):
-                expected = (
-                    "schemas of different types, or objects with a required key of "
-                    "different constants, or anyOf in its place"
-                )
-                raise schema_error("oneOf", at, expected)
+            check_keywords(self._resolved(option, at), at)
+
+        def resolve(schema: Schema) -> Schema:
+            try:
+                target = self._resolved(schema, at)
+                check_keywords(target, at)
+            except SchemaError:
+                # refused with its own place where it is read
+                return True
+            return target
+
+        if (required := exactly_one_required(options)) is not None:
+            return required
+        if (apart := apart_options(options, resolve, at)) is None:
+            expected = (
+                "schemas of different types, or objects with a key of different types or "
+                "constants, or anyOf in its place"
+            )
+            raise schema_error("oneOf", at, expected)
+        return apart
+
+    def _resolved(self, schema: Schema, at: str) -> Schema:
+        """The schema that a reference leads to; a schema without one is itself."""
+        for _ in range(_MAX_DEPTH):
+            if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str)):
+                break
+            schema = self._target(schema["$ref"], at)
+        return schema

@@ -1,4 +1,4 @@
-"""Combines JSON Schemas: one schema for the values of two, and whether two have a value in common.
+"""Combines JSON Schemas: one schema for the values of two.
 
 Does not know about references, languages or tokens.
 """
@@ -140,37 +140,6 @@ def _with_whole_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _with_whole_numbers(item) for key, item in value.items()}
     return value
-
-
-def are_apart(left: Schema, right: Schema) -> bool:
-    """Whether no value is valid for both schemas, as their types or constants show."""
-    if not (isinstance(left, dict) and isinstance(right, dict)):
-        return False
-    types = [_types(schema) for schema in (left, right)]
-    if types[0] and types[1] and not types[0] & types[1]:
-        return True
-    own, other = _constants(left), _constants(right)
-    if own and other and not own & other:
-        return True
-    if types != [{"object"}, {"object"}]:
-        return False
-    for key in set(left.get("required", [])) & set(right.get("required", [])):
-        own, other = (_constants(s.get("properties", {}).get(key)) for s in (left, right))
-        if own and other and not own & other:
-            return True
-    return False
-
-
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    types = schema.get("type")
-    given = types if isinstance(types, list) else [types]
-    # beside constants, types are not checked
-    names = {name for name in given if isinstance(name, str)}
-    return names | ({"integer"} if "number" in names else set())
-
-
-def _constants(schema: Any) -> set[str]:
-    return set(map(canonical, values_in(schema) or []))
 
 
 def exactly_one_required(options: Sequence[Schema]) -> list[Schema] | None:

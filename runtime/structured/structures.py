@@ -12,10 +12,10 @@ from .params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from ...compile.grids.structured_grid import StructuredGrid
-    from .tables import PackedStructures
-    from .token_automaton import TableSizes, TokenAutomaton, TokenTrie
+    from .tables import JobTables, PackedStructures
+    from .token_automaton import TokenAutomaton, TokenTrie
 
-MAX_TABLE_BYTES = 256 << 20
+MAX_TABLE_BYTES = 512 << 20
 """Maximum size of the tables of all forms of a job."""
 MakeTrie = Callable[[], "TokenTrie"]
 
@@ -32,7 +32,7 @@ class Structures:
         self.make_trie = make_trie
         self._trie: TokenTrie | None = None
         self._known: dict[str, TokenAutomaton | RowError] = {}
-        self._sizes: TableSizes | None = None
+        self._tables: JobTables | None = None
 
     def automaton(self, form: StructuredOutputsParams) -> "TokenAutomaton":
         """The automaton of a form.
@@ -56,13 +56,12 @@ class Structures:
         """The sizes of the tables of some forms that were compiled; None for no form."""
         if not fingerprints:
             return None
-        from ...compile.grids.structured_grid import StructuredGrid
-        from .token_automaton import TableSizes
+        from .tables import JobTables
 
-        schemas, sizes = tuple(sorted(fingerprints)), TableSizes()
+        schemas, tables = sorted(fingerprints), JobTables()
         for fingerprint in schemas:
-            sizes = sizes.plus(self._compiled_before(fingerprint))
-        return StructuredGrid(sizes.states, sizes.classes, sizes.masks, schemas)
+            tables.add(self._compiled_before(fingerprint))
+        return tables.grid(schemas)
 
     def pack(self, grid: "StructuredGrid", padded_vocab: int) -> "PackedStructures":
         """The tables of a plan; a schema of the plan that no row asks for stays empty."""
@@ -90,12 +89,13 @@ class Structures:
 
     def _add(self, automaton: "TokenAutomaton", vocab_size: int) -> None:
         """Count the tables of one form more; those of all forms are in memory."""
-        from .token_automaton import TableSizes
+        from .tables import JobTables
 
-        self._sizes = (self._sizes or TableSizes()).plus(automaton)
-        if (size := self._sizes.num_bytes(vocab_size)) > MAX_TABLE_BYTES:
+        self._tables = self._tables or JobTables()
+        self._tables.add(automaton)
+        if (size := self._tables.num_bytes(vocab_size)) > MAX_TABLE_BYTES:
             raise ConfigError(
                 f"structured output: expected tables of at most {MAX_TABLE_BYTES / 1e6:.0f} MB, "
-                f"got {size / 1e6:.0f} MB for {self._sizes.forms - 1} forms. Split the job by "
+                f"got {size / 1e6:.0f} MB for {self._tables.forms - 1} forms. Split the job by "
                 f"forms."
             )

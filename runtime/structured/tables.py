@@ -3,14 +3,22 @@
 Does not know about devices, schemas or requests.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from ...compile.grids.structured_grid import MAX_LEVELS, StructuredGrid
+from ...compile.grids.structured_grid import (
+    CLASSES_OF_BLOCK,
+    MAX_LEVELS,
+    TOKENS_OF_BLOCK,
+    StructuredGrid,
+)
 from ...modelzoo.structure import BITS, StructureTables
-from .token_automaton import TableSizes, TokenAutomaton
+from .blocks import Blocks
+from .token_automaton import TokenAutomaton
+
+_WORDS_OF_BLOCK = TOKENS_OF_BLOCK // BITS
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,66 @@ class PackedStructures:
     """The first state of each form."""
     shortest: dict[str, int]
     """The number of tokens of each form's shortest answer, its end token included."""
+
+
+class JobTables:
+    """The sizes of the tables of some automata together, which share equal blocks.
+
+    State 0 and mask 0 are those of rows without a form; the mask allows every token.
+    """
+
+    def __init__(self):
+        self.states = self.classes = self.masks = self.forms = 1
+        self._moves = Blocks(CLASSES_OF_BLOCK, np.int16)
+        self._words = Blocks(_WORDS_OF_BLOCK, np.uint32)
+        self._every_token = self._words.add(np.full((1, _WORDS_OF_BLOCK), 0xFFFFFFFF, np.uint32))
+
+    def add(self, automaton: TokenAutomaton) -> tuple[np.ndarray, np.ndarray]:
+        """Count one automaton more; the blocks of its moves and masks as those of the job."""
+        self.states += automaton.num_states
+        self.classes = max(self.classes, automaton.num_classes)
+        self.masks += len(automaton.mask_block_MJ)
+        self.forms += 1
+        moves, words = self._moves.add(automaton.moves_PA), self._words.add(automaton.words_QU)
+        return moves[automaton.move_block_SI, 0], words[automaton.mask_block_MJ, 0]
+
+    def num_bytes(self, vocab_size: int) -> int:
+        """The size of the tables in bytes; each state has blocks for all `classes`."""
+        of_state = 4 * -(-self.classes // CLASSES_OF_BLOCK) + 4 + 8 * MAX_LEVELS
+        of_mask = 4 * -(-vocab_size // TOKENS_OF_BLOCK)
+        of_form = 4 + 2 * vocab_size
+        of_blocks = 2 * CLASSES_OF_BLOCK * len(self._moves) + 4 * _WORDS_OF_BLOCK * len(self._words)
+        return self.states * of_state + self.masks * of_mask + self.forms * of_form + of_blocks
+
+    def grid(self, schemas: Collection[str]) -> StructuredGrid:
+        """The sizes, as a plan has them."""
+        sizes = self.states, self.classes, self.masks, len(self._moves), len(self._words)
+        return StructuredGrid(*sizes, tuple(schemas))
+
+    def empty(self, grid: StructuredGrid, padded_vocab: int) -> StructureTables:
+        """Tables of planned sizes that have nothing but the blocks, and rows without a form."""
+        S, K = grid.states, len(grid.schemas) + 1
+        needs_SL = np.full((S, MAX_LEVELS), np.iinfo(np.int32).max, np.int32)
+        needs_SL[0, 0] = 0
+        moves_PA = np.zeros((grid.move_blocks, CLASSES_OF_BLOCK), np.int16)
+        moves_PA[: len(self._moves)] = self._moves.stacked()
+        words_QU = np.zeros((grid.mask_blocks, _WORDS_OF_BLOCK), np.uint32)
+        words_QU[: len(self._words)] = self._words.stacked()
+        mask_block_MJ = np.zeros((grid.masks, -(-padded_vocab // TOKENS_OF_BLOCK)), np.int32)
+        mask_block_MJ[0] = self._every_token
+        return StructureTables._make(
+            (
+                np.zeros((S, -(-grid.classes // CLASSES_OF_BLOCK)), np.int32),
+                moves_PA,
+                np.zeros(S, np.int32),
+                np.zeros(K, np.int32),
+                np.zeros((K, padded_vocab), np.int16),
+                needs_SL,
+                np.zeros((S, MAX_LEVELS), np.int32),
+                mask_block_MJ,
+                words_QU,
+            )
+        )
 
 
 def pack_tables(
@@ -37,43 +105,34 @@ def pack_tables(
     Raises:
       ValueError: The automata need larger tables than the plan has.
     """
-    found = [automata.get(schema) for schema in grid.schemas]
-    sizes = TableSizes()
-    for automaton in filter(None, found):
-        sizes = sizes.plus(automaton)
-    needed = (sizes.states, sizes.classes, sizes.masks)
-    planned = (grid.states, grid.classes, grid.masks)
-    if any(size > limit for size, limit in zip(needed, planned, strict=True)):
-        raise ValueError(
-            f"plan [structured]: expected states, classes and masks of at least {needed}, got "
-            f"{planned}. Plan again."
-        )
-    S, K, num_words = grid.states, len(grid.schemas) + 1, -(-padded_vocab // BITS)
-    next_SC = np.zeros((S, grid.classes), np.int16)
-    schema_S = np.zeros(S, np.int32)
-    class_KV = np.zeros((K, padded_vocab), np.int16)
-    needs_SL = np.full((S, MAX_LEVELS), np.iinfo(np.int32).max, np.int32)
-    mask_SL = np.zeros((S, MAX_LEVELS), np.int32)
-    masks_MW = np.zeros((grid.masks, num_words), np.uint32)
-    # rows without a schema
-    needs_SL[0, 0], masks_MW[0] = 0, 0xFFFFFFFF
+    job = JobTables()
+    blocks = {schema: job.add(automata[schema]) for schema in grid.schemas if schema in automata}
+    _check_sizes(job.grid(grid.schemas), grid)
+    tables = job.empty(grid, padded_vocab)
     first_state, first_mask = 1, 1
     first_states = dict.fromkeys(grid.schemas, 0)
-    for k, (schema, automaton) in enumerate(zip(grid.schemas, found, strict=True), start=1):
-        if automaton is None:
+    for k, schema in enumerate(grid.schemas, start=1):
+        if schema not in automata:
             continue
-        own = slice(first_state, first_state + len(automaton.next_SC))
-        next_SC[own, : automaton.next_SC.shape[1]] = automaton.next_SC
-        schema_S[own], first_states[schema] = k, first_state
-        class_KV[k, : len(automaton.class_of_token)] = automaton.class_of_token
-        needs_SL[own], mask_SL[own] = automaton.needs_SL, automaton.mask_SL + first_mask
-        end_mask = first_mask + len(automaton.masks_MV)
-        masks_MV = masks_MW[first_mask:end_mask].view(np.uint8)
-        masks_MV[:, : automaton.masks_MV.shape[1]] = automaton.masks_MV
-        first_state, first_mask = own.stop, end_mask
-    first_K = np.array([0, *first_states.values()], np.int32)
-    tables = StructureTables._make(
-        (next_SC, schema_S, first_K, class_KV, needs_SL, mask_SL, masks_MW)
-    )
-    served = {s: a.shortest for s, a in zip(grid.schemas, found, strict=True) if a is not None}
+        automaton, (moves, words) = automata[schema], blocks[schema]
+        own = slice(first_state, first_state + len(moves))
+        masks = slice(first_mask, first_mask + len(words))
+        tables.move_block_SI[own, : moves.shape[1]] = moves
+        tables.mask_block_MJ[masks, : words.shape[1]] = words
+        tables.schema_S[own], tables.first_K[k] = k, first_state
+        tables.class_KV[k, : len(automaton.class_of_token)] = automaton.class_of_token
+        tables.needs_SL[own] = automaton.needs_SL
+        tables.mask_SL[own] = automaton.mask_SL + first_mask
+        first_states[schema] = first_state
+        first_state, first_mask = own.stop, masks.stop
+    served = {schema: automata[schema].shortest for schema in blocks}
     return PackedStructures(tables, {s: first_states[s] for s in served}, served)
+
+
+def _check_sizes(needed: StructuredGrid, planned: StructuredGrid) -> None:
+    for name in ("states", "classes", "masks", "move_blocks", "mask_blocks"):
+        if getattr(needed, name) > getattr(planned, name):
+            raise ValueError(
+                f"plan [structured]: expected {name} of at least {getattr(needed, name)}, got "
+                f"{getattr(planned, name)}. Plan again."
+            )

@@ -11,21 +11,21 @@ far is in the language.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from ...compile.grids.structured_grid import MAX_LEVELS
+from ...compile.grids.structured_grid import CLASSES_OF_BLOCK, MAX_LEVELS, TOKENS_OF_BLOCK
 from .automaton import DEAD, START, ByteAutomaton
+from .blocks import Blocks
 from .byte_automaton import TooLarge, steps_to
 
-_BLOCK = 1 << 22
-"""Maximum number of entries of the arrays that a walk over the vocabulary makes at once."""
 _NEVER = np.iinfo(np.int32).max
-
-
-MAX_BYTES = 8 << 20
-"""Maximum size of the states' moves, and of the masks, of one automaton."""
+_FAR = np.iinfo(np.int16).max
+"""More tokens than any automaton needs, as it has fewer states."""
+MAX_MOVES = 32 << 20
+"""Maximum number of moves: states times the classes of tokens and of beginnings of tokens."""
+MAX_MASKS = 8_192
+"""Maximum number of masks of one automaton."""
 
 
 class NoTokens(Exception):
@@ -67,18 +67,6 @@ class TokenTrie:
             self.level_starts.append(len(parents))
         self.parents, self.last_bytes = np.array(parents), np.array(last_bytes, np.uint8)
 
-    def walk(self, automaton: ByteAutomaton, states: np.ndarray) -> np.ndarray:
-        """The state of each node for each of some states at the root."""
-        next_CS = automaton.next_SC.T.reshape(-1)
-        rows = automaton.class_of_byte[self.last_bytes].astype(np.int32) * automaton.num_states
-        reached = np.empty((len(self.parents), len(states)), np.int32)
-        reached[0] = states
-        for start, end in zip(self.level_starts[1:-1], self.level_starts[2:], strict=True):
-            index = reached[self.parents[start:end]]
-            index += rows[start:end, None]
-            np.take(next_CS, index, out=reached[start:end])
-        return reached
-
 
 @dataclass(frozen=True, eq=False)
 class TokenAutomaton:
@@ -89,44 +77,39 @@ class TokenAutomaton:
     """
 
     class_of_token: np.ndarray
-    next_SC: np.ndarray
+    """The class of each token; the last class is that of end tokens."""
+    move_block_SI: np.ndarray
+    """The blocks of each state's moves."""
+    moves_PA: np.ndarray
     """The next state for each class of tokens; 0 where no token of the class is allowed."""
     needs_SL: np.ndarray
     """In growing order, and the largest integer for levels that a state does not have."""
     mask_SL: np.ndarray
     """The index of the mask of each level."""
-    masks_MV: np.ndarray
-    """Whether each mask allows each token, as bits of bytes, lowest first."""
+    mask_block_MJ: np.ndarray
+    """The blocks of each mask."""
+    words_QU: np.ndarray
+    """Whether a mask allows each token, one bit a token, the lowest first."""
 
     @property
     def shortest(self) -> int:
         """The number of tokens of the shortest text, its end token included."""
         return int(self.needs_SL[0, 0])
 
+    @property
+    def num_states(self) -> int:
+        """The number of states."""
+        return len(self.needs_SL)
 
-class TableSizes(NamedTuple):
-    """The sizes of the tables of some automata together, and of rows without a form."""
+    @property
+    def num_classes(self) -> int:
+        """The number of classes of tokens."""
+        return int(self.class_of_token.max()) + 1
 
-    states: int = 1
-    classes: int = 1
-    masks: int = 1
-    forms: int = 1
-
-    def plus(self, automaton: TokenAutomaton) -> "TableSizes":
-        """The sizes with one automaton more."""
-        states, classes = automaton.next_SC.shape
-        return TableSizes(
-            self.states + states,
-            max(self.classes, classes),
-            self.masks + len(automaton.masks_MV),
-            self.forms + 1,
-        )
-
-    def num_bytes(self, vocab_size: int) -> int:
-        """The size of the tables in bytes; each state has a column for each of `classes`."""
-        of_state = 2 * self.classes + 4 + 8 * MAX_LEVELS
-        of_form = 4 + 2 * vocab_size
-        return self.states * of_state + self.forms * of_form + self.masks * vocab_size // 8
+    @property
+    def num_bytes(self) -> int:
+        """The size of the tables in bytes."""
+        return sum(table.nbytes for table in vars(self).values())
 
 
 def compile_tokens(automaton: ByteAutomaton, trie: TokenTrie) -> TokenAutomaton:
@@ -134,68 +117,64 @@ def compile_tokens(automaton: ByteAutomaton, trie: TokenTrie) -> TokenAutomaton:
 
     Raises:
       NoTokens: No tokens spell a text of the language.
-      TooLarge: A table would be larger than `MAX_BYTES`.
+      TooLarge: There are more than `MAX_MOVES` or `MAX_MASKS`.
     """
-    class_of_token = _token_classes(automaton, trie)
-    num_classes = int(class_of_token.max()) + 1
-    # before they are made, with two bytes for each move
-    if 2 * automaton.num_states * num_classes > MAX_BYTES:
-        raise TooLarge(None)
-    first_token = np.full(num_classes, trie.vocab_size)
-    np.minimum.at(first_token, class_of_token, np.arange(trie.vocab_size))
-    next_SC = _next_of_tokens(automaton, [trie.texts[token] for token in first_token])
+    class_of_token, next_CS = _token_classes(automaton, trie)
     # one class more for the tokens that end a text
-    class_of_token[trie.end_ids] = num_classes
-    need_S = 1 + steps_to(automaton.is_accepting_S, next_SC)
-    if not np.isfinite(need_S[START]):
+    class_of_token[trie.end_ids] = len(next_CS)
+    next_SC = np.ascontiguousarray(next_CS.T)
+    steps_S = 1 + steps_to(automaton.is_accepting_S, next_SC)
+    is_alive_S = np.isfinite(steps_S)
+    if not is_alive_S[START]:
         raise NoTokens
-    kept = _reachable(next_SC, np.isfinite(need_S))
+    kept = _reachable(next_SC, is_alive_S)
     renumbered = np.zeros(len(next_SC), np.int16)
     renumbered[kept] = np.arange(len(kept))
-    need_S = np.where(np.isfinite(need_S), need_S, _NEVER).astype(np.int64)
-    after_SC = np.where(next_SC == DEAD, _NEVER, need_S[next_SC])[kept]
-    need_SC = np.minimum(after_SC + 1, _NEVER).astype(np.int32)
-    ends_S1 = np.where(automaton.is_accepting_S[kept], 1, _NEVER).astype(np.int32)[:, None]
-    next_SC = np.where(need_SC < _NEVER, renumbered[next_SC[kept]], 0).astype(np.int16)
-    next_SC = np.pad(next_SC, ((0, 0), (0, 1)))
-    return _with_masks(class_of_token, next_SC, np.hstack([need_SC, ends_S1]))
+    # the dead state is not alive, so moves to it need forever
+    need_S = np.where(is_alive_S, steps_S + 1, _FAR).astype(np.int16)
+    next_SC = np.pad(next_SC[kept], ((0, 0), (0, 1)))
+    need_SC = need_S[next_SC]
+    need_SC[:, -1] = np.where(automaton.is_accepting_S[kept], 1, _FAR)
+    next_SC = renumbered[next_SC]
+    next_SC[need_SC == _FAR] = 0
+    blocks = Blocks(CLASSES_OF_BLOCK, np.int16)
+    move_block_SI = blocks.add(next_SC)
+    levels = _levels(class_of_token, need_SC)
+    return TokenAutomaton(class_of_token, move_block_SI, blocks.stacked(), *levels)
 
 
-def _token_classes(automaton: ByteAutomaton, trie: TokenTrie) -> np.ndarray:
-    """The class of each token; tokens that no state allows are in class 0 with those of no text."""
+def _token_classes(automaton: ByteAutomaton, trie: TokenTrie) -> tuple[np.ndarray, np.ndarray]:
+    """The class of each token, and the state that each class leads to from each state, `[C, S]`.
+
+    Class 0 leads nowhere, and holds the tokens that no state allows or that are no text.
+    """
     S = automaton.num_states
-    size = max(1, min(S, _BLOCK // len(trie.parents)))
-    # two hashes of 64 bits: tokens whose moves differ have equal ones with a chance of 2**-128
-    factors_2S = np.random.Generator(np.random.PCG64(0)).integers(
-        1, 2**64, (2, S), np.uint64, endpoint=False
+    max_classes = min(MAX_MOVES // S, _FAR - 1)
+    next_CS = automaton.next_SC.T.astype(np.int16)
+    # beginnings of tokens that lead to the same states are extended together
+    moves = [np.full(S, DEAD, np.int16), np.arange(S, dtype=np.int16)]
+    classes = {row.tobytes(): number for number, row in enumerate(moves)}
+    class_of_node = np.ones(len(trie.parents), np.int32)
+    for start, end in zip(trie.level_starts[1:-1], trie.level_starts[2:], strict=True):
+        byte_class = automaton.class_of_byte[trie.last_bytes[start:end]]
+        steps = class_of_node[trie.parents[start:end]] * np.int64(len(next_CS)) + byte_class
+        steps, step_of_node = np.unique(steps, return_inverse=True)
+        class_of_step = np.empty(len(steps), np.int32)
+        for number, (before, byte) in enumerate(zip(*np.divmod(steps, len(next_CS)), strict=True)):
+            row = next_CS[byte][moves[before]]
+            key = row.tobytes()
+            found = class_of_step[number] = classes.setdefault(key, len(moves))
+            if found == len(moves):
+                # the bytes are in memory once
+                moves.append(np.frombuffer(key, np.int16))
+                if found > max_classes:
+                    raise TooLarge(None)
+        class_of_node[start:end] = class_of_step[step_of_node]
+    class_of_node[0] = 0
+    used, class_of_token = np.unique(
+        np.append(class_of_node[trie.node_of_token], 0), return_inverse=True
     )
-    hashes_2N = np.zeros((2, len(trie.parents)), np.uint64)
-    for start in range(0, S, size):
-        states = np.arange(start, min(S, start + size))
-        reached = trie.walk(automaton, states).astype(np.uint64)
-        for half in range(2):
-            hashes_2N[half] += reached @ factors_2S[half, states]
-    hashes_2N[:, 0] = 0
-    _, class_of_node = np.unique(hashes_2N, axis=1, return_inverse=True)
-    class_of_node = class_of_node.reshape(-1)
-    # class 0 is that of the root, also if every token is allowed somewhere
-    order = np.arange(class_of_node.max() + 1)
-    order[[0, class_of_node[0]]] = order[[class_of_node[0], 0]]
-    classes = order[class_of_node][trie.node_of_token]
-    _, dense = np.unique(np.append(classes, 0), return_inverse=True)
-    return dense[:-1].astype(np.int16)
-
-
-def _next_of_tokens(automaton: ByteAutomaton, texts: Sequence[bytes]) -> np.ndarray:
-    """The next state of every state for each of some texts; dead for an empty one."""
-    S = automaton.num_states
-    next_SC = np.zeros((S, len(texts)), np.int32)
-    for number, text in enumerate(texts):
-        state_S = np.arange(S) if text else np.zeros(S, np.int32)
-        for byte in text:
-            state_S = automaton.next_SC[state_S, automaton.class_of_byte[byte]]
-        next_SC[:, number] = state_S
-    return next_SC
+    return class_of_token[:-1].astype(np.int16), np.stack([moves[number] for number in used])
 
 
 def _reachable(next_SC: np.ndarray, is_alive_S: np.ndarray) -> np.ndarray:
@@ -209,18 +188,17 @@ def _reachable(next_SC: np.ndarray, is_alive_S: np.ndarray) -> np.ndarray:
     return np.flatnonzero(is_found_S)
 
 
-def _with_masks(
-    class_of_token: np.ndarray, next_SC: np.ndarray, need_SC: np.ndarray
-) -> TokenAutomaton:
-    """Add the levels of each state and their masks."""
-    S = len(next_SC)
+def _levels(class_of_token: np.ndarray, need_SC: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The levels of each state and their masks: the last four tables of an automaton."""
+    S = len(need_SC)
     needs_SL = np.full((S, MAX_LEVELS), _NEVER, np.int32)
     mask_SL = np.zeros((S, MAX_LEVELS), np.int32)
     masks: dict[bytes, int] = {}
+    blocks = Blocks(TOKENS_OF_BLOCK // 8, np.uint8)
     rows: list[np.ndarray] = []
     for state, need_C in enumerate(need_SC):
         levels = np.unique(need_C)
-        levels = levels[levels < _NEVER]
+        levels = levels[levels < _FAR]
         # beyond the table, the last level waits for the token that needs most
         levels = np.append(levels[: MAX_LEVELS - 1], levels[MAX_LEVELS - 1 :][-1:])
         needs_SL[state, : len(levels)] = levels
@@ -229,8 +207,9 @@ def _with_masks(
             key = np.packbits(is_allowed_C).tobytes()
             if key not in masks:
                 masks[key] = len(masks)
-                if len(masks) * len(class_of_token) > 8 * MAX_BYTES:
+                if len(masks) > MAX_MASKS:
                     raise TooLarge(None)
-                rows.append(np.packbits(is_allowed_C[class_of_token], bitorder="little"))
+                bits = np.packbits(is_allowed_C[class_of_token], bitorder="little")
+                rows.append(blocks.add(bits[None]))
             mask_SL[state, level] = masks[key]
-    return TokenAutomaton(class_of_token, next_SC, needs_SL, mask_SL, np.stack(rows))
+    return needs_SL, mask_SL, np.concatenate(rows), blocks.stacked().view(np.uint32)

@@ -187,13 +187,15 @@ def test_masks_of_forms_hold_on_a_split_vocabulary():
     draw = np.random.default_rng(0)
     tables = StructureTables._make(
         (
-            draw.integers(0, 2, (S, 5)).astype(np.int16),
+            draw.integers(0, 3, (S, 2)).astype(np.int32),
+            draw.integers(0, 2, (3, 4)).astype(np.int16),
             np.array([0, 1, 1], np.int32),
             np.array([0, 1], np.int32),
             draw.integers(0, 5, (2, V)).astype(np.int16),
             np.array([[0, 9], [1, 3], [2, 9]], np.int32),
             np.array([[0, 0], [1, 2], [3, 0]], np.int32),
-            draw.integers(0, 2**32, (4, -(-V // 32)), np.uint32, endpoint=False),
+            draw.integers(0, 6, (4, 3)).astype(np.int32),
+            draw.integers(0, 2**32, (6, 2), np.uint32, endpoint=False),
         )
     )
     state_B, left_B = np.array([0, 1, 1, 2], np.int32), np.array([5, 2, 3, 2], np.int32)
@@ -209,7 +211,7 @@ def test_masks_of_forms_hold_on_a_split_vocabulary():
 
     split_BV = jax.device_put(logits_BV, NamedSharding(mesh, P(None, "tensor")))
     replicated = jax.device_put(tables, NamedSharding(mesh, P()))
-    words_BW = tables.masks_MW[[0, 1, 2, 3]]
+    words_BW = tables.words_QU[tables.mask_block_MJ].reshape(B, -1)
     bits_BV = np.unpackbits(words_BW.view(np.uint8), axis=1, bitorder="little")[:, :V]
     expected_B = np.where(bits_BV, logits_BV, -np.inf).argmax(axis=1)
     for given in (step(logits_BV, tables), step(split_BV, replicated)):

@@ -187,8 +187,8 @@ def test_a_plan_without_forms_has_no_state_of_automata(plain, model):
     name = CompiledGraphs.decode_name(64)
     num_without, num_with = (m.graphs.executable(name).in_tree.num_leaves for m in (plain, model))
     assert plain.graphs.empty_state().sampling.structure_B is None
-    # the state of each slot, and seven tables
-    assert num_with == num_without + 8
+    # the state of each slot, and nine tables
+    assert num_with == num_without + 10
 
 
 def test_the_order_of_rows_has_no_effect(outputs, model, structures, requests):

@@ -68,6 +68,12 @@ CASES = (
         ('"ab"', r'"\n"'),
     ),
     Case(
+        "format and a length that is too large",
+        {"type": "string", "format": "uri", "minLength": 1, "maxLength": 5000},
+        ('"https://a.example/b"', f'"https://a.example/{"b" * 256}"'),
+        ('""', f'"https://a.example/{"b" * 257}"'),
+    ),
+    Case(
         "pattern and lengths",
         {"type": "string", "pattern": "^a*b*$", "minLength": 2, "maxLength": 3},
         ('"aa"', '"aab"'),
@@ -140,6 +146,26 @@ CASES = (
         ("-2", "-2.0", "-10.51", "0", "5"),
     ),
     Case("multipleOf 1", {"type": "integer", "multipleOf": 1}, ("5",), ("5.5",)),
+    Case("multipleOf 7", {"type": "integer", "multipleOf": 7}, ("0", "-21", "7007"), ("8", "07")),
+    Case(
+        "multipleOf 1000",
+        {"type": "number", "multipleOf": 1000.0, "exclusiveMinimum": 1000, "maximum": 10**9},
+        ("2000", "1000000000", "999999000"),
+        ("1000", "2500", "1000001000", "-2000", "0"),
+    ),
+    Case(
+        "multipleOf a fraction",
+        {"type": "number", "multipleOf": 0.01, "minimum": 0, "exclusiveMaximum": 1},
+        ("0", "0.5", "0.25", "0.99"),
+        # 0.29 / 0.01 is no integer as doubles
+        ("0.29", "1", "0.505", "0.50", "-0.01"),
+    ),
+    Case(
+        "integers that are multiples of a fraction",
+        {"type": "integer", "multipleOf": 1.5, "minimum": -3, "maximum": 6},
+        ("-3", "0", "6"),
+        ("1", "1.5", "4"),
+    ),
     Case(
         "object",
         _PERSON,
@@ -327,6 +353,56 @@ CASES += (
         ("{}", '{"a": null, "b": null}'),
     ),
     Case(
+        "oneOf with an optional key of different constants",
+        {
+            "oneOf": [
+                {"type": "object", "properties": {"kind": {"const": "a"}, "x": {"const": 1}}},
+                {"type": "object", "properties": {"kind": {"enum": ["b", "c"]}}},
+            ]
+        },
+        ('{"kind": "a"}', '{"kind": "a", "x": 1}', '{"kind": "c"}'),
+        ("{}", '{"x": 1}', '{"kind": "d"}'),
+    ),
+    Case(
+        "oneOf with a key that one schema requires",
+        {
+            "$defs": {"name": {"properties": {"v": {"type": "string"}}, "required": ["v"]}},
+            "oneOf": [
+                {"$ref": "#/$defs/name"},
+                {"type": "object", "properties": {"v": {"type": "integer"}, "w": {"const": 0}}},
+            ],
+        },
+        ('{"v": "a"}', '{"v": 2}', '{"w": 0}', "{}"),
+        ('{"v": null}', "1", '"a"'),
+    ),
+    Case(
+        "oneOf with keys that the other schemas do not have",
+        {
+            "oneOf": [
+                {
+                    "properties": {"name": {"const": 1}},
+                    "required": ["name"],
+                    "additionalProperties": False,
+                },
+                {"properties": {"phase": {"const": 1}}, "additionalProperties": False},
+            ]
+        },
+        ('{"name": 1}', '{"phase": 1}', "{}"),
+        ('{"name": 1, "phase": 1}', "null", "1"),
+    ),
+    Case(
+        "oneOf of arrays",
+        {
+            "oneOf": [
+                {"type": "array", "items": {"const": "a"}, "minItems": 1},
+                {"type": "array", "items": {"type": "null"}},
+                {"oneOf": [{"type": "null"}, {"type": "boolean"}]},
+            ]
+        },
+        ('["a", "a"]', "[]", "[null]", "null", "true"),
+        ('["a", null]', "[1]"),
+    ),
+    Case(
         "oneOf of constants",
         {"oneOf": [{"const": "a"}, {"enum": ["b", "c"]}]},
         ('"a"', '"c"'),
@@ -454,6 +530,27 @@ REFUSED = (
     ({"properties": {"a": {}}, "patternProperties": {"a{99999}": {}}}, "patternProperties at /"),
     ({"type": "array", "contains": {}}, "contains at /"),
     ({"type": "number", "multipleOf": 0.5}, "multipleOf at /"),
+    ({"type": "number", "multipleOf": 1e-4, "minimum": 0, "maximum": 1}, "multipleOf at /"),
+    ({"type": "integer", "multipleOf": 0}, "multipleOf at /"),
+    ({"type": "integer", "multipleOf": -2}, "multipleOf at /"),
+    ({"oneOf": [{"properties": {"a": {"const": 1}}}, {"type": "string"}]}, "oneOf at /"),
+    (
+        {"oneOf": [{"type": "array", "items": {"const": v}} for v in "ab"]},
+        "oneOf at /",
+    ),
+    (
+        {
+            "oneOf": [
+                {
+                    "type": "object",
+                    "required": ["a"],
+                    "properties": {"a": {"const": 1}, "b": {"const": 1}},
+                },
+                {"type": "object", "patternProperties": {"a": {}}, "additionalProperties": False},
+            ]
+        },
+        "oneOf at /",
+    ),
     ({"patternProperties": []}, "patternProperties at /"),
     ({"if": {}, "then": {}}, "if at /"),
     ({"type": "int"}, "type at /"),

@@ -1,6 +1,7 @@
 """Automata over tokens, and their tables on the device, against a walk over bytes."""
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -16,7 +17,8 @@ from noria.runtime.structured import structures, token_automaton
 from noria.runtime.structured.form_compiler import compile_form
 from noria.runtime.structured.params import StructuredOutputsParams
 from noria.runtime.structured.structures import Structures
-from noria.runtime.structured.token_automaton import TableSizes, TokenTrie
+from noria.runtime.structured.tables import JobTables
+from noria.runtime.structured.token_automaton import TokenTrie
 
 WALKS = script("scripts/structured_walks.py")
 FORMS = [StructuredOutputsParams(json=case.schema) for case in CASES]
@@ -64,7 +66,8 @@ def test_rows_without_a_form_may_have_every_token():
 
 def test_special_tokens_are_no_text():
     tables = walks().tables
-    bits = np.unpackbits(tables.masks_MW[1:].view(np.uint8), axis=1, bitorder="little")
+    masks_MW = tables.words_QU[tables.mask_block_MJ[1:]].reshape(len(tables.mask_block_MJ) - 1, -1)
+    bits = np.unpackbits(masks_MW.view(np.uint8), axis=1, bitorder="little")
     assert not bits[:, sorted({*WALKS.SPECIAL} - WALKS.END_IDS)].any()
     assert not bits[:, len(WALKS.tokens()) :].any()
     # the plain token of the same text is one
@@ -115,23 +118,25 @@ def test_a_plan_with_smaller_tables_is_refused():
     made.automaton(form := StructuredOutputsParams(choice=["a", "b"]))
     grid = made.grid({form.fingerprint})
     assert grid is not None
-    small = type(grid)(grid.states - 1, grid.classes, grid.masks, grid.schemas)
-    with pytest.raises(ValueError, match=r"plan \[structured\]: expected states, classes and"):
-        made.pack(small, WALKS.PADDED_VOCAB)
+    for name in ("states", "classes", "masks", "move_blocks", "mask_blocks"):
+        small = replace(grid, **{name: getattr(grid, name) - 1})
+        with pytest.raises(ValueError, match=rf"plan \[structured\]: expected {name} of at least"):
+            made.pack(small, WALKS.PADDED_VOCAB)
 
 
 def test_sizes_are_those_of_the_packed_tables(monkeypatch):
     made = Structures(WALKS.trie)
-    sizes = TableSizes()
-    forms = FORMS[:6]
+    sizes, forms = JobTables(), FORMS[:6]
     for form in forms:
-        sizes = sizes.plus(made.automaton(form))
+        sizes.add(made.automaton(form))
     grid = made.grid({form.fingerprint for form in forms})
-    vocab_size = 8 * (WALKS.PADDED_VOCAB // 8)
     assert grid is not None
     packed = made.pack(grid, WALKS.PADDED_VOCAB)
     num_bytes = sum(table.nbytes for table in packed.tables)
-    assert num_bytes == pytest.approx(sizes.num_bytes(vocab_size), rel=0.01)
+    assert num_bytes == sizes.num_bytes(WALKS.PADDED_VOCAB)
+    # equal blocks of several forms are stored once
+    apart = [len(made.automaton(form).moves_PA) for form in forms]
+    assert grid.move_blocks < sum(apart)
     # the first form beyond the limit ends the job
     limit = num_bytes // 2
     monkeypatch.setattr(structures, "MAX_TABLE_BYTES", limit)
@@ -141,10 +146,12 @@ def test_sizes_are_those_of_the_packed_tables(monkeypatch):
             bounded.automaton(form)
 
 
-def test_many_moves_are_refused_before_they_are_made(monkeypatch):
+@pytest.mark.parametrize("limit", ["MAX_MOVES", "MAX_MASKS"])
+def test_many_moves_and_masks_are_refused_before_they_are_made(monkeypatch, limit):
     form = StructuredOutputsParams(choice=["name", "na"])
-    moves = compile_form(form, WALKS.trie()).next_SC
-    monkeypatch.setattr(token_automaton, "MAX_BYTES", moves.nbytes // 2)
+    made = compile_form(form, WALKS.trie())
+    sizes = {"MAX_MOVES": made.num_states * made.num_classes, "MAX_MASKS": len(made.mask_block_MJ)}
+    monkeypatch.setattr(token_automaton, limit, sizes[limit] // 2)
     with pytest.raises(RowError, match="expected a smaller language"):
         compile_form(form, WALKS.trie())
 
