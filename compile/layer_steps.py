@@ -1,28 +1,47 @@
-"""One layer of a decoder on calibration prompts: sums over the input of a product, and its output.
+"""One layer of a decoder on calibration prompts: its output, and the inputs of its products.
 
-A sum is that of outer products, or its diagonal: the sum of squares.
+The input of a product is given as a sum over tokens: of outer products, or of squares. Inputs of
+experts are given by token, as each expert has others.
 
 Layers of one kind share compiled programs. Runs on one device, in float32. Knows nothing of
 quantisation, files or texts.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..modelzoo.config import DecoderConfig
 from ..modelzoo.decoder import Decoder
+from ..modelzoo.moe.experts import ExpertWeights, hidden
+from ..modelzoo.moe.layer import gated_unit
+from ..modelzoo.moe.mix import Mixture, MoeOutput
+from ..modelzoo.moe.routing import Router, route
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.products import parameter_names, record_layer
-from ..modelzoo.weight_products import Axes, Product
+from ..modelzoo.weight_products import Axes, Product, multiply
 from .abstract_model import AbstractModel
 
 if TYPE_CHECKING:
     from ..modelzoo.weight_products import Weight
 
 _PREFIX = "layers.0."
+_TILE = 256
+"""The number of tokens of a call of an expert, so that experts with other loads compile once."""
+
+
+class ExpertInput(NamedTuple):
+    """The input of the experts of a layer, and the experts of each token."""
+
+    x_MD: jax.Array
+    expert_MZ: jax.Array
+    """The experts of each token; the number of experts means no expert."""
+    weight_MZ: jax.Array
+    """The routing weights of these experts."""
 
 
 class _InputSum(Operations):
@@ -44,6 +63,20 @@ class _InputSum(Operations):
         return super().project(equation, product, x, weight, x_axes, out_axes, dtype)
 
 
+class _ExpertInput(Operations):
+    """The operations of one device, which keep the input of experts."""
+
+    input: ExpertInput
+
+    def mix_experts(
+        self, mixture: Mixture, x_BTD: jax.Array, is_token_BT: jax.Array, router: Router,
+        weights: ExpertWeights,
+    ) -> MoeOutput:  # fmt: skip
+        choices = route(x_BTD, is_token_BT, router, mixture.routing, mixture.project)
+        self.input = ExpertInput(x_BTD.reshape(-1, x_BTD.shape[-1]), *choices)
+        return super().mix_experts(mixture, x_BTD, is_token_BT, router, weights)
+
+
 class CalibrationLayer:
     """The programs of one kind of layer; each compiles at its first call."""
 
@@ -51,15 +84,25 @@ class CalibrationLayer:
         """Define the programs of the layers of the kind of `layer`."""
         self._model = AbstractModel(config.select_layers(slice(layer, layer + 1)))
         by_input: dict[int, list[str]] = {}
-        for product in record_layer(config, layer, 1, reads_cache=False).products:
+        record = record_layer(config, layer, 1, reads_cache=False)
+        for product in record.products:
             by_input.setdefault(product.reads, []).append(product.parameter)
         self.products = tuple(map(tuple, by_input.values()))
         """The weights of the layer's products in their order, those with the same input together.
         Experts are not among them."""
+        self.experts = tuple(product.parameter for product in record.expert_products)
+        """The weights of experts, gate and up before down; empty in a dense layer."""
         self._input_sum = jax.jit(
             self._trace_input_sum, static_argnames=("parameter", "is_diagonal")
         )
+        self._expert_input = jax.jit(self._trace_expert_input)
         self._output = jax.jit(self._trace_output)
+        moe = self._model.config.moe
+        if moe is not None:
+            self.weighs_input = moe.routing.weighs_input
+            """Whether routing weights multiply the inputs of experts."""
+            unit = gated_unit(self._model.config, moe)
+            self._hidden = jax.jit(partial(hidden, unit=unit, project=multiply))
 
     def input_sum(
         self,
@@ -82,6 +125,24 @@ class CalibrationLayer:
         return self._input_sum(
             parameters, x_BTD, true_length_B, parameter=parameter, is_diagonal=is_diagonal
         )
+
+    def expert_input(
+        self, parameters: Mapping[str, jax.Array], x_BTD: jax.Array, true_length_B: jax.Array
+    ) -> ExpertInput:
+        """The input of the experts of a sparse layer; see `input_sum`."""
+        return self._expert_input(parameters, x_BTD, true_length_B)
+
+    def expert_hidden(
+        self, x_UD: np.ndarray, gate_up_PDF: np.ndarray, bias_PF: np.ndarray | None
+    ) -> np.ndarray:
+        """The input `[U, F]` of down of one expert, for the rows of its tokens."""
+        weights = jnp.asarray(gate_up_PDF), None if bias_PF is None else jnp.asarray(bias_PF)
+        h_UF = np.empty((len(x_UD), gate_up_PDF.shape[-1]), np.float32)
+        for start in range(0, len(x_UD), _TILE):
+            x_WD = x_UD[start : start + _TILE]
+            h_WF = self._hidden(np.pad(x_WD, ((0, _TILE - len(x_WD)), (0, 0))), *weights)
+            h_UF[start : start + _TILE] = np.asarray(h_WF)[: len(x_WD)]
+        return h_UF
 
     def output(
         self, parameters: Mapping[str, jax.Array], x_BTD: jax.Array, true_length_B: jax.Array
@@ -108,6 +169,15 @@ class CalibrationLayer:
         decoder.run_layers(x_BTD, true_length_B)
         assert operations.sum is not None, parameter
         return operations.sum
+
+    def _trace_expert_input(
+        self, parameters: Mapping[str, jax.Array], x_BTD: jax.Array, true_length_B: jax.Array
+    ) -> ExpertInput:
+        decoder = self._bind(parameters)
+        operations = _ExpertInput()
+        decoder.operations = operations
+        decoder.run_layers(x_BTD, true_length_B)
+        return operations.input
 
     def _trace_output(
         self, parameters: Mapping[str, jax.Array], x_BTD: jax.Array, true_length_B: jax.Array

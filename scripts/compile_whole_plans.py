@@ -131,6 +131,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="path without .json and .md")
     parser.add_argument("--only", default="", help="run only cases whose names contain this text")
     options = parser.parse_args()
+    # before jax starts: its CUDA plugin cannot start without a GPU
+    session.prepare_jax("cpu")
     path = options.output.with_suffix(".json")
     report = json.loads(path.read_text("utf-8")) if path.exists() else {"cases": {}}
     command = f"python {sys.argv[0]} --output {options.output}"
@@ -196,7 +198,6 @@ def facts(prediction: Prediction) -> dict:
 
 def compile_all(case: Case, files: ModelFiles, prediction: Prediction, record: dict, keep) -> None:
     """Compile the plan's graphs that the record's `graphs` does not have yet, by name."""
-    session.prepare_jax(case.target)
     target, plan = find_target(case.target), prediction.plan
     placement = target.placement(plan.layout)
     config = files.spec.config
@@ -244,8 +245,9 @@ def markdown(report: dict) -> str:
     lines = [
         "# Whole plans of published models, compiled for hardware that is not present",
         "",
-        f"jax {machine['versions']['jax']}, {machine['cores']} cores; bfloat16; the workload is "
-        f"`{WORKLOAD}`. Made by `{report['command']}`.",
+        f"jax {machine['versions']['jax']}; bfloat16, or the format that a name ends with; the "
+        f"workload is `{WORKLOAD}`.",
+        f"Made by `{report['command']}`.",
         "`noria plan` chooses each plan, and the target's compiler compiles each graph. GB are "
         "those of one device: the compiler's peak while a graph runs.",
         "Minutes are processor time of all graphs and threads of the compiler. Scanned layers run "

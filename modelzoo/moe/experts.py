@@ -122,7 +122,7 @@ def run_tiles(
             x_WD = x_MD.at[token_W].get(mode="clip")
             if tiling.weighs_input:
                 x_WD = (x_WD * weight_W1).astype(x_WD.dtype)
-            y_WD = _hidden(x_WD, piece_weights, unit, project)
+            y_WD = _run_expert(x_WD, piece_weights, unit, project)
             if weights.down_bias_ED is not None:
                 # only for one piece of the hidden size
                 y_WD = y_WD + jnp.where(p == 0, weights.down_bias_ED[e], 0)[None]
@@ -170,15 +170,27 @@ def run_ragged(
     return y_UD if weights.down_bias_ED is None else y_UD + bias(weights.down_bias_ED)
 
 
-def _hidden(
+def hidden(
+    x_WD: jax.Array,
+    gate_up_PDF: "Weight",
+    bias_PF: jax.Array | None,
+    unit: GatedUnit,
+    project: Project,
+) -> jax.Array:
+    """The hidden activations of rows in one expert, or in a piece of its hidden size."""
+    h_PWF = project("WD,PDF->PWF", gate_up_product, x_WD, gate_up_PDF, dtype=jnp.float32)
+    if bias_PF is not None:
+        h_PWF = h_PWF + bias_PF[:, None]
+    return unit(h_PWF[0], h_PWF[1]).astype(x_WD.dtype)
+
+
+def _run_expert(
     x_WD: jax.Array, weights: ExpertWeights, unit: GatedUnit, project: Project
 ) -> jax.Array:
     """Run the rows of a tile through one expert, or through a piece of its hidden size."""
-    gate_up_PDF = weights.gate_up_EPDF[0]
-    h_PWF = project("WD,PDF->PWF", gate_up_product, x_WD, gate_up_PDF, dtype=jnp.float32)
-    if weights.gate_up_bias_EPF is not None:
-        h_PWF = h_PWF + weights.gate_up_bias_EPF[0][:, None]
-    h_WF = unit(h_PWF[0], h_PWF[1]).astype(x_WD.dtype)
+    bias_EPF = weights.gate_up_bias_EPF
+    bias_PF = None if bias_EPF is None else bias_EPF[0]
+    h_WF = hidden(x_WD, weights.gate_up_EPDF[0], bias_PF, unit, project)
     return project(*einsum("WF,FD->WD"), h_WF, weights.down_EFD[0], dtype=jnp.float32)
 
 

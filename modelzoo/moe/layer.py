@@ -49,7 +49,7 @@ class SparseMlp(nnx.Module):
         self.config, self.moe = config, moe
 
     def __call__(self, x_BTD: jax.Array, operations: Operations, call: ExpertCall) -> jax.Array:
-        unit = _unit(self.config, self.moe)
+        unit = gated_unit(self.config, self.moe)
         mixture = Mixture(self.moe.routing, call.dispatch, unit)
         router = Router(self.router, _value(self, "router_bias"), _value(self, "choice_bias"))
         biases = _value(self, "gate_up_bias"), _value(self, "down_bias")
@@ -75,7 +75,8 @@ def _value(module: nnx.Module, name: str) -> jax.Array | None:
     return None if parameter is None else parameter[...]
 
 
-def _unit(config: DecoderConfig, moe: MoeConfig) -> GatedUnit:
+def gated_unit(config: DecoderConfig, moe: MoeConfig) -> GatedUnit:
+    """The function from the outputs of gate and up of an expert to its hidden activations."""
     if moe.clamped is not None:
         return partial(_clamped_unit, unit=moe.clamped)
     activation: Callable[[jax.Array], jax.Array] = ACTIVATIONS[config.activation]

@@ -1,7 +1,8 @@
 """The residual stream of calibration rows, layer by layer, and the Hessians of a layer's products.
 
-Rows are cut to the same length at most and run in batches of one shape, so the programs of a kind
-of layer compile once. Knows nothing of files, texts or codes.
+An expert has the Hessian of the tokens that its router sends to it. Rows are cut to the same length
+at most and run in batches of one shape, so the programs of a kind of layer compile once. Knows
+nothing of files, texts or codes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,12 +83,46 @@ class Calibration:
         assert total is not None, "there are rows"
         return total
 
+    def expert_tokens(self, layer: int, parameters: Mapping[str, np.ndarray]) -> "ExpertTokens":
+        """The tokens of each expert of a sparse layer; see `hessian`."""
+        program, own = self.layer(layer), _on_device(parameters)
+        inputs = [
+            program.expert_input(own, jnp.asarray(x_BTD), jnp.asarray(length_B))
+            for x_BTD, length_B in self._batches
+        ]
+        joined = map(np.concatenate, zip(*inputs, strict=True))
+        return ExpertTokens(*joined, weighs_input=program.weighs_input)
+
     def advance(self, layer: int, parameters: Mapping[str, np.ndarray]) -> None:
         """Run a layer, so that the residual stream is that before the layer after it."""
         program, own = self.layer(layer), _on_device(parameters)
         for i, (x_BTD, length_B) in enumerate(self._batches):
             x_BTD = program.output(own, jnp.asarray(x_BTD), jnp.asarray(length_B))
             self._batches[i] = np.asarray(x_BTD), length_B
+
+
+class ExpertTokens:
+    """The calibration tokens of each expert of a layer."""
+
+    def __init__(
+        self,
+        x_MD: np.ndarray,
+        expert_MZ: np.ndarray,
+        weight_MZ: np.ndarray,
+        *,
+        weighs_input: bool,
+    ):
+        """Take an `ExpertInput`, and whether routing weights multiply the inputs of experts."""
+        self._x_MD, self._expert_MZ, self._weight_MZ = x_MD, expert_MZ, weight_MZ
+        self._weighs_input = weighs_input
+
+    def inputs(self, expert: int) -> np.ndarray:
+        """The inputs `[U, D]` of gate and up of an expert."""
+        token_U, choice_U = np.nonzero(self._expert_MZ == expert)
+        x_UD = self._x_MD[token_U]
+        if self._weighs_input:
+            x_UD *= self._weight_MZ[token_U, choice_U, None]
+        return x_UD
 
 
 def _on_device(parameters: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:

@@ -14,6 +14,9 @@ from scipy.linalg import cholesky, get_lapack_funcs
 
 DAMPING = 0.01
 """The share of the mean of the diagonal of a Hessian that is added to its diagonal."""
+MIN_TOKENS = 1 / 8
+"""The minimum number of calibration tokens of a weight, as a share of its input features. Codes
+that fit fewer tokens may lose more on other tokens than `clip` does."""
 _BLOCK = 128
 """The number of features whose errors are moved within a block before they are moved beyond it."""
 

@@ -2,12 +2,12 @@
 
 Before they are rounded, weights may be rotated and smoothed, which changes no function of the
 model. Guarantees: besides the residual stream of calibration rows, the host holds the float weights
-of one layer and their codes, or one of the tables of tokens; rotations hold a weight twice. The
-weights that stay in float are those that
-do when weights are rounded as they load.
+of one layer and their codes, or one of the tables of tokens; rotations hold a weight twice. GPTQ
+adds the Hessian of one product, of one expert in a sparse layer, and the inputs of the layer's
+experts. The weights that stay in float are those that do when weights are rounded as they load.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +21,10 @@ from ..checkpoint.loader import check_coverage, read_parameter
 from ..checkpoint.quantiser import dequantise
 from ..errors import ConfigError
 from .calibration import Calibration
+from .gptq import MIN_TOKENS
 from .published_form import Parameters, PublishedForm
 from .rotation import Rotation
-from .rounding import GPTQ, round_weight
+from .rounding import CLIP, GPTQ, round_weight
 from .smoothing import smooth_layer
 
 Say = Callable[[str], object]
@@ -96,6 +97,7 @@ class _Model:
         prefixes = [f"layers.{layer}." for layer in range(self._config.num_layers)]
         self._in_layers = [[x for x in paths if x.startswith(p)] for p in prefixes]
         self._others = [path for path in paths if not path.startswith("layers.")]
+        self._has_enough_tokens: list[bool] = []
 
     @property
     def paths(self) -> list[str]:
@@ -113,6 +115,12 @@ class _Model:
         for layer in range(len(self._in_layers)):
             yield from self._rounded_layer(layer, calibration)
             say(f"layer {layer + 1} of {len(self._in_layers)}")
+        if num_few := self._has_enough_tokens.count(False):
+            say(
+                f"{num_few} of {len(self._has_enough_tokens)} inputs of products, those of each "
+                f"expert by itself, had fewer calibration tokens than {MIN_TOKENS:.1%} of their "
+                f"features: their weights are rounded by {CLIP}. Give more rows for {GPTQ}."
+            )
         for path in self._others:
             yield from self.form.tensors(path, self._round(path, self._read(path))).items()
 
@@ -130,18 +138,9 @@ class _Model:
             mean_square = partial(calibration.mean_square, layer, weights)
             weights = smooth_layer(weights, mean_square, self._config.norm_offset)
         rounded: dict[str, Parameters] = {}
-        of_products = () if calibration is None else calibration.layer(layer).products
-        for names in of_products if self._method == GPTQ else ():
-            # weights in float with the same input, such as routers, need no Hessian
-            rounds = next((x for x in names if prefix + x in self.form.quantisations), None)
-            if rounds is None:
-                continue
-            assert calibration is not None
-            hessian_AA = calibration.hessian(layer, weights, rounds)
-            for name in names:
-                path = prefix + name
-                rounded[name] = self._round(path, weights[name], hessian_AA)
-                weights[name] = self._values(path, rounded[name])
+        if calibration is not None and self._method == GPTQ:
+            rounded = self._round_products(layer, weights, calibration)
+            rounded |= self._round_experts(layer, weights, calibration)
         for name, weight in weights.items():
             if name not in rounded:
                 rounded[name] = self._round(prefix + name, weight)
@@ -150,6 +149,60 @@ class _Model:
             calibration.advance(layer, values)
         for name in weights:
             yield from self.form.tensors(prefix + name, rounded[name]).items()
+
+    def _round_products(
+        self, layer: int, weights: dict[str, np.ndarray], calibration: Calibration
+    ) -> dict[str, Parameters]:
+        """Round the products of a layer in their order, and set their weights to the new values."""
+        prefix, rounded = f"layers.{layer}.", {}
+        for names in calibration.layer(layer).products:
+            # weights in float with the same input, such as routers, need no Hessian
+            first = next((name for name in names if prefix + name in self.form.quantisations), None)
+            if first is None:
+                continue
+            hessian_AA = None
+            if self._has_tokens(prefix + first, weights[first], calibration.num_tokens):
+                hessian_AA = calibration.hessian(layer, weights, first)
+            for name in names:
+                path = prefix + name
+                rounded[name] = self._round(path, weights[name], hessian_AA)
+                weights[name] = self._values(path, rounded[name])
+        return rounded
+
+    def _round_experts(
+        self, layer: int, weights: Mapping[str, np.ndarray], calibration: Calibration
+    ) -> dict[str, Parameters]:
+        """Round the experts of a layer, each with the Hessians of its own tokens."""
+        prefix, program = f"layers.{layer}.", calibration.layer(layer)
+        if not program.experts:
+            return {}
+        gate_up, down = program.experts
+        biases_EPF = weights.get(f"{gate_up}_bias")
+        tokens = calibration.expert_tokens(layer, weights)
+        parts: dict[str, list[Parameters]] = {gate_up: [], down: []}
+
+        def round_one(name: str, expert: int, inputs_UA: np.ndarray) -> Parameters:
+            path, weight, hessian_AA = prefix + name, weights[name][expert], None
+            if self._has_tokens(path, weight, len(inputs_UA)):
+                hessian_AA = inputs_UA.T @ inputs_UA
+            parts[name].append(self._round(path, weight, hessian_AA))
+            return parts[name][-1]
+
+        for expert in range(len(weights[down])):
+            x_UD = tokens.inputs(expert)
+            gate_up_PDF = self._values(prefix + gate_up, round_one(gate_up, expert, x_UD))
+            bias_PF = None if biases_EPF is None else biases_EPF[expert]
+            round_one(down, expert, program.expert_hidden(x_UD, gate_up_PDF, bias_PF))
+        return {
+            name: {key: np.stack([part[key] for part in of_experts]) for key in of_experts[0]}
+            for name, of_experts in parts.items()
+        }
+
+    def _has_tokens(self, path: str, weight: np.ndarray, num_tokens: int) -> bool:
+        """Whether enough tokens for GPTQ reach a weight, or one expert of it; keeps the answer."""
+        num_inputs = self.form.quantisations[path].num_inputs(weight.shape)
+        self._has_enough_tokens.append(num_tokens >= MIN_TOKENS * num_inputs)
+        return self._has_enough_tokens[-1]
 
     def _round(
         self, path: str, weight: np.ndarray, hessian_AA: np.ndarray | None = None

@@ -205,7 +205,7 @@ def machine() -> dict:
         )
         facts = {name.strip(): value.strip() for name, value in facts.items()}
         processor = facts.get("model name", processor)
-        wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+        wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
         flags = [flag for flag in wanted if flag in facts.get("flags", "").split()]
     return {
         "processor": processor,
