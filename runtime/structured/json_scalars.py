@@ -13,12 +13,16 @@ from .byte_automaton import TooLarge
 from .json_multiples import MAX_MULTIPLES, integer_multiples, listed_multiples
 from .json_text import (
     INTEGER,
+    MAX_DIGITS,
     NUMBER,
     bounded_integer,
     bounded_number,
     literal,
 )
 from .language import Alternatives, Language, Origin
+
+MAX_BOUND_DIGITS = 20
+"""Maximum number of digits of a bound, those before and after the point together."""
 
 
 class SchemaError(ValueError):
@@ -77,8 +81,26 @@ def number_of(name: str, schema: Mapping[str, Any], at: str) -> Language:
     if low is None and high is None:
         return INTEGER if name == "integer" else NUMBER
     if name == "number":
+        _check_digits(low, high, at, above=above, below=below)
         return bounded_number(low, high, above=above, below=below)
     return bounded_integer(*_whole_bounds(low, high, at, above=above, below=below))
+
+
+def _check_digits(
+    low: Decimal | None, high: Decimal | None, at: str, *, above: bool, below: bool
+) -> None:
+    """Refuse bounds of so many digits that answers could be rounded to a bound that is excluded.
+
+    Answers have at most one digit more than the longer bound. Different numbers of at most 15
+    digits are different doubles (IEEE 754, binary64).
+    """
+    most = MAX_DIGITS - 1 if above or below else MAX_BOUND_DIGITS
+    for bound, key, is_excluded in ((low, "Minimum", above), (high, "Maximum", below)):
+        if bound is None or len(f"{abs(bound):f}".removeprefix("0").replace(".", "")) <= most:
+            continue
+        name = f"exclusive{key}" if is_excluded else key.lower()
+        beside = " if a bound is excluded" if above or below else ""
+        raise schema_error(name, at, f"a bound of at most {most} digits{beside}", float(bound))
 
 
 def _whole_bounds(

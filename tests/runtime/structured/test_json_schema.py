@@ -5,6 +5,7 @@ import random
 import re
 import warnings
 from contextlib import suppress
+from decimal import Decimal
 from functools import cache
 
 import jsonschema
@@ -189,3 +190,42 @@ def test_a_move_of_many_classes_is_one_step():
     with warnings.catch_warnings(action="error"):
         steps_S = steps_to(np.array([False, False, True]), next_SC)
     assert steps_S.tolist() == [np.inf, 1, 0]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.3, 0.50000000000001), (9, 9.9999999999999)])
+def test_no_answer_is_rounded_to_an_excluded_bound(low, high):
+    """Answers next to bounds of 14 digits have one digit more."""
+    schema = {"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high}
+    automaton = compile_language(read_schema(schema).language)
+    validator = jsonschema.Draft202012Validator(schema)
+    for bound, sign in ((low, 1), (high, -1)):
+        step, accepted = Decimal("1e-12"), 0
+        for exponent in (0, 1, 2, 3, 4):
+            text = f"{Decimal(repr(bound)) + sign * step.scaleb(-exponent):f}"
+            if automaton.accepts(text.encode()):
+                accepted += 1
+                assert validator.is_valid(json.loads(text)), text
+        assert accepted >= 2
+
+
+@pytest.mark.parametrize(
+    ("bounds", "most"),
+    [
+        ({"exclusiveMinimum": 0.3, "exclusiveMaximum": 0.30000000000000004}, 14),
+        ({"minimum": 9, "exclusiveMaximum": 9.99999999999999}, 14),
+        ({"minimum": 1e-320}, 20),
+        ({"maximum": -1.5e-30}, 20),
+    ],
+)
+def test_bounds_of_too_many_digits_are_refused(bounds, most):
+    with pytest.raises(
+        SchemaError, match=f"at /properties/a: expected a bound of at most {most} digits"
+    ):
+        read_schema({"properties": {"a": {"type": "number", **bounds}}, "required": ["a"]})
+
+
+def test_an_included_bound_may_have_all_digits_of_a_double():
+    schema = {"type": "number", "minimum": 0.1, "maximum": 0.30000000000000004}
+    automaton = compile_language(read_schema(schema).language)
+    assert automaton.accepts(b"0.30000000000000004")
+    assert not automaton.accepts(b"0.30000000000000005")
