@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,11 @@ class _StagesRun:
             code = run_job(settings, self.model, progress=self.progress, disk=self.disk)
             if code not in (EXIT_OK, EXIT_ROWS_FAILED):
                 return code
-            self.model.plan = self.model.plan or self._manifest_of(files)["plan"]
+            manifest = self._manifest_of(files)
+            self.model.plan = self.model.plan or manifest["plan"]
+            if (shown := manifest["instant"]) is not None:
+                # prompts of all stages show the same time
+                self.settings = replace(self.settings, now=datetime.fromisoformat(shown))
         return None
 
     def finish(self) -> dict[str, Any]:

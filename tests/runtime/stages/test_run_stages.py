@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 from fake_model import masked, settings
 from faulty_disk import Crash, FaultyDisk
 
+from noria.runtime.batch import job_input
 from noria.runtime.batch.manifest import PhaseClock, read_manifest
 from noria.runtime.batch.merge import merge
 from noria.runtime.batch.part import Part
@@ -94,6 +96,19 @@ def test_each_row_is_its_last_answer_or_the_error_that_ended_it(source, tmp_path
     answered = [record for record in records(output) if record["custom_id"] in revised]
     # the second row of this id is an error
     assert answered[:-1] == list(revised.values()) and answered[-1]["custom_id"] == "q1"
+
+
+def test_prompts_of_all_stages_show_the_same_time(tmp_path, monkeypatch):
+    times = (datetime(2026, 1, day) for day in range(1, 28))
+    clock = SimpleNamespace(now=lambda: next(times), fromisoformat=datetime.fromisoformat)
+    monkeypatch.setattr(job_input, "datetime", clock)
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"id": "clock", "prompt": "what time is it?"}))
+    assert run(source, output, keeps=True) == 0
+    folder = tmp_path / "out.jsonl.stages"
+    outputs = folder / "1-draft.jsonl", folder / "2-revise.jsonl", output
+    shown = {read_manifest(path)["instant"] for path in outputs}
+    assert shown == {"2026-01-01T00:00:00"}
 
 
 def test_the_manifest_counts_rows_by_outcome_and_stage(source, tmp_path):
