@@ -69,7 +69,8 @@ class StagedModel:
                 phases.enter("load")
             self._built = self.model.build(summary, stored_plan, phases=phases, progress=progress)
         generator = self._built.generator.restarted(stage_seed(self.seed, self.stage))
-        return replace(self._built, generator=generator)
+        # the plan serves all stages, so the rows of one of them cannot tell of a better plan
+        return replace(self._built, generator=generator, better_plan=lambda outputs, seconds: None)
 
 
 def stage_seed(seed: int, stage: str) -> int:

@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,12 +208,14 @@ def test_a_stored_plan_with_forms_measures_all_stages(plan):
 
     def build(summary, *others, **options):
         seen.append(summary)
-        return fake.FakeModel.build(model, summary, *others, **options)
+        built = fake.FakeModel.build(model, summary, *others, **options)
+        return replace(built, better_plan=lambda outputs, seconds: "a note on one stage")
 
     model.build = build
     own = SimpleNamespace(requirements=measured.requirements)
     staged = StagedModel(model, lambda: measured, 0)
-    staged.build(own, plan, phases=PhaseClock(), progress=Progress(is_quiet=True))
+    built = staged.build(own, plan, phases=PhaseClock(), progress=Progress(is_quiet=True))
+    assert built.better_plan({0: 1}, 1.0) is None
     assert seen == [own if plan == "max_length = 9\n" else measured]
 
 
