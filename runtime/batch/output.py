@@ -150,7 +150,7 @@ def _run_facts(
         "prompt_tokens": total(finished, "prompt_tokens"),
         "output_tokens": total(finished, "output_tokens"),
         **{key: total(finished, key) for key in (CUT, STOPPED_SAMPLES, TOKENS_LEFT)},
-        "output_tokens_per_second": num_tokens / seconds["run"] if seconds["run"] else None,
+        "output_tokens_per_second": num_tokens / seconds["run"] if num_tokens else None,
         "time_to_first_token_seconds": spread(finished, "time_to_first_token"),
         "inter_token_latency_seconds": spread(finished, "inter_token_latency"),
         "end_to_end_latency_seconds": spread(finished, "latency"),

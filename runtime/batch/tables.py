@@ -44,7 +44,8 @@ class Columns:
         if prompt is None:
             raise InputError(
                 f"{path}: expected a column {_PROMPTS[0]!r}, got {', '.join(present) or 'none'}. "
-                "Name the column of the prompts with --prompt-column."
+                "Name the column of the prompts with --prompt-column. Cells of CSV are separated by "
+                "commas, and those of TSV by tabs."
             )
         return prompt, self._named(path, "--id-column", self.id, _IDS, present)
 
@@ -212,15 +213,19 @@ def _without_nan(value: object) -> object:
 
 
 def _line(column: str, prompt: object, custom_id: object) -> bytes:
-    is_chat = isinstance(prompt, list) and any(isinstance(item, dict) for item in prompt)
+    is_chat = column == "messages" or (
+        isinstance(prompt, list) and any(isinstance(item, dict) for item in prompt)
+    )
     if isinstance(prompt, list) and is_chat:
         # in a column of structs, keys that a message lacks are null
         prompt = [
-            message and {key: value for key, value in message.items() if value is not None}
+            {key: value for key, value in message.items() if value is not None}
+            if isinstance(message, dict)
+            else message
             for message in prompt
         ]
-    elif column == "messages" and isinstance(prompt, str):
-        prompt, is_chat = _parsed(prompt), True
+    elif isinstance(prompt, str) and is_chat:
+        prompt = _parsed(prompt)
     record = {} if custom_id is None else {"id": custom_id}
     return dump_line({**record, "messages" if is_chat else "prompt": prompt}) + b"\n"
 

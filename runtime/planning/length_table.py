@@ -43,7 +43,8 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
     if not (is_distinct and set(COLUMNS[:2]) <= set(columns) <= set(COLUMNS)):
         raise ConfigError(
             f"{path} line 1: expected the columns {', '.join(COLUMNS)} (the last is optional), "
-            f"separated by commas, got {_shown(', '.join(columns) or 'none')}."
+            f"separated by commas, got {_shown(', '.join(columns) or 'none')}. A table of prompts "
+            f"cannot be planned: give the prompts as JSON Lines."
         )
 
 

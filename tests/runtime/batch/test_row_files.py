@@ -164,6 +164,12 @@ def test_a_text_of_messages_is_a_conversation_and_no_prompt(tmp_path):
     assert [error and error.param for error in errors] == ["messages"] * 3
 
 
+def test_conversations_that_are_missing_or_empty_are_no_prompts(tmp_path):
+    chats = [[{"role": "user", "content": "a"}], None, [], [None]]
+    parquet.write_table(pyarrow.table({"messages": chats}), tmp_path / "in.parquet")
+    assert rows_of(tmp_path / "in.parquet") == [{"messages": chat} for chat in chats]
+
+
 def test_a_column_of_floats_has_integers_and_nulls(tmp_path):
     table = {"id": [1.0, float("nan"), 2.5], "prompt": ["a", "b", "c"]}
     parquet.write_table(pyarrow.table(table), tmp_path / "in.parquet")
