@@ -44,8 +44,8 @@ class Columns:
         if prompt is None:
             raise InputError(
                 f"{path}: expected a column {_PROMPTS[0]!r}, got {', '.join(present) or 'none'}. "
-                "Name the column of the prompts with --prompt-column. Cells of CSV are separated by "
-                "commas, and those of TSV by tabs."
+                "Name the column of the prompts with --prompt-column, and separate cells "
+                "by commas in CSV and by tabs in TSV."
             )
         return prompt, self._named(path, "--id-column", self.id, _IDS, present)
 
