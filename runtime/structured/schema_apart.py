@@ -15,13 +15,15 @@ from .schema_logic import Schema, canonical, values_in
 Resolve = Callable[[Schema], Schema]
 """Follows the reference of a schema; a schema without one is itself."""
 _MAX_DEPTH = 8
+_MAX_COMPARISONS = 3_000
+"""Comparisons of parts of the options of one `oneOf`, after which they are not told apart."""
 
 
 def apart_options(options: Sequence[Schema], resolve: Resolve, at: str) -> list[Schema] | None:
     """Schemas in the place of those of a `oneOf`, of which no two have a value in common.
 
-    An option whose keywords describe objects gets the type. Where only an optional key tells two
-    options apart, both require it.
+    An option whose keywords describe objects gets the type. Where only optional keys tell two
+    options apart, each requires a key whose values are not valid for the other.
 
     Args:
       options: The schemas.
@@ -32,6 +34,7 @@ def apart_options(options: Sequence[Schema], resolve: Resolve, at: str) -> list[
       A schema for each option, which holds values of this option alone; None if some options
       cannot be told apart.
     """
+    comparer = _Comparer(resolve)
     targets = [resolve(option) for option in options]
     added: list[dict[str, Any]] = [{} for _ in options]
     for number, target in enumerate(targets):
@@ -43,12 +46,12 @@ def apart_options(options: Sequence[Schema], resolve: Resolve, at: str) -> list[
         is_open = bool(added[i].get("type") or added[j].get("type"))
         if is_open and not all(map(_is_of_objects, (targets[i], targets[j]))):
             return None
-        if are_apart(targets[i], targets[j], resolve):
+        if comparer.are_apart(targets[i], targets[j]):
             continue
-        if (key := _telling_key(targets[i], targets[j], resolve)) is None:
-            return None
-        for number in (i, j):
-            required = added[number].setdefault("required", [])
+        for one, other in ((i, j), (j, i)):
+            if (key := comparer.telling_key(targets[one], targets[other])) is None:
+                return None
+            required = added[one].setdefault("required", [])
             required += [] if key in required else [key]
     return [
         {"allOf": [option, own]} if own else option
@@ -56,37 +59,60 @@ def apart_options(options: Sequence[Schema], resolve: Resolve, at: str) -> list[
     ]
 
 
-def are_apart(left: Schema, right: Schema, resolve: Resolve, depth: int = 0) -> bool:
-    """Whether no value is valid for both schemas, as types, constants, keys or items show."""
-    if depth > _MAX_DEPTH:
-        return False
+class _Comparer:
+    """Tells schemas apart, in a bounded number of comparisons."""
 
-    def apart(one: Schema, other: Schema) -> bool:
-        return are_apart(one, other, resolve, depth + 1)
+    def __init__(self, resolve: Resolve):
+        self._resolve = resolve
+        self._remaining = _MAX_COMPARISONS
 
-    left, right = resolve(left), resolve(right)
-    if left is False or right is False:
-        return True
-    if not (isinstance(left, dict) and isinstance(right, dict)):
-        return False
-    for one, other in ((left, right), (right, left)):
-        for key in ("anyOf", "oneOf"):
-            if key in one and all(apart(option, other) for option in one[key]):
+    def are_apart(self, left: Schema, right: Schema, depth: int = 0) -> bool:
+        """Whether no value is valid for both schemas, as types, constants, keys or items show."""
+        if depth > _MAX_DEPTH or self._remaining == 0:
+            return False
+        self._remaining -= 1
+
+        def apart(one: Schema, other: Schema) -> bool:
+            return self.are_apart(one, other, depth + 1)
+
+        left, right = self._resolve(left), self._resolve(right)
+        if left is False or right is False:
+            return True
+        if not (isinstance(left, dict) and isinstance(right, dict)):
+            return False
+        for one, other in ((left, right), (right, left)):
+            for key in ("anyOf", "oneOf"):
+                if key in one and all(apart(option, other) for option in one[key]):
+                    return True
+            if any(apart(part, other) for part in one.get("allOf", [])):
                 return True
-        if any(apart(part, other) for part in one.get("allOf", [])):
+            if (values := values_in(one)) is not None and _none_fits(values, other):
+                return True
+        types = [_types(schema) for schema in (left, right)]
+        if types[0] and types[1] and not types[0] & types[1]:
             return True
-        if (values := values_in(one)) is not None and _none_fits(values, other):
-            return True
-    types = [_types(schema) for schema in (left, right)]
-    if types[0] and types[1] and not types[0] & types[1]:
-        return True
-    if _is_of_objects(left) and _is_of_objects(right):
-        # a key that one of them requires is in every value of both
-        required = dict.fromkeys([*left.get("required", []), *right.get("required", [])])
-        return any(apart(_of_key(left, key), _of_key(right, key)) for key in required)
-    if types == [{"array"}, {"array"}] and max(s.get("minItems", 0) for s in (left, right)) > 0:
-        return apart(_of_items(left), _of_items(right))
-    return False
+        if _is_of_objects(left) and _is_of_objects(right):
+            # a key that one of them requires is in every value of both
+            required = dict.fromkeys([*left.get("required", []), *right.get("required", [])])
+            return any(apart(_of_key(left, key), _of_key(right, key)) for key in required)
+        if types == [{"array"}, {"array"}] and max(s.get("minItems", 0) for s in (left, right)) > 0:
+            return apart(_of_items(left), _of_items(right))
+        return False
+
+    def telling_key(self, schema: Schema, other: Schema) -> str | None:
+        """A key of which no value that a schema of objects allows is valid for another schema."""
+        if not (_is_of_objects(schema) and _is_of_objects(other)):
+            return None
+        properties = schema.get("properties", {}).items()
+        known = ((key, value, _of_key(other, key)) for key, value in properties)
+        return next(
+            (
+                key
+                for key, value, theirs in known
+                if value is not False and self.are_apart(value, theirs)
+            ),
+            None,
+        )
 
 
 def _describes_objects(schema: Mapping[str, Any], at: str) -> bool:
@@ -97,15 +123,6 @@ def _describes_objects(schema: Mapping[str, Any], at: str) -> bool:
 
 def _is_of_objects(schema: Schema) -> bool:
     return isinstance(schema, dict) and _types(schema) == {"object"}
-
-
-def _telling_key(left: Schema, right: Schema, resolve: Resolve) -> str | None:
-    """A key with values that tell two schemas of objects apart, if it is there."""
-    if not (_is_of_objects(left) and _is_of_objects(right)):
-        return None
-    keys = [key for key in left.get("properties", {}) if key in right.get("properties", {})]
-    values = ((key, _of_key(left, key), _of_key(right, key)) for key in keys)
-    return next((key for key, one, other in values if are_apart(one, other, resolve)), None)
 
 
 def _none_fits(values: Sequence[Any], schema: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from noria.runtime.structured.automaton import DEAD, START, ByteAutomaton
 from noria.runtime.structured.byte_automaton import compile_language, steps_to
 from noria.runtime.structured.json_scalars import SchemaError
 from noria.runtime.structured.json_schema import read_schema
+from noria.runtime.structured.schema_apart import apart_options
 
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
@@ -229,3 +230,29 @@ def test_an_included_bound_may_have_all_digits_of_a_double():
     automaton = compile_language(read_schema(schema).language)
     assert automaton.accepts(b"0.30000000000000004")
     assert not automaton.accepts(b"0.30000000000000005")
+
+
+def test_options_that_forbid_each_others_keys_are_both_answers():
+    options = [
+        {"type": "object", "properties": {"a": {"const": 1}, "b": False}},
+        {"type": "object", "properties": {"a": False, "b": {"const": 2}}},
+    ]
+    schema = {"type": "object", "oneOf": options}
+    automaton = compile_language(read_schema(schema).language)
+    validator = jsonschema.Draft202012Validator(schema)
+    for text, expected in [('{"a": 1}', True), ('{"b": 2}', True), ("{}", False)]:
+        assert automaton.accepts(text.encode()) == validator.is_valid(json.loads(text)) == expected
+
+
+def test_options_with_many_deep_parts_are_compared_up_to_a_bound():
+    names = [f"key{i}" for i in range(10)]
+    part = {"type": "object", "required": names}
+    part["properties"] = dict.fromkeys(names, part)
+    resolved = []
+
+    def resolve(schema):
+        resolved.append(schema)
+        assert len(resolved) < 10_000, "the comparisons are not bounded"
+        return schema
+
+    assert apart_options([part, part], resolve, "") is None
