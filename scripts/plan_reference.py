@@ -73,7 +73,7 @@ Options of XLA's compiler. KIND is the kind of graph: {
     ", ".join(f"`{k}`" for k in compiler_options.KINDS)
 }. A key is the name of an option, and its value is a string, a number,
 true or false. An option that the target's compiler does not know is refused. The platform's own
-defaults apply where a plan sets nothing:
+defaults apply where a plan sets nothing (that of the CPU only if all products are of float32):
 """
 MESH = """\
 `[mesh]` has a size for each mesh axis, major to minor in device order. The product of the sizes

@@ -87,7 +87,8 @@ class Calibration:
         """The tokens of each expert of a sparse layer; see `hessian`."""
         program, own = self.layer(layer), _on_device(parameters)
         inputs = [
-            program.expert_input(own, jnp.asarray(x_BTD), jnp.asarray(length_B))
+            # to the host, as a device may not have room for the inputs of all batches
+            jax.device_get(program.expert_input(own, jnp.asarray(x_BTD), jnp.asarray(length_B)))
             for x_BTD, length_B in self._batches
         ]
         joined = map(np.concatenate, zip(*inputs, strict=True))
