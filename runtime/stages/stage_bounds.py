@@ -78,6 +78,7 @@ def measure_stages(
             encoder.encode,
             defaults=settings.sampling_defaults,
             ignores_unknown=settings.ignores_unknown,
+            models=settings.models,
             on_progress=lambda rows, num_bytes: on_progress(rows, num_bytes, total_bytes),
         )
     rows = [
