@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from ..console import plural
 from ..errors import EXIT_OK, EXIT_RESUMABLE, EXIT_ROWS_FAILED, JobError, MergeError
 from ..files.disk import Disk, digest_chunks, digest_file
-from .job_files import check_files, job_outputs, side_files
+from .job_files import check_job_files, job_outputs, side_files
 from .journal import differences, journal_path
 from .lock import JobLock, lock_path
 from .manifest import (
@@ -82,11 +82,10 @@ def merge(
         JobError: The disk refused an output.
     """
     progress, disk = progress or Progress(), disk or Disk()
-    named = job_outputs(output, error_file)
     read = [("a part", path) for path in paths]
     read += [("the manifest of a part", manifest_path(path)) for path in paths]
-    check_files(named, read, side_files(output))
-    outputs = list(named.values())
+    check_job_files(output, error_file, read, side_files(output))
+    outputs = list(job_outputs(output, error_file).values())
     for path in outputs:
         check_output(path)
     with JobLock(lock_path(output)), ExitStack() as files:
