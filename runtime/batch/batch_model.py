@@ -5,7 +5,6 @@ tokenizer is opened for the scan, and jax is imported only if there is something
 """
 
 import argparse
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -169,7 +168,6 @@ class BatchModel:
         self, make_plan: "Callable[[Target], Plan]", stored_plan: str | None
     ) -> "tuple[Plan, Target]":
         """The plan to run and its target, both checked; starts jax."""
-        from ...compile.plan import Plan
         from ...compile.targets import find_target
         from .. import session
         from ..checkpoint.published_numbers import keep_published
@@ -180,7 +178,7 @@ class BatchModel:
             session.prepare_jax(name, self.peers.size)
             target = find_target(name)
             if stored_plan is not None:
-                plan = Plan.from_table(tomllib.loads(stored_plan))
+                plan = plan_checks.read_stored(stored_plan)
             else:
                 plan_checks.check_present(target)
                 if self.plan_table is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..pods.peers import ALONE
 from ..text.tokenizer import Tokenizer
-from .job_files import check_files, job_outputs, side_files
+from .job_files import check_job_files, job_outputs, side_files
 from .journal import journal_path
 from .journal_records import SETUP
 from .lock import lock_path
@@ -196,7 +196,7 @@ class JobSettings:
             side["the copy of the input"] = self.input_path
         else:
             read.append(("the input", self.input_path))
-        check_files(job_outputs(self.output_path, self.error_file), read, side)
+        check_job_files(self.output_path, self.error_file, read, side)
         for path in self.outputs:
             check_output(path)
 

@@ -36,6 +36,26 @@ def job_outputs(output: Path, error_file: Path | None) -> dict[str, Path]:
     return {description: path for description, path in named.items() if path is not None}
 
 
+def check_job_files(
+    output: Path,
+    error_file: Path | None,
+    read: Iterable[tuple[str, Path | None]],
+    side_files: Mapping[str, Path],
+) -> None:
+    """Check the files of a job or a merge as `check_files` does.
+
+    Raises:
+        UnusableFile: A file cannot be used, or both outputs have one name in two folders.
+    """
+    check_files(job_outputs(output, error_file), read, side_files)
+    if error_file is not None and error_file.name == output.name:
+        raise UnusableFile(
+            f"{error_file}: expected file names of the output and the error file that differ, as "
+            f"the manifest knows them by name, got {output.name} in two folders. Choose another "
+            "name."
+        )
+
+
 def check_files(
     outputs: Mapping[str, Path],
     read: Iterable[tuple[str, Path | None]],

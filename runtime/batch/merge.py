@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from ..console import plural
 from ..errors import EXIT_OK, EXIT_RESUMABLE, EXIT_ROWS_FAILED, JobError, MergeError
 from ..files.disk import Disk, digest_chunks, digest_file
-from .job_files import check_files, job_outputs, side_files
+from .job_files import check_job_files, job_outputs, side_files
 from .journal import differences, journal_path
 from .lock import JobLock, lock_path
 from .manifest import (
@@ -32,6 +32,7 @@ from .manifest import (
     manifest_path,
     output_differences,
     read_manifest,
+    table_in,
     write_manifest,
 )
 from .output import write_outputs
@@ -39,6 +40,10 @@ from .part import WHOLE, Part
 from .progress import Progress
 from .results import CUT, STOPPED_SAMPLES, TOKENS_LEFT, error_of_line
 from .row_files import check_output, encoded, is_plain, output_lines
+
+_TABLES = ("configuration", "input", "outputs", "rows", "versions")
+"""The tables of a manifest that a merge reads."""
+_REMEDY = "Copy the part again with its manifest, or run it again with --restart."
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,10 @@ def merge(
         JobError: The disk refused an output.
     """
     progress, disk = progress or Progress(), disk or Disk()
-    named = job_outputs(output, error_file)
     read = [("a part", path) for path in paths]
     read += [("the manifest of a part", manifest_path(path)) for path in paths]
-    check_files(named, read, side_files(output))
-    outputs = list(named.values())
+    check_job_files(output, error_file, read, side_files(output))
+    outputs = list(job_outputs(output, error_file).values())
     for path in outputs:
         check_output(path)
     with JobLock(lock_path(output)), ExitStack() as files:
@@ -118,14 +122,30 @@ def _open_part(path: Path, files: ExitStack) -> FinishedPart:
         )
     file = files.enter_context(path.open("rb"))
     manifest = read_manifest(path) or {}
-    rows = manifest.get("configuration", {}).get("rows")
+    rows = table_in(manifest, "configuration").get("rows")
     if manifest.get("schema") != SCHEMA or rows is None:
         raise MergeError(
             f"{manifest_path(path)}: expected a manifest of schema {SCHEMA} that states its part "
             f"of the rows, got schema {manifest.get('schema')!r} and rows {rows!r}. Merge with the "
             "version that wrote it, or run the part again."
         )
-    return FinishedPart(path, Part.from_manifest(rows), manifest, file)
+    _check_tables(path, manifest)
+    try:
+        part = Part.from_manifest(str(rows))
+    except ValueError as error:
+        raise MergeError(f"{manifest_path(path)}: configuration.{error} {_REMEDY}") from None
+    return FinishedPart(path, part, manifest, file)
+
+
+def _check_tables(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuse a manifest that misses facts, or has something else in the place of a table."""
+    wrong = [key for key in _TABLES if not isinstance(manifest.get(key), dict)]
+    wrong += [key for key in ("model", "weights", "plan", "instant") if key not in manifest]
+    if wrong:
+        raise MergeError(
+            f"{manifest_path(path)}: expected {wrong[0]}, as every finished job writes it, got "
+            f"{str(manifest.get(wrong[0], 'none'))[:80]}. {_REMEDY}"
+        )
 
 
 def _refuse_other_jobs(parts: Sequence[FinishedPart]) -> None:

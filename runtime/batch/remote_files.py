@@ -22,6 +22,7 @@ from ..files.disk import Disk, replace_file
 from ..files.remote import RemoteFile, Url
 from .journal import journal_path
 from .manifest import manifest_path, output_differences, read_manifest
+from .pipes import PIPE
 
 Place = Path | Url
 States = dict[str, dict[str, str] | None]
@@ -45,8 +46,14 @@ class Outputs:
         """The outputs at paths and URLs.
 
         Raises:
-            ConfigError: A URL is given twice.
+            ConfigError: A URL is given twice, or an output is a pipe.
         """
+        for option, place in (("-o", output), ("--error-file", error_file)):
+            if place == PIPE:
+                raise ConfigError(
+                    f"{option}: expected a file or a URL, as only the output of noria batch may be "
+                    f"standard output, got {PIPE}. Name a file."
+                )
         local, urls = _local(output, work_folder), {}
         local_errors = None if error_file is None else _local(error_file, work_folder)
         if output == error_file and isinstance(output, Url):

@@ -21,7 +21,7 @@ def read_row_ids(path: Path, files: ModelFiles) -> list[list[int]]:
       files: The model whose tokenizer and chat template encode the prompts.
 
     Raises:
-      InputError: The file cannot be read, has no rows, or a row is wrong.
+      InputError: The file cannot be read, has no rows, or a row is wrong or has no prompt.
     """
     check_input(path)
     rows: list[list[int]] = []
@@ -31,6 +31,11 @@ def read_row_ids(path: Path, files: ModelFiles) -> list[list[int]]:
         raise InputError(f"{path}: {bad.place}: {bad.error}")
 
     def keep(row: BatchRow, ids: Sequence[int]) -> None:
+        if row.pooled is not None:
+            raise InputError(
+                f"{path}: {row.place}: expected rows with prompts, got embedding rows, as for "
+                f"{row.pooled.task}. Give rows with prompt or messages."
+            )
         if beyond := [token for token in ids if token >= vocab_size]:
             raise InputError(
                 f"{path}: {row.place}: expected ids below {vocab_size}, got {beyond[0]}."

@@ -96,7 +96,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--grace-seconds",
-        type=float,
+        type=_seconds,
         default=20.0,
         metavar="SECONDS",
         help="seconds to finish running rows after SIGTERM, SIGHUP or Ctrl-C (default: 20)",
@@ -177,6 +177,17 @@ def run(options: argparse.Namespace) -> int:
     from ..batch.batch_job import run_with_options
 
     return run_with_options(options)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    # nan is not at least 0 either
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return seconds
 
 
 def _weights_digest(text: str) -> str:

@@ -4,6 +4,8 @@ Knows nothing of weights, graphs or rows. Guarantees: what passes is run as plan
 is refused with the key of the plan to change.
 """
 
+import tomllib
+
 import jax.numpy as jnp
 
 from ...compile.attention_kernels import AttentionChoices, choose_kernels
@@ -17,6 +19,21 @@ from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import require
 from ..checkpoint import ModelFiles
+
+
+def read_stored(text: str) -> Plan:
+    """The plan that a journal or a manifest has, from the run that began the job.
+
+    Raises:
+        ValueError: Another version wrote it, with other keys or values.
+    """
+    try:
+        return Plan.from_table(tomllib.loads(text))
+    except ValueError as error:
+        raise ValueError(
+            f"{error} The job was begun by another version of noria, which wrote this plan. "
+            "Continue with that version, or begin the job again with --restart."
+        ) from error
 
 
 def check_present(target: Target) -> None:

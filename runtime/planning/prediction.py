@@ -6,7 +6,6 @@ All seconds are predictions.
 import argparse
 import json
 import time
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +35,7 @@ from ..files.layout_files import named_layout_tables, read_layout_table, split_s
 from .compiled_layouts import LayoutCompiler, PlannedLayout, describe_problems
 from .fitting_plan import suggest_fitting_plan
 from .layout_ranking import RankedLayout, Ranking, all_layouts
+from .plan_checks import read_stored
 from .planner import Planner, PlanResult
 from .search import SimulatedGrid
 from .workload import Workload, read_workload
@@ -345,7 +345,7 @@ def _grids_of_run(workload: Workload) -> "dict[str, BucketGrid]":
     """
     if workload.manifest is None:
         return {}
-    grid = Plan.from_table(tomllib.loads(workload.manifest["plan"])).buckets
+    grid = read_stored(workload.manifest["plan"]).buckets
     return {PLAN_OF_RUN: grid} if grid.prefixes is None else {}
 
 

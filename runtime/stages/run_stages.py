@@ -27,7 +27,7 @@ from ..batch.finished import (
     refuse_foreign_outputs,
 )
 from ..batch.job import JobModel, JobSettings
-from ..batch.job_files import check_files, job_outputs, side_files
+from ..batch.job_files import check_job_files, side_files
 from ..batch.journal import journal_path
 from ..batch.lines import BadRow
 from ..batch.lock import JobLock
@@ -236,11 +236,8 @@ def _check_files(settings: JobSettings, folder: Path) -> None:
     for path in settings.outputs:
         check_output(path)
     read = [("the input", settings.input_path), *settings.also_read]
-    check_files(
-        job_outputs(settings.output_path, settings.error_file),
-        read,
-        side_files(settings.output_path),
-    )
+    side = side_files(settings.output_path)
+    check_job_files(settings.output_path, settings.error_file, read, side)
     if folder.exists() and not folder.is_dir():
         raise UnusableFile(f"{folder}: expected a folder for the files of stages, got a file.")
     for description, path in read:

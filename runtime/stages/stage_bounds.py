@@ -78,6 +78,7 @@ def measure_stages(
             encoder.encode,
             defaults=settings.sampling_defaults,
             ignores_unknown=settings.ignores_unknown,
+            models=settings.models,
             on_progress=lambda rows, num_bytes: on_progress(rows, num_bytes, total_bytes),
         )
     rows = [
@@ -91,13 +92,9 @@ def _requests(
     source: BinaryIO, renderers: Sequence[StageRenderer]
 ) -> Iterator[tuple[bytes, list[int]]]:
     """The request lines of some rows for each stage, and their line numbers in the input."""
-    placeholders = {
-        renderer.stage.name: answers_table([_mark(index)] * renderer.stage.num_answers)
-        for index, renderer in enumerate(renderers)
-    }
     rows = (row for row in read_rows(source) if isinstance(row, InputRow))
     while chunk := list(islice(rows, CHUNK_ROWS)):
-        contexts: list[Context] = [{**placeholders, ROW: row.data} for row in chunk]
+        contexts = [_placeholders(row, renderers) for row in chunk]
         lines, numbers = [], []
         for renderer in renderers:
             for row, request in zip(chunk, renderer.render(contexts), strict=True):
@@ -106,6 +103,15 @@ def _requests(
                     lines.append(request_line(name, *request))
                     numbers.append(row.line_number)
         yield b"".join(lines), numbers
+
+
+def _placeholders(row: InputRow, renderers: Sequence[StageRenderer]) -> Context:
+    """The variables of templates for a row, with a placeholder for each answer."""
+    answers = {
+        renderer.stage.name: answers_table([_mark(index)] * renderer.num_answers(row.data))
+        for index, renderer in enumerate(renderers)
+    }
+    return {**answers, ROW: row.data}
 
 
 def _mark(stage: int) -> str:

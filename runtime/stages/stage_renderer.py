@@ -14,9 +14,12 @@ from typing import Any
 from ..batch.lines import request_of
 from ..batch.pooled_body import POOLED_URLS
 from ..errors import RowError
+from ..request import MAX_N
 from ..text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
 from .pipeline_file import ROW, Pipeline, Stage, wrong_key
 
+_LIMITS = ("max_tokens", "max_completion_tokens")
+"""The keys of a body that limit its answers."""
 Context = Mapping[str, Any]
 """The variables of templates: the row, and a table of answers for each earlier stage."""
 
@@ -31,6 +34,8 @@ class StageRenderer:
 
     def __init__(self, stage: Stage):
         self.stage = stage
+        self.is_read = False
+        """Whether a later stage reads the answers, which must then have a largest length."""
         self._processes = {
             place: TemplateProcess(source, TemplateLimits(), None, is_strict=True)
             for place, source in stage.templates.items()
@@ -71,7 +76,23 @@ class StageRenderer:
         except RowError as error:
             message = f"stage {self.stage.name} has no template, and the row is no request: "
             return RowError(error.code, message + error.message, error.param)
-        return url, {**body, **self.stage.fields}
+        if self.is_read and body.get("echo") and "echo" not in self.stage.fields:
+            message = f"stage {self.stage.name}: echo: expected false, as a later stage reads the "
+            message += "answers, got true. Remove it, or set echo = false in the stage."
+            return RowError("invalid_request", message, "echo")
+        # either key of the stage replaces both keys of the row
+        replaced = _LIMITS if any(key in self.stage.fields for key in _LIMITS) else ()
+        kept = {key: value for key, value in body.items() if key not in replaced}
+        return url, {**kept, **self.stage.fields}
+
+    def num_answers(self, row: Mapping[str, Any]) -> int:
+        """The largest number of answers to the request of a row."""
+        if self._processes or "n" in self.stage.fields:
+            return self.stage.num_answers
+        request = self._own_request(row)
+        n = None if isinstance(request, RowError) else request[1].get("n")
+        # the stage refuses requests with other values
+        return n if isinstance(n, int) and 1 <= n <= MAX_N else 1
 
     def close(self) -> None:
         """End the processes."""
@@ -92,15 +113,15 @@ def open_renderers(pipeline: Pipeline, files: ExitStack) -> list[StageRenderer]:
         ConfigError: A template is wrong, or reads answers whose lengths are not limited.
     """
     renderers = [files.enter_context(StageRenderer(stage)) for stage in pipeline.stages]
-    earlier: dict[str, Stage] = {}
+    earlier: dict[str, StageRenderer] = {}
     for renderer in renderers:
         _check_templates(pipeline, renderer, earlier)
-        earlier[renderer.stage.name] = renderer.stage
+        earlier[renderer.stage.name] = renderer
     return renderers
 
 
 def _check_templates(
-    pipeline: Pipeline, renderer: StageRenderer, earlier: Mapping[str, Stage]
+    pipeline: Pipeline, renderer: StageRenderer, earlier: Mapping[str, StageRenderer]
 ) -> None:
     name = renderer.stage.name
     for place, source in renderer.stage.templates.items():
@@ -113,7 +134,8 @@ def _check_templates(
             expected = f"a template that reads {', '.join([ROW, *earlier])} only"
             raise wrong_key(pipeline.path, name, place, expected, min(unknown))
         for read in sorted(names - {ROW}):
-            _check_answers(pipeline, earlier[read], name)
+            _check_answers(pipeline, earlier[read].stage, name)
+            earlier[read].is_read = True
 
 
 def _check_answers(pipeline: Pipeline, stage: Stage, reader: str) -> None:

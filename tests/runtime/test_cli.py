@@ -85,6 +85,15 @@ def test_wrong_usage_is_exit_code_2(arguments):
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize("seconds", ["nan", "-1", "soon"])
+def test_grace_seconds_are_at_least_0(tmp_path, capsys, seconds):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(batch(tmp_path, "--grace-seconds", seconds))
+    assert caught.value.code == 2
+    message = f"--grace-seconds: expected a number of at least 0, got '{seconds}'"
+    assert message in capsys.readouterr().err
+
+
 def test_an_unreadable_plan_is_exit_code_2_and_named(tmp_path, capsys):
     plan = tmp_path / "plan.toml"
     plan.write_text("= nonsense")

@@ -55,6 +55,17 @@ def test_these_are_all_the_files_that_a_job_writes(source, tmp_path, monkeypatch
     assert [path.name for path in side_files(tmp_path / "out.jsonl").values()] == SIDE_NAMES
 
 
+def test_an_error_file_has_another_name_than_the_output_in_another_folder(source, tmp_path):
+    (tmp_path / "errors").mkdir()
+    output, errors = tmp_path / "out.jsonl", tmp_path / "errors" / "out.jsonl"
+    message = "file names of the output and the error file that differ, .* got out.jsonl in"
+    refused(tmp_path, message, lambda: run(source, output, error_file=errors))
+    part = tmp_path / "part.jsonl"
+    run(source, part, part=Part(0, 1))
+    progress = Progress(is_quiet=True)
+    refused(tmp_path, message, lambda: merge([part], output, error_file=errors, progress=progress))
+
+
 @pytest.mark.parametrize("name", [*WRITTEN, *TEMPORARY])
 def test_an_error_file_is_no_other_file_of_the_job(source, tmp_path, name):
     (tmp_path / "link.jsonl").symlink_to(name)

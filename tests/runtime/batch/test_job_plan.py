@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from argparse import Namespace
 from dataclasses import replace
 
 import jax
@@ -21,8 +22,10 @@ from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.targets import Target, find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.batch import job_plan
+from noria.runtime.batch.batch_model import BatchModel
 from noria.runtime.batch.job_plan import derived_plan, limit_note
 from noria.runtime.cli import main
+from noria.runtime.errors import JobError
 from noria.runtime.planning.forecast import forecast_steps
 from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.pods.peers import ALONE
@@ -303,3 +306,11 @@ def test_a_limit_of_rows_after_prefixes_is_said():
     plan = Plan("cpu", MODEL, Numbers("float32"), grid)
     note = limit_note(plan, [RowShape(520, None)], EMBEDDED.max_position)
     assert f"at most {grid.max_length} tokens each, prompt included, after its prefix" in note
+
+
+def test_a_stored_plan_of_another_version_names_it_and_the_remedy():
+    table = "[structured]\nstates = 2\nclasses = 2\nmasks = 2\nschemas = []\n"
+    text = plan_of(OPEN).to_toml() + table
+    model = BatchModel(None, Namespace(target="cpu"), None, None)
+    with pytest.raises(JobError, match=r"'mask_blocks', 'move_blocks'.* begun by another .*--rest"):
+        model._resolve_plan(lambda target: None, text)

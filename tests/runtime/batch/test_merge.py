@@ -220,12 +220,16 @@ def test_a_part_that_is_replaced_after_the_check_is_copied_as_it_was_checked(
     [
         ({"schema": 7}, "expected a manifest of schema 2 that states its part.*got schema 7"),
         ({"configuration": {}}, "got schema 2 and rows None. Merge with the version"),
-        ({"configuration": {"rows": "3 of 2"}}, "rows: expected i/n with 0 <= i < n"),
+        ({"configuration": []}, "got schema 2 and rows None. Merge with the version"),
+        ({"configuration": {"rows": "3 of 2"}}, r"manifest.json: .*rows: expected i/n .* Copy the"),
+        ({"configuration": {"rows": 5}}, "rows: expected i/n with 0 <= i < n, got '5'"),
+        ({"rows": 5}, "manifest.json: expected rows, as every finished job writes it, got 5"),
+        ({"outputs": []}, "expected outputs, as every finished job writes it, got "),
     ],
 )
 def test_a_manifest_that_states_no_part_is_refused(parts, tmp_path, changes, message):
     edit_manifest(parts[0], **changes)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(MergeError, match=message):
         merge(parts, tmp_path / "out.jsonl")
 
 

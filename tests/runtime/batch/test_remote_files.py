@@ -9,7 +9,9 @@ from fake_model import FakeModel, masked, run, write_input
 from faulty_disk import Crash, FaultyDisk
 from fsspec.implementations.memory import MemoryFileSystem
 
+from noria.runtime.batch.part import Part
 from noria.runtime.batch.remote_files import Outputs, files_copied, input_copied, input_copy_path
+from noria.runtime.cli import main
 from noria.runtime.errors import ConfigError, JobError, UnusableFile
 from noria.runtime.files.disk import Disk
 from noria.runtime.files.remote import RemoteFile, Url
@@ -274,3 +276,19 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(fsspec.core, "url_to_fs", no_store)
     with pytest.raises(UnusableFile, match=r"Install s3fs .*pip install 'noria\[remote\]'"):
         RemoteFile(Url("s3://bucket/a"))
+
+
+def test_only_the_output_of_a_job_is_a_pipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run(write_input(tmp_path / "in.jsonl"), tmp_path / "part.jsonl", part=Part(0, 1))
+    before = sorted(tmp_path.iterdir())
+    merging, job = ["merge", "part.jsonl"], ["batch", "-i", "in.jsonl", "--model", "smollm2"]
+    for option, arguments in {
+        "-o": [*merging, "-o", "-"],
+        "--error-file": [*merging, "-o", "out.jsonl", "--error-file", "-"],
+        "--error-file ": [*job, "-o", "out.jsonl", "--error-file", "-"],
+    }.items():
+        assert main(arguments) == 2
+        message = f"{option.strip()}: expected a file or a URL, as only the output of noria batch"
+        assert message in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before

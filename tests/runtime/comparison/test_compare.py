@@ -13,10 +13,12 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.comparison_steps import compare_step
 from noria.compile.steps import NO_TOKEN
+from noria.runtime.batch.row_ids import read_row_ids
 from noria.runtime.checkpoint import load_params, open_model
 from noria.runtime.cli import main
 from noria.runtime.comparison import compare as module
 from noria.runtime.comparison.compare import ComparedModel, compare
+from noria.runtime.errors import InputError
 
 RNG = np.random.default_rng(0)
 ROWS = [RNG.integers(3, 250, n).tolist() for n in (3, 20, 9, 4)]
@@ -190,3 +192,11 @@ def test_what_cannot_be_compared_is_refused(
     rest = ["-i", prompts, "-o", tmp_path / "report", "--quiet"]
     assert run("--model", models[0], *options, *rest) == 2
     assert message in capsys.readouterr().err
+
+
+def test_rows_without_prompts_are_refused(models, tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": [5]}\n{"input": [[5, 6], [7]]}\n')
+    message = r"in.jsonl: line 2: expected rows with prompts, got embedding rows, .* Give rows with"
+    with open_model(models[0]) as files, pytest.raises(InputError, match=message):
+        read_row_ids(path, files)

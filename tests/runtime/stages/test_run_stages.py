@@ -13,11 +13,13 @@ import pytest
 from fake_model import masked, settings
 from faulty_disk import Crash, FaultyDisk
 
+from noria.compile.grids.prefix_grid import hash_tokens
 from noria.runtime.batch import job_input
 from noria.runtime.batch.manifest import PhaseClock, read_manifest
 from noria.runtime.batch.merge import merge
 from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
+from noria.runtime.batch.scan import ScanSummary
 from noria.runtime.errors import JournalError, UnusableFile
 from noria.runtime.stages.pipeline_file import read_pipeline
 from noria.runtime.stages.run_stages import run_stages
@@ -263,14 +265,68 @@ def test_an_input_among_the_files_of_stages_is_refused(source, tmp_path):
         run(folder / "1-draft.jsonl", output)
 
 
-@pytest.mark.parametrize("given", [None, 40])
-def test_bounds_cover_the_prompts_that_stages_ask(source, tmp_path, given):
-    text = STAGES.replace('"revise"', f'"revise"\nmax_prompt_tokens = {given}') if given else STAGES
-    (tmp_path / "stages.toml").write_text(text)
-    job = settings(source, tmp_path / "out.jsonl")
+def bounds(source: Path, text: str, **changes) -> ScanSummary:
+    """Measure the rows of all stages."""
+    path = source.with_name("stages.toml")
+    path.write_text(text)
+    job = settings(source, source.with_name("out.jsonl"), **changes)
     with ExitStack() as opened:
-        renderers = open_renderers(read_pipeline(tmp_path / "stages.toml"), opened)
-        summary = measure_stages(job, fake.FakeModel(), renderers, 512, lambda *counts: None)
+        renderers = open_renderers(read_pipeline(path), opened)
+        return measure_stages(job, fake.FakeModel(), renderers, 512, lambda *counts: None)
+
+
+def test_rows_of_an_adapter_share_the_prefixes_of_the_adapter(source):
+    common = "a beginning of exactly 32 tokens"
+    rows = [{"model": "tuned", "prompt": f"{common}{i}"} for i in range(2)]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    summary = bounds(source, STAGES, models={"base": None, "tuned": "tuned"})
+    digest = bytes.fromhex(hash_tokens(list(common.encode()), "tuned"))
+    assert int.from_bytes(digest, "little") in summary.prefixes.hashes.tolist()
+
+
+def test_bounds_count_the_answers_that_rows_ask_for(source):
+    given = [3, None, 10**9]
+    source.write_text("\n".join(json.dumps({"prompt": "x", "n": n}) for n in given))
+    summary = bounds(source, STAGES.replace("{{ draft.answer }}", "{{ draft.answers | join }}"))
+    lengths = [
+        row.requirements.prompt_length
+        for row in summary.rows
+        if row.requirements and str(row.custom_id).endswith("revise")
+    ]
+    placeholder, longest_answer = 4, 16
+    # the request with the last number is refused
+    expected = [n * (placeholder + longest_answer) for n in (3, 1, 1)]
+    assert lengths == [len("x:  none") + length for length in expected]
+
+
+def test_limits_of_a_stage_replace_both_limits_of_a_row(source, tmp_path):
+    limits = {"max_tokens": 90, "max_completion_tokens": 80}
+    source.write_text(json.dumps({"id": "q0", "prompt": "x", **limits}))
+    run(source, tmp_path / "out.jsonl", keeps=True)
+    (asked,) = records(tmp_path / "out.jsonl.stages" / "1-draft.in.jsonl")
+    assert asked["body"] == {"prompt": "x", "max_tokens": 16}
+    without = STAGES[: STAGES.index("[[stages]]", 20)].replace("max_tokens = 16", "n = 1")
+    run(source, tmp_path / "own.jsonl", text=without, keeps=True)
+    (asked,) = records(tmp_path / "own.jsonl.stages" / "1-draft.in.jsonl")
+    assert asked["body"] == {"prompt": "x", **limits, "n": 1}
+
+
+def test_an_echo_that_a_later_stage_would_read_is_an_error_row(source, tmp_path):
+    source.write_text(json.dumps({"id": "q0", "prompt": "x", "echo": True}))
+    output = tmp_path / "out.jsonl"
+    assert run(source, output) == 1
+    error = records(output)[0]["response"]["body"]["error"]
+    assert error["message"].startswith("stage draft: echo: expected false, as a later stage reads")
+    alone = STAGES.replace("{{ draft.answer }}", "")
+    assert run(source, tmp_path / "unread.jsonl", text=alone) == 0
+    off = STAGES.replace("max_tokens = 16", "max_tokens = 16\necho = false")
+    assert run(source, tmp_path / "off.jsonl", text=off) == 0
+
+
+@pytest.mark.parametrize("given", [None, 40])
+def test_bounds_cover_the_prompts_that_stages_ask(source, given):
+    text = STAGES.replace('"revise"', f'"revise"\nmax_prompt_tokens = {given}') if given else STAGES
+    summary = bounds(source, text)
     need = {row.custom_id: row.requirements for row in summary.rows if row.requirements}
     assert need["q2 in stage draft"].prompt_length == len("prompt 2")
     placeholder, longest_answer = 4, 16
