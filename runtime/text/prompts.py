@@ -9,6 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from numbers import Number
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -90,11 +91,54 @@ class PromptReader:
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of a call that was given one prompt or several."""
-    is_one = isinstance(prompts, str | Mapping | np.ndarray) or (
-        len(prompts) > 0 and isinstance(prompts[0], Number)
-    )
-    return [prompts] if is_one else list(prompts)  # pyright: ignore[reportReturnType]
+    """The prompts of a call that was given one prompt or several.
+
+    Raises:
+      RowError: The argument is neither.
+    """
+    if isinstance(prompts, str | Mapping | np.ndarray):
+        return [prompts]
+    prompts = _listed("prompts", "a prompt or a list of prompts", prompts)
+    return [prompts] if prompts and isinstance(prompts[0], Number) else prompts
+
+
+def as_conversations(messages: Any) -> list[Any]:
+    """The conversations of a call that was given one conversation or several.
+
+    Raises:
+      RowError: The argument is neither.
+    """
+    messages = _listed("messages", "a list of messages, or of such lists", messages)
+    return [messages] if messages and isinstance(messages[0], Mapping) else messages
+
+
+def one_each(name: str, given: Any, kind: type | UnionType, count: int) -> list[Any]:
+    """A value for each prompt, from one value of this kind for all or a list of them.
+
+    Raises:
+      RowError: A value is of another kind.
+      ValueError: The list has another length.
+    """
+    if isinstance(given, kind):
+        return [given] * count
+    expected = getattr(kind, "__name__", str(kind))
+    values = _listed(name, f"{expected}, or a list with one for each prompt", given)
+    for index, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise _wrong(f"{name}[{index}]", expected, value, name)
+    if len(values) != count:
+        raise ValueError(
+            f"{name}: expected one for all prompts or one each ({count}), got {len(values)}."
+        )
+    return values
+
+
+def _listed(name: str, expected: str, given: Any) -> list[Any]:
+    """A list, a tuple, an array or another sequence as a list; text is no list."""
+    is_indexed = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    if not is_indexed or isinstance(given, str | bytes | bytearray | Mapping):
+        raise _wrong(name, expected, given, name)
+    return list(given)
 
 
 def _content(prompt: Prompt) -> Any:
@@ -102,13 +146,13 @@ def _content(prompt: Prompt) -> Any:
     if not isinstance(prompt, Mapping):
         return prompt
     if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
-        raise RowError(
-            "invalid_request",
-            "prompt: expected {'prompt': text} or {'prompt_token_ids': ids}, "
-            f"got the keys {sorted(prompt)}.",
-            "prompt",
-        )
-    return next(iter(prompt.values()))
+        expected = "{'prompt': text} or {'prompt_token_ids': ids}"
+        raise _wrong("prompt", expected, list(prompt), "prompt")
+    ((key, content),) = prompt.items()
+    if isinstance(content, str) != (key == "prompt"):
+        expected = "text" if key == "prompt" else "token ids"
+        raise _wrong(f"prompt[{key!r}]", expected, content, "prompt")
+    return content
 
 
 def _token_ids(prompt: Any) -> list[int]:
@@ -118,8 +162,8 @@ def _token_ids(prompt: Any) -> list[int]:
         prompt = prompt.tolist()
     try:
         ids = list(prompt)
-        # bool is an int in Python, but an array of bool is a mask, not a prompt
-        if any(isinstance(token, bool) for token in ids):
+        # bytes are integers in Python too; an array of bool is a mask, not a prompt
+        if isinstance(prompt, bytes | bytearray) or any(isinstance(t, bool) for t in ids):
             raise TypeError
         return [operator.index(token) for token in ids]
     except TypeError:
@@ -130,3 +174,8 @@ def _token_ids(prompt: Any) -> list[int]:
 def _no_ids(got: str, remedy: str) -> RowError:
     expected = "text, or a list or one-dimensional array of integers"
     return RowError("invalid_request", f"prompt: expected {expected}, got {got}. {remedy}.")
+
+
+def _wrong(where: str, expected: str, got: object, param: str) -> RowError:
+    message = f"{where}: expected {expected}, got {repr(got)[:60]}."
+    return RowError("invalid_request", message, param)
