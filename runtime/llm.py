@@ -38,6 +38,7 @@ from .planning import plan_checks
 from .planning.plan_arguments import PlanArguments, check_kinds
 from .request import Request, RequestOutput, SamplingParams
 from .structured.params import StructuredOutputsParams
+from .text.chat_messages import read_messages
 from .text.prompts import Prompt, PromptReader, as_conversations, as_list, one_each
 from .text.tokenizer import Tokenizer
 from .vllm_options import CALL, CHAT, EMBED, MODEL, also_accepts
@@ -242,7 +243,7 @@ class LLM:
             (
                 None,
                 self._prompts.chats.encode(
-                    conversation,
+                    read_messages(conversation),
                     add_generation_prompt=add_generation_prompt,
                     template_kwargs=chat_template_kwargs,
                     tools=tools,

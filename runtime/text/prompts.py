@@ -16,6 +16,7 @@ import numpy as np
 
 from ..embedding.texts import EncodedText, whole_text
 from ..errors import RowError
+from .chat_messages import invalid_value
 from .chat_template import ChatRenderer
 from .tokenizer import Tokenizer
 
@@ -125,7 +126,7 @@ def one_each(name: str, given: Any, kind: type | UnionType, count: int) -> list[
     values = _listed(name, f"{expected}, or a list with one for each prompt", given)
     for index, value in enumerate(values):
         if not isinstance(value, kind):
-            raise _wrong(f"{name}[{index}]", expected, value, name)
+            raise invalid_value(f"{name}[{index}]", expected, value)
     if len(values) != count:
         raise ValueError(
             f"{name}: expected one for all prompts or one each ({count}), got {len(values)}."
@@ -137,7 +138,7 @@ def _listed(name: str, expected: str, given: Any) -> list[Any]:
     """A list, a tuple, an array or another sequence as a list; text is no list."""
     is_indexed = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     if not is_indexed or isinstance(given, str | bytes | bytearray | Mapping):
-        raise _wrong(name, expected, given, name)
+        raise invalid_value(name, expected, given)
     return list(given)
 
 
@@ -147,11 +148,11 @@ def _content(prompt: Prompt) -> Any:
         return prompt
     if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
         expected = "{'prompt': text} or {'prompt_token_ids': ids}"
-        raise _wrong("prompt", expected, list(prompt), "prompt")
+        raise invalid_value("prompt", expected, list(prompt))
     ((key, content),) = prompt.items()
     if isinstance(content, str) != (key == "prompt"):
         expected = "text" if key == "prompt" else "token ids"
-        raise _wrong(f"prompt[{key!r}]", expected, content, "prompt")
+        raise invalid_value(f"prompt[{key!r}]", expected, content)
     return content
 
 
@@ -174,8 +175,3 @@ def _token_ids(prompt: Any) -> list[int]:
 def _no_ids(got: str, remedy: str) -> RowError:
     expected = "text, or a list or one-dimensional array of integers"
     return RowError("invalid_request", f"prompt: expected {expected}, got {got}. {remedy}.")
-
-
-def _wrong(where: str, expected: str, got: object, param: str) -> RowError:
-    message = f"{where}: expected {expected}, got {repr(got)[:60]}."
-    return RowError("invalid_request", message, param)

@@ -1,5 +1,7 @@
 """Arguments of `LLM` and of its calls: wrong ones are refused by name, before a model is read."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
 from noria.runtime.planning.plan_arguments import PlanArguments
 from noria.runtime.structured.params import StructuredOutputsParams
+from noria.runtime.text.chat_messages import read_messages
 from noria.runtime.text.prompts import PromptReader, as_conversations, as_list, one_each
 
 FORM = StructuredOutputsParams(choice=["yes"])
@@ -91,6 +94,31 @@ def test_messages_are_a_list(messages):
     expected = "^messages: expected a list of messages, or of such lists, got"
     with pytest.raises(ValueError, match=expected):
         as_conversations(messages)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"role": "banana"}, "messages[0].role: expected one of system, developer, user, "),
+        ({"contents": "x"}, "messages[0]: 'contents' is not a known parameter. Did you mean"),
+        ({"name": 5}, "messages[0].name: expected a string, got 5"),
+    ],
+)
+def test_messages_of_a_chat_have_the_roles_and_keys_of_a_batch(wrong, message):
+    with pytest.raises(ValueError) as caught:
+        read_messages([USER | wrong])
+    assert str(caught.value).startswith(message)
+    # a model that would answer any conversation
+    chats = SimpleNamespace(encode=lambda messages, **options: [5])
+    model = SimpleNamespace(
+        _require_generation=lambda: None,
+        _prompts=SimpleNamespace(chats=chats),
+        _run=lambda generator, rows, params, adapter: rows,
+    )
+    assert LLM.chat(model, [USER]) == [(None, [5])]
+    with pytest.raises(ValueError) as caught:
+        LLM.chat(model, [[USER], [USER | wrong]])
+    assert str(caught.value).startswith(message)
 
 
 def test_one_or_several_are_told_apart():
