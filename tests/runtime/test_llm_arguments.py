@@ -145,3 +145,34 @@ def test_adapters_of_prompts_are_names():
     assert one_each("adapter", None, str | None, 2) == [None, None]
     with pytest.raises(ValueError, match=r"^adapter\[1\]: expected str \| None, got 5"):
         one_each("adapter", ["a", 5], str | None, 2)
+
+
+def test_numbers_of_numpy_are_numbers():
+    params = SamplingParams(
+        n=np.int64(2),
+        temperature=np.float32(0.5),
+        seed=np.uint8(3),
+        stop_token_ids=np.array([7, 8]),
+        logit_bias={np.int64(5): np.float32(1)},
+    )
+    same = SamplingParams(n=2, temperature=0.5, seed=3, stop_token_ids=[7, 8], logit_bias={5: 1.0})
+    assert params == same and repr(params) == repr(same)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("n", np.float32(2), "an integer, got 2.0"),
+        ("n", True, "an integer, got True"),
+        ("ignore_eos", np.int64(1), "true or false, got 1"),
+        ("stop", 5, "a list, got 5"),
+        ("stop_token_ids", 5, "a list, got 5"),
+        ("stop_token_ids", "57", "a list, got '57'"),
+        ("logit_bias", [1], "a mapping from token ids to numbers, got"),
+        ("temperature", "0", "0 or a number from"),
+    ],
+)
+def test_a_wrong_sampling_parameter_is_refused(name, value, expected):
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(**{name: value})
+    assert str(caught.value).startswith(f"{name}: expected {expected}")
