@@ -183,15 +183,15 @@ def test_a_template_shows_tools_and_their_strings_are_plain_text(renderer):
 
 
 @pytest.mark.parametrize(
-    ("option", "name"),
+    ("option", "message"),
     [
-        ({"tools": {"type": "function"}}, "tools"),
-        ({"template_kwargs": 5}, "chat_template_kwargs"),
-        ({"add_generation_prompt": "no"}, "add_generation_prompt"),
+        ({"tools": {"type": "function"}}, "tools: expected a list of tools, got"),
+        ({"template_kwargs": 5}, "chat_template_kwargs: expected a mapping of variables, got 5"),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt: expected True or False, got"),
     ],
 )
-def test_an_option_of_another_type_is_refused(renderer, option, name):
-    with pytest.raises(RowError, match=f"^{name}: expected .*, got "):
+def test_an_option_of_another_type_is_refused(renderer, option, message):
+    with pytest.raises(RowError, match=message):
         renderer(CHATML).encode([{"role": "user", "content": "x"}], **option)
 
 
