@@ -4,6 +4,7 @@ Every error derives from a built-in error and says what was expected, what came,
 exception may have its exit code in an attribute `exit_code`. Does not know about subcommands.
 """
 
+import difflib
 import os
 import sys
 from contextlib import suppress
@@ -50,6 +51,14 @@ class RowError(ValueError):
         self.code = code
         self.message = message
         self.param = param
+
+
+def unknown_parameter(key: str, known: tuple[str, ...]) -> RowError:
+    """The error for an unknown key, with the most similar known key."""
+    key = key[:100]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    remedy = f"Did you mean {close[0]!r}?" if close else "Remove it."
+    return RowError("unknown_parameter", f"{key!r} is not a known parameter. {remedy}", key)
 
 
 class JobError(RuntimeError):

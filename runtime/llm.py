@@ -1,11 +1,11 @@
 """The Python interface: `LLM.generate`, `LLM.chat`, `LLM.score` and `LLM.embed`.
 
-Names and the defaults of `SamplingParams` are vLLM's, with three exceptions. `max_tokens` is None
-by default, and means all tokens that the plan's `max_length` leaves. Log-probabilities are one
+Names and the defaults of `SamplingParams` are vLLM's, with four exceptions. `max_tokens` is None by
+default, and means all tokens that the plan's `max_length` leaves. Log-probabilities are one
 `TokenLogprob` per token. `score` takes prompts, not pairs of texts. All graphs are compiled at
-construction. If a prompt does not fit the grid, its call raises an error before any prompt of the
-call runs. After a call that was interrupted, or that failed on the device, the model can be used
-again.
+construction, so forms of `structured_outputs` are given there too. If a prompt does not fit the
+grid, its call raises an error before any prompt of the call runs. After a call that was
+interrupted, or that failed on the device, the model can be used again.
 """
 
 import sys
@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 from ..compile.expert_plan import ExpertPlan
@@ -36,17 +35,17 @@ from .engine.generation import GenerationSession
 from .errors import RowError, check_process
 from .files.run_config import read_instant, read_plan_table
 from .planning import plan_checks
-from .planning.plan_arguments import PlanArguments
+from .planning.plan_arguments import PlanArguments, check_kinds
 from .request import Request, RequestOutput, SamplingParams
 from .structured.params import StructuredOutputsParams
-from .text.prompts import Prompt, PromptReader, as_list
+from .text.chat_messages import read_messages
+from .text.prompts import Prompt, PromptReader, as_conversations, as_list, one_each
 from .text.tokenizer import Tokenizer
 from .vllm_options import CALL, CHAT, EMBED, MODEL, also_accepts
 
 AdapterName = str | Sequence[str | None] | None
 """The name of an adapter for all prompts of a call, or a name or None for each."""
 
-DEFAULT_SLOTS = 16
 _NO_OUTPUT = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=0)
 
 
@@ -65,7 +64,7 @@ class LLM:
       max_model_len: Maximum length of prompt and output together, at which rows without
         `max_tokens` end. By default the model's own limit, at most 2048; a line on stderr says so
         if the limit is longer.
-      max_num_seqs: Number of decode slots.
+      max_num_seqs: Number of decode slots, by default 16.
       dtype: `float32`, `bfloat16`, or `auto` for the faster of the two.
       numbers: Keys of a plan's table `[numbers]`, except `dtype`, such as `{"weights": "int8"}` or
         `{"weights": "int4", "group": 64}`. By default all numbers are float.
@@ -99,7 +98,7 @@ class LLM:
         adapters: Mapping[str, str | Path] | None = None,
         plan: Plan | str | Path | None = None,
         max_model_len: int | None = None,
-        max_num_seqs: int = DEFAULT_SLOTS,
+        max_num_seqs: int | None = None,
         dtype: str = "auto",
         numbers: Mapping[str, Any] | None = None,
         target: str | None = None,
@@ -112,6 +111,8 @@ class LLM:
         now: str | None = None,
     ):
         """Load the model and compile its grid; see the class for the arguments."""
+        check_kinds(model=model, adapters=adapters, plan=plan, dtype=dtype, target=target)
+        check_kinds(seed=seed, strict_config=strict_config)
         arguments = PlanArguments(
             runner, numbers, layout, experts, max_model_len, max_num_seqs, structured_outputs
         )
@@ -238,19 +239,17 @@ class LLM:
           GraphFailed: The device failed.
         """
         generator = self._require_generation()
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if is_one else messages
         rows = [
             (
                 None,
                 self._prompts.chats.encode(
-                    conversation,
+                    read_messages(conversation),
                     add_generation_prompt=add_generation_prompt,
                     template_kwargs=chat_template_kwargs,
                     tools=tools,
                 ),
             )
-            for conversation in conversations
+            for conversation in as_conversations(messages)
         ]
         return self._run(generator, rows, sampling_params, adapter)
 
@@ -366,9 +365,9 @@ class LLM:
         adapter: AdapterName = None,
     ) -> list[RequestOutput]:
         """Run rows, which are pairs of a text, if one was given, and its token ids."""
-        names = _one_each("adapter", adapter, str | None, len(rows))
+        names = one_each("adapter", adapter, str | None, len(rows))
         params = SamplingParams() if params is None else params
-        params = _one_each("sampling_params", params, SamplingParams, len(rows))
+        params = one_each("sampling_params", params, SamplingParams, len(rows))
         with self._lock:
             requests = []
             for (text, ids), param, name in zip(rows, params, names, strict=True):
@@ -386,14 +385,3 @@ class LLM:
             outputs = {output.request_id: output for output in generator.run()}
             self._is_running = False
         return [outputs[request.request_id] for request in requests]
-
-
-def _one_each(name: str, given: Any, kind: type | UnionType, count: int) -> Sequence[Any]:
-    """A value for each prompt, from one value of this kind for all or a sequence of them."""
-    if isinstance(given, kind):
-        return [given] * count
-    if len(given) != count:
-        raise ValueError(
-            f"{name}: expected one for all prompts or one each ({count}), got {len(given)}."
-        )
-    return given

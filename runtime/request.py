@@ -9,7 +9,8 @@ files.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import RowError
 from .structured.params import StructuredOutputsParams
@@ -26,6 +27,8 @@ MAX_STOP_TOKEN_IDS = 32
 MAX_LOGIT_BIAS = 300
 MAX_PROBES = 1000
 KEEP = ("all", "majority", "best")
+_PLAIN = frozenset({int, float, bool, str, tuple, type(None)})
+"""Types of parameters that are no numbers of numpy."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +140,14 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self):
-        """Check all values, and turn the stops into tuples."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        """Check all values, turn the stops into tuples, and numpy's numbers into Python's."""
+        others = {name: x for name, x in vars(self).items() if type(x) not in _PLAIN}
+        for name, value in others.items():
+            object.__setattr__(self, name, _plain_number(value))
+        stop = _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        stop_ids = map(_plain_number, _as_tuple("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
         _check_integer("n", self.n, 1, MAX_N)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -159,7 +166,7 @@ class SamplingParams:
             if not isinstance(getattr(self, flag), bool):
                 raise wrong_value(flag, "true or false", getattr(self, flag))
         _check_stops(stop, self.stop_token_ids)
-        _check_logit_bias(self.logit_bias)
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RowError(
                 "invalid_request",
@@ -317,6 +324,21 @@ def wrong_value(where: str, expected: str, got: object, param: str | None = None
     return RowError("invalid_request", message, param or where)
 
 
+def _plain_number(value: Any) -> Any:
+    """A number as int or float; anything else as it is."""
+    if type(value) not in _PLAIN and isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
+
+
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
+        raise wrong_value(name, "a list", values)
+    return tuple(values)
+
+
 def _check_integer(
     name: str, value: object, low: int, high: int, *, optional: bool = False
 ) -> None:
@@ -355,13 +377,17 @@ def _check_stops(stop: Sequence[str], stop_token_ids: Sequence[int]) -> None:
         _check_integer("stop_token_ids", token, 0, 2**31 - 1)
 
 
-def _check_logit_bias(logit_bias: Mapping[int, float] | None) -> None:
-    if not logit_bias:
-        return
+def _checked_bias(logit_bias: Any) -> dict[int, float] | None:
+    if logit_bias is None:
+        return None
+    if not isinstance(logit_bias, Mapping):
+        raise wrong_value("logit_bias", "a mapping from token ids to numbers", logit_bias)
     if len(logit_bias) > MAX_LOGIT_BIAS:
         raise wrong_value(
             "logit_bias", f"at most {MAX_LOGIT_BIAS} entries", f"{len(logit_bias)} entries"
         )
-    for token, bias in logit_bias.items():
+    plain = {_plain_number(token): _plain_number(bias) for token, bias in logit_bias.items()}
+    for token, bias in plain.items():
         _check_integer("logit_bias", token, 0, 2**31 - 1)
         _check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+    return plain

@@ -15,23 +15,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..errors import RowError
+from ..errors import RowError, unknown_parameter
 from ..files.strict_json import MAX_LINE_BYTES, Line, Unit, dump_line, parse_object
 from ..request import SamplingParams, wrong_value
-from ..text.chat_messages import normalise_messages
+from ..text.chat_messages import read_messages
 from .pooled_body import EMBEDDING_URL, POOLED_URLS, PooledRequest, read_pooled, unknown_pooled_keys
-from .request_body import read_params, unknown_keys, unknown_parameter
+from .request_body import read_params, unknown_keys
 from .tools import Tools
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETION_URL = "/v1/completions"
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
 _SIMPLE_URLS = {"prompt": COMPLETION_URL, "messages": CHAT_URL, "input": EMBEDDING_URL}
 """The endpoint of a simple line, by the key that it has."""
 _ENVELOPE = ("custom_id", "method", "url", "body")
-_MESSAGE_KEYS = ("role", "content", "name", "refusal", "tool_calls", "tool_call_id")
 _MAX_TOKEN_ID = 2**31 - 1
 
 
@@ -257,7 +254,7 @@ def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     }
     if is_chat:
         content["kind"], content["tools"] = "chat", read.tools
-        content["messages"] = _messages(body.get("messages"))
+        content["messages"] = read_messages(body.get("messages"))
         content["chat_template_kwargs"] = _template_kwargs(body.get("chat_template_kwargs"))
         return content
     content["kind"] = "score" if read.params.max_tokens == 0 else "completion"
@@ -310,22 +307,6 @@ def _prompt(prompt: object) -> str | list[int]:
                 "prompt",
             )
     return prompt
-
-
-def _messages(messages: object) -> list[dict[str, Any]]:
-    """The messages, if they have OpenAI's roles and keys only; templates ignore others silently."""
-    checked = normalise_messages(messages)
-    for index, message in enumerate(checked):
-        where, role = f"messages[{index}]", message["role"]
-        for key in message:
-            if key not in _MESSAGE_KEYS:
-                error = unknown_parameter(key, _MESSAGE_KEYS)
-                raise RowError(error.code, f"{where}: {error.message}", f"{where}.{key[:100]}")
-        if role not in ROLES:
-            raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role, "messages")
-        if not isinstance(message.get("name", ""), str):
-            raise wrong_value(f"{where}.name", "a string", message["name"], "messages")
-    return checked
 
 
 def _template_kwargs(value: object) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..errors import RowError
+from ..errors import RowError, unknown_parameter
 from ..request import wrong_value
-from .request_body import unknown_parameter
 
 Task = Literal["embed", "score", "rerank", "classify"]
 Text = str | tuple[int, ...]

@@ -9,13 +9,12 @@ Does not know about lines, ids, tokenizers or buckets. Guarantees: every body gi
 raises `RowError`.
 """
 
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, RowError
+from ..errors import ConfigError, RowError, unknown_parameter
 from ..request import MAX_LOGPROBS, SampleRule, SamplingParams, wrong_value
 from .structured_body import FORM_KEYS, read_form
 from .tools import TOOL_KEYS, Tools, read_tools
@@ -186,14 +185,6 @@ def _in_body_keys(error: RowError, keys: Mapping[str, str]) -> RowError:
     message = error.message.replace("beside structured_outputs", f"beside {form}", 1)
     message = message.replace(field, keys.get(field, field), 1)
     return RowError(error.code, message, f"{keys.get(field, field)}{dot}{rest}")
-
-
-def unknown_parameter(key: str, known: tuple[str, ...]) -> RowError:
-    """The error for an unknown key, with the most similar known key."""
-    key = key[:100]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    remedy = f"Did you mean {close[0]!r}?" if close else "Remove it from the line."
-    return RowError("unknown_parameter", f"{key!r} is not a known parameter. {remedy}", key)
 
 
 def unknown_keys(body: Mapping[str, Any], *, is_chat: bool) -> tuple[str, ...]:

@@ -50,11 +50,15 @@ def unit_of(path: Path) -> Unit:
     return "line" if table_of(path) == "lines" else "row"
 
 
-def check_input(path: Path) -> None:
+def check_input(path: Path, columns: Columns | None = None) -> None:
     """Check that an input can be read twice, row by row.
 
+    Args:
+        path: The input.
+        columns: The columns that the user names.
+
     Raises:
-        InputError: The input is absent, is no regular file, or has another format.
+        InputError: The input is absent, is no regular file, has another format, or has no columns.
         UnusableFile: The package for its format is missing.
     """
     if not path.exists():
@@ -64,6 +68,11 @@ def check_input(path: Path) -> None:
             f"{path}: expected a regular file, as the input is read twice, got "
             f"{'a directory' if path.is_dir() else 'a pipe or device'}. Save it to a file first, "
             "or pipe it into -i -."
+        )
+    if columns not in (None, Columns()) and table_of(path) == "lines":
+        raise InputError(
+            f"{path}: expected a table (.csv, .tsv or .parquet) with --prompt-column or "
+            "--id-column, got JSON Lines, which have keys. Leave the options out."
         )
     if is_plain(path):
         with path.open("rb") as file:

@@ -84,7 +84,7 @@ def run_job(
     """
     progress, disk, phases = progress or Progress(), disk or Disk(), phases or PhaseClock()
     if not settings.reads_stdin:
-        check_input(settings.input_path)
+        check_input(settings.input_path, settings.columns)
     services = {"peers": peers, "disk": disk, "progress": progress, "phases": phases}
     if not peers.is_leader:
         with StopSignals() as stop:
@@ -102,7 +102,7 @@ def run_job(
         # the next run may be on another host, which cannot detect that this process has ended
         peers.on_abort(lock.release)
         if settings.reads_stdin:
-            check_input(settings.input_path)
+            check_input(settings.input_path, settings.columns)
         earlier = None
         if settings.restart:
             # first the manifest: without it the old output no longer counts as complete

@@ -250,7 +250,6 @@ class Admission:
                 f"request {request.request_id!r}: expected a form of answers that the plan's "
                 f"[structured] has, got {form.fingerprint}. Begin the job again with --restart or "
                 f"with a plan that has the form, or give the form to LLM(structured_outputs=...).",
-                "response_format",
             )
         if (shortest := structures.shortest[form.fingerprint]) > room:
             raise RowError(

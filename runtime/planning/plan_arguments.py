@@ -2,13 +2,15 @@
 
 The plan that they make has a ladder of buckets, whose lengths double up to the longest row, as the
 lengths of later prompts are unknown. Forms of answers and adapters get room in a plan that has none
-for them. Does not know about parameters or requests. Guarantees: an argument that a given plan
-decides is refused.
+for them. The kinds of all arguments of `LLM` are checked here too, before anything is read. Does
+not know about parameters or requests. Guarantees: an argument that a given plan decides is refused.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from ...compile.expert_plan import ExpertPlan, default_experts
@@ -17,6 +19,7 @@ from ...compile.grids.embed_grid import embed_ladder
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.targets import Target
+from ...modelzoo.config_values import check_count
 from ...sharding.layout import Layout
 from .. import session
 from ..adapters.adapter_set import AdapterSet
@@ -30,7 +33,35 @@ from ..text.load_tokenizer import load_tokenizer
 from . import plan_checks
 
 DEFAULT_MAX_LENGTH = 2048
+DEFAULT_SLOTS = 16
 RUNNERS = ("auto", "generate", "pooling")
+
+_KINDS: Mapping[str, tuple[type | UnionType, str]] = {
+    "model": (str | Path, "the name or the path of a model"),
+    "adapters": (Mapping | None, "a mapping from names to folders"),
+    "plan": (Plan | str | Path | None, "a Plan, or the path of a plan or a bundle"),
+    "dtype": (str, "float32, bfloat16 or auto"),
+    "target": (str | None, "the name of a target"),
+    "layout": (str | Path | None, "the name or the path of a layout"),
+    "experts": (ExpertPlan | None, "an ExpertPlan"),
+    "numbers": (Mapping | None, "a mapping such as {'weights': 'int8'}"),
+    "seed": (int, "an integer"),
+    "strict_config": (bool, "True or False"),
+    "structured_outputs": (list | tuple, "a list of StructuredOutputsParams"),
+}
+
+
+def check_kinds(**arguments: object) -> None:
+    """Check that arguments of `LLM` have their types.
+
+    Raises:
+      ValueError: An argument has another type.
+    """
+    for name, value in arguments.items():
+        kind, expected = _KINDS[name]
+        # bool is an int in Python, but true is no seed
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError(f"{name}: expected {expected}, got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -42,12 +73,23 @@ class PlanArguments:
     layout: str | None
     experts: ExpertPlan | None
     max_model_len: int | None
-    max_num_seqs: int
+    max_num_seqs: int | None
     structured_outputs: Sequence[StructuredOutputsParams]
 
     def __post_init__(self):
         if self.runner not in RUNNERS:
             raise ValueError(f"runner: expected one of {', '.join(RUNNERS)}, got {self.runner!r}.")
+        for name in ("numbers", "layout", "experts", "structured_outputs"):
+            check_kinds(**{name: getattr(self, name)})
+        for name in ("max_model_len", "max_num_seqs"):
+            if (size := getattr(self, name)) is not None:
+                check_count(name, size)
+        for index, form in enumerate(self.structured_outputs):
+            if not isinstance(form, StructuredOutputsParams):
+                place = f"structured_outputs[{index}]"
+                raise ValueError(f"{place}: expected StructuredOutputsParams, got {form!r}.")
+        if "dtype" in (self.numbers or {}):
+            raise ValueError("numbers: expected no key dtype, got one. Give the argument dtype.")
 
     def check_beside(self, plan: Plan) -> None:
         """Check that the arguments agree with a given plan.
@@ -55,10 +97,11 @@ class PlanArguments:
         Raises:
           ValueError: An argument sets what the plan has, or the plan is for another runner.
         """
-        if self.layout is not None or self.experts is not None or self.numbers is not None:
+        names = ("layout", "experts", "numbers", "max_model_len", "max_num_seqs")
+        if given := [name for name in names if getattr(self, name) is not None]:
             raise ValueError(
-                "layout, experts, numbers: expected none beside a plan, which has its own. "
-                "Change them in the plan."
+                f"{', '.join(given)}: expected none beside a plan, which has its own, got "
+                f"{getattr(self, given[0])!r}. Change the plan, or make another with noria plan."
             )
         planned = "pooling" if plan.buckets.embed else "generate"
         if self.runner not in ("auto", planned):
@@ -93,7 +136,8 @@ class PlanArguments:
             grid = embed_ladder(max_length, aims(target.name, layout))
         else:
             defaults = GridDefaults.for_layout(layout)
-            grid = ladder_grid(max_length, self.max_num_seqs, score=True, defaults=defaults)
+            slots = self.max_num_seqs or DEFAULT_SLOTS
+            grid = ladder_grid(max_length, slots, score=True, defaults=defaults)
             if self.max_model_len is None and grid.max_length < config.max_position:
                 reason = f"LLM plans for {grid.max_length} tokens if max_model_len is not given"
         return Plan(

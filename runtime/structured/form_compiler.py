@@ -102,5 +102,5 @@ def make_trie(
 
 
 def refused(message: str) -> RowError:
-    """The error of a row whose form cannot be used."""
-    return RowError("invalid_request", f"structured output: {message}.", "response_format")
+    """The error of a row whose form cannot be used; several keys of requests ask for forms."""
+    return RowError("invalid_request", f"structured output: {message}.")

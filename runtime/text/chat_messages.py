@@ -1,19 +1,42 @@
 """Check chat messages, and normalise them to the form that chat templates expect.
 
-A key with the value None counts as absent. Roles and further keys, such as those of tool calls, are
-passed to the template without a check. Does not know about templates or tokens. Guarantees: the
-result is a copy in plain lists, dicts and strings that can be encoded as UTF-8; anything else is
-refused with its place, such as `messages[2].content`.
+A key with the value None counts as absent. `read_messages` is the check for requests of users, and
+`normalise_messages` takes any role and key. Does not know about templates or tokens. Guarantees:
+the result is a copy in plain lists, dicts and strings that can be encoded as UTF-8; anything else
+is refused with its place, such as `messages[2].content`.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import RowError
+from ..errors import RowError, unknown_parameter
 from .tokenizer import check_encodable
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_MESSAGE_KEYS = ("role", "content", "name", "refusal", "tool_calls", "tool_call_id")
 _MAX_DEPTH = 32
+
+
+def read_messages(messages: object) -> list[dict[str, Any]]:
+    """Normalise messages that have OpenAI's roles and keys only; templates ignore others silently.
+
+    Raises:
+      RowError: A message is invalid; the error names its place.
+    """
+    checked = normalise_messages(messages)
+    for index, message in enumerate(checked):
+        where, role = f"messages[{index}]", message["role"]
+        for key in message:
+            if key not in _MESSAGE_KEYS:
+                error = unknown_parameter(key, _MESSAGE_KEYS)
+                raise RowError(error.code, f"{where}: {error.message}", f"{where}.{key[:100]}")
+        if role not in ROLES:
+            raise invalid_value(f"{where}.role", f"one of {', '.join(ROLES)}", role)
+        if not isinstance(message.get("name", ""), str):
+            raise invalid_value(f"{where}.name", "a string", message["name"])
+    return checked
 
 
 def normalise_messages(messages: object) -> list[dict[str, Any]]:
@@ -25,7 +48,7 @@ def normalise_messages(messages: object) -> list[dict[str, Any]]:
       RowError: A message is invalid; the error names its place.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise _invalid("messages", "a list of at least one message", messages)
+        raise invalid_value("messages", "a list of at least one message", messages)
     return [
         _normalise_message(message, f"messages[{index}]") for index, message in enumerate(messages)
     ]
@@ -33,10 +56,10 @@ def normalise_messages(messages: object) -> list[dict[str, Any]]:
 
 def _normalise_message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise _invalid(where, "an object with role and content", message)
+        raise invalid_value(where, "an object with role and content", message)
     normalised = normalise_json({key: x for key, x in message.items() if x is not None}, where)
     if not isinstance(normalised.get("role"), str):
-        raise _invalid(f"{where}.role", "a string", normalised.get("role"))
+        raise invalid_value(f"{where}.role", "a string", normalised.get("role"))
     if normalised.get("tool_calls"):
         normalised["tool_calls"] = _parsed_tool_calls(
             normalised["tool_calls"], f"{where}.tool_calls"
@@ -44,29 +67,29 @@ def _normalise_message(message: object, where: str) -> dict[str, Any]:
     content = normalised.get("content")
     if content is None:
         if normalised["role"] != "assistant" or not normalised.get("tool_calls"):
-            raise _invalid(f"{where}.content", "a string or a list of text parts", content)
+            raise invalid_value(f"{where}.content", "a string or a list of text parts", content)
         normalised["content"] = None
     elif isinstance(content, list):
         normalised["content"] = "\n".join(_part_texts(content, f"{where}.content"))
     elif not isinstance(content, str):
-        raise _invalid(f"{where}.content", "a string or a list of text parts", content)
+        raise invalid_value(f"{where}.content", "a string or a list of text parts", content)
     return normalised
 
 
 def _part_texts(parts: list, where: str) -> Iterator[str]:
     if not parts:
-        raise _invalid(where, "at least one part", parts)
+        raise invalid_value(where, "at least one part", parts)
     for index, part in enumerate(parts):
         is_text = isinstance(part, dict) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
-            raise _invalid(f"{where}[{index}]", '{"type": "text", "text": string}', part)
+            raise invalid_value(f"{where}[{index}]", '{"type": "text", "text": string}', part)
         yield part["text"]
 
 
 def _parsed_tool_calls(calls: object, where: str) -> list[object]:
     """Tool calls whose arguments are objects; requests have the arguments as JSON strings."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise _invalid(where, "a list of objects", calls)
+        raise invalid_value(where, "a list of objects", calls)
     for index, call in enumerate(calls):
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
@@ -75,7 +98,7 @@ def _parsed_tool_calls(calls: object, where: str) -> list[object]:
         try:
             arguments = json.loads(function["arguments"])
         except (ValueError, RecursionError):
-            raise _invalid(name, "a JSON object in a string", function["arguments"]) from None
+            raise invalid_value(name, "a JSON object in a string", function["arguments"]) from None
         function["arguments"] = normalise_json(arguments, name)
     return calls
 
@@ -101,14 +124,14 @@ def normalise_json(value: object, where: str, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise _invalid(where, "string keys", key)
+                raise invalid_value(where, "string keys", key)
         return {
             normalise_json(key, where, depth): normalise_json(item, f"{where}.{key}", depth + 1)
             for key, item in value.items()
         }
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [normalise_json(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-    raise _invalid(where, "a JSON value", value)
+    raise invalid_value(where, "a JSON value", value)
 
 
 def iterate_strings(value: object) -> Iterator[str]:
@@ -124,7 +147,8 @@ def iterate_strings(value: object) -> Iterator[str]:
             yield from iterate_strings(item)
 
 
-def _invalid(where: str, expected: str, got: object) -> RowError:
+def invalid_value(where: str, expected: str, got: object) -> RowError:
+    """The error for a wrong value at a place such as `messages[2].content`."""
     shown = repr(got)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     param = where.partition("[")[0].partition(".")[0]

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from ..errors import RowError
-from .chat_messages import iterate_strings, normalise_json, normalise_messages
+from .chat_messages import invalid_value, iterate_strings, normalise_json, normalise_messages
 from .special_tokens import unused_character
 from .template_process import TemplateFailure, TemplateLimits, TemplateProcess
 from .tokenizer import MarkedText, Tokenizer
@@ -88,6 +88,12 @@ class ChatRenderer:
           RowError: With the code `invalid_request` if an argument is invalid, and
             `chat_template_error` if the template fails or is missing.
         """
+        if not isinstance(template_kwargs, Mapping | None):
+            raise invalid_value("chat_template_kwargs", "a mapping of variables", template_kwargs)
+        if not isinstance(tools, list | tuple | None):
+            raise invalid_value("tools", "a list of tools", tools)
+        if not isinstance(add_generation_prompt, bool):
+            raise invalid_value("add_generation_prompt", "True or False", add_generation_prompt)
         conversation = Conversation(messages, template_kwargs, add_generation_prompt, tools)
         (ids,) = self.encode_all([conversation])
         if isinstance(ids, RowError):

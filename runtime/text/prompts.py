@@ -9,12 +9,14 @@ import operator
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from numbers import Number
+from types import UnionType
 from typing import Any
 
 import numpy as np
 
 from ..embedding.texts import EncodedText, whole_text
 from ..errors import RowError
+from .chat_messages import invalid_value
 from .chat_template import ChatRenderer
 from .tokenizer import Tokenizer
 
@@ -90,11 +92,54 @@ class PromptReader:
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of a call that was given one prompt or several."""
-    is_one = isinstance(prompts, str | Mapping | np.ndarray) or (
-        len(prompts) > 0 and isinstance(prompts[0], Number)
-    )
-    return [prompts] if is_one else list(prompts)  # pyright: ignore[reportReturnType]
+    """The prompts of a call that was given one prompt or several.
+
+    Raises:
+      RowError: The argument is neither.
+    """
+    if isinstance(prompts, str | Mapping | np.ndarray):
+        return [prompts]
+    prompts = _listed("prompts", "a prompt or a list of prompts", prompts)
+    return [prompts] if prompts and isinstance(prompts[0], Number) else prompts
+
+
+def as_conversations(messages: Any) -> list[Any]:
+    """The conversations of a call that was given one conversation or several.
+
+    Raises:
+      RowError: The argument is neither.
+    """
+    messages = _listed("messages", "a list of messages, or of such lists", messages)
+    return [messages] if messages and isinstance(messages[0], Mapping) else messages
+
+
+def one_each(name: str, given: Any, kind: type | UnionType, count: int) -> list[Any]:
+    """A value for each prompt, from one value of this kind for all or a list of them.
+
+    Raises:
+      RowError: A value is of another kind.
+      ValueError: The list has another length.
+    """
+    if isinstance(given, kind):
+        return [given] * count
+    expected = getattr(kind, "__name__", str(kind))
+    values = _listed(name, f"{expected}, or a list with one for each prompt", given)
+    for index, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise invalid_value(f"{name}[{index}]", expected, value)
+    if len(values) != count:
+        raise ValueError(
+            f"{name}: expected one for all prompts or one each ({count}), got {len(values)}."
+        )
+    return values
+
+
+def _listed(name: str, expected: str, given: Any) -> list[Any]:
+    """A list, a tuple, an array or another sequence as a list; text is no list."""
+    is_indexed = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    if not is_indexed or isinstance(given, str | bytes | bytearray | Mapping):
+        raise invalid_value(name, expected, given)
+    return list(given)
 
 
 def _content(prompt: Prompt) -> Any:
@@ -102,13 +147,13 @@ def _content(prompt: Prompt) -> Any:
     if not isinstance(prompt, Mapping):
         return prompt
     if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
-        raise RowError(
-            "invalid_request",
-            "prompt: expected {'prompt': text} or {'prompt_token_ids': ids}, "
-            f"got the keys {sorted(prompt)}.",
-            "prompt",
-        )
-    return next(iter(prompt.values()))
+        expected = "{'prompt': text} or {'prompt_token_ids': ids}"
+        raise invalid_value("prompt", expected, list(prompt))
+    ((key, content),) = prompt.items()
+    if isinstance(content, str) != (key == "prompt"):
+        expected = "text" if key == "prompt" else "token ids"
+        raise invalid_value(f"prompt[{key!r}]", expected, content)
+    return content
 
 
 def _token_ids(prompt: Any) -> list[int]:
@@ -118,8 +163,8 @@ def _token_ids(prompt: Any) -> list[int]:
         prompt = prompt.tolist()
     try:
         ids = list(prompt)
-        # bool is an int in Python, but an array of bool is a mask, not a prompt
-        if any(isinstance(token, bool) for token in ids):
+        # bytes are integers in Python too; an array of bool is a mask, not a prompt
+        if isinstance(prompt, bytes | bytearray) or any(isinstance(t, bool) for t in ids):
             raise TypeError
         return [operator.index(token) for token in ids]
     except TypeError:

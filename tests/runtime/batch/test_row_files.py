@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,6 +147,15 @@ def test_token_ids_and_messages_are_columns_too(tmp_path):
         ):
             first = json.loads(file.readline())
         assert first == {"id": PROMPTS[0], key: value}
+
+
+@pytest.mark.parametrize("columns", [Columns("text"), Columns(None, "key")])
+@pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz"])
+def test_lines_have_no_columns(tmp_path, name, columns):
+    (tmp_path / name).write_text('{"prompt": "a"}\n')
+    job = replace(settings(tmp_path / name, tmp_path / "out.jsonl"), columns=columns)
+    with pytest.raises(InputError, match=r"expected a table .* got JSON Lines"):
+        run_job(job, FakeModel(), progress=Progress(stream=io.StringIO()))
 
 
 def test_a_text_of_messages_is_a_conversation_and_no_prompt(tmp_path):

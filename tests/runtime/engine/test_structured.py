@@ -213,8 +213,10 @@ def test_every_call_decodes_as_many_steps_as_without_forms(model, structures):
 def test_a_form_that_the_plan_lacks_is_refused(model, structures, plain):
     other = StructuredOutputsParams(choice=["other"])
     for generator in (generator_of(model, structures), plain.generator()):
-        with pytest.raises(RowError, match="expected a form of answers that the plan"):
+        with pytest.raises(RowError, match="expected a form of answers that the plan") as caught:
             generator.submit(Request("x", [5], SamplingParams(structured_outputs=other)))
+        # several keys of a row ask for forms
+        assert caught.value.param is None
 
 
 def test_a_form_whose_shortest_answer_does_not_fit_is_refused(model, structures):

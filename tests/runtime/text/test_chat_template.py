@@ -182,6 +182,19 @@ def test_a_template_shows_tools_and_their_strings_are_plain_text(renderer):
     assert decoded == f"<|im_start|>{json.dumps(tool)}<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"tools": {"type": "function"}}, "tools: expected a list of tools, got"),
+        ({"template_kwargs": 5}, "chat_template_kwargs: expected a mapping of variables, got 5"),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt: expected True or False, got"),
+    ],
+)
+def test_an_option_of_another_type_is_refused(renderer, option, message):
+    with pytest.raises(RowError, match=message):
+        renderer(CHATML).encode([{"role": "user", "content": "x"}], **option)
+
+
 def test_tools_that_a_template_does_not_show_are_refused(renderer):
     conversation = Conversation([{"role": "user", "content": "x"}], tools=[{"type": "function"}])
     (error,) = renderer(CHATML).encode_all([conversation])

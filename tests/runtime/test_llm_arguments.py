@@ -1,0 +1,178 @@
+"""Arguments of `LLM` and of its calls: wrong ones are refused by name, before a model is read."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.plan import Numbers, Plan, PlannedModel
+from noria.runtime import LLM, SamplingParams
+from noria.runtime.planning.plan_arguments import PlanArguments
+from noria.runtime.structured.params import StructuredOutputsParams
+from noria.runtime.text.chat_messages import read_messages
+from noria.runtime.text.prompts import PromptReader, as_conversations, as_list, one_each
+
+FORM = StructuredOutputsParams(choice=["yes"])
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("adapters", ["ad1"], "a mapping from names to folders, got"),
+        ("plan", 5, "a Plan, or the path"),
+        ("dtype", None, "float32, bfloat16 or auto"),
+        ("target", 5, "the name of a target"),
+        ("layout", 5, "the name or the path of a layout"),
+        ("experts", "drop", "an ExpertPlan"),
+        ("numbers", "int8", "a mapping such as"),
+        ("numbers", {"dtype": "float32"}, "no key dtype, got one. Give the argument dtype"),
+        ("structured_outputs", FORM, "a list of StructuredOutputsParams, got"),
+        ("structured_outputs[0]", ["yes"], "StructuredOutputsParams, got 'yes'"),
+        ("max_num_seqs", "4", "a positive integer, got '4'"),
+        ("max_num_seqs", 0, "a positive integer, got 0"),
+        ("max_model_len", -5, "a positive integer, got -5"),
+        ("max_model_len", 0, "a positive integer, got 0"),
+        ("seed", "x", "an integer, got 'x'"),
+        ("seed", True, "an integer, got True"),
+        ("strict_config", "no", "True or False, got 'no'"),
+    ],
+)
+def test_a_wrong_argument_of_a_model_is_refused(name, value, expected):
+    with pytest.raises(ValueError) as caught:
+        LLM("/nonexistent/model", **{name.partition("[")[0]: value})
+    assert str(caught.value).startswith(f"{name}: expected {expected}")
+
+
+def test_a_model_is_a_name_or_a_path():
+    with pytest.raises(
+        ValueError, match=r"^model: expected the name or the path of a model, got 5"
+    ):
+        LLM(5)
+
+
+@pytest.mark.parametrize(
+    "given", [{"max_model_len": 32}, {"max_num_seqs": 2}, {"numbers": {}}, {"layout": "tensor"}]
+)
+def test_what_a_plan_decides_is_refused_beside_it(given):
+    grid = BucketGrid(max_length=64, prefill=((16, 2),), decode_slots=2, decode_spans=(64,))
+    plan = Plan("cpu", PlannedModel("m", ""), Numbers("float32"), grid)
+    names = ("numbers", "layout", "experts", "max_model_len", "max_num_seqs")
+    absent = dict.fromkeys(names) | {"runner": "auto", "structured_outputs": ()}
+    PlanArguments(**absent).check_beside(plan)
+    with pytest.raises(ValueError, match=f"^{next(iter(given))}: expected none beside a plan"):
+        PlanArguments(**(absent | given)).check_beside(plan)
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, b"hi", {"a", "b"}, (text for text in "ab")], ids=lambda x: type(x).__name__
+)
+def test_prompts_are_one_prompt_or_a_list(prompts):
+    with pytest.raises(ValueError, match=r"^prompts: expected a prompt or a list of prompts, got"):
+        as_list(prompts)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "prompt: expected text, or a list or one-dimensional array of integers, got None"),
+        (b"hi", "prompt: expected text, or a list or one-dimensional array of integers, got b'hi'"),
+        ({"prompt_token_ids": "abc"}, "prompt['prompt_token_ids']: expected token ids, got 'abc'"),
+        ({"prompt": [5]}, "prompt['prompt']: expected text, got [5]"),
+        ({"text": "a", 1: 2}, "prompt: expected {'prompt': text} or {'prompt_token_ids': ids}, "),
+    ],
+)
+def test_a_prompt_is_text_or_ids(prompt, message):
+    with pytest.raises(ValueError) as caught:
+        PromptReader(None).read(prompt)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hi", USER, (m for m in [USER])])
+def test_messages_are_a_list(messages):
+    expected = "^messages: expected a list of messages, or of such lists, got"
+    with pytest.raises(ValueError, match=expected):
+        as_conversations(messages)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"role": "banana"}, "messages[0].role: expected one of system, developer, user, "),
+        ({"contents": "x"}, "messages[0]: 'contents' is not a known parameter. Did you mean"),
+        ({"name": 5}, "messages[0].name: expected a string, got 5"),
+    ],
+)
+def test_messages_of_a_chat_have_the_roles_and_keys_of_a_batch(wrong, message):
+    with pytest.raises(ValueError) as caught:
+        read_messages([USER | wrong])
+    assert str(caught.value).startswith(message)
+    # a model that would answer any conversation
+    chats = SimpleNamespace(encode=lambda messages, **options: [5])
+    model = SimpleNamespace(
+        _require_generation=lambda: None,
+        _prompts=SimpleNamespace(chats=chats),
+        _run=lambda generator, rows, params, adapter: rows,
+    )
+    assert LLM.chat(model, [USER]) == [(None, [5])]
+    with pytest.raises(ValueError) as caught:
+        LLM.chat(model, [[USER], [USER | wrong]])
+    assert str(caught.value).startswith(message)
+
+
+def test_one_or_several_are_told_apart():
+    assert as_list("a") == ["a"] and as_list((5, 6)) == [[5, 6]] and as_list([]) == []
+    assert as_list([[5], "a"]) == [[5], "a"] and len(as_list(np.arange(3))) == 1
+    assert as_conversations([USER]) == [[USER]] and as_conversations([[USER]]) == [[USER]]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": 0}, "sampling_params: expected SamplingParams, or a list with one"),
+        (5, "sampling_params: expected SamplingParams, or a list with one"),
+        ([None], r"sampling_params\[0\]: expected SamplingParams, got None"),
+        ([SamplingParams()] * 2, r"one each \(1\), got 2"),
+    ],
+)
+def test_parameters_are_sampling_params(params, message):
+    with pytest.raises(ValueError, match=message):
+        one_each("sampling_params", params, SamplingParams, 1)
+
+
+def test_adapters_of_prompts_are_names():
+    assert one_each("adapter", None, str | None, 2) == [None, None]
+    with pytest.raises(ValueError, match=r"^adapter\[1\]: expected str \| None, got 5"):
+        one_each("adapter", ["a", 5], str | None, 2)
+
+
+def test_numbers_of_numpy_are_numbers():
+    params = SamplingParams(
+        n=np.int64(2),
+        temperature=np.float32(0.5),
+        seed=np.uint8(3),
+        stop_token_ids=np.array([7, 8]),
+        logit_bias={np.int64(5): np.float32(1)},
+    )
+    same = SamplingParams(n=2, temperature=0.5, seed=3, stop_token_ids=[7, 8], logit_bias={5: 1.0})
+    assert params == same and repr(params) == repr(same)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("n", np.float32(2), "an integer, got 2.0"),
+        ("n", True, "an integer, got True"),
+        ("ignore_eos", np.int64(1), "true or false, got 1"),
+        ("stop", 5, "a list, got 5"),
+        ("stop_token_ids", 5, "a list, got 5"),
+        ("stop_token_ids", "57", "a list, got '57'"),
+        ("logit_bias", [1], "a mapping from token ids to numbers, got"),
+        ("temperature", "0", "0 or a number from"),
+    ],
+)
+def test_a_wrong_sampling_parameter_is_refused(name, value, expected):
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(**{name: value})
+    assert str(caught.value).startswith(f"{name}: expected {expected}")
