@@ -13,5 +13,5 @@ def test_a_small_run_compares_equal_vectors_and_is_written_as_a_table(monkeypatc
     run = bench.measure("tiny", sizes, lengths, "float32")
     assert run["max_difference"] < 1e-5 and run["graphs"] == 1
     assert run["padding_ratio"] == pytest.approx(5 * 30 / sum(lengths))
-    report = {"texts": 5, "tokens": sum(lengths), "runs": [run]}
-    assert "| tiny | float32 | 1 |" in bench.markdown(report)
+    report = {"machine": bench.describe_machine(), "runs": [run]}
+    assert "| tiny | float32 | 5 | 49 | 1 |" in bench.markdown(report)
