@@ -54,9 +54,7 @@ def read_options(table: Any) -> CompilerOptions:
     return {kind: dict(sorted(table[kind].items())) for kind in KINDS if table.get(kind)}
 
 
-def with_defaults(
-    options: CompilerOptions, platform: str, *, is_float32: bool = True
-) -> CompilerOptions:
+def with_defaults(options: CompilerOptions, platform: str, *, is_float32: bool) -> CompilerOptions:
     """Options completed with the defaults of a platform.
 
     Args:

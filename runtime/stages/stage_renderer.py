@@ -115,14 +115,15 @@ def open_renderers(pipeline: Pipeline, files: ExitStack) -> list[StageRenderer]:
     renderers = [files.enter_context(StageRenderer(stage)) for stage in pipeline.stages]
     earlier: dict[str, StageRenderer] = {}
     for renderer in renderers:
-        _check_templates(pipeline, renderer, earlier)
+        _connect(pipeline, renderer, earlier)
         earlier[renderer.stage.name] = renderer
     return renderers
 
 
-def _check_templates(
+def _connect(
     pipeline: Pipeline, renderer: StageRenderer, earlier: Mapping[str, StageRenderer]
 ) -> None:
+    """Check the templates of a stage, and mark the earlier stages whose answers they read."""
     name = renderer.stage.name
     for place, source in renderer.stage.templates.items():
         try:

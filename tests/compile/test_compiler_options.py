@@ -1,7 +1,14 @@
 """An error of XLA is reported as an option's error only if it is about the option."""
 
-import pytest
+from dataclasses import replace
+from functools import partial
 
+import jax.numpy as jnp
+import pytest
+from tiny import TWO_LAYERS
+
+from noria.compile.abstract_model import AbstractModel
+from noria.compile.build import plan_graphs
 from noria.compile.compiler_options import (
     PLATFORM_OPTIONS,
     CompilerOptionRefused,
@@ -9,6 +16,10 @@ from noria.compile.compiler_options import (
     read_options,
     with_defaults,
 )
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.targets import find_target
+from noria.compile.weight_rules import WeightRules
+from noria.modelzoo.pooling_config import Pooling
 
 
 def test_the_option_with_the_longest_name_is_named():
@@ -36,15 +47,31 @@ def test_any_integer_is_a_value():
 
 def test_a_platform_has_defaults_that_a_plan_overrides_one_by_one():
     ((name, default),) = PLATFORM_OPTIONS["tpu"]["decode"].items()
-    assert with_defaults({}, "tpu") == PLATFORM_OPTIONS["tpu"]
+    complete = partial(with_defaults, is_float32=False)
+    assert complete({}, "tpu") == PLATFORM_OPTIONS["tpu"]
     given = {"prefill": {"xla_a": 1}, "decode": {"xla_a": 2}}
-    assert with_defaults(given, "tpu") == {**given, "decode": {"xla_a": 2, name: default}}
+    assert complete(given, "tpu") == {**given, "decode": {"xla_a": 2, name: default}}
     own = {"decode": {name: 0.5}}
-    assert with_defaults(own, "tpu") == own
-    assert with_defaults(given, "gpu") == given
+    assert complete(own, "tpu") == own
+    assert complete(given, "gpu") == given
 
 
-def test_products_of_embeddings_in_float32_have_their_own_library_on_a_cpu():
-    assert with_defaults({}, "cpu") == PLATFORM_OPTIONS["cpu"]
-    assert with_defaults({}, "cpu", is_float32=False) == {}
-    assert with_defaults({}, "tpu", is_float32=False) == PLATFORM_OPTIONS["tpu"]
+@pytest.mark.parametrize(
+    ("dtype", "rules", "has_option"),
+    [
+        ("float32", WeightRules(), True),
+        ("bfloat16", WeightRules(), False),
+        ("float32", WeightRules(rounds_activations=True), False),
+    ],
+)
+def test_products_of_embeddings_in_float32_have_their_own_library_on_a_cpu(
+    dtype, rules, has_option
+):
+    config = replace(TWO_LAYERS, has_head=False, pooling=Pooling("last", normalises=True))
+    model, grid = (
+        AbstractModel(config, weight_rules=rules),
+        BucketGrid(24, ((24, 2),), 0, (), embed=True),
+    )
+    graphs = plan_graphs(model, grid, find_target("cpu").placement(), jnp.dtype(dtype))
+    expected = PLATFORM_OPTIONS["cpu"]["embed"] if has_option else {}
+    assert [graph.options for graph in graphs if graph.kind == "embed"] == [expected]
