@@ -227,6 +227,8 @@ class Request:
     prompt: str | None = None
     adapter: str | None = None
     """The name of the adapter that answers it; None for the model itself."""
+    places: Sequence[str] = ()
+    """The names of the texts of a request for vectors in errors; empty for `input`."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ HEAD_BYTES = 2**20
 """The number of bytes that are read to recognise a format."""
 _PACKED = "Run {tool} on it first."
 _TABLE = "Convert it: pandas.read_feather(...).to_parquet(...)."
-_NAMED = "Give it a name that ends in {suffix}."
+_NAMED = "Give it a name that ends in {suffix}; standard input must be plain lines."
 _SIGNATURES = (
     (b"\x1f\x8b", "gzip", _NAMED.format(suffix=".gz")),
     (b"\xfd7zXZ\0", "xz", _PACKED.format(tool="unxz")),

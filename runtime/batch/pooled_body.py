@@ -41,6 +41,10 @@ _KEYS: Mapping[Task, tuple[str, ...]] = {
     "rerank": ("query", "documents", "top_n", "use_activation", *_COMMON),
     "classify": ("input", "use_activation", *_COMMON),
 }
+_PAIR_KEYS: Mapping[Task, tuple[str, str]] = {
+    "score": ("text_1", "text_2"),
+    "rerank": ("query", "documents"),
+}
 _NOT_SUPPORTED = {
     "messages": "Give the text as a string.",
     "activation": "Give use_activation.",
@@ -75,6 +79,15 @@ class PooledRequest:
         firsts = self.texts * len(self.others) if len(self.texts) == 1 else self.texts
         return list(zip(firsts, self.others, strict=True))
 
+    def places(self, num_texts: int) -> list[str]:
+        """The places in the body of the texts, or pairs of texts, that the model reads."""
+        if self.task not in ("score", "rerank"):
+            return _places("input", num_texts)
+        first, second = _PAIR_KEYS[self.task]
+        others = _places(second, len(self.others))
+        # a pair is named by its second text, as the first one may be the same for all
+        return others if num_texts == len(self.others) else _places(first, len(self.texts)) + others
+
 
 def read_pooled(task: Task, body: Mapping[str, Any]) -> PooledRequest:
     """Read the body of a request.
@@ -102,10 +115,8 @@ def _request(task: Task, given: Mapping[str, Any]) -> PooledRequest:
             return PooledRequest(
                 task, _inputs(given.get("input")), use_activation=_use_activation(given)
             )
-        case "score":
-            return _pairs(task, given, ("text_1", "text_2"))
-        case "rerank":
-            return _pairs(task, given, ("query", "documents"))
+        case "score" | "rerank":
+            return _pairs(task, given)
 
 
 def unknown_pooled_keys(task: Task, body: Mapping[str, Any]) -> tuple[str, ...]:
@@ -113,8 +124,8 @@ def unknown_pooled_keys(task: Task, body: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(key for key in body if key not in _KEYS[task] and key not in _NOT_SUPPORTED)
 
 
-def _pairs(task: Task, given: Mapping[str, Any], keys: tuple[str, str]) -> PooledRequest:
-    first, second = keys
+def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:
+    first, second = keys = _PAIR_KEYS[task]
     if task == "rerank" and not isinstance(given.get(first), str):
         raise wrong_value(first, "a string", given.get(first))
     texts, others = (_strings(key, given.get(key)) for key in keys)
@@ -128,6 +139,10 @@ def _pairs(task: Task, given: Mapping[str, Any], keys: tuple[str, str]) -> Poole
     return PooledRequest(
         task, texts, others, top_n=_count(given, "top_n"), use_activation=_use_activation(given)
     )
+
+
+def _places(key: str, num_texts: int) -> list[str]:
+    return [key] if num_texts == 1 else [f"{key}[{index}]" for index in range(num_texts)]
 
 
 def _strings(key: str, value: object) -> tuple[str, ...]:
@@ -151,12 +166,14 @@ def _inputs(value: object) -> tuple[Text, ...]:
     if all(isinstance(item, list) for item in value):
         lists = enumerate(_limited("input", value))
         return tuple(_token_ids(f"input[{index}]", ids) for index, ids in lists)
+    if any(isinstance(item, str | list) for item in value):
+        raise wrong_value("input", "a list of strings, of token ids or of lists of them", value)
     return (_token_ids("input", value),)
 
 
 def _limited(key: str, items: list[Any]) -> Sequence[Any]:
     if len(items) > MAX_TEXTS:
-        raise wrong_value(key, f"at most {MAX_TEXTS} texts", f"{len(items)} texts")
+        raise wrong_value(key, f"at most {MAX_TEXTS} texts", len(items))
     return items
 
 

@@ -7,7 +7,6 @@ about files or buckets. Guarantees: packed texts or a `RowError` for each reques
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from ..embedding.texts import EncodedText, pack, whole_text
@@ -33,20 +32,23 @@ class PooledEncoder:
     def __call__(self, requests: Sequence[PooledRequest]) -> Iterator[Sequence[int] | RowError]:
         items = [[(item, self._limit(r)) for item in self._items(r)] for r in requests]
         texts = [(text, limit) for own in items for text, limit in own if not _is_ids(text)]
-        encoded: Iterator[EncodedText | RowError] = repeat(no_tokenizer("input"))
+        encoded: Iterator[EncodedText | RowError] = iter(())
         if self._tokenizer is not None:
             prompted = [self._with_prompt(text) for text, _ in texts]
             encoded = iter(self._tokenizer.encode_whole(prompted, [limit for _, limit in texts]))
         for request, own in zip(requests, items, strict=True):
             found: list[EncodedText] = []
             errors = list(self._errors(request))
-            for text, limit in own:
-                each = _first_ids(text, limit) if _is_ids(text) else next(encoded)
+            for (text, limit), place in zip(own, request.places(len(own)), strict=True):
+                if _is_ids(text):
+                    each = _first_ids(text, limit)
+                else:
+                    each = next(encoded, None) or no_tokenizer(place)
                 if isinstance(each, RowError):
                     errors.append(each)
                 elif not each.ids:
-                    message = "input: expected at least one token in each text, got none."
-                    errors.append(RowError("empty_prompt", message, "input"))
+                    message = f"{place}: expected at least one token, got none."
+                    errors.append(RowError("empty_prompt", message, place))
                 else:
                     found.append(each)
             yield errors[0] if errors else pack(found)

@@ -12,7 +12,6 @@ import numpy as np
 from ...modelzoo.pooling_config import Pooling
 from ..embedding.texts import lengths_of
 from ..embedding.vectors import as_numbers, cosines, probabilities, shortened
-from ..errors import RowError
 from ..request import RequestOutput
 from .pooled_body import PooledRequest
 
@@ -34,11 +33,7 @@ def pooled_body(
     created: int,
     model: str,
 ) -> dict[str, Any]:
-    """The body of an answer.
-
-    Raises:
-      RowError: The model cannot answer the request: it has no classes, or too few features.
-    """
+    """The body of an answer to a request that the model can answer (`row_kinds`)."""
     vectors = output.vectors
     assert vectors is not None
     num_tokens = num_prompt_tokens(output)
@@ -62,13 +57,6 @@ def pooled_body(
 def _embeddings(
     request: PooledRequest, vectors: np.ndarray, pooling: Pooling
 ) -> list[dict[str, Any]]:
-    if pooling.labels:
-        raise RowError(
-            "invalid_request",
-            "url: expected a model of embeddings, got a classifier. Ask for /v1/classify, "
-            "/v1/score or /v1/rerank.",
-            "url",
-        )
     vectors = shortened(vectors, request.dimensions, normalises=pooling.normalises)
     return [
         {"object": "embedding", "index": i, "embedding": _encoded(vector, request)}
@@ -84,13 +72,6 @@ def _encoded(vector: np.ndarray, request: PooledRequest) -> list[float] | str:
 
 
 def _classes(request: PooledRequest, vectors: np.ndarray, pooling: Pooling) -> list[dict[str, Any]]:
-    if not pooling.labels:
-        raise RowError(
-            "invalid_request",
-            "url: expected a classifier for /v1/classify, got a model without classes. Ask for "
-            "/v1/embeddings.",
-            "url",
-        )
     found = probabilities(vectors, pooling, use_activation=request.use_activation)
     return [
         {
@@ -107,13 +88,6 @@ def _scores(request: PooledRequest, vectors: np.ndarray, pooling: Pooling) -> li
     """The score of each pair: the output of a classifier with one class, or the cosine."""
     if not pooling.labels:
         return as_numbers(cosines(vectors, len(request.texts)))
-    if len(pooling.labels) > 1:
-        raise RowError(
-            "invalid_request",
-            f"url: expected a model with one class for scores, got {len(pooling.labels)}. Ask for "
-            f"/v1/classify.",
-            "url",
-        )
     found = probabilities(vectors, pooling, use_activation=request.use_activation)
     return as_numbers(found[:, 0])
 

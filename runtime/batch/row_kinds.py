@@ -8,8 +8,10 @@ to refuse the other rows.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..embedding.vectors import too_many_dimensions
 from ..errors import EXIT_USAGE, JobError, RowError
 from .lines import BatchRow
+from .pooled_body import PooledRequest
 from .scan import RowRequirements
 
 if TYPE_CHECKING:
@@ -36,9 +38,36 @@ def refusal(row: BatchRow, config: "DecoderConfig", adapters: Sequence[str]) -> 
             f"expected a row for tokens, as the job has adapters ({', '.join(adapters)}), got one "
             f"for vectors, scores or classes. Merge an adapter into the weights: --merge-adapter."
         )
+    elif row.pooled is not None:
+        return _pooled_refusal(row.pooled, config)
     else:
         return None
     return RowError("invalid_request", f"url: {problem}", "url")
+
+
+def _pooled_refusal(request: PooledRequest, config: "DecoderConfig") -> RowError | None:
+    """The error of a request for vectors, scores or classes that the model cannot answer."""
+    labels = config.pooling.labels
+    problem = None
+    match request.task:
+        case "embed" if labels:
+            problem = (
+                "expected a model of embeddings, got a classifier. Ask for /v1/classify, "
+                "/v1/score or /v1/rerank."
+            )
+        case "embed":
+            return too_many_dimensions(request.dimensions, config.pooling.size(config.embed))
+        case "classify" if not labels:
+            problem = (
+                "expected a classifier for /v1/classify, got a model without classes. Ask for "
+                "/v1/embeddings."
+            )
+        case "score" | "rerank" if len(labels) > 1:
+            problem = (
+                f"expected a model with one class for scores, got {len(labels)}. Ask for "
+                f"/v1/classify."
+            )
+    return problem and RowError("invalid_request", f"url: {problem}", "url")
 
 
 def text_lengths(rows: Sequence[RowRequirements]) -> list[int]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..console import plural
+from ..embedding.texts import num_texts
 from ..errors import EXIT_BUILD, EXIT_RESUMABLE, EXIT_ROWS_FAILED, InputError, JobError, RowError
 from ..pods.peers import GO, Peers, StepDirective
 from ..request import Request, RequestOutput
@@ -130,7 +131,10 @@ class RowRunner:
             self._in_flight[row.custom_id] = row
             try:
                 token_ids = self.source.token_ids_of(row, scanned)
-                request = Request(row.custom_id, token_ids, row.params, row.prompt, row.adapter)
+                places = row.pooled.places(num_texts(token_ids)) if row.pooled else ()
+                request = Request(
+                    row.custom_id, token_ids, row.params, row.prompt, row.adapter, places
+                )
                 generator.submit(request, prefix)
                 self.peers.record(row.row, len(token_ids))
             except RowError as error:

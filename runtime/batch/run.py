@@ -12,7 +12,7 @@ nothing.
 
 import signal
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,6 +61,7 @@ def run_job(
     progress: Progress | None = None,
     disk: Disk | None = None,
     phases: PhaseClock | None = None,
+    stop: StopSignals | None = None,
 ) -> int:
     """Run a job to its end, or resume a job that was stopped.
 
@@ -71,6 +72,7 @@ def run_job(
         progress: Shows progress and notes.
         disk: Disk operations.
         phases: The clock of the job, in phase `scan`.
+        stop: The signals of a job of which this one is a part; the caller has their handlers.
 
     Returns:
         The exit code.
@@ -87,7 +89,7 @@ def run_job(
         check_input(settings.input_path, settings.columns)
     services = {"peers": peers, "disk": disk, "progress": progress, "phases": phases}
     if not peers.is_leader:
-        with StopSignals() as stop:
+        with _handled(stop) as stop:
             # process 0 sends an exit code if it has nothing to do
             if (code := peers.broadcast(None)) is not None:
                 return code
@@ -95,7 +97,7 @@ def run_job(
                 return _JobRun(settings, model, source, None, stop=stop, **services).run()
     settings.check_files()
     with (
-        StopSignals() as stop,
+        _handled(stop) as stop,
         JobLock(settings.lock_path) as lock,
         stdin_copied(settings, disk),
     ):
@@ -132,6 +134,11 @@ def run_job(
             with open_input(settings, model, peers.broadcast(now), progress) as source:
                 run = _JobRun(settings, model, source, journal, stop=stop, **services)
                 return run.run(keeps_answers=earlier is not None)
+
+
+def _handled(stop: StopSignals | None) -> AbstractContextManager[StopSignals]:
+    """The signals of a job, whose handlers the caller may have installed."""
+    return StopSignals() if stop is None else nullcontext(stop)
 
 
 @dataclass

@@ -112,12 +112,13 @@ def write_directory(
     Args:
       folder: A new or empty folder.
       config: The table of config.json.
-      other_files: Other files by name.
+      other_files: Other files by their path in the folder.
       layout: The dtype and the shape of each tensor, in the order of the file.
       tensors: The tensors in this order.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in other_files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         replace_file(Disk(), folder / name, [content])
     header, num_bytes = _header(layout)
     replace_file(Disk(), folder / SINGLE, _chunks(header, layout, tensors))

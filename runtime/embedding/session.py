@@ -120,8 +120,9 @@ class EmbeddingSession:
           RowError: A text has no tokens, an unknown token, or too many tokens.
         """
         texts = unpack(request.prompt_token_ids)
-        for index, text in enumerate(texts):
-            self._check_text(f"input[{index}]" if len(texts) > 1 else "input", text, request)
+        own = [f"input[{index}]" for index in range(len(texts))] if len(texts) > 1 else ["input"]
+        for name, text in zip(request.places or own, texts, strict=True):
+            self._check_text(name, text, request)
         return texts
 
     def submit(self, request: Request, prefix: SharedPrefix | None = None) -> None:
@@ -250,7 +251,7 @@ class EmbeddingSession:
                 )
             self.grid.fit(length, 0)
         except NoBucketFits as error:
-            message = f"request {request.request_id!r}: {error}"
+            message = f"request {request.request_id!r}: {name}: {error}"
             raise RowError("context_length_exceeded", message, name) from None
 
     def _pack(

@@ -44,6 +44,11 @@ def unpack(packed: Sequence[int]) -> list[EncodedText]:
     return texts
 
 
+def num_texts(packed: Sequence[int]) -> int:
+    """The number of texts in a list that `pack` returned."""
+    return packed[0]
+
+
 def lengths_of(packed: Sequence[int]) -> tuple[int, ...]:
     """The number of tokens of each text in a list that `pack` returned."""
     return tuple(packed[1 : 1 + _NUM_FACTS * packed[0] : _NUM_FACTS])

@@ -26,15 +26,21 @@ def shortened(vectors: np.ndarray, dimensions: int | None, *, normalises: bool) 
     """
     if dimensions is None or dimensions == vectors.shape[1]:
         return vectors
-    if dimensions > vectors.shape[1]:
-        raise RowError(
-            "invalid_request",
-            f"dimensions: expected at most {vectors.shape[1]}, the features of a vector, got "
-            f"{dimensions}.",
-            "dimensions",
-        )
+    if (error := too_many_dimensions(dimensions, vectors.shape[1])) is not None:
+        raise error
     kept = vectors[:, :dimensions]
     return kept / _lengths(kept) if normalises else kept
+
+
+def too_many_dimensions(dimensions: int | None, size: int) -> RowError | None:
+    """The error of a number of features above the size of a vector; None for other numbers."""
+    if dimensions is None or dimensions <= size:
+        return None
+    return RowError(
+        "invalid_request",
+        f"dimensions: expected at most {size}, the features of a vector, got {dimensions}.",
+        "dimensions",
+    )
 
 
 def cosines(vectors: np.ndarray, num_first: int) -> np.ndarray:

@@ -63,9 +63,9 @@ def parse_object(content: bytes) -> dict[str, Any]:
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        raise _invalid(
-            f"expected a JSON object, got {error.msg} at character {error.pos}"
-        ) from None
+        # some of the messages end in `at`
+        problem = error.msg.removesuffix(" at")
+        raise _invalid(f"expected a JSON object, got {problem} at character {error.pos}") from None
     except RecursionError:
         raise _too_deep() from None
     if not isinstance(value, dict):

@@ -26,6 +26,7 @@ from ..checkpoint import ModelFiles
 from ..checkpoint.compressed_tensors import Layout, Matrix, quantisation_config
 from ..checkpoint.orbax_store import TOKENIZER_FILES
 from ..checkpoint.published_tensors import publish
+from ..checkpoint.sentence_modules import module_files
 from ..checkpoint.small_files import has_file, read_small
 from ..errors import InvalidConfig
 from ..files.strict_json import dump_line
@@ -33,6 +34,11 @@ from ..text.gguf_vocabulary import files_from_gguf
 
 Parameters = Mapping[str, np.ndarray]
 """Arrays by dotted path; a weight in codes has codes and scales."""
+
+
+def pooling_files(files: ModelFiles) -> dict[str, bytes]:
+    """The files that say how the model makes a vector of a text, by path; empty without any."""
+    return dict(module_files(files.path)) if files.kind == "hf" else {}
 
 
 class PublishedForm:
@@ -84,6 +90,12 @@ class PublishedForm:
                 f"{name}: expected a model of text alone, got one with other parts, which would be "
                 f"lost. Quantise the text model alone."
             )
+        if spec.config.pooling.projections:
+            raise InvalidConfig(
+                f"{name}: expected a model without dense layers after its pooling, as they would "
+                f"be lost, got {len(spec.config.pooling.projections)}. Round the weights while "
+                f"they load: --set numbers.weights={self._format.codes}."
+            )
         table = self._files.published_config
         if self._config == spec.config:
             return table, spec
@@ -112,7 +124,7 @@ class PublishedForm:
 
     @property
     def other_files(self) -> dict[str, bytes]:
-        """The tokenizer, the chat template and the generation defaults, by file name."""
+        """The tokenizer, the chat template, the pooling and the generation defaults, by path."""
         found = self._files.tokenizer_files
         if isinstance(found, Path):
             names = (name for name in TOKENIZER_FILES if has_file(found, name))
@@ -120,7 +132,11 @@ class PublishedForm:
         else:
             files = files_from_gguf(found)
         defaults = self._files.generation_defaults.as_json()
-        return {**files, "generation_config.json": dump_line(defaults)}
+        return {
+            **files,
+            **pooling_files(self._files),
+            "generation_config.json": dump_line(defaults),
+        }
 
     def layout(self, paths: list[str]) -> Layout:
         """The dtype and the shape of the tensors of weights, by name, in order.

@@ -19,10 +19,10 @@ from ..checkpoint import ModelFiles
 from ..checkpoint.compressed_tensors import write_directory
 from ..checkpoint.loader import check_coverage, read_parameter
 from ..checkpoint.quantiser import dequantise
-from ..errors import ConfigError
+from ..errors import ConfigError, InvalidConfig
 from .calibration import Calibration
 from .gptq import MIN_TOKENS
-from .published_form import Parameters, PublishedForm
+from .published_form import Parameters, PublishedForm, pooling_files
 from .rotation import Rotation
 from .rounding import CLIP, GPTQ, round_weight
 from .smoothing import smooth_layer
@@ -87,6 +87,12 @@ class _Model:
         self._files, self._method, self._smooths = files, method, smooths
         self._read, self._config = self._read_published, files.spec.config
         if rotates:
+            if pooling_files(files):
+                raise InvalidConfig(
+                    f"--rotate: expected a model whose last states are read by its head alone, got "
+                    f"a pooling ({files.spec.config.pooling}), whose vectors a rotation would "
+                    f"change. Quantise it without --rotate."
+                )
             rotation = Rotation(files.spec.config, self._read_published)
             self._read, self._config = rotation.read, rotation.config
         self.form = PublishedForm(files, weight_format, dtype, self._config)

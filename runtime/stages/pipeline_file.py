@@ -56,11 +56,6 @@ class Stage:
         limit = self.fields.get("max_completion_tokens")
         return self.fields.get("max_tokens") if limit is None else limit
 
-    @property
-    def num_answers(self) -> int:
-        """The largest number of answers to a request."""
-        return self.fields.get("n") or 1
-
     def body(self, texts: Sequence[str]) -> dict[str, Any]:
         """The body of a request, from the rendered templates in their order."""
         if self.roles:

@@ -12,6 +12,7 @@ and nothing is removed before the manifest of the whole job is written.
 
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ from ..batch.results import OutputLines, error_text
 from ..batch.row_files import check_input, check_output, is_plain
 from ..batch.run import run_job
 from ..batch.scan import ScanSummary
-from ..batch.stop_signals import StopSignals
+from ..batch.stop_signals import EXIT_CODES, StopSignals
 from ..console import plural
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, UnusableFile
 from ..files.disk import Disk, digest_file
@@ -104,7 +105,7 @@ def run_stages(
         for number, stage in enumerate(pipeline.stages, start=1)
     ]
     _check_files(settings, folder)
-    with StopSignals(), JobLock(settings.lock_path), ExitStack() as opened:
+    with StopSignals() as stop, JobLock(settings.lock_path), ExitStack() as opened:
         if settings.restart:
             disk.remove(manifest_path(settings.output_path))
             _remove(folder, disk)
@@ -118,7 +119,7 @@ def run_stages(
         if _is_foreign(settings, stages[0]):
             refuse_foreign_outputs(settings)
         folder.mkdir(exist_ok=True)
-        renderers = open_renderers(pipeline, opened)
+        renderers = open_renderers(pipeline, opened, keeps_model=settings.models is not None)
 
         def measure() -> ScanSummary:
             show = progress.show_scan
@@ -127,7 +128,7 @@ def run_stages(
             return summary
 
         run = _StagesRun(
-            settings, StagedModel(model, measure, seed), renderers, stages, progress, disk
+            settings, StagedModel(model, measure, seed), renderers, stages, progress, disk, stop
         )
         if (code := run.run()) is not None:
             return code
@@ -148,6 +149,7 @@ class _StagesRun:
     stages: Sequence[StageFiles]
     progress: Progress
     disk: Disk
+    stop: StopSignals
 
     def __post_init__(self):
         self._input = digest_text(digest_table(digest_file(self.settings.input_path)))
@@ -162,15 +164,28 @@ class _StagesRun:
             settings = self._settings_of(files)
             if not manifest_path(files.output).exists():
                 self._write_input(index, renderer, settings)
-            code = run_job(settings, self.model, progress=self.progress, disk=self.disk)
+            services = {"progress": self.progress, "disk": self.disk, "stop": self.stop}
+            code = run_job(settings, self.model, **services)
             if code not in (EXIT_OK, EXIT_ROWS_FAILED):
                 return code
+            if self.stop.requested is not None and renderer is not self.renderers[-1]:
+                # all rows of the stage were in flight, so its job came to its end
+                return self._stopped(self.stop.requested)
             manifest = self._manifest_of(files)
             self.model.plan = self.model.plan or manifest["plan"]
             if (shown := manifest["instant"]) is not None:
                 # prompts of all stages show the same time
                 self.settings = replace(self.settings, now=datetime.fromisoformat(shown))
         return None
+
+    def _stopped(self, requested: signal.Signals) -> int:
+        """Say that a signal ended the job between two stages; return its exit code."""
+        folder = self.stages[0].folder
+        self.progress.note(
+            f"stopped by {requested.name}: finished stages are kept in {folder}; run the same "
+            f"command again to continue"
+        )
+        return EXIT_CODES[requested]
 
     def finish(self) -> dict[str, Any]:
         """Write the output of the job; return its manifest."""

@@ -108,7 +108,7 @@ def _requests(
 def _placeholders(row: InputRow, renderers: Sequence[StageRenderer]) -> Context:
     """The variables of templates for a row, with a placeholder for each answer."""
     answers = {
-        renderer.stage.name: answers_table([_mark(index)] * renderer.num_answers(row.data))
+        renderer.stage.name: answers_table(renderer.placeholders(row.data, _mark(index)))
         for index, renderer in enumerate(renderers)
     }
     return {**answers, ROW: row.data}

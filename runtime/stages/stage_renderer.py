@@ -2,12 +2,14 @@
 
 A template sees the row of the input as `row`, and each earlier stage by its name: `draft.answer` is
 the text of its first answer, `draft.answers` are the texts of all its answers. The templates run in
-a sandbox with limits (`template_process`), one process for each.
+a sandbox with limits (`template_process`), one process for each. In a job with adapters, the
+request of a row keeps the `model` of the row, which names its adapter.
 
 Does not know about files or tokens. Guarantees: a request or a `RowError` for each row.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,11 +31,24 @@ def answers_table(texts: Sequence[str]) -> dict[str, Any]:
     return {"answer": texts[0], "answers": list(texts)}
 
 
-class StageRenderer:
-    """Renders the requests of one stage; use it in a `with` block."""
+def calls_text(calls: Iterable[tuple[str, str]]) -> str:
+    """The text of tool calls, from their names and their arguments in JSON, as a list in JSON."""
+    # arguments are shown as they were generated: escapes in a string would need more tokens
+    shown = [f'{{"name": {json.dumps(name)}, "arguments": {text}}}' for name, text in calls]
+    return f"[{', '.join(shown)}]"
 
-    def __init__(self, stage: Stage):
+
+class StageRenderer:
+    """Renders the requests of one stage; use it in a `with` block.
+
+    Args:
+        stage: The stage.
+        keeps_model: Whether requests keep the `model` of their rows.
+    """
+
+    def __init__(self, stage: Stage, *, keeps_model: bool = False):
         self.stage = stage
+        self._keeps_model = keeps_model
         self.is_read = False
         """Whether a later stage reads the answers, which must then have a largest length."""
         self._processes = {
@@ -51,18 +66,19 @@ class StageRenderer:
             return [self._own_request(context[ROW]) for context in contexts]
         rendered = {place: process.render(contexts) for place, process in self._processes.items()}
         return [
-            self._request({place: texts[index] for place, texts in rendered.items()})
-            for index in range(len(contexts))
+            self._request(context[ROW], {place: texts[i] for place, texts in rendered.items()})
+            for i, context in enumerate(contexts)
         ]
 
     def _request(
-        self, texts: Mapping[str, str | TemplateFailure]
+        self, row: Mapping[str, Any], texts: Mapping[str, str | TemplateFailure]
     ) -> tuple[str, dict[str, Any]] | RowError:
         for place, text in texts.items():
             if isinstance(text, TemplateFailure):
                 message = f"stage {self.stage.name}, {place}: the template failed: {text}"
                 return RowError("template_error", message, place)
-        return self.stage.url, self.stage.body([str(text) for text in texts.values()])
+        kept = {"model": row["model"]} if self._keeps_model and "model" in row else {}
+        return self.stage.url, {**kept, **self.stage.body([str(text) for text in texts.values()])}
 
     def _own_request(self, row: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | RowError:
         """The request that is the row itself, with the keys of the stage."""
@@ -85,14 +101,22 @@ class StageRenderer:
         kept = {key: value for key, value in body.items() if key not in replaced}
         return url, {**kept, **self.stage.fields}
 
-    def num_answers(self, row: Mapping[str, Any]) -> int:
-        """The largest number of answers to the request of a row."""
-        if self._processes or "n" in self.stage.fields:
-            return self.stage.num_answers
-        request = self._own_request(row)
-        n = None if isinstance(request, RowError) else request[1].get("n")
+    def placeholders(self, row: Mapping[str, Any], mark: str) -> list[str]:
+        """Texts as long as the texts of the answers to a row's request, with a mark for each.
+
+        There are as many as the largest number of answers. What an answer does not generate, such
+        as the name of a tool that must be called, is part of its text.
+        """
+        body = self.stage.fields
+        if not self._processes:
+            request = self._own_request(row)
+            body = {} if isinstance(request, RowError) else request[1]
+        n, choice = body.get("n"), body.get("tool_choice")
+        named = choice.get("function") if isinstance(choice, dict) else None
+        name = named.get("name") if isinstance(named, dict) else None
+        text = calls_text([(name, mark)]) if isinstance(name, str) else mark
         # the stage refuses requests with other values
-        return n if isinstance(n, int) and 1 <= n <= MAX_N else 1
+        return [text] * (n if isinstance(n, int) and 1 <= n <= MAX_N else 1)
 
     def close(self) -> None:
         """End the processes."""
@@ -106,13 +130,23 @@ class StageRenderer:
         self.close()
 
 
-def open_renderers(pipeline: Pipeline, files: ExitStack) -> list[StageRenderer]:
+def open_renderers(
+    pipeline: Pipeline, files: ExitStack, *, keeps_model: bool = False
+) -> list[StageRenderer]:
     """The renderers of all stages, whose templates are compiled and read known names only.
+
+    Args:
+        pipeline: The stages.
+        files: Closes the renderers.
+        keeps_model: Whether requests keep the `model` of their rows.
 
     Raises:
         ConfigError: A template is wrong, or reads answers whose lengths are not limited.
     """
-    renderers = [files.enter_context(StageRenderer(stage)) for stage in pipeline.stages]
+    renderers = [
+        files.enter_context(StageRenderer(stage, keeps_model=keeps_model))
+        for stage in pipeline.stages
+    ]
     earlier: dict[str, StageRenderer] = {}
     for renderer in renderers:
         _connect(pipeline, renderer, earlier)

@@ -21,7 +21,7 @@ from ..batch.lines import BadRow, custom_id_of, duplicate_error
 from ..batch.results import error_of_line
 from ..errors import RowError
 from ..files.strict_json import MAX_LINE_BYTES, Line, parse_object, read_lines
-from .stage_renderer import answers_table
+from .stage_renderer import answers_table, calls_text
 
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 
@@ -188,5 +188,6 @@ def _text_of(message: Mapping[str, Any]) -> str:
     """The content of a message, and its calls as a list in JSON."""
     parts = [message["content"]] if message["content"] else []
     if calls := message.get("tool_calls"):
-        parts.append(json.dumps([call["function"] for call in calls], ensure_ascii=False))
+        functions = (call["function"] for call in calls)
+        parts.append(calls_text((call["name"], call["arguments"]) for call in functions))
     return "\n".join(parts)

@@ -38,6 +38,8 @@ ROWS = [
     embeddings("empty", ["", TEXT[0]]),
     embeddings("too-many", TEXT[0], dimensions=EMBED + 1),
     embeddings("no-classes", None, "/v1/classify", input=TEXT[0]),
+    embeddings("empty-pair", None, "/v1/score", text_1=TEXT[0], text_2=[TEXT[1], ""]),
+    embeddings("long-document", None, "/v1/rerank", query=TEXT[0], documents=["a", "a " * 200]),
 ]
 ERRORS = {
     "long": "context_length_exceeded",
@@ -45,7 +47,16 @@ ERRORS = {
     "empty": "empty_prompt",
     "too-many": "invalid_request",
     "no-classes": "invalid_request",
+    "empty-pair": "empty_prompt",
+    "long-document": "context_length_exceeded",
 }
+PLACES = {
+    "long": "input",
+    "empty": "input[0]",
+    "empty-pair": "text_2[1]",
+    "long-document": "documents[1]",
+}
+"""The keys that errors of texts name."""
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +131,11 @@ def test_rows_that_cannot_be_answered_are_errors_by_name(job):
     bodies, manifest = job
     found = {name: body["error"]["code"] for name, body in bodies.items() if "error" in body}
     assert found == ERRORS
-    assert manifest["rows"]["repeated"] == 5 and manifest["compiles_during_run"] == 0
+    for name, place in PLACES.items():
+        error = bodies[name]["error"]
+        assert error["param"] == place and f"{place}: " in error["message"]
+    # rows that the model cannot answer are not run
+    assert manifest["rows"]["repeated"] == 3 and manifest["compiles_during_run"] == 0
 
 
 def test_the_plan_has_graphs_of_texts_alone(job):

@@ -51,6 +51,22 @@ def test_documents_are_paired_with_the_query():
     assert read_pooled("rerank", body | {"top_n": 0}).top_n is None
 
 
+def test_the_texts_that_the_model_reads_have_places_in_the_body():
+    assert read_pooled("embed", {"input": "a"}).places(1) == ["input"]
+    assert read_pooled("classify", {"input": ["a", "b"]}).places(2) == ["input[0]", "input[1]"]
+    pairs = read_pooled("score", {"text_1": "q", "text_2": ["a", "b"]})
+    assert pairs.places(3) == ["text_1", "text_2[0]", "text_2[1]"]
+    assert pairs.places(2) == ["text_2[0]", "text_2[1]"]
+    one = read_pooled("rerank", {"query": "q", "documents": ["a"]})
+    assert one.places(2) == ["query", "documents"] and one.places(1) == ["documents"]
+
+
+@pytest.mark.parametrize("value", [["a", 3], [3, "a"], ["a", [3]], [3, [4]]])
+def test_inputs_of_several_forms_are_refused_with_the_forms(value):
+    with pytest.raises(RowError, match="expected a list of strings, of token ids or of lists"):
+        read_pooled("embed", {"input": value})
+
+
 def test_texts_are_cut_on_request():
     body = {"input": "a", "truncate_prompt_tokens": 3}
     assert read_pooled("embed", body).max_tokens == 3

@@ -57,3 +57,19 @@ def test_the_last_tokens_are_cut_on_request(encode):
     assert len(encode("embed", Pooling(max_tokens=7), input=body["input"])[0]) == 90
     with pytest.raises(RowError, match="expected -1 or at most 7, the maximum length"):
         encode("embed", Pooling(max_tokens=7), input="water", truncate_prompt_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("task", "body", "place"),
+    [
+        ("embed", {"input": "water"}, "input"),
+        ("classify", {"input": ["water", "wheel"]}, "input[0]"),
+        ("score", {"text_1": "water", "text_2": ["wheel", "turn"]}, "text_1"),
+        ("rerank", {"query": "water", "documents": "wheel"}, "query"),
+    ],
+)
+def test_a_text_that_cannot_be_read_is_named_by_its_place_in_the_body(task, body, place):
+    encode = PooledEncoder(None, lambda: replace(TWO_LAYERS, pooling=MEAN))
+    (error,) = encode([read_pooled(task, body)])
+    assert isinstance(error, RowError) and error.param == place
+    assert error.message.startswith(f"{place}: this model has no tokenizer")

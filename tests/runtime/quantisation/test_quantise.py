@@ -1,6 +1,7 @@
 """Quantised directories: transformers opens them, and scores as noria scores their values."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from compressed_folder import dequantised_tensors, write_dequantised
 from conformance import CASES, SHARED
+from embedder_cases import EmbedderCase, write_modules
 from model_on_disk import write_model
 from quantised import dequantised
 from safetensors.numpy import load_file, save_file
@@ -18,6 +20,7 @@ from tolerances import COMPRESSED_MODEL_LOGPROB
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.families.registry import from_hf_config
+from noria.modelzoo.pooling_config import Pooling
 from noria.modelzoo.weight_formats import WeightFormat
 from noria.runtime.checkpoint import ModelFiles, open_model
 from noria.runtime.checkpoint.loader import read_parameter
@@ -214,6 +217,23 @@ def test_the_directory_is_that_of_a_model(published, tmp_path):
         assert values.generation_defaults == model.generation_defaults
     names = {path.name for path in (tmp_path / "q").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= names
+
+
+def test_a_model_for_vectors_keeps_its_pooling(published, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(published, model)
+    write_modules(model, EmbedderCase("last", "llama", "last"))
+    assert quantize(model, tmp_path / "q", "--numbers", "int8", "--quiet") == 0
+    with open_model(tmp_path / "q") as files:
+        assert files.spec.config.pooling == Pooling("last", normalises=True)
+    assert quantize(model, tmp_path / "r", "--numbers", "int8", "--rotate", "--quiet") == 3
+    assert "got a pooling (last, length 1), whose vectors" in capsys.readouterr().err
+    dense = tmp_path / "dense"
+    shutil.copytree(published, dense)
+    write_modules(dense, EmbedderCase("dense", "llama", "last", dense=((8, False, "Tanh"),)))
+    assert quantize(dense, tmp_path / "d", "--numbers", "int8", "--quiet") == 3
+    assert "expected a model without dense layers after its pooling" in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def read(tmp_path, text: str):
 
 def test_stages_have_templates_and_the_keys_of_a_request(tmp_path):
     draft, judge = read(tmp_path, GOOD).stages
-    assert (draft.url, draft.max_tokens, draft.num_answers) == ("/v1/chat/completions", 8, 2)
+    assert (draft.url, draft.max_tokens) == ("/v1/chat/completions", 8)
     assert draft.templates == {
         "messages[0].content": "Be brief.",
         "messages[1].content": "{{ row.q }}",
@@ -42,7 +42,7 @@ def test_stages_have_templates_and_the_keys_of_a_request(tmp_path):
         "max_tokens": 8,
         "n": 2,
     }
-    assert (judge.url, judge.max_tokens, judge.num_answers) == ("/v1/completions", None, 1)
+    assert (judge.url, judge.max_tokens) == ("/v1/completions", None)
     assert judge.body(["p"]) == {"prompt": "p", "temperature": 0, "stop": ["\n"]}
 
 

@@ -1,7 +1,9 @@
 """Jobs with stages over a fake model: rows and errors, resuming, bounds, and files."""
 
 import json
+import os
 import re
+import signal
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -235,7 +237,8 @@ def test_unknown_keys_that_are_ignored_are_planned_and_counted(source, tmp_path)
 
 def test_calls_are_part_of_the_answer_that_later_stages_read(source, tmp_path):
     files = StageFiles(tmp_path, 1, "draft")
-    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    function = {"name": "now", "arguments": '{"zone": "\\"UTC\\""}'}
+    call = {"id": "c", "type": "function", "function": function}
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
@@ -248,9 +251,32 @@ def test_calls_are_part_of_the_answer_that_later_stages_read(source, tmp_path):
     with source.open("rb") as file:
         row = next(read_rows(file))
     (followed,) = follow_rows(iter([row]), [files])
-    shown = '[{"name": "now", "arguments": "{}"}]'
+    # the arguments as they were generated, whose quotation marks need no escapes
+    shown = '[{"name": "now", "arguments": {"zone": "\\"UTC\\""}}]'
     answers = [shown, f"Let me see.\n{shown}", "No."]
     assert followed.answers["draft"] == {"answer": shown, "answers": answers}
+
+
+class Stopping(fake.FakeGenerator):
+    """A generator whose process is asked to end in the second step, when it has all four rows."""
+
+    def step(self):
+        if self.num_steps == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().step()
+
+
+def test_a_signal_during_the_last_rows_of_a_stage_ends_the_job_before_the_next(tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    # as many as there are slots, so all rows are in flight
+    source.write_text("\n".join(json.dumps({"id": f"q{i}", "prompt": "x"}) for i in range(4)))
+    assert run(source, tmp_path / "whole.jsonl") == 0
+    model = fake.FakeModel(Stopping())
+    assert run(source, output, model) == 75
+    folder = tmp_path / "out.jsonl.stages"
+    assert (folder / "1-draft.jsonl").exists() and not (folder / "2-revise.in.jsonl").exists()
+    assert run(source, output) == 0
+    assert masked(output) == masked(tmp_path / "whole.jsonl")
 
 
 def test_an_error_file_that_cannot_be_written_is_refused(source, tmp_path):
@@ -297,6 +323,39 @@ def test_bounds_count_the_answers_that_rows_ask_for(source):
     # the request with the last number is refused
     expected = [n * (placeholder + longest_answer) for n in (3, 1, 1)]
     assert lengths == [len("x:  none") + length for length in expected]
+
+
+def test_bounds_count_the_name_of_a_tool_that_must_be_called(source):
+    source.write_text(json.dumps({"question": "x"}))
+    function = '{ name = "now", parameters = { type = "object" } }'
+    draft = f"""
+[[stages]]
+name = "draft"
+max_tokens = 16
+tools = [{{ type = "function", function = {function} }}]
+tool_choice = {{ type = "function", function = {{ name = "now" }} }}
+messages = [{{ role = "user", content = "{{{{ row.question }}}}" }}]
+"""
+    summary = bounds(source, f"{draft}[[stages]]\nname = 'last'\nprompt = '{{{{ draft.answer }}}}'")
+    (length,) = (
+        row.requirements.prompt_length
+        for row in summary.rows
+        if row.requirements and str(row.custom_id).endswith("last")
+    )
+    placeholder, longest_answer = 4, 16
+    assert length == len('[{"name": "now", "arguments": }]') + placeholder + longest_answer
+
+
+@pytest.mark.parametrize("models", [None, {"base": None, "tuned": "tuned"}])
+def test_every_stage_uses_the_adapter_of_a_row(source, tmp_path, models):
+    source.write_text(json.dumps({"id": "q0", "prompt": "x", "model": "tuned"}))
+    text = f"{STAGES}[[stages]]\nname = 'base'\nmodel = 'base'\nprompt = '{{{{ row.prompt }}}}'"
+    run(source, tmp_path / "out.jsonl", text=text, keeps=True, models=models)
+    folder = tmp_path / "out.jsonl.stages"
+    names = ("1-draft", "2-revise", "3-base")
+    asked = [records(folder / f"{name}.in.jsonl")[0]["body"].get("model") for name in names]
+    # without adapters, `model` may be any key of a row
+    assert asked == ["tuned", "tuned" if models else None, "base"]
 
 
 def test_limits_of_a_stage_replace_both_limits_of_a_row(source, tmp_path):
