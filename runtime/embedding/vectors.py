@@ -54,7 +54,9 @@ def probabilities(outputs: np.ndarray, pooling: Pooling, *, use_activation: bool
     if not use_activation or pooling.scores == "none":
         return outputs
     if pooling.scores == "sigmoid":
-        return 1 / (1 + np.exp(-outputs))
+        # far below 0, the exponential is infinite and the score 0
+        with np.errstate(over="ignore"):
+            return 1 / (1 + np.exp(-outputs))
     weights = np.exp(outputs - outputs.max(axis=1, keepdims=True))
     return weights / weights.sum(axis=1, keepdims=True)
 

@@ -204,7 +204,7 @@ def test_the_planner_writes_the_plan_that_such_a_job_derives(embedder, source, j
     derived = tomllib.loads(job[1]["plan"])
     assert tomllib.loads(path.read_text()) == derived
     longest, texts = derived["buckets"]["prefill"][-1]
-    assert f"{longest}x{texts} (tokens x texts)" in said and "1 row refused" in said
+    assert f"{longest}x{texts} (tokens x texts)" in said and "4 rows refused" in said
     _, manifest = embedder.batch(source, output, "--plan", path, expect=1)
     assert manifest["plan"] == job[1]["plan"]
     assert answers(output) == answers(source.with_name("out.jsonl"))

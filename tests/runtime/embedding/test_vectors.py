@@ -49,6 +49,12 @@ def test_probabilities_follow_the_model():
     np.testing.assert_array_equal(of("softmax", use_activation=False), VECTORS)
 
 
+def test_an_output_far_from_0_has_a_score_without_a_warning():
+    pooling = Pooling("first", (Projection(2),), labels=("a", "b"), scores="sigmoid")
+    outputs = np.array([[-200, 200]], np.float32)
+    np.testing.assert_array_equal(probabilities(outputs, pooling, use_activation=True), [[0, 1]])
+
+
 def test_numbers_in_json_are_read_as_the_same_float32():
     numbers = np.frombuffer(np.random.default_rng(1).bytes(4000), np.float32)
     numbers = np.concatenate([numbers[np.isfinite(numbers)], np.float32([0, -0.0, 1e-45, 3.4e38])])
