@@ -28,7 +28,8 @@ def refusal(row: BatchRow, config: "DecoderConfig", adapters: Sequence[str]) -> 
         adapters: The names of adapters that rows of the job may use.
     """
     if row.pooled is None and (reason := config.lacks_generation) is not None:
-        asked = "/v1/classify or /v1/score" if config.pooling.labels else "/v1/embeddings"
+        asked = "/v1/classify" if config.pooling.labels else "/v1/embeddings"
+        asked += " or /v1/score" * (len(config.pooling.labels) == 1)
         problem = (
             f"expected a row for vectors of texts, as the model generates no tokens ({reason}), "
             f"got one for tokens or their scores. Ask for {asked}."

@@ -127,9 +127,12 @@ class ModelFiles(ABC):
           InvalidConfig: The model only turns texts into vectors.
         """
         if (reason := self.spec.config.lacks_generation) is not None:
+            remedy = "Give /v1/embeddings rows to noria batch, or call LLM.embed."
+            if self.spec.config.pooling.labels:
+                remedy = "Give /v1/classify rows to noria batch."
             raise InvalidConfig(
                 f"{self.name}: expected a model that generates tokens, got one for vectors of "
-                f"texts: {reason}. Give /v1/embeddings rows to noria batch, or call LLM.embed."
+                f"texts: {reason}. {remedy}"
             )
 
     def weights_digest(self, peers: Peers = ALONE) -> WeightsDigest:

@@ -117,11 +117,12 @@ def test_rows_that_generate_are_error_rows_of_an_encoder(embedder, reranker, tmp
     assert "Ask for /v1/classify" in refusal(body)
 
 
-def test_a_plan_of_an_encoder_has_no_rows_that_generate(embedder, tmp_path):
+def test_a_plan_of_an_encoder_has_no_rows_that_generate(embedder, classifier, tmp_path):
     workload = write_lines(tmp_path / "tokens.jsonl", TOKENS)
-    options = ("--model", embedder.noria.model, "--workload", workload)
-    said = embedder.noria.refuse("plan", *options, "-o", tmp_path / "plan.toml", expect=3)
-    assert "expected a model that generates tokens" in said
+    for encoder, url in ((embedder, "/v1/embeddings"), (classifier, "/v1/classify")):
+        options = ("--model", encoder.noria.model, "--workload", workload)
+        said = encoder.noria.refuse("plan", *options, "-o", tmp_path / "plan.toml", expect=3)
+        assert "expected a model that generates tokens" in said and f"Give {url} rows" in said
 
 
 def test_scores_of_pairs_are_the_probabilities_of_a_cross_encoder(reranker, tmp_path):

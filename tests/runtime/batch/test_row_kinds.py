@@ -21,7 +21,8 @@ def refused(pooling: Pooling, url: str, body: dict) -> str | None:
     line = {"custom_id": "a", "method": "POST", "url": url, "body": body}
     row = read_row(Line(1, 0, json.dumps(line).encode()), 0)
     assert isinstance(row, BatchRow)
-    error = refusal(row, replace(TWO_LAYERS, pooling=pooling), ())
+    config = replace(TWO_LAYERS, pooling=pooling, has_head=False)
+    error = refusal(row, config, ())
     return error and error.message
 
 
@@ -41,6 +42,18 @@ def refused(pooling: Pooling, url: str, body: dict) -> str | None:
 )
 def test_a_request_for_what_the_model_does_not_have_is_refused(pooling, url, body, message):
     assert (refused(pooling, url, body) or "").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "asked"),
+    [
+        (MEAN, "Ask for /v1/embeddings."),
+        (ONE_CLASS, "Ask for /v1/classify or /v1/score."),
+        (TWO_CLASSES, "Ask for /v1/classify."),
+    ],
+)
+def test_a_refused_row_for_tokens_names_the_requests_that_the_model_answers(pooling, asked):
+    assert (refused(pooling, "/v1/completions", {"prompt": "a"}) or "").endswith(asked)
 
 
 def test_all_other_requests_run():
