@@ -215,6 +215,8 @@ def message(error: BaseException) -> str:
     """The text of an error for the user, usually one line."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror is not None:
+        # without the number that Python writes before it
+        place = "" if error.filename is None else f"{error.filename}: "
+        return f"{place}{error.strerror}"
     return str(error) or type(error).__name__

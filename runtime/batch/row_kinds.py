@@ -68,7 +68,7 @@ def _pooled_refusal(request: PooledRequest, config: "DecoderConfig") -> RowError
                 f"expected a model with one class for scores, got {len(labels)}. Ask for "
                 f"/v1/classify."
             )
-    return problem and RowError("invalid_request", f"url: {problem}", "url")
+    return None if problem is None else RowError("invalid_request", f"url: {problem}", "url")
 
 
 def text_lengths(rows: Sequence[RowRequirements]) -> list[int]:
