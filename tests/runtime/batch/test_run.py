@@ -35,8 +35,8 @@ from noria.runtime.errors import (
     OutputIsLocked,
     RowError,
     UnusableFile,
-    message,
 )
+from noria.runtime.errors import message as message_of
 from noria.runtime.pods.peers import Peers
 from noria.runtime.request import RequestOutput
 
@@ -169,7 +169,9 @@ def test_a_write_error_names_the_journal_and_the_remedy(tmp_path):
     with pytest.raises(JournalWriteError, match=r"No space left.*run the same command") as caught:
         run(input_path, tmp_path / "out.jsonl", disk=full)
     assert caught.value.exit_code == 75
-    assert message(caught.value).startswith(f"{tmp_path / 'out.jsonl.journal'}: cannot be written")
+    assert message_of(caught.value).startswith(
+        f"{tmp_path / 'out.jsonl.journal'}: cannot be written"
+    )
 
 
 def stop_after(num_rows: int, tmp_path: Path, input_path: Path, output: Path) -> None:
