@@ -8,7 +8,8 @@ DeepSeek's and Mistral's (package mistral-common), which stands for a large one.
 
 A schema is a JSON file of a package (wheel) whose root names types, keys, alternatives or
 references of JSON Schema. Files that are equal count once. With `--answers`, random texts of each
-schema that is served are checked with the validator `jsonschema`.
+schema that is served are checked with the validator `jsonschema`. With `--llguidance`, the schemas
+that the library llguidance serves are counted, too (`pip install llguidance`).
 """
 
 import argparse
@@ -22,6 +23,7 @@ import statistics
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,8 @@ def main() -> None:
         if "bytes" in result and options.answers:
             result["valid"] = _count_valid(schema, options.answers)
             result["answers"] = options.answers
+        if options.llguidance:
+            result["llguidance"] = _llguidance_error(schema) or "served"
         found[package].append(result)
         print(package, name, result.get("error") or f"{result['bytes'] / 1e6:.2f} MB", flush=True)
     text = _report(found, options.vocabulary, trie.vocab_size)
@@ -74,6 +78,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--vocabulary", default="smollm2", choices=VOCABULARIES)
     parser.add_argument("--limit", type=int, help="the number of schemas, spread over the packages")
     parser.add_argument("--answers", type=int, default=0, help="random answers of each schema")
+    parser.add_argument("--llguidance", action="store_true", help="count what llguidance serves")
     parser.add_argument(
         "--output", type=Path, help="write a table and figures to this .md and .json"
     )
@@ -159,6 +164,14 @@ def _compile(schema: dict[str, Any], trie: TokenTrie) -> dict[str, Any]:
     }
 
 
+def _llguidance_error(schema: dict[str, Any]) -> str:
+    """Return why llguidance does not serve a schema, or nothing."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    return LLMatcher.validate_grammar(grammar, LLTokenizer("byte")).strip()
+
+
 def _count_valid(schema: dict[str, Any], num_answers: int) -> int:
     """The number of random texts of a schema's automaton that are valid, of some."""
     automaton = _byte_automaton(StructuredOutputsParams(json=schema))
@@ -218,6 +231,13 @@ def _report(found: dict[str, list[dict[str, Any]]], vocabulary: str, vocab_size:
     if answers := sum(r.get("answers", 0) for r in served):
         valid = sum(r.get("valid", 0) for r in served)
         lines += ["", f"Of {answers} random answers, `jsonschema` accepts {valid}."]
+    if others := [r for r in results if r.get("llguidance") == "served"]:
+        both = sum("bytes" in result for result in others)
+        lines += [
+            "",
+            f"llguidance {version('llguidance')} serves {len(others)} of these {len(results)} "
+            f"schemas; noria serves {both} of those.",
+        ]
     reasons = collections.Counter(_reason(r["error"]) for r in results if "error" in r)
     lines += ["", "| reason | schemas |", "|---|--:|"]
     lines += [f"| {reason} | {count} |" for reason, count in reasons.most_common()]

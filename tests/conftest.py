@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import _lru_cache_wrapper
 from pathlib import Path
 
@@ -92,6 +93,14 @@ READ = (
 """Tests that only read their programs: text, memory and cost. LLVM, which comes after these are
 fixed, optimizes the code for the CPU only with `--slow`."""
 
+OWN_CACHE = (
+    "compile/test_program_cache.py",
+    "end_to_end/",
+    "runtime/bundles/",
+    "runtime/commands/",
+)
+"""Tests in which noria keeps executables. The programs of all other tests are kept between runs."""
+
 FAST = (
     "compile/planning/",
     "compile/grids/",
@@ -124,6 +133,13 @@ FAST = (
     "test_",
 )
 """The tests that `--fast` runs: tests that compile little, and one small model of each package."""
+
+KEEP_PROGRAMS = {
+    "jax_compilation_cache_max_size": 100 * 2**20,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+"""Settings that keep all programs of one module, the most recently used 100 MiB of them."""
 
 MAX_MAPS = 12_000
 """The number of memory maps of a process above which programs of finished modules are dropped."""
@@ -197,7 +213,10 @@ def _leave_nothing_behind(request: pytest.FixtureRequest, optimizes: bool) -> It
         from unoptimized import optimize_only_what_is_read
 
         optimize_only_what_is_read()
-    yield
+    with ExitStack() as stack:
+        if not _path(request).startswith(OWN_CACHE):
+            stack.enter_context(_keeping_programs(request))
+        yield
     for value in vars(request.module).values():
         if isinstance(value, _lru_cache_wrapper) and not value.__module__.startswith("noria."):
             value.cache_clear()
@@ -207,6 +226,26 @@ def _leave_nothing_behind(request: pytest.FixtureRequest, optimizes: bool) -> It
 
 def _path(request: pytest.FixtureRequest) -> str:
     return request.path.relative_to(HERE).as_posix() if HERE in request.path.parents else ""
+
+
+@contextmanager
+def _keeping_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keep the compiled programs of a module for later runs, in pytest's cache folder."""
+    if not hasattr(request.config, "cache"):  # pytest runs without a cache folder
+        yield
+        return
+    import jax
+
+    from noria.compile import program_cache
+
+    folder = request.config.cache.mkdir(f"xla-{_path(request).replace('/', '-')}")
+    for name, value in KEEP_PROGRAMS.items():
+        jax.config.update(name, value)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        # graphs are otherwise compiled without jax's cache
+        patch.setattr(program_cache, "without_program_cache", nullcontext())
+        yield
 
 
 def _reset_jax() -> None:

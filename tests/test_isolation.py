@@ -12,7 +12,7 @@ from noria.runtime.bundles.compilation_cache import default_directory
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name", ["NOT_OPTIMIZED", "READ", "FAST"])
+@pytest.mark.parametrize("name", ["NOT_OPTIMIZED", "READ", "OWN_CACHE", "FAST"])
 def test_settings_name_tests_that_exist(name):
     files = {path.relative_to(HERE).as_posix() for path in HERE.rglob("test_*.py")}
     statements = ast.parse((HERE / "conftest.py").read_text("utf-8")).body
