@@ -3,8 +3,9 @@
 A product converts the codes alone, and applies the scales to its result or to its activations. It
 adds the offset of a group times the sum of the activations of the group. XLA for TPU converts codes
 within the product, but would write a dequantised weight to memory first. XLA for CPU writes
-converted codes, too, and its products of small groups are slow. So there a weight in groups is
-dequantised before its product.
+converted codes, too, and its products of small groups are slow. XLA for GPU converts codes within a
+product without groups; with groups, it would write the products of all groups to memory. So on CPUs
+and GPUs, a weight in groups is dequantised before its product.
 
 A product may round its activations to int8, too, with one scale for all features of a token that it
 sums over. Then it multiplies integers, sums them as int32, and both scales multiply its result.
@@ -185,7 +186,7 @@ def multiply_codes(
     if weight.num_groups > 1 or weight.offsets is not None:
         by_group = partial(_multiply_groups, x_labels, labels, out_labels)
         return jax.lax.platform_dependent(
-            x, weight, cpu=lambda x, weight: product(x, weight.dequantise()), default=by_group
+            x, weight, tpu=by_group, default=lambda x, weight: product(x, weight.dequantise())
         )
     labels = "".join(weight.quantisation.replace_inputs(tuple(labels)))
     scales, of_result = weight.scales.squeeze(weight.quantisation.inputs[-1]), 1
