@@ -128,12 +128,12 @@ NARROW = tuple(
 CASES = UNROLLED + SCANNED + NARROW
 """Cases for every model, hardware generation and slice size."""
 LADDERS = {
-    "llama-3.1-70b": ("tpu:v5e:2x4", "tpu:v5e:4x4", "tpu:v5e:4x8"),
-    "llama-3.1-405b": ("gpu:h100:8", "gpu:h100:16", "gpu:h100:32"),
-    "deepseek-v3": ("tpu:v5e:16x16", "tpu:v5p:2x2x4", "tpu:v5p:2x4x4", "tpu:v5p:4x4x4"),
+    "llama-3.1-70b": ("tpu:v5e:2x4", "tpu:v5e:4x4"),
+    "llama-3.1-405b": ("gpu:h100:8", "gpu:h100:16"),
+    "deepseek-v3": ("tpu:v5e:8x8", "tpu:v5e:8x16", "tpu:v5e:16x16"),
 }
-"""Targets of models in int8 and bfloat16. The first one holds int8 alone, and has the most chips of
-its kind in a slice, or is followed by others of its kind; all others are in ascending order."""
+"""Targets of models in int8 and bfloat16. The first one holds int8 alone; the second one is the
+smallest slice that holds bfloat16."""
 FORMATS = ("bfloat16", "int8")
 
 
@@ -184,7 +184,7 @@ def measure(case: Case, record: dict, keep) -> None:
 
 
 def compare_formats(model: str, record: dict, keep) -> None:
-    """Predict int8 and bfloat16 on each target, up to the first one that holds bfloat16."""
+    """Predict int8 and bfloat16 on each target."""
     for target in LADDERS[model]:
         for numbers in FORMATS:
             name = f"{target}, {numbers}"
@@ -194,8 +194,6 @@ def compare_formats(model: str, record: dict, keep) -> None:
                 record[name] = rates(case)
                 print(model, name, record[name], flush=True)
                 keep()
-        if "refused" not in record[f"{target}, bfloat16"]:
-            return
 
 
 def rates(case: Case) -> dict:
@@ -345,29 +343,35 @@ def row(name: str, case: dict) -> str:
 
 def format_lines(formats: dict) -> list[str]:
     """Return the table of predicted rates in int8 and in bfloat16."""
-    header = (
-        "| model and target | weights and cache | devices | layout | slots | tokens/s | a device |"
-    )
+    header = "| model and target | weights and cache | layout | slots | tokens/s | a device |"
     return [
         "## Predicted rates in int8 and in bfloat16",
         "",
         "Output tokens a second of the whole job, prefill included, as `noria plan` predicts them "
         "from published peaks, with the best of all",
-        "layouts. For each model: a target that holds int8 alone, and the smallest one tried that "
+        "layouts. For each model: the smallest slice that holds int8, and the smallest one that "
         "holds bfloat16. 16 GPUs count as if one switch joined them. **Nothing was run.**",
         "",
         header,
-        "|:--|:--|--:|:--|--:|--:|--:|",
+        "|:--|:--|:--|--:|--:|--:|",
         *(
-            f"| {model} on {name.replace(', ', ' | ')} | {found['devices']} | {found['layout']} "
-            f"| {found['decode_slots']} | {found['tokens_per_second']:,} "
-            f"| {found['tokens_per_second'] / found['devices']:.1f} |"
-            for model, of_model in formats.items()
-            for name, found in of_model.items()
-            if "refused" not in found
+            rate_row(f"{model} on {target} | {numbers}", formats[model][f"{target}, {numbers}"])
+            for model in formats
+            for target in LADDERS[model]
+            for numbers in FORMATS
+            if f"{target}, {numbers}" in formats[model]
         ),
         "",
     ]
+
+
+def rate_row(name: str, found: dict) -> str:
+    """Return the line of a prediction."""
+    if "refused" in found:
+        return f"| {name} | does not fit | | | |"
+    rate = found["tokens_per_second"]
+    each = f"{rate:,} | {rate / found['devices']:.0f}"
+    return f"| {name} | {found['layout']} | {found['decode_slots']} | {each} |"
 
 
 def graph_rows(name: str, case: dict) -> list[str]:

@@ -14,9 +14,10 @@ from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.layout_measure import COMPILER, SHAPES, measure
 from noria.compile.planning.work import ONE_DEVICE, Work
+from noria.compile.programs.collectives import read_collectives
 from noria.compile.programs.executions import Executions
 from noria.compile.programs.hbm_bytes import Traffic
-from noria.compile.programs.hlo_text import read_program
+from noria.compile.programs.hlo_text import array_bytes, read_program
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.compile.weight_rules import WeightRules
@@ -173,7 +174,9 @@ def test_decode_widens_no_weight_and_no_cache_in_codes(form, cache_codes):
     assert large <= (codes if cache_codes else {"bf16"}), "only segments of the cache are large"
     report = read_report(text, "gpu", {"data": 1})
     assert report.step.converted_bytes == 0
-    assert {one.argument.split(".")[-1] for one in report.rewrites} <= {"logits_BV"}
+    # codes of four bits are put in another order before the steps of a call
+    in_steps = (one.argument for one in report.rewrites if not one.is_once)
+    assert {argument.split(".")[-1] for argument in in_steps} <= {"logits_BV"}
     needed = Work(model, "bfloat16", ONE_DEVICE).needed(GRID_OF_8B.decode_call(512))
     assert report.step.bytes_moved < MOST_BYTES * needed.total
 
@@ -185,3 +188,23 @@ def test_weights_in_groups_need_little_memory_for_prompts():
     rows, hidden = 512 * 8, 2 * LAYER_OF_8B.mlp
     memory = executable.memory_analysis()
     assert memory.temp_size_in_bytes < 2 * widened + 1.5 * rows * hidden * 4
+
+
+def test_gathered_weights_in_int4_are_sent_as_two_codes_a_byte():
+    layout = Layout.from_table(read_layout_table("weight-gathered-all@data=2,tensor=4"))
+
+    def gathered_bytes(codes: str) -> int:
+        """Return the bytes of codes that devices gather in a prefill call."""
+        placement = find_target("gpu:h100:8").placement(layout)
+        rules = WeightRules(WeightFormat(codes))
+        model = AbstractModel(CONFIG, placement.arrangement(CONFIG), rules)
+        dtype = jnp.dtype("bfloat16")
+        graphs = plan_graphs(model, GRID, placement, dtype, attention=WITHOUT_CUDNN)
+        (prefill,) = (graph for graph in graphs if graph.kind == "prefill")
+        _, text, _ = compile_with_text(prefill)
+        assert text is not None
+        found = read_collectives(text, layout.mesh.sizes)
+        gathers = [x for one in found if one.kind == "all-gather" for x in one.arrays]
+        return sum(array_bytes(array) for array in gathers if array.startswith(("s8", "s4")))
+
+    assert 0 < gathered_bytes("int4") == gathered_bytes("int8") / 2
