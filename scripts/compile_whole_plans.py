@@ -149,7 +149,7 @@ def main() -> None:
     # before jax starts: its CUDA plugin cannot start without a GPU
     session.prepare_jax("cpu")
     path = options.output.with_suffix(".json")
-    report = json.loads(path.read_text("utf-8")) if path.exists() else {"cases": {}}
+    report: dict = json.loads(path.read_text("utf-8")) if path.exists() else {"cases": {}}
     command = f"python {sys.argv[0]} --output {options.output}"
     report |= {"command": command, "machine": describe_machine()}
 

@@ -1,9 +1,9 @@
 """Write weights in codes as a directory of the format compressed-tensors, which others read, too.
 
-A quantised matrix `[out, in]` becomes `weight` in int8 (format `int-quantized`) or in float8_e4m3fn
+A quantised matrix `[out, in]` becomes `weight` in int8 (format `int-quantized`) or float8_e4m3fn
 (format `float-quantized`), or `weight_packed`, eight codes of four bits in each int32 word, the
-first in the lowest bits, with 8 added to each code, and `weight_shape` (format `pack-quantized`). `weight_scale` is
-`[out, groups]`. Source: the Python package compressed-tensors, version 0.20.
+first in the lowest bits, with 8 added to each code, and `weight_shape` (format `pack-quantized`).
+`weight_scale` is `[out, groups]`. Source: the Python package compressed-tensors, version 0.20.
 
 Does not choose codes. Guarantees: one tensor is in memory at a time; config.json is written last,
 so an unfinished directory is no model.

@@ -1,7 +1,6 @@
 """Products of quantised weights equal products of the values of their codes and scales."""
 
 from dataclasses import replace
-from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -69,20 +68,9 @@ def published_weight(weight: np.ndarray, quantisation: Quantisation):
     return weight, values.reshape(weight.shape)
 
 
-@pytest.mark.parametrize(
-    ("form", "platform"),
-    # elsewhere, all formats take the same way
-    [*product(FORMATS, ["tpu", "default"]), *((form, "tpu") for form in PUBLISHED)],
-    ids=str,
-)
+@pytest.mark.parametrize("form", [*FORMATS, *PUBLISHED], ids=str)
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: case[0])
-def test_a_product_with_codes_is_that_with_their_values(case, form, platform, monkeypatch):
-    """The form for TPUs runs on the CPU, too."""
-
-    def chosen(*operands, **forms):
-        return forms[platform](*operands)
-
-    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+def test_a_product_with_codes_is_that_with_their_values(case, form):
     equation, multiplied, x_shape, shape, inputs = case
     x = jnp.asarray(RNG.normal(size=x_shape).astype(np.float32))
     weight, values = weight_of(shape, inputs, form)
