@@ -3,9 +3,9 @@
 A product of a weight without groups converts the codes alone, and applies the scales to its result
 or to its activations. XLA for TPU and GPU converts codes within the product, but XLA for GPU would
 write a dequantised weight to memory first, and XLA for CPU writes converted codes, too. A weight in
-groups is dequantised before its product, which XLA for TPU does within the product. A batch of
-products, one for each group, would keep scales out of the product, but their results are large: for
-prompts, XLA for GPU would write them to memory, and a TPU would take several times as long.
+groups is dequantised before its product, which XLA for TPU mostly does within the product. A batch
+of products, one for each group, would keep scales out of the product, but their results are large:
+for prompts, XLA for GPU would write them to memory, and a TPU would take several times as long.
 
 A product may round its activations to int8, too, with one scale for all features of a token that it
 sums over. Then it multiplies integers, sums them as int32, and both scales multiply its result.
