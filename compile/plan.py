@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
-from ..modelzoo.weight_formats import BYTE_DTYPES, CODE_BITS, SCALE_DTYPES, WeightFormat
+from ..modelzoo.weight_formats import BYTE_DTYPES, SCALE_DTYPES, WeightFormat
 from ..sharding.layout import PHASES, Layout
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .compiler_options import CompilerOptions, read_options
@@ -31,6 +31,8 @@ _TABLES_OF_BUCKETS = {"prefixes", "structured", "adapters"}
 _OPTIONAL = {*_LAYOUT_KEYS, "experts", "attention", "max_length_reason"}
 DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = (FLOAT, "int8")
+WEIGHTS = {"int8": "int8", "float8": "float8_e4m3fn", "int4": "int4"}
+"""The dtype of codes, by format of weights that are rounded while they load."""
 CACHES = {FLOAT: None, "int8": "int8", "float8": "float8_e4m3fn", "int4": "int4"}
 """The dtype of codes of the cache, by its name in a plan; None for float."""
 
@@ -73,10 +75,10 @@ class Numbers:
     dtype: str
     """The dtype of activations and of weights that are not quantised: `float32` or `bfloat16`."""
     weights: str = FLOAT
-    """The weights of products: `float` for `dtype`, or codes with scales, `int8` or `int4`. Weights
-    are rounded to codes while they load. Embeddings, the head, routers, norms and biases stay in
-    float; rules may quantise the former three. `as_published` keeps the codes and scales of the
-    checkpoint."""
+    """The weights of products: `float` for `dtype`, or codes with scales, `int8`, `float8` (e4m3)
+    or `int4`. Weights are rounded to codes while they load. Embeddings, the head, routers, norms
+    and biases stay in float; rules may quantise the former three. `as_published` keeps the codes
+    and scales of the checkpoint."""
     group: int = 0
     """The input features of a weight that share a scale; 0 for one scale per output feature, or
     output channel. A smaller group loses less; `int4` should have 32 to 128. Unit: features."""
@@ -208,14 +210,19 @@ def _check_published(weights: str, published: Mapping[str, Any]) -> None:
 
 def _check_format(where: str, weights: Any, group: Any, others: tuple[str, ...] = ()) -> None:
     """Refuse unknown codes, and groups that no weight can have."""
-    if weights not in (FLOAT, *CODE_BITS):
-        known = ", ".join((FLOAT, *CODE_BITS, *others))
+    if weights not in (FLOAT, *WEIGHTS):
+        known = ", ".join((FLOAT, *WEIGHTS, *others))
         raise ValueError(f"{where}.weights: expected one of {known}, got {weights!r}.")
     _check_group(where, group)
     if weights == FLOAT and group:
         raise ValueError(
             f"{where}.group: expected 0, as float weights have no scales, got {group}. Remove it, "
             f'or set weights = "int8" or "int4".'
+        )
+    if weights == "float8" and group:
+        raise ValueError(
+            f"{where}.group: expected 0, as float8 weights have one scale for each output feature, "
+            f"got {group}. Remove it."
         )
 
 
@@ -228,7 +235,7 @@ def _check_group(where: str, group: Any) -> None:
 
 
 def _format(weights: str, group: int) -> WeightFormat | None:
-    return None if weights == FLOAT else WeightFormat(weights, group)
+    return None if weights == FLOAT else WeightFormat(WEIGHTS[weights], group)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Weights as codes with scales, and the products of activations with them.
 
-A product converts the codes alone, and applies the scales to its result or to its activations. It
-adds the offset of a group times the sum of the activations of the group. XLA for TPU converts codes
-within the product, but would write a dequantised weight to memory first. XLA for CPU writes
-converted codes, too, and its products of small groups are slow. So there a weight in groups is
-dequantised before its product.
+A product of a weight without groups converts the codes alone, and applies the scales to its result
+or to its activations. XLA for TPU and GPU converts codes within the product, but XLA for GPU would
+write a dequantised weight to memory first, and XLA for CPU writes converted codes, too. A weight in
+groups is dequantised before its product, which XLA for TPU mostly does within the product. A batch
+of products, one for each group, would keep scales out of the product, but their results are large:
+for prompts, XLA for GPU would write them to memory, and a TPU would take several times as long.
 
 A product may round its activations to int8, too, with one scale for all features of a token that it
 sums over. Then it multiplies integers, sums them as int32, and both scales multiply its result.
@@ -15,7 +16,6 @@ codes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -25,8 +25,6 @@ from .weight_formats import Quantisation
 
 _Value = TypeVar("_Value")
 
-_GROUP, _MEMBER = "g", "k"
-"""The dimension letters of the groups of a weight, and of the input features of a group."""
 _LEADING = "abcd"
 """Dimension letters of leading axes that an equation leaves out."""
 _LARGEST_INT8 = 127
@@ -166,7 +164,7 @@ def multiply_codes(
 
     Args:
       equation: The einsum of activations and weight.
-      product: Its function of activations and codes, used if there are no groups.
+      product: Its function of activations and codes, or values.
       x: Activations; they may have more leading axes than the equation.
       weight: The weight.
       max_over_parts: The maximum over the parts of tokens, if devices have only parts of the
@@ -183,10 +181,7 @@ def multiply_codes(
         inputs = "".join(labels[axis] for axis in weight.quantisation.inputs)
         x = _take_flat(x, weight.order, x_labels.index(inputs), len(inputs))
     if weight.num_groups > 1 or weight.offsets is not None:
-        by_group = partial(_multiply_groups, x_labels, labels, out_labels)
-        return jax.lax.platform_dependent(
-            x, weight, cpu=lambda x, weight: product(x, weight.dequantise()), default=by_group
-        )
+        return product(x, weight.dequantise())
     labels = "".join(weight.quantisation.replace_inputs(tuple(labels)))
     scales, of_result = weight.scales.squeeze(weight.quantisation.inputs[-1]), 1
     if set(labels) <= set(out_labels):
@@ -217,45 +212,6 @@ def _take_flat(x: jax.Array, order: jax.Array, start: int, num_axes: int) -> jax
     """Take entries of some adjacent axes, which count as one axis."""
     flat = x.reshape(*x.shape[:start], -1, *x.shape[start + num_axes :])
     return jnp.take(flat, order, axis=start).reshape(x.shape)
-
-
-def _multiply_groups(
-    x_labels: str, labels: str, out_labels: str, x: jax.Array, weight: QuantisedWeight
-) -> jax.Array:
-    """Multiply activations with a weight in groups, as a batch of products: one for each group."""
-    quantisation, codes = weight.quantisation, weight.grouped_codes().astype(x.dtype)
-    inputs = "".join(labels[axis] for axis in quantisation.inputs)
-    members, scale_labels = (
-        "".join(quantisation.replace_inputs(tuple(labels), *new))
-        for new in ((_GROUP, _MEMBER), (_GROUP,))
-    )
-    if inputs in x_labels:
-        start = x_labels.index(inputs)
-        shape = x.shape[:start], x.shape[start + len(inputs) :]
-        x = x.reshape(*shape[0], *codes.shape[members.index(_GROUP) :][:2], *shape[1])
-        x_labels, of_groups = x_labels.replace(inputs, _GROUP + _MEMBER), _GROUP + out_labels
-        out = _einsum(f"{x_labels},{members}->{of_groups}", x, codes)
-        out = (out * _align(weight.scales, scale_labels, of_groups)).sum(axis=0)
-        if weight.offsets is not None:
-            sums = x.astype(jnp.float32).sum(axis=start + 1)
-            equation = f"{x_labels.replace(_MEMBER, '')},{scale_labels}->{out_labels}"
-            out = out + _einsum(equation, sums, weight.offsets)
-        return out
-    # the inputs are output features of this product, so the scales multiply the activations
-    start, of_groups = out_labels.index(inputs), out_labels.replace(inputs, _GROUP)
-    grouped_x, grouped_out = x_labels + _GROUP, of_groups.replace(_GROUP, _GROUP + _MEMBER)
-    scaled = (x[..., None] * _align(weight.scales, scale_labels, grouped_x)).astype(x.dtype)
-    out = _einsum(f"{grouped_x},{members}->{grouped_out}", scaled, codes)
-    if weight.offsets is not None:
-        equation = f"{x_labels},{scale_labels}->{of_groups}"
-        added = _einsum(equation, x.astype(jnp.float32), weight.offsets)
-        out = out + jnp.expand_dims(added, start + 1)
-    sizes = [weight.shape[axis] for axis in quantisation.inputs]
-    return out.reshape(*out.shape[:start], *sizes, *out.shape[start + 2 :])
-
-
-def _einsum(equation: str, x: jax.Array, codes: jax.Array) -> jax.Array:
-    return jnp.einsum(equation, x, codes, preferred_element_type=jnp.float32)
 
 
 def _align(scales: jax.Array, labels: str, of_array: str) -> jax.Array:

@@ -21,8 +21,10 @@ from typing import TypeVar
 
 _Value = TypeVar("_Value")
 
-CODE_BITS = {"int8": 8, "int4": 4}
+CODE_BITS = {"int8": 8, "float8_e4m3fn": 8, "int4": 4}
 """The bits of a code, by dtype of the codes that weights can be rounded to."""
+LARGEST_CODES = {"int8": 127, "float8_e4m3fn": 448, "int4": 7}
+"""The largest code, by the same dtypes; the smallest one is its negative."""
 BYTE_DTYPES = {
     "int8": "int8",
     "int4": "int8",

@@ -123,9 +123,9 @@ _COMMANDS = {
     ),
     "quantize": _Command(
         quantize_command,
-        "write a model with weights in int8 or int4",
-        "Round the weights of a model to int8 or int4, layer by layer, and write a model directory "
-        "in the format compressed-tensors.",
+        "write a model with weights in int8, float8 or int4",
+        "Round the weights of a model to int8, float8 or int4, layer by layer, and write a model "
+        "directory in the format compressed-tensors.",
         "noria quantize --model smollm2 --numbers int8 -o smollm2-int8",
     ),
     "compare": _Command(

@@ -2,8 +2,10 @@
 
 For each model and target, `noria plan` chooses a plan from `config.json` and a workload. Then the
 target's compiler compiles its graphs one after the other. The record has the seconds and the memory
-of each graph on a device. An impossible plan is recorded with the planner's reason. The record is
-written after each graph, and a later run continues it, so the script may be stopped at any time.
+of each graph on a device. An impossible plan is recorded with the planner's reason. For models that
+fit a target in int8 alone, the record also has the tokens a second that are predicted there, and on
+the smallest slice that holds bfloat16. It is written after each graph and each prediction, and a
+later run continues it, so the script may be stopped at any time.
 
     nice python scripts/compile_whole_plans.py --output benchmarks/whole_plans
 
@@ -24,6 +26,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.expert_plan import LOSSLESS_EXPERTS
 from noria.compile.program_cache import without_program_cache
+from noria.compile.target_names import TargetName
 from noria.compile.targets import find_target
 from noria.runtime import session
 from noria.runtime.checkpoint import ModelFiles, open_model
@@ -124,17 +127,29 @@ NARROW = tuple(
 """Cases that do not fit in float."""
 CASES = UNROLLED + SCANNED + NARROW
 """Cases for every model, hardware generation and slice size."""
+LADDERS = {
+    "llama-3.1-70b": ("tpu:v5e:2x4", "tpu:v5e:4x4"),
+    "llama-3.1-405b": ("gpu:h100:8", "gpu:h100:16"),
+    "deepseek-v3": ("tpu:v5e:8x8", "tpu:v5e:8x16", "tpu:v5e:16x16"),
+}
+"""Targets of models in int8 and bfloat16. The first one holds int8 alone; the second one is the
+smallest slice that holds bfloat16."""
+FORMATS = ("bfloat16", "int8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True, help="path without .json and .md")
-    parser.add_argument("--only", default="", help="run only cases whose names contain this text")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="run only cases whose names contain this text; ', rates' for predictions alone",
+    )
     options = parser.parse_args()
     # before jax starts: its CUDA plugin cannot start without a GPU
     session.prepare_jax("cpu")
     path = options.output.with_suffix(".json")
-    report = json.loads(path.read_text("utf-8")) if path.exists() else {"cases": {}}
+    report: dict = json.loads(path.read_text("utf-8")) if path.exists() else {"cases": {}}
     command = f"python {sys.argv[0]} --output {options.output}"
     report |= {"command": command, "machine": describe_machine()}
 
@@ -146,6 +161,9 @@ def main() -> None:
         for case in CASES:
             if options.only in case.name:
                 measure(case, report["cases"].setdefault(case.name, {}), keep)
+    for model in LADDERS:
+        if options.only in f"{model}, rates":
+            compare_formats(model, report.setdefault("formats", {}).setdefault(model, {}), keep)
 
 
 def measure(case: Case, record: dict, keep) -> None:
@@ -165,12 +183,43 @@ def measure(case: Case, record: dict, keep) -> None:
     keep()
 
 
+def compare_formats(model: str, record: dict, keep) -> None:
+    """Predict int8 and bfloat16 on each target."""
+    for target in LADDERS[model]:
+        for numbers in FORMATS:
+            name = f"{target}, {numbers}"
+            if name not in record:
+                # of all named layouts over all meshes, the planner chooses the best
+                case = Case(model, target, "", numbers="" if numbers == "bfloat16" else numbers)
+                record[name] = rates(case)
+                print(model, name, record[name], flush=True)
+                keep()
+
+
+def rates(case: Case) -> dict:
+    """Return the predicted tokens a second of a job, or the planner's refusal."""
+    with open_model(str(MODELS / case.model), needs_weights=False) as files:
+        try:
+            prediction = predict(plan_options(case), files)
+        except (NoPlanFits, IllegalLayout):
+            return {"refused": True}
+    found = facts(prediction)
+    seconds = prediction.result.best.simulation.seconds
+    chips = TargetName.parse(case.target).num_devices
+    return {
+        **{key: found[key] for key in ("layout", "decode_slots", "weight_bytes", "cache_bytes")},
+        "devices": chips,
+        "run_seconds": round(seconds, 1),
+        "tokens_per_second": round(prediction.workload.output_tokens / seconds),
+    }
+
+
 def plan_options(case: Case) -> argparse.Namespace:
     """Return the options of `noria plan` for a case."""
     parser = argparse.ArgumentParser()
     command.add_options(parser)
     files = ("--model", str(MODELS / case.model), "--workload", str(WORKLOAD), "-o", "unused")
-    where = ("--target", case.target, "--layout", case.layout)
+    where = ("--target", case.target, *(("--layout", case.layout) if case.layout else ()))
     few = ("--max-prefill-graphs", str(case.prefill_graphs), "--max-decode-graphs", "1")
     numbers = ("--weights", case.numbers, "--cache", case.numbers) if case.numbers else ()
     how = ("--chunks", "never", "--quiet", *["--scan-layers"] * case.scan_layers)
@@ -258,6 +307,7 @@ def markdown(report: dict) -> str:
         "|:--|:--|:--|--:|--:|--:|--:|--:|--:|--:|",
         *(row(name, case) for name, case in done.items() if "graphs" in case),
         "",
+        *format_lines(report.get("formats", {})),
         "## Refused",
         "",
         *(f"- {name}: {case['refused']}" for name, case in done.items() if "refused" in case),
@@ -289,6 +339,39 @@ def row(name: str, case: dict) -> str:
         f"{sum(one['cpu_seconds'] for one in graphs.values()) / 60:.1f}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def format_lines(formats: dict) -> list[str]:
+    """Return the table of predicted rates in int8 and in bfloat16."""
+    header = "| model and target | weights and cache | layout | slots | tokens/s | a device |"
+    return [
+        "## Predicted rates in int8 and in bfloat16",
+        "",
+        "Output tokens a second of the whole job, prefill included, as `noria plan` predicts them "
+        "from published peaks, with the best of all",
+        "layouts. For each model: the smallest slice that holds int8, and the smallest one that "
+        "holds bfloat16. 16 GPUs count as if one switch joined them. **Nothing was run.**",
+        "",
+        header,
+        "|:--|:--|:--|--:|--:|--:|",
+        *(
+            rate_row(f"{model} on {target} | {numbers}", formats[model][f"{target}, {numbers}"])
+            for model in formats
+            for target in LADDERS[model]
+            for numbers in FORMATS
+            if f"{target}, {numbers}" in formats[model]
+        ),
+        "",
+    ]
+
+
+def rate_row(name: str, found: dict) -> str:
+    """Return the line of a prediction."""
+    if "refused" in found:
+        return f"| {name} | does not fit | | | |"
+    rate = found["tokens_per_second"]
+    each = f"{rate:,} | {rate / found['devices']:.0f}"
+    return f"| {name} | {found['layout']} | {found['decode_slots']} | {each} |"
 
 
 def graph_rows(name: str, case: dict) -> list[str]:

@@ -62,7 +62,7 @@ def main() -> None:
     add("--prefill", default="512x8", help="tokens x rows")
     add("--prefix", help="groups x tokens of planned prefixes, as in 1x1024")
     add("--graphs", nargs="+", default=["decode", "prefill"])
-    add("--weights", default="float", help="format of weights: float, int8 or int4 (float)")
+    add("--weights", default="float", help="format of weights: float, int8, float8 or int4 (float)")
     add("--group", type=int, default=0, help="input features of a weight that share a scale (all)")
     add("--cache", default="float", help="format of the cache: float, int8, float8 or int4 (float)")
     add("--json", action="store_true", help="print the whole report as JSON")

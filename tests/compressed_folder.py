@@ -3,13 +3,32 @@
 import json
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors import deserialize
+from safetensors.numpy import save_file
+
+DTYPES = {
+    "F32": np.float32,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I8": np.int8,
+    "I32": np.int32,
+    "I64": np.int64,
+}
+
+
+def stored_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a directory as they are stored, small floats included."""
+    return {
+        name: np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        for name, tensor in deserialize((folder / "model.safetensors").read_bytes())
+    }
 
 
 def dequantised_tensors(folder: Path) -> dict[str, np.ndarray]:
     """Return the tensors of a directory in float32, by the names of a model without codes."""
-    stored = load_file(folder / "model.safetensors")
+    stored = stored_tensors(folder)
     tensors = {}
     for name, array in stored.items():
         if name.endswith((".weight_scale", ".weight_shape")):

@@ -2,31 +2,35 @@
 
 from collections.abc import Mapping
 
+import ml_dtypes
 import numpy as np
 
 from noria.modelzoo.weight_formats import SCALES, Quantisation
 
-LARGEST = {"int8": 127, "int4": 7}
+LARGEST = {"int8": 127, "float8_e4m3fn": 448, "int4": 7}
+DTYPES = {"int8": np.int8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "int4": np.int8}
 
 
 def quantise(weight: np.ndarray, quantisation: Quantisation) -> tuple[np.ndarray, np.ndarray]:
     """Return codes and scales of a float32 weight, rounded to nearest."""
-    inputs, largest = quantisation.inputs, LARGEST[quantisation.format.codes]
+    inputs, name = quantisation.inputs, quantisation.format.codes
+    largest = LARGEST[name]
     features_AF, before = _as_matrix(weight, inputs)
     A = len(features_AF)
     group = quantisation.format.group or A
-    codes_AF, scales = np.empty_like(features_AF), []
+    codes_AF, scales = np.empty(features_AF.shape, DTYPES[name]), []
     for start in range(0, A, group):
         part = features_AF[start : start + group]
         scale_F = (np.abs(part).max(axis=0) / np.float32(largest)).astype(np.float32)
         scale_F[scale_F == 0] = 1
-        codes_AF[start : start + group] = np.rint(part / scale_F)
+        values = np.clip(part / scale_F, -largest, largest)
+        codes_AF[start : start + group] = np.rint(values) if DTYPES[name] == np.int8 else values
         scales.append(scale_F)
     outer, inner = _outer_inner(weight.shape, inputs)
     scales_GF = np.stack(scales)
     scales = np.moveaxis(scales_GF.reshape(-1, *outer, *inner), 0, before)
     codes = np.moveaxis(codes_AF.reshape(A, *outer, *inner), 0, before).reshape(weight.shape)
-    return codes.astype(quantisation.format.codes), scales
+    return codes.astype(name), scales
 
 
 def dequantised(weight: np.ndarray, quantisation: Quantisation) -> np.ndarray:

@@ -6,7 +6,8 @@ A slicing operation reads only the slices, and an update in place writes only th
 inside a fusion. XLA's `HloCostAnalysis` counts in the same way, but ignores memory spaces.
 
 Knows nothing of models or hardware. Guarantees: a transfer onto the chip counts once, where it
-ends, however often the array is read on the chip. Loops count with all iterations, a loop of
+ends, however often the array is read on the chip. A fusion that slices what it computes from an
+operand counts as reading the whole operand. Loops count with all iterations, a loop of
 unknown length with one. Of branches, the one that moves the fewest bytes counts, as if no row
 needed more. A kernel that declares its bytes reads this number, divided among its operands by their
 sizes, because it may read a part of an operand, or an operand several times. Not counted are the

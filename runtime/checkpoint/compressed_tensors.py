@@ -1,9 +1,9 @@
 """Write weights in codes as a directory of the format compressed-tensors, which others read, too.
 
-A quantised matrix `[out, in]` becomes `weight` in int8 (format `int-quantized`), or
-`weight_packed`, eight codes of four bits in each int32 word, the first in the lowest bits, with 8
-added to each code, and `weight_shape` (format `pack-quantized`). `weight_scale` is
-`[out, groups]`. Source: the Python package compressed-tensors, version 0.20.
+A quantised matrix `[out, in]` becomes `weight` in int8 (format `int-quantized`) or float8_e4m3fn
+(format `float-quantized`), or `weight_packed`, eight codes of four bits in each int32 word, the
+first in the lowest bits, with 8 added to each code, and `weight_shape` (format `pack-quantized`).
+`weight_scale` is `[out, groups]`. Source: the Python package compressed-tensors, version 0.20.
 
 Does not choose codes. Guarantees: one tensor is in memory at a time; config.json is written last,
 so an unfinished directory is no model.
@@ -25,6 +25,7 @@ CODES_IN_WORD = 8
 _SAFETENSORS_DTYPES = {
     "float32": "F32",
     "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
     "int8": "I8",
     "int32": "I32",
     "int64": "I64",
@@ -37,7 +38,7 @@ Layout = dict[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Matrix:
-    """A quantised matrix: codes `[out, in]` in int8 and scales `[out, groups]`."""
+    """A quantised matrix: codes `[out, in]` of a byte each and scales `[out, groups]`."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -80,15 +81,17 @@ def quantisation_config(weight_format: WeightFormat, ignored: Sequence[str]) -> 
       ignored: The names of modules with a matrix in float.
     """
     bits, group = CODE_BITS[weight_format.codes], weight_format.group
+    is_float = weight_format.codes.startswith("float")
     weights = {
         "num_bits": bits,
-        "type": "int",
+        "type": "float" if is_float else "int",
         "symmetric": True,
         "strategy": "group" if group else "channel",
         "group_size": group or None,
         "dynamic": False,
     }
     form = "int-quantized" if bits == 8 else "pack-quantized"
+    form = "float-quantized" if is_float else form
     # without a format of the group, readers expect packed codes if activations are in float
     group_0 = {"targets": ["Linear"], "weights": weights, "format": form}
     return {
@@ -142,7 +145,8 @@ def _header(layout: Layout) -> tuple[bytes, int]:
 
 
 def _item_bytes(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    # numpy does not know these by name unless another package has registered them
+    return {"bfloat16": 2, "float8_e4m3fn": 1}.get(dtype) or np.dtype(dtype).itemsize
 
 
 def _chunks(

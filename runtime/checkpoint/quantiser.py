@@ -1,7 +1,8 @@
 """Round the parts of weights to codes while they load.
 
 Symmetric rounding to nearest, without calibration: the scale of a group is its largest magnitude
-over the largest code, rounded to the dtype of scales. A code is the value over the rounded scale.
+over the largest code, rounded to the dtype of scales. A code is the value over the rounded scale,
+rounded to the nearest code.
 
 Knows nothing of files or devices.
 """
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...modelzoo.weight_formats import CODE_BITS, Quantisation
+from ...modelzoo.weight_formats import LARGEST_CODES, Quantisation
 from .tensor_source import Box, Interval
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class WeightQuantiser:
         self._is_measured = True
 
     def codes(self, box: Box, weight: np.ndarray, dtype: "DTypeLike") -> np.ndarray:
-        """The codes of a box in an integer dtype; without `measure`, it must have whole groups."""
+        """The codes of a box in a dtype; without `measure`, it must have whole groups."""
         index, quantisation = self._scale_index(box), self._quantisation
         if not self._is_measured:
             largest = magnitudes(weight, quantisation)
@@ -85,7 +86,7 @@ def weight_box(quantisation: Quantisation, shape: tuple[int, ...], box: Box) -> 
 
 def largest_code(quantisation: Quantisation) -> int:
     """The largest code; the smallest one is its negative."""
-    return 2 ** (CODE_BITS[quantisation.format.codes] - 1) - 1
+    return LARGEST_CODES[quantisation.format.codes]
 
 
 def magnitudes(weight: np.ndarray, quantisation: Quantisation) -> np.ndarray:
@@ -105,8 +106,9 @@ def scales_of(magnitudes: np.ndarray, quantisation: Quantisation, dtype: "DTypeL
 def codes_of(
     weight: np.ndarray, scales: np.ndarray, quantisation: Quantisation, dtype: "DTypeLike"
 ) -> np.ndarray:
-    """The codes of a part of a weight in an integer dtype, given its scales."""
+    """The codes of a part of a weight in a dtype that has all of them, given its scales."""
     largest = largest_code(quantisation)
+    are_integers = quantisation.format.codes.startswith("int")
     grouped = split_groups(weight, quantisation, scales.shape)
     members, features = grouped.shape[2:]
     grouped = grouped.reshape(-1, members, features)
@@ -120,7 +122,10 @@ def codes_of(
         for start in range(0, members, members_step):
             part = groups, slice(start, start + members_step)
             rounded = grouped[part] / of_groups[groups]
-            codes[part] = np.clip(np.rint(rounded, out=rounded), -largest, largest, out=rounded)
+            if are_integers:
+                np.rint(rounded, out=rounded)
+            # small floats are rounded to nearest by the assignment
+            codes[part] = np.clip(rounded, -largest, largest, out=rounded)
     return codes.reshape(weight.shape)
 
 

@@ -46,9 +46,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NUMBERS",
-        help="number format of each model, in order: float, int8, int4:64 (groups of 64), or keys "
-        "of [numbers] such as weights=int4,group=64,dtype=bfloat16; without --against, each is for "
-        "--model",
+        help="number format of each model, in order: float, int8, float8, int4:64 (groups of 64), "
+        "or keys of [numbers] such as weights=int4,group=64,dtype=bfloat16; without --against, "
+        "each is for --model",
     )
     add("-i", "--input", type=Path, required=True, help="batch file with prompts")
     add("-o", "--output", type=Path, required=True, help="folder for compare.json, .md and .png")

@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_dtype(parser)
     add(
         "--weights",
-        choices=("float", "int8", "int4", "as_published"),
+        choices=("float", "int8", "float8", "int4", "as_published"),
         default="float",
         help="format of weights, numbers.weights of the plan (default: %(default)s)",
     )

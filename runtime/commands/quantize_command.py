@@ -1,4 +1,4 @@
-"""`noria quantize`: write a model with weights in int8 or int4.
+"""`noria quantize`: write a model with weights in int8, float8 or int4.
 
 The result is a model directory in the format compressed-tensors, which transformers reads too.
 Weights are rounded layer by layer, so a model need not fit into memory. Guarantees: only a new or
@@ -39,8 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--numbers",
         required=True,
         metavar="FORMAT",
-        help="format of weights: int8 or int4, optionally with the number of input features that "
-        "share a scale, as in int4:64",
+        help="format of weights: int8, float8 or int4; int8 and int4 optionally with the number of "
+        "input features that share a scale, as in int4:64",
     )
     add(
         "--method",

@@ -66,7 +66,7 @@ class PublishedForm:
         """
         self._files, self._format, self._dtype = files, weight_format, dtype
         self._config = config = config or files.spec.config
-        # codes are int8 here, whatever devices pack
+        # codes have a byte each here, whatever devices pack
         arrangement = replace(AS_PUBLISHED, packs_codes=False)
         definition = AbstractModel(config, arrangement, WeightRules(weight_format))
         self.quantisations = definition.quantisations
@@ -168,7 +168,7 @@ class PublishedForm:
 
         Args:
           path: The dotted path of the weight.
-          arrays: The weight in its dtype, or its codes in int8 and its scales.
+          arrays: The weight in its dtype, or its codes of a byte each and its scales.
 
         Raises:
           ValueError: A weight in codes has no published form.

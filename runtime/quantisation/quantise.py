@@ -24,7 +24,7 @@ from .calibration import Calibration
 from .gptq import MIN_TOKENS
 from .published_form import Parameters, PublishedForm, pooling_files
 from .rotation import Rotation
-from .rounding import CLIP, GPTQ, round_weight
+from .rounding import CLIP, GPTQ, NEAREST, round_weight
 from .smoothing import smooth_layer
 
 Say = Callable[[str], object]
@@ -64,6 +64,11 @@ def quantise(
             f"--method {method}: expected calibration rows for {GPTQ} or --smooth, and none "
             f"without both, got {len(rows)}. Give --calibration with --method {GPTQ} or --smooth "
             f"alone."
+        )
+    if method != NEAREST and not weight_format.codes.startswith("int"):
+        raise ConfigError(
+            f"--method {method}: expected {NEAREST} for {weight_format}, as other methods round to "
+            f"integers, got {method}. Take --method {NEAREST}, or another format."
         )
     model = _Model(files, weight_format, dtype, method, rotates=rotates, smooths=smooths)
     form, paths = model.form, model.paths

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...modelzoo.weight_formats import Quantisation
+from ...modelzoo.weight_formats import BYTE_DTYPES, Quantisation
 from ..checkpoint.quantiser import codes_of, largest_code, magnitudes, scales_of
 from .clipping import clipped_scales
 from .gptq import gptq_codes
@@ -35,15 +35,16 @@ def round_weight(
       weight: The whole weight in float32.
       quantisation: Its quantisation.
       dtype: The dtype of scales.
-      method: One of `METHODS`.
+      method: One of `METHODS`; `nearest` for codes in float8.
       hessian_AA: The Hessian of the weight, for `gptq`; without one, `gptq` is `clip`.
 
     Returns:
-      Codes in int8, and scales.
+      Codes in a dtype of one byte, and scales.
     """
     if method == NEAREST:
         scales = scales_of(magnitudes(weight, quantisation), quantisation, dtype)
-        return codes_of(weight, scales, quantisation, np.int8), scales
+        in_bytes = np.dtype(BYTE_DTYPES[quantisation.format.codes])
+        return codes_of(weight, scales, quantisation, in_bytes), scales
     if hessian_AA is None:
         scales = clipped_scales(weight, quantisation, dtype)
         return codes_of(weight, scales, quantisation, np.int8), scales

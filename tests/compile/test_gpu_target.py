@@ -1,6 +1,8 @@
-"""A small model compiled for H100s that are not present: what the compiler reports, and omits."""
+"""Models compiled for H100s that are not present: what the compiler reports, moves and omits."""
 
+import math
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import jax.numpy as jnp
@@ -11,10 +13,16 @@ from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.layout_measure import COMPILER, SHAPES, measure
-from noria.compile.planning.work import Work
+from noria.compile.planning.work import ONE_DEVICE, Work
+from noria.compile.programs.collectives import read_collectives
+from noria.compile.programs.executions import Executions
+from noria.compile.programs.hbm_bytes import Traffic
+from noria.compile.programs.hlo_text import array_bytes, read_program
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
+from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.weight_formats import WeightFormat
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.call import Call
 from noria.sharding.layout import Layout
@@ -33,6 +41,20 @@ CONFIG = DecoderConfig(
 GRID = BucketGrid(max_length=256, prefill=((128, 4),), decode_slots=8, decode_spans=(128, 256))
 TENSOR = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
 WITHOUT_CUDNN = AttentionPlan(prefill="xla")
+LAYER_OF_8B = DecoderConfig(
+    vocab_size=16384,
+    embed=4096,
+    mlp=14336,
+    num_query_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    windows=(None,),
+    max_position=8192,
+)
+"""A layer of Llama-3.1-8B, with a small vocabulary."""
+GRID_OF_8B = BucketGrid(512, ((512, 8),), 64, (256, 512), steps_per_call=4)
+SMALLEST = 4096 * 4096
+"""The numbers of the smallest weight of a product, and of a segment of keys or values."""
 
 pytestmark = [
     pytest.mark.gpu_compile,
@@ -103,3 +125,89 @@ def test_decode_reads_weights_and_cache_as_they_lie(name, layout):
     # keys and values of a segment, in either order
     moved = r"= bf16\[(\d+,)*(64,128|128,64)\]\S* (copy|transpose|gather)\("
     assert not re.search(moved, text)
+
+
+def compile_8b(kind: str, rules: WeightRules, cache_codes: str | None):
+    """Return the last graph of a kind of a layer of 8B: its executable, text and model."""
+    placement = find_target("gpu:h100:1").placement(None)
+    arrangement = placement.arrangement(LAYER_OF_8B, cache_codes=cache_codes)
+    model, dtype = AbstractModel(LAYER_OF_8B, arrangement, rules), jnp.dtype("bfloat16")
+    graphs = plan_graphs(model, GRID_OF_8B, placement, dtype, attention=WITHOUT_CUDNN)
+    executable, text, _ = compile_with_text([graph for graph in graphs if graph.kind == kind][-1])
+    assert text is not None
+    return executable, text, model
+
+
+def written_arrays(text: str) -> Iterator[tuple[str, int]]:
+    """Yield the dtype and the numbers of each array that a step writes to memory."""
+    program = read_program(text)
+    traffic = Traffic(program)
+    for execution in Executions(program, traffic):
+        if traffic.written(execution.computation, execution.instruction):
+            for array in execution.instruction.arrays:
+                dtype, sizes = array.rstrip("]").split("[")
+                yield dtype, math.prod(map(int, filter(None, sizes.split(","))))
+
+
+@pytest.mark.parametrize(
+    ("form", "cache_codes", "most_bytes"),
+    [
+        (WeightFormat("int8"), "int8", 1.5),
+        (WeightFormat("float8_e4m3fn"), "float8_e4m3fn", 1.5),
+        (WeightFormat("float8_e4m3fn", 0, "float32"), None, 1.5),
+        (WeightFormat("int4"), "int8", 1.6),
+    ],
+    ids=str,
+)
+def test_decode_widens_no_weight_and_no_cache_in_codes(form, cache_codes, most_bytes):
+    """A product reads codes, and converts them as it multiplies; segments are updated in place.
+
+    The bytes beyond those needed are partial sums and other float32 results beside the weights. A
+    program without codes moves as many.
+    """
+    rules = WeightRules(form)
+    if form.is_published:
+        rules = WeightRules(published=(("layers.*.attention.*", form), ("layers.*.mlp.*", form)))
+    _, text, model = compile_8b("decode", rules, cache_codes)
+    assert len(model.quantisations) == 4
+    codes = {"s8", "s4", "f8e4m3fn"}
+    large = {dtype for dtype, numbers in written_arrays(text) if numbers >= SMALLEST}
+    assert large <= (codes if cache_codes else {"bf16"}), "only segments of the cache are large"
+    report = read_report(text, "gpu", {"data": 1})
+    assert report.step.converted_bytes == 0
+    # codes of four bits are put in another order before the steps of a call
+    in_steps = (one.argument for one in report.rewrites if not one.is_once)
+    assert {argument.split(".")[-1] for argument in in_steps} <= {"logits_BV"}
+    needed = Work(model, "bfloat16", ONE_DEVICE).needed(GRID_OF_8B.decode_call(512))
+    assert report.step.bytes_moved < most_bytes * needed.total
+
+
+def test_weights_in_groups_need_little_memory_for_prompts():
+    """The products of groups are never written: they would be 32 times as large as their sum."""
+    executable, _, model = compile_8b("prefill", WeightRules(WeightFormat("int4", 128)), "int8")
+    widened = max(math.prod(leaf.shape) for leaf in model.abstract_parameters("bfloat16").values())
+    rows, hidden = 512 * 8, 2 * LAYER_OF_8B.mlp
+    memory = executable.memory_analysis()
+    assert memory.temp_size_in_bytes < 2 * widened + 1.5 * rows * hidden * 4
+
+
+def test_gathered_weights_in_int4_are_sent_as_two_codes_a_byte():
+    layout = Layout.from_table(read_layout_table("weight-gathered-all@data=2,tensor=4"))
+    grid = BucketGrid(256, ((128, 8),), 8, (128, 256))
+
+    def gathered_bytes(codes: str) -> int:
+        """Return the bytes of codes that devices gather in a prefill call."""
+        placement = find_target("gpu:h100:8").placement(layout)
+        rules = WeightRules(WeightFormat(codes))
+        model = AbstractModel(CONFIG, placement.arrangement(CONFIG), rules)
+        dtype = jnp.dtype("bfloat16")
+        graphs = plan_graphs(model, grid, placement, dtype, attention=WITHOUT_CUDNN)
+        (prefill,) = (graph for graph in graphs if graph.kind == "prefill")
+        _, text, _ = compile_with_text(prefill)
+        assert text is not None
+        found = read_collectives(text, layout.mesh.sizes)
+        gathers = [x for one in found if one.kind == "all-gather" for x in one.arrays]
+        return sum(array_bytes(array) for array in gathers if array.startswith(("s8", "s4")))
+
+    # XLA may gather the parts of a weight over the mesh axes in another order
+    assert 0.4 < gathered_bytes("int4") / gathered_bytes("int8") < 0.6

@@ -246,7 +246,16 @@ def test_prefixes_are_refused_with_experts_of_a_fixed_capacity_in_prefill():
             'activations = "int8"\n[buckets]',
             "numbers.activations: with 'int8', expected weights in int8, got float",
         ),
-        ("[buckets]", 'weights = "int2"\n[buckets]', "weights: expected one of float, int8, int4"),
+        (
+            "[buckets]",
+            'weights = "int2"\n[buckets]',
+            "weights: expected one of float, int8, float8, int4",
+        ),
+        (
+            "[buckets]",
+            'weights = "float8"\ngroup = 64\n[buckets]',
+            "group: expected 0, as float8 weights have one scale",
+        ),
         ("[buckets]", "group = 64\n[buckets]", "numbers.group: expected 0, as float weights"),
         ("[buckets]", 'weights = "int4"\ngroup = 1\n[buckets]', "group: .* at least 2 .* got 1"),
         ("[buckets]", 'rules = "int8"\n[buckets]', "numbers.rules: expected a table, got 'int8'"),

@@ -39,12 +39,14 @@ LATENTS = replace(ONE_LAYER, num_kv_heads=32, head_dim=LATENT.head_dim, latent=L
 MOST_BYTES = 1.10
 
 
-INT8, INT4 = WeightFormat("int8"), WeightFormat("int4", 128)
+INT8, FLOAT8 = WeightFormat("int8"), WeightFormat("float8_e4m3fn")
+INT4 = WeightFormat("int4", 128)
 ASYMMETRIC = WeightFormat("uint4", 128, "float16", has_offsets=True)
 """The published format of AWQ, and of GPTQ with zero points."""
 CASES = [
     (INT8, False),
     (INT8, True),
+    (FLOAT8, False),
     (INT4, True),
     (ASYMMETRIC, False),
     pytest.param(INT4, False, marks=pytest.mark.slow),
@@ -75,7 +77,9 @@ def test_decode_moves_little_more_than_its_codes_and_scales(form, scan_layers):
         rules = WeightRules(published=tuple((f"*.{weight}", form) for weight in weights))
     model = AbstractModel(LAYERS_OF_8B, arrangement, rules)
     report, needed, _ = read_decode(model, layout, GRID, 512)
-    codes = 2 * 4096 * (4096 * 2 + 1024 * 2 + 3 * 14336) * (1 if form.codes == "int8" else 0.5)
+    codes = (
+        2 * 4096 * (4096 * 2 + 1024 * 2 + 3 * 14336) * (0.5 if form.codes.endswith("int4") else 1)
+    )
     assert codes / 8 < needed.weights < codes / 8 * 1.25 + 16384 * 4096 * 2 / 8 * 1.01
     assert Evidence(report, needed).ratio < MOST_BYTES
     assert report.step.converted_bytes == 0

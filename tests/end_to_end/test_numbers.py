@@ -92,7 +92,10 @@ def test_experts_load_in_codes(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("numbers.weights=int3",), "numbers.weights: expected one of float, int8, int4, as_"),
+        (
+            ("numbers.weights=int3",),
+            "numbers.weights: expected one of float, int8, float8, int4, as_",
+        ),
         (("numbers.cache=int2",), "numbers.cache: expected one of float, int8, float8, int4, got"),
         (("numbers.weights=int4", "numbers.group=7"), "numbers.group: expected a divisor of the"),
         (('numbers.rules={"*.norms" = {weights = "float"}}',), "'*.norms': expected a pattern"),

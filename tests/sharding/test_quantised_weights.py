@@ -18,11 +18,12 @@ from noria.sharding.call import Call
 from noria.sharding.communication import predict_collectives
 from noria.sharding.legality import check
 
-INT8 = WeightFormat("int8")
+INT8, FLOAT8 = WeightFormat("int8"), WeightFormat("float8_e4m3fn")
 EVERYTHING = ("*.table", "*.router", "*.shared_gate")
 """Patterns of weights that are float by default."""
 ON_ONE_DEVICE = (
     ("llama", INT8),
+    ("qwen3", FLOAT8),
     ("gemma3_text", WeightFormat("int4", group=8)),
     ("qwen2_moe", WeightFormat("int4", group=8)),
     ("deepseek_v3", INT8),
@@ -35,6 +36,7 @@ OFTEN = {
     ("weight-stationary-1d", "int8"),
     ("weight-stationary-2d", "int4"),
     ("weight-gathered", "int4"),
+    ("weight-stationary-2d", "float8_e4m3fn"),
     ("expert-tensor", "int4"),
     ("ring", "int8"),
 }
@@ -74,7 +76,7 @@ def test_scanned_layers_take_codes():
     ("layout", "codes"),
     [
         pytest.param(*pair, marks=[] if pair in OFTEN else [pytest.mark.slow])
-        for pair in product(LAYOUTS, ("int8", "int4"))
+        for pair in product(LAYOUTS, ("int8", "float8_e4m3fn", "int4"))
     ],
 )
 def test_the_answer_is_that_of_one_device(layout, codes):

@@ -171,7 +171,7 @@ def test_the_command_writes_the_table_the_figures_and_a_picture(models, prompts,
         ([], "expected two models or more"),
         (["--numbers", "int8"], "expected two models or more"),
         (["--numbers", "int8"] * 3 + ["--against", "SECOND"], "expected two models or more"),
-        (["--numbers", "float", "--numbers", "int3"], "expected one of float, int8, int4"),
+        (["--numbers", "float", "--numbers", "int3"], "expected one of float, int8, float8, int4"),
         (["--against", "OTHER"], "tokens of the reference"),
         (
             ["--against", "SECOND", "--set", "buckets.steps_per_call=4"],

@@ -9,7 +9,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compressed_folder import dequantised_tensors, write_dequantised
+from compressed_folder import dequantised_tensors, stored_tensors, write_dequantised
 from conformance import CASES, SHARED
 from embedder_cases import EmbedderCase, write_modules
 from model_on_disk import write_model
@@ -80,22 +80,25 @@ def calibration(tmp_path_factory) -> Path:
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize("numbers", ["int8", "int8:8", "int4", "int4:8"])
+@pytest.mark.parametrize("numbers", ["int8", "int8:8", "float8", "int4", "int4:8"])
 def test_transformers_scores_a_directory_as_its_values(published, numbers, tmp_path):
     assert quantize(published, tmp_path / "q", "--numbers", numbers, "--quiet") == 0
     write_dequantised(tmp_path / "q", tmp_path / "values")
-    stored = load_file(tmp_path / "q" / "model.safetensors")
+    stored = stored_tensors(tmp_path / "q")
     matrix = "model.layers.0.mlp.down_proj.weight"
-    assert (matrix in stored) == numbers.startswith("int8")
+    assert (matrix in stored) == (not numbers.startswith("int4"))
     assert (f"{matrix}_packed" in stored) == numbers.startswith("int4")
     got, wanted = logprobs(tmp_path / "q"), logprobs(tmp_path / "values")
     assert np.abs(got - wanted).max() < COMPRESSED_MODEL_LOGPROB
     assert np.abs(got - logprobs(published)).max() > 10 * COMPRESSED_MODEL_LOGPROB
 
 
-@pytest.mark.parametrize("form", [WeightFormat("int8"), WeightFormat("int4", 8)], ids=str)
+FLOAT8 = WeightFormat("float8_e4m3fn")
+
+
+@pytest.mark.parametrize("form", [WeightFormat("int8"), FLOAT8, WeightFormat("int4", 8)], ids=str)
 def test_nearest_has_the_values_of_weights_that_load_in_codes(published, form, tmp_path):
-    numbers = f"{form.codes}:{form.group}" if form.group else form.codes
+    numbers = f"{form.codes}:{form.group}" if form.group else form.codes.removesuffix("_e4m3fn")
     quantize(published, tmp_path / "q", "--numbers", numbers, "--quiet")
     write_dequantised(tmp_path / "q", tmp_path / "values")
     floats, got = read_all(published), read_all(tmp_path / "values")
@@ -242,6 +245,8 @@ def test_a_model_for_vectors_keeps_its_pooling(published, tmp_path, capsys):
         (["--numbers", "float"], "expected a format of codes"),
         (["--numbers", "int4:5"], "expected a divisor of the"),
         (["--numbers", "weights=int8,dtype=bfloat16"], "expected weights and group alone"),
+        (["--numbers", "float8", "--method", "clip"], "expected nearest for float8_e4m3fn"),
+        (["--numbers", "float8:64"], "expected 0, as float8 weights have one scale"),
         (["--numbers", "int8", "--method", "gptq"], "Give --calibration"),
         (["--numbers", "int8", "--calibration", "ROWS"], "Give --calibration"),
     ],

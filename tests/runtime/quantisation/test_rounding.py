@@ -29,7 +29,7 @@ def as_matrix(array: np.ndarray, inputs: tuple[int, ...], ndim: int) -> np.ndarr
     return np.moveaxis(joined, len(before), 0).reshape(joined.shape[len(before)], -1)
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", [*FORMATS, WeightFormat("float8_e4m3fn")], ids=str)
 @pytest.mark.parametrize(("shape", "inputs"), SHAPES)
 def test_nearest_is_the_rounding_of_weights_that_load_in_codes(shape, inputs, form):
     quantisation, weight = Quantisation(form, inputs), random_weight(shape)
