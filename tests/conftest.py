@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import _lru_cache_wrapper
 from pathlib import Path
 
@@ -213,9 +213,7 @@ def _leave_nothing_behind(request: pytest.FixtureRequest, optimizes: bool) -> It
         from unoptimized import optimize_only_what_is_read
 
         optimize_only_what_is_read()
-    with ExitStack() as stack:
-        if not _path(request).startswith(OWN_CACHE):
-            stack.enter_context(_keeping_programs(request))
+    with _keeping_programs(request) if _keeps_programs(request) else nullcontext():
         yield
     for value in vars(request.module).values():
         if isinstance(value, _lru_cache_wrapper) and not value.__module__.startswith("noria."):
@@ -231,9 +229,6 @@ def _path(request: pytest.FixtureRequest) -> str:
 @contextmanager
 def _keeping_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Keep the compiled programs of a module for later runs, in pytest's cache folder."""
-    if not hasattr(request.config, "cache"):  # pytest runs without a cache folder
-        yield
-        return
     import jax
 
     from noria.compile import program_cache
@@ -246,6 +241,17 @@ def _keeping_programs(request: pytest.FixtureRequest) -> Iterator[None]:
         # graphs are otherwise compiled without jax's cache
         patch.setattr(program_cache, "without_program_cache", nullcontext())
         yield
+
+
+def _keeps_programs(request: pytest.FixtureRequest) -> bool:
+    """Whether programs of a module can be kept: pytest has a folder, and all devices are here."""
+    own = (item for item in request.session.items if item.path == request.path)
+    absent = ("tpu_compile", "gpu_compile")
+    return (
+        hasattr(request.config, "cache")
+        and not _path(request).startswith(OWN_CACHE)
+        and not any(item.get_closest_marker(name) for item in own for name in absent)
+    )
 
 
 def _reset_jax() -> None:

@@ -23,6 +23,8 @@ from noria.runtime.checkpoint import open_model
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
+pytestmark = pytest.mark.tpu_compile
+
 MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "models" / "llama-3.1-8b"
 LAYOUT = "weight-stationary-1d@tensor=8"
 OWN, SHARED, SLOTS = 256, 1024, 64
