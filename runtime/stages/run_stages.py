@@ -29,7 +29,6 @@ from ..batch.finished import (
 )
 from ..batch.job import JobModel, JobSettings
 from ..batch.job_files import check_job_files, side_files
-from ..batch.journal import journal_path
 from ..batch.lines import BadRow
 from ..batch.lock import JobLock
 from ..batch.manifest import (
@@ -265,7 +264,7 @@ def _check_files(settings: JobSettings, folder: Path) -> None:
 
 def _is_foreign(settings: JobSettings, first: StageFiles) -> bool:
     """Whether existing outputs cannot be those of an interrupted run of this job."""
-    begun = manifest_path(first.output).exists() or journal_path(first.output).exists()
+    begun = manifest_path(first.output).exists()
     return not begun or manifest_path(settings.output_path).exists()
 
 
