@@ -23,6 +23,7 @@ from ..errors import (
     EXIT_MODEL,
     EXIT_OK,
     EXIT_ROWS_FAILED,
+    InputError,
     JobError,
 )
 from ..files.disk import Disk
@@ -134,9 +135,14 @@ def run_job(
                 refuse_foreign_outputs(settings)
             now = decide_instant(settings, journal)
             peers.broadcast(None)
-            with open_input(settings, model, peers.broadcast(now), progress) as source:
-                run = _JobRun(settings, model, source, journal, stop=stop, **services)
-                return run.run(keeps_answers=earlier is not None)
+            try:
+                with open_input(settings, model, peers.broadcast(now), progress) as source:
+                    run = _JobRun(settings, model, source, journal, stop=stop, **services)
+                    return run.run(keeps_answers=earlier is not None)
+            except InputError:
+                if not journal.binds:
+                    disk.remove(journal.path)
+                raise
 
 
 def _handled(stop: StopSignals | None) -> AbstractContextManager[StopSignals]:
