@@ -129,7 +129,9 @@ def parquet_lines(path: Path, columns: Columns, note: Callable[[str], None]) -> 
         raise
     except (*_arrow_errors(), ValueError, OSError) as error:
         problem = str(error).rstrip(".")
-        raise InputError(f"{path}: expected Parquet, got {problem}. Write the table again.") from None
+        raise InputError(
+            f"{path}: expected Parquet, got {problem}. Write the table again."
+        ) from None
     except TypeError as error:
         raise InputError(
             f"{path}: row {number}: expected texts, token ids or messages as prompts, and texts or "
