@@ -99,13 +99,14 @@ def test_the_tree_computes_each_distinct_piece_once(seed, chunks):
     assert tokens == sum(distinct.values()) + last
 
 
-def test_a_prompt_that_does_not_fit_shares_nothing_and_changes_nothing():
+def test_prompts_that_do_not_fit_share_nothing_and_change_nothing():
     shared, grid = list(range(128)), grid_of((16,))
-    prompts = [[*shared, 200], [*shared, 201], [*shared, *range(300, 429)], [*shared[:64], 500]]
+    long = [*shared, *range(300, 460)]
+    prompts = [[*shared, 200], [*shared, 201], long, [*long, 202], [*shared[:64], 500]]
     found = []
-    for rows in ([0, 1, 2, 3], [0, 1, 3]):
+    for rows in ([0, 1, 2, 3, 4], [0, 1, 4]):
         table, _ = table_of([prompts[row] for row in rows])
         root, nodes = prefix_tree(grid, [len(prompts[row]) for row in rows], table)
         assert not root.rows
         found.append([(node.length, sorted(rows[row] for row in node.rows)) for node in nodes])
-    assert found[0] == found[1] == [(64, [3]), (128, [0, 1])]
+    assert found[0] == found[1] == [(64, [4]), (128, [0, 1])]
