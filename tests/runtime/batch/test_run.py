@@ -432,6 +432,27 @@ def test_a_reader_of_the_progress_that_ends_does_not_end_the_job(tmp_path):
         assert run_job(job, fake.FakeModel(), progress=Progress(stream=stream)) == 1
 
 
+class SignalsAtItsEnd:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+
+class SignalledModel(fake.FakeModel):
+    """A model whose build gets a signal where Python ignores exceptions."""
+
+    def build(self, *arguments, **options):
+        SignalsAtItsEnd()
+        return super().build(*arguments, **options)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_python_ignores_still_stops_the_job(tmp_path, reference):
+    input_path, expected = reference
+    assert run(input_path, tmp_path / "out.jsonl", SignalledModel()) == 75
+    assert run(input_path, tmp_path / "out.jsonl") == 1
+    assert masked(tmp_path / "out.jsonl") == expected
+
+
 def test_a_second_interrupt_stops_at_once(tmp_path, reference):
     input_path, expected = reference
     output = tmp_path / "out.jsonl"
