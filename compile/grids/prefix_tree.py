@@ -47,7 +47,8 @@ def prefix_tree(
     Args:
       grid: The grid, which cuts prompts into pieces.
       prompt_lengths: The length of each row's prompt.
-      table: What the rows share; rows that are not in it share nothing and are left out.
+      table: What the rows share. Rows that are not in it share nothing and are left out, and so
+        are rows whose prompts do not fit the grid.
 
     Returns:
       The root, which is the empty beginning, and all other nodes, each after its parent. Each has
@@ -61,6 +62,8 @@ def prefix_tree(
     for index, row in enumerate(table.rows.tolist()):
         _close(open_nodes, shared[index], closed)
         bound = min(max(shared[index], shared[index + 1]), prompt_lengths[row] - 1)
+        if grid.computed_length(prompt_lengths[row]) > grid.prefill[-1].length:
+            continue  # the row will be refused
         num_open = len(open_nodes)
         _add_row(root, row, grid, prompt_lengths[row], bound, open_nodes)
         if len(open_nodes) > num_open:

@@ -60,12 +60,12 @@ def _differences_from(
 
 
 def refuse_foreign_outputs(settings: JobSettings) -> None:
-    """Refuse to replace files of something else; an unfinished run of this job has a journal.
+    """Refuse to replace files of something else, if no journal says that they are this job's.
 
     Raises:
         UnusableFile: An output or its temporary file exists and is not this job's.
     """
-    if settings.restart or settings.journal_path.exists():
+    if settings.restart:
         return
     for path in settings.outputs:
         temporary = path.with_name(temporary_name(path.name))

@@ -230,7 +230,7 @@ def sharing_note(rows: Sequence[RowShape], table: PrefixTable, grid: BucketGrid)
         num_saved = sum(p.length for p in found) - sum(p.length for p in set(found))
         return (
             f"prompts that begin alike: {num_saved} of {plural(int(lengths.sum()), 'token')} are "
-            f"read from {plural(len(set(found)), 'beginning')} that are kept once"
+            f"read from {plural(len(set(found)), 'beginning')} and not computed again"
         )
     shared = int(table.shared_pieces(lengths, grid.chunks).sum()) if grid.chunks else 0
     if not shared:

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from ..errors import JournalError, JournalWriteError
 from ..files.disk import Disk
 from ..files.strict_json import dump_line
-from .journal_records import FORMAT, PLAN, SETUP, BadRecord, read_record
+from .journal_records import FORMAT, OUTPUTS, PLAN, SETUP, BadRecord, read_record
 
 SYNC_ROWS = 64
 SYNC_SECONDS = 1.0
@@ -105,10 +105,15 @@ class Journal:
         """The resolved plan, once it is known."""
         return self.facts.get(PLAN)
 
+    @property
+    def binds(self) -> bool:
+        """Whether rows or outputs depend on the journal, so that the next run continues its job."""
+        return self.plan is not None or bool(self.rows) or OUTPUTS in self.facts
+
     def record_fact(self, name: str, value: str) -> None:
         """Store a decision durably, before rows of this run or a later run depend on it.
 
-        A journal with a plan or rows binds the next run; other facts alone do not.
+        Not every fact binds the next run; see `binds`.
         """
         self._append({"kind": "fact", "name": name, "value": value})
         self.sync()
@@ -214,8 +219,8 @@ class Journal:
     def _recover(self, configuration: dict[str, str], may_differ: Collection[str]) -> None:
         """Read the stored records, check the configuration, and repair or begin the file."""
         header, damaged_at = self._read_records()
-        if header is not None and self.plan is None and not self.rows:
-            # no row depends on this journal, so it does not bind the job to its configuration
+        if header is not None and not self.binds:
+            # nothing depends on this journal, so it does not bind the job to its configuration
             self._discard()
             header, damaged_at = None, None
         if header is not None:

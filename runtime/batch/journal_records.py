@@ -21,6 +21,8 @@ PLAN, MODEL, WEIGHTS, INSTANT = "plan", "model", "weights", "instant"
 """Names of facts: the resolved plan as TOML, the model's name in output lines, the digest of its
 weights, and the local time that prompts show, as ISO 8601.
 """
+OUTPUTS = "outputs"
+"""The name of the fact that a job without a plan, in which no row could run, writes its outputs."""
 REPEATED = "repeated"
 """The key, in the figures of a row, that says that another row's output answered it."""
 _LARGEST = 1e18

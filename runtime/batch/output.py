@@ -21,7 +21,7 @@ from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
 from .job import JobSettings
 from .journal import Journal, JournalRow
-from .journal_records import INSTANT, MODEL, REPEATED, WEIGHTS
+from .journal_records import INSTANT, MODEL, OUTPUTS, REPEATED, WEIGHTS
 from .manifest import (
     SCHEMA,
     PhaseClock,
@@ -74,6 +74,8 @@ def finalise(
     rows = settings.part.take(summary.rows)
     finished = [journal.rows[row.key] for row in rows if row.bad is None]
     try:
+        if not journal.binds:
+            journal.record_fact(OUTPUTS, "begun")
         lines_of = partial(_output_lines, settings, rows, journal, lines)
         outputs = write_outputs(disk, settings.outputs, lines_of)
         manifest = {

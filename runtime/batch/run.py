@@ -23,6 +23,7 @@ from ..errors import (
     EXIT_MODEL,
     EXIT_OK,
     EXIT_ROWS_FAILED,
+    InputError,
     JobError,
 )
 from ..files.disk import Disk
@@ -118,7 +119,7 @@ def run_job(
             return peers.broadcast(exit_code_of(settings, manifest))
         if settings.updates:
             earlier = updatable_manifest(settings)
-        if earlier is None:
+        if earlier is None and not settings.journal_path.exists():
             refuse_foreign_outputs(settings)
         journal = Journal.open(
             settings.journal_path,
@@ -129,11 +130,19 @@ def run_job(
         with closing(journal):
             if earlier is not None:
                 keep_facts(earlier, journal)
+            elif not journal.binds:
+                # a run that ended before its build left the journal, so no output is this job's
+                refuse_foreign_outputs(settings)
             now = decide_instant(settings, journal)
             peers.broadcast(None)
-            with open_input(settings, model, peers.broadcast(now), progress) as source:
-                run = _JobRun(settings, model, source, journal, stop=stop, **services)
-                return run.run(keeps_answers=earlier is not None)
+            try:
+                with open_input(settings, model, peers.broadcast(now), progress) as source:
+                    run = _JobRun(settings, model, source, journal, stop=stop, **services)
+                    return run.run(keeps_answers=earlier is not None)
+            except InputError:
+                if not journal.binds:
+                    disk.remove(journal.path)
+                raise
 
 
 def _handled(stop: StopSignals | None) -> AbstractContextManager[StopSignals]:

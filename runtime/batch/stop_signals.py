@@ -38,7 +38,7 @@ class StopSignals:
     """A context manager that installs the handlers; use it in the main thread.
 
     Attributes:
-        requested: The first signal that arrived while the job could drain; None before it.
+        requested: The first signal; None before it.
         can_drain: Whether rows are in flight, so that the first signal must not end the job.
     """
 
@@ -64,9 +64,10 @@ class StopSignals:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is not None or not self.can_drain:
+        is_first, self.requested = self.requested is None, self.requested or signal.Signals(number)
+        if not is_first or not self.can_drain:
+            # Python ignores it in a callback of the garbage collector; the next step then drains
             raise StopNow(number)
-        self.requested = signal.Signals(number)
 
 
 class Drain:

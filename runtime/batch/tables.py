@@ -128,7 +128,10 @@ def parquet_lines(path: Path, columns: Columns, note: Callable[[str], None]) -> 
     except InputError:
         raise
     except (*_arrow_errors(), ValueError, OSError) as error:
-        raise InputError(f"{path}: expected Parquet, got {error}. Write the table again.") from None
+        problem = str(error).rstrip(".")
+        raise InputError(
+            f"{path}: expected Parquet, got {problem}. Write the table again."
+        ) from None
     except TypeError as error:
         raise InputError(
             f"{path}: row {number}: expected texts, token ids or messages as prompts, and texts or "

@@ -8,9 +8,9 @@ templates, tokens or output lines.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ..errors import RowError
 from ..request import wrong_value
@@ -25,7 +25,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 class ToolCall(NamedTuple):
-    """One call: the name of the tool, and its arguments as JSON."""
+    """One call: the name of the tool, and its arguments in JSON, as they were generated."""
 
     name: str
     arguments: str
@@ -170,15 +170,41 @@ def _moved(schema: Any, place: str) -> Any:
 def _calls(text: str) -> list[ToolCall]:
     """The calls in a JSON object, or in a list of them; empty for other texts."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = _DECODER.decode(text)
+        return [_call(item) for item in (_parts(text) if isinstance(value, list) else [text])]
+    except (ValueError, KeyError, RecursionError):
         return []
-    calls = []
-    for call in value if isinstance(value, list) else [value]:
-        arguments = None
-        if isinstance(call, dict) and isinstance(call.get("name"), str):
-            arguments = call.get("arguments", call.get("parameters"))
-        if not isinstance(arguments, dict):
-            return []
-        calls.append(ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False)))
-    return calls
+
+
+def _call(text: str) -> ToolCall:
+    """The call in valid JSON; raises ValueError or KeyError if it is none."""
+    parts = list(_parts(text)) if text.lstrip().startswith("{") else []
+    members = dict(zip(map(json.loads, parts[::2]), parts[1::2], strict=True))
+    name = json.loads(members["name"])
+    # numbers that are read and written again could lose digits
+    arguments = members["arguments"] if "arguments" in members else members["parameters"]
+    if not isinstance(name, str) or not arguments.startswith("{"):
+        raise ValueError(text)
+    return ToolCall(name, arguments)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """The items of an array in valid JSON, or the keys and values of an object, as written."""
+    start = _after_space(text, _after_space(text, 0) + 1)
+    while text[start] not in "]}":
+        end = _DECODER.raw_decode(text, start)[1]
+        yield text[start:end]
+        start = _after_space(text, end)
+        if text[start] in ",:":
+            start = _after_space(text, start + 1)
+
+
+def _after_space(text: str, start: int) -> int:
+    return len(text) - len(text[start:].lstrip(" \t\n\r"))
+
+
+def _refuse_constant(literal: str) -> NoReturn:
+    raise ValueError(f"expected JSON, got {literal}")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -162,6 +162,14 @@ def _grid(options: argparse.Namespace) -> "BucketGrid":
     from ...compile.grids.bucket_grid import BucketGrid
     from ...compile.grids.prefill_bucket import PrefillBucket
 
+    for option in ("slots", "length", "prompt", "prompts"):
+        if (given := getattr(options, option)) < 1:
+            raise ConfigError(f"--{option}: expected at least 1, got {given}.")
+    if options.prompt > options.length:
+        raise ConfigError(
+            f"--prompt: expected at most {options.length} tokens, the --length of the cache, got "
+            f"{options.prompt}. Change one of them."
+        )
     prefill = (PrefillBucket(options.prompt, options.prompts),)
     return BucketGrid(options.length, prefill, options.slots, (options.length,))
 

@@ -46,7 +46,9 @@ def too_many_dimensions(dimensions: int | None, size: int) -> RowError | None:
 def cosines(vectors: np.ndarray, num_first: int) -> np.ndarray:
     """The cosines of the first vectors with the others; one first vector is paired with all."""
     firsts, others = vectors[:num_first], vectors[num_first:]
-    return (firsts / _lengths(firsts) * (others / _lengths(others))).sum(axis=1)
+    products = (firsts / _lengths(firsts) * (others / _lengths(others))).sum(axis=1)
+    # rounding may make the cosine of two equal vectors larger than 1
+    return products.clip(-1, 1)
 
 
 def probabilities(outputs: np.ndarray, pooling: Pooling, *, use_activation: bool) -> np.ndarray:

@@ -29,7 +29,6 @@ from ..batch.finished import (
 )
 from ..batch.job import JobModel, JobSettings
 from ..batch.job_files import check_job_files, side_files
-from ..batch.journal import journal_path
 from ..batch.lines import BadRow
 from ..batch.lock import JobLock
 from ..batch.manifest import (
@@ -38,6 +37,7 @@ from ..batch.manifest import (
     fingerprint,
     manifest_path,
     read_manifest,
+    table_in,
 )
 from ..batch.output import summarise
 from ..batch.part import WHOLE
@@ -58,6 +58,8 @@ from .stage_renderer import StageRenderer, open_renderers
 from .stage_rows import FollowedRow, StageFiles, follow_rows, read_rows
 from .staged_model import StagedModel
 
+_INPUT = "input of the stages"
+"""The key, in the configuration of a stage, for the digest of the whole job's input."""
 _FILE_OF_STAGE = re.compile(r"[0-9]+-[a-z0-9_]+(\.in|\.errors)?\.jsonl($|\.)")
 
 
@@ -156,6 +158,7 @@ class _StagesRun:
 
     def run(self) -> int | None:
         """Run the stages that have not finished; return an exit code if the job was stopped."""
+        self._check_input()
         for index, renderer in enumerate(self.renderers):
             name = renderer.stage.name
             self.progress.note(f"stage {name} ({index + 1} of {len(self.stages)})")
@@ -177,6 +180,19 @@ class _StagesRun:
                 # prompts of all stages show the same time
                 self.settings = replace(self.settings, now=datetime.fromisoformat(shown))
         return None
+
+    def _check_input(self) -> None:
+        """Refuse another input than the one that the first stage has answered."""
+        first = self.stages[0]
+        if (manifest := read_manifest(first.output)) is None:
+            return  # its journal, if there is one, is compared when the stage runs
+        answered = table_in(manifest, "configuration").get(_INPUT)
+        if answered != self._input:
+            raise UnusableFile(
+                f"{self.settings.input_path}: expected the input that the stages in {first.folder} "
+                f"have answered, got another one:\n  {_INPUT}: there {answered}, now {self._input}"
+                f"\nRestore it, choose another output, or discard the stages with --restart."
+            )
 
     def _stopped(self, requested: signal.Signals) -> int:
         """Say that a signal ended the job between two stages; return its exit code."""
@@ -208,7 +224,7 @@ class _StagesRun:
             configuration={
                 **self.settings.configuration,
                 "stage": files.name,
-                "input of the stages": self._input,
+                _INPUT: self._input,
             },
             error_file=None,
             restart=False,
@@ -265,7 +281,7 @@ def _check_files(settings: JobSettings, folder: Path) -> None:
 
 def _is_foreign(settings: JobSettings, first: StageFiles) -> bool:
     """Whether existing outputs cannot be those of an interrupted run of this job."""
-    begun = manifest_path(first.output).exists() or journal_path(first.output).exists()
+    begun = manifest_path(first.output).exists()
     return not begun or manifest_path(settings.output_path).exists()
 
 

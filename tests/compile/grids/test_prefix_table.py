@@ -97,3 +97,16 @@ def test_the_tree_computes_each_distinct_piece_once(seed, chunks):
             distinct[tuple(b for b, _ in pieces[: i + 1]), end] = bucket.tokens
     last = sum(len(p) - sum(bucket.tokens for bucket, _ in pieces_of(grid, p)) for p in prompts)
     assert tokens == sum(distinct.values()) + last
+
+
+def test_prompts_that_do_not_fit_share_nothing_and_change_nothing():
+    shared, grid = list(range(128)), grid_of((16,))
+    long = [*shared, *range(300, 460)]
+    prompts = [[*shared, 200], [*shared, 201], long, [*long, 202], [*shared[:64], 500]]
+    found = []
+    for rows in ([0, 1, 2, 3, 4], [0, 1, 4]):
+        table, _ = table_of([prompts[row] for row in rows])
+        root, nodes = prefix_tree(grid, [len(prompts[row]) for row in rows], table)
+        assert not root.rows
+        found.append([(node.length, sorted(rows[row] for row in node.rows)) for node in nodes])
+    assert found[0] == found[1] == [(64, [4]), (128, [0, 1])]

@@ -281,6 +281,32 @@ def test_the_output_of_something_else_is_not_overwritten(tmp_path):
     assert (tmp_path / "out.jsonl").read_text() == "precious"
 
 
+def test_a_journal_of_a_run_that_ended_before_its_build_claims_no_output(tmp_path):
+    input_path, output = write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    with pytest.raises(JobError):
+        run(input_path, output, on_error="raise")
+    output.write_text("precious")
+    with pytest.raises(UnusableFile, match="no manifest is beside it"):
+        run(input_path, output)
+    assert output.read_text() == "precious"
+    output.unlink()
+    assert run(input_path, output) == 1
+
+
+def test_a_job_without_a_good_row_that_crashes_at_any_disk_operation_is_finished(tmp_path):
+    input_path = tmp_path / "in.jsonl"
+    input_path.write_text("1\n2\n")
+    counter = FaultyDisk(0)
+    run(input_path, tmp_path / "count.jsonl", error_file=tmp_path / "bad.jsonl", disk=counter)
+    expected = (tmp_path / "bad.jsonl").read_bytes()
+    for at in range(1, counter.calls + 1):
+        files = {"output_path": tmp_path / f"{at}.jsonl", "error_file": tmp_path / f"{at}.err"}
+        with pytest.raises(Crash):
+            run(input_path, **files, disk=FaultyDisk(at, Crash()))
+        assert run(input_path, **files) == 1
+        assert files["error_file"].read_bytes() == expected, f"after a crash at operation {at}"
+
+
 def test_inputs_and_outputs_that_cannot_work_are_refused_by_name(tmp_path):
     input_path = write_input(tmp_path / "in.jsonl")
     (tmp_path / "link.jsonl").symlink_to(input_path)
@@ -404,6 +430,27 @@ def test_a_reader_of_the_progress_that_ends_does_not_end_the_job(tmp_path):
     job = fake.settings(write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl")
     with os.fdopen(writing, "w") as stream:
         assert run_job(job, fake.FakeModel(), progress=Progress(stream=stream)) == 1
+
+
+class SignalsAtItsEnd:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+
+class SignalledModel(fake.FakeModel):
+    """A model whose build gets a signal where Python ignores exceptions."""
+
+    def build(self, *arguments, **options):
+        SignalsAtItsEnd()
+        return super().build(*arguments, **options)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_python_ignores_still_stops_the_job(tmp_path, reference):
+    input_path, expected = reference
+    assert run(input_path, tmp_path / "out.jsonl", SignalledModel()) == 75
+    assert run(input_path, tmp_path / "out.jsonl") == 1
+    assert masked(tmp_path / "out.jsonl") == expected
 
 
 def test_a_second_interrupt_stops_at_once(tmp_path, reference):

@@ -114,6 +114,8 @@ def test_forced_calls_stand_in_the_output_line():
         ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', []),
         ("<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
         ("<tool_call>{a}</tool_call>", "<tool_call>{a}</tool_call>", []),
+        ('{"name": "now", "arguments": {"": NaN}}', '{"name": "now", "arguments": {"": NaN}}', []),
+        ("[1]", "[1]", []),
         ("[]", "[]", []),
         ("", "", []),
     ],
@@ -125,6 +127,18 @@ def test_free_calls_are_found_in_the_usual_notations(text, content, calls):
     assert choice["message"]["content"] == content
     assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
     assert ("tool_calls" in choice["message"]) == bool(calls)
+
+
+def test_arguments_stay_as_they_were_generated():
+    shown = ['{"a":0.1234567890123456789 , "b": 1E2}', "{ }", r'{"c": "\u00e9 \ud800", "d": [{}]}']
+    calls = [f'{{"name": "now" ,"parameters":{text}, "x": []}}' for text in shown]
+    texts = [f"[ {calls[0]},{calls[1]} , {calls[2]} ]\n"]
+    texts.append("".join(f"<tool_call>{call}</tool_call>" for call in calls))
+    for choice in ("auto", "required"):
+        row = accepted(tool_choice=choice)
+        for text in texts:
+            assert row.tools is not None
+            assert row.tools.read(text) == (None, [ToolCall("now", given) for given in shown])
 
 
 def test_only_the_first_free_call_is_kept_without_parallel_calls():

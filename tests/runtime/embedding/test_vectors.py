@@ -36,6 +36,14 @@ def test_cosines_pair_one_text_with_all_others_or_each_with_its_own():
     np.testing.assert_allclose(cosines(VECTORS, 2), expected, atol=FLOAT32_ELEMENTWISE)
 
 
+def test_rounding_makes_no_cosine_larger_than_1():
+    vectors = np.random.default_rng(0).normal(size=(200, 384)).astype(np.float32)
+    found = cosines(np.concatenate([vectors, vectors]), 200)
+    assert found.max() == 1 and found.min() > 1 - FLOAT32_ELEMENTWISE
+    assert cosines(np.concatenate([vectors, -vectors]), 200).min() == -1
+    assert np.isnan(cosines(np.full((2, 3), np.nan, np.float32), 1)).all()
+
+
 def test_probabilities_follow_the_model():
     def of(scores, **options):
         pooling = Pooling("first", (Projection(6),), labels=tuple("abcdef"), scores=scores)

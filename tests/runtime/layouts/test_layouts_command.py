@@ -179,6 +179,24 @@ def test_a_logit_that_is_not_a_number_is_no_agreement(report, monkeypatch):
             verification.max_abs_diff(layout)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--slots", "0", "--slots: expected at least 1, got 0."),
+        ("--prompts", "-1", "--prompts: expected at least 1, got -1."),
+        (
+            "--prompt",
+            "49",
+            "--prompt: expected at most 48 tokens, the --length of the cache, got 49",
+        ),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused_by_option(report, capsys, option, value, message):
+    arguments = ["--model", str(report / "model"), "-o", str(report)]
+    assert main(["layouts", *arguments, *OPTIONS, option, value]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_an_unknown_layout_is_refused_with_the_names_that_are_known(report, capsys):
     arguments = ["--model", str(report / "model"), "-o", str(report), "--layouts", "tensor-4d"]
     assert main(["layouts", *arguments, *OPTIONS]) == 2

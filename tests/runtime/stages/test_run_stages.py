@@ -194,8 +194,11 @@ def test_an_input_or_a_stage_that_changes_in_between_is_refused(source, tmp_path
         run(source, output, text=STAGES.replace("none", "nothing"))
     lines = source.read_text().split("\n")
     source.write_text("\n".join([lines[1], lines[0], *lines[2:]]))
-    with pytest.raises(errors, match="input of the stages: there"):
+    with pytest.raises(errors, match="input of the stages: there") as caught:
         run(source, output)
+    has_answers = read_manifest(tmp_path / "out.jsonl.stages" / "1-draft.jsonl") is not None
+    assert str(caught.value).startswith(f"{source}: ") == has_answers
+    assert has_answers == (operations == 90)
 
 
 def test_error_rows_may_have_a_file_of_their_own(source, tmp_path):
