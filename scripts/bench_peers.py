@@ -62,7 +62,7 @@ def main() -> None:
     print(f"{machine()['processor']}, {arguments.threads} threads; products: {ceiling} GFLOP/s")
     runs = []
     if "noria" in arguments.engines:
-        for dtype, own in product(DTYPES, NORIA_SETTINGS):
+        for dtype, own in product(arguments.dtypes, NORIA_SETTINGS):
             options = ["--dtype", dtype, *own, *arguments.noria_option]
             runs.append(run_noria(rows, options, work, environment))
             print(summary(runs[-1]), flush=True)
@@ -91,6 +91,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--python-llamacpp", help="a Python with llama_cpp")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument(
         "--noria-option", action="append", default=[], help="an option for `noria batch`"
     )
@@ -113,10 +114,10 @@ def _settings(arguments: argparse.Namespace, work: Path, source: Path) -> list[S
     tries = [
         *(
             ("transformers", work / "hf", dtype, {"batch_size": n, "dtype": dtype})
-            for dtype in DTYPES
+            for dtype in arguments.dtypes
             for n in (8, 16, 32, 64)
         ),
-        *(("vllm", work / "hf", dtype, {"dtype": dtype}) for dtype in DTYPES),
+        *(("vllm", work / "hf", dtype, {"dtype": dtype}) for dtype in arguments.dtypes),
         *(
             ("llamacpp", path, weights, {"slots": slots})
             for path, weights in ((work / "model-f32.gguf", "float32"), (source, source.stem))
@@ -184,9 +185,17 @@ def _useful_flops(directory: Path, prompts: list[list[int]], output_tokens: int)
 
 
 def _table(report: dict) -> str:
-    """Return a Markdown table of every run, with noria's ratio to the run."""
+    """Return a Markdown table of every run, with the ratio of noria's best run in its dtype."""
     runs = report["runs"]
-    ours = next((run for run in runs if run["engine"] == "noria"), None)
+    ours = {
+        dtype: max(
+            run["output_tokens_per_second"]
+            for run in runs
+            if run["engine"] == "noria" and dtype in run["setting"]
+        )
+        for dtype in DTYPES
+        if any(run["engine"] == "noria" and dtype in run["setting"] for run in runs)
+    }
     lines = [
         "| run | output tokens/s | noria / it | of ceiling | generation s | load s "
         "| warm-up or compile s | rows as transformers | cores busy elsewhere |",
@@ -194,7 +203,8 @@ def _table(report: dict) -> str:
     ]
     for run in sorted(runs, key=lambda run: -run["output_tokens_per_second"]):
         speed = run["output_tokens_per_second"]
-        ratio = f"{ours['output_tokens_per_second'] / speed:.2f}" if ours else "-"
+        dtype = "bfloat16" if "bfloat16" in run["setting"] else "float32"
+        ratio = f"{ours[dtype] / speed:.2f}" if dtype in ours else "-"
         lines.append(
             f"| {run['setting']} | {speed:.1f} | {ratio} | {run['fraction_of_ceiling']:.0%} "
             f"| {run['generation_seconds']:.1f} | {run['load_seconds']:.1f} "
