@@ -234,6 +234,7 @@ def _keeping_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     from noria.compile import program_cache
 
     folder = request.config.cache.mkdir(f"xla-{_path(request).replace('/', '-')}")
+    before = {name: jax.config.values[name] for name in KEEP_PROGRAMS}
     for name, value in KEEP_PROGRAMS.items():
         jax.config.update(name, value)
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -241,6 +242,9 @@ def _keeping_programs(request: pytest.FixtureRequest) -> Iterator[None]:
         # graphs are otherwise compiled without jax's cache
         patch.setattr(program_cache, "without_program_cache", nullcontext())
         yield
+    # `_reset_jax` takes the folder away
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 def _keeps_programs(request: pytest.FixtureRequest) -> bool:
