@@ -18,6 +18,7 @@ from flax import nnx
 from .layer_groups import Group
 from .layers import is_sliced_once
 from .moe.call import ExpertCall
+from .quantised_weight import as_slices
 
 Cache = tuple[Any, ...]
 """The cache of each block; None for each block in calls without a cache."""
@@ -68,7 +69,7 @@ def scan_group(
     def body(carry: tuple[jax.Array, Cache], inputs: tuple[jax.Array, Any]):
         scan_index, weights = inputs
         call = ExpertCall(experts.is_token_BT, experts.dispatch, scan_index)
-        blocks = nnx.merge(definition, whole_weights, weights)
+        blocks = nnx.merge(definition, whole_weights, as_slices(weights))
         carry = run_group(group, blocks, *carry, scan_index, call)
         return carry, (call.use(), call.num_dropped_BT)
 

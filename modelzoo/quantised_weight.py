@@ -3,9 +3,10 @@
 A product of a weight without groups converts the codes alone, and applies the scales to its result
 or to its activations. XLA for TPU and GPU converts codes within the product, but XLA for GPU would
 write a dequantised weight to memory first, and XLA for CPU writes converted codes, too. A weight in
-groups is dequantised before its product, which XLA for TPU mostly does within the product. A batch
-of products, one for each group, would keep scales out of the product, but their results are large:
-for prompts, XLA for GPU would write them to memory, and a TPU would take several times as long.
+groups is dequantised before its product. But for few rows, XLA for TPU would write a large
+dequantised weight to memory. There, codes are multiplied in a batch of products, one for each
+group, and scales multiply the results of the groups. For more rows than a group has members, these
+results would be more numbers than the weight, and take longer than dequantising it.
 
 A product may round its activations to int8, too, with one scale for all features of a token that it
 sums over. Then it multiplies integers, sums them as int32, and both scales multiply its result.
@@ -14,8 +15,10 @@ sums over. Then it multiplies integers, sums them as int32, and both scales mult
 codes.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -27,6 +30,8 @@ _Value = TypeVar("_Value")
 
 _LEADING = "abcd"
 """Dimension letters of leading axes that an equation leaves out."""
+_GROUP, _MEMBER = "g", "k"
+"""Dimension letters of the groups of a weight, and of the input features of a group."""
 _LARGEST_INT8 = 127
 
 
@@ -46,6 +51,8 @@ class QuantisedWeight:
     """The input feature of each position of the codes; None for their own order."""
     dtype: jnp.dtype | None = field(default=None, metadata={"static": True})
     """The dtype of weights that are not quantised; None for that of the scales."""
+    is_slice: bool = field(default=False, metadata={"static": True})
+    """Whether the program takes the arrays out of larger ones, as those of a scanned layer."""
 
     @property
     def value_dtype(self) -> jnp.dtype:
@@ -150,7 +157,16 @@ def slice_weight(weight: jax.Array | QuantisedWeight, starts: list[Any], sizes: 
             (weight.offsets, of_scales),
         )
     )
-    return replace(weight, codes=codes, scales=scales, offsets=offsets)
+    return replace(weight, codes=codes, scales=scales, offsets=offsets, is_slice=True)
+
+
+def as_slices(weights: _Value) -> _Value:
+    """The weights of a tree, marked as slices if they are quantised."""
+
+    def mark(x: Any) -> Any:
+        return replace(x, is_slice=True) if isinstance(x, QuantisedWeight) else x
+
+    return jax.tree.map(mark, weights, is_leaf=lambda x: isinstance(x, QuantisedWeight))
 
 
 def multiply_codes(
@@ -181,7 +197,11 @@ def multiply_codes(
         inputs = "".join(labels[axis] for axis in weight.quantisation.inputs)
         x = _take_flat(x, weight.order, x_labels.index(inputs), len(inputs))
     if weight.num_groups > 1 or weight.offsets is not None:
-        return product(x, weight.dequantise())
+        dequantised = _multiply_values(product)
+        if not _has_few_rows(x_labels, labels, out_labels, x, weight):
+            return dequantised(x, weight)
+        by_group = partial(multiply_by_group, x_labels, labels, out_labels)
+        return jax.lax.platform_dependent(x, weight, tpu=by_group, default=dequantised)
     labels = "".join(weight.quantisation.replace_inputs(tuple(labels)))
     scales, of_result = weight.scales.squeeze(weight.quantisation.inputs[-1]), 1
     if set(labels) <= set(out_labels):
@@ -196,6 +216,66 @@ def multiply_codes(
     kept = "".join(label for label in x_labels if label in out_labels)
     x_scale = _align(x_scale.squeeze(summed), kept, out_labels)
     return product(x_codes, weight.codes).astype(jnp.float32) * x_scale * of_result
+
+
+def _multiply_values(
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Callable[[jax.Array, QuantisedWeight], jax.Array]:
+    """The product of activations with the values of a weight."""
+    return lambda x, weight: product(x, weight.dequantise())
+
+
+def _has_few_rows(
+    x_labels: str, labels: str, out_labels: str, x: jax.Array, weight: QuantisedWeight
+) -> bool:
+    """Whether the products of all groups are no more numbers than the values of the weight.
+
+    It is false for slices: XLA for TPU would copy their codes, but dequantises them as it slices.
+    """
+    inputs = [labels[axis] for axis in weight.quantisation.inputs]
+    if weight.is_slice or any(label in out_labels for label in inputs):
+        return False
+    sizes = dict(zip(x_labels, x.shape, strict=True))
+    rows = math.prod(sizes[label] for label in out_labels if label not in labels)
+    return rows * weight.num_groups <= weight.quantisation.num_inputs(weight.shape)
+
+
+def multiply_by_group(
+    x_labels: str, labels: str, out_labels: str, x: jax.Array, weight: QuantisedWeight
+) -> jax.Array:
+    """Multiply activations with a weight in groups, as a batch of products: one for each group.
+
+    Args:
+      x_labels: The labels of the activations; the product sums over all inputs of the weight.
+      labels: The labels of the weight.
+      out_labels: The labels of the result.
+      x: Activations.
+      weight: The weight.
+
+    Returns:
+      The product in float32.
+    """
+    quantisation, codes = weight.quantisation, weight.grouped_codes().astype(x.dtype)
+    inputs = "".join(labels[axis] for axis in quantisation.inputs)
+    member_labels, scale_labels = (
+        "".join(quantisation.replace_inputs(tuple(labels), *new))
+        for new in ((_GROUP, _MEMBER), (_GROUP,))
+    )
+    start = x_labels.index(inputs)
+    sizes = weight.num_groups, quantisation.num_inputs(weight.shape) // weight.num_groups
+    x = x.reshape(*x.shape[:start], *sizes, *x.shape[start + len(inputs) :])
+    x_labels, of_groups = x_labels.replace(inputs, _GROUP + _MEMBER), _GROUP + out_labels
+    out = _einsum(f"{x_labels},{member_labels}->{of_groups}", x, codes)
+    out = (out * _align(weight.scales, scale_labels, of_groups)).sum(axis=0)
+    if weight.offsets is None:
+        return out
+    sums = x.astype(jnp.float32).sum(axis=start + 1)
+    equation = f"{x_labels.replace(_MEMBER, '')},{scale_labels}->{out_labels}"
+    return out + _einsum(equation, sums, weight.offsets)
+
+
+def _einsum(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, x, weight, preferred_element_type=jnp.float32)
 
 
 def _round_activations(

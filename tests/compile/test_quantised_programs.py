@@ -10,7 +10,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.planning.evidence import Evidence
-from noria.compile.planning.work import Work
+from noria.compile.planning.work import ONE_DEVICE, Work
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.compile.weight_rules import WeightRules
@@ -54,16 +54,20 @@ CASES = [
 ]
 
 
-def read_decode(model: AbstractModel, layout: Layout, grid: BucketGrid, span: int):
-    """Return the report of the longest decode program, the bytes it needs, and its text."""
-    target = find_target("tpu:v5e:2x4")
+def read_decode(model: AbstractModel, layout: Layout | None, grid: BucketGrid, span: int):
+    """Return the report of the longest decode program, the bytes it needs, and its text.
+
+    Without a layout, it is a program of one chip.
+    """
+    target = find_target("tpu:v5e:2x4" if layout else "tpu:v5e:1x1")
     placement = target.placement(layout)
     graphs = plan_graphs(model, grid, placement, jnp.dtype("bfloat16"))
     decode = [graph for graph in graphs if graph.kind == "decode"][-1]
     _, text, _ = compile_with_text(decode)
     assert text is not None
     report = read_report(text, target.platform, dict(placement.mesh.shape))
-    return report, Work(model, "bfloat16", layout).needed(grid.decode_call(span)), text
+    work = Work(model, "bfloat16", layout or ONE_DEVICE)
+    return report, work.needed(grid.decode_call(span)), text
 
 
 @pytest.mark.tpu_compile
@@ -83,6 +87,15 @@ def test_decode_moves_little_more_than_its_codes_and_scales(form, scan_layers):
     assert codes / 8 < needed.weights < codes / 8 * 1.25 + 16384 * 4096 * 2 / 8 * 1.01
     assert Evidence(report, needed).ratio < MOST_BYTES
     assert report.step.converted_bytes == 0
+
+
+@pytest.mark.tpu_compile
+def test_decode_writes_no_values_of_a_weight_that_is_larger_than_the_memory_on_the_chip():
+    """The values of gate and up would take 235 MB."""
+    arrangement = find_target("tpu:v5e:1x1").placement(None).arrangement(ONE_LAYER, False, None)
+    model = AbstractModel(ONE_LAYER, arrangement, WeightRules(INT4))
+    report, needed, _ = read_decode(model, None, GRID, 512)
+    assert Evidence(report, needed).ratio < MOST_BYTES
 
 
 @pytest.mark.tpu_compile

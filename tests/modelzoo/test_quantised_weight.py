@@ -9,7 +9,12 @@ import pytest
 from quantised import dequantised, quantise
 from tolerances import FLOAT32_ELEMENTWISE
 
-from noria.modelzoo.quantised_weight import QuantisedWeight, slice_weight, take_rows
+from noria.modelzoo.quantised_weight import (
+    QuantisedWeight,
+    multiply_by_group,
+    slice_weight,
+    take_rows,
+)
 from noria.modelzoo.weight_formats import Quantisation, WeightFormat
 from noria.modelzoo.weight_products import einsum, gate_up_product, multiply
 
@@ -75,6 +80,19 @@ def test_a_product_with_codes_is_that_with_their_values(case, form):
     x = jnp.asarray(RNG.normal(size=x_shape).astype(np.float32))
     weight, values = weight_of(shape, inputs, form)
     got = multiply(equation, multiplied, x, weight)
+    wanted = multiplied(x, jnp.asarray(values))
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
+
+
+@pytest.mark.parametrize("form", [x for x in (*FORMATS, *PUBLISHED) if x.group], ids=str)
+@pytest.mark.parametrize("case", PRODUCTS[:4], ids=lambda case: case[0])
+def test_the_products_of_groups_add_up_to_that_of_the_values(case, form):
+    """This is how a TPU multiplies few rows."""
+    equation, multiplied, x_shape, shape, inputs = case
+    x = jnp.asarray(RNG.normal(size=x_shape).astype(np.float32))
+    weight, values = weight_of(shape, inputs, form)
+    x_labels, labels, out_labels = equation.replace("->", ",").split(",")
+    got = multiply_by_group(x_labels, labels, out_labels, x, weight)
     wanted = multiplied(x, jnp.asarray(values))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
 
