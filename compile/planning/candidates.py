@@ -244,11 +244,11 @@ class CandidateGrids:
         num_sequences = self._slot_use[False].num_sequences
         return with_small_calls(self._cut(tokens), slots, num_sequences, self._defaults)
 
-    def bound(self, grid: BucketGrid) -> float:
-        """A lower bound of the seconds of any schedule over a grid, its build included."""
+    def run_seconds(self, grid: BucketGrid) -> float:
+        """Minimum seconds of a run on a grid, without its build and the work of its prefixes."""
         if grid.prefixes is not None:
-            return self._after(grid.prefixes).bound(replace(grid, prefixes=None))
-        return self._bounds.candidate(grid).bound
+            return self._after(grid.prefixes).run_seconds(replace(grid, prefixes=None))
+        return self._bounds.run_seconds(grid)
 
     def _slot_counts(self, *, has_chunks: bool) -> list[int]:
         if self._only_scores and not has_chunks:
