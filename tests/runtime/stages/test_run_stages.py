@@ -140,6 +140,7 @@ def test_a_template_that_fails_ends_its_row_with_stage_and_field(source, tmp_pat
     error = records(output)[0]["response"]["body"]["error"]
     assert error["code"] == "template_error"
     assert error["message"].startswith("stage revise, prompt: the template failed: UndefinedError")
+    assert "Change the row, or the template" in error["message"]
     assert read_manifest(output)["stages"][1]["errors_before"] == {"template_error": 7}
 
 
