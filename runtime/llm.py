@@ -102,7 +102,7 @@ class LLM:
         dtype: str = "auto",
         numbers: Mapping[str, Any] | None = None,
         target: str | None = None,
-        layout: str | None = None,
+        layout: str | Path | None = None,
         experts: ExpertPlan | None = None,
         seed: int = 0,
         strict_config: bool = False,

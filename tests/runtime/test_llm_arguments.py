@@ -1,13 +1,16 @@
 """Arguments of `LLM` and of its calls: wrong ones are refused by name, before a model is read."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
+from noria.compile.targets import find_target
 from noria.runtime import LLM, SamplingParams
+from noria.runtime.errors import ConfigError
 from noria.runtime.planning.plan_arguments import PlanArguments
 from noria.runtime.structured.params import StructuredOutputsParams
 from noria.runtime.text.chat_messages import read_messages
@@ -50,6 +53,14 @@ def test_a_model_is_a_name_or_a_path():
         ValueError, match=r"^model: expected the name or the path of a model, got 5"
     ):
         LLM(5)
+
+
+def test_a_layout_is_a_name_or_a_path(tmp_path):
+    config = SimpleNamespace(lacks_generation=None)
+    files: Any = SimpleNamespace(spec=SimpleNamespace(config=config), fingerprint=lambda: "")
+    arguments = PlanArguments("auto", None, tmp_path / "no.toml", None, None, None, ())
+    with pytest.raises(ConfigError, match=r"no\.toml: cannot be read"):
+        arguments.plan("model", files, find_target("cpu"), "float32")
 
 
 @pytest.mark.parametrize(
