@@ -5,12 +5,14 @@ from functools import partial
 
 import numpy as np
 import pytest
+from related_prompts import table_of
 from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
 from noria.compile.grids.prefix_table import NOTHING_SHARED
 from noria.compile.planning.candidates import Budget, CandidateGrids
 from noria.compile.planning.compile_time import GraphSeconds
@@ -45,7 +47,7 @@ def rows_of(count: int, seed: int = 0, is_open: bool = False) -> list[ExpectedRo
 
 
 def grids_of(rows, table=NOTHING_SHARED, budget=None):
-    return CandidateGrids(rows, LONGEST, COST, budget or Budget(), GridDefaults())
+    return CandidateGrids(rows, LONGEST, COST, budget or Budget(), GridDefaults(), table)
 
 
 @pytest.fixture
@@ -80,6 +82,21 @@ def test_seconds_of_a_sample_are_scaled_by_those_of_a_run_however_long_graphs_co
         taken = Sample(rows, partial(grids_of, budget=budget), 100)
         seconds.append(taken.scaled(grid, simulate_in_order(taken.rows, grid, COST)).seconds)
     assert seconds == pytest.approx(3 * [simulate_in_order(rows, grid, COST).seconds], rel=0.05)
+
+
+def test_sampled_rows_begin_with_the_prefixes_that_all_rows_show(few):
+    """In the sample, few documents have two questions, which would show where they end."""
+    documents = [[5] * 36 + [6 + i // 50] * 14 + [6 + i % 50] * 14 for i in range(140)]
+    prompts = [[*document, 7 + i, 8] for i in range(10) for document in documents]
+    table, _ = table_of(prompts)
+    rows = [ExpectedRow(RowShape(len(prompt), 4), 4) for prompt in prompts]
+    shared = tuple(sorted(PlannedPrefix(64, hash_tokens(document)) for document in documents))
+    grid = BucketGrid(16, ((8, 4),), 8, (16,), prefixes=PrefixGrid(2, 64, 64, shared))
+    taken = Sample(rows, grids_of, 200, table)
+    predicted = simulate_grid(grid, taken.rows, COST, Budget(), taken.scaled, taken.table)
+    whole = simulate_grid(grid, rows, COST, Budget(), table=table)
+    assert predicted.simulation.seconds == pytest.approx(whole.simulation.seconds, rel=0.25)
+    assert taken.uncertainty(predicted, COST) is not None
 
 
 def test_a_sample_has_its_share_of_every_stratum_and_the_longest_row(few):
