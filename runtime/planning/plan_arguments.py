@@ -169,6 +169,21 @@ class PlanArguments:
             grid = replace(grid, adapters=adapters.grid())
         return replace(plan, buckets=grid)
 
+    def check_forms(self, plan: Plan) -> None:
+        """Check that a plan has the forms of answers.
+
+        Raises:
+          ValueError: It lacks one.
+        """
+        structured = plan.buckets.structured
+        for index, form in enumerate(self.structured_outputs):
+            if structured is None or form.fingerprint not in structured.schemas:
+                raise ValueError(
+                    f"structured_outputs[{index}]: expected a form that the plan's [structured] "
+                    f"has, got {form.fingerprint}. Plan again for rows with this form by noria "
+                    f"plan, or leave out the plan."
+                )
+
     def _max_length(self, limit: int) -> int:
         if self.max_model_len is not None and self.max_model_len > limit:
             raise ValueError(
