@@ -253,9 +253,9 @@ class CandidateGrids:
             return self._bounds.run_seconds(grid)
         planned = self._planned(prefixes)
         rest = self._after(planned, prefixes.groups).run_seconds(replace(grid, prefixes=None))
-        # each prefix is computed at least once
-        num_pieces = sum(-(-x.length // prefixes.chunk) for x in set(planned) if x is not None)
-        return rest + -(-num_pieces // prefixes.batch) * self._cost.seconds(prefixes.call)
+        # each prefix is computed at least once, a piece in each call
+        num_calls = sum(-(-x.length // prefixes.chunk) for x in set(planned) if x is not None)
+        return rest + num_calls * self._cost.seconds(prefixes.call)
 
     def _slot_counts(self, *, has_chunks: bool) -> list[int]:
         if self._only_scores and not has_chunks:
