@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -167,9 +167,10 @@ def run(options: argparse.Namespace) -> int:
             return _calibrate(model, hardware, options)
         cases = _cases(options, files.spec.config.max_position)
         dtype = session.resolve_dtype(options.dtype, target)
-        plans = [
-            case_plan(files, target, dtype, layout, *astuple(case), options.set) for case in cases
-        ]
+        plans = []
+        for case in cases:
+            sizes = case.prompt_length, case.output_length, case.rows
+            plans.append(case_plan(files, target, dtype, layout, *sizes, options.set))
         model = _load(files, target, plans[0])
         say = partial(tell, sys.stdout)
         say(_header(model, options))
