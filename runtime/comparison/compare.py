@@ -180,6 +180,12 @@ class _Setup:
                     f"read the same ids, got {config.vocab_size}. Compare models that share a "
                     f"vocabulary."
                 )
+            if work.max_length > config.max_position:
+                raise ConfigError(
+                    f"{model.model}: expected rows of at most {config.max_position} tokens, its "
+                    f"published context, got {work.max_length}, answer included. Give shorter "
+                    f"rows, or a smaller --max-tokens."
+                )
             lengths = list(map(len, work.prompts))
             grid = forced_grid(lengths, work.max_length, self.slots, self.layout)
             plan = self._plan(model, files, grid)

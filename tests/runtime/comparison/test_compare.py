@@ -177,6 +177,10 @@ def test_the_command_writes_the_table_the_figures_and_a_picture(models, prompts,
             ["--against", "SECOND", "--set", "buckets.steps_per_call=4"],
             "--set buckets: expected no settings of buckets",
         ),
+        (
+            ["--against", "SECOND", "--max-tokens", "4000"],
+            "answer included. Give shorter rows, or a smaller --max-tokens.",
+        ),
         (["--against", "SECOND", "--max-tokens", "-1"], "--max-tokens: expected at least 0"),
     ],
 )
