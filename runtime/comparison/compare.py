@@ -186,6 +186,7 @@ class _Setup:
                     f"published context, got {work.max_length}, answer included. Give shorter "
                     f"rows, or a smaller --max-tokens."
                 )
+            plan_checks.check_layout(self.layout, files, self.target)
             lengths = list(map(len, work.prompts))
             grid = forced_grid(lengths, work.max_length, self.slots, self.layout)
             plan = self._plan(model, files, grid)

@@ -18,7 +18,10 @@ from noria.runtime.checkpoint import load_params, open_model
 from noria.runtime.cli import main
 from noria.runtime.comparison import compare as module
 from noria.runtime.comparison.compare import ComparedModel, compare
+from noria.runtime.comparison.forced_model import forced_grid
 from noria.runtime.errors import InputError
+from noria.runtime.files.layout_files import read_layout_table
+from noria.sharding.layout import Layout
 
 RNG = np.random.default_rng(0)
 ROWS = [RNG.integers(3, 250, n).tolist() for n in (3, 20, 9, 4)]
@@ -196,6 +199,23 @@ def test_what_cannot_be_compared_is_refused(
     rest = ["-i", prompts, "-o", tmp_path / "report", "--quiet"]
     assert run("--model", models[0], *options, *rest) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ring", "ring-tensor", "sequence-parallel", "gpu-host"])
+def test_rows_of_any_length_fit_a_grid_that_the_layout_divides(name):
+    layout = Layout.from_table(read_layout_table(name))
+    layout = layout.with_mesh(layout.mesh.fitted(4))
+    for length in (29, 30, 31):
+        grid = forced_grid([length], length + 2, 3, layout)
+        assert grid.prefill[-1].length >= length and grid.max_length >= length + 2
+
+
+def test_an_illegal_layout_is_refused_with_its_findings(models, prompts, tmp_path, capsys):
+    layout = tmp_path / "mine.toml"
+    layout.write_text('[mesh]\ndata = 1\n[rules]\nbatch = "dat"\n')
+    rest = ["-i", prompts, "-o", tmp_path / "report", "--layout", layout, "--quiet"]
+    assert run("--model", models[0], "--against", models[1], *rest) == 2
+    assert "the mesh has no axis 'dat'" in capsys.readouterr().err
 
 
 def test_rows_without_prompts_are_refused(models, tmp_path):
