@@ -151,6 +151,17 @@ class _Rows:
             raise ConfigError("compare: expected a row with tokens to compare, got none.")
         return work
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Refuse rows without tokens, and tokens that the models do not have."""
+        for ids in (*self.prompts, *(given for given in self.given if len(given))):
+            ids_T = np.asarray(ids)
+            is_list = ids_T.ndim == 1 and ids_T.dtype.kind in "iu" and ids_T.size
+            if not is_list or not 0 <= ids_T.min() <= ids_T.max() < vocab_size:
+                raise ConfigError(
+                    f"compare: expected rows of token ids from 0 to {vocab_size - 1}, got "
+                    f"{ids!r:.80}."
+                )
+
     @property
     def max_length(self) -> int:
         """The longest row; the last token is compared and not read."""
@@ -186,6 +197,7 @@ class _Setup:
                     f"published context, got {work.max_length}, answer included. Give shorter "
                     f"rows, or a smaller --max-tokens."
                 )
+            work.check_ids(config.vocab_size)
             plan_checks.check_layout(self.layout, files, self.target)
             lengths = list(map(len, work.prompts))
             grid = forced_grid(lengths, work.max_length, self.slots, self.layout)

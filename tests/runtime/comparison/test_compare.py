@@ -19,7 +19,7 @@ from noria.runtime.cli import main
 from noria.runtime.comparison import compare as module
 from noria.runtime.comparison.compare import ComparedModel, compare
 from noria.runtime.comparison.forced_model import forced_grid
-from noria.runtime.errors import InputError
+from noria.runtime.errors import ConfigError, InputError
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
@@ -216,6 +216,13 @@ def test_an_illegal_layout_is_refused_with_its_findings(models, prompts, tmp_pat
     rest = ["-i", prompts, "-o", tmp_path / "report", "--layout", layout, "--quiet"]
     assert run("--model", models[0], "--against", models[1], *rest) == 2
     assert "the mesh has no axis 'dat'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("row", [[], [5, 10**6], [-1], "a text", [0.5]])
+def test_rows_that_are_no_tokens_of_the_models_are_refused(models, row):
+    sides = [ComparedModel(str(model)) for model in models]
+    with pytest.raises(ConfigError, match=r"expected rows of token ids from 0 to \d+, got"):
+        compare(sides, [[5, 6], row], dtype="float32", target="cpu")
 
 
 def test_rows_without_prompts_are_refused(models, tmp_path):
