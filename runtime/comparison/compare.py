@@ -239,7 +239,8 @@ def _figures(
     reference: ForcedModel, compared: ForcedModel, work: _Rows, slots: int, vocab_size: int
 ) -> list[np.ndarray]:
     """The figures of the tokens of each row, `[tokens, 5]`."""
-    graph = comparison_graph(reference.state, compared.state, vocab_size)
+    replicated = reference.host.sharding
+    graph = comparison_graph(reference.state, compared.state, vocab_size, replicated)
     found = []
     for start in range(0, len(work.prompts), slots):
         rows = slice(start, start + slots)

@@ -102,6 +102,17 @@ def test_figures_are_those_of_plain_forward_passes(models, max_tokens):
     assert figures.divergence.mean > 0.1 and figures.divergence.error
 
 
+@pytest.mark.parametrize("layout", ["data-tensor@data=2,tensor=2", "ring@sequence=4"])
+def test_figures_do_not_depend_on_the_layout(models, layout):
+    """The longest row has 22 tokens, which do not divide over four devices."""
+    sides = [ComparedModel(str(path)) for path in models]
+    options = {"max_tokens": 2, "dtype": "float32", "slots": 3}
+    (wanted,) = compare(sides, ROWS, target="cpu", **options).figures
+    (figures,) = compare(sides, ROWS, target="cpu:4", layout=layout, **options).figures
+    assert figures.divergence.mean == pytest.approx(wanted.divergence.mean, rel=1e-4)
+    assert figures.perplexity.mean == pytest.approx(wanted.perplexity.mean, rel=1e-4)
+
+
 def test_a_model_does_not_differ_from_itself(models):
     sides = [ComparedModel(str(models[0]))] * 2
     comparison = compare(sides, ROWS, max_tokens=3, dtype="float32", target="cpu", slots=4)
