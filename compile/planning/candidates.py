@@ -112,7 +112,7 @@ class CandidateGrids:
         longest = max(row.need.prompt_length + max(row.output, 1) for row in rows)
         declared = max(row.limit(0) for row in rows)
         asked = defaults.max_length or 0
-        wanted = min(round_up(max(longest, declared, asked), defaults.length_step), max_position)
+        wanted = min(round_up(max(longest, declared, asked), defaults.row_step), max_position)
         self.max_length = defaults.longest_span(wanted)
         """Maximum total length of rows in grids of whole prompts."""
         longest_prompt = max(row.need.prompt_length for row in rows)

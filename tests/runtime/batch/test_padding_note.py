@@ -6,7 +6,11 @@ from related_prompts import table_of
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
+from noria.compile.grids.structured_grid import StructuredGrid
+from noria.compile.plan import Numbers, Plan, PlannedModel
+from noria.runtime.batch.batch_model import is_served
 from noria.runtime.batch.job_plan import padding_note, sharing_note
+from noria.runtime.batch.scan import RowRequirements
 
 
 def rows_of(lengths) -> list[RowShape]:
@@ -49,3 +53,20 @@ def test_rows_that_do_not_fit_a_plan_share_nothing(grid, shared):
     table, _ = table_of(prompts)
     note = sharing_note(rows, table, grid)
     assert note is not None and note.startswith(f"prompts that begin alike: {shared}")
+
+
+def test_rows_that_a_plan_has_no_graphs_for_are_known():
+    known, other = (f"sha256:{digit * 64}" for digit in "ab")
+    form = StructuredGrid(2, 1, 1, 1, 1, (known,))
+    for structured, score, served in (
+        (None, False, [0]),
+        (form, False, [0, 1]),
+        (form, True, [0, 1, 3]),
+    ):
+        grid = BucketGrid(64, ((64, 1),), 4, (64,), score=score, structured=structured)
+        plan = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), grid)
+        rows = [
+            RowRequirements(8, 8, 1, scores, structure=form)
+            for form, scores in ((None, None), (known, None), (other, None), (None, 0))
+        ]
+        assert [i for i, row in enumerate(rows) if is_served(row, plan)] == served
