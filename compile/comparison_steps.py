@@ -75,15 +75,21 @@ def _choosing(token_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
 
 
 def comparison_graph(
-    reference: DecodeState, compared: DecodeState, vocab_size: int
+    reference: DecodeState,
+    compared: DecodeState,
+    vocab_size: int,
+    replicated: jax.sharding.Sharding,
 ) -> jax.stages.Compiled:
-    """Compile `compare_step` for the states of two models; logits keep their shardings."""
+    """Compile `compare_step` for the states of two models.
+
+    Logits keep their shardings; tokens and figures have the sharding `replicated`, as they come
+    from the host and go there.
+    """
     B = reference.logits_BV.shape[0]
 
     def graph(reference_BV: jax.Array, compared_BV: jax.Array, token_B: jax.Array) -> ChosenToken:
         return compare_step(reference_BV, compared_BV, token_B, vocab_size=vocab_size)
 
-    replicated = reference.length_B.sharding
     logits: list[Any] = [state.logits_BV for state in (reference, compared)]
     results = ChosenToken._make((replicated, replicated, *(x.format for x in logits)))
     token_B = jax.ShapeDtypeStruct((B,), jnp.int32, sharding=replicated)

@@ -76,9 +76,9 @@ class Numbers:
     """The dtype of activations and of weights that are not quantised: `float32` or `bfloat16`."""
     weights: str = FLOAT
     """The weights of products: `float` for `dtype`, or codes with scales, `int8`, `float8` (e4m3)
-    or `int4`. Weights are rounded to codes while they load. Embeddings, the head, routers, norms
-    and biases stay in float; rules may quantise the former three. `as_published` keeps the codes
-    and scales of the checkpoint."""
+    or `int4`. Weights are rounded to codes while they load. Embeddings, the head and routers stay
+    in float unless a rule quantises them; norms and biases always do. `as_published` keeps the
+    codes and scales of the checkpoint."""
     group: int = 0
     """The input features of a weight that share a scale; 0 for one scale per output feature, or
     output channel. A smaller group loses less; `int4` should have 32 to 128. Unit: features."""

@@ -7,6 +7,7 @@ exception may have its exit code in an attribute `exit_code`. Does not know abou
 import difflib
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 
 EXIT_OK = 0
@@ -71,6 +72,14 @@ class JobError(RuntimeError):
 
 class JournalError(ValueError):
     """A journal on disk that this job cannot continue."""
+
+
+class OtherConfiguration(JournalError):
+    """A journal of a job with another configuration, which is `stored`."""
+
+    def __init__(self, message: str, stored: Mapping[str, str]):
+        super().__init__(message)
+        self.stored = stored
 
 
 class JournalWriteError(OSError):

@@ -102,7 +102,7 @@ class LLM:
         dtype: str = "auto",
         numbers: Mapping[str, Any] | None = None,
         target: str | None = None,
-        layout: str | None = None,
+        layout: str | Path | None = None,
         experts: ExpertPlan | None = None,
         seed: int = 0,
         strict_config: bool = False,
@@ -140,6 +140,7 @@ class LLM:
             structures = arguments.structures(files)
             if path is None:
                 plan = arguments.with_tables(plan, structures, own_adapters)
+            arguments.check_forms(plan)
             if own_adapters is not None:
                 own_adapters.check(plan.buckets.adapters)
             plan_checks.check_plan(plan, files, device, dtype)

@@ -245,6 +245,7 @@ class CompletionOutput:
     """One sampled continuation of a request."""
 
     index: int
+    """The number of the sample, also if a rule keeps only this one of several samples."""
     text: str
     token_ids: list[int]
     finish_reason: str | None

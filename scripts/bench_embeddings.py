@@ -53,15 +53,16 @@ def main() -> None:
         for shape in options.shapes
         for dtype in options.dtypes
     ]
-    if options.output is not None and options.output.exists():
+    path = options.output and options.output.with_suffix(".json")
+    if path is not None and path.exists():
         new = {(run["shape"], run["dtype"]) for run in runs}
-        old = json.loads(options.output.read_text(encoding="utf-8"))["runs"]
+        old = json.loads(path.read_text(encoding="utf-8"))["runs"]
         runs = [run for run in old if (run["shape"], run["dtype"]) not in new] + runs
     report = {"machine": describe_machine(), "runs": runs}
     print(markdown(report))
-    if options.output is not None:
-        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        options.output.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
 
 
 def mixed_lengths(count: int) -> list[int]:

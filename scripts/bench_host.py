@@ -67,7 +67,8 @@ def main() -> None:
     table = markdown(report)
     print(table)
     if options.output:
-        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(report, indent=1) + "\n"
+        options.output.with_suffix(".json").write_text(text, encoding="utf-8")
         options.output.with_suffix(".md").write_text(table, encoding="utf-8")
     longest = jobs["plain rows"]["waits_ms"]["decode, decode"]["mean"]
     if longest > LONGEST_WAIT_MS:

@@ -111,7 +111,7 @@ def _expected_length(rows: Sequence[RowShape], max_position: int, defaults: Grid
     wanted = max(
         row.prompt_length + unlimited if row.max_tokens is None else row.min_length for row in rows
     )
-    return defaults.longest_span(min(round_up(wanted, defaults.length_step), max_position))
+    return defaults.longest_span(min(round_up(wanted, defaults.row_step), max_position))
 
 
 def _longest_that_fits(

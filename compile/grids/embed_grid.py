@@ -67,7 +67,8 @@ def embed_grid(lengths: Sequence[int], max_position: int, defaults: GridDefaults
 def embed_ladder(max_length: int, defaults: GridDefaults) -> BucketGrid:
     """A grid for unknown texts: lengths that double up to `max_length`."""
     lengths = [longest := defaults.longest_prefill(max_length)]
-    while lengths[0] > 2 * GridDefaults.whole_lengths and len(lengths) < LADDER_GRAPHS:
+    shortest = max(2 * GridDefaults.whole_lengths, defaults.length_step)
+    while lengths[0] > shortest and len(lengths) < LADDER_GRAPHS:
         lengths.insert(0, round_up(lengths[0] // 2, defaults.length_step))
     buckets = (
         PrefillBucket(length, round_up(max(1, tokens // length), defaults.batch_multiple))

@@ -81,6 +81,11 @@ class GridDefaults:
         """Lengths of prefill buckets are multiples of this."""
         return math.lcm(self.whole_lengths, self.length_multiple, *self.chunks)
 
+    @property
+    def row_step(self) -> int:
+        """The longest rows of derived grids are multiples of this, as the last span holds them."""
+        return math.lcm(self.length_step, self.span_multiple)
+
     def chunk_batch(self, chunk: int, most_rows: int) -> int:
         """Rows of a call of chunks: enough to reach `tokens_per_prefill`, if there are as many.
 

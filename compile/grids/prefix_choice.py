@@ -173,16 +173,27 @@ def choose_prefixes(
 def prefixes_of_rows(
     table: PrefixTable, prompt_lengths: np.ndarray, prefixes: PrefixGrid
 ) -> list[PlannedPrefix | None]:
-    """The longest planned prefix of each row, as far as the table shows it."""
+    """The longest planned prefix of each row, as far as the table shows it.
+
+    For some of the rows of a table, that table is read, as they alone may not show where a prefix
+    ends.
+    """
+    whole, taken = table.whole or table, table.taken
+    if table.whole is None:
+        taken = np.arange(len(prompt_lengths))
+    # rows that were not taken get no prefix, as if they had no tokens
+    size = 1 + max(taken.max(initial=-1), whole.rows.max(initial=-1))
+    lengths = np.zeros(size, np.int64)
+    lengths[taken] = prompt_lengths
     known = frozenset(prefixes.shared)
-    found: list[PlannedPrefix | None] = [None] * len(prompt_lengths)
+    found: list[PlannedPrefix | None] = [None] * len(lengths)
     # a node comes after the nodes below it, so the longest prefix of a row is set last
-    for node in reversed(list(_nodes(table, prompt_lengths, 2))):
+    for node in reversed(list(_nodes(whole, lengths, 2))):
         if (prefix := PlannedPrefix(node.length, node.hash)) in known:
-            for row in table.rows[node.first : node.end].tolist():
-                if prompt_lengths[row] > node.length:
+            for row in whole.rows[node.first : node.end].tolist():
+                if lengths[row] > node.length:
                     found[row] = prefix
-    return found
+    return [found[row] for row in taken.tolist()]
 
 
 def _nodes(table: PrefixTable, prompt_lengths: np.ndarray, min_rows: int) -> Iterator[_Node]:

@@ -24,6 +24,11 @@ class PrefixTable:
     hashes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     """The hash of these tokens for each row, as `prefix_grid.hash_tokens` computes it, as uint64; 0
     where nothing is shared. A table without hashes shows no prefixes that a plan can list."""
+    whole: "PrefixTable | None" = None
+    """The table from which these rows were taken, which shows where their prefixes end; None for a
+    table of all rows."""
+    taken: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """The number in `whole` of each row."""
 
     @property
     def shares(self) -> bool:
@@ -46,7 +51,10 @@ class PrefixTable:
         place = np.minimum.reduceat(by_place, np.r_[0, kept[:-1] + 1]) & 0xFFFFFFFF
         shared, hashes = self.shared[place], self.hashes[place] if len(self.hashes) else self.hashes
         shared[0] = 0
-        return PrefixTable(new[kept], shared, hashes)
+        taken = np.asarray(rows, np.int64)
+        if self.whole is not None:
+            taken = self.taken[taken]
+        return PrefixTable(new[kept], shared, hashes, self.whole or self, taken)
 
     def hex_hashes(self) -> list[str]:
         """The hashes as hexadecimal digits; empty strings without hashes."""

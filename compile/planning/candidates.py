@@ -25,7 +25,7 @@ from ..grids.grid_defaults import GridDefaults, round_up
 from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefill_ladder import with_small_calls
 from ..grids.prefix_choice import prefix_grids, prefixes_of_rows
-from ..grids.prefix_grid import PrefixGrid
+from ..grids.prefix_grid import PlannedPrefix, PrefixGrid
 from ..grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ..grids.span_slots import SlotUse, with_ragged_slots
 from .compile_time import NO_TIME, GraphSeconds
@@ -112,7 +112,7 @@ class CandidateGrids:
         longest = max(row.need.prompt_length + max(row.output, 1) for row in rows)
         declared = max(row.limit(0) for row in rows)
         asked = defaults.max_length or 0
-        wanted = min(round_up(max(longest, declared, asked), defaults.length_step), max_position)
+        wanted = min(round_up(max(longest, declared, asked), defaults.row_step), max_position)
         self.max_length = defaults.longest_span(wanted)
         """Maximum total length of rows in grids of whole prompts."""
         longest_prompt = max(row.need.prompt_length for row in rows)
@@ -172,20 +172,23 @@ class CandidateGrids:
         if self._score:
             return
         for prefixes in prefix_grids(self._table, self._prompts, slots, self._defaults):
-            for candidate in self._after(prefixes).whole_prompt_candidates():
+            rest = self._after(self._planned(prefixes), prefixes.groups)
+            for candidate in rest.whole_prompt_candidates():
                 if candidate.grid.span_slots is None:
                     grid = replace(candidate.grid, prefixes=prefixes)
                     if self._fits_memory(grid):
                         yield replace(candidate, grid=grid, padding=0.0)
 
-    def _after(self, prefixes: PrefixGrid) -> "CandidateGrids":
-        """The candidates for the rows without the planned prefixes that they begin with."""
-        planned = prefixes_of_rows(self._table, self._prompts, prefixes)
+    def _planned(self, prefixes: PrefixGrid) -> list[PlannedPrefix | None]:
+        return prefixes_of_rows(self._table, self._prompts, prefixes)
+
+    def _after(self, planned: Sequence[PlannedPrefix | None], groups: int) -> "CandidateGrids":
+        """The candidates for the rows without their planned prefixes, for groups of slots."""
         rows = [
             row.after(prefix.length if prefix else 0)
             for row, prefix in zip(self._rows, planned, strict=True)
         ]
-        multiple = math.lcm(self._defaults.slot_multiple, prefixes.groups)
+        multiple = math.lcm(self._defaults.slot_multiple, groups)
         defaults = replace(self._defaults, slot_multiple=multiple)
         return CandidateGrids(rows, self._max_position, self._cost, self._budget, defaults)
 
@@ -244,11 +247,15 @@ class CandidateGrids:
         num_sequences = self._slot_use[False].num_sequences
         return with_small_calls(self._cut(tokens), slots, num_sequences, self._defaults)
 
-    def bound(self, grid: BucketGrid) -> float:
-        """A lower bound of the seconds of any schedule over a grid, its build included."""
-        if grid.prefixes is not None:
-            return self._after(grid.prefixes).bound(replace(grid, prefixes=None))
-        return self._bounds.candidate(grid).bound
+    def run_seconds(self, grid: BucketGrid) -> float:
+        """Minimum seconds of a run on a grid, without its build."""
+        if (prefixes := grid.prefixes) is None:
+            return self._bounds.run_seconds(grid)
+        planned = self._planned(prefixes)
+        rest = self._after(planned, prefixes.groups).run_seconds(replace(grid, prefixes=None))
+        # each prefix is computed at least once, a piece in each call
+        num_calls = sum(-(-x.length // prefixes.chunk) for x in set(planned) if x is not None)
+        return rest + num_calls * self._cost.seconds(prefixes.call)
 
     def _slot_counts(self, *, has_chunks: bool) -> list[int]:
         if self._only_scores and not has_chunks:

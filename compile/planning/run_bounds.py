@@ -15,14 +15,16 @@ the search, and excludes none.
 Knows nothing of the choice of grids. Every time here is a prediction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
 from ..grids.bucket_grid import BucketGrid
 from ..grids.default_grid import RowShape
+from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefix_table import PrefixTable
 from .compile_time import GraphSeconds
 from .cost import CostModel
@@ -60,6 +62,24 @@ class Candidate:
     """Expected seconds; candidates are tried in this order."""
     padding: float
     """Minimum ratio of computed to real prompt tokens."""
+
+
+class _Pieces(NamedTuple):
+    """Numbers of prompts, or of pieces of prompts, for each prefill bucket."""
+
+    every: list[int]
+    saved: list[int]
+    """Pieces of an earlier row among them."""
+    first: list[int]
+    """Pieces of any other row among them."""
+
+
+def _full_calls(grid: BucketGrid, pieces: _Pieces) -> dict[PrefillBucket, int]:
+    """The number of full calls of each bucket."""
+    return {
+        bucket: -(-(count - less) // bucket.batch)
+        for bucket, count, less in zip(grid.prefill, pieces.every, pieces.saved, strict=True)
+    }
 
 
 class RunBounds:
@@ -103,31 +123,43 @@ class RunBounds:
 
     def candidate(self, grid: BucketGrid) -> Candidate:
         """The grid with its bound, its expected time and its padding."""
-        prompts, counts = self._prefilled(grid)
-        every = rows_by_bucket(grid, prompts, counts)
-        saved = first = [0] * len(every)
-        if grid.chunks:
-            saved, first = (rows_by_bucket(grid, x) for x in self._shared_by(grid.chunks))
-        calls = {
-            bucket: -(-(count - less) // bucket.batch)
-            for bucket, count, less in zip(grid.prefill, every, saved, strict=True)
-        }
-        prefill = sum(n * self._cost.seconds(bucket.call()) for bucket, n in calls.items())
-        first_call = self._cost.first_call_seconds
-        prefill += sum(first_call(bucket.call()) for bucket, n in calls.items() if n)
+        pieces = self._pieces(grid)
+        calls = _full_calls(grid, pieces)
         # the pieces of prefixes have no other pieces in their calls
         alone = sum(
             (count - less) * (1 - 1 / bucket.batch) * self._cost.seconds(bucket.call())
-            for bucket, count, less in zip(grid.prefill, first, saved, strict=True)
+            for bucket, count, less in zip(grid.prefill, pieces.first, pieces.saved, strict=True)
         )
         build, decode = self._least_decode(grid)
-        fixed = build + prefill
+        fixed = build + self._prefill_seconds(calls)
         computed = sum(n * bucket.batch * bucket.tokens for bucket, n in calls.items())
+        prompts, counts = self._prefilled(grid)
         return Candidate(
             grid,
             bound=fixed + decode,
             expected=fixed + alone + max(decode, self._decode_mixed(grid)) / (1 - idle_share(grid)),
             padding=computed / int(prompts @ counts),
+        )
+
+    def run_seconds(self, grid: BucketGrid) -> float:
+        """Minimum seconds of a run on a grid with exactly its graphs, without their build."""
+        prefill = self._prefill_seconds(_full_calls(grid, self._pieces(grid)))
+        return prefill + self._decode_bound(grid)
+
+    def _pieces(self, grid: BucketGrid) -> _Pieces:
+        prompts, counts = self._prefilled(grid)
+        every = rows_by_bucket(grid, prompts, counts)
+        if not grid.chunks:
+            return _Pieces(every, [0] * len(every), [0] * len(every))
+        return _Pieces(every, *(rows_by_bucket(grid, x) for x in self._shared_by(grid.chunks)))
+
+    def _prefill_seconds(self, calls: Mapping[PrefillBucket, int]) -> float:
+        """Seconds of these numbers of prefill calls, first calls included."""
+        seconds, first_call = self._cost.seconds, self._cost.first_call_seconds
+        return sum(
+            n * seconds(bucket.call()) + first_call(bucket.call())
+            for bucket, n in calls.items()
+            if n
         )
 
     def _least_decode(self, grid: BucketGrid) -> tuple[float, float]:

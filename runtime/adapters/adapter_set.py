@@ -111,6 +111,10 @@ class AdapterSet:
                     start += pair.rank
         return down, up
 
+    def release(self) -> None:
+        """Free the numbers of the adapters, which the host needs only until devices have them."""
+        self.__dict__.pop("_weights", None)
+
     @cached_property
     def _spec(self) -> "ModelSpec":
         """The model in its Hugging Face form."""
@@ -266,4 +270,6 @@ def load_arrays(
             arrays[path] = jax.make_array_from_callback(
                 cast.shape, shardings[path], cast.__getitem__
             )
+    if adapters is not None:
+        adapters.release()
     return arrays

@@ -132,7 +132,9 @@ class BatchModel:
         if plan.buckets.embed:
             _note_embeddings(plan, lengths, config, target, progress)
         else:
-            _note_plan(plan, rows, noted, config, target, progress)
+            served = [i for i, need in enumerate(summary.requirements) if is_served(need, plan)]
+            their_rows = [rows[i] for i in served]
+            _note_plan(plan, their_rows, noted.of_rows(served), config, target, progress)
         model = session.load_model(
             self.files,
             target,
@@ -349,6 +351,13 @@ def _vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> "TokenTrie":
 def _sets_dtype(overrides: Sequence[str]) -> bool:
     """Whether the overrides of a plan set its dtype."""
     return any(override.partition("=")[0].strip() == "numbers.dtype" for override in overrides)
+
+
+def is_served(row: RowRequirements, plan: "Plan") -> bool:
+    """Whether a plan has the graphs for the scores and the form that a row asks for."""
+    grid = plan.buckets
+    forms = () if grid.structured is None else grid.structured.schemas
+    return row.structure in (None, *forms) and (grid.score or row.prompt_logprobs is None)
 
 
 def row_shape(row: RowRequirements) -> "RowShape":

@@ -223,21 +223,29 @@ def padding_note(
 
 
 def sharing_note(rows: Sequence[RowShape], table: PrefixTable, grid: BucketGrid) -> str | None:
-    """A note on the prompt tokens that rows share; None if there are none."""
+    """A note on the prompt tokens that rows share; None if there are none.
+
+    Rows that do not fit the grid are refused, so they do not count.
+    """
+    own_rows = rows_after_prefixes(rows, table, grid)
+    fitting = [i for i, row in enumerate(own_rows) if fits_grid(row, grid)]
     lengths = np.array([row.prompt_length for row in rows], np.int64)
+    num_tokens = plural(int(lengths[fitting].sum()), "token")
     if (prefixes := grid.prefixes) is not None:
-        found = [prefix for prefix in prefixes_of_rows(table, lengths, prefixes) if prefix]
+        planned = prefixes_of_rows(table, lengths, prefixes)
+        found = [prefix for i in fitting if (prefix := planned[i])]
         num_saved = sum(p.length for p in found) - sum(p.length for p in set(found))
         return (
-            f"prompts that begin alike: {num_saved} of {plural(int(lengths.sum()), 'token')} are "
+            f"prompts that begin alike: {num_saved} of {num_tokens} are "
             f"read from {plural(len(set(found)), 'beginning')} and not computed again"
         )
-    shared = int(table.shared_pieces(lengths, grid.chunks).sum()) if grid.chunks else 0
+    shared = 0
+    if grid.chunks:
+        pieces = table.of_rows(fitting).shared_pieces(lengths[fitting], grid.chunks)
+        shared = int(pieces.sum())
     if not shared:
         return None
-    return (
-        f"prompts that begin alike: {shared} of {plural(int(lengths.sum()), 'token')} can be copied"
-    )
+    return f"prompts that begin alike: {shared} of {num_tokens} can be copied"
 
 
 def better_plan(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import JournalError, JournalWriteError
+from ..errors import JournalError, JournalWriteError, OtherConfiguration
 from ..files.disk import Disk
 from ..files.strict_json import dump_line
 from .journal_records import FORMAT, OUTPUTS, PLAN, SETUP, BadRecord, read_record
@@ -356,15 +356,16 @@ def check_same_configuration(
     """Check that a journal has the configuration of this job.
 
     Raises:
-        JournalError: The configurations differ; the error has one line for each difference.
+        OtherConfiguration: They differ; the error has one line for each difference.
     """
     lines = differences(stored, wanted, ("there", "now"))
     if lines:
-        raise JournalError(
+        raise OtherConfiguration(
             f"{path}: expected the configuration of this job, got another one:\n"
             + "\n".join(lines)
             + "\nRun with the settings it was begun with, choose another output, or discard it "
-            f"with --restart.{_SETUP_REMEDY if stored.get(SETUP) != wanted.get(SETUP) else ''}"
+            f"with --restart.{_SETUP_REMEDY if stored.get(SETUP) != wanted.get(SETUP) else ''}",
+            stored,
         )
 
 

@@ -21,6 +21,7 @@ _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 _CHOICES = ("none", "auto", "required")
 _NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
 _TAGGED = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_NOT_SPACE = re.compile(r"[^ \t\n\r]")
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
@@ -200,7 +201,8 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _after_space(text: str, start: int) -> int:
-    return len(text) - len(text[start:].lstrip(" \t\n\r"))
+    found = _NOT_SPACE.search(text, start)
+    return found.start() if found else len(text)
 
 
 def _refuse_constant(literal: str) -> NoReturn:

@@ -73,6 +73,8 @@ class Bundle:
         """
         if _is_inside_model(folder, model_path):
             raise BundleUnusable("it is inside the model's directory, from which nothing is run")
+        if folder.is_symlink():
+            raise BundleUnusable("it is a link; give the folder to which it leads")
         with _disk_errors_as_unusable(folder), open_own_folder(folder) as descriptor:
             contents = _contents(read_file(CONTENTS, descriptor))
             check_key(contents.key, key_of(plan, target, config))

@@ -37,17 +37,16 @@ def default_directory() -> Path:
 
 
 def check_trusted(directory: Path) -> None:
-    """Check that only the user can have written the programs in a folder; close it to all others.
+    """Check that only the user can have written the programs in a folder; it may be absent.
 
     Raises:
       CacheUnusable: Another user owns the folder or its parent, or can write to one of them.
     """
     try:
-        with (
-            open_own_folder(directory.parent) as parent,
-            open_own_folder(directory.name, parent) as descriptor,
-        ):
-            os.fchmod(descriptor, _OWN)
+        with open_own_folder(directory.parent) as parent, open_own_folder(directory.name, parent):
+            pass
+    except FileNotFoundError:
+        pass
     except BundleUnusable as error:
         raise CacheUnusable(f"{directory}: {error}") from None
     except OSError as error:
@@ -94,6 +93,7 @@ def _make(directory: Path) -> None:
         raise CacheUnusable(f"{errors.message(error)}; {remedy}") from None
     check_trusted(directory)
     try:
+        directory.chmod(_OWN)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:

@@ -17,6 +17,7 @@ from ...compile.plan import Plan
 from ...compile.steps import DecodeState
 from ...compile.targets import Target
 from ..checkpoint import ModelFiles
+from ..console import plural
 from ..errors import BundleUnusable
 from ..pods.peers import ALONE, Peers
 from .bundle import Bundle, own_folder
@@ -85,7 +86,7 @@ class WarmStart:
             {name for name, error in errors.items() if error is None}
         )
         if names:
-            self._say(f"{len(names)} executables taken")
+            self._say(f"{plural(len(names), 'executable')} taken")
         return {name: self._loading[name].result() for name in sorted(names)}
 
     def state(self) -> DecodeState | None:

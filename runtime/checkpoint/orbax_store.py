@@ -282,7 +282,7 @@ def decode_config(value: Any) -> Any:
         raise InvalidOrbax(f"{NORIA_JSON}: config: expected a known type, got {name!r}.")
     try:
         return kind(**{key: decode_config(item) for key, item in fields.items()})
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise InvalidOrbax(f"{NORIA_JSON}: config: {name}: {error}") from error
 
 

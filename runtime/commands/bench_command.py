@@ -16,9 +16,8 @@ import json
 import statistics
 import sys
 import time
-import tomllib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,14 +30,15 @@ from ..devices.machine import describe_machine
 from ..errors import EXIT_BUILD, ConfigError, JobError
 from ..files.disk import Disk, replace_file
 from ..files.layout_files import layout_file, read_layout_table
-from ..files.run_config import apply_overrides
 from ..request import Request, SamplingParams
 from .shared_options import add_dtype, add_layout, add_model, add_overrides
 
 if TYPE_CHECKING:
     from ...compile.plan import Plan
     from ...compile.planning.hardware import Hardware
+    from ...compile.targets import Target
     from ...sharding.layout import Layout
+    from ..checkpoint import ModelFiles
     from ..engine.generation import GenerationSession
     from ..session import LoadedModel
 
@@ -151,7 +151,9 @@ def run(options: argparse.Namespace) -> int:
 
     With `--calibration`, time graphs and write the calibration instead.
     """
+    from .. import session
     from ..checkpoint import open_model
+    from ..planning.case_plan import case_plan
 
     _check_options(options)
     _check_files(options)
@@ -159,15 +161,22 @@ def run(options: argparse.Namespace) -> int:
     with open_model(options.model) as files:
         files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         files.check_generates()
+        target, layout = _prepare(files, options)
         if hardware is not None:
-            return _calibrate(_load(files, options), hardware, options)
+            model = session.load_model(files, target, options.dtype, layout)
+            return _calibrate(model, hardware, options)
         cases = _cases(options, files.spec.config.max_position)
-        model = _load(files, options)
+        dtype = session.resolve_dtype(options.dtype, target)
+        plans = []
+        for case in cases:
+            sizes = case.prompt_length, case.output_length, case.rows
+            plans.append(case_plan(files, target, dtype, layout, *sizes, options.set))
+        model = _load(files, target, plans[0])
         say = partial(tell, sys.stdout)
         say(_header(model, options))
         results = []
-        for case in cases:
-            results.append(_run_named(model, case, options.repeats, options.set))
+        for case, plan in zip(cases, plans, strict=True):
+            results.append(_run_named(model, case, plan, options.repeats))
             say(_line(results[-1]))
         if options.json:
             _write(options.json, _report(options, files, model.dtype, results))
@@ -177,16 +186,13 @@ def run(options: argparse.Namespace) -> int:
 def run_case(
     model: "LoadedModel",
     case: Case,
+    plan: "Plan",
     repeats: int,
-    overrides: Sequence[str] = (),
     clock: Callable[[], float] = time.perf_counter,
 ) -> CaseResult:
-    """Build the grid of a case, run it once without timing, and `repeats` times with timing."""
+    """Build the plan of a case, run it once without timing, and `repeats` times with timing."""
     from .. import session
-    from ..planning import plan_checks
 
-    plan = _plan(model, case, overrides)
-    plan_checks.check_plan(plan, model.files, model.target)
     started = clock()
     generator = session.start(model, plan)
     build_seconds = clock() - started
@@ -213,27 +219,10 @@ def random_prompts(case: Case, vocab_size: int) -> list[list[int]]:
     return rng.integers(0, vocab_size, (case.rows, case.prompt_length)).tolist()
 
 
-def _plan(model: "LoadedModel", case: Case, overrides: Sequence[str]) -> "Plan":
-    """The plan that a batch job of the case's rows would derive, with the user's overrides."""
-    from ...compile.expert_plan import default_experts
-    from ...compile.grids.default_grid import RowShape, derive_grid
-    from ...compile.plan import Numbers, Plan, PlannedModel
-
-    needs = [RowShape(case.prompt_length, case.output_length)] * case.rows
-    config, layout = model.definition.config, model.placement.layout
-    grid = derive_grid(needs, config.max_position, _grid_defaults(case, layout))
-    planned = PlannedModel(model.files.name, model.files.fingerprint())
-    numbers, experts = Numbers(model.dtype), default_experts(config)
-    plan = Plan(model.target.name, planned, numbers, grid, layout, experts)
-    return Plan.from_table(apply_overrides(tomllib.loads(plan.to_toml()), overrides))
-
-
-def _run_named(
-    model: "LoadedModel", case: Case, repeats: int, overrides: Sequence[str]
-) -> CaseResult:
+def _run_named(model: "LoadedModel", case: Case, plan: "Plan", repeats: int) -> CaseResult:
     """Run a case; errors of the compiler or the device become a JobError with the case's name."""
     try:
-        return run_case(model, case, repeats, overrides)
+        return run_case(model, case, plan, repeats)
     except (RuntimeError, MemoryError) as error:
         raise JobError(f"{case}: {error or type(error).__name__}", EXIT_BUILD) from error
 
@@ -256,14 +245,6 @@ def _run_once(
     phases = generator.engine.metrics.report()["phases"]
     prefill_seconds = phases["prefill_seconds"] + phases["fork_seconds"]
     return Timing(prefill_seconds, phases["decode_seconds"], wall_seconds)
-
-
-def _grid_defaults(case: Case, layout: "Layout | None"):
-    """Defaults with one slot for each row and one span, so that a case runs in its own shape."""
-    from ...compile.grids.default_grid import GridDefaults
-
-    defaults = GridDefaults.for_layout(layout)
-    return replace(defaults, max_decode_slots=case.rows, max_decode_graphs=1)
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -319,7 +300,8 @@ def _cases(options: argparse.Namespace, max_position: int) -> list[Case]:
     return cases
 
 
-def _load(files, options: argparse.Namespace) -> "LoadedModel":
+def _prepare(files: "ModelFiles", options: argparse.Namespace) -> "tuple[Target, Layout | None]":
+    """Start jax; return the target and the layout, both checked."""
     from ...compile.targets import find_target
     from ...sharding.layout import Layout
     from .. import session
@@ -333,7 +315,16 @@ def _load(files, options: argparse.Namespace) -> "LoadedModel":
     target = find_target(options.target)
     plan_checks.check_present(target)
     plan_checks.check_layout(layout, files, target)
-    return session.load_model(files, target, options.dtype, layout)
+    return target, layout
+
+
+def _load(files: "ModelFiles", target: "Target", plan: "Plan") -> "LoadedModel":
+    """The model with the numbers and the layout of a plan, which those of all cases share."""
+    from .. import session
+
+    numbers, layout, scan = plan.numbers, plan.layout, plan.model.scan_layers
+    formats = {"weight_rules": numbers.weight_rules, "cache_codes": numbers.cache_codes}
+    return session.load_model(files, target, numbers.dtype, layout, scan, **formats)
 
 
 def _hardware(options: argparse.Namespace) -> "Hardware":

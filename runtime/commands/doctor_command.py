@@ -195,8 +195,9 @@ def _compilation_cache() -> Finding:
     subject = "compilation cache"
     try:
         directory = parent = default_directory()
-        if directory.exists():
+        if directory.parent.exists():
             check_trusted(directory)
+            check_trusted(directory.with_name("graphs"))
     except CacheUnusable as error:
         return Finding(subject, str(error), ok=False)
     while not parent.exists():

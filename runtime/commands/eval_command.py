@@ -4,7 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from ..batch.job_files import check_fillable
 from ..console import tell
+from ..errors import ConfigError
 from .shared_options import add_dtype, add_layout, add_model
 
 
@@ -40,6 +42,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the tasks, and print their results."""
+    if options.output is not None:
+        # before anything runs, as the harness only logs that it cannot write
+        check_fillable(options.output)
+    elif options.log_samples:
+        raise ConfigError(
+            "--log-samples: expected --output beside it, got none. Name the folder of the samples."
+        )
     from ..evaluation.evaluate import evaluate
 
     named = {

@@ -218,9 +218,15 @@ def _verify(
     layouts: Sequence["Layout"],
     results: Sequence["LayoutResult"],
 ) -> None:
+    from ...compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
     from ..layouts.verification import Verification
 
-    verification = Verification(files, target, dtype, options.scan_layers)
+    attention = AttentionPlan(prefill=options.attention)
+    # a named kernel may serve no shorter prompts than those of the compiled graph
+    named = (
+        {} if attention == AUTO_ATTENTION else {"attention": attention, "length": options.prompt}
+    )
+    verification = Verification(files, target, dtype, options.scan_layers, **named)
     for layout, result in zip(layouts, results, strict=True):
         if not result.findings:
             result.max_abs_diff = verification.max_abs_diff(layout)

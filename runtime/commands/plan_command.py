@@ -29,6 +29,8 @@ _OF_DECODE = (
     "seconds_per_graph", "compile_layouts", "max_memory_gb", "tries", "cache",
 )  # fmt: skip
 """The options of the search and of the cache, which a plan for vectors of texts does not have."""
+MAX_DECODE_GRAPHS = 8
+"""The search bounds the time of each candidate for all choices among so many spans."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +154,7 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=4,
         metavar="N",
-        help="largest number of decode graphs (default: 4)",
+        help=f"largest number of decode graphs, up to {MAX_DECODE_GRAPHS} (default: 4)",
     )
     add(
         "--max-compile-minutes",
@@ -288,6 +290,11 @@ def _check(options: argparse.Namespace) -> None:
     for name, number in positive.items():
         if number is not None and not number > 0:
             raise ConfigError(f"{name}: expected a number above 0, got {number}.")
+    if options.max_decode_graphs > MAX_DECODE_GRAPHS:
+        raise ConfigError(
+            f"--max-decode-graphs: expected at most {MAX_DECODE_GRAPHS}, as the search compares "
+            f"all choices among so many, got {options.max_decode_graphs}."
+        )
     if (seconds := options.seconds_per_graph) is not None and not 0 < seconds < math.inf:
         raise ConfigError(f"--seconds-per-graph: expected seconds above 0, got {seconds}.")
     if options.compile_layouts < 0:

@@ -84,6 +84,8 @@ def run(options: argparse.Namespace) -> int:
     weight_format = _weight_format(options.numbers)
     if options.rows is not None and options.rows < 1:
         raise ConfigError(f"--rows: expected at least 1, got {options.rows}.")
+    if options.rows is not None and options.calibration is None:
+        raise ConfigError("--rows: expected only together with --calibration FILE. Add it.")
     with open_model(options.model) as files:
         check_new_folder(options.output, files.path)
         session.prepare_jax("cpu")

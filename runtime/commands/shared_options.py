@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ConfigError
 from ..files.run_config import STRICT_CONFIG, apply_overrides
 
 if TYPE_CHECKING:
@@ -85,11 +86,19 @@ def read_numbers(text: str) -> dict[str, Any]:
 
     >>> read_numbers("int4:64"), read_numbers("weights=int8,dtype=bfloat16")
     ({'weights': 'int4', 'group': 64}, {'weights': 'int8', 'dtype': 'bfloat16'})
+
+    Raises:
+      ConfigError: The text is neither.
     """
-    if "=" in text:
-        return apply_overrides({}, text.split(","))
     weights, colon, group = text.partition(":")
-    return apply_overrides({}, [f"weights={weights}", *([f"group={group}"] if colon else [])])
+    keys = [f"weights={weights}", *([f"group={group}"] if colon else [])]
+    try:
+        return apply_overrides({}, text.split(",") if "=" in text else keys)
+    except ConfigError:
+        raise ConfigError(
+            f"--numbers {text}: expected a format such as int8 or int4:64, or keys and values such "
+            f"as weights=int4,group=64."
+        ) from None
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:

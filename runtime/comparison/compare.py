@@ -151,6 +151,17 @@ class _Rows:
             raise ConfigError("compare: expected a row with tokens to compare, got none.")
         return work
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Refuse rows without tokens, and tokens that the models do not have."""
+        for ids in (*self.prompts, *(given for given in self.given if len(given))):
+            ids_T = np.asarray(ids)
+            is_list = ids_T.ndim == 1 and ids_T.dtype.kind in "iu" and ids_T.size
+            if not is_list or not 0 <= ids_T.min() <= ids_T.max() < vocab_size:
+                raise ConfigError(
+                    f"compare: expected rows of token ids from 0 to {vocab_size - 1}, got "
+                    f"{ids!r:.80}."
+                )
+
     @property
     def max_length(self) -> int:
         """The longest row; the last token is compared and not read."""
@@ -180,6 +191,14 @@ class _Setup:
                     f"read the same ids, got {config.vocab_size}. Compare models that share a "
                     f"vocabulary."
                 )
+            if work.max_length > config.max_position:
+                raise ConfigError(
+                    f"{model.model}: expected rows of at most {config.max_position} tokens, its "
+                    f"published context, got {work.max_length}, answer included. Give shorter "
+                    f"rows, or a smaller --max-tokens."
+                )
+            work.check_ids(config.vocab_size)
+            plan_checks.check_layout(self.layout, files, self.target)
             lengths = list(map(len, work.prompts))
             grid = forced_grid(lengths, work.max_length, self.slots, self.layout)
             plan = self._plan(model, files, grid)
@@ -220,7 +239,8 @@ def _figures(
     reference: ForcedModel, compared: ForcedModel, work: _Rows, slots: int, vocab_size: int
 ) -> list[np.ndarray]:
     """The figures of the tokens of each row, `[tokens, 5]`."""
-    graph = comparison_graph(reference.state, compared.state, vocab_size)
+    replicated = reference.host.sharding
+    graph = comparison_graph(reference.state, compared.state, vocab_size, replicated)
     found = []
     for start in range(0, len(work.prompts), slots):
         rows = slice(start, start + slots)

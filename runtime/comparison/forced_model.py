@@ -4,6 +4,7 @@ It runs the graphs of a plan, as a job does, so that every number of the plan ha
 formats of weights, of activations and of the cache. Does not know about statistics.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import ladder_grid
-from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.grids.grid_defaults import GridDefaults, round_up
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.plan import Plan
 from .. import session
@@ -39,7 +40,10 @@ def forced_grid(
       slots: The number of rows that run at once.
       layout: The layout of the models.
     """
-    grid = ladder_grid(max_length, slots, score=False, defaults=GridDefaults.for_layout(layout))
+    defaults = GridDefaults.for_layout(layout)
+    # a grid has the lengths and spans that the layout divides, which must not be shorter than rows
+    max_length = round_up(max_length, math.lcm(defaults.length_multiple, defaults.span_multiple))
+    grid = ladder_grid(max_length, slots, score=False, defaults=defaults)
     used = {smallest_bucket(grid, length) for length in prompt_lengths}
     prefill = tuple(bucket for bucket in grid.prefill if bucket in used)
     spans = (grid.decode_spans[-1],)

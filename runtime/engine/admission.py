@@ -177,20 +177,27 @@ class Admission:
         # a row without max_tokens takes the positions that are left, so only min_tokens must fit
         needed = params.min_tokens or None if params.max_tokens is None else params.max_tokens
         output = 1 if needed is None else needed
+        where = f"request {request.request_id!r}: "
+        if length + output > self.max_position:
+            raise RowError(
+                "context_length_exceeded",
+                f"{where}a prompt of length {length} and an output of {output} need "
+                f"{length + output} positions; the model has {self.max_position}. Lower "
+                f"max_tokens, or shorten the prompt.",
+                "prompt",
+            )
+        if prefix is not None:
+            # the lengths of the plan, and so those of its errors, begin after the prefix
+            where += (
+                f"the first {prefix.length} of the prompt's {length} tokens are a prefix of the "
+                f"plan; after it, "
+            )
         try:
-            if length + output > self.max_position:
-                raise NoBucketFits(
-                    f"a prompt of length {length} and an output of {output} need "
-                    f"{length + output} positions; the model has {self.max_position}. Lower "
-                    f"max_tokens, or shorten the prompt."
-                )
             self.grid.fit(length - (prefix.length if prefix else 0), needed)
         except NoDecodeSlots as error:
-            message = f"request {request.request_id!r}: {error}"
-            raise RowError("invalid_request", message, "max_tokens") from None
+            raise RowError("invalid_request", f"{where}{error}", "max_tokens") from None
         except NoBucketFits as error:
-            message = f"request {request.request_id!r}: {error}"
-            raise RowError("context_length_exceeded", message, "prompt") from None
+            raise RowError("context_length_exceeded", f"{where}{error}", "prompt") from None
 
     def _adapter_number(self, request: Request) -> int | None:
         """The number of a request's adapter, 0 without one; None in a plan without adapters.
@@ -248,8 +255,9 @@ class Admission:
             raise RowError(
                 "invalid_request",
                 f"request {request.request_id!r}: expected a form of answers that the plan's "
-                f"[structured] has, got {form.fingerprint}. Begin the job again with --restart or "
-                f"with a plan that has the form, or give the form to LLM(structured_outputs=...).",
+                f"[structured] has, got {form.fingerprint}. Leave out --plan, or make a plan for "
+                f"rows with this form by noria plan; a job that has begun needs --restart, too. "
+                f"In Python, give the form to LLM(structured_outputs=...).",
             )
         if (shortest := structures.shortest[form.fingerprint]) > room:
             raise RowError(

@@ -84,7 +84,6 @@ def plan_submission(
     grid: BucketGrid | None = None,
     *,
     shares: bool = True,
-    planned: Sequence[PlannedPrefix | None] | None = None,
 ) -> Submission:
     """Choose the prefixes to keep, and the order of rows.
 
@@ -96,12 +95,10 @@ def plan_submission(
       table: What the rows share.
       grid: The grid; without one, nothing is shared.
       shares: Whether rows may share prefixes.
-      planned: The planned prefix of each row; by default those that the table shows.
     """
     if grid is not None and grid.prefixes is not None:
-        if planned is None:
-            prompt_lengths = np.array([prompt_length for prompt_length, _ in lengths], np.int64)
-            planned = prefixes_of_rows(table, prompt_lengths, grid.prefixes)
+        prompt_lengths = np.array([prompt_length for prompt_length, _ in lengths], np.int64)
+        planned = prefixes_of_rows(table, prompt_lengths, grid.prefixes)
         return _by_planned_prefix(lengths, planned, grid)
     order = submission_order(lengths, grid)
     without_prefixes = Submission(order, [None] * len(order))

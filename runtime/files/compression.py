@@ -116,7 +116,7 @@ def _decompress(path: Path, file: BinaryIO) -> Iterator[bytes]:
             piece = b""
             if stream.eof:
                 piece, stream, has_ended = stream.unused_data, None, True
-    if stream is not None:
+    if not has_ended:
         raise InputError(
             f"{path}: expected a complete compressed file, got one that is cut off. Copy it again."
         )

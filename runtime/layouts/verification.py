@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
 from ...compile.build import build
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults, round_up
@@ -36,6 +37,10 @@ class Verification:
     dtype: str
     scan_layers: bool = False
     """Whether layouts run the layers as a loop; the reference has unrolled layers."""
+    attention: AttentionPlan = AUTO_ATTENTION
+    """The kernels of layouts; the reference has those that are chosen for it."""
+    length: int = LENGTH
+    """The minimum length to which layouts pad prompts, as some kernels serve no short prompts."""
     _reference: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def max_abs_diff(self, layout: Layout) -> float:
@@ -46,10 +51,11 @@ class Verification:
         """
         if not self._reference:
             first = Target(self.target.name, self.target.platform, self.target.devices[:1], True)
-            self._reference = list(self._logits(first, None, scan_layers=False))
+            reference = Verification(self.files, first, self.dtype)
+            self._reference = list(reference._logits(None))
         worst = 0.0
         same_B = np.ones(NUM_PROMPTS, bool)
-        logits = self._logits(self.target, layout, self.scan_layers)
+        logits = self._logits(layout)
         steps = zip(self._reference, logits, strict=True)
         for (tokens_B, logits_BV), (our_tokens_B, our_logits_BV) in steps:
             same_B &= tokens_B == our_tokens_B
@@ -65,13 +71,14 @@ class Verification:
             worst = max(worst, difference)
         return worst
 
-    def _logits(
-        self, target: Target, layout: Layout | None, scan_layers: bool
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _logits(self, layout: Layout | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Chosen token ids [B] and logits [B, V], after prefill and after each decode step."""
-        model = session.load_model(self.files, target, self.dtype, layout, scan_layers=scan_layers)
-        grid, dtype = _grid(layout), jnp.dtype(self.dtype)
-        graphs = build(model.definition, grid, model.placement, dtype)
+        model = session.load_model(
+            self.files, self.target, self.dtype, layout, scan_layers=self.scan_layers
+        )
+        grid, dtype = _grid(layout, self.length), jnp.dtype(self.dtype)
+        placement = model.placement
+        graphs = build(model.definition, grid, placement, dtype, attention=self.attention)
         state = graphs.empty_state()
         put = HostArrays(model.placement.replicated).put
         vocab_size, padded_vocab = model.definition.config.vocab_size, model.definition.padded_vocab
@@ -90,10 +97,10 @@ class Verification:
             yield tokens_B, np.asarray(state.logits_BV)[:NUM_PROMPTS, :vocab_size]
 
 
-def _grid(layout: Layout | None) -> BucketGrid:
-    """The smallest grid for the prompts whose sizes the layout divides."""
+def _grid(layout: Layout | None, min_length: int) -> BucketGrid:
+    """The smallest grid for the prompts, or longer ones, whose sizes the layout divides."""
     shape = GridDefaults.for_layout(layout)
-    length = round_up(LENGTH, shape.length_multiple)
+    length = round_up(max(LENGTH, min_length), shape.length_multiple)
     batch = round_up(NUM_PROMPTS, shape.batch_multiple)
     slots = round_up(NUM_PROMPTS, shape.slot_multiple)
     span = round_up(length + NUM_STEPS + 1, shape.span_multiple)

@@ -7,6 +7,7 @@ nothing is compiled.
 import argparse
 
 from ...compile.abstract_model import model_sizes
+from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.plan import Plan
 from ...compile.target_names import TargetName
 from ...sharding.layout import Layout
@@ -42,10 +43,16 @@ def plan_texts(options: argparse.Namespace, files: ModelFiles, workload: Workloa
             f"--workload {workload.name}: expected a text of at most {config.max_position} tokens, "
             f"the context of {files.name}, got {min(lengths)} and more. Shorten the texts."
         )
+    num_devices = TargetName.parse(options.target).num_devices
+
+    def check(grid: BucketGrid | None) -> None:
+        if layout is not None:
+            require(layout, model_sizes(config, num_devices, grid, numbers.weight_rules))
+
+    # the lengths of a plan follow from a layout that is legal
+    check(None)
     plan = embedding_plan(lengths, options.target, model, numbers, config, layout)
-    if layout is not None:
-        num_devices = TargetName.parse(options.target).num_devices
-        require(layout, model_sizes(config, num_devices, plan.buckets, numbers.weight_rules))
+    check(plan.buckets)
     return plan
 
 

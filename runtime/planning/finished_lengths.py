@@ -89,8 +89,8 @@ def read_finished_job(output: Path) -> FinishedJob:
     rows = _answered_rows(output)
     if not rows or not manifest["plan"]:
         raise JobError(
-            f"{output}: expected the output of a job with at least one answered row, got none. "
-            f"Give that of another job.",
+            f"{output}: expected the output of a job with at least one row of answered tokens, got "
+            f"none. Give that of another job.",
             EXIT_USAGE,
         )
     return FinishedJob(output, manifest, rows)
@@ -103,7 +103,8 @@ def _answered_rows(output: Path) -> dict[str, AnsweredRow]:
             record = json.loads(line)
             if record["response"] is None or record["response"]["status_code"] != OK:
                 continue
-            rows[record["custom_id"]] = _answered_row(record["response"]["body"])
+            if "choices" in (body := record["response"]["body"]):  # vectors and scores have none
+                rows[record["custom_id"]] = _answered_row(body)
     return rows
 
 

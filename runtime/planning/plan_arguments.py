@@ -70,7 +70,7 @@ class PlanArguments:
 
     runner: str
     numbers: Mapping[str, Any] | None
-    layout: str | None
+    layout: str | Path | None
     experts: ExpertPlan | None
     max_model_len: int | None
     max_num_seqs: int | None
@@ -128,7 +128,8 @@ class PlanArguments:
                 "experts, structured_outputs: expected none for vectors of texts. "
                 "Remove them, or open the model with runner='generate'."
             )
-        layout = None if self.layout is None else Layout.from_table(read_layout_table(self.layout))
+        table = None if self.layout is None else read_layout_table(str(self.layout))
+        layout = None if table is None else Layout.from_table(table)
         plan_checks.check_layout(layout, files, target, weight_rules=numbers.weight_rules)
         experts, reason = self.experts or default_experts(config), ""
         max_length = self._max_length(config.max_position)
@@ -167,6 +168,21 @@ class PlanArguments:
         if grid.adapters is None and adapters is not None:
             grid = replace(grid, adapters=adapters.grid())
         return replace(plan, buckets=grid)
+
+    def check_forms(self, plan: Plan) -> None:
+        """Check that a plan has the forms of answers.
+
+        Raises:
+          ValueError: It lacks one.
+        """
+        structured = plan.buckets.structured
+        for index, form in enumerate(self.structured_outputs):
+            if structured is None or form.fingerprint not in structured.schemas:
+                raise ValueError(
+                    f"structured_outputs[{index}]: expected a form that the plan's [structured] "
+                    f"has, got {form.fingerprint}. Plan again for rows with this form by noria "
+                    f"plan, or leave out the plan."
+                )
 
     def _max_length(self, limit: int) -> int:
         if self.max_model_len is not None and self.max_model_len > limit:

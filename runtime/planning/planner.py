@@ -116,7 +116,7 @@ class Planner:
         return self._sample(ROWS_TO_PREDICT)
 
     def _sample(self, count: int) -> Sample:
-        return Sample(self.rows, self._grids, self.budget, count, self.table)
+        return Sample(self.rows, self._grids, count, self.table)
 
     def _grids(self, rows: Sequence[ExpectedRow], table: PrefixTable) -> CandidateGrids:
         return CandidateGrids(rows, self.max_position, self.cost, self.budget, self.defaults, table)

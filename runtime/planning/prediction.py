@@ -99,6 +99,11 @@ def predict(
     started = time.perf_counter()
     config, numbers = files.spec.config, numbers_of(options, files)
     workload = workload or workload_of(options, files)
+    if (asked := options.max_length) is not None and asked > config.max_position:
+        raise ConfigError(
+            f"--max-length: expected at most {config.max_position} tokens, the model's longest "
+            f"sequence, got {asked}. Lower it."
+        )
     rows = plural(len(workload.rows), "row")
     note(options, f"{rows} to plan for, {workload.num_refused} refused")
     if workload.length_source:

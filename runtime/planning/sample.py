@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
-from ...compile.planning.candidates import Budget, CandidateGrids
+from ...compile.planning.candidates import CandidateGrids
 from ...compile.planning.cost import CostModel
 from ...compile.planning.run_bounds import ExpectedRow
 from .search import SimulatedGrid, simulate_in_order
@@ -58,13 +58,12 @@ class Sample:
         self,
         every: Sequence[ExpectedRow],
         bounds: Bounds,
-        budget: Budget,
         count: int,
         table: PrefixTable = NOTHING_SHARED,
     ):
         self.is_whole = len(every) <= MAX_ROWS_SIMULATED
         self.rows, self.table = every, table
-        self._bounds, self._budget = bounds, budget
+        self._bounds = bounds
         if not self.is_whole:
             taken = _sampled(every, len(every) / count)
             self.rows, self.table = [every[row] for row in taken], table.of_rows(taken)
@@ -95,8 +94,7 @@ class Sample:
         self, grid: BucketGrid, simulation: Simulation, bounds: CandidateGrids
     ) -> Simulation:
         """A simulation, scaled to all rows; `bounds` has the bounds for the simulated rows."""
-        build = self._budget.build_seconds(grid)
-        ratio = (self._all_bounds.bound(grid) - build) / (bounds.bound(grid) - build)
+        ratio = self._all_bounds.run_seconds(grid) / bounds.run_seconds(grid)
         growing = simulation.seconds - simulation.tail_seconds
         return simulation.scaled((growing * ratio + simulation.tail_seconds) / simulation.seconds)
 

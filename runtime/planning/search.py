@@ -160,7 +160,6 @@ def simulate_in_order(
     grid: BucketGrid,
     cost: CostModel | None,
     table: PrefixTable = NOTHING_SHARED,
-    planned: Sequence[PlannedPrefix | None] | None = None,
 ) -> Simulation:
     """Simulate rows in the order in which a job submits them to the engine.
 
@@ -169,10 +168,9 @@ def simulate_in_order(
       grid: The grid.
       cost: Gives the seconds of calls; without it all calls take 0 seconds.
       table: What the prompts of the rows share.
-      planned: The planned prefix of each row; by default those that the table shows.
     """
     needs = [(row.need.prompt_length, row.need.max_tokens) for row in rows]
-    submission = plan_submission(needs, table, grid, planned=planned)
+    submission = plan_submission(needs, table, grid)
     submitted = [
         _simulated(rows[row], grid, prefix, planned_prefix)
         for row, prefix, planned_prefix in zip(

@@ -83,12 +83,7 @@ def with_sharing(
     scale = len(rows) / len(part)
 
     def seconds(grid: BucketGrid) -> float:
-        planned = None
-        if grid.prefixes is not None:
-            # the part alone may not show the end of a prefix
-            of_rows = prefixes_of_rows(table, lengths, grid.prefixes)
-            planned = [of_rows[row] for row in numbers]
-        run = simulate_in_order(part, grid, prices.cost, part_table, planned).seconds
+        run = simulate_in_order(part, grid, prices.cost, part_table).seconds
         return scale * run + _build_seconds(grid, prices)
 
     if not grids:

@@ -235,5 +235,12 @@ class _Model:
 
     def _read_published(self, path: str) -> np.ndarray:
         shape = self._published[path].shape
-        whole = (slice(None),) * len(shape)
-        return read_parameter(self._sources[path], self._files.tensors, whole, shape, np.float32)
+        whole, source = (slice(None),) * len(shape), self._sources[path]
+        weight = read_parameter(source, self._files.tensors, whole, shape, np.float32)
+        # the largest and the smallest are NaN if one is, and no code is
+        if not np.isfinite([weight.max(), weight.min()]).all():
+            raise InvalidConfig(
+                f"{self._files.name}: {path}: expected finite weights, as codes are, got NaN or "
+                f"infinite ones. Fetch the model again."
+            )
+        return weight

@@ -13,7 +13,7 @@ and nothing is removed before the manifest of the whole job is written.
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -48,10 +48,10 @@ from ..batch.run import run_job
 from ..batch.scan import ScanSummary
 from ..batch.stop_signals import EXIT_CODES, StopSignals
 from ..console import plural
-from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, UnusableFile
+from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, OtherConfiguration, UnusableFile
 from ..files.disk import Disk, digest_file
 from .final_output import write_final
-from .pipeline_file import Pipeline
+from .pipeline_file import Pipeline, changed_keys
 from .stage_bounds import measure_stages
 from .stage_input import write_input
 from .stage_renderer import StageRenderer, open_renderers
@@ -129,9 +129,8 @@ def run_stages(
             progress.finish()
             return summary
 
-        run = _StagesRun(
-            settings, StagedModel(model, measure, seed), renderers, stages, progress, disk, stop
-        )
+        staged = StagedModel(model, measure, seed)
+        run = _StagesRun(settings, staged, pipeline, renderers, stages, progress, disk, stop)
         if (code := run.run()) is not None:
             return code
         manifest = run.finish()
@@ -147,6 +146,7 @@ class _StagesRun:
 
     settings: JobSettings
     model: StagedModel
+    pipeline: Pipeline
     renderers: Sequence[StageRenderer]
     stages: Sequence[StageFiles]
     progress: Progress
@@ -158,7 +158,9 @@ class _StagesRun:
 
     def run(self) -> int | None:
         """Run the stages that have not finished; return an exit code if the job was stopped."""
-        self._check_input()
+        first = read_manifest(self.stages[0].output)
+        if first is not None:
+            self._check_begun(table_in(first, "configuration"))
         for index, renderer in enumerate(self.renderers):
             name = renderer.stage.name
             self.progress.note(f"stage {name} ({index + 1} of {len(self.stages)})")
@@ -168,7 +170,11 @@ class _StagesRun:
             if not manifest_path(files.output).exists():
                 self._write_input(index, renderer, settings)
             services = {"progress": self.progress, "disk": self.disk, "stop": self.stop}
-            code = run_job(settings, self.model, **services)
+            try:
+                code = run_job(settings, self.model, **services)
+            except OtherConfiguration as error:
+                self._check_begun(error.stored)
+                raise
             if code not in (EXIT_OK, EXIT_ROWS_FAILED):
                 return code
             if self.stop.requested is not None and renderer is not self.renderers[-1]:
@@ -181,17 +187,23 @@ class _StagesRun:
                 self.settings = replace(self.settings, now=datetime.fromisoformat(shown))
         return None
 
-    def _check_input(self) -> None:
-        """Refuse another input than the one that the first stage has answered."""
-        first = self.stages[0]
-        if (manifest := read_manifest(first.output)) is None:
-            return  # its journal, if there is one, is compared when the stage runs
-        answered = table_in(manifest, "configuration").get(_INPUT)
-        if answered != self._input:
+    def _check_begun(self, stored: Mapping[str, Any]) -> None:
+        """Refuse another pipeline or input than those with which the stages were begun.
+
+        `stored` is the configuration of a stage.
+        """
+        folder, begun, now = self.stages[0].folder, stored.get("pipeline"), self.pipeline.text
+        remedy = "Restore it, choose another output, or discard the stages with --restart."
+        if isinstance(begun, str) and begun != now:
             raise UnusableFile(
-                f"{self.settings.input_path}: expected the input that the stages in {first.folder} "
-                f"have answered, got another one:\n  {_INPUT}: there {answered}, now {self._input}"
-                f"\nRestore it, choose another output, or discard the stages with --restart."
+                f"{self.pipeline.path}: expected the pipeline with which the stages in {folder} "
+                f"were begun, got another one, with changes of {changed_keys(begun, now)}. {remedy}"
+            )
+        if (answered := stored.get(_INPUT)) != self._input:
+            raise UnusableFile(
+                f"{self.settings.input_path}: expected the input with which the stages in {folder} "
+                f"were begun, got another one:\n  {_INPUT}: there {answered}, now {self._input}\n"
+                f"{remedy}"
             )
 
     def _stopped(self, requested: signal.Signals) -> int:

@@ -75,7 +75,9 @@ class StageRenderer:
     ) -> tuple[str, dict[str, Any]] | RowError:
         for place, text in texts.items():
             if isinstance(text, TemplateFailure):
-                message = f"stage {self.stage.name}, {place}: the template failed: {text}"
+                reason = str(text).rstrip(".")
+                message = f"stage {self.stage.name}, {place}: the template failed: {reason}. "
+                message += "Change the row, or the template in the pipeline's file."
                 return RowError("template_error", message, place)
         kept = {"model": row["model"]} if self._keeps_model and "model" in row else {}
         return self.stage.url, {**kept, **self.stage.body([str(text) for text in texts.values()])}

@@ -76,9 +76,11 @@ def _schema_text(schema: Any) -> str:
     try:
         if isinstance(schema, str):
             schema = json_module.loads(schema)
-        return json_module.dumps(schema, separators=(",", ":"), allow_nan=False)
+        if isinstance(schema, Mapping | bool):
+            return json_module.dumps(schema, separators=(",", ":"), allow_nan=False)
     except (ValueError, TypeError, RecursionError):
-        raise _wrong("json", "a JSON Schema", schema) from None
+        pass
+    raise _wrong("json", "a JSON Schema (an object, true or false)", schema)
 
 
 def _wrong(where: str, expected: str, got: object) -> RowError:

@@ -235,4 +235,10 @@ class ChatRenderer:
 
 
 def _template_error(failure: TemplateFailure) -> RowError:
-    return RowError("chat_template_error", f"the chat template failed: {failure}", "messages")
+    reason = str(failure).rstrip(".")
+    return RowError(
+        "chat_template_error",
+        f"messages: expected a conversation that the chat template renders, got a failure of the "
+        f"template: {reason}. Change the messages, correct the template, or ask for a completion.",
+        "messages",
+    )

@@ -95,8 +95,8 @@ class Tokenizer:
         self.chat_template_source = settings.chat_template_source
         self.named_tokens = settings.named_tokens
 
-    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """Encode `text` as a prompt (`special_tokens=True`) or as plain characters.
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Encode `text` as a prompt, or with `special_tokens=False` as plain characters.
 
         In a prompt, the text of special tokens becomes special tokens, and BOS is added at the
         beginning if the model needs it and the text does not have it. In plain text, neither is
@@ -199,7 +199,7 @@ class Tokenizer:
         ids = iter(self._encoder.parsed(good))
         return [next(ids) if error is None else error for error in errors]
 
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """Decode a whole text; bytes that are not UTF-8 become U+FFFD."""
         detokenizer = Detokenizer(self, skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.finish()

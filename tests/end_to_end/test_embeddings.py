@@ -208,6 +208,9 @@ def test_the_planner_writes_the_plan_that_such_a_job_derives(embedder, source, j
     _, manifest = embedder.batch(source, output, "--plan", path, expect=1)
     assert manifest["plan"] == job[1]["plan"]
     assert answers(output) == answers(source.with_name("out.jsonl"))
+    layout = tmp_path / "mine.toml"
+    layout.write_text('[mesh]\ndata = 1\n[rules]\nbatch = "dat"\n')
+    assert "the mesh has no axis 'dat'" in embedder.refuse("plan", *options, "--layout", layout)
     said = embedder.refuse("plan", *options, "--chunks", "always")
     assert "--chunks: expected none for vectors of texts" in said
 

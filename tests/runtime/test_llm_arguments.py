@@ -1,13 +1,18 @@
 """Arguments of `LLM` and of its calls: wrong ones are refused by name, before a model is read."""
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.structured_grid import StructuredGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
+from noria.compile.targets import find_target
 from noria.runtime import LLM, SamplingParams
+from noria.runtime.errors import ConfigError
 from noria.runtime.planning.plan_arguments import PlanArguments
 from noria.runtime.structured.params import StructuredOutputsParams
 from noria.runtime.text.chat_messages import read_messages
@@ -52,6 +57,14 @@ def test_a_model_is_a_name_or_a_path():
         LLM(5)
 
 
+def test_a_layout_is_a_name_or_a_path(tmp_path):
+    config = SimpleNamespace(lacks_generation=None)
+    files: Any = SimpleNamespace(spec=SimpleNamespace(config=config), fingerprint=lambda: "")
+    arguments = PlanArguments("auto", None, tmp_path / "no.toml", None, None, None, ())
+    with pytest.raises(ConfigError, match=r"no\.toml: cannot be read"):
+        arguments.plan("model", files, find_target("cpu"), "float32")
+
+
 @pytest.mark.parametrize(
     "given", [{"max_model_len": 32}, {"max_num_seqs": 2}, {"numbers": {}}, {"layout": "tensor"}]
 )
@@ -63,6 +76,18 @@ def test_what_a_plan_decides_is_refused_beside_it(given):
     PlanArguments(**absent).check_beside(plan)
     with pytest.raises(ValueError, match=f"^{next(iter(given))}: expected none beside a plan"):
         PlanArguments(**(absent | given)).check_beside(plan)
+
+
+def test_forms_that_a_given_plan_lacks_are_refused():
+    arguments = PlanArguments("auto", None, None, None, None, None, [FORM])
+    grid = BucketGrid(max_length=64, prefill=((16, 2),), decode_slots=2, decode_spans=(64,))
+    plan = Plan("cpu", PlannedModel("m", ""), Numbers("float32"), grid)
+    for schemas in (None, [f"sha256:{64 * '0'}"]):
+        tables = schemas and StructuredGrid(2, 2, 2, 2, 2, tuple(schemas))
+        with pytest.raises(ValueError, match=r"^structured_outputs\[0\]: expected a form"):
+            arguments.check_forms(replace(plan, buckets=replace(grid, structured=tables)))
+    known = StructuredGrid(2, 2, 2, 2, 2, (FORM.fingerprint,))
+    arguments.check_forms(replace(plan, buckets=replace(grid, structured=known)))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ CONFIG = DecoderConfig(
 def test_every_case_is_measured_beside_transformers(tmp_path):
     output = tmp_path / "device.json"
     command = [sys.executable, ROOT / "scripts" / "bench_device.py", *TINY.split()]
-    subprocess.run([*command, "--output", output], check=True, capture_output=True)
+    named = output.with_suffix(".md")
+    subprocess.run([*command, "--output", named], check=True, capture_output=True)
     report = json.loads(output.read_text())
     cases = [("decode", 1), ("decode", 3), ("prefill", 1)]
     assert [(row["phase"], row["rows"]) for row in report["noria"]] == cases

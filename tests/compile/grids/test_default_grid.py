@@ -118,6 +118,13 @@ def test_spans_divide_as_the_layout_splits_the_cache():
         ladder_grid(40, 8, score=False, defaults=defaults)
 
 
+@pytest.mark.parametrize("multiple", [3, 32, 48])
+def test_a_row_fits_the_grid_that_is_derived_for_it_whatever_the_layout_splits(multiple):
+    for length in (20, 32, 50):
+        grid = derive_grid([RowShape(length, 10)], 1000, GridDefaults(span_multiple=multiple))
+        assert grid.fit(length, 10)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_few_rows_are_one_call_without_dummies(rows):
     grid = derive_grid([RowShape(32, 4)] * rows, max_position=128)

@@ -58,6 +58,12 @@ def test_a_ladder_covers_texts_of_unknown_lengths():
     )
 
 
+@pytest.mark.parametrize(("multiple", "lengths"), [(64, [64]), (48, [48, 96]), (24, [24, 48, 96])])
+def test_a_ladder_has_each_length_that_a_layout_divides_once(multiple, lengths):
+    grid = embed_ladder(lengths[-1], replace(DEFAULTS, length_multiple=multiple))
+    assert [bucket.length for bucket in grid.prefill] == lengths
+
+
 def test_such_a_grid_is_written_and_read_and_refuses_tokens():
     grid = embed_grid([3, 9, 5], 512, DEFAULTS)
     table = {key: value for key, value in grid.to_table().items() if value is not None}

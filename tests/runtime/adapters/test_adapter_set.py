@@ -61,6 +61,7 @@ def test_arrays_have_the_products_of_merged_adapters(name, tmp_path):
             definition = AbstractModel(files.spec.config, arrangement, adapters=grid)
             shardings = dict.fromkeys(definition.abstract_parameters("float32"), sharding())
             arrays = load_arrays(definition, adapters, jnp.float32, shardings)
+            assert "_weights" not in vars(adapters), "the host keeps no numbers during a job"
         merged = []
         for path in paths.values():
             with open_merged(tmp_path / "base", path) as files:

@@ -1,8 +1,16 @@
-"""The padding that a job reports, for whole prompts and for chunks, over all rows."""
+"""The padding that a job reports, and what its rows share, for whole prompts and for chunks."""
+
+import pytest
+from related_prompts import table_of
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import RowShape
-from noria.runtime.batch.job_plan import padding_note
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
+from noria.compile.grids.structured_grid import StructuredGrid
+from noria.compile.plan import Numbers, Plan, PlannedModel
+from noria.runtime.batch.batch_model import is_served
+from noria.runtime.batch.job_plan import padding_note, sharing_note
+from noria.runtime.batch.scan import RowRequirements
 
 
 def rows_of(lengths) -> list[RowShape]:
@@ -22,3 +30,43 @@ def test_a_plan_of_chunks_is_compared_with_whole_prompts():
     note = padding_note(rows_of([100, 300]), grid, None, max_position=2048)
     assert "400 tokens in 2 rows, 512 computed in chunks of 128" in note
     assert "computed in whole prompts" in note.partition("; ")[2]
+
+
+PREFIX = PlannedPrefix(32, hash_tokens([5] * 32))
+
+
+@pytest.mark.parametrize(
+    ("grid", "shared"),
+    [
+        (BucketGrid(64, ((64, 1, 16),), 4, (64,)), "32 of 80 tokens can be copied"),
+        (
+            BucketGrid(32, ((16, 1),), 4, (32,), prefixes=PrefixGrid(1, 64, 64, (PREFIX,))),
+            "32 of 80 tokens are read from 1 beginning and",
+        ),
+    ],
+)
+def test_rows_that_do_not_fit_a_plan_share_nothing(grid, shared):
+    """The last row is too long, and the one before it asks for too much."""
+    prompts = [[5] * 32 + [row] * 8 for row in range(6, 9)] + [[5] * 32 + [9] * 68]
+    rows = [RowShape(len(prompt), 8) for prompt in prompts]
+    rows[2] = RowShape(40, 60)
+    table, _ = table_of(prompts)
+    note = sharing_note(rows, table, grid)
+    assert note is not None and note.startswith(f"prompts that begin alike: {shared}")
+
+
+def test_rows_that_a_plan_has_no_graphs_for_are_known():
+    known, other = (f"sha256:{digit * 64}" for digit in "ab")
+    form = StructuredGrid(2, 1, 1, 1, 1, (known,))
+    for structured, score, served in (
+        (None, False, [0]),
+        (form, False, [0, 1]),
+        (form, True, [0, 1, 3]),
+    ):
+        grid = BucketGrid(64, ((64, 1),), 4, (64,), score=score, structured=structured)
+        plan = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), grid)
+        rows = [
+            RowRequirements(8, 8, 1, scores, structure=form)
+            for form, scores in ((None, None), (known, None), (other, None), (None, 0))
+        ]
+        assert [i for i, row in enumerate(rows) if is_served(row, plan)] == served

@@ -256,6 +256,8 @@ def test_the_last_suffix_says_how_cells_are_separated(tmp_path):
         ("in.jsonl.zst", b"plain", "expected Zstandard, as its name says"),
         ("in.jsonl.gz", gzip.compress(b"{}", mtime=0)[:-3], "cut off"),
         ("in.jsonl.zst", COMPRESS[".zst"](b"{}" * 99)[:-3], "cut off"),
+        ("in.jsonl.gz", b"", "cut off"),
+        ("in.jsonl.zst", b"", "cut off"),
         ("in.jsonl.gz", gzip.compress(b"{}", mtime=0) + b"rest", "expected gzip"),
         ("in.jsonl.gz", gzip.compress(b'[{"a": 1},\n{"a": 2}]', mtime=0), "got a JSON array"),
         ("in.parquet.gz", b"", "Leave the second suffix out"),

@@ -1,6 +1,7 @@
 """Tools of chat rows: their forms, the calls in answers, and the errors of wrong ones."""
 
 import json
+import time
 
 import pytest
 
@@ -127,6 +128,15 @@ def test_free_calls_are_found_in_the_usual_notations(text, content, calls):
     assert choice["message"]["content"] == content
     assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
     assert ("tool_calls" in choice["message"]) == bool(calls)
+
+
+def test_many_calls_are_read_in_a_time_that_grows_with_their_number():
+    row, num_calls = accepted(), 60_000
+    text = ", ".join(['{"name": "now", "arguments": {"city": "Rome"}}'] * num_calls)
+    start = time.process_time()
+    assert row.tools is not None
+    assert row.tools.read(f"[{text}]") == (None, [ToolCall("now", '{"city": "Rome"}')] * num_calls)
+    assert time.process_time() - start < 4
 
 
 def test_arguments_stay_as_they_were_generated():

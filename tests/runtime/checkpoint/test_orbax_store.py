@@ -75,6 +75,10 @@ def test_a_config_of_a_foreign_type_is_refused(config):
 def test_a_config_with_an_unknown_field_is_refused():
     with pytest.raises(InvalidOrbax, match=r"RopeConfig: .*speed"):
         decode_config({"type": "RopeConfig", "speed": 3})
+    config = json.loads(json.dumps(encode_config(CONFIG)))
+    for key in ("latent", "moe"):
+        with pytest.raises(InvalidOrbax, match="config: DecoderConfig: "):
+            decode_config(config | {key: "x"})
 
 
 def test_what_was_saved_is_restored_on_another_placement_in_another_dtype(saved):

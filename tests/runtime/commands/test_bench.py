@@ -9,7 +9,7 @@ from model_on_disk import write_model
 from tiny import CONFIG, random_parameters
 
 from noria.compile.abstract_model import AbstractModel
-from noria.runtime import cli
+from noria.runtime import cli, session
 from noria.runtime.checkpoint import save_orbax
 from noria.runtime.commands import bench_command as bench
 from noria.runtime.planning import calibration
@@ -110,6 +110,24 @@ def test_a_model_with_experts_says_what_was_dropped(tmp_path):
     (case,) = json.loads(path.read_text())["cases"]
     phases = [case["experts"][phase] for phase in ("prefill", "decode")]
     assert phases[0]["dropped"] == 0 < phases[1]["dropped"]
+
+
+def test_the_model_has_the_numbers_of_the_plan(tmp_path, monkeypatch):
+    model, loaded, load = tmp_path / "model", [], session.load_model
+    write_model(model, tokenizer=False)
+    monkeypatch.setattr(
+        session, "load_model", lambda *x, **k: loaded.append(load(*x, **k)) or loaded[0]
+    )
+    keys = ["numbers.weights=int8", "numbers.cache=int8", "numbers.dtype=bfloat16"]
+    keys.append("model.scan_layers=true")
+    options = [word for key in keys for word in ("--set", key)]
+    sizes = ["--pp", "16", "--tg", "4", "--batch", "2", "--repeats", "1", "--dtype", "float32"]
+    assert cli.main(["bench", "--model", str(model), *sizes, *options]) == 0
+    (of_bench,) = loaded
+    assert of_bench.dtype == "bfloat16"
+    assert "int8" in {array.dtype.name for array in of_bench.parameters.values()}
+    arrangement = of_bench.definition.arrangement
+    assert arrangement.scan_layers and arrangement.cache_codes == "int8"
 
 
 @pytest.mark.parametrize("value", ["", "0", "8,", "eight"])

@@ -75,10 +75,21 @@ def test_requirements_are_read_with_their_extra():
     assert (marked.name, marked.range, marked.extra) == ("jax", "", "tpu")
 
 
-def test_a_cache_that_others_can_write_is_broken(tmp_path, monkeypatch):
-    (tmp_path / "noria" / "xla").mkdir(parents=True)
-    (tmp_path / "noria" / "xla").chmod(0o777)
+@pytest.mark.parametrize("name", [".", "xla", "graphs"])
+def test_a_cache_that_others_can_write_is_broken(tmp_path, monkeypatch, name):
+    folder = tmp_path / "noria" / name
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     finding = _findings()["compilation cache"]
     assert not finding.ok
     assert "can be written by others" in finding.text and "chmod go-w" in finding.text
+
+
+def test_the_check_of_the_cache_changes_no_rights(tmp_path, monkeypatch):
+    folder = tmp_path / "noria" / "xla"
+    folder.mkdir(parents=True)
+    folder.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _findings()["compilation cache"].ok
+    assert folder.stat().st_mode & 0o777 == 0o755

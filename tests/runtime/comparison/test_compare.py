@@ -18,7 +18,10 @@ from noria.runtime.checkpoint import load_params, open_model
 from noria.runtime.cli import main
 from noria.runtime.comparison import compare as module
 from noria.runtime.comparison.compare import ComparedModel, compare
-from noria.runtime.errors import InputError
+from noria.runtime.comparison.forced_model import forced_grid
+from noria.runtime.errors import ConfigError, InputError
+from noria.runtime.files.layout_files import read_layout_table
+from noria.sharding.layout import Layout
 
 RNG = np.random.default_rng(0)
 ROWS = [RNG.integers(3, 250, n).tolist() for n in (3, 20, 9, 4)]
@@ -99,6 +102,17 @@ def test_figures_are_those_of_plain_forward_passes(models, max_tokens):
     assert figures.divergence.mean > 0.1 and figures.divergence.error
 
 
+@pytest.mark.parametrize("layout", ["data-tensor@data=2,tensor=2", "ring@sequence=4"])
+def test_figures_do_not_depend_on_the_layout(models, layout):
+    """The longest row has 22 tokens, which do not divide over four devices."""
+    sides = [ComparedModel(str(path)) for path in models]
+    options = {"max_tokens": 2, "dtype": "float32", "slots": 3}
+    (wanted,) = compare(sides, ROWS, target="cpu", **options).figures
+    (figures,) = compare(sides, ROWS, target="cpu:4", layout=layout, **options).figures
+    assert figures.divergence.mean == pytest.approx(wanted.divergence.mean, rel=1e-4)
+    assert figures.perplexity.mean == pytest.approx(wanted.perplexity.mean, rel=1e-4)
+
+
 def test_a_model_does_not_differ_from_itself(models):
     sides = [ComparedModel(str(models[0]))] * 2
     comparison = compare(sides, ROWS, max_tokens=3, dtype="float32", target="cpu", slots=4)
@@ -177,6 +191,10 @@ def test_the_command_writes_the_table_the_figures_and_a_picture(models, prompts,
             ["--against", "SECOND", "--set", "buckets.steps_per_call=4"],
             "--set buckets: expected no settings of buckets",
         ),
+        (
+            ["--against", "SECOND", "--max-tokens", "4000"],
+            "answer included. Give shorter rows, or a smaller --max-tokens.",
+        ),
         (["--against", "SECOND", "--max-tokens", "-1"], "--max-tokens: expected at least 0"),
     ],
 )
@@ -192,6 +210,30 @@ def test_what_cannot_be_compared_is_refused(
     rest = ["-i", prompts, "-o", tmp_path / "report", "--quiet"]
     assert run("--model", models[0], *options, *rest) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ring", "ring-tensor", "sequence-parallel", "gpu-host"])
+def test_rows_of_any_length_fit_a_grid_that_the_layout_divides(name):
+    layout = Layout.from_table(read_layout_table(name))
+    layout = layout.with_mesh(layout.mesh.fitted(4))
+    for length in (29, 30, 31):
+        grid = forced_grid([length], length + 2, 3, layout)
+        assert grid.prefill[-1].length >= length and grid.max_length >= length + 2
+
+
+def test_an_illegal_layout_is_refused_with_its_findings(models, prompts, tmp_path, capsys):
+    layout = tmp_path / "mine.toml"
+    layout.write_text('[mesh]\ndata = 1\n[rules]\nbatch = "dat"\n')
+    rest = ["-i", prompts, "-o", tmp_path / "report", "--layout", layout, "--quiet"]
+    assert run("--model", models[0], "--against", models[1], *rest) == 2
+    assert "the mesh has no axis 'dat'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("row", [[], [5, 10**6], [-1], "a text", [0.5]])
+def test_rows_that_are_no_tokens_of_the_models_are_refused(models, row):
+    sides = [ComparedModel(str(model)) for model in models]
+    with pytest.raises(ConfigError, match=r"expected rows of token ids from 0 to \d+, got"):
+        compare(sides, [[5, 6], row], dtype="float32", target="cpu")
 
 
 def test_rows_without_prompts_are_refused(models, tmp_path):

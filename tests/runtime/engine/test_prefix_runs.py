@@ -200,8 +200,8 @@ def test_the_metrics_count_each_token_of_a_prompt(model):
     ("own", "max_tokens", "message"),
     [
         (40, 24, None),
-        (41, 1, "needs prefill length 41"),
-        (40, 25, "a prompt of length 40 and an output of 25 need 65 positions"),
+        (41, 1, r"first 24 of the prompt's 65 tokens .* needs prefill length 41"),
+        (40, 25, r"first 24 of the prompt's 64 tokens .* length 40 and an output of 25 need 65"),
     ],
 )
 def test_a_row_that_is_too_long_after_its_prefix_is_refused(model, own, max_tokens, message):

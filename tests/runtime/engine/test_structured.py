@@ -215,6 +215,7 @@ def test_a_form_that_the_plan_lacks_is_refused(model, structures, plain):
     for generator in (generator_of(model, structures), plain.generator()):
         with pytest.raises(RowError, match="expected a form of answers that the plan") as caught:
             generator.submit(Request("x", [5], SamplingParams(structured_outputs=other)))
+        assert "make a plan for rows with this form by noria plan" in str(caught.value)
         # several keys of a row ask for forms
         assert caught.value.param is None
 

@@ -7,10 +7,13 @@ import pytest
 from model_on_disk import write_model
 
 from noria.compile import layout_measure
+from noria.compile.attention_kernels import AUTO_ATTENTION
+from noria.compile.build import build
 from noria.compile.targets import find_target
 from noria.runtime.checkpoint import open_model
 from noria.runtime.cli import main
 from noria.runtime.files.layout_files import read_layout_table
+from noria.runtime.layouts import verification
 from noria.runtime.layouts.verification import NUM_PROMPTS, Verification
 from noria.sharding.layout import Layout
 
@@ -167,16 +170,31 @@ def test_a_layout_that_does_not_compile_is_reported_beside_the_others(report, ca
 
 
 def test_a_logit_that_is_not_a_number_is_no_agreement(report, monkeypatch):
-    def logits(self, target, layout, scan_layers):
+    def logits(self, layout):
         logits_BV = np.full((NUM_PROMPTS, 3), 1.0 if layout is None else np.nan)
         yield np.zeros(NUM_PROMPTS, np.int32), logits_BV
 
     monkeypatch.setattr(Verification, "_logits", logits)
     layout = Layout.from_table(read_layout_table("data-tensor@data=2,tensor=2"))
     with open_model(str(report / "model")) as files:
-        verification = Verification(files, find_target("cpu:4"), "float32")
+        compared = Verification(files, find_target("cpu:4"), "float32")
         with pytest.raises(ValueError, match=r"expected finite logits, got .* nan"):
-            verification.max_abs_diff(layout)
+            compared.max_abs_diff(layout)
+
+
+def test_the_kernel_that_is_asked_for_is_the_one_that_is_verified(report, monkeypatch):
+    asked = []
+
+    def built(*arguments, attention=AUTO_ATTENTION):
+        asked.append((attention.prefill, arguments[1].prefill[0].length))
+        return build(*arguments, attention=attention)
+
+    monkeypatch.setattr(verification, "build", built)
+    arguments = ["--model", str(report / "model"), "-o", str(report / "named")]
+    arguments += ["--layouts", "data-parallel", *OPTIONS, "--verify"]
+    arguments += ["--attention", "xla", "--length", "64", "--prompt", "48"]
+    assert main(["layouts", *arguments]) == 0
+    assert asked == [("auto", 32), ("xla", 48)]
 
 
 @pytest.mark.parametrize(

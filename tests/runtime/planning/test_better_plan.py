@@ -4,12 +4,14 @@ import random
 from itertools import count
 
 import pytest
+from related_prompts import table_of
 from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
 from noria.compile.grids.prefix_table import NOTHING_SHARED
 from noria.compile.planning.graph_prices import GraphPrices
 from noria.compile.planning.run_bounds import ExpectedRow
@@ -46,6 +48,17 @@ def test_a_poor_plan_is_named_with_its_share_and_a_good_one_is_not():
     assert percent == pytest.approx(100 * poor, abs=1)
     assert better_plan_note(POOR, ROWS, NOTHING_SHARED, 59.0, **FACTS) is None
     assert better_plan_note(POOR, [], NOTHING_SHARED, 600.0, **FACTS) is None
+
+
+def test_a_plan_with_prefixes_is_simulated_with_the_prefixes_of_all_rows():
+    """The simulated rows are those of different documents."""
+    documents = [[5] * 4 + [6 + i // 50] * 14 + [6 + i % 50] * 14 for i in range(170)]
+    prompts = [[*document, 7 + i, 8] for document in documents for i in range(5)]
+    rows = [ExpectedRow(RowShape(len(prompt), 8), 4) for prompt in prompts]
+    shared = tuple(sorted(PlannedPrefix(32, hash_tokens(document)) for document in documents))
+    grid = BucketGrid(16, ((8, 4),), 8, (16,), prefixes=PrefixGrid(2, 64, 64, shared))
+    found = saved_share(grid, rows, table_of(prompts)[0], search_seconds=1.0, **FACTS)
+    assert 0 <= found < 1
 
 
 def test_the_search_ends_when_its_seconds_are_over():

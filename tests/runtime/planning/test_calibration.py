@@ -12,6 +12,7 @@ from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
 from noria.compile.targets import find_target
+from noria.runtime.planning import calibration
 from noria.runtime.planning.calibration import Trial, measure
 from noria.runtime.session import LoadedModel
 from noria.sharding.call import KINDS, Call
@@ -50,6 +51,14 @@ def test_a_clock_that_ticks_alike_at_every_call_leaves_nothing_but_overhead(mode
     # a call of eight steps
     assert cost.seconds(Call.of_step(4, 64)) == pytest.approx(1 / 8, rel=1e-3)
     assert found.median_error < 1e-3
+
+
+@pytest.mark.parametrize("longest", [48, 49, 63, 65, 255])
+def test_the_longest_row_of_a_trial_fits_its_chunks(longest):
+    """Rows have 16 tokens and 32 of output, or as many as the longest row of the grid."""
+    for trial in calibration.TRIALS:
+        grid = calibration._grid(trial, longest)
+        assert all(grid.fit(calibration._long_prompt(span), 32) for span in grid.graph_spans)
 
 
 def test_rows_that_are_too_short_to_time_are_refused(model):

@@ -132,7 +132,14 @@ def test_an_output_that_changed_or_has_stages_or_no_answers_is_refused(files, tm
     manifest_path.write_text(json.dumps(manifest | {"stages": []}))
     assert "has stages" in refusal()
     manifest_path.write_text(json.dumps(manifest | {"plan": None}))
-    assert "with at least one answered row" in refusal()
+    assert "with at least one row of answered tokens" in refusal()
+    # a job whose rows asked for vectors
+    body = {"object": "list", "data": [], "usage": {"prompt_tokens": 1, "total_tokens": 1}}
+    line = {"custom_id": "r0", "response": {"status_code": 200, "body": body}, "error": None}
+    output.write_text(json.dumps(line) + "\n")
+    outputs = {output.name: {"sha256": digest_file(output).sha256}}
+    manifest_path.write_text(json.dumps(manifest | {"outputs": outputs}))
+    assert "with at least one row of answered tokens" in refusal()
     output.write_text(output.read_text() + "\n")
     assert "got another content" in refusal()
     manifest_path.unlink()

@@ -17,11 +17,12 @@ def plan(tmp_path, capsys):
     config = model / "config.json"
     config.write_text(config.read_text().replace(str(MAX_POSITION), "4096"))
     source.write_text('{"prompt": [5, 6, 7]}\n' + json.dumps({"prompt": [5], "max_tokens": 9}))
-    arguments = ("plan", "--model", model, "--workload", source, "-o", path, "--quiet")
+    arguments = ["plan", "--model", model, "--workload", source, "-o", path, "--quiet"]
+    arguments += ["--chunks", "never"]
 
     def run(*options):
-        assert main([*map(str, (*arguments, "--chunks", "never", *options))]) == 0
-        return tomllib.loads(path.read_text()), capsys.readouterr().out
+        code, said = main([*map(str, (*arguments, *options))]), capsys.readouterr()
+        return (tomllib.loads(path.read_text()), said.out) if code == 0 else (None, said.err)
 
     return run
 
@@ -34,3 +35,8 @@ def test_a_plan_says_where_rows_without_max_tokens_end(plan):
     table, said = plan("--max-length", 3000)
     assert table["buckets"]["max_length"] >= 3000 and "max_length_reason" not in table
     assert "rows without max_tokens" not in said
+
+
+def test_a_length_beyond_the_context_is_refused(plan):
+    table, said = plan("--max-length", 4097)
+    assert table is None and "--max-length: expected at most 4096 tokens" in said

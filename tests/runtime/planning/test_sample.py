@@ -1,16 +1,21 @@
 """Large workloads: a sample is simulated, its error is stated, and every row still has a bucket."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+from related_prompts import table_of
 from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
 from noria.compile.grids.prefix_table import NOTHING_SHARED
 from noria.compile.planning.candidates import Budget, CandidateGrids
+from noria.compile.planning.compile_time import GraphSeconds
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.run_bounds import ExpectedRow
@@ -19,7 +24,7 @@ from noria.runtime.planning import planner as planner_module
 from noria.runtime.planning import sample
 from noria.runtime.planning.planner import Planner
 from noria.runtime.planning.sample import Sample
-from noria.runtime.planning.search import simulate_grid
+from noria.runtime.planning.search import simulate_grid, simulate_in_order
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COST = CostModel(Work(AbstractModel(CONFIG), "float32"), HARDWARE)
@@ -41,8 +46,8 @@ def rows_of(count: int, seed: int = 0, is_open: bool = False) -> list[ExpectedRo
     return rows
 
 
-def grids_of(rows, table=NOTHING_SHARED):
-    return CandidateGrids(rows, LONGEST, COST, Budget(), GridDefaults())
+def grids_of(rows, table=NOTHING_SHARED, budget=None):
+    return CandidateGrids(rows, LONGEST, COST, budget or Budget(), GridDefaults(), table)
 
 
 @pytest.fixture
@@ -56,7 +61,7 @@ def few(monkeypatch):
 @pytest.mark.parametrize(("seed", "is_open"), [(0, False), (1, True), (2, True)])
 def test_all_rows_take_what_is_predicted_from_a_sample_within_the_stated_error(few, seed, is_open):
     rows = rows_of(1250, seed, is_open)
-    taken = Sample(rows, grids_of, Budget(), 500)
+    taken = Sample(rows, grids_of, 500)
     assert 500 <= len(taken.rows) <= 503
     for grid in [one.grid for one in grids_of(rows)][seed::400]:
         predicted = simulate_grid(grid, taken.rows, COST, Budget(), taken.scaled)
@@ -67,23 +72,50 @@ def test_all_rows_take_what_is_predicted_from_a_sample_within_the_stated_error(f
         )
 
 
+def test_seconds_of_a_sample_are_scaled_by_those_of_a_run_however_long_graphs_compile(few):
+    """Graphs take far longer to compile here than the sample takes to run."""
+    rows = rows_of(1250)
+    grid = BucketGrid(LONGEST, ((64, 4), (LONGEST, 1)), 16, (32, 64, 96, LONGEST))
+    seconds = []
+    for each in (0.0, 0.5, 30.0):
+        budget = Budget(graph_seconds=GraphSeconds(each, each))
+        taken = Sample(rows, partial(grids_of, budget=budget), 100)
+        seconds.append(taken.scaled(grid, simulate_in_order(taken.rows, grid, COST)).seconds)
+    assert seconds == pytest.approx(3 * [simulate_in_order(rows, grid, COST).seconds], rel=0.05)
+
+
+def test_sampled_rows_begin_with_the_prefixes_that_all_rows_show(few):
+    """In the sample, few documents have two questions, which would show where they end."""
+    documents = [[5] * 36 + [6 + i // 50] * 14 + [6 + i % 50] * 14 for i in range(140)]
+    prompts = [[*document, 7 + i, 8] for i in range(10) for document in documents]
+    table, _ = table_of(prompts)
+    rows = [ExpectedRow(RowShape(len(prompt), 4), 4) for prompt in prompts]
+    shared = tuple(sorted(PlannedPrefix(64, hash_tokens(document)) for document in documents))
+    grid = BucketGrid(16, ((8, 4),), 8, (16,), prefixes=PrefixGrid(2, 64, 64, shared))
+    taken = Sample(rows, grids_of, 200, table)
+    predicted = simulate_grid(grid, taken.rows, COST, Budget(), taken.scaled, taken.table)
+    whole = simulate_grid(grid, rows, COST, Budget(), table=table)
+    assert predicted.simulation.seconds == pytest.approx(whole.simulation.seconds, rel=0.25)
+    assert taken.uncertainty(predicted, COST) is not None
+
+
 def test_a_sample_has_its_share_of_every_stratum_and_the_longest_row(few):
     rows = rows_of(1500)
-    taken = Sample(rows, grids_of, Budget(), 500).rows
+    taken = Sample(rows, grids_of, 500).rows
     for limit in (4, 8, 16):
         of_all, of_sample = (
             sum(row.need.max_tokens == limit for row in some) / len(some) for some in (rows, taken)
         )
         assert of_sample == pytest.approx(of_all, abs=0.01)
     assert rows[500] in taken
-    assert Sample(rows, grids_of, Budget(), 500).rows == taken
+    assert Sample(rows, grids_of, 500).rows == taken
 
 
 def test_a_sample_is_in_the_order_of_the_workload(few):
     """Rows of equal shape are submitted in this order."""
     rows = rows_of(1250, is_open=True)
     place = {id(row): i for i, row in enumerate(rows)}
-    *taken, _, _, _ = (place[id(row)] for row in Sample(rows, grids_of, Budget(), 500).rows)
+    *taken, _, _, _ = (place[id(row)] for row in Sample(rows, grids_of, 500).rows)
     assert taken == sorted(taken)
 
 

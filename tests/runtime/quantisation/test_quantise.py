@@ -249,6 +249,7 @@ def test_a_model_for_vectors_keeps_its_pooling(published, tmp_path, capsys):
         (["--numbers", "float8:64"], "expected 0, as float8 weights have one scale"),
         (["--numbers", "int8", "--method", "gptq"], "Give --calibration"),
         (["--numbers", "int8", "--calibration", "ROWS"], "Give --calibration"),
+        (["--numbers", "int8", "--rows", "2"], "--rows: expected only together with --calibration"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused(
@@ -257,6 +258,19 @@ def test_what_cannot_be_quantised_is_refused(
     options = [calibration if option == "ROWS" else option for option in options]
     assert quantize(published, tmp_path / "q", *options) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "q" / "config.json").exists()
+
+
+@pytest.mark.parametrize("number", [np.nan, -np.inf])
+def test_weights_that_are_no_numbers_are_refused_by_name(published, number, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(published, model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = number
+    save_file(tensors, model / "model.safetensors")
+    options = ["--numbers", "int8", "--method", "clip", "--quiet"]
+    assert quantize(model, tmp_path / "q", *options) == 3
+    assert "layers.1.mlp.down: expected finite weights" in capsys.readouterr().err
     assert not (tmp_path / "q" / "config.json").exists()
 
 

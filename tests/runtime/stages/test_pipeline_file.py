@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 
 from noria.runtime.errors import ConfigError
-from noria.runtime.stages.pipeline_file import read_pipeline
+from noria.runtime.stages.pipeline_file import changed_keys, read_pipeline
 from noria.runtime.stages.stage_renderer import open_renderers
 
 GOOD = """
@@ -131,3 +131,19 @@ def test_templates_see_the_row_and_answers_and_fail_by_name(tmp_path):
             assert request.code == "template_error" and request.param == "prompt"
             assert request.message.startswith("stage judge, prompt: ")
             assert expected in request.message
+
+
+def test_the_keys_in_which_pipelines_differ_are_named(tmp_path):
+    first, second, third, swapped = (
+        read(tmp_path, text).text
+        for text in (
+            GOOD,
+            GOOD.replace("Be brief", "Be long").replace("temperature = 0", "top_p = 0.5"),
+            GOOD.rpartition("[[stages]]")[0],
+            GOOD.replace("max_tokens = 8\nn = 2", "n = 2\nmax_tokens = 8"),
+        )
+    )
+    assert changed_keys(first, second) == "stage draft: messages; stage judge: temperature, top_p"
+    assert changed_keys(first, third) == "stage judge is missing"
+    assert changed_keys(third, first) == "stage judge is new"
+    assert changed_keys(first, swapped) == "the order of stages or of keys"

@@ -259,7 +259,8 @@ def test_deep_nesting_is_refused(renderer):
 
 def test_template_without_sense_for_the_messages_is_a_row_error(renderer):
     chat = renderer(MISTRAL)
-    with pytest.raises(RowError, match="failed: Conversation roles must alternate") as caught:
+    message = r"template: Conversation roles .*\. Change the messages"
+    with pytest.raises(RowError, match=message) as caught:
         chat.encode(CONVERSATION[1:])
     assert (caught.value.code, caught.value.param) == ("chat_template_error", "messages")
     assert text_of(chat, CONVERSATION[:1]).startswith("<s>[INST]")
@@ -463,8 +464,8 @@ def test_a_template_that_is_stopped_three_times_in_a_row_is_given_up(renderer):
     reason = "it takes longer than 0.2 s, 3 times in a row; it is no longer used"
     source = chat._tokenizer.chat_template_source
     assert chat.gave_up == f"{source}: {reason}"
-    assert {(e.code, e.message) for e in rest} == {
-        ("chat_template_error", f"the chat template failed: {reason}")
+    assert {(e.code, f"template: {reason}. Change" in e.message) for e in rest} == {
+        ("chat_template_error", True)
     }
 
 

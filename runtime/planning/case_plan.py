@@ -1,0 +1,46 @@
+"""The plan of a case of `noria bench`: rows of one prompt length and one output length.
+
+It is the plan that a batch job of these rows would derive, with one slot for each row and one span,
+so that a case runs in its own shape. Reads no weights.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...compile.expert_plan import default_experts
+from ...compile.grids.default_grid import RowShape, derive_grid
+from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.plan import Numbers, Plan, PlannedModel
+from ...compile.targets import Target
+from ...sharding.layout import Layout
+from ..checkpoint import ModelFiles
+from ..checkpoint.published_numbers import keep_published, override_plan
+from .plan_checks import check_plan
+
+
+def case_plan(
+    files: ModelFiles,
+    target: Target,
+    dtype: str,
+    layout: Layout | None,
+    prompt_length: int,
+    output_length: int,
+    num_rows: int,
+    overrides: Sequence[str],
+) -> Plan:
+    """The plan of a case, changed by the user's overrides, and checked.
+
+    Raises:
+      ValueError: An override is invalid, or the plan does not fit the model or the target.
+    """
+    config, defaults = files.spec.config, GridDefaults.for_layout(layout)
+    defaults = replace(defaults, max_decode_slots=num_rows, max_decode_graphs=1)
+    needs = [RowShape(prompt_length, output_length)] * num_rows
+    grid = derive_grid(needs, config.max_position, defaults)
+    model, experts = PlannedModel(files.name, files.fingerprint()), default_experts(config)
+    plan = Plan(target.name, model, Numbers(dtype), grid, layout, experts)
+    plan = Plan.from_table(override_plan(tomllib.loads(plan.to_toml()), overrides))
+    plan = replace(plan, numbers=keep_published(plan.numbers, files))
+    check_plan(plan, files, target)
+    return plan
