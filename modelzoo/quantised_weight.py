@@ -197,11 +197,14 @@ def multiply_codes(
         inputs = "".join(labels[axis] for axis in weight.quantisation.inputs)
         x = _take_flat(x, weight.order, x_labels.index(inputs), len(inputs))
     if weight.num_groups > 1 or weight.offsets is not None:
-        dequantised = _multiply_values(product)
+
+        def multiply_values(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
+            return product(x, weight.dequantise())
+
         if not _has_few_rows(x_labels, labels, out_labels, x, weight):
-            return dequantised(x, weight)
+            return multiply_values(x, weight)
         by_group = partial(multiply_by_group, x_labels, labels, out_labels)
-        return jax.lax.platform_dependent(x, weight, tpu=by_group, default=dequantised)
+        return jax.lax.platform_dependent(x, weight, tpu=by_group, default=multiply_values)
     labels = "".join(weight.quantisation.replace_inputs(tuple(labels)))
     scales, of_result = weight.scales.squeeze(weight.quantisation.inputs[-1]), 1
     if set(labels) <= set(out_labels):
@@ -216,13 +219,6 @@ def multiply_codes(
     kept = "".join(label for label in x_labels if label in out_labels)
     x_scale = _align(x_scale.squeeze(summed), kept, out_labels)
     return product(x_codes, weight.codes).astype(jnp.float32) * x_scale * of_result
-
-
-def _multiply_values(
-    product: Callable[[jax.Array, jax.Array], jax.Array],
-) -> Callable[[jax.Array, QuantisedWeight], jax.Array]:
-    """The product of activations with the values of a weight."""
-    return lambda x, weight: product(x, weight.dequantise())
 
 
 def _has_few_rows(

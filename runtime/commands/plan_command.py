@@ -293,7 +293,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.max_decode_graphs > MAX_DECODE_GRAPHS:
         raise ConfigError(
             f"--max-decode-graphs: expected at most {MAX_DECODE_GRAPHS}, as the search compares "
-            f"all choices among so many, got {options.max_decode_graphs}."
+            f"all choices among so many, got {options.max_decode_graphs}. Ask for fewer."
         )
     if (seconds := options.seconds_per_graph) is not None and not 0 < seconds < math.inf:
         raise ConfigError(f"--seconds-per-graph: expected seconds above 0, got {seconds}.")

@@ -159,7 +159,7 @@ class _Rows:
             if not is_list or not 0 <= ids_T.min() <= ids_T.max() < vocab_size:
                 raise ConfigError(
                     f"compare: expected rows of token ids from 0 to {vocab_size - 1}, got "
-                    f"{ids!r:.80}."
+                    f"{ids!r:.80}. Encode texts with the tokenizer of the models."
                 )
 
     @property

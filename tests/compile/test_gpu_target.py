@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import jax.numpy as jnp
 import pytest
+from layers_of_8b import LAYERS_OF_8B
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import AttentionPlan
@@ -41,17 +42,7 @@ CONFIG = DecoderConfig(
 GRID = BucketGrid(max_length=256, prefill=((128, 4),), decode_slots=8, decode_spans=(128, 256))
 TENSOR = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
 WITHOUT_CUDNN = AttentionPlan(prefill="xla")
-LAYER_OF_8B = DecoderConfig(
-    vocab_size=16384,
-    embed=4096,
-    mlp=14336,
-    num_query_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    windows=(None,),
-    max_position=8192,
-)
-"""A layer of Llama-3.1-8B, with a small vocabulary."""
+LAYER_OF_8B = LAYERS_OF_8B.first_layers(1)
 GRID_OF_8B = BucketGrid(512, ((512, 8),), 64, (256, 512), steps_per_call=4)
 SMALLEST = 4096 * 4096
 """The numbers of the smallest weight of a product, and of a segment of keys or values."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
+from layers_of_8b import LAYERS_OF_8B
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_with_text, plan_graphs
@@ -14,24 +15,12 @@ from noria.compile.planning.work import ONE_DEVICE, Work
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.compile.weight_rules import WeightRules
-from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.weight_formats import WeightFormat
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 from noria.sharding.placement import arrangement_of
 
-LAYERS_OF_8B = DecoderConfig(
-    vocab_size=16384,
-    embed=4096,
-    mlp=14336,
-    num_query_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    windows=(None, None),
-    max_position=8192,
-)
-"""Two layers of Llama-3.1-8B, with a small vocabulary."""
 GRID = BucketGrid(512, ((128, 4),), 64, (256, 512), steps_per_call=4)
 ONE_LAYER = LAYERS_OF_8B.first_layers(1)
 LATENT = LatentAttention(rank=512, plain_dim=128, rope_dim=64, value_dim=128, query_rank=1536)

@@ -11,6 +11,7 @@ from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.quantised_weight import (
     QuantisedWeight,
+    as_slices,
     multiply_by_group,
     slice_weight,
     take_rows,
@@ -95,6 +96,24 @@ def test_the_products_of_groups_add_up_to_that_of_the_values(case, form):
     got = multiply_by_group(x_labels, labels, out_labels, x, weight)
     wanted = multiplied(x, jnp.asarray(values))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_slice", "is_by_group"), [(8, False, True), (9, False, False), (8, True, False)]
+)
+def test_only_on_tpu_few_rows_and_no_slice_of_a_stack_are_multiplied_by_group(
+    rows, is_slice, is_by_group
+):
+    """A product by group has groups as a batch axis. Groups have eight members."""
+    weight, _ = weight_of((16, 24), (-2,), WeightFormat("int4", 8))
+    weight = as_slices([weight])[0] if is_slice else weight
+    multiplied = jax.jit(lambda x, weight: multiply(*einsum("BF,FD->BD"), x, weight))
+    traced = multiplied.trace(jnp.zeros((rows, 16)), weight)
+    has_batch = {
+        platform: "batching_dims" in traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("tpu", "cpu", "cuda")
+    }
+    assert has_batch == {"tpu": is_by_group, "cpu": False, "cuda": False}
 
 
 def rounded(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
