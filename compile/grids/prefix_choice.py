@@ -16,7 +16,8 @@ of at least the minimum number of rows; if the minimum is 2, no set of prefixes 
 
 import math
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from .grid_defaults import GridDefaults, round_up
 from .prefix_grid import PlannedPrefix, PrefixGrid
 from .prefix_table import PrefixTable
 
-GROUPS = (1, 2, 3, 4, 6, 8)
+GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of groups of slots that are tried, times the pieces into which a layout splits slots."""
 MIN_FILLED = 1 / 2
 """The smallest number of rows of a planned prefix, as a share of the slots of a group."""
@@ -228,6 +229,17 @@ def _add(node: _Node, below: _Node | None, row_length: int) -> None:
         node.add(below)
     else:
         node.add_row(row_length)
+
+
+def usual_num_rows(planned: Iterable[PlannedPrefix | None]) -> int:
+    """The median of the numbers of rows that begin with each prefix; 1 without prefixes."""
+    counts = sorted(Counter(prefix for prefix in planned if prefix is not None).values())
+    return counts[len(counts) // 2] if counts else 1
+
+
+def even_group_size(num_rows: int, size: int) -> int:
+    """The slots of a group, at most `size`, of which `num_rows` rows take all equally often."""
+    return math.ceil(num_rows / math.ceil(num_rows / size))
 
 
 def own_lengths(

@@ -11,8 +11,9 @@ Knows nothing of schedules. Every time here is a prediction.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, product
 
 import numpy as np
@@ -24,7 +25,12 @@ from ..grids.default_grid import SPAN_STEP, slot_use
 from ..grids.grid_defaults import GridDefaults, round_up
 from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefill_ladder import with_small_calls
-from ..grids.prefix_choice import prefix_grids, prefixes_of_rows
+from ..grids.prefix_choice import (
+    even_group_size,
+    prefix_grids,
+    prefixes_of_rows,
+    usual_num_rows,
+)
 from ..grids.prefix_grid import PlannedPrefix, PrefixGrid
 from ..grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ..grids.span_slots import SlotUse, with_ragged_slots
@@ -100,7 +106,12 @@ class CandidateGrids:
         budget: Budget,
         defaults: GridDefaults,
         table: PrefixTable = NOTHING_SHARED,
+        group_size: Callable[[int], int] = lambda size: size,
     ):
+        """Prepare the candidates.
+
+        `group_size` gives the slots of a group of slots to try in place of a size.
+        """
         if not rows:
             raise ValueError("workload: expected at least one row that fits the model, got none.")
         self._rows, self._cost, self._defaults = rows, cost, defaults
@@ -127,7 +138,7 @@ class CandidateGrids:
             chunks: _expected_use(rows, has_chunks=chunks) for chunks in (False, True)
         }
         self._cuts: dict[int, list[PrefillBucket]] = {}
-        self._table = table
+        self._table, self._group_size = table, group_size
         self._bounds = RunBounds(
             rows,
             self.max_length,
@@ -172,7 +183,7 @@ class CandidateGrids:
         if self._score:
             return
         for prefixes in prefix_grids(self._table, self._prompts, slots, self._defaults):
-            rest = self._after(self._planned(prefixes), prefixes.groups)
+            rest = self._after(prefixes)
             for candidate in rest.whole_prompt_candidates():
                 if candidate.grid.span_slots is None:
                     grid = replace(candidate.grid, prefixes=prefixes)
@@ -182,15 +193,23 @@ class CandidateGrids:
     def _planned(self, prefixes: PrefixGrid) -> list[PlannedPrefix | None]:
         return prefixes_of_rows(self._table, self._prompts, prefixes)
 
-    def _after(self, planned: Sequence[PlannedPrefix | None], groups: int) -> "CandidateGrids":
+    def _after(self, prefixes: PrefixGrid) -> "CandidateGrids":
         """The candidates for the rows without their planned prefixes, for groups of slots."""
+        planned, groups = self._planned(prefixes), prefixes.groups
         rows = [
             row.after(prefix.length if prefix else 0)
             for row, prefix in zip(self._rows, planned, strict=True)
         ]
         multiple = math.lcm(self._defaults.slot_multiple, groups)
         defaults = replace(self._defaults, slot_multiple=multiple)
-        return CandidateGrids(rows, self._max_position, self._cost, self._budget, defaults)
+        return CandidateGrids(
+            rows,
+            self._max_position,
+            self._cost,
+            self._budget,
+            defaults,
+            group_size=partial(even_group_size, usual_num_rows(planned)),
+        )
 
     @property
     def min_bytes(self) -> int:
@@ -251,10 +270,10 @@ class CandidateGrids:
         """Minimum seconds of a run on a grid, without its build."""
         if (prefixes := grid.prefixes) is None:
             return self._bounds.run_seconds(grid)
-        planned = self._planned(prefixes)
-        rest = self._after(planned, prefixes.groups).run_seconds(replace(grid, prefixes=None))
+        rest = self._after(prefixes).run_seconds(replace(grid, prefixes=None))
         # each prefix is computed at least once, a piece in each call
-        num_calls = sum(-(-x.length // prefixes.chunk) for x in set(planned) if x is not None)
+        planned = set(self._planned(prefixes)) - {None}
+        num_calls = sum(-(-x.length // prefixes.chunk) for x in planned if x is not None)
         return rest + num_calls * self._cost.seconds(prefixes.call)
 
     def _slot_counts(self, *, has_chunks: bool) -> list[int]:
@@ -264,7 +283,9 @@ class CandidateGrids:
             self._slot_use[has_chunks].num_sequences,
             self._defaults.slot_multiple,
         )
-        return sorted({round_up(min(slots, max(num_sequences, 1)), multiple) for slots in SLOTS})
+        # a group of slots begins with one prefix; without prefixes, the multiple is no group
+        sizes = {-(-min(slots, max(num_sequences, 1)) // multiple) for slots in SLOTS}
+        return sorted({multiple * self._group_size(size) for size in sizes})
 
     def _cut(self, tokens: int) -> list[PrefillBucket]:
         """Prefill buckets of least cost for calls of up to `tokens` tokens, or of one row."""

@@ -19,10 +19,11 @@ its slot; a whole prompt is one piece. The next action is, in this order:
    - A full batch goes first, then the batch with the oldest prompt.
    - While sequences decode and requests wait, a batch that is not full waits for a decode call, and
      until `IDLE_SHARE` of the slots that its oldest prompt can use are idle: fewer idle slots cost
-     less than dummy rows. There are four exceptions. A batch whose prompts fit only few, long
-     slots counts as full when more than `MANY_IDLE` of these are idle. A prompt that needs no slot
-     does not wait for slots. A shared prefix does not wait, because other prompts wait for it. A
-     batch of whole prompts does not wait if no other prompt can fill it.
+     less than dummy rows. There are five exceptions. A batch whose prompts fit only few, long
+     slots counts as full when more than `MANY_IDLE` of these are idle. While prompts wait for
+     shared prefixes, a batch counts as full when more than `MOST_IDLE` of the slots are idle. A
+     prompt that needs no slot does not wait for slots. A shared prefix does not wait, because other
+     prompts wait for it. A batch of whole prompts does not wait if no other prompt can fill it.
    - At most `chunks_per_decode` batches run in succession while any sequence decodes.
    - When no request waits, waiting gains nothing. The largest pieces run first, and among these the
      shortest span, because prompts continue from there into the other buckets. Then all slots
@@ -63,6 +64,10 @@ MANY_IDLE = 1 / 4
 """Idle share of few slots above which a batch for these slots runs as if it were full, because no
 other prompts may ever come to fill it. If most slots can hold a prompt, later prompts fill the
 batch."""
+MOST_IDLE = 1 / 2
+"""Idle share of the slots above which a batch runs as if it were full while prompts wait for shared
+prefixes. These prompts come only after more prefill calls, and a decode call would compute few
+rows."""
 
 
 class Scheduler:
@@ -267,10 +272,12 @@ class Scheduler:
         return self.slots.has_live and self._batches_since_decode >= self._max_batches
 
     def _has_many_idle(self, length: int) -> bool:
-        """Whether a total length fits only few slots and many of these are idle."""
-        usable = self.slots.num_usable(length)
+        """Whether so many slots for a total length are idle that a batch should not wait."""
+        idle, usable = self.slots.num_idle(length), self.slots.num_usable(length)
         has_few = usable < FEW_SLOTS * len(self.slots)
-        return has_few and self.slots.num_idle(length) > MANY_IDLE * usable
+        if has_few and idle > MANY_IDLE * usable:
+            return True
+        return self._prefixes.num_blocked > 0 and idle > MOST_IDLE * usable
 
     def _must_wait(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
         """Whether a batch that is not full waits for more prompts or for more idle slots."""

@@ -1,9 +1,11 @@
 """Search for the fastest grid: the most promising candidates are simulated, the others bounded.
 
 The search is branch and bound (Land and Doig 1960). Candidates are simulated by growing expected
-seconds. A candidate is skipped if its lower bound is no less than the seconds of the best simulated
-grid, as it cannot be better. If too many candidates are left, the search ends early and reports how
-much faster one of them might be.
+seconds. Expected seconds leave out the schedule. So they are corrected by the error that was seen
+for the most similar grid: the ratio of its simulated to its expected seconds. A candidate is
+skipped if its lower bound is no less than the seconds of the best simulated grid, as it cannot be
+better. If too many candidates are left, the search ends early and reports how much faster one of
+them might be.
 
 The limit of padding holds for the simulated schedule, dummy rows included: the result is the
 fastest grid within the limit. After a grid that pads too much, candidates with larger calls of the
@@ -11,7 +13,6 @@ same shapes come last.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ from ..errors import NoPlanFits
 from .simulator import SimulatedRow, Simulation, simulate
 
 MAX_SIMULATED_GRIDS = 24
+MIN_EQUAL = 4
+"""The number of the seven properties in which similar grids are equal, at least."""
 ScaleToAllRows = Callable[[BucketGrid, Simulation], Simulation]
 """A function that scales the simulation of a sample of the rows to all rows."""
 
@@ -92,30 +95,69 @@ def find_best_grid(
     Raises:
       NoPlanFits: No candidate is within the budget.
     """
-    every = list(candidates)
-    waiting = deque(sorted(every, key=lambda candidate: candidate.expected))
-    min_padding = min((candidate.padding for candidate in every), default=math.inf)
+    waiting = [_Waiting(candidate) for candidate in candidates]
+    num_candidates = len(waiting)
+    min_padding = min((one.candidate.padding for one in waiting), default=math.inf)
     best, num_simulated, min_simulated_padding = None, 0, math.inf
     while waiting and num_simulated < max_simulated:
-        candidate = waiting.popleft()
+        first = min(waiting, key=_Waiting.order)
+        waiting.remove(first)
+        candidate = first.candidate
         if candidate.padding > budget.padding or (best and candidate.bound >= best.seconds):
             continue
         simulated = simulate_grid(candidate.grid, rows, cost, budget, scaled, table)
         num_simulated += 1
         min_simulated_padding = min(min_simulated_padding, simulated.padding)
         on_simulated(simulated)
-        if simulated.padding > budget.padding:
-            waiting = deque(
-                sorted(waiting, key=lambda other: has_larger_calls(other.grid, candidate.grid))
+        pads_too_much = simulated.padding > budget.padding
+        for other in waiting:
+            other.learn(candidate, simulated.seconds)
+            other.is_last |= pads_too_much and has_larger_calls(
+                other.candidate.grid, candidate.grid
             )
-        elif best is None or simulated.seconds < best.seconds:
+        if not pads_too_much and (best is None or simulated.seconds < best.seconds):
             best = simulated
     if best is None:
         padding = min_simulated_padding if num_simulated else min_padding
         raise NoPlanFits(_nothing_fits(budget, padding, num_simulated))
-    bounds = [other.bound for other in waiting if other.padding <= budget.padding]
+    left = (one.candidate for one in waiting)
+    bounds = [other.bound for other in left if other.padding <= budget.padding]
     better = [bound for bound in bounds if bound < best.seconds]
-    return SearchResult(best, num_simulated, len(every), min(better, default=None))
+    return SearchResult(best, num_simulated, num_candidates, min(better, default=None))
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A candidate that was not simulated, and what is known of similar ones."""
+
+    candidate: Candidate
+    ratio: float = 1.0
+    """The ratio of simulated to expected seconds of the most similar grid that was simulated; 1
+    without one."""
+    num_equal: int = MIN_EQUAL
+    """The number of properties in which this grid is equal, or the minimum that is needed."""
+    is_last: bool = False
+    """Whether it has larger calls than a grid that pads too much."""
+
+    def order(self) -> tuple[bool, float]:
+        """The key by which candidates are simulated, smallest first."""
+        return self.is_last, self.candidate.expected * self.ratio
+
+    def learn(self, other: Candidate, seconds: float) -> None:
+        """Take the ratio of another candidate, which was simulated, if none is more similar."""
+        pairs = zip(_properties(self.candidate.grid), _properties(other.grid), strict=True)
+        num_equal = sum(own == of_other for own, of_other in pairs)
+        if num_equal >= self.num_equal:
+            self.num_equal, self.ratio = num_equal, seconds / other.expected
+
+
+def _properties(grid: BucketGrid) -> tuple[object, ...]:
+    """The properties by which grids are similar."""
+    buckets = grid.prefill
+    batches = tuple(bucket.batch for bucket in buckets)
+    chunks = tuple(grid.chunks) or (None,)
+    groups = grid.prefixes and grid.prefixes.groups
+    return grid.decode_slots, grid.decode_spans, groups, len(chunks), chunks[0], chunks[-1], batches
 
 
 def has_larger_calls(grid: BucketGrid, other: BucketGrid) -> bool:

@@ -11,7 +11,6 @@ the same grid in every process.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -21,7 +20,12 @@ from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import RowShape, with_chunks
 from ...compile.grids.grid_defaults import GridDefaults, round_up
 from ...compile.grids.prefill_bucket import PrefillBucket
-from ...compile.grids.prefix_choice import prefix_grids, prefixes_of_rows
+from ...compile.grids.prefix_choice import (
+    even_group_size,
+    prefix_grids,
+    prefixes_of_rows,
+    usual_num_rows,
+)
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.run_bounds import ExpectedRow
@@ -130,11 +134,10 @@ def _prefix_grids(
             row.after(prefix.length if prefix else 0).need
             for row, prefix in zip(rows, planned, strict=True)
         ]
-        num_rows = sorted(Counter(planned).values())[len(prefixes.shared) // 2]
+        num_rows = usual_num_rows(planned)
         for max_slots in (whole.decode_slots, MORE_SLOTS * whole.decode_slots):
             size = max_slots // groups or 1
-            # groups in which the rows of a usual prefix take all slots the same number of times
-            size = math.ceil(num_rows / math.ceil(num_rows / size))
+            size = even_group_size(num_rows, size)
             aims = replace(defaults, max_decode_slots=groups * size, slot_multiple=groups)
             grid = derive(own, aims)
             prefill = grid.prefill

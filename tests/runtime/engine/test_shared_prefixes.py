@@ -13,9 +13,12 @@ from tiny import TWO_LAYERS as CONFIG
 from unoptimized import set_optimized
 
 from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.prefix_tree import PrefixNode, count_slots, dissolve
+from noria.compile.planning.run_bounds import ExpectedRow
 from noria.runtime.engine.kept_prefixes import keep_best
 from noria.runtime.engine.shared_prefixes import Submission, plan_submission
+from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.planning.simulator import SimulatedRow, simulate
 from noria.runtime.request import Request, SamplingParams
 
@@ -69,6 +72,20 @@ def test_prefixes_after_one_prefix_run_beside_each_other():
     run.assert_all_rows_ended()
     assert run.submission.num_held == 8
     assert run.num_pieces > 3 * run.num_calls
+
+
+def test_few_rows_do_not_decode_while_others_wait_for_prefixes():
+    """Conversations grow turn by turn, and calls of their short pieces are rarely full."""
+    grid = BucketGrid(512, ((512, 8, 8), (512, 1, 64)), 128, (512,), chunks_per_decode=4096)
+    turns = [few_tokens(60 - seed % 7, seed) for seed in range(200)]
+    prompts = [
+        [token for turn in turns[first : first + count] for token in turn]
+        for first in range(0, 200, 5)
+        for count in range(1, 6)
+    ]
+    table, _ = table_of(prompts)
+    rows = [ExpectedRow(RowShape(len(prompt), 32), 32) for prompt in prompts]
+    assert simulate_in_order(rows, grid, None, table).occupancy > 0.3
 
 
 def test_sharing_computes_fewer_tokens():

@@ -86,6 +86,15 @@ def grids_of(rows, table, budget=None) -> CandidateGrids:
     )
 
 
+def test_rows_fill_the_groups_of_slots_evenly():
+    """Thirty rows begin with each prefix, so groups have 30, 15, 10 slots and so on."""
+    rows, table = prompts_of(0, shared=64)
+    found = grids_of(rows, table).prefix_candidates(slots=16)
+    sizes = {x.grid.decode_slots // 2 for x in found if x.grid.prefixes.groups == 2}
+    assert {30, 15, 8} <= sizes
+    assert all(-(-30 // -(-30 // size)) == size for size in sizes)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_schedule_with_planned_prefixes_comes_below_its_bound(seed):
     rows, table = prompts_of(seed, shared=64)
@@ -170,7 +179,9 @@ def test_the_rows_of_every_bucket_are_those_that_prompts_pass_through(chunks):
 
 def test_a_plan_pads_no_more_than_it_may():
     rows = rows_of(0, count=400, longest=60)
-    free, tight = (planner(rows, budget=Budget(padding=most)).plan() for most in (9, 1.1))
+    free, tight = (
+        planner(rows, budget=Budget(padding=most), max_simulated=200).plan() for most in (9, 1.1)
+    )
     assert free.best.padding > 1.1 >= tight.best.padding
     assert tight.best.seconds >= free.best.seconds
     with pytest.raises(NoPlanFits, match=r"at most 1.001 times .*, got at least 1\.\d+ times"):
@@ -199,6 +210,18 @@ def test_a_search_that_ends_early_says_what_the_rest_might_be():
     assert search.num_simulated == 1
     assert search.gap > 0
     assert search.best.seconds * (1 - search.gap) <= min(every)
+
+
+def test_a_search_learns_how_wrong_its_expectations_are():
+    """Grids of few slots are slow, and are expected to be the fastest."""
+    rows, budget, tried = rows_of(0), Budget(), []
+    found = [
+        replace(one, expected=one.expected / 50) if one.grid.decode_slots <= 2 else one
+        for one in candidates(rows, budget)
+    ]
+    assert sum(one.grid.decode_slots <= 2 for one in found) > 16
+    find_best_grid(found, rows, COST, budget, 16, tried.append)
+    assert sum(one.grid.decode_slots <= 2 for one in tried) < 8
 
 
 def test_prefill_lengths_are_those_of_least_predicted_seconds():

@@ -232,6 +232,7 @@ def test_scored_rows_share_no_planned_prefix(monkeypatch):
 
 def test_a_group_has_rows_enough_for_half_of_its_slots(monkeypatch):
     monkeypatch.setattr(shared_grids, "CHUNKS", ())
+    monkeypatch.setattr(prefix_choice, "GROUPS", (8,))
     prompts = [few_tokens(500, i // 6) + few_tokens(20, 1000 + i) for i in range(120)]
     prompts += [few_tokens(500, 77)] * 2
     table, _ = table_of(prompts)
