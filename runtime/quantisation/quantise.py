@@ -18,6 +18,7 @@ from ...modelzoo.weight_formats import SCALES, WeightFormat
 from ..checkpoint import ModelFiles
 from ..checkpoint.compressed_tensors import write_directory
 from ..checkpoint.loader import check_coverage, read_parameter
+from ..checkpoint.model_stamp import ModelStamp
 from ..checkpoint.quantiser import dequantise
 from ..errors import ConfigError, InvalidConfig
 from .calibration import Calibration
@@ -40,6 +41,7 @@ def quantise(
     rotates: bool = False,
     smooths: bool = False,
     dtype: str = "float32",
+    stamp: ModelStamp | None = None,
     say: Say = lambda note: None,
 ) -> int:
     """Write a model with its weights in codes; returns the number of bytes of its tensors.
@@ -53,10 +55,12 @@ def quantise(
       rotates: Whether the model is rotated first (`rotation`).
       smooths: Whether the features that products read are balanced first (`smoothing`).
       dtype: The dtype of scales and of weights in float.
+      stamp: The files as they were opened; by default as they are now.
       say: Called with lines about progress.
 
     Raises:
-      CheckpointError: The model cannot be read, or cannot be written in a published form.
+      CheckpointError: The model cannot be read, changes while it is read, or cannot be written in a
+        published form.
       ValueError: A weight cannot have the format, or calibration rows are missing or unused.
     """
     if (method == GPTQ or smooths) != bool(rows):
@@ -70,10 +74,19 @@ def quantise(
             f"--method {method}: expected {NEAREST} for {weight_format}, as other methods round to "
             f"integers, got {method}. Take --method {NEAREST}, or another format."
         )
+    stamp = stamp or ModelStamp(files)
     model = _Model(files, weight_format, dtype, method, rotates=rotates, smooths=smooths)
     form, paths = model.form, model.paths
-    tensors = model.rounded(rows, say)
+    tensors = _checked(model.rounded(rows, say), stamp)
     return write_directory(folder, form.config, form.other_files, form.layout(paths), tensors)
+
+
+def _checked(
+    tensors: Iterator[tuple[str, np.ndarray]], stamp: ModelStamp
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors, and after the last one an error if a file of the model has changed."""
+    yield from tensors
+    stamp.check()
 
 
 class _Model:
