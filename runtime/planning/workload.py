@@ -130,7 +130,7 @@ def read_workload(
     input_sha256 = digest.sha256 if digest else summary.input_sha256
     scanned = [row for row in summary.rows if row.requirements is not None]
     num_bad = len(summary.rows) - len(scanned)
-    errors = (f"{row.place}: {row.bad.error}" for row in summary.rows if row.bad)
+    errors = (str(row.bad) for row in summary.rows if row.bad)
     first_error = next(errors, "")
     if lengths := text_lengths(summary.requirements):
         return Workload(path.name, (), num_bad, first_error, text_lengths=tuple(lengths))

@@ -120,7 +120,9 @@ def test_rows_without_room_for_their_form_count_for_nothing(noria, tmp_path):
     arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model)
     said = noria.run("batch", *arguments, "--set", "buckets.chunk=16", expect=1).stderr
     assert "prompts that begin alike: 32 of 80 tokens can be copied" in said
-    assert "expected room for the shortest" in answer(read_rows(tmp_path / "out.jsonl")[2])["message"]
+    assert (
+        "expected room for the shortest" in answer(read_rows(tmp_path / "out.jsonl")[2])["message"]
+    )
     arguments = ("--workload", source, "--target", "cpu", "--tries", 1, "-o", tmp_path / "p.toml")
     said = noria.run("plan", "--model", noria.model, *arguments)
     assert "2 rows to plan for, 1 refused" in said.stderr

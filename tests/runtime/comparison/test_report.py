@@ -26,9 +26,7 @@ def test_a_report_holds_any_perplexity(losses):
     comparison = comparison_of(*losses)
     text = json.dumps(to_json(comparison), allow_nan=False)
     means = [compared["perplexity"]["mean"] for compared in json.loads(text)["compared"]]
-    assert means == [
-        None if loss > 709.78 else pytest.approx(np.exp(loss)) for loss in losses[1:]
-    ]
+    assert means == [None if loss > 709.78 else pytest.approx(np.exp(loss)) for loss in losses[1:]]
     table = markdown(comparison)
     assert ("inf ± ?" in table) == (800.0 in losses)
     assert max(map(len, table.splitlines())) < 200

@@ -381,3 +381,22 @@ def test_an_error_while_writing_leaves_nothing(published, error, tmp_path):
     with pytest.raises(type(error)):
         write_directory(tmp_path / "q", {}, others, {}, tensors())
     assert not list((tmp_path / "q").iterdir())
+
+
+@pytest.mark.parametrize(
+    "options", [["--numbers", "int8", "--smooth"], ["--numbers", "int4:8", "--method", "gptq"]]
+)
+def test_features_that_float32_cannot_square_are_refused(
+    published, calibration, options, tmp_path, capsys
+):
+    """All weights are finite, and hidden features of about 1e30 too, but not their squares."""
+    shutil.copytree(published, tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    large = {n: x * np.float32(1e15) for n, x in tensors.items() if "gate_" in n or "up_" in n}
+    save_file({**tensors, **large}, path)
+    options = [*options, "--calibration", calibration, "--quiet"]
+    assert quantize(tmp_path / "model", tmp_path / "q", *options) == 3
+    message = "layers.0.mlp.down: expected calibration features with finite squares"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "q").exists()
