@@ -80,7 +80,12 @@ def _factorisations(number: int, count: int) -> list[tuple[int, ...]]:
         return [(number,)]
     return [
         (factor, *rest)
-        for factor in range(1, number + 1)
-        if number % factor == 0
+        for factor in _divisors(number)
         for rest in _factorisations(number // factor, count - 1)
     ]
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors, in order; each beyond the square root is the quotient of one below it."""
+    small = [factor for factor in range(1, math.isqrt(number) + 1) if number % factor == 0]
+    return sorted({*small, *(number // factor for factor in small)})

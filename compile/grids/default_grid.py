@@ -35,6 +35,8 @@ class RowShape:
     max_tokens: int | None
     num_sequences: int = 1
     is_scored: bool = False
+    min_output: int = 0
+    """Number of tokens of the shortest answer of its form; 0 without a form."""
 
     def num_slots(self, *, has_chunks: bool) -> int:
         """Number of slots of the row; with chunks, a prompt needs one even without output."""
@@ -49,6 +51,12 @@ class RowShape:
     def min_length(self) -> int:
         """Minimum number of positions with which the row can run."""
         return self.prompt_length + (1 if self.max_tokens is None else self.max_tokens)
+
+    def fits(self, max_length: int) -> bool:
+        """Whether the row can run with this many positions, and with an answer of its form."""
+        room = max_length - self.prompt_length
+        limit = room if self.max_tokens is None else self.max_tokens
+        return self.min_length <= max_length and self.min_output <= limit
 
 
 def derive_grid(

@@ -112,9 +112,8 @@ def _thinned(lengths: np.ndarray) -> np.ndarray:
 def _batch_sizes(length: int, defaults: GridDefaults) -> list[int]:
     """Batch sizes up to the target of tokens, largest first, so that ties have the fewest calls."""
     max_rows = max(1, defaults.tokens_per_prefill // length)
-    return sorted(
-        {round_up(n, defaults.batch_multiple) for n in range(1, max_rows + 1)}, reverse=True
-    )
+    multiple = defaults.batch_multiple
+    return list(range(round_up(max_rows, multiple), 0, -multiple))
 
 
 def _is_allowed(size: int, length: int, rows: np.ndarray, defaults: GridDefaults) -> np.ndarray:

@@ -112,7 +112,7 @@ class BatchModel:
         config = self.files.spec.config
         can_run = [row for row in summary.rows if row.requirements is not None]
         lengths = text_lengths(summary.requirements)
-        rows = [row_shape(requirements) for requirements in summary.requirements]
+        rows = [row_shape(needs, self.structures) for needs in summary.requirements]
         shared = summary.prefixes.of_rows([row.row for row in can_run])
         table = shared if self.options.shares else NOTHING_SHARED
         cache = compilation_cache.enable(progress.note)
@@ -132,7 +132,11 @@ class BatchModel:
         if plan.buckets.embed:
             _note_embeddings(plan, lengths, config, target, progress)
         else:
-            served = [i for i, need in enumerate(summary.requirements) if is_served(need, plan)]
+            served = [
+                i
+                for i, need in enumerate(summary.requirements)
+                if is_served(need, plan) and rows[i].fits(config.max_position)
+            ]
             their_rows = [rows[i] for i in served]
             _note_plan(plan, their_rows, noted.of_rows(served), config, target, progress)
         model = session.load_model(
@@ -360,12 +364,18 @@ def is_served(row: RowRequirements, plan: "Plan") -> bool:
     return row.structure in (None, *forms) and (grid.score or row.prompt_logprobs is None)
 
 
-def row_shape(row: RowRequirements) -> "RowShape":
-    """The requirements of a scanned row as the grid derivation takes them."""
+def row_shape(row: RowRequirements, structures: Structures) -> "RowShape":
+    """The requirements of a scanned row as the grid derivation takes them.
+
+    Args:
+        row: The requirements.
+        structures: The forms of answers, which the scan compiled.
+    """
     from ...compile.grids.default_grid import RowShape
 
     is_scored = row.prompt_logprobs is not None
-    return RowShape(row.prompt_length, row.max_tokens, row.n, is_scored)
+    shortest = structures.shortest(row.structure)
+    return RowShape(row.prompt_length, row.max_tokens, row.n, is_scored, shortest)
 
 
 def target_name(options: argparse.Namespace, plan_table: Mapping[str, Any] | None) -> str:

@@ -225,7 +225,8 @@ def padding_note(
 def sharing_note(rows: Sequence[RowShape], table: PrefixTable, grid: BucketGrid) -> str | None:
     """A note on the prompt tokens that rows share; None if there are none.
 
-    Rows that do not fit the grid are refused, so they do not count.
+    Rows that do not fit the grid, or have no room for an answer of their form, are refused. So they
+    do not count.
     """
     own_rows = rows_after_prefixes(rows, table, grid)
     fitting = [i for i, row in enumerate(own_rows) if fits_grid(row, grid)]

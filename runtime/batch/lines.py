@@ -83,6 +83,11 @@ class BadRow:
         """The place of the line in its file, for people."""
         return f"{self.unit} {self.line_number}"
 
+    def __str__(self) -> str:
+        """The error after the place of its line, with which some errors begin already."""
+        message, place = str(self.error), f"{self.place}: "
+        return message if message.startswith(place) else place + message
+
     def failed(self, error: RowError) -> "BadRow":
         """The line with another error."""
         return replace(self, error=error)

@@ -28,7 +28,7 @@ def read_row_ids(path: Path, files: ModelFiles) -> list[list[int]]:
     vocab_size = files.spec.config.vocab_size
 
     def refuse(bad: BadRow) -> None:
-        raise InputError(f"{path}: {bad.place}: {bad.error}")
+        raise InputError(f"{path}: {bad}")
 
     def keep(row: BatchRow, ids: Sequence[int]) -> None:
         if row.pooled is not None:

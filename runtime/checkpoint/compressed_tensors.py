@@ -6,11 +6,12 @@ first in the lowest bits, with 8 added to each code, and `weight_shape` (format 
 `weight_scale` is `[out, groups]`. Source: the Python package compressed-tensors, version 0.20.
 
 Does not choose codes. Guarantees: one tensor is in memory at a time; config.json is written last,
-so an unfinished directory is no model.
+so an unfinished directory is no model. If writing fails, nothing of the directory is left.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,15 +120,36 @@ def write_directory(
       layout: The dtype and the shape of each tensor, in the order of the file.
       tensors: The tensors in this order.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in other_files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        replace_file(Disk(), folder / name, [content])
     header, num_bytes = _header(layout)
-    replace_file(Disk(), folder / SINGLE, _chunks(header, layout, tensors))
     text = json.dumps(config, indent=2) + "\n"
-    replace_file(Disk(), folder / "config.json", [text.encode()])
+    files = {
+        **{name: [content] for name, content in other_files.items()},
+        SINGLE: _chunks(header, layout, tensors),
+        "config.json": [text.encode()],
+    }
+    with _whole_or_nothing([folder / name for name in files]):
+        for name, chunks in files.items():
+            replace_file(Disk(), folder / name, chunks)
     return num_bytes
+
+
+@contextmanager
+def _whole_or_nothing(paths: Sequence[Path]) -> Iterator[None]:
+    """Make the folders of new files; if the block fails, remove the files and these folders."""
+    folders = dict.fromkeys(parent for path in paths for parent in path.parents)
+    new = sorted((x for x in folders if not x.exists()), key=lambda folder: len(folder.parts))
+    try:
+        for folder in new:
+            folder.mkdir()
+        yield
+    except BaseException:
+        for path in paths:
+            with suppress(OSError):
+                path.unlink()
+        for folder in reversed(new):
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def _header(layout: Layout) -> tuple[bytes, int]:

@@ -142,12 +142,13 @@ def _write(comparison: "Comparison", folder: Path) -> None:
     from ..comparison import report
     from ..files.disk import Disk, replace_file
 
-    folder.mkdir(parents=True, exist_ok=True)
     table = report.markdown(comparison)
+    # first, as files may fail
+    tell(sys.stdout, table.rstrip())
     content = json.dumps(report.to_json(comparison), indent=1) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
     contents = content.encode(), table.encode(), report.draw(comparison)
     paths = report.files_in(folder).values()
     for path, data in zip(paths, contents, strict=True):
         replace_file(Disk(), path, [data])
-    tell(sys.stdout, table.rstrip())
     tell(sys.stdout, ", ".join(map(str, paths)))

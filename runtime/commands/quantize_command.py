@@ -3,7 +3,8 @@
 The result is a model directory in the format compressed-tensors, which transformers reads too.
 Weights are rounded layer by layer, so a model need not fit into memory. Guarantees: only a new or
 empty folder outside the model's directory is written to; it becomes a model only when it is
-complete.
+complete; a model that changes while it is read is an error. After an error, nothing is left in the
+folder.
 """
 
 import argparse
@@ -77,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
     from .. import session
     from ..batch.row_ids import read_row_ids
     from ..checkpoint import open_model
+    from ..checkpoint.model_stamp import ModelStamp
     from ..quantisation.quantise import quantise
 
     say = partial(note, options)
@@ -87,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
     if options.rows is not None and options.calibration is None:
         raise ConfigError("--rows: expected only together with --calibration FILE. Add it.")
     with open_model(options.model) as files:
+        stamp = ModelStamp(files)
         check_new_folder(options.output, files.path)
         session.prepare_jax("cpu")
         files.unread.report(say, is_strict=options.strict_config)
@@ -103,6 +106,7 @@ def run(options: argparse.Namespace) -> int:
             rotates=options.rotate,
             smooths=options.smooth,
             dtype=stored_dtype(files, options.dtype, rounds_codes=True),
+            stamp=stamp,
             say=say,
         )
     # kilobytes on Linux

@@ -115,13 +115,16 @@ def compare(
         overrides,
         say,
     )
-    reference, vocab_size, first = setup.open(models[0], work, None)
-    named, figures = [first], []
-    for model in models[1:]:
-        compared, _, name = setup.open(model, work, vocab_size)
-        named.append(name)
+    # a model that cannot be compared is refused before any model is loaded
+    plans, vocab_size = setup.plans(models, work)
+    named = [
+        ComparedModel(m.model, p.numbers.to_table()) for m, p in zip(models, plans, strict=True)
+    ]
+    reference, figures = setup.load(named[0], plans[0]), []
+    for model, plan in zip(named[1:], plans[1:], strict=True):
+        compared = setup.load(model, plan)
         figures.append(PairFigures.of(_figures(reference, compared, work, slots, vocab_size)))
-        say(f"{name}: divergence {figures[-1].divergence.text(4)}")
+        say(f"{model}: divergence {figures[-1].divergence.text(4)}")
         del compared  # before the next model is loaded
     counts = len(work.prompts), sum(work.counts)
     return Comparison(tuple(named), tuple(figures), *counts, read_answers=max_tokens > 0)
@@ -179,10 +182,16 @@ class _Setup:
     overrides: Sequence[str]
     say: Callable[[str], object]
 
-    def open(
-        self, model: ComparedModel, work: _Rows, vocab_size: int | None
-    ) -> tuple[ForcedModel, int, ComparedModel]:
-        """Load a model and compile its graphs; return it, its vocabulary size and its numbers."""
+    def plans(self, models: Sequence[ComparedModel], work: _Rows) -> tuple[list[Plan], int]:
+        """Check all models, and return their plans and the size of their vocabulary."""
+        first, vocab_size = self._plan(models[0], work, None)
+        return [
+            first,
+            *(self._plan(model, work, vocab_size)[0] for model in models[1:]),
+        ], vocab_size
+
+    def _plan(self, model: ComparedModel, work: _Rows, vocab_size: int | None) -> tuple[Plan, int]:
+        """The plan of a model, and the size of its vocabulary."""
         with open_model(model.model) as files:
             config = files.spec.config
             if vocab_size not in (None, config.vocab_size):
@@ -201,8 +210,14 @@ class _Setup:
             plan_checks.check_layout(self.layout, files, self.target)
             lengths = list(map(len, work.prompts))
             grid = forced_grid(lengths, work.max_length, self.slots, self.layout)
-            plan = self._plan(model, files, grid)
+            plan = self._derived(model, files, grid)
             plan_checks.check_plan(plan, files, self.target)
+            return plan, config.vocab_size
+
+    def load(self, named: ComparedModel, plan: Plan) -> ForcedModel:
+        """Load a model and compile the graphs of its plan."""
+        with open_model(named.model) as files:
+            plan_checks.check_model(plan, files)
             loaded = session.load_model(
                 files,
                 self.target,
@@ -213,14 +228,13 @@ class _Setup:
                 plan.numbers.weight_rules,
                 plan.numbers.cache_codes,
             )
-        named = ComparedModel(model.model, plan.numbers.to_table())
 
         def report(built: "BuildProgress") -> None:
             self.say(f"{named}: {built}")
 
-        return ForcedModel(loaded, plan, report), config.vocab_size, named
+        return ForcedModel(loaded, plan, report)
 
-    def _plan(self, model: ComparedModel, files: ModelFiles, grid: "BucketGrid") -> Plan:
+    def _derived(self, model: ComparedModel, files: ModelFiles, grid: "BucketGrid") -> Plan:
         dtype = session.resolve_dtype(self.dtype, self.target)
         numbers = Numbers.from_table({"dtype": dtype, **model.numbers})
         planned = PlannedModel(files.name, files.fingerprint())

@@ -10,11 +10,14 @@ from typing import Any
 from ..devices.machine import describe_machine
 from ..planning.pictures import png_figure
 from .compare import ComparedModel, Comparison
+from .statistics import Estimate, decimal
 
 _HEAD = (
     "| model | divergence | largest | same choice | widest gap | perplexity |",
     "|:--|--:|--:|--:|--:|--:|",
 )
+_LONGEST_BAR = 1e300
+"""The longest bar of the picture; axes need numbers above it."""
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
@@ -55,9 +58,9 @@ def markdown(comparison: Comparison) -> str:
         cells = [
             str(model),
             figures.divergence.text(4),
-            f"{largest:.3f}",
+            decimal(largest, 3),
             f"{figures.agreement.text(1, 100)} %",
-            f"{figures.widest_gap:.3f}",
+            decimal(figures.widest_gap, 3),
             figures.perplexity.text(3),
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -78,18 +81,26 @@ def draw(comparison: Comparison) -> bytes:
             "perplexity; line: the reference": [f.perplexity for f in comparison.figures],
         }
         for panel, (title, estimates) in zip(panels, chosen.items(), strict=True):
-            means = [estimate.mean for estimate in estimates]
-            errors = [estimate.error or 0.0 for estimate in estimates]
-            panel.barh(range(len(means)), means, xerr=errors, color="#4c72b0", height=0.6)
-            for row, (mean, error) in enumerate(zip(means, errors, strict=True)):
-                panel.text(mean + error, row, f" {mean:.4g}", va="center", fontsize=8)
+            for row, estimate in enumerate(estimates):
+                _draw_bar(panel, row, estimate)
             panel.set_title(title, fontsize=10)
             panel.margins(x=0.15)
             panel.spines[["top", "right"]].set_visible(False)
-        panels[2].axvline(comparison.figures[0].reference_perplexity.mean, color="#c44e52")
+        if (reference := comparison.figures[0].reference_perplexity.mean) <= _LONGEST_BAR:
+            panels[2].axvline(reference, color="#c44e52")
         panels[0].set_yticks(range(len(names)), names, fontsize=8)
         panels[0].invert_yaxis()
     return png.getvalue()
+
+
+def _draw_bar(panel: Any, row: int, estimate: Estimate) -> None:
+    """Draw a mean with its error; a bar that is too long is left out, and its number stays."""
+    error = estimate.error or 0.0
+    end, mean = estimate.mean + error, estimate.mean
+    if end > _LONGEST_BAR:
+        end = mean = error = 0.0
+    panel.barh(row, mean, xerr=error, color="#4c72b0", height=0.6)
+    panel.text(end, row, f" {estimate.mean:.4g}", va="center", fontsize=8)
 
 
 def files_in(folder: Path) -> dict[str, Path]:

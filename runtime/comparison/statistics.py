@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
+LARGE = 1e6
+"""The number from which on numbers are printed with an exponent."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,22 @@ class Estimate:
     error: float | None
 
     def as_json(self) -> dict[str, float | None]:
-        """The estimate as an object."""
-        return {"mean": self.mean, "standard_error": self.error}
+        """The estimate as an object; JSON has no infinite numbers, which are null."""
+        return {"mean": _finite(self.mean), "standard_error": _finite(self.error)}
 
     def text(self, digits: int, factor: float = 1.0) -> str:
         """The mean and its error, both times a factor, with this number of decimals."""
-        error = "?" if self.error is None else f"{self.error * factor:.{digits}f}"
-        return f"{self.mean * factor:.{digits}f} ± {error}"
+        error = "?" if self.error is None else decimal(self.error * factor, digits)
+        return f"{decimal(self.mean * factor, digits)} ± {error}"
+
+
+def decimal(number: float, digits: int) -> str:
+    """A number with this number of decimals; a large one with an exponent."""
+    return f"{number:.{digits}{'f' if number < LARGE else 'e'}}"
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
 
 
 def mean_over_rows(rows: Sequence[np.ndarray]) -> Estimate:
@@ -49,9 +60,15 @@ def mean_over_rows(rows: Sequence[np.ndarray]) -> Estimate:
 
 
 def perplexity(logprobs: Sequence[np.ndarray]) -> Estimate:
-    """The exponential of the mean negative log-probability; its error is that to first order."""
+    """The exponential of the mean negative log-probability; its error is that to first order.
+
+    It is infinite, with an unknown error, if no float can hold it.
+    """
     loss = mean_over_rows([-row for row in logprobs])
-    value = math.exp(loss.mean)
+    try:
+        value = math.exp(loss.mean)
+    except OverflowError:
+        return Estimate(math.inf, None)
     return Estimate(value, None if loss.error is None else value * loss.error)
 
 

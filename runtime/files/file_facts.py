@@ -34,7 +34,14 @@ class FileStamp:
 
     def check(self) -> None:
         """Raise `CheckpointChanged` if the file is not the one that was opened."""
-        if (now := FileFacts.of(self._path)) != self.facts:
+        try:
+            now = FileFacts.of(self._path)
+        except FileNotFoundError:
+            raise CheckpointChanged(
+                f"{self._path}: expected the file as it was opened, got none. It was removed while "
+                f"it was read: start again."
+            ) from None
+        if now != self.facts:
             changes = ", ".join(
                 f"{name} {then} to {value}"
                 for name, then, value in zip(now._fields, self.facts, now, strict=True)

@@ -67,4 +67,4 @@ def fits_grid(row: RowShape, grid: BucketGrid) -> bool:
         grid.fit(row.prompt_length, row.max_tokens)
     except NoBucketFits:
         return False
-    return True
+    return row.fits(grid.max_length)

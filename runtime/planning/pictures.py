@@ -88,17 +88,19 @@ def matplotlib() -> ModuleType:
 def png_figure(size: tuple[float, float] = _SIZE, num_panels: int = 1):
     """Open a figure: yields the figure, its panel or panels, and a buffer.
 
-    On exit the buffer holds the figure as a PNG.
+    On exit the buffer holds the figure as a PNG. Dollar signs, as paths of models may have, are
+    drawn as they are.
     """
     matplotlib().use("agg")
     from matplotlib import pyplot
 
-    figure, panel = pyplot.subplots(
-        1, num_panels, figsize=size, sharey=num_panels > 1, layout="constrained"
-    )
-    png = io.BytesIO()
-    try:
-        yield figure, panel, png
-        figure.savefig(png, dpi=_DPI, format="png")
-    finally:
-        pyplot.close(figure)
+    with pyplot.rc_context({"text.parse_math": False}):
+        figure, panel = pyplot.subplots(
+            1, num_panels, figsize=size, sharey=num_panels > 1, layout="constrained"
+        )
+        png = io.BytesIO()
+        try:
+            yield figure, panel, png
+            figure.savefig(png, dpi=_DPI, format="png")
+        finally:
+            pyplot.close(figure)

@@ -36,7 +36,8 @@ class Workload:
     name: str
     rows: tuple[ExpectedRow, ...]
     num_refused: int = 0
-    """Rows that no plan can serve: errors, and those too long for the model."""
+    """Rows that no plan can serve: errors, those too long for the model, and those that have no
+    room for an answer of their form."""
     first_error: str = ""
     """The error of the first row that cannot be served; empty if there is none."""
     prefixes: PrefixTable = NOTHING_SHARED
@@ -60,8 +61,8 @@ class Workload:
         return sum(row.output * row.need.num_sequences for row in self.rows)
 
     def within_context(self, max_position: int) -> "Workload":
-        """The workload without rows that are longer than `max_position` tokens."""
-        within = [i for i, row in enumerate(self.rows) if row.need.min_length <= max_position]
+        """The workload without rows that cannot run in `max_position` positions."""
+        within = [i for i, row in enumerate(self.rows) if row.need.fits(max_position)]
         rows = tuple(self.rows[i] for i in within)
         return replace(
             self,
@@ -129,7 +130,7 @@ def read_workload(
     input_sha256 = digest.sha256 if digest else summary.input_sha256
     scanned = [row for row in summary.rows if row.requirements is not None]
     num_bad = len(summary.rows) - len(scanned)
-    errors = (f"{row.place}: {row.bad.error}" for row in summary.rows if row.bad)
+    errors = (str(row.bad) for row in summary.rows if row.bad)
     first_error = next(errors, "")
     if lengths := text_lengths(summary.requirements):
         return Workload(path.name, (), num_bad, first_error, text_lengths=tuple(lengths))
@@ -143,7 +144,7 @@ def read_workload(
         forecast = LengthForecast.learn(list(finished.rows.values()))
         of_row = partial(_learned, forecast, chat_rows)
         source = f"{finished.path}: output lengths are learned from {forecast}"
-    rows = [_expected(row, of_row(row), share_of_limit) for row in scanned]
+    rows = [_expected(row, structures, of_row(row), share_of_limit) for row in scanned]
     prefixes = summary.prefixes.of_rows([row.row for row in scanned])
     num_refused = len(summary.rows) - len(rows)
     structured = structures.grid(forms)
@@ -168,10 +169,12 @@ def _learned(
     return forecast.next_row(is_chat=row.row in chat_rows, prompt_length=length)
 
 
-def _expected(row: ScannedRow, seen: AnsweredRow | None, share_of_limit: float) -> ExpectedRow:
+def _expected(
+    row: ScannedRow, structures: Structures, seen: AnsweredRow | None, share_of_limit: float
+) -> ExpectedRow:
     """A row with its expected output: that of an answered row, or a share of its limit."""
     assert row.requirements is not None
-    need = row_shape(row.requirements)
+    need = row_shape(row.requirements, structures)
     limit = need.max_tokens
     if seen is not None and limit != 0:
         output = seen.output if limit is None else min(seen.output, limit)

@@ -8,7 +8,6 @@ experts. The weights that stay in float are those that do when weights are round
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from ...modelzoo.weight_formats import SCALES, WeightFormat
 from ..checkpoint import ModelFiles
 from ..checkpoint.compressed_tensors import write_directory
 from ..checkpoint.loader import check_coverage, read_parameter
+from ..checkpoint.model_stamp import ModelStamp
 from ..checkpoint.quantiser import dequantise
 from ..errors import ConfigError, InvalidConfig
 from .calibration import Calibration
@@ -40,6 +40,7 @@ def quantise(
     rotates: bool = False,
     smooths: bool = False,
     dtype: str = "float32",
+    stamp: ModelStamp | None = None,
     say: Say = lambda note: None,
 ) -> int:
     """Write a model with its weights in codes; returns the number of bytes of its tensors.
@@ -53,10 +54,12 @@ def quantise(
       rotates: Whether the model is rotated first (`rotation`).
       smooths: Whether the features that products read are balanced first (`smoothing`).
       dtype: The dtype of scales and of weights in float.
+      stamp: The files as they were opened; by default as they are now.
       say: Called with lines about progress.
 
     Raises:
-      CheckpointError: The model cannot be read, or cannot be written in a published form.
+      CheckpointError: The model cannot be read, changes while it is read, or cannot be written in a
+        published form.
       ValueError: A weight cannot have the format, or calibration rows are missing or unused.
     """
     if (method == GPTQ or smooths) != bool(rows):
@@ -70,10 +73,19 @@ def quantise(
             f"--method {method}: expected {NEAREST} for {weight_format}, as other methods round to "
             f"integers, got {method}. Take --method {NEAREST}, or another format."
         )
+    stamp = stamp or ModelStamp(files)
     model = _Model(files, weight_format, dtype, method, rotates=rotates, smooths=smooths)
     form, paths = model.form, model.paths
-    tensors = model.rounded(rows, say)
+    tensors = _checked(model.rounded(rows, say), stamp)
     return write_directory(folder, form.config, form.other_files, form.layout(paths), tensors)
+
+
+def _checked(
+    tensors: Iterator[tuple[str, np.ndarray]], stamp: ModelStamp
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors, and after the last one an error if a file of the model has changed."""
+    yield from tensors
+    stamp.check()
 
 
 class _Model:
@@ -146,7 +158,11 @@ class _Model:
         prefix = f"layers.{layer}."
         weights = {path.removeprefix(prefix): self._read(path) for path in self._in_layers[layer]}
         if calibration is not None and self._smooths:
-            mean_square = partial(calibration.mean_square, layer, weights)
+
+            def mean_square(name: str) -> np.ndarray:
+                squares = calibration.mean_square(layer, weights, name)
+                return self._checked_squares(prefix + name, squares)
+
             weights = smooth_layer(weights, mean_square, self._config.norm_offset)
         rounded: dict[str, Parameters] = {}
         if calibration is not None and self._method == GPTQ:
@@ -218,13 +234,35 @@ class _Model:
     def _round(
         self, path: str, weight: np.ndarray, hessian_AA: np.ndarray | None = None
     ) -> Parameters:
-        """Codes and scales of a weight, or a weight in float in the dtype in which it is stored."""
+        """Codes and scales of a weight, or a weight in float in the dtype in which it is stored.
+
+        Raises:
+          InvalidConfig: The weight, or its Hessian, has other numbers than finite ones.
+        """
+        if not _is_finite(weight):
+            raise InvalidConfig(
+                f"{self._files.name}: {path}: expected finite weights after --smooth and --rotate, "
+                f"got NaN or infinite ones, as the given weights are too large for float32. Leave "
+                f"out these options."
+            )
+        if hessian_AA is not None:
+            self._checked_squares(path, hessian_AA)
         quantisation = self.form.quantisations.get(path)
         if quantisation is None:
             return {path: weight.astype(self.form.abstract[path].dtype)}
         dtype = self.form.abstract[path + SCALES].dtype
         codes, scales = round_weight(weight, quantisation, dtype, self._method, hessian_AA)
         return {path: codes, path + SCALES: scales}
+
+    def _checked_squares(self, path: str, squares: np.ndarray) -> np.ndarray:
+        """The squares or the Hessian of the calibration features that a weight reads."""
+        if not _is_finite(squares):
+            raise InvalidConfig(
+                f"{self._files.name}: {path}: expected calibration features with finite squares, "
+                f"got features that are too large for float32. Quantise without --smooth, and by "
+                f"another method than {GPTQ}."
+            )
+        return squares
 
     def _values(self, path: str, rounded: Parameters) -> np.ndarray:
         """The values of a weight that `_round` returned, in float32."""
@@ -237,10 +275,15 @@ class _Model:
         shape = self._published[path].shape
         whole, source = (slice(None),) * len(shape), self._sources[path]
         weight = read_parameter(source, self._files.tensors, whole, shape, np.float32)
-        # the largest and the smallest are NaN if one is, and no code is
-        if not np.isfinite([weight.max(), weight.min()]).all():
+        # no code is NaN
+        if not _is_finite(weight):
             raise InvalidConfig(
                 f"{self._files.name}: {path}: expected finite weights, as codes are, got NaN or "
                 f"infinite ones. Fetch the model again."
             )
         return weight
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    """Whether all numbers are finite; the largest and the smallest are NaN if one is."""
+    return bool(np.isfinite([array.max(), array.min()]).all())

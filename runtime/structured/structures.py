@@ -52,6 +52,10 @@ class Structures:
             raise known
         return known
 
+    def shortest(self, fingerprint: str | None) -> int:
+        """The number of tokens of the shortest answer of a form that was compiled; 0 for None."""
+        return 0 if fingerprint is None else self._compiled_before(fingerprint).shortest
+
     def grid(self, fingerprints: Collection[str]) -> "StructuredGrid | None":
         """The sizes of the tables of some forms that were compiled; None for no form."""
         if not fingerprints:

@@ -111,6 +111,23 @@ def test_the_plan_names_the_forms(job):
     assert job[2]["compiles_during_run"] == 0
 
 
+def test_rows_without_room_for_their_form_count_for_nothing(noria, tmp_path):
+    """One row is refused when it is admitted, and no plan counts it."""
+    form = {"guided_choice": ["aaaaaaaaaaaaaaaaaaaaaaaa"]}
+    rows = [completion(f"r{i}", [5] * 32 + [i] * 8, max_tokens=30, **form) for i in range(6, 9)]
+    rows[2]["body"]["max_tokens"] = 1
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model)
+    said = noria.run("batch", *arguments, "--set", "buckets.chunk=16", expect=1).stderr
+    assert "prompts that begin alike: 32 of 80 tokens can be copied" in said
+    assert (
+        "expected room for the shortest" in answer(read_rows(tmp_path / "out.jsonl")[2])["message"]
+    )
+    arguments = ("--workload", source, "--target", "cpu", "--tries", 1, "-o", tmp_path / "p.toml")
+    said = noria.run("plan", "--model", noria.model, *arguments)
+    assert "2 rows to plan for, 1 refused" in said.stderr
+
+
 def test_a_planned_job_has_the_same_forms(noria, job, tmp_path):
     path = tmp_path / "plan.toml"
     arguments = ("--workload", job[0], "--target", "cpu", "--tries", 1, "-o", path)

@@ -8,7 +8,7 @@ import pytest
 from noria.compile.grids.default_grid import RowShape, derive_grid, ladder_grid, with_overrides
 from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults
 from noria.compile.grids.prefill_bucket import PrefillBucket
-from noria.compile.grids.prefill_ladder import cheapest_prefill, prefill_padding
+from noria.compile.grids.prefill_ladder import _batch_sizes, cheapest_prefill, prefill_padding
 
 
 def rows_of(lengths, max_tokens=16):
@@ -254,3 +254,16 @@ def test_spans_reach_the_length_that_a_user_asks_for(asked, spans):
 def test_what_no_grid_can_be_derived_for_is_refused_by_its_key(asked, message):
     with pytest.raises(ValueError, match=message):
         with_overrides(GridDefaults(), asked)
+
+
+@pytest.mark.parametrize("multiple", [1, 3, 7])
+def test_batches_are_multiples_up_to_the_target_of_tokens(multiple):
+    defaults = GridDefaults(tokens_per_prefill=640, batch_multiple=multiple)
+    every = {-(-n // multiple) * multiple for n in range(1, 11)}
+    assert _batch_sizes(64, defaults) == sorted(every, reverse=True)
+
+
+def test_buckets_of_very_many_devices_are_found_at_once():
+    defaults = GridDefaults(tokens_per_prefill=2**50, batch_multiple=2**40)
+    (bucket,) = cheapest_prefill([16, 16], 32, defaults)
+    assert bucket == PrefillBucket(16, 2**40)

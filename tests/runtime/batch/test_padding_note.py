@@ -1,5 +1,7 @@
 """The padding that a job reports, and what its rows share, for whole prompts and for chunks."""
 
+from dataclasses import replace
+
 import pytest
 from related_prompts import table_of
 
@@ -53,6 +55,16 @@ def test_rows_that_do_not_fit_a_plan_share_nothing(grid, shared):
     table, _ = table_of(prompts)
     note = sharing_note(rows, table, grid)
     assert note is not None and note.startswith(f"prompts that begin alike: {shared}")
+
+
+@pytest.mark.parametrize(("max_tokens", "shortest"), [(8, 9), (None, 25)])
+def test_rows_without_room_for_an_answer_of_their_form_share_nothing(max_tokens, shortest):
+    prompts = [[5] * 32 + [row] * 8 for row in range(6, 9)]
+    rows = [RowShape(40, max_tokens, min_output=shortest - 1) for _ in prompts]
+    rows[2] = replace(rows[2], min_output=shortest)
+    table, _ = table_of(prompts)
+    note = sharing_note(rows, table, BucketGrid(64, ((64, 1, 16),), 4, (64,)))
+    assert note == "prompts that begin alike: 32 of 80 tokens can be copied"
 
 
 def test_rows_that_a_plan_has_no_graphs_for_are_known():

@@ -20,6 +20,7 @@ from noria.runtime.comparison import compare as module
 from noria.runtime.comparison.compare import ComparedModel, compare
 from noria.runtime.comparison.forced_model import forced_grid
 from noria.runtime.errors import ConfigError, InputError
+from noria.runtime.files import disk
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
@@ -212,6 +213,37 @@ def test_what_cannot_be_compared_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("numbers", ["weights=int4,group=7", "int8:-1", "numbers"])
+def test_the_last_model_is_checked_before_the_first_is_loaded(
+    models, prompts, numbers, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(module.session, "load_model", lambda *given: pytest.fail("loaded"))
+    write_model(tmp_path / "other")
+    path = tmp_path / "other" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 200}))
+    others = ["--against", models[1], "--against", models[1]]
+    given = ["--numbers", "float", "--numbers", "int8", "--numbers", numbers]
+    if numbers == "numbers":
+        others, given = ["--against", models[1], "--against", tmp_path / "other"], []
+    rest = ["-i", prompts, "-o", tmp_path / "report", "--quiet"]
+    assert run("--model", models[0], *others, *given, *rest) == 2
+    assert "expected" in capsys.readouterr().err
+
+
+def test_the_table_is_printed_even_if_no_file_can_be_written(
+    models, prompts, tmp_path, capsys, monkeypatch
+):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "replace_file", full)
+    numbers = ["--numbers", "float", "--numbers", "int8"]
+    options = ["-i", prompts, "-o", tmp_path / "report", "--max-tokens", 1, "--quiet"]
+    assert run("--model", models[0], *numbers, *options) == 2
+    said = capsys.readouterr()
+    assert "| model | divergence |" in said.out and "No space left" in said.err
+
+
 @pytest.mark.parametrize("name", ["ring", "ring-tensor", "sequence-parallel", "gpu-host"])
 def test_rows_of_any_length_fit_a_grid_that_the_layout_divides(name):
     layout = Layout.from_table(read_layout_table(name))
@@ -242,3 +274,19 @@ def test_rows_without_prompts_are_refused(models, tmp_path):
     message = r"in.jsonl: line 2: expected rows with prompts, got embedding rows, .* Give rows with"
     with open_model(models[0]) as files, pytest.raises(InputError, match=message):
         read_row_ids(path, files)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"id": "a", "prompt": [5]}', "line 2: expected a new custom_id, got 'a'"),
+        ('{"prompt": [5], "temperature": NaN}', "line 2: expected finite numbers, got NaN"),
+        ('{"prompt": [5.5]}', "line 2: prompt: expected token ids, got 5.5"),
+    ],
+)
+def test_the_place_of_a_wrong_row_is_named_once(models, line, message, tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text(f'{{"id": "a", "prompt": [5]}}\n{line}\n')
+    with open_model(models[0]) as files, pytest.raises(InputError) as error:
+        read_row_ids(path, files)
+    assert str(error.value).startswith(f"{path}: {message}")

@@ -57,3 +57,22 @@ def test_figures_keep_the_order_of_fields():
     assert figures.perplexity.mean == pytest.approx(math.exp(3))
     assert figures.divergence_quantiles[1.0] == pytest.approx(0.3)
     assert figures.widest_gap == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("loss", [710.0, 3e38])
+def test_a_perplexity_above_all_floats_is_infinite(loss):
+    rows = [np.array([-loss]), np.array([-loss, -loss])]
+    estimate = perplexity(rows)
+    assert estimate == Estimate(math.inf, None) and estimate.text(3) == "inf ± ?"
+    assert estimate.as_json() == {"mean": None, "standard_error": None}
+
+
+def test_an_error_above_all_floats_is_no_number_in_json():
+    estimate = perplexity([np.array([-700.0]), np.array([-719.0])])
+    assert math.isfinite(estimate.mean) and estimate.error == math.inf
+    assert estimate.as_json() == {"mean": estimate.mean, "standard_error": None}
+
+
+def test_large_numbers_are_short():
+    assert Estimate(1.5e300, 2.5e299).text(3) == "1.500e+300 ± 2.500e+299"
+    assert Estimate(999999.0, 0.25).text(2) == "999999.00 ± 0.25"

@@ -23,10 +23,12 @@ from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.pooling_config import Pooling
 from noria.modelzoo.weight_formats import WeightFormat
 from noria.runtime.checkpoint import ModelFiles, open_model
+from noria.runtime.checkpoint.compressed_tensors import write_directory
 from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.published_tensors import publish
 from noria.runtime.cli import main
 from noria.runtime.errors import InvalidConfig
+from noria.runtime.quantisation import quantise
 from noria.runtime.quantisation.published_form import PublishedForm
 
 ROWS = [np.random.default_rng(n).integers(3, 11, 14).tolist() for n in range(6)]
@@ -311,3 +313,90 @@ def test_a_model_in_codes_keeps_the_dtype_of_its_other_tensors(published, tmp_pa
     stored = load_file(tmp_path / "int4" / "model.safetensors")
     matrix = "model.layers.0.mlp.down_proj.weight"
     assert stored[f"{matrix}_scale"].dtype == stored["model.norm.weight"].dtype == "bfloat16"
+
+
+def write_again(path: Path) -> None:
+    """Write a file with the same bytes, at another time."""
+    path.write_bytes(path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("model.safetensors", write_again, "expected the file as it was opened, got another one"),
+        ("model.safetensors", Path.unlink, "expected the file as it was opened, got none"),
+        ("tokenizer.json", Path.unlink, "expected the configuration and the tokenizer"),
+        ("config.json", lambda path: path.write_text("{}"), "expected the configuration"),
+    ],
+)
+@pytest.mark.parametrize("moment", ["first", "last"])
+def test_a_model_that_changes_while_it_is_read_leaves_nothing(
+    published, name, change, message, moment, tmp_path, capsys, monkeypatch
+):
+    """The file changes after the first or after the last weight has been read."""
+    shutil.copytree(published, tmp_path / "model")
+    layers = []
+
+    def say(options, line) -> None:
+        layers.append(line)
+        if line == {"first": "layer 1 of 2", "last": "layer 2 of 2"}[moment]:
+            change(tmp_path / "model" / name)
+
+    monkeypatch.setattr("noria.runtime.commands.quantize_command.note", say)
+    folder = tmp_path / "new" / "q"
+    assert quantize(tmp_path / "model", folder, "--numbers", "int8") == 3, layers
+    error = capsys.readouterr().err
+    assert message in error and "start again" in error
+    assert not folder.parent.exists()
+
+
+def test_a_checkpoint_that_changes_after_its_last_tensor_leaves_nothing(
+    published, tmp_path, capsys, monkeypatch
+):
+    """An orbax checkpoint does not compare its files with those that were opened."""
+    assert main(["convert", "--model", str(published), "-o", str(tmp_path / "model")]) == 0
+    stored = tmp_path / "model" / "params" / "_METADATA"
+    read = quantise._Model._round
+
+    def round_and_change(self, path, *rest):
+        write_again(stored)
+        return read(self, path, *rest)
+
+    monkeypatch.setattr(quantise._Model, "_round", round_and_change)
+    folder = tmp_path / "q"
+    folder.mkdir()
+    assert quantize(tmp_path / "model", folder, "--numbers", "int8", "--quiet") == 3
+    assert "expected the file as it was opened, got another one" in capsys.readouterr().err
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_an_error_while_writing_leaves_nothing(published, error, tmp_path):
+    def tensors():
+        raise error
+        yield
+
+    (tmp_path / "q").mkdir()
+    others = {"tokenizer.json": b"{}", "1_Pooling/config.json": b"{}"}
+    with pytest.raises(type(error)):
+        write_directory(tmp_path / "q", {}, others, {}, tensors())
+    assert not list((tmp_path / "q").iterdir())
+
+
+@pytest.mark.parametrize(
+    "options", [["--numbers", "int8", "--smooth"], ["--numbers", "int4:8", "--method", "gptq"]]
+)
+def test_features_that_float32_cannot_square_are_refused(
+    published, calibration, options, tmp_path, capsys
+):
+    """All weights are finite, and hidden features of about 1e30 too, but not their squares."""
+    shutil.copytree(published, tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    large = {n: x * np.float32(1e15) for n, x in tensors.items() if "gate_" in n or "up_" in n}
+    save_file({**tensors, **large}, path)
+    options = [*options, "--calibration", calibration, "--quiet"]
+    assert quantize(tmp_path / "model", tmp_path / "q", *options) == 3
+    message = "layers.0.mlp.down: expected calibration features with finite squares"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "q").exists()
