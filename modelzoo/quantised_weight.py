@@ -27,12 +27,16 @@ import jax.numpy as jnp
 from .weight_formats import Quantisation
 
 _Value = TypeVar("_Value")
+_Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 _LEADING = "abcd"
 """Dimension letters of leading axes that an equation leaves out."""
 _GROUP, _MEMBER = "g", "k"
 """Dimension letters of the groups of a weight, and of the input features of a group."""
 _LARGEST_INT8 = 127
+_FEW_ROWS_ON_GPU = 512
+"""The most rows whose product takes no longer than writing the values of the weight, and reading
+them again, on an H100."""
 
 
 @jax.tree_util.register_dataclass
@@ -197,14 +201,7 @@ def multiply_codes(
         inputs = "".join(labels[axis] for axis in weight.quantisation.inputs)
         x = _take_flat(x, weight.order, x_labels.index(inputs), len(inputs))
     if weight.num_groups > 1 or weight.offsets is not None:
-
-        def multiply_values(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
-            return product(x, weight.dequantise())
-
-        if not _has_few_rows(x_labels, labels, out_labels, x, weight):
-            return multiply_values(x, weight)
-        by_group = partial(multiply_by_group, x_labels, labels, out_labels)
-        return jax.lax.platform_dependent(x, weight, tpu=by_group, default=multiply_values)
+        return _multiply_in_groups((x_labels, labels, out_labels), product, x, weight)
     labels = "".join(weight.quantisation.replace_inputs(tuple(labels)))
     scales, of_result = weight.scales.squeeze(weight.quantisation.inputs[-1]), 1
     if set(labels) <= set(out_labels):
@@ -221,19 +218,73 @@ def multiply_codes(
     return product(x_codes, weight.codes).astype(jnp.float32) * x_scale * of_result
 
 
-def _has_few_rows(
-    x_labels: str, labels: str, out_labels: str, x: jax.Array, weight: QuantisedWeight
-) -> bool:
-    """Whether the products of all groups are no more numbers than the values of the weight.
+def _multiply_in_groups(
+    all_labels: tuple[str, str, str], product: _Product, x: jax.Array, weight: QuantisedWeight
+) -> jax.Array:
+    """Multiply activations with a weight in groups, in the best form for the platform and rows.
 
-    It is false for slices: XLA for TPU would copy their codes, but dequantises them as it slices.
+    `all_labels` are the labels of the activations, the weight and the result.
     """
-    inputs = [labels[axis] for axis in weight.quantisation.inputs]
-    if weight.is_slice or any(label in out_labels for label in inputs):
-        return False
+
+    def multiply_values(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
+        return product(x, weight.dequantise())
+
+    x_labels, labels, out_labels = all_labels
+    if any(labels[axis] in out_labels for axis in weight.quantisation.inputs):
+        return multiply_values(x, weight)
     sizes = dict(zip(x_labels, x.shape, strict=True))
     rows = math.prod(sizes[label] for label in out_labels if label not in labels)
-    return rows * weight.num_groups <= weight.quantisation.num_inputs(weight.shape)
+    forms = {}
+    # XLA for TPU would copy the codes of a slice, but dequantises them as it slices
+    has_few_sums = rows * weight.num_groups <= weight.quantisation.num_inputs(weight.shape)
+    if has_few_sums and not weight.is_slice:
+        forms["tpu"] = partial(multiply_by_group, *all_labels)
+    if rows <= _FEW_ROWS_ON_GPU and x.dtype == weight.value_dtype == jnp.bfloat16:
+        forms["cuda"] = partial(multiply_in_float32, *all_labels, product)
+    return jax.lax.platform_dependent(x, weight, default=multiply_values, **forms)
+
+
+def multiply_in_float32(
+    x_labels: str,
+    labels: str,
+    out_labels: str,
+    product: _Product,
+    x: jax.Array,
+    weight: QuantisedWeight,
+) -> jax.Array:
+    """Multiply bfloat16 activations with a weight in groups, whose values are float32.
+
+    The product rounds both to bfloat16. XLA for GPU computes an array within the product that reads
+    it only if no step makes its numbers narrower. Offsets are not added to the values: they are
+    multiplied with sums of the activations.
+
+    Args:
+      x_labels: The labels of the activations; the product sums over all inputs of the weight.
+      labels: The labels of the weight.
+      out_labels: The labels of the result.
+      product: The product of activations and values.
+      x: Activations.
+      weight: The weight.
+
+    Returns:
+      The product in float32.
+    """
+    weight = _with_signed_codes(weight)
+    values = replace(weight, offsets=None, dtype=jnp.dtype("float32")).dequantise()
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        out = product(x.astype(jnp.float32), values)
+    return _add_offsets(out, x_labels, labels, out_labels, x, weight)
+
+
+def _with_signed_codes(weight: QuantisedWeight) -> QuantisedWeight:
+    """The same weight without codes of uint4, which XLA for GPU does not convert in a product."""
+    if weight.codes.dtype != jnp.uint4:
+        return weight
+    assert weight.offsets is not None, "codes without a sign have offsets"
+    center = 8
+    codes = jax.lax.bitcast_convert_type(weight.codes ^ jnp.uint4(center), jnp.int4)
+    offsets = weight.offsets + weight.scales.astype(jnp.float32) * center
+    return replace(weight, codes=codes, offsets=offsets)
 
 
 def multiply_by_group(
@@ -241,32 +292,44 @@ def multiply_by_group(
 ) -> jax.Array:
     """Multiply activations with a weight in groups, as a batch of products: one for each group.
 
-    Args:
-      x_labels: The labels of the activations; the product sums over all inputs of the weight.
-      labels: The labels of the weight.
-      out_labels: The labels of the result.
-      x: Activations.
-      weight: The weight.
-
-    Returns:
-      The product in float32.
+    The arguments are those of `multiply_in_float32`.
     """
     quantisation, codes = weight.quantisation, weight.grouped_codes().astype(x.dtype)
-    inputs = "".join(labels[axis] for axis in quantisation.inputs)
-    member_labels, scale_labels = (
-        "".join(quantisation.replace_inputs(tuple(labels), *new))
-        for new in ((_GROUP, _MEMBER), (_GROUP,))
-    )
-    start = x_labels.index(inputs)
-    sizes = weight.num_groups, quantisation.num_inputs(weight.shape) // weight.num_groups
-    x = x.reshape(*x.shape[:start], *sizes, *x.shape[start + len(inputs) :])
-    x_labels, of_groups = x_labels.replace(inputs, _GROUP + _MEMBER), _GROUP + out_labels
-    out = _einsum(f"{x_labels},{member_labels}->{of_groups}", x, codes)
+    member_labels = "".join(quantisation.replace_inputs(tuple(labels), _GROUP, _MEMBER))
+    grouped_labels, grouped_x = _group(x_labels, labels, x, weight)
+    of_groups = _GROUP + out_labels
+    out = _einsum(f"{grouped_labels},{member_labels}->{of_groups}", grouped_x, codes)
+    scale_labels = "".join(quantisation.replace_inputs(tuple(labels), _GROUP))
     out = (out * _align(weight.scales, scale_labels, of_groups)).sum(axis=0)
+    return _add_offsets(out, x_labels, labels, out_labels, x, weight)
+
+
+def _group(
+    x_labels: str, labels: str, x: jax.Array, weight: QuantisedWeight
+) -> tuple[str, jax.Array]:
+    """Activations and their labels, with groups and their members in place of the inputs."""
+    inputs = "".join(labels[axis] for axis in weight.quantisation.inputs)
+    start = x_labels.index(inputs)
+    sizes = weight.num_groups, weight.quantisation.num_inputs(weight.shape) // weight.num_groups
+    grouped = x.reshape(*x.shape[:start], *sizes, *x.shape[start + len(inputs) :])
+    return x_labels.replace(inputs, _GROUP + _MEMBER), grouped
+
+
+def _add_offsets(
+    out: jax.Array,
+    x_labels: str,
+    labels: str,
+    out_labels: str,
+    x: jax.Array,
+    weight: QuantisedWeight,
+) -> jax.Array:
+    """Add the products of the offsets of groups with the sums of their activations."""
     if weight.offsets is None:
         return out
-    sums = x.astype(jnp.float32).sum(axis=start + 1)
-    equation = f"{x_labels.replace(_MEMBER, '')},{scale_labels}->{out_labels}"
+    grouped_labels, grouped_x = _group(x_labels, labels, x, weight)
+    sums = grouped_x.astype(jnp.float32).sum(axis=grouped_labels.index(_MEMBER))
+    scale_labels = "".join(weight.quantisation.replace_inputs(tuple(labels), _GROUP))
+    equation = f"{grouped_labels.replace(_MEMBER, '')},{scale_labels}->{out_labels}"
     return out + _einsum(equation, sums, weight.offsets)
 
 
