@@ -146,7 +146,11 @@ def written_arrays(text: str) -> Iterator[tuple[str, int]]:
         (WeightFormat("int8"), "int8", 1.5),
         (WeightFormat("float8_e4m3fn"), "float8_e4m3fn", 1.5),
         (WeightFormat("float8_e4m3fn", 0, "float32"), None, 1.5),
-        (WeightFormat("int4"), "int8", 1.6),
+        (WeightFormat("int4"), "int4", 1.8),
+        (WeightFormat("int4", 128), "int8", 1.4),
+        (WeightFormat("float8_e4m3fn", 128, "float32"), "float8_e4m3fn", 1.4),
+        # codes without a sign are written again as codes with a sign
+        (WeightFormat("uint4", 128, "float16", has_offsets=True), "int8", 2.6),
     ],
     ids=str,
 )
@@ -161,7 +165,7 @@ def test_decode_widens_no_weight_and_no_cache_in_codes(form, cache_codes, most_b
         rules = WeightRules(published=(("layers.*.attention.*", form), ("layers.*.mlp.*", form)))
     _, text, model = compile_8b("decode", rules, cache_codes)
     assert len(model.quantisations) == 4
-    codes = {"s8", "s4", "f8e4m3fn"}
+    codes = {"s8", "s4", "u4", "f8e4m3fn"}
     large = {dtype for dtype, numbers in written_arrays(text) if numbers >= SMALLEST}
     assert large <= (codes if cache_codes else {"bf16"}), "only segments of the cache are large"
     report = read_report(text, "gpu", {"data": 1})
