@@ -1,12 +1,15 @@
 """Weights as codes with scales, and the products of activations with them.
 
 A product of a weight without groups converts the codes alone, and applies the scales to its result
-or to its activations. XLA for TPU and GPU converts codes within the product, but XLA for GPU would
-write a dequantised weight to memory first, and XLA for CPU writes converted codes, too. A weight in
-groups is dequantised before its product. But for few rows, XLA for TPU would write a large
-dequantised weight to memory. There, codes are multiplied in a batch of products, one for each
-group, and scales multiply the results of the groups. For more rows than a group has members, these
-results would be more numbers than the weight, and take longer than dequantising it.
+or to its activations. XLA for TPU and GPU converts codes within the product, while XLA for CPU
+writes converted codes to memory. A weight in groups is dequantised before its product. XLA may then
+write its values to memory, so products of few rows have two other forms:
+
+- On TPU, codes are multiplied in a batch of products, one for each group, and scales multiply the
+  results of the groups. For more rows than a group has members, these results would be more numbers
+  than the weight, and take longer than dequantising it.
+- On GPU, values are float32, and the product rounds them. XLA then dequantises within the product,
+  with the options `compile.compiler_options` for weights in groups.
 
 A product may round its activations to int8, too, with one scale for all features of a token that it
 sums over. Then it multiplies integers, sums them as int32, and both scales multiply its result.
