@@ -9,7 +9,7 @@ write its values to memory, so products of few rows have two other forms:
   results of the groups. For more rows than a group has members, these results would be more numbers
   than the weight, and take longer than dequantising it.
 - On GPU, values are float32, and the product rounds them. XLA then dequantises within the product,
-  with the options `compile.compiler_options` for weights in groups.
+  if an option of the compiler allows it.
 
 A product may round its activations to int8, too, with one scale for all features of a token that it
 sums over. Then it multiplies integers, sums them as int32, and both scales multiply its result.
@@ -272,15 +272,22 @@ def multiply_in_float32(
     Returns:
       The product in float32.
     """
-    weight = _with_signed_codes(weight)
+    weight = _with_convertible_codes(weight)
     values = replace(weight, offsets=None, dtype=jnp.dtype("float32")).dequantise()
     with jax.default_matmul_precision("BF16_BF16_F32"):
         out = product(x.astype(jnp.float32), values)
     return _add_offsets(out, x_labels, labels, out_labels, x, weight)
 
 
-def _with_signed_codes(weight: QuantisedWeight) -> QuantisedWeight:
-    """The same weight without codes of uint4, which XLA for GPU does not convert in a product."""
+def _with_convertible_codes(weight: QuantisedWeight) -> QuantisedWeight:
+    """The same weight, with codes that XLA for GPU converts within a product.
+
+    It does not convert uint4 and float4 there, so these are written as int4 and float8.
+    """
+    if weight.codes.dtype == jnp.float4_e2m1fn:
+        # without the barrier, XLA would write float32
+        codes = jax.lax.optimization_barrier(weight.codes.astype(jnp.float8_e4m3fn))
+        return replace(weight, codes=codes)
     if weight.codes.dtype != jnp.uint4:
         return weight
     assert weight.offsets is not None, "codes without a sign have offsets"
