@@ -243,11 +243,11 @@ def _multiply_in_groups(
     if has_few_sums and not weight.is_slice:
         forms["tpu"] = partial(multiply_by_group, *all_labels)
     if rows <= _FEW_ROWS_ON_GPU and x.dtype == weight.value_dtype == jnp.bfloat16:
-        forms["cuda"] = partial(multiply_in_float32, *all_labels, product)
+        forms["cuda"] = partial(multiply_on_gpu, *all_labels, product)
     return jax.lax.platform_dependent(x, weight, default=multiply_values, **forms)
 
 
-def multiply_in_float32(
+def multiply_on_gpu(
     x_labels: str,
     labels: str,
     out_labels: str,
@@ -255,11 +255,11 @@ def multiply_in_float32(
     x: jax.Array,
     weight: QuantisedWeight,
 ) -> jax.Array:
-    """Multiply bfloat16 activations with a weight in groups, whose values are float32.
+    """Multiply a few rows of bfloat16 activations with a weight in groups, or with offsets.
 
-    The product rounds both to bfloat16. XLA for GPU computes an array within the product that reads
-    it only if no step makes its numbers narrower. Offsets are not added to the values: they are
-    multiplied with sums of the activations.
+    The values of the weight are float32, and the product rounds them to bfloat16. XLA for GPU
+    computes an array within the product that reads it only if no step makes its numbers narrower.
+    Offsets are not added to the values: they are multiplied with sums of the activations.
 
     Args:
       x_labels: The labels of the activations; the product sums over all inputs of the weight.
@@ -273,6 +273,8 @@ def multiply_in_float32(
       The product in float32.
     """
     weight = _with_convertible_codes(weight)
+    if weight.num_groups == 1:
+        return multiply_by_group(x_labels, labels, out_labels, x, weight)
     values = replace(weight, offsets=None, dtype=jnp.dtype("float32")).dequantise()
     with jax.default_matmul_precision("BF16_BF16_F32"):
         out = product(x.astype(jnp.float32), values)
@@ -290,10 +292,11 @@ def _with_convertible_codes(weight: QuantisedWeight) -> QuantisedWeight:
         return replace(weight, codes=codes)
     if weight.codes.dtype != jnp.uint4:
         return weight
-    assert weight.offsets is not None, "codes without a sign have offsets"
     center = 8
     codes = jax.lax.bitcast_convert_type(weight.codes ^ jnp.uint4(center), jnp.int4)
-    offsets = weight.offsets + weight.scales.astype(jnp.float32) * center
+    offsets = weight.scales.astype(jnp.float32) * center
+    if weight.offsets is not None:
+        offsets = offsets + weight.offsets
     return replace(weight, codes=codes, offsets=offsets)
 
 
@@ -302,7 +305,7 @@ def multiply_by_group(
 ) -> jax.Array:
     """Multiply activations with a weight in groups, as a batch of products: one for each group.
 
-    The arguments are those of `multiply_in_float32`.
+    The arguments are those of `multiply_on_gpu`.
     """
     quantisation, codes = weight.quantisation, weight.grouped_codes().astype(x.dtype)
     member_labels = "".join(quantisation.replace_inputs(tuple(labels), _GROUP, _MEMBER))

@@ -149,6 +149,7 @@ def written_arrays(text: str) -> Iterator[tuple[str, int]]:
         (WeightFormat("int4"), "int4", 1.8),
         (WeightFormat("int4", 128), "int8", 1.4),
         (WeightFormat("float8_e4m3fn", 128, "float32"), "float8_e4m3fn", 1.4),
+        (WeightFormat("int8", 0, "bfloat16", has_offsets=True), "int8", 1.6),
         # codes without a sign are written as codes with a sign in each step
         (WeightFormat("uint4", 128, "float16", has_offsets=True), "int8", 2.6),
     ],

@@ -18,7 +18,7 @@ from noria.modelzoo.quantised_weight import (
     QuantisedWeight,
     as_slices,
     multiply_by_group,
-    multiply_in_float32,
+    multiply_on_gpu,
     slice_weight,
     take_rows,
 )
@@ -38,6 +38,7 @@ PUBLISHED = [
     WeightFormat("float8_e4m3fn", 4, "float32"),
     WeightFormat("float4_e2m1fn", 4, "float8_e8m0fnu"),
 ]
+IN_GROUPS = [x for x in (*FORMATS, *PUBLISHED) if x.group or x.has_offsets]
 PRODUCTS = [
     (*einsum("BTF,FD->BTD"), (3, 5, 16), (16, 24), (-2,)),
     (*einsum("BTD,DKJH->BTKJH"), (3, 1, 16), (16, 2, 4, 8), (-4,)),
@@ -97,13 +98,13 @@ def by_group(labels: tuple[str, str, str], product, x: jax.Array, weight: Quanti
     return multiply_by_group(*labels, x, weight)
 
 
-def in_float32(labels: tuple[str, str, str], product, x: jax.Array, weight: QuantisedWeight):
+def on_gpu(labels: tuple[str, str, str], product, x: jax.Array, weight: QuantisedWeight):
     """Return the product as a GPU computes it for few rows, but here in true float32."""
-    return multiply_in_float32(*labels, product, x, weight)
+    return multiply_on_gpu(*labels, product, x, weight)
 
 
-@pytest.mark.parametrize("multiplied", [by_group, in_float32])
-@pytest.mark.parametrize("form", [x for x in (*FORMATS, *PUBLISHED) if x.group], ids=str)
+@pytest.mark.parametrize("multiplied", [by_group, on_gpu])
+@pytest.mark.parametrize("form", IN_GROUPS, ids=str)
 @pytest.mark.parametrize("case", PRODUCTS[:4], ids=lambda case: case[0])
 def test_the_product_of_few_rows_is_that_with_the_values(case, form, multiplied):
     equation, product, x_shape, shape, inputs = case
