@@ -25,19 +25,20 @@ On the CPU it leaves reductions to the library YNNPACK, and products to Eigen, w
 those of float32 arrays with many rows. It is used only if all products are of float32.
 """
 
+GPU_OPTIONS_FOR_INT4_CACHES: Mapping[str, bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""Default options of GPUs for a cache in int4.
+
+XLA would make one product of those with the keys of two segments, as they have the same queries,
+and write the keys in a wider dtype for it.
+"""
 GPU_OPTIONS_FOR_GROUPS: Mapping[str, bool | int] = {
+    "xla_gpu_dot_merger_threshold_mb": 0,
     "xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True,
     "xla_gpu_experimental_force_split_k": 1,
 }
 """Default options of GPUs if a weight has groups: XLA then dequantises it within the product.
 
-It could not do so if it split the inputs of the product.
-"""
-GPU_OPTIONS_FOR_INT4_CACHES: Mapping[str, bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
-"""Default options of GPUs for a cache in int4.
-
-XLA would make one product of those with the keys of two segments, and write the keys in a wider
-dtype for it.
+It could not do so if it joined products, or split the inputs of a product.
 """
 
 

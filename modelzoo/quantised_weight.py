@@ -233,16 +233,16 @@ def _multiply_in_groups(
         return product(x, weight.dequantise())
 
     x_labels, labels, out_labels = all_labels
-    if any(labels[axis] in out_labels for axis in weight.quantisation.inputs):
-        return multiply_values(x, weight)
+    is_summed = not any(labels[axis] in out_labels for axis in weight.quantisation.inputs)
     sizes = dict(zip(x_labels, x.shape, strict=True))
     rows = math.prod(sizes[label] for label in out_labels if label not in labels)
     forms = {}
     # XLA for TPU would copy the codes of a slice, but dequantises them as it slices
     has_few_sums = rows * weight.num_groups <= weight.quantisation.num_inputs(weight.shape)
-    if has_few_sums and not weight.is_slice:
+    if has_few_sums and is_summed and not weight.is_slice:
         forms["tpu"] = partial(multiply_by_group, *all_labels)
-    if rows <= _FEW_ROWS_ON_GPU and x.dtype == weight.value_dtype == jnp.bfloat16:
+    is_bfloat16 = x.dtype == weight.value_dtype == jnp.bfloat16
+    if rows <= _FEW_ROWS_ON_GPU and is_bfloat16 and (is_summed or weight.offsets is None):
         forms["cuda"] = partial(multiply_on_gpu, *all_labels, product)
     return jax.lax.platform_dependent(x, weight, default=multiply_values, **forms)
 
