@@ -158,7 +158,13 @@ def plan_graphs(
     """
     graphs = _GraphPlanner(model, grid, placement, dtype, experts, attention).graphs()
     is_float32 = dtype == jnp.float32 and not model.weight_rules.rounds_activations
-    options = with_defaults(compiler, placement.platform, is_float32=is_float32)
+    options = with_defaults(
+        compiler,
+        placement.platform,
+        is_float32=is_float32,
+        has_groups=any(one.format.group for one in model.quantisations.values()),
+        has_int4_cache=model.arrangement.cache_codes == "int4",
+    )
     return [replace(graph, options=options.get(graph.kind, {})) for graph in graphs]
 
 

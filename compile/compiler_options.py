@@ -25,6 +25,22 @@ On the CPU it leaves reductions to the library YNNPACK, and products to Eigen, w
 those of float32 arrays with many rows. It is used only if all products are of float32.
 """
 
+GPU_OPTIONS_FOR_INT4_CACHES: Mapping[str, bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""Default options of GPUs for a cache in int4.
+
+XLA would make one product of those with the keys of two segments, as they have the same queries,
+and write the keys in a wider dtype for it.
+"""
+GPU_OPTIONS_FOR_GROUPS: Mapping[str, bool | int] = {
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    "xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True,
+    "xla_gpu_experimental_force_split_k": 1,
+}
+"""Default options of GPUs if a weight has groups: XLA then dequantises it within the product.
+
+It could not do so if it joined products, or split the inputs of a product.
+"""
+
 
 class CompilerOptionRefused(ValueError):
     """An option that the compiler does not know, or a value that it refuses."""
@@ -54,17 +70,30 @@ def read_options(table: Any) -> CompilerOptions:
     return {kind: dict(sorted(table[kind].items())) for kind in KINDS if table.get(kind)}
 
 
-def with_defaults(options: CompilerOptions, platform: str, *, is_float32: bool) -> CompilerOptions:
+def with_defaults(
+    options: CompilerOptions,
+    platform: str,
+    *,
+    is_float32: bool,
+    has_groups: bool = False,
+    has_int4_cache: bool = False,
+) -> CompilerOptions:
     """Options completed with the defaults of a platform.
 
     Args:
       options: The options of the plan.
       platform: The platform.
       is_float32: Whether all products are of float32 arrays.
+      has_groups: Whether a weight has groups.
+      has_int4_cache: Whether keys and values are stored in int4.
     """
     defaults = PLATFORM_OPTIONS.get(platform, NO_OPTIONS)
     if platform == "cpu" and not is_float32:
         defaults = NO_OPTIONS
+    if platform == "gpu":
+        of_groups = GPU_OPTIONS_FOR_GROUPS if has_groups else {}
+        of_cache = GPU_OPTIONS_FOR_INT4_CACHES if has_int4_cache else {}
+        defaults = {kind: {**of_groups, **of_cache} for kind in KINDS if kind != "fork"}
     merged = {kind: {**defaults.get(kind, {}), **options.get(kind, {})} for kind in KINDS}
     return {kind: dict(sorted(values.items())) for kind, values in merged.items() if values}
 

@@ -1,12 +1,15 @@
 """Weights as codes with scales, and the products of activations with them.
 
 A product of a weight without groups converts the codes alone, and applies the scales to its result
-or to its activations. XLA for TPU and GPU converts codes within the product, but XLA for GPU would
-write a dequantised weight to memory first, and XLA for CPU writes converted codes, too. A weight in
-groups is dequantised before its product. But for few rows, XLA for TPU would write a large
-dequantised weight to memory. There, codes are multiplied in a batch of products, one for each
-group, and scales multiply the results of the groups. For more rows than a group has members, these
-results would be more numbers than the weight, and take longer than dequantising it.
+or to its activations. XLA for TPU and GPU converts codes within the product, while XLA for CPU
+writes converted codes to memory. A weight in groups is dequantised before its product. XLA may then
+write its values to memory, so products of few rows have two other forms:
+
+- On TPU, codes are multiplied in a batch of products, one for each group, and scales multiply the
+  results of the groups. For more rows than a group has members, these results would be more numbers
+  than the weight, and take longer than dequantising it.
+- On GPU, values are float32, and the product rounds them. XLA then dequantises within the product,
+  if an option of the compiler allows it.
 
 A product may round its activations to int8, too, with one scale for all features of a token that it
 sums over. Then it multiplies integers, sums them as int32, and both scales multiply its result.
@@ -27,12 +30,16 @@ import jax.numpy as jnp
 from .weight_formats import Quantisation
 
 _Value = TypeVar("_Value")
+_Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 _LEADING = "abcd"
 """Dimension letters of leading axes that an equation leaves out."""
 _GROUP, _MEMBER = "g", "k"
 """Dimension letters of the groups of a weight, and of the input features of a group."""
 _LARGEST_INT8 = 127
+_FEW_ROWS_ON_GPU = 512
+"""The most rows whose product takes no longer than writing the values of the weight, and reading
+them again, on an H100."""
 
 
 @jax.tree_util.register_dataclass
@@ -197,14 +204,7 @@ def multiply_codes(
         inputs = "".join(labels[axis] for axis in weight.quantisation.inputs)
         x = _take_flat(x, weight.order, x_labels.index(inputs), len(inputs))
     if weight.num_groups > 1 or weight.offsets is not None:
-
-        def multiply_values(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
-            return product(x, weight.dequantise())
-
-        if not _has_few_rows(x_labels, labels, out_labels, x, weight):
-            return multiply_values(x, weight)
-        by_group = partial(multiply_by_group, x_labels, labels, out_labels)
-        return jax.lax.platform_dependent(x, weight, tpu=by_group, default=multiply_values)
+        return _multiply_in_groups((x_labels, labels, out_labels), product, x, weight)
     labels = "".join(weight.quantisation.replace_inputs(tuple(labels)))
     scales, of_result = weight.scales.squeeze(weight.quantisation.inputs[-1]), 1
     if set(labels) <= set(out_labels):
@@ -221,19 +221,83 @@ def multiply_codes(
     return product(x_codes, weight.codes).astype(jnp.float32) * x_scale * of_result
 
 
-def _has_few_rows(
-    x_labels: str, labels: str, out_labels: str, x: jax.Array, weight: QuantisedWeight
-) -> bool:
-    """Whether the products of all groups are no more numbers than the values of the weight.
+def _multiply_in_groups(
+    all_labels: tuple[str, str, str], product: _Product, x: jax.Array, weight: QuantisedWeight
+) -> jax.Array:
+    """Multiply activations with a weight in groups, in the best form for the platform and rows.
 
-    It is false for slices: XLA for TPU would copy their codes, but dequantises them as it slices.
+    `all_labels` are the labels of the activations, the weight and the result.
     """
-    inputs = [labels[axis] for axis in weight.quantisation.inputs]
-    if weight.is_slice or any(label in out_labels for label in inputs):
-        return False
+
+    def multiply_values(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
+        return product(x, weight.dequantise())
+
+    x_labels, labels, out_labels = all_labels
+    is_summed = not any(labels[axis] in out_labels for axis in weight.quantisation.inputs)
     sizes = dict(zip(x_labels, x.shape, strict=True))
     rows = math.prod(sizes[label] for label in out_labels if label not in labels)
-    return rows * weight.num_groups <= weight.quantisation.num_inputs(weight.shape)
+    forms = {}
+    # XLA for TPU would copy the codes of a slice, but dequantises them as it slices
+    has_few_sums = rows * weight.num_groups <= weight.quantisation.num_inputs(weight.shape)
+    if has_few_sums and is_summed and not weight.is_slice:
+        forms["tpu"] = partial(multiply_by_group, *all_labels)
+    is_bfloat16 = x.dtype == weight.value_dtype == jnp.bfloat16
+    if rows <= _FEW_ROWS_ON_GPU and is_bfloat16 and (is_summed or weight.offsets is None):
+        forms["cuda"] = partial(multiply_on_gpu, *all_labels, product)
+    return jax.lax.platform_dependent(x, weight, default=multiply_values, **forms)
+
+
+def multiply_on_gpu(
+    x_labels: str,
+    labels: str,
+    out_labels: str,
+    product: _Product,
+    x: jax.Array,
+    weight: QuantisedWeight,
+) -> jax.Array:
+    """Multiply a few rows of bfloat16 activations with a weight in groups, or with offsets.
+
+    The values of the weight are float32, and the product rounds them to bfloat16. XLA for GPU
+    computes an array within the product that reads it only if no step makes its numbers narrower.
+    Offsets are not added to the values: they are multiplied with sums of the activations.
+
+    Args:
+      x_labels: The labels of the activations; the product sums over all inputs of the weight.
+      labels: The labels of the weight.
+      out_labels: The labels of the result.
+      product: The product of activations and values.
+      x: Activations.
+      weight: The weight.
+
+    Returns:
+      The product in float32.
+    """
+    weight = _with_convertible_codes(weight)
+    if weight.num_groups == 1:
+        return multiply_by_group(x_labels, labels, out_labels, x, weight)
+    values = replace(weight, offsets=None, dtype=jnp.dtype("float32")).dequantise()
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        out = product(x.astype(jnp.float32), values)
+    return _add_offsets(out, x_labels, labels, out_labels, x, weight)
+
+
+def _with_convertible_codes(weight: QuantisedWeight) -> QuantisedWeight:
+    """The same weight, with codes that XLA for GPU converts within a product.
+
+    It does not convert uint4 and float4 there, so these are written as int4 and float8.
+    """
+    if weight.codes.dtype == jnp.float4_e2m1fn:
+        # without the barrier, XLA would write float32
+        codes = jax.lax.optimization_barrier(weight.codes.astype(jnp.float8_e4m3fn))
+        return replace(weight, codes=codes)
+    if weight.codes.dtype != jnp.uint4:
+        return weight
+    center = 8
+    codes = jax.lax.bitcast_convert_type(weight.codes ^ jnp.uint4(center), jnp.int4)
+    offsets = weight.scales.astype(jnp.float32) * center
+    if weight.offsets is not None:
+        offsets = offsets + weight.offsets
+    return replace(weight, codes=codes, offsets=offsets)
 
 
 def multiply_by_group(
@@ -241,32 +305,44 @@ def multiply_by_group(
 ) -> jax.Array:
     """Multiply activations with a weight in groups, as a batch of products: one for each group.
 
-    Args:
-      x_labels: The labels of the activations; the product sums over all inputs of the weight.
-      labels: The labels of the weight.
-      out_labels: The labels of the result.
-      x: Activations.
-      weight: The weight.
-
-    Returns:
-      The product in float32.
+    The arguments are those of `multiply_on_gpu`.
     """
     quantisation, codes = weight.quantisation, weight.grouped_codes().astype(x.dtype)
-    inputs = "".join(labels[axis] for axis in quantisation.inputs)
-    member_labels, scale_labels = (
-        "".join(quantisation.replace_inputs(tuple(labels), *new))
-        for new in ((_GROUP, _MEMBER), (_GROUP,))
-    )
-    start = x_labels.index(inputs)
-    sizes = weight.num_groups, quantisation.num_inputs(weight.shape) // weight.num_groups
-    x = x.reshape(*x.shape[:start], *sizes, *x.shape[start + len(inputs) :])
-    x_labels, of_groups = x_labels.replace(inputs, _GROUP + _MEMBER), _GROUP + out_labels
-    out = _einsum(f"{x_labels},{member_labels}->{of_groups}", x, codes)
+    member_labels = "".join(quantisation.replace_inputs(tuple(labels), _GROUP, _MEMBER))
+    grouped_labels, grouped_x = _group(x_labels, labels, x, weight)
+    of_groups = _GROUP + out_labels
+    out = _einsum(f"{grouped_labels},{member_labels}->{of_groups}", grouped_x, codes)
+    scale_labels = "".join(quantisation.replace_inputs(tuple(labels), _GROUP))
     out = (out * _align(weight.scales, scale_labels, of_groups)).sum(axis=0)
+    return _add_offsets(out, x_labels, labels, out_labels, x, weight)
+
+
+def _group(
+    x_labels: str, labels: str, x: jax.Array, weight: QuantisedWeight
+) -> tuple[str, jax.Array]:
+    """Activations and their labels, with groups and their members in place of the inputs."""
+    inputs = "".join(labels[axis] for axis in weight.quantisation.inputs)
+    start = x_labels.index(inputs)
+    sizes = weight.num_groups, weight.quantisation.num_inputs(weight.shape) // weight.num_groups
+    grouped = x.reshape(*x.shape[:start], *sizes, *x.shape[start + len(inputs) :])
+    return x_labels.replace(inputs, _GROUP + _MEMBER), grouped
+
+
+def _add_offsets(
+    out: jax.Array,
+    x_labels: str,
+    labels: str,
+    out_labels: str,
+    x: jax.Array,
+    weight: QuantisedWeight,
+) -> jax.Array:
+    """Add the products of the offsets of groups with the sums of their activations."""
     if weight.offsets is None:
         return out
-    sums = x.astype(jnp.float32).sum(axis=start + 1)
-    equation = f"{x_labels.replace(_MEMBER, '')},{scale_labels}->{out_labels}"
+    grouped_labels, grouped_x = _group(x_labels, labels, x, weight)
+    sums = grouped_x.astype(jnp.float32).sum(axis=grouped_labels.index(_MEMBER))
+    scale_labels = "".join(weight.quantisation.replace_inputs(tuple(labels), _GROUP))
+    equation = f"{grouped_labels.replace(_MEMBER, '')},{scale_labels}->{out_labels}"
     return out + _einsum(equation, sums, weight.offsets)
 
 

@@ -8,6 +8,7 @@ every number. A test compares, so a key cannot be forgotten.
 
 import ast
 import inspect
+import json
 import re
 import textwrap
 import types
@@ -73,7 +74,8 @@ Options of XLA's compiler. KIND is the kind of graph: {
     ", ".join(f"`{k}`" for k in compiler_options.KINDS)
 }. A key is the name of an option, and its value is a string, a number,
 true or false. An option that the target's compiler does not know is refused. The platform's own
-defaults apply where a plan sets nothing (that of the CPU only if all products are of float32):
+defaults apply where a plan sets nothing. That of the CPU is used only if all products are of
+float32, and those of GPUs only for the named formats:
 """
 MESH = """\
 `[mesh]` has a size for each mesh axis, major to minor in device order. The product of the sizes
@@ -267,6 +269,14 @@ def _platform_options() -> str:
         f"| {platform} | `{kind}` | `{name}` | `{value}` |\n"
         for platform, kinds in compiler_options.PLATFORM_OPTIONS.items()
         for kind, options in kinds.items()
+        for name, value in options.items()
+    ]
+    rows += [
+        f"| gpu, {formats} | all but `fork` | `{name}` | `{json.dumps(value)}` |\n"
+        for formats, options in (
+            ("weights in groups", compiler_options.GPU_OPTIONS_FOR_GROUPS),
+            ("cache in `int4`", compiler_options.GPU_OPTIONS_FOR_INT4_CACHES),
+        )
         for name, value in options.items()
     ]
     return "| platform | graphs | option | default |\n|---|---|---|---|\n" + "".join(rows)

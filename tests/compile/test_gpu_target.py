@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.weight_formats import WeightFormat
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.call import Call
@@ -118,11 +120,13 @@ def test_decode_reads_weights_and_cache_as_they_lie(name, layout):
     assert not re.search(moved, text)
 
 
-def compile_8b(kind: str, rules: WeightRules, cache_codes: str | None):
+def compile_8b(
+    kind: str, rules: WeightRules, cache_codes: str | None, config: DecoderConfig = LAYER_OF_8B
+):
     """Return the last graph of a kind of a layer of 8B: its executable, text and model."""
     placement = find_target("gpu:h100:1").placement(None)
-    arrangement = placement.arrangement(LAYER_OF_8B, cache_codes=cache_codes)
-    model, dtype = AbstractModel(LAYER_OF_8B, arrangement, rules), jnp.dtype("bfloat16")
+    arrangement = placement.arrangement(config, cache_codes=cache_codes)
+    model, dtype = AbstractModel(config, arrangement, rules), jnp.dtype("bfloat16")
     graphs = plan_graphs(model, GRID_OF_8B, placement, dtype, attention=WITHOUT_CUDNN)
     executable, text, _ = compile_with_text([graph for graph in graphs if graph.kind == kind][-1])
     assert text is not None
@@ -146,7 +150,12 @@ def written_arrays(text: str) -> Iterator[tuple[str, int]]:
         (WeightFormat("int8"), "int8", 1.5),
         (WeightFormat("float8_e4m3fn"), "float8_e4m3fn", 1.5),
         (WeightFormat("float8_e4m3fn", 0, "float32"), None, 1.5),
-        (WeightFormat("int4"), "int8", 1.6),
+        (WeightFormat("int4"), "int4", 1.8),
+        (WeightFormat("int4", 128), "int8", 1.4),
+        (WeightFormat("float8_e4m3fn", 128, "float32"), "float8_e4m3fn", 1.4),
+        (WeightFormat("int8", 0, "bfloat16", has_offsets=True), "int8", 1.6),
+        # codes without a sign are written as codes with a sign in each step
+        (WeightFormat("uint4", 128, "float16", has_offsets=True), "int8", 2.6),
     ],
     ids=str,
 )
@@ -161,7 +170,7 @@ def test_decode_widens_no_weight_and_no_cache_in_codes(form, cache_codes, most_b
         rules = WeightRules(published=(("layers.*.attention.*", form), ("layers.*.mlp.*", form)))
     _, text, model = compile_8b("decode", rules, cache_codes)
     assert len(model.quantisations) == 4
-    codes = {"s8", "s4", "f8e4m3fn"}
+    codes = {"s8", "s4", "u4", "f8e4m3fn"}
     large = {dtype for dtype, numbers in written_arrays(text) if numbers >= SMALLEST}
     assert large <= (codes if cache_codes else {"bf16"}), "only segments of the cache are large"
     report = read_report(text, "gpu", {"data": 1})
@@ -171,6 +180,17 @@ def test_decode_widens_no_weight_and_no_cache_in_codes(form, cache_codes, most_b
     assert {argument.split(".")[-1] for argument in in_steps} <= {"logits_BV"}
     needed = Work(model, "bfloat16", ONE_DEVICE).needed(GRID_OF_8B.decode_call(512))
     assert report.step.bytes_moved < most_bytes * needed.total
+
+
+def test_decode_widens_no_weight_of_latents_in_groups():
+    """Two weights have the same activations, and one has groups along features of the result."""
+    latent = LatentAttention(rank=512, plain_dim=256, rope_dim=64, value_dim=256, query_rank=1536)
+    heads = {"num_query_heads": 16, "num_kv_heads": 16, "head_dim": latent.head_dim}
+    config = replace(LAYER_OF_8B, **heads, latent=latent)
+    _, text, _ = compile_8b("decode", WeightRules(WeightFormat("int4", 128)), "int8", config)
+    absorbed = config.num_query_heads * latent.plain_dim * latent.rank
+    large = {dtype for dtype, numbers in written_arrays(text) if numbers >= absorbed}
+    assert large <= {"s8", "s4"}
 
 
 def test_weights_in_groups_need_little_memory_for_prompts():

@@ -7,12 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from quantised import dequantised, quantise
+from tiny import TWO_LAYERS
 from tolerances import FLOAT32_ELEMENTWISE
 
+from noria.compile.abstract_model import AbstractModel
+from noria.compile.weight_rules import WeightRules
+from noria.modelzoo.config import Arrangement
+from noria.modelzoo.operations import Operations
 from noria.modelzoo.quantised_weight import (
     QuantisedWeight,
     as_slices,
     multiply_by_group,
+    multiply_on_gpu,
     slice_weight,
     take_rows,
 )
@@ -32,6 +38,7 @@ PUBLISHED = [
     WeightFormat("float8_e4m3fn", 4, "float32"),
     WeightFormat("float4_e2m1fn", 4, "float8_e8m0fnu"),
 ]
+IN_GROUPS = [x for x in (*FORMATS, *PUBLISHED) if x.group or x.has_offsets]
 PRODUCTS = [
     (*einsum("BTF,FD->BTD"), (3, 5, 16), (16, 24), (-2,)),
     (*einsum("BTD,DKJH->BTKJH"), (3, 1, 16), (16, 2, 4, 8), (-4,)),
@@ -85,35 +92,89 @@ def test_a_product_with_codes_is_that_with_their_values(case, form):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
 
 
-@pytest.mark.parametrize("form", [x for x in (*FORMATS, *PUBLISHED) if x.group], ids=str)
+def by_group(labels: tuple[str, str, str], product, x: jax.Array, weight: QuantisedWeight):
+    """Return the product as a TPU computes it for few rows."""
+    del product
+    return multiply_by_group(*labels, x, weight)
+
+
+def on_gpu(labels: tuple[str, str, str], product, x: jax.Array, weight: QuantisedWeight):
+    """Return the product as a GPU computes it for few rows, but here in true float32."""
+    return multiply_on_gpu(*labels, product, x, weight)
+
+
+@pytest.mark.parametrize("multiplied", [by_group, on_gpu])
+@pytest.mark.parametrize("form", IN_GROUPS, ids=str)
 @pytest.mark.parametrize("case", PRODUCTS[:4], ids=lambda case: case[0])
-def test_the_products_of_groups_add_up_to_that_of_the_values(case, form):
-    """This is how a TPU multiplies few rows."""
-    equation, multiplied, x_shape, shape, inputs = case
+def test_the_product_of_few_rows_is_that_with_the_values(case, form, multiplied):
+    equation, product, x_shape, shape, inputs = case
     x = jnp.asarray(RNG.normal(size=x_shape).astype(np.float32))
     weight, values = weight_of(shape, inputs, form)
-    x_labels, labels, out_labels = equation.replace("->", ",").split(",")
-    got = multiply_by_group(x_labels, labels, out_labels, x, weight)
-    wanted = multiplied(x, jnp.asarray(values))
+    got = multiplied(tuple(equation.replace("->", ",").split(",")), product, x, weight)
+    wanted = product(x, jnp.asarray(values))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
 
 
-@pytest.mark.parametrize(
-    ("rows", "is_slice", "is_by_group"), [(8, False, True), (9, False, False), (8, True, False)]
-)
-def test_only_on_tpu_few_rows_and_no_slice_of_a_stack_are_multiplied_by_group(
-    rows, is_slice, is_by_group
-):
-    """A product by group has groups as a batch axis. Groups have eight members."""
-    weight, _ = weight_of((16, 24), (-2,), WeightFormat("int4", 8))
-    weight = as_slices([weight])[0] if is_slice else weight
+def has_form(x: jax.Array, weight: QuantisedWeight) -> dict[str, bool]:
+    """Return whether the program of a product has the platform's form for few rows.
+
+    On a TPU, groups are a batch axis of the product; on a GPU, the product rounds to bfloat16.
+    """
     multiplied = jax.jit(lambda x, weight: multiply(*einsum("BF,FD->BD"), x, weight))
-    traced = multiplied.trace(jnp.zeros((rows, 16)), weight)
-    has_batch = {
-        platform: "batching_dims" in traced.lower(lowering_platforms=(platform,)).as_text()
+    traced, marks = multiplied.trace(x, weight), ("batching_dims", "lhs_precision_type = bf16")
+    return {
+        platform: any(
+            mark in traced.lower(lowering_platforms=(platform,)).as_text() for mark in marks
+        )
         for platform in ("tpu", "cpu", "cuda")
     }
-    assert has_batch == {"tpu": is_by_group, "cpu": False, "cuda": False}
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_slice", "on_tpu", "on_gpu"),
+    [
+        (8, False, True, True),
+        (9, False, False, True),
+        (512, False, False, True),
+        (513, False, False, False),
+        (8, True, False, True),
+    ],
+)
+def test_few_rows_have_a_form_of_their_own_on_tpu_and_gpu(rows, is_slice, on_tpu, on_gpu):
+    """Groups have eight members. A slice of a stack has no such form on TPU."""
+    weight, _ = weight_of((16, 24), (-2,), WeightFormat("int4", 8))
+    weight = as_slices([weight])[0] if is_slice else weight
+    in_bfloat16 = replace(weight, scales=weight.scales.astype(jnp.bfloat16))
+    found = has_form(jnp.zeros((rows, 16), jnp.bfloat16), in_bfloat16)
+    assert found == {"tpu": on_tpu, "cpu": False, "cuda": on_gpu}
+    found = has_form(jnp.zeros((rows, 16)), weight)
+    assert found == {"tpu": on_tpu, "cpu": False, "cuda": False}, "a product in float32 stays so"
+
+
+class WeightsSeen(Operations):
+    """The operations of one device, which record the weights of products."""
+
+    def __init__(self):
+        self.weights = []
+
+    def project(self, equation, product, x, weight, *axes, **options) -> jax.Array:
+        self.weights.append(weight[...])
+        return super().project(equation, product, x, weight, *axes, **options)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_the_weights_of_scanned_layers_are_slices(scan_layers):
+    rules, arrangement = WeightRules(WeightFormat("int4", 8)), Arrangement(scan_layers=scan_layers)
+    config, operations = replace(TWO_LAYERS, windows=(None, None)), WeightsSeen()
+    model = AbstractModel(config, arrangement, rules)
+
+    def forward(parameters: dict[str, jax.Array]) -> jax.Array:
+        decoder = model.bind(parameters, operations)
+        return decoder.forward(jnp.zeros((1, 4), jnp.int32), jnp.array([4]))[0]
+
+    jax.eval_shape(forward, model.abstract_parameters("float32"))
+    in_codes = [weight for weight in operations.weights if isinstance(weight, QuantisedWeight)]
+    assert [weight.is_slice for weight in in_codes] == [scan_layers] * (4 if scan_layers else 8)
 
 
 def rounded(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
