@@ -1,4 +1,4 @@
-"""Blocks of which the rows of large tables are made, where equal blocks are stored once.
+"""The rows of large tables in blocks. Equal blocks are stored once.
 
 Does not know what the tables hold.
 """
