@@ -1,4 +1,4 @@
-"""Compare the host memory that each of several processes needs to load with its share of weights.
+"""Compare the host memory of each loading process with the bytes of its share of the weights.
 
 Writes a random checkpoint of Llama's shape into a temporary folder, in several files with an index,
 and loads it in several processes over one mesh that splits every matrix. On the CPU the arrays are

@@ -1,4 +1,4 @@
-"""The rows of large tables in blocks. Equal blocks are stored once.
+"""Stores the rows of large tables as blocks, and equal blocks only once.
 
 Does not know what the tables hold.
 """
