@@ -77,11 +77,11 @@ class Numbers:
     weights: str = FLOAT
     """The weights of products: `float` for `dtype`, or codes with scales, `int8`, `float8` (e4m3)
     or `int4`. Weights are rounded to codes while they load. Embeddings, the head and routers stay
-    in float unless a rule quantises them; norms and biases always do. `as_published` keeps the
-    codes and scales of the checkpoint."""
+    in float unless a rule quantises them. Norms and biases always stay in float. `as_published`
+    keeps the codes and scales of the checkpoint."""
     group: int = 0
-    """The input features of a weight that share a scale; 0 for one scale per output feature, or
-    output channel. A smaller group loses less; `int4` should have 32 to 128. Unit: features."""
+    """The input features of a weight that share a scale; 0 for one scale per output feature.
+    A smaller group loses less; `int4` should have 32 to 128. Unit: features."""
     rules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Exceptions by parameter path: a pattern, such as `layers.0.*` or `*.mlp.down`, and a table
     with its own `weights` and `group`, such as `{weights = "int8", group = 0}`. The last rule that

@@ -1,4 +1,4 @@
-"""Dimension letters and logical axis names: the key that every other file follows.
+"""Dimension letters and logical axis names, as every other file uses them.
 
 Array names end in these letters (`x_BTD`), and einsums use the same letters:
 

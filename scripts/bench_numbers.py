@@ -1,4 +1,4 @@
-"""Measure one job on this machine's CPU in several numbers: dtypes, weights, activations and cache.
+"""Measure one job on this CPU in several formats of weights, activations and cache.
 
 Every run is `noria batch` on the same 64 chat prompts with 64 greedy tokens each, in its own
 process. Seconds are those of the job's manifest. The rates of single products of the model's MLP

@@ -1,4 +1,4 @@
-"""Measure how many calibration tokens a weight needs until GPTQ loses less on other rows.
+"""Measure how many calibration tokens a weight needs until GPTQ loses less than `clip`.
 
 Products of some layers of a model are rounded to int4 by GPTQ with more and more calibration
 tokens, and by `clip`, which needs none. The record has the squared error of the product on other

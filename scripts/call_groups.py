@@ -1,4 +1,4 @@
-"""The kind of work that each instruction of a graph for the CPU is, by what compiled text says.
+"""The kind of work of each instruction of a graph for the CPU, found from the compiled text.
 
 Products with weights are told by the einsum in their names, those of attention by what makes their
 operands, and the rest by the file that it comes from and by what is fused. Knows

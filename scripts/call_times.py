@@ -1,4 +1,4 @@
-"""Times of a profiled call by kind of work, and what they say of its bounds.
+"""Times of a profiled call by kind of work, compared with peaks of products and of memory.
 
 Knows nothing of models, and how kinds are told apart only from `call_groups`.
 """

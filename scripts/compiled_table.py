@@ -1,4 +1,4 @@
-"""Tabulate figures of compiled graphs of published models, by label, for TPUs not present.
+"""Tabulate figures of graphs of published models, compiled for TPUs that are not present.
 
 For each model, generation, number of slots and form of layers, the table has a decode step and a
 prefill call: bytes moved and needed, loop iterations, rewritten arguments and the compiler's

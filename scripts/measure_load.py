@@ -1,4 +1,4 @@
-"""Compare the host memory of loading with the process's share, in each of several processes.
+"""Compare the host memory of each loading process with the bytes of its share of the weights.
 
 Writes a random checkpoint of Llama's shape into a temporary folder, in several files with an index,
 and loads it in several processes over one mesh that splits every matrix. On the CPU the arrays are

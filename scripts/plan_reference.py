@@ -63,7 +63,9 @@ The number and the ranks of the adapters that rows may use ([Adapters](adapters.
 """
 STRUCTURED = """\
 The forms that answers may have ([Structured output](structured.md)), and the sizes of their tables.
-A plan without this table serves no row with a form.
+A plan without this table serves no row with a form. noria compiles each form to an automaton over
+tokens, and writes these sizes. A *mask* is a set of allowed tokens. A *move* leads from a state to
+the next one, for a class of tokens. Moves and masks are stored in blocks, equal blocks only once.
 """
 LAYOUT_OF_PLAN = """\
 The layout is part of the plan. On one device, a plan has none of these keys. `layout` is the
@@ -73,9 +75,9 @@ COMPILER = f"""\
 Options of XLA's compiler. KIND is the kind of graph: {
     ", ".join(f"`{k}`" for k in compiler_options.KINDS)
 }. A key is the name of an option, and its value is a string, a number,
-true or false. An option that the target's compiler does not know is refused. The platform's own
-defaults apply where a plan sets nothing. That of the CPU is used only if all products are of
-float32, and those of GPUs only for the named formats:
+true or false. An option that the target's compiler does not know is refused. If a plan does not
+set an option, this default applies. That of the CPU applies only if all products are of float32,
+and those of GPUs only to the named formats:
 """
 MESH = """\
 `[mesh]` has a size for each mesh axis, major to minor in device order. The product of the sizes

@@ -81,8 +81,9 @@ class BucketGrid:
     """With `chunk`, the maximum number of prefill calls between two decode calls while a row
     decodes. Without this key it is 32. Unit: calls."""
     span_slots: tuple[int, ...] | None = None
-    """The number of slots that hold rows as long as each of `decode_spans`, in falling order from
-    `decode_slots`. Without this key, all slots hold rows of all lengths. Unit: slots."""
+    """For each of `decode_spans`, the number of slots that hold rows of this length. The numbers
+    fall, and the first one is `decode_slots`. Without this key, all slots hold rows of all lengths.
+    Unit: slots."""
     slot_groups: int | None = None
     """With `span_slots`, the number of groups into which a layout splits the slots over devices.
     The groups are equal: each has the same number of long slots, which are its first ones. Without

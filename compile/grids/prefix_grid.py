@@ -63,8 +63,8 @@ class PrefixGrid:
     shared: tuple[PlannedPrefix, ...]
     """The prefixes: the length and the hash of each one. Unit: tokens."""
     batch: int = 1
-    """The rows of a prefill call of a prefix; all but one are dummy rows, for layouts that split
-    rows over devices. Unit: rows."""
+    """The rows of a call that computes a prefix. One of them is the prefix; the others are dummy
+    rows, which layouts that split rows over devices need. Unit: rows."""
 
     def __post_init__(self):
         """Check the fields; ValueError names the wrong key."""

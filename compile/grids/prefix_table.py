@@ -1,4 +1,4 @@
-"""The beginnings that the prompts of a job share, as one number for each row.
+"""The beginnings that the prompts of a job share, as one length for each row.
 
 Rows are in an order in which equal beginnings are neighbours. So the tokens that any two rows share
 are the minimum of the numbers between them, and a table needs eight bytes for each row.

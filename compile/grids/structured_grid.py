@@ -25,13 +25,13 @@ class StructuredGrid:
     states: int
     """The number of states of all automata, plus one for rows without a form. Unit: states."""
     classes: int
-    """The largest number of token classes that one automaton has. Unit: classes."""
+    """The largest number of classes of tokens in one automaton. Unit: classes."""
     masks: int
     """The number of masks of all automata, plus one that allows every token. Unit: masks."""
     move_blocks: int
-    """The number of different blocks in the moves of all states. Unit: blocks."""
+    """The number of different blocks of moves. Unit: blocks."""
     mask_blocks: int
-    """The number of different blocks in all masks. Unit: blocks."""
+    """The number of different blocks of masks. Unit: blocks."""
     schemas: tuple[str, ...]
     """The hashes of the forms that rows may ask for."""
 

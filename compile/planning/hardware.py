@@ -38,7 +38,7 @@ class Hardware:
     `[]` for devices on a switch. Unit: devices."""
     weight_passes: int = 1
     """The number of times that a product reads or writes its weights. It is more than 1 where
-    libraries first copy a weight into another layout, as on CPUs. Unit: passes."""
+    libraries first copy a weight into another memory order, as on CPUs. Unit: passes."""
     clock: float | None = None
     """The clock of the cores, if the compiler reports cycles. Unit: cycles a second."""
     price_per_hour: float | None = None

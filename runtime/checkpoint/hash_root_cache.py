@@ -1,4 +1,4 @@
-"""Cache the hash roots of unchanged weight files in the user's cache directory.
+"""Cache the hashes (hash roots) of unchanged weight files in the user's cache directory.
 
 A file is identified by device, inode, size, and the times of its last changes. Programs can set all
 of these except the time of the last change of status (ctime). Does not know how roots are computed.

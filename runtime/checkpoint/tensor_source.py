@@ -1,4 +1,4 @@
-"""Read boxes of published tensors, and rearrange them into boxes of parameters.
+"""Read parts (boxes) of published tensors, and rearrange them into parts of parameters.
 
 `TensorSource` is the interface of all formats. `AxisPattern` parses patterns such as
 "`(k g h) d -> d k g h`", and computes the shape of the parameter and the box of the tensor that a

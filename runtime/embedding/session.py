@@ -1,5 +1,4 @@
-"""Runs embedding requests: texts of similar length are batched, and requests end when all of their
-texts have vectors.
+"""Runs embedding requests: batches texts of similar length, and ends requests with their last text.
 
 It has the interface of a generation session, so the batch job and a pod drive both in the same way.
 Each text waits in the queue of its bucket. A full batch runs at once; what is left in the queues

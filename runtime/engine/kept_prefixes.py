@@ -1,5 +1,4 @@
-"""Chooses the shared prefixes to keep if the slots are too few for all, so that the fewest tokens
-are computed.
+"""Chooses the shared prefixes to keep in few slots, so that the fewest tokens are computed.
 
 Let cost(node, start, k) be the fewest tokens that are computed for the users of a node if they can
 begin at the end of a kept ancestor `start`, and `start` and everything below it have k slots. The

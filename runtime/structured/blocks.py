@@ -1,4 +1,4 @@
-"""Blocks of which the rows of large tables are made, where equal blocks are stored once.
+"""Stores the rows of large tables as blocks, and equal blocks only once.
 
 Does not know what the tables hold.
 """
