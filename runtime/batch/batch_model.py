@@ -368,8 +368,8 @@ def row_shape(row: RowRequirements, structures: Structures) -> "RowShape":
     """The requirements of a scanned row as the grid derivation takes them.
 
     Args:
-        row: The requirements.
-        structures: The forms of answers, which the scan compiled.
+      row: The requirements.
+      structures: The forms of answers, which the scan compiled.
     """
     from ...compile.grids.default_grid import RowShape
 
