@@ -75,10 +75,10 @@ class Numbers:
     dtype: str
     """The dtype of activations and of weights that are not quantised: `float32` or `bfloat16`."""
     weights: str = FLOAT
-    """The weights of products: `float` for `dtype`, or codes with scales, `int8`, `float8` (e4m3)
-    or `int4`. Weights are rounded to codes while they load. Embeddings, the head and routers stay
-    in float unless a rule quantises them. Norms and biases always stay in float. `as_published`
-    keeps the codes and scales of the checkpoint."""
+    """The weights of products: `float`, which means `dtype`, or codes with scales: `int8`, `float8`
+    (e4m3) or `int4`. Weights are rounded to codes while they load. Embeddings, the head and
+    routers stay in float unless a rule quantises them. Norms and biases always stay in float.
+    `as_published` keeps the codes and scales of the checkpoint."""
     group: int = 0
     """The input features of a weight that share a scale; 0 for one scale per output feature.
     A smaller group loses less; `int4` should have 32 to 128. Unit: features."""
@@ -87,11 +87,12 @@ class Numbers:
     with its own `weights` and `group`, such as `{weights = "int8", group = 0}`. The last rule that
     matches a parameter decides."""
     cache: str = FLOAT
-    """The keys and values of the cache: `float` for `dtype` (on the CPU always float32), or codes
-    with a scale for each token and head, `int8`, `float8` (e4m3) or `int4`."""
+    """The keys and values of the cache: `float`, which means `dtype` (on the CPU always float32),
+    or codes with a scale for each token and head: `int8`, `float8` (e4m3) or `int4`."""
     activations: str = FLOAT
-    """The activations of products with weights in codes: `float` for `dtype`, or `int8`, rounded
-    in each product with one scale for a token. `int8` needs weights of `int8` without groups."""
+    """The activations of products with weights in codes: `float`, which means `dtype`, or `int8`,
+    rounded in each product with one scale for a token. `int8` needs weights of `int8` without
+    groups."""
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The formats of the checkpoint that `as_published` keeps, by parameter path: a pattern, and a
     table such as `{codes = "uint4", group = 32, scales = "float16", offsets = true}`. noria writes

@@ -65,7 +65,8 @@ STRUCTURED = """\
 The forms that answers may have ([Structured output](structured.md)), and the sizes of their tables.
 A plan without this table serves no row with a form. noria compiles each form to an automaton over
 tokens, and writes these sizes. A *mask* is a set of allowed tokens. A *move* leads from a state to
-the next one, for a class of tokens. Moves and masks are stored in blocks, equal blocks only once.
+the next one, for a class of tokens. Moves and masks are stored in blocks. Equal blocks are
+stored once.
 """
 LAYOUT_OF_PLAN = """\
 The layout is part of the plan. On one device, a plan has none of these keys. `layout` is the
@@ -75,9 +76,9 @@ COMPILER = f"""\
 Options of XLA's compiler. KIND is the kind of graph: {
     ", ".join(f"`{k}`" for k in compiler_options.KINDS)
 }. A key is the name of an option, and its value is a string, a number,
-true or false. An option that the target's compiler does not know is refused. If a plan does not
-set an option, this default applies. That of the CPU applies only if all products are of float32,
-and those of GPUs only to the named formats:
+true or false. An option that the target's compiler does not know is refused. The table has
+the defaults of options that a plan does not set. The default of the CPU applies only if all
+products are of float32, and the defaults of GPUs only to the named formats:
 """
 MESH = """\
 `[mesh]` has a size for each mesh axis, major to minor in device order. The product of the sizes

@@ -67,8 +67,8 @@ class BucketGrid:
     """The rows of the decode batch. 0 means that the plan only scores or embeds whole prompts: it
     has no cache, and nothing decodes. Unit: slots."""
     decode_spans: tuple[int, ...]
-    """The spans of the cache, in growing order; the last one is `max_length`. A decode graph reads
-    the positions of each slot below one of them. Unit: positions."""
+    """The spans of the cache, in growing order; the last one is `max_length`. A decode graph has
+    one of them: in each slot, it reads the positions below this span. Unit: positions."""
     steps_per_call: int = 8
     """How many tokens one decode call makes for each slot. Unit: steps."""
     score: bool = False
