@@ -163,7 +163,7 @@ def plan_graphs(
         placement.platform,
         is_float32=is_float32,
         has_groups=any(one.format.group for one in model.quantisations.values()),
-        has_int4_cache=model.arrangement.cache_codes == "int4",
+        has_coded_cache=model.arrangement.cache_codes is not None,
     )
     return [replace(graph, options=options.get(graph.kind, {})) for graph in graphs]
 

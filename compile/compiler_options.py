@@ -25,8 +25,8 @@ On the CPU it leaves reductions to the library YNNPACK, and products to Eigen, w
 those of float32 arrays with many rows. It is used only if all products are of float32.
 """
 
-GPU_OPTIONS_FOR_INT4_CACHES: Mapping[str, bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
-"""Default options of GPUs for a cache in int4.
+GPU_OPTIONS_FOR_CODED_CACHES: Mapping[str, bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""Default options of GPUs for a cache in codes.
 
 XLA would make one product of those with the keys of two segments, as they have the same queries,
 and write the keys in a wider dtype for it.
@@ -76,7 +76,7 @@ def with_defaults(
     *,
     is_float32: bool,
     has_groups: bool = False,
-    has_int4_cache: bool = False,
+    has_coded_cache: bool = False,
 ) -> CompilerOptions:
     """Options completed with the defaults of a platform.
 
@@ -85,14 +85,14 @@ def with_defaults(
       platform: The platform.
       is_float32: Whether all products are of float32 arrays.
       has_groups: Whether a weight has groups.
-      has_int4_cache: Whether keys and values are stored in int4.
+      has_coded_cache: Whether keys and values are stored in codes.
     """
     defaults = PLATFORM_OPTIONS.get(platform, NO_OPTIONS)
     if platform == "cpu" and not is_float32:
         defaults = NO_OPTIONS
     if platform == "gpu":
         of_groups = GPU_OPTIONS_FOR_GROUPS if has_groups else {}
-        of_cache = GPU_OPTIONS_FOR_INT4_CACHES if has_int4_cache else {}
+        of_cache = GPU_OPTIONS_FOR_CODED_CACHES if has_coded_cache else {}
         defaults = {kind: {**of_groups, **of_cache} for kind in KINDS if kind != "fork"}
     merged = {kind: {**defaults.get(kind, {}), **options.get(kind, {})} for kind in KINDS}
     return {kind: dict(sorted(values.items())) for kind, values in merged.items() if values}

@@ -278,7 +278,7 @@ def _platform_options() -> str:
         f"| gpu, {formats} | all but `fork` | `{name}` | `{json.dumps(value)}` |\n"
         for formats, options in (
             ("weights in groups", compiler_options.GPU_OPTIONS_FOR_GROUPS),
-            ("cache in `int4`", compiler_options.GPU_OPTIONS_FOR_INT4_CACHES),
+            ("cache in codes", compiler_options.GPU_OPTIONS_FOR_CODED_CACHES),
         )
         for name, value in options.items()
     ]

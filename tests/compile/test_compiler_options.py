@@ -10,8 +10,8 @@ from tiny import TWO_LAYERS
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import plan_graphs
 from noria.compile.compiler_options import (
+    GPU_OPTIONS_FOR_CODED_CACHES,
     GPU_OPTIONS_FOR_GROUPS,
-    GPU_OPTIONS_FOR_INT4_CACHES,
     PLATFORM_OPTIONS,
     CompilerOptionRefused,
     naming_option,
@@ -60,13 +60,13 @@ def test_a_platform_has_defaults_that_a_plan_overrides_one_by_one():
 
 def test_gpus_have_defaults_for_formats():
     complete = partial(with_defaults, {"decode": {"xla_a": 1}}, "gpu", is_float32=False)
-    found = complete(has_groups=True, has_int4_cache=True)
-    both = {**GPU_OPTIONS_FOR_GROUPS, **GPU_OPTIONS_FOR_INT4_CACHES}
+    found = complete(has_groups=True, has_coded_cache=True)
+    both = {**GPU_OPTIONS_FOR_GROUPS, **GPU_OPTIONS_FOR_CODED_CACHES}
     assert set(found) == {"prefill", "score", "embed", "decode"}
     assert found["prefill"] == both
     assert found["decode"] == {**both, "xla_a": 1}
     assert complete(has_groups=True)["score"] == GPU_OPTIONS_FOR_GROUPS
-    assert complete(has_int4_cache=True)["score"] == GPU_OPTIONS_FOR_INT4_CACHES
+    assert complete(has_coded_cache=True)["score"] == GPU_OPTIONS_FOR_CODED_CACHES
 
 
 @pytest.mark.parametrize(

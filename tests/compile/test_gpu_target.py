@@ -182,15 +182,31 @@ def test_decode_widens_no_weight_and_no_cache_in_codes(form, cache_codes, most_b
     assert report.step.bytes_moved < most_bytes * needed.total
 
 
-def test_decode_widens_no_weight_of_latents_in_groups():
-    """Two weights have the same activations, and one has groups along features of the result."""
+@pytest.mark.parametrize(
+    ("form", "cache_codes"),
+    [
+        (WeightFormat("int4", 128), "int8"),
+        (WeightFormat("int8"), "int8"),
+        (WeightFormat("int8"), "float8_e4m3fn"),
+    ],
+    ids=str,
+)
+def test_decode_widens_no_weight_of_latents_and_no_latent(form, cache_codes):
+    """Two weights have the same activations, one with groups along features of the result.
+
+    Two segments of latents have the same queries.
+    """
     latent = LatentAttention(rank=512, plain_dim=256, rope_dim=64, value_dim=256, query_rank=1536)
     heads = {"num_query_heads": 16, "num_kv_heads": 16, "head_dim": latent.head_dim}
     config = replace(LAYER_OF_8B, **heads, latent=latent)
-    _, text, _ = compile_8b("decode", WeightRules(WeightFormat("int4", 128)), "int8", config)
+    _, text, _ = compile_8b("decode", WeightRules(form), cache_codes, config)
     absorbed = config.num_query_heads * latent.plain_dim * latent.rank
-    large = {dtype for dtype, numbers in written_arrays(text) if numbers >= absorbed}
-    assert large <= {"s8", "s4"}
+    segment = GRID_OF_8B.decode_slots * 256 * (latent.rank + latent.rope_dim)
+    # without groups, XLA splits the inputs of products, and writes float32 sums of the parts
+    smallest = absorbed if form.group else segment
+    large = {dtype for dtype, numbers in written_arrays(text) if numbers >= smallest}
+    assert large <= {"s8", "s4", "f8e4m3fn"}
+    assert read_report(text, "gpu", {"data": 1}).step.converted_bytes == 0
 
 
 def test_weights_in_groups_need_little_memory_for_prompts():
