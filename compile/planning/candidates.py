@@ -183,7 +183,7 @@ class CandidateGrids:
         if self._score:
             return
         for prefixes in prefix_grids(self._table, self._prompts, slots, self._defaults):
-            rest = self._after(prefixes)
+            rest = self._after(self._planned(prefixes), prefixes.groups)
             for candidate in rest.whole_prompt_candidates():
                 if candidate.grid.span_slots is None:
                     grid = replace(candidate.grid, prefixes=prefixes)
@@ -193,9 +193,8 @@ class CandidateGrids:
     def _planned(self, prefixes: PrefixGrid) -> list[PlannedPrefix | None]:
         return prefixes_of_rows(self._table, self._prompts, prefixes)
 
-    def _after(self, prefixes: PrefixGrid) -> "CandidateGrids":
+    def _after(self, planned: Sequence[PlannedPrefix | None], groups: int) -> "CandidateGrids":
         """The candidates for the rows without their planned prefixes, for groups of slots."""
-        planned, groups = self._planned(prefixes), prefixes.groups
         rows = [
             row.after(prefix.length if prefix else 0)
             for row, prefix in zip(self._rows, planned, strict=True)
@@ -270,10 +269,10 @@ class CandidateGrids:
         """Minimum seconds of a run on a grid, without its build."""
         if (prefixes := grid.prefixes) is None:
             return self._bounds.run_seconds(grid)
-        rest = self._after(prefixes).run_seconds(replace(grid, prefixes=None))
+        planned = self._planned(prefixes)
+        rest = self._after(planned, prefixes.groups).run_seconds(replace(grid, prefixes=None))
         # each prefix is computed at least once, a piece in each call
-        planned = set(self._planned(prefixes)) - {None}
-        num_calls = sum(-(-x.length // prefixes.chunk) for x in planned if x is not None)
+        num_calls = sum(-(-x.length // prefixes.chunk) for x in set(planned) if x is not None)
         return rest + num_calls * self._cost.seconds(prefixes.call)
 
     def _slot_counts(self, *, has_chunks: bool) -> list[int]:
@@ -283,7 +282,7 @@ class CandidateGrids:
             self._slot_use[has_chunks].num_sequences,
             self._defaults.slot_multiple,
         )
-        # a group of slots begins with one prefix; without prefixes, the multiple is no group
+        # with planned prefixes, the multiple is the number of groups
         sizes = {-(-min(slots, max(num_sequences, 1)) // multiple) for slots in SLOTS}
         return sorted({multiple * self._group_size(size) for size in sizes})
 

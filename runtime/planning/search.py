@@ -111,7 +111,7 @@ def find_best_grid(
         on_simulated(simulated)
         pads_too_much = simulated.padding > budget.padding
         for other in waiting:
-            other.learn(candidate, simulated.seconds)
+            other.learn(first, simulated.seconds)
             other.is_last |= pads_too_much and has_larger_calls(
                 other.candidate.grid, candidate.grid
             )
@@ -139,22 +139,24 @@ class _Waiting:
     is_last: bool = False
     """Whether it has larger calls than a grid that pads too much."""
 
+    def __post_init__(self):
+        self._properties = _properties(self.candidate.grid)
+
     def order(self) -> tuple[bool, float]:
         """The key by which candidates are simulated, smallest first."""
         return self.is_last, self.candidate.expected * self.ratio
 
-    def learn(self, other: Candidate, seconds: float) -> None:
+    def learn(self, other: "_Waiting", seconds: float) -> None:
         """Take the ratio of another candidate, which was simulated, if none is more similar."""
-        pairs = zip(_properties(self.candidate.grid), _properties(other.grid), strict=True)
+        pairs = zip(self._properties, other._properties, strict=True)
         num_equal = sum(own == of_other for own, of_other in pairs)
         if num_equal >= self.num_equal:
-            self.num_equal, self.ratio = num_equal, seconds / other.expected
+            self.num_equal, self.ratio = num_equal, seconds / other.candidate.expected
 
 
 def _properties(grid: BucketGrid) -> tuple[object, ...]:
     """The properties by which grids are similar."""
-    buckets = grid.prefill
-    batches = tuple(bucket.batch for bucket in buckets)
+    batches = tuple(bucket.batch for bucket in grid.prefill)
     chunks = tuple(grid.chunks) or (None,)
     groups = grid.prefixes and grid.prefixes.groups
     return grid.decode_slots, grid.decode_spans, groups, len(chunks), chunks[0], chunks[-1], batches
