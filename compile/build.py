@@ -24,10 +24,10 @@ from . import signatures
 from .abstract_model import AbstractModel
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, Choice, choose_kernels
 from .compiled_graphs import CompiledGraphs
-from .compiler_options import NO_OPTIONS, CompilerOptions, naming_option, with_defaults
+from .compiler_options import NO_OPTIONS, CompilerOptions, with_defaults
 from .embed_step import embed_step
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
-from .graph_failures import naming_graph
+from .graph_failures import naming_graph, naming_option
 from .grids.bucket_grid import BucketGrid
 from .grids.prefill_bucket import PrefillBucket
 from .grids.prefix_grid import PrefixGrid

@@ -1,11 +1,9 @@
 """XLA options for the graphs of a plan: the defaults of a platform, and the plan's own options."""
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-from .graph_failures import is_out_of_memory, reason
 from .plan_tables import check_keys
 
 CompilerOptions = Mapping[str, Mapping[str, str | int | float | bool]]
@@ -40,12 +38,6 @@ GPU_OPTIONS_FOR_GROUPS: Mapping[str, bool | int] = {
 
 It could not do so if it joined products, or split the inputs of a product.
 """
-
-
-class CompilerOptionRefused(ValueError):
-    """An option that the compiler does not know, or a value that it refuses."""
-
-    exit_code = 2
 
 
 def read_options(table: Any) -> CompilerOptions:
@@ -96,20 +88,3 @@ def with_defaults(
         defaults = {kind: {**of_groups, **of_cache} for kind in KINDS if kind != "fork"}
     merged = {kind: {**defaults.get(kind, {}), **options.get(kind, {})} for kind in KINDS}
     return {kind: dict(sorted(values.items())) for kind, values in merged.items() if values}
-
-
-@contextmanager
-def naming_option(graph: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Turn an XLA error about one of these options into `CompilerOptionRefused`."""
-    try:
-        yield
-    except RuntimeError as error:
-        # the longest name, because one name may be the beginning of another
-        name = max((name for name in options if name in str(error)), key=len, default=None)
-        if name is None or is_out_of_memory(error):
-            raise
-        raise CompilerOptionRefused(
-            f"plan compiler.{graph.split()[0]}.{name}: expected an option and a value that the "
-            f"target's compiler knows, got {options[name]!r} for graph {graph!r}: "
-            f"{reason(error)}. Correct it, or remove it from the plan."
-        ) from error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..modelzoo.moe.use import ExpertReport
+from ..modelzoo.moe.call import ExpertReport
 
 if TYPE_CHECKING:
     from ..modelzoo.decoder import Decoder

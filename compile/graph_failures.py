@@ -1,10 +1,12 @@
-"""Errors for graphs that the compiler or the device refuses, with the plan's key to change.
+"""Errors for graphs or options that the compiler or the device refuses, with the plan's key to
+change.
 
 Knows nothing of requests or files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from .grids.bucket_grid import BucketGrid
 from .grids.prefill_bucket import PrefillBucket
@@ -20,6 +22,12 @@ class GraphFailed(RuntimeError):
         self.name, self.grid = name, grid
 
 
+class CompilerOptionRefused(ValueError):
+    """An option that the compiler does not know, or a value that it refuses."""
+
+    exit_code = 2
+
+
 @contextmanager
 def naming_graph(name: str, grid: BucketGrid, what: str) -> Iterator[None]:
     """Turn an XLA error in this block into `GraphFailed`; `what` says how the graph failed."""
@@ -27,6 +35,23 @@ def naming_graph(name: str, grid: BucketGrid, what: str) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         raise GraphFailed(name, grid, f"{what}: {reason(error)}") from error
+
+
+@contextmanager
+def naming_option(graph: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Turn an XLA error about one of these options into `CompilerOptionRefused`."""
+    try:
+        yield
+    except RuntimeError as error:
+        # the longest name, because one name may be the beginning of another
+        name = max((name for name in options if name in str(error)), key=len, default=None)
+        if name is None or is_out_of_memory(error):
+            raise
+        raise CompilerOptionRefused(
+            f"plan compiler.{graph.split()[0]}.{name}: expected an option and a value that the "
+            f"target's compiler knows, got {options[name]!r} for graph {graph!r}: "
+            f"{reason(error)}. Correct it, or remove it from the plan."
+        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

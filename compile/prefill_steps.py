@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from ..modelzoo import axes
-from ..modelzoo.attention import EMPTY_POSITION
-from ..modelzoo.moe.use import ExpertReport
+from ..modelzoo.moe.call import ExpertReport
 from ..modelzoo.operations import Operations
 from ..modelzoo.prefixes import Prefixes
 from ..modelzoo.prompt_pieces import PromptPieces, put_blocks
 from ..modelzoo.sampling import SamplingState, TokenScores
-from ..modelzoo.segments import Segments
+from ..modelzoo.segments import EMPTY_POSITION, Segments
 from ..modelzoo.weight_products import Axes
 from .steps import DecodeState, score_positions
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..modelzoo import axes
 from ..modelzoo.kv_cache import KVCache
-from ..modelzoo.moe.use import ExpertReport
+from ..modelzoo.moe.call import ExpertReport
 from ..modelzoo.operations import Operations
 from ..modelzoo.prefixes import Prefixes
 from ..modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens

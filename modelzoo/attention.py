@@ -17,14 +17,11 @@ import jax.numpy as jnp
 
 from .config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
 from .entry_codes import EntryCodes, score_codes, weigh_codes
-from .key_blocks import join_blocks, num_blocks
+from .segments import EMPTY_POSITION, join_blocks, num_blocks
 
 Entries = jax.Array | EntryCodes
 """Keys or values."""
 Position = TypeVar("Position", jax.Array, int)
-EMPTY_POSITION = -1
-"""Position of a cache entry that holds no token."""
-
 _MASKED_SCORE = -1e30
 
 
@@ -183,7 +180,7 @@ def attend_masked(
 
     Args:
       q_BTKGH: Queries.
-      k_BKHS: Keys, which may be stored in blocks (`key_blocks`) or in codes (`entry_codes`).
+      k_BKHS: Keys, which may be stored in blocks (`segments`) or in codes (`entry_codes`).
       v_BKSH: Values, in codes if keys are. Their head size may differ from that of keys.
       mask_BTS: True where a query sees a key; T is 1 if all queries see the same keys.
       scores: Scale and cap of the scores.

@@ -15,18 +15,10 @@ section 3, with the merge of normalised parts.
 import jax
 import jax.numpy as jnp
 
-from .attention import (
-    EMPTY_POSITION,
-    Entries,
-    Visibility,
-    attend_masked,
-    first_visible,
-    merge,
-    visible,
-)
+from .attention import Entries, Visibility, attend_masked, first_visible, merge, visible
 from .config import PLAIN_SCORES, BothSides, Scores, Window
 from .entry_codes import EntryCodes
-from .key_blocks import join_blocks
+from .segments import EMPTY_POSITION, join_blocks
 
 QUERY_BLOCK = 256
 """Maximum queries of a block."""

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from . import axes
-from .attention import EMPTY_POSITION, Attend, SlotReader, soft_cap
+from .attention import Attend, SlotReader, soft_cap
 from .block import make_block
 from .blockwise import attend_blockwise
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window
@@ -34,9 +34,8 @@ from .layer_cache import LayerCache, NewEntries
 from .layer_groups import Group, block_layers, layer_groups, layers_name
 from .layer_scan import Cache, scan_group
 from .layers import Embedding, InputSum, NoNorm, Norm, scale_by
-from .moe.call import ExpertCall
+from .moe.call import ExpertCall, ExpertReport
 from .moe.config import LOSSLESS, Dispatch
-from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations
 from .pooling import Pooler
 from .prefixes import Prefixes
@@ -48,7 +47,7 @@ from .prompt_pieces import (
     write_positions,
 )
 from .rope import position_code
-from .stripes import IN_ORDER, change_stripes
+from .segments import EMPTY_POSITION, IN_ORDER, change_stripes
 
 
 def _write_nothing(

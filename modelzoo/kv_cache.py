@@ -4,7 +4,7 @@
 an array of its own. A decode graph with span `s` takes only the segments below `s`, so it neither
 copies nor reads the rest. Every entry stores its position (`EMPTY_POSITION` if it holds no token),
 and masks come only from positions. The keys of a segment may be stored in blocks of positions
-(`key_blocks`), which some platforms read faster. Entries may be stored as codes with scales
+(`segments`), which some platforms read faster. Entries may be stored as codes with scales
 (`entry_codes`), never in blocks.
 
 **Slots of a segment.** A segment has one row for each slot that is at least as long as the segment
@@ -21,7 +21,7 @@ is needed. In a layer with chunked attention, each chunk overwrites the chunk be
 ends before the buffer is full, nothing has been overwritten yet, and the segments below the span
 hold all entries.
 
-**Stripes.** Entries may be distributed in stripes (`modelzoo.stripes`), for each segment
+**Stripes.** Entries may be distributed in stripes (`modelzoo.segments`), for each segment
 separately. Spans must then be multiples of the number of stripes, and rolling buffers are rounded
 up to a multiple of it. One stripe is itself a cache of every n-th token, so the same code reads and
 writes it.
@@ -43,9 +43,7 @@ import jax
 import jax.numpy as jnp
 
 from . import axes
-from .attention import EMPTY_POSITION
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window, window_size
-from .key_blocks import blocks_shape, num_blocks
 from .layer_cache import (
     CodedKeysValues,
     CodedLatents,
@@ -57,8 +55,16 @@ from .layer_cache import (
     layer_of,
 )
 from .layer_groups import block_layers
-from .segments import Segments, segment_lengths, segment_starts
-from .stripes import ONE_STRIPE, Stripe
+from .segments import (
+    EMPTY_POSITION,
+    ONE_STRIPE,
+    Segments,
+    Stripe,
+    blocks_shape,
+    num_blocks,
+    segment_lengths,
+    segment_starts,
+)
 from .weight_products import Axes
 
 

@@ -30,8 +30,7 @@ from .layer_cache import (
 from .operations import Operations
 from .prompt_pieces import PromptPieces, layer_of_slots, write_piece
 from .segment_attention import Entries, EntrySlots, attend_segments, join_segments
-from .segments import Segments
-from .stripes import IN_ORDER
+from .segments import IN_ORDER, Segments
 
 Caches = tuple[Any, ...]
 """The caches of a block: none, that of the slots, or that of the slots and that of prefixes."""

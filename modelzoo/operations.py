@@ -15,8 +15,7 @@ import numpy as np
 from .adapted_weight import AdaptedWeight, multiply_adapted
 from .axes import row_axis
 from .quantised_weight import take_rows
-from .segments import Segments
-from .stripes import IN_ORDER, ONE_STRIPE, Stripe, Stripes
+from .segments import IN_ORDER, ONE_STRIPE, Segments, Stripe, Stripes
 from .weight_products import Axes, Product, multiply
 
 if TYPE_CHECKING:

@@ -28,18 +28,20 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from . import axes
 from .entry_codes import is_rotated
-from .key_blocks import join_blocks, num_blocks, split_blocks
 from .kv_cache import Positions, match_head_dim, match_heads
 from .layer_cache import LayerCache, NewEntries, Splits
 from .operations import Operations, rows_of
 from .segments import (
     Segments,
+    Stripe,
     arrange_at_entries,
     entry_positions,
     heads_last,
+    join_blocks,
+    num_blocks,
     segment_starts,
+    split_blocks,
 )
-from .stripes import Stripe
 from .weight_products import Axes
 
 

@@ -37,7 +37,6 @@ FILES = {
     "segments.py": WRITES,
     "prompt_pieces.py": WRITES,
     "attention.py": SOFTMAX,
-    "key_blocks.py": SOFTMAX,
     "layer_attention.py": SOFTMAX,
     "blockwise.py": SOFTMAX,
     "segment_attention.py": SOFTMAX,

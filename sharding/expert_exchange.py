@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..modelzoo import axes
+from ..modelzoo.moe.call import ExpertUse
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import ExpertShards, Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
-from ..modelzoo.moe.use import ExpertUse
 from ..modelzoo.quantised_weight import map_arrays
 from ..modelzoo.weight_products import Axes
 from .axis_rules import AxisRules

@@ -18,9 +18,8 @@ from jax.typing import DTypeLike
 from ..modelzoo import axes
 from ..modelzoo.config import Arrangement, DecoderConfig
 from ..modelzoo.entry_codes import INT4_IN_BYTES
-from ..modelzoo.key_blocks import CPU_BLOCKS
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
-from ..modelzoo.segments import heads_last
+from ..modelzoo.segments import CPU_BLOCKS, heads_last
 from ..modelzoo.weight_products import Axes
 from .axis_rules import AxisRules, kv_copies
 from .layout import Layout

@@ -28,8 +28,7 @@ from ..modelzoo.moe.mix import Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
 from ..modelzoo.operations import Operations
 from ..modelzoo.quantised_weight import QuantisedWeight, take_rows
-from ..modelzoo.segments import Segments
-from ..modelzoo.stripes import ONE_STRIPE, Stripe, Stripes
+from ..modelzoo.segments import ONE_STRIPE, Segments, Stripe, Stripes
 from ..modelzoo.weight_products import Axes, Product, axes_of, multiply
 from .axis_rules import AxisRules, kv_copies
 from .cache_attention import attend_sharded_cache, attend_sharded_chunk

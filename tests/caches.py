@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from noria.modelzoo import kv_cache
-from noria.modelzoo.attention import EMPTY_POSITION
 from noria.modelzoo.config import DecoderConfig, Window
 from noria.modelzoo.kv_cache import KVCache
 from noria.modelzoo.layer_cache import NewEntries, PromptKeysValues
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.prompt_pieces import PromptPieces, write_piece, write_positions
+from noria.modelzoo.segments import EMPTY_POSITION
 
 SLOTS = 4
 CONFIG = DecoderConfig(

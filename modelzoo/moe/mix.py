@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ..weight_products import Project, multiply
+from .call import ExpertUse, count_use, rows_of_tiles
 from .config import Dispatch, Routing
 from .dispatch import (
     RowAssignment,
@@ -25,7 +26,6 @@ from .dispatch import (
 )
 from .experts import ExpertWeights, GatedUnit, Tiling, run_ragged, run_tiles
 from .routing import Choices, Router, route
-from .use import ExpertUse, count_use, rows_of_tiles
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from ...modelzoo.config import DecoderConfig
     from ...modelzoo.pooling_config import Pooling
     from ...sharding.layout import Layout
-    from ..engine.shared_prefixes import Submission
-    from ..engine.submission_order import RowLengths
+    from ..engine.shared_prefixes import RowLengths, Submission
     from ..structured.token_automaton import TokenTrie
 
 
@@ -255,8 +254,7 @@ class BatchModel:
 
 def _longest_first(rows: "Sequence[RowLengths]", table: "PrefixTable") -> "Submission":
     """Rows by falling length of their longest text, so that near lengths share batches."""
-    from ..engine.shared_prefixes import Submission
-    from ..engine.submission_order import submission_order
+    from ..engine.shared_prefixes import Submission, submission_order
 
     del table
     order = submission_order(rows)

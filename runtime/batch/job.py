@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from ...modelzoo.pooling_config import Pooling
     from ..embedding.session import EmbeddingSession
     from ..engine.generation import GenerationSession
-    from ..engine.shared_prefixes import Submission
-    from ..engine.submission_order import RowLengths
+    from ..engine.shared_prefixes import RowLengths, Submission
 
 
 @dataclass(frozen=True)

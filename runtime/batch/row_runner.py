@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from ...compile.grids.prefix_table import PrefixTable
     from ..embedding.session import EmbeddingSession
     from ..engine.generation import GenerationSession
-    from ..engine.shared_prefixes import SharedPrefix
-    from ..engine.submission_order import RowLengths
+    from ..engine.shared_prefixes import RowLengths, SharedPrefix
 
     Session = GenerationSession | EmbeddingSession
 

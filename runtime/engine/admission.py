@@ -16,7 +16,7 @@ from ...modelzoo.adapted_weight import NO_ADAPTER
 from ..errors import RowError
 from ..request import Request, SamplingParams
 from ..structured.tables import PackedStructures
-from ..text.collector import TextCollector
+from ..text.detokenizer import TextCollector
 from ..text.tokenizer import Tokenizer
 from .actions import ScheduledRequest
 from .padding import row_seed

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ...compile.expert_plan import ExpertPlan
+from ...modelzoo.moe.call import ExpertUse
 from ...modelzoo.moe.config import Dispatch, MoeConfig
-from ...modelzoo.moe.use import ExpertUse
 
 
 @dataclass

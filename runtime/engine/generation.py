@@ -19,7 +19,7 @@ from typing import Any
 from ...compile.monitor import compile_monitor
 from ..errors import RowError, check_process
 from ..request import CompletionOutput, Request, RequestMetrics, RequestOutput
-from ..text.collector import TextCollector
+from ..text.detokenizer import TextCollector
 from .actions import Action, DecodeAction
 from .admission import Admission
 from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ..errors import RowError
 from ..request import CompletionOutput, Request, SampleCounts, TokenLogprob
-from ..text.collector import TextCollector
+from ..text.detokenizer import TextCollector
 from .admission import AdmittedRequest
 from .sample_rules import RowSamples, SampleOutcome
 

@@ -7,7 +7,7 @@ its slot; a whole prompt is one piece. The next action is, in this order:
 1. Fork: copy the slot of a complete prompt to the other sequences of its request, and a shared
    prefix to the slot of a prompt that begins with it (see `held_prefixes`).
 2. Compute a planned prefix for a group of slots without rows, if the rows that wait need one (see
-   `prefix_groups`). Prompts take slots only in groups with their prefix, and all prompts of a
+   `decode_slots`). Prompts take slots only in groups with their prefix, and all prompts of a
    prefill batch go to one group. Prompts that are much younger than the oldest waiting one do not
    start, so that a group becomes free for it.
 3. Prefill one batch, if one may run:
@@ -51,9 +51,8 @@ from .actions import (
     ScheduledRequest,
     ScheduledSequence,
 )
-from .decode_slots import DecodeSlots
+from .decode_slots import DecodeSlots, PrefixGroups
 from .held_prefixes import HeldPrefixes
-from .prefix_groups import PrefixGroups
 from .waiting_prompts import Prompt, PromptQueue, WaitingPrompts, number_of
 
 IDLE_SHARE = 1 / 16

@@ -14,7 +14,8 @@ Knows nothing of token ids, devices or queues. Guarantees: the pieces of a row a
 the same; every row is in the order exactly once.
 """
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,9 @@ from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.prefix_tree import PrefixNode, count_slots, prefix_tree
 from .kept_prefixes import keep_best
-from .submission_order import RowLengths, submission_order
+
+RowLengths = tuple[int, int | None]
+"""The tokens of a prompt, and the maximum number of output tokens; None for no limit."""
 
 SLOTS_PER_PREFIX = 8
 """At most one in this many slots holds a prefix; one slot may hold a prefix in any case."""
@@ -189,3 +192,29 @@ def _nodes_of(nodes: Sequence[PrefixNode], tops: set[PrefixNode]) -> list[Prefix
         if node.parent in chosen:
             chosen.add(node)
     return [node for node in nodes if node in chosen]
+
+
+def submission_order(rows: Sequence[RowLengths], grid: BucketGrid | None = None) -> list[int]:
+    """Indices of rows, longest maximum length first; rows without a limit count as the longest.
+
+    If the grid has slots of several capacities, the rows for each capacity are spread evenly over
+    the job, so that neither long nor short slots run out of rows before its end.
+    """
+    longest_first = sorted(range(len(rows)), key=lambda row: _longest_first(*rows[row]))
+    if grid is None or grid.span_slots is None:
+        return longest_first
+    rows_by_capacity: dict[int, list[int]] = defaultdict(list)
+    for row in longest_first:
+        max_total_length = min(grid.max_total_length(*rows[row]), grid.max_length)
+        rows_by_capacity[grid.capacity_for(max_total_length)].append(row)
+    position = {
+        row: (number + 0.5) / len(equal_rows)
+        for equal_rows in rows_by_capacity.values()
+        for number, row in enumerate(equal_rows)
+    }
+    return sorted(longest_first, key=position.__getitem__)
+
+
+def _longest_first(prompt_length: int, max_tokens: int | None) -> float:
+    """The sort key of a row: its negative maximum length."""
+    return -math.inf if max_tokens is None else -(prompt_length + max_tokens)

@@ -17,7 +17,7 @@ from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PlannedPrefix
 from .actions import ScheduledRequest
-from .prefix_groups import WaitingRows
+from .decode_slots import WaitingRows
 from .shared_prefixes import SharedPrefix
 
 NO_SLOT = 0

@@ -13,11 +13,10 @@ from noria.compile.compiler_options import (
     GPU_OPTIONS_FOR_CODED_CACHES,
     GPU_OPTIONS_FOR_GROUPS,
     PLATFORM_OPTIONS,
-    CompilerOptionRefused,
-    naming_option,
     read_options,
     with_defaults,
 )
+from noria.compile.graph_failures import CompilerOptionRefused, naming_option
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.compile.weight_rules import WeightRules

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from tolerances import FLOAT32_ELEMENTWISE
 
-from noria.modelzoo.attention import EMPTY_POSITION, attend_masked, merge, visible, with_sinks
+from noria.modelzoo.attention import attend_masked, merge, visible, with_sinks
 from noria.modelzoo.config import BothSides, Chunk, Scores
+from noria.modelzoo.segments import EMPTY_POSITION
 
 B, T, K, G, S, H = 2, 4, 2, 3, 7, 8
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from tolerances import FLOAT32_ELEMENTWISE
 
-from noria.modelzoo.attention import EMPTY_POSITION, Visibility, attend_dense
+from noria.modelzoo.attention import Visibility, attend_dense
 from noria.modelzoo.blockwise import attend_blockwise, block_size
 from noria.modelzoo.config import PLAIN_SCORES, BothSides, Chunk, Scores
+from noria.modelzoo.segments import EMPTY_POSITION
 
 WINDOWS = (
     *(None, 1, 5, 16, 19),

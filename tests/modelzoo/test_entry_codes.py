@@ -13,12 +13,13 @@ from coded_entries import decode, encode
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo import entry_codes, kv_cache
-from noria.modelzoo.attention import EMPTY_POSITION, Slots, Visibility, attend_dense
+from noria.modelzoo.attention import Slots, Visibility, attend_dense
 from noria.modelzoo.blockwise import attend_blockwise
 from noria.modelzoo.config import AS_PUBLISHED, Chunk, DecoderConfig, Scores
 from noria.modelzoo.entry_codes import EntryCodes
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_cache import LayerCache, NewEntries, PromptLatents
+from noria.modelzoo.segments import EMPTY_POSITION
 
 CODES = ("int8", "float8_e4m3fn")
 SPANS = (8, 24)

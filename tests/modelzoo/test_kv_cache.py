@@ -7,10 +7,11 @@ import pytest
 from caches import CONFIG, SLOTS, H, K, keep, pieces, random_prompt, sides, used_cache
 
 from noria.modelzoo import kv_cache
-from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
+from noria.modelzoo.attention import attend_dense
 from noria.modelzoo.kv_cache import KVCache
 from noria.modelzoo.layer_cache import read_layer
 from noria.modelzoo.segment_attention import Entries, attend_segments
+from noria.modelzoo.segments import EMPTY_POSITION
 
 SPANS = (4, 8, 16)
 CUTS = [(16,), (4, 8, 16), (1, 15, 16)]

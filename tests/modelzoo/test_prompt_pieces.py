@@ -15,12 +15,12 @@ from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig
 from noria.modelzoo.entry_codes import INT4_IN_BYTES
-from noria.modelzoo.key_blocks import join_blocks
 from noria.modelzoo.kv_cache import KVCache
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_groups import block_layers, single_layer_names
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.prompt_pieces import PromptPieces, layer_of_slots
+from noria.modelzoo.segments import join_blocks
 
 HEADS = DecoderConfig(
     vocab_size=41,

@@ -15,11 +15,12 @@ from caches import CONFIG, SLOTS, H, K, keep, pieces, random_prompt, sides, used
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo import kv_cache
-from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
+from noria.modelzoo.attention import attend_dense
 from noria.modelzoo.config import Chunk, DecoderConfig, Window
 from noria.modelzoo.kv_cache import KVCache
 from noria.modelzoo.layer_cache import PromptKeysValues, read_layer
 from noria.modelzoo.segment_attention import Entries, attend_segments
+from noria.modelzoo.segments import EMPTY_POSITION
 
 CUTS = [(24,), (4, 24), (2, 4, 8, 24), (5, 24)]
 """Spans above the windows, below them and equal to one."""

@@ -9,7 +9,7 @@ from laid_out import config_of, layout_of
 from noria.compile.targets import find_target
 from noria.modelzoo import axes
 from noria.modelzoo.config import Arrangement
-from noria.modelzoo.key_blocks import CPU_BLOCKS
+from noria.modelzoo.segments import CPU_BLOCKS
 from noria.sharding.axis_rules import AxisRules, kv_copies
 from noria.sharding.placement import arrangement_of
 

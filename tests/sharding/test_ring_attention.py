@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.attention import (
-    EMPTY_POSITION,
     Visibility,
     attend_dense,
     first_visible,
@@ -21,7 +20,7 @@ from noria.modelzoo.attention import (
 )
 from noria.modelzoo.blockwise import attend_blockwise, block_sizes
 from noria.modelzoo.config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
-from noria.modelzoo.stripes import Stripe, Stripes
+from noria.modelzoo.segments import EMPTY_POSITION, Stripe, Stripes
 from noria.sharding.cache_attention import merge_shards
 from noria.sharding.ring_attention import attend_on_ring, num_ring_steps
 

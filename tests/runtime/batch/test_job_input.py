@@ -9,13 +9,13 @@ from datetime import datetime
 import pytest
 from fake_model import FakeGenerator, FakeModel, masked, run, settings, write_input
 
-from noria.runtime.batch import job_input, token_spill
+from noria.runtime.batch import job_input
+from noria.runtime.batch.job_input import TokenSpill
 from noria.runtime.batch.merge import merge
 from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.batch.scan import MAX_AHEAD, map_ahead
-from noria.runtime.batch.token_spill import TokenSpill
 from noria.runtime.errors import ConfigError, JobError, JournalError, MergeError
 from noria.runtime.files.run_config import read_instant
 
@@ -177,7 +177,7 @@ def test_each_prompt_is_encoded_once_and_its_ids_leave_no_file(source, tmp_path)
 
 def test_prompts_whose_ids_find_no_room_are_encoded_again(source, tmp_path, monkeypatch):
     run(source, tmp_path / "whole.jsonl", now=NOW)
-    monkeypatch.setattr(token_spill, "SHARE_OF_DISK", 0.0)
+    monkeypatch.setattr(job_input, "SHARE_OF_DISK", 0.0)
     model = FakeModel()
     run(source, tmp_path / "out.jsonl", model, now=NOW)
     assert sorted(model.encoded) == sorted(2 * [row["id"] for row in ROWS])
@@ -210,8 +210,8 @@ def test_a_disk_that_is_full_or_no_folder_keeps_nothing_and_harms_nothing(tmp_pa
         def write(self, content):
             raise OSError(errno.ENOSPC, "full")
 
-    opened = token_spill.open_nameless
-    monkeypatch.setattr(token_spill, "open_nameless", lambda folder: Full(opened(folder)))
+    opened = job_input.open_nameless
+    monkeypatch.setattr(job_input, "open_nameless", lambda folder: Full(opened(folder)))
     with TokenSpill(tmp_path) as kept:
         kept.keep(0, [1])
         kept.keep(1, [2])

@@ -11,7 +11,7 @@ import pytest
 from fake_model import VOCAB_SIZE, masked, write_input
 from faulty_disk import Crash, FaultyDisk
 
-from noria.runtime.batch import repeats, token_spill
+from noria.runtime.batch import job_input, repeats
 from noria.runtime.batch.journal import Journal
 from noria.runtime.batch.lines import BatchRow, read_row
 from noria.runtime.batch.merge import merge
@@ -334,14 +334,14 @@ def test_on_error_raise_ends_at_the_first_row_of_a_group(tmp_path):
 
 def test_rows_whose_ids_were_not_kept_are_encoded_and_compared(everything, tmp_path, monkeypatch):
     source, expected = everything
-    monkeypatch.setattr(token_spill, "SHARE_OF_DISK", 0.0)
+    monkeypatch.setattr(job_input, "SHARE_OF_DISK", 0.0)
     run(source, tmp_path / "out.jsonl")
     assert masked(tmp_path / "out.jsonl") == expected
 
 
 @pytest.mark.parametrize("failing", ["0-0", "0-1"])
 def test_a_row_that_cannot_be_encoded_again_is_the_only_error(tmp_path, monkeypatch, failing):
-    monkeypatch.setattr(token_spill, "SHARE_OF_DISK", 0.0)
+    monkeypatch.setattr(job_input, "SHARE_OF_DISK", 0.0)
     seen = Counter()
     encode = fake.encode
 

@@ -9,7 +9,7 @@ from unoptimized import set_optimized
 
 from noria.runtime.engine import generation
 from noria.runtime.request import Request, SamplingParams
-from noria.runtime.text.collector import TextCollector
+from noria.runtime.text.detokenizer import TextCollector
 
 SHORT_CHUNKS = replace(
     GRID, prefill=((16, 3, 4), (48, 2, 4)), decode_spans=(16, 48, 64), span_slots=(4, 2, 1)

@@ -11,7 +11,7 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_choice import choose_prefixes
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
 from noria.runtime.engine.actions import DecodeAction, PrefillAction, PrefixAction, ScheduledRequest
-from noria.runtime.engine.prefix_groups import PrefixGroups, WaitingRows
+from noria.runtime.engine.decode_slots import PrefixGroups, WaitingRows
 from noria.runtime.engine.scheduler import Scheduler
 from noria.runtime.engine.shared_prefixes import plan_submission
 

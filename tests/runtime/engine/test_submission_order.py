@@ -1,7 +1,7 @@
 """The order of submission: longest rows first, with rows for every slot length at any time."""
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.runtime.engine.submission_order import submission_order
+from noria.runtime.engine.shared_prefixes import submission_order
 
 GRID = BucketGrid(100, ((60, 1),), 4, (50, 100), span_slots=(4, 1))
 

@@ -6,7 +6,7 @@ import pytest
 
 from noria.runtime.errors import RowError
 from noria.runtime.request import SamplingParams
-from noria.runtime.text.collector import TextCollector
+from noria.runtime.text.detokenizer import TextCollector
 
 TEXT = "One two, three.\n\nUser: four 🙂 five"
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from noria.modelzoo.key_blocks import CPU_BLOCKS, blocks_shape, join_blocks, split_blocks
+from noria.modelzoo.segments import CPU_BLOCKS, blocks_shape, join_blocks, split_blocks
 
 
 @pytest.mark.parametrize(("num_entries", "size"), [(12, 4), (10, 4), (4, 4), (3, 4), (5, 1)])
