@@ -1,9 +1,10 @@
 """Weights with the matrices of several adapters, one of which each row of a call may use.
 
-The matrices of all adapters lie side by side, R = adapters times rank. A product with them is one
-product with all of them; then the part of a row's own adapter is kept, and the others are zeros. A
-row without an adapter keeps the bits of the product with the weight alone. So the bits of a row
-depend neither on the adapters of its neighbours nor on their place in the call.
+The matrices of all adapters lie side by side, R = adapters times rank. Activations are multiplied
+with all of them in one product. Of the result, each row keeps the part of its own adapter, and the
+other parts become zeros. A row without an adapter keeps the bits of the product with the weight
+alone. So the bits of a row depend neither on the adapters of its neighbours nor on their place in
+the call.
 
 Source: Hu et al. 2021, "LoRA" (2106.09685). Knows nothing of layouts or files.
 """
@@ -56,7 +57,7 @@ class AdaptedWeight:
 
 
 def down_shape(shape: tuple[int, ...], inputs: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The shape of `AdaptedWeight.down`; axes of layers come first.
+    """The shape of `AdaptedWeight.down`, without axes of layers.
 
     Args:
       shape: The shape of the weight.

@@ -54,7 +54,7 @@ class Attend(Protocol):
 class SlotReader:
     """Decorator of an `Attend` that reads the slots of a cache segment itself.
 
-    Other implementations get the rows of their slots, with all segments joined.
+    For other implementations, the slots of the rows are gathered and their segments are joined.
     """
 
     attend: Attend

@@ -36,13 +36,13 @@ CACHE_LENGTH = "cache_length"
 EMBED = "embed"
 """The embed dimension of the residual stream."""
 LOGIT_BATCH = "logit_batch"
-"""Batch rows of logits and of per-slot state: the mesh axes of `batch` that `vocab` does not
-use."""
+"""Batch rows of logits and of per-slot state. They are split over the mesh axes of `batch` that
+`vocab` does not use."""
 
 HEAD_BATCH = "head_batch"
-"""Batch rows of queries and attention outputs. They are split as `attention_batch`, unless its mesh
-axes also split heads in the projections. Then they are split as `batch`, and attention exchanges
-heads for rows."""
+"""Batch rows of queries and attention outputs. They are split as `attention_batch`, but without the
+mesh axes that also split heads in the projections. Over these, attention exchanges heads for
+rows."""
 
 EMBED_IN = "embed_in"
 """The embed dimension of the weights of projections."""
@@ -50,7 +50,7 @@ QUERY_HEADS = "query_heads"
 """Query heads, in the weights of projections and in their results."""
 KV_HEADS = "kv_heads"
 """Key/value heads, in attention and in the cache. They are on the devices of their query heads.
-`""` allows copies of a head, which are needed if there are fewer heads than devices."""
+The rule `""` allows copies of a head, which are needed if there are fewer heads than devices."""
 MLP = "mlp"
 """The hidden size of a dense MLP, in weights and activations."""
 VOCAB = "vocab"
@@ -58,7 +58,8 @@ VOCAB = "vocab"
 EXPERTS = "experts"
 """Experts of a sparse layer. If the mesh axis also splits tokens, devices exchange tokens."""
 EXPERT_MLP = "expert_mlp"
-"""Hidden features of an expert: the mesh axes of `mlp` that `experts` does not use."""
+"""Hidden features of an expert. They are split over the mesh axes of `mlp` that `experts` does not
+use."""
 
 RESIDUAL = (RESIDUAL_BATCH, RESIDUAL_LENGTH, EMBED)
 HEADS = (HEAD_BATCH, LENGTH, QUERY_HEADS, "", "")

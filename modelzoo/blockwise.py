@@ -1,10 +1,11 @@
 """Attention block by block, with memory linear in the number of tokens.
 
 A prompt of at most `MAX_IN_ORDER` tokens in order is split into blocks of queries. Each block
-attends once: to all keys up to its last query, or to all keys where all tokens are seen. All other
-calls compute one pair of a query block and a key block at a time and merge the partial results
-`(out, lse)`. Pairs in which nothing is visible are skipped, so causal masks save half of the work,
-and windows save all pairs outside of them. The skipped pairs follow from positions, so tokens may
+attends once: to the keys in its window up to its last query, or to all keys where all tokens are
+seen. Windows with a limited reach on both sides, and all other calls, compute one pair of a query
+block and a key block at a time and merge the partial results `(out, lse)`. Pairs in which nothing
+is visible are skipped, so causal masks save half of the work, and windows save all pairs outside of
+them. The skipped pairs follow from positions, so tokens may
 be in any order.
 
 Knows nothing of caches, layers or meshes. Guarantees: equals `attend_dense` up to the order of

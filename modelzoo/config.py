@@ -10,8 +10,6 @@ from .config_values import check_count, check_positive
 from .latent_config import LatentAttention
 from .moe.config import MoeConfig
 from .pooling_config import MEAN, Pooling
-
-# a checkpoint finds all classes here
 from .rope_config import NoRope, RopeConfig
 
 
@@ -122,7 +120,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and options of one decoder-only transformer."""
+    """Sizes and options of one transformer: a decoder, or an encoder with `BothSides` windows."""
 
     vocab_size: int
     embed: int
@@ -155,7 +153,7 @@ class DecoderConfig:
     has_head: bool = True
     """Whether the model has an output head, which computes the logits of tokens."""
     pooling: Pooling = MEAN
-    """The result of embedding graphs; others do not read it."""
+    """The pooling of embedding graphs; other graphs do not use it."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -226,7 +224,7 @@ class DecoderConfig:
             raise ValueError(f"latent: expected layers that rotate, got {self.rope}.")
         options = ("qkv_bias", "output_bias", "qk_norm", "sinks")
         if used := [option for option in options if getattr(self, option)]:
-            raise ValueError(f"latent: expected no {', '.join(used)} beside it, none implemented.")
+            raise ValueError(f"latent: expected no {', '.join(used)} beside it: not implemented.")
 
     def rope_of(self, window: Window) -> RopeConfig | NoRope:
         """The rotation in layers with this window."""

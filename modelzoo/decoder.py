@@ -58,7 +58,7 @@ def _write_nothing(
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer: embedding, blocks, final norm and head."""
+    """A decoder-only transformer or an encoder: embedding, blocks, final norm, and head if any."""
 
     def __init__(
         self,

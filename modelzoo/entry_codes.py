@@ -24,7 +24,7 @@ import numpy as np
 from scipy.linalg import hadamard
 
 INT4_IN_BYTES = "float8_e5m2"
-"""A dtype of one byte for the codes of int4, all of which it has, where no array can be int4."""
+"""A dtype of one byte that has all codes of int4, for platforms where no array can be int4."""
 LARGEST_CODES = {"int8": 127.0, "float8_e4m3fn": 448.0, "int4": 7.0, INT4_IN_BYTES: 7.0}
 """The largest code, by dtype of the codes; the smallest one is its negative."""
 _ROTATED = "int4", INT4_IN_BYTES
@@ -96,7 +96,7 @@ def encode(
         x = _rotate(jnp.pad(x, padding), axis, splits)
     for start, stop in pairwise((0, *splits, x.shape[axis])):
         part = jax.lax.slice_in_dim(x, start, stop, axis=axis).astype(jnp.float32)
-        # times the reciprocal, as XLA would make of a division by a constant in some programs
+        # times the reciprocal: in some programs, XLA replaces a division by a constant with this
         scale = (jnp.abs(part).max(axis=axis) * (1 / largest)).astype(scales)
         divisor = jnp.where(scale > 0, scale, 1).astype(jnp.float32)
         part = jnp.clip(part / jnp.expand_dims(divisor, axis), -largest, largest)

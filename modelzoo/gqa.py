@@ -89,7 +89,8 @@ def _with_heads_last(qkv_BTKJH: jax.Array) -> jax.Array:
     """
     if qkv_BTKJH.shape[-1] % axes.LANES:
         return qkv_BTKJH
-    # before head features come rows or tokens, as there are several: the last two axes fill a tile
+    # the axis before head features is rows if each row has one token, else tokens, so that the last
+    # two axes fill a tile
     order = (1, 2, 3, 0, 4) if qkv_BTKJH.shape[1] == 1 else (2, 3, 0, 1, 4)
     return with_layout_constraint(qkv_BTKJH, MemoryLayout(major_to_minor=order))
 

@@ -46,7 +46,8 @@ class LayerAttention(NamedTuple):
     ]
     """Attend from queries; return `out_BTKGH` and the cache update.
 
-    The arguments are queries, new keys and values by the heads of the projections, and new latents.
+    The arguments are queries, new keys and values with the heads of the projections, and new
+    latents.
     If there are latents, they are cached instead of keys and values. A layer with latents that
     reads its cache attends to latents, and passes no keys and values.
     """

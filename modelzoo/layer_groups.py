@@ -3,7 +3,7 @@
 Layers repeat a pattern of kinds: layers `first`, `first + period`, ... differ only in their
 weights, so one block can run all of them. A *group* is one repeated pattern: a tuple with the
 layers of each block of the pattern. Iteration i of the scan over a group runs layer i of each block
-in turn. Ten layers of kinds `d w w g w w g w w g`, d dense and g without window, give these groups:
+in turn. Ten layers of the kinds `d w w g w w g w w g` give these groups:
 
     unrolled     [0] [1] [2] [3] [4] [5] [6] [7] [8] [9]       ten groups of one repeat
     scanned      [0] [1:10:3  2:10:3  3:10:3]                  one repeat, and three

@@ -76,7 +76,8 @@ def scan_group(
     iterations = (jnp.arange(len(group[0])), weights)
     (x_BTD, cache), (use, num_dropped) = jax.lax.scan(body, (x_BTD, cache), iterations)
     if use is not None:
-        # axes are iterations and the sparse layers of each: flattened, layers in order
+        # the first axes are the iterations and the sparse layers of an iteration: flattened, they
+        # are all sparse layers in order
         use = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), use)
         experts.add(use, jnp.sum(num_dropped, axis=0))
     return x_BTD, cache

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def gelu(x: jax.Array) -> jax.Array:
     """Exact GELU (Hendrycks, Gimpel 2016, 1606.08415) of a float32 array.
 
-    It computes erf, as jax.nn computes erfc, which takes twice as long on a CPU.
+    It computes erf. jax.nn computes erfc instead, which takes twice as long on a CPU.
     """
     return x * (0.5 * (1.0 + jax.lax.erf(x * 0.5**0.5)))
 
@@ -180,7 +180,7 @@ class InputSum(nnx.Module):
     """
 
     def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, inputs: TokenInputs):
-        # no weights of products, so no rule rounds them to codes
+        # these tables are in no product, so no rule rounds them to codes
         if inputs.positions:
             self.positions = _table(rngs, inputs.positions, config.embed)
         if inputs.token_types:

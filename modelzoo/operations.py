@@ -95,7 +95,7 @@ class Operations:
 
         Args:
           body: A function `body(queries, new, latents, rows, caches)` that treats rows and
-            key/value heads independently. `new` are keys and values by the heads of the
+            key/value heads independently. `new` are keys and values with the heads of the
             projections, or None. `rows` and each of `caches` are named tuples that declare the axes
             of their arrays as `AXES`. `body` returns the attention output and the cache update.
           writes_cache: Whether the cache update is the updated first cache. Otherwise it is the new
@@ -156,8 +156,8 @@ class Operations:
         """Take rows of the arrays of segments, with zeros for rows that a segment does not have.
 
         Args:
-          segments: Arrays with the same logical axes. The first has all rows. In the others, each
-            device may have only the first of its rows.
+          segments: Arrays with the same logical axes. The first has all rows. Of the others, a
+            device may have only the first few of its rows.
           row_B: The rows to take.
           logical_axes: The logical axes of the arrays.
           layer: The layer to take, if the first axis of the arrays is layers.
@@ -168,10 +168,10 @@ class Operations:
     def after(self, row_B: jax.Array, x_BTD: jax.Array) -> jax.Array:
         """Make `row_B` depend on the residual stream `x_BTD`, to order reads and writes.
 
-        XLA for CPU first runs operations without pending inputs. It would gather the rows of all
-        layers before the first layer, and keep them in memory. A write that does not depend on the
-        read would be made in a copy. An optimization barrier does not help, as it is removed before
-        operations are scheduled.
+        XLA for CPU first runs operations without pending inputs. Without this dependency it would
+        gather the rows of all layers before the first layer, and keep them in memory. If a write
+        did not depend on the read before it, XLA would write to a copy of the array. An
+        optimization barrier does not help, as it is removed before operations are scheduled.
         """
         is_never = x_BTD.ravel()[0] < -jnp.inf
         return jnp.where(is_never, 0, row_B)
@@ -195,7 +195,7 @@ class Operations:
     def has_cache_of(self, cache_operations: "Operations") -> bool:
         """Whether `attend` can read all slots of a cache that `cache_operations` lays out.
 
-        If so, the keys and values of slots need no gather before.
+        If so, the keys and values of slots need not be gathered first.
         """
         del cache_operations
         return True

@@ -50,7 +50,7 @@ class Pooling:
     prompt: str = ""
     """The text that is put before every text to embed."""
     max_tokens: int | None = None
-    """The length to which requests may ask to cut texts; None for all positions of the model."""
+    """The maximum number of tokens of a text; None means the maximum length of the model."""
 
     def __post_init__(self):
         if self.kind not in get_args(PoolingKind):

@@ -138,7 +138,7 @@ class LayerRecord(Operations):
 def record_layer(
     config: DecoderConfig, layer: int, kv_copies: int, *, reads_cache: bool
 ) -> LayerRecord:
-    """The record of a layer, either for whole prompts or with `reads_cache`."""
+    """The record of a layer for whole prompts, or for calls that read the cache."""
     record = LayerRecord()
 
     def run() -> None:

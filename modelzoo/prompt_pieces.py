@@ -3,12 +3,12 @@
 A piece is a whole prompt or a chunk of one. It attends before it is written: to the entries of its
 slot below its first position, and to itself as one more segment. So a rolling buffer needs no more
 entries than its window, however long a piece is. After the attention of a layer, the piece is
-written: as one block in layers that cache every position, and in rolling buffers as the latest
-tokens in place of the oldest. If the cache is in stripes, so is a piece, and every stripe takes its
-own tokens.
+written: as one block of each segment in layers that cache every position, and in rolling buffers as
+the latest tokens in place of the oldest. If the cache is in stripes, so is a piece, and every
+stripe takes its own tokens.
 
-A chunk lies within the last segment of its graph. No token of a chunk sees the last entries of this
-segment, as many as the chunk has tokens. A whole prompt begins at position 0, sees only itself, and
+A chunk lies within the last segment of its graph. If a chunk has n tokens, none of them sees the
+last n entries of this segment. A whole prompt begins at position 0, sees only itself, and
 may extend over several segments. A whole prompt may also follow a prefix that its slot shares with
 others (`prefixes`); then it sees the prefix and itself, and its positions here are counted from the
 end of the prefix.
@@ -55,9 +55,9 @@ class PromptPieces(NamedTuple):
     count_B: jax.Array
     """The number of tokens; the rest of the row is padding."""
     prefix_B: jax.Array | None = None
-    """The prefixes, each of as many consecutive rows as the others; None without prefixes. A caller
-    gives one prefix for all rows. The position of the first token is then counted from the end of
-    the prefix."""
+    """The prefix of each group of consecutive rows, where groups are equally large; None without
+    prefixes. A caller gives one prefix for all rows. With a prefix, the position of the first token
+    is counted from its end."""
 
     @property
     def first_B(self) -> jax.Array:
@@ -65,7 +65,7 @@ class PromptPieces(NamedTuple):
         return jnp.zeros_like(self.count_B) if self.start_B is None else self.start_B
 
     def in_stripe(self, stripe: Stripe) -> "PromptPieces":
-        """The part of the rows in one stripe. First positions must be multiples of the stripes."""
+        """The part of the rows in one stripe; `stripe.count` must divide first positions."""
         start_B = None if self.start_B is None else self.start_B // stripe.count
         return self._replace(start_B=start_B, count_B=stripe.num_tokens(self.count_B))
 
@@ -80,7 +80,7 @@ class PromptPieces(NamedTuple):
 def positions_below(
     positions: Positions, rows: PromptPieces, num_unseen: int, operations: Operations
 ) -> Positions:
-    """The positions of the entries that rows see of the cache: those below their first positions.
+    """The positions of the cache entries that rows see: those below their first positions.
 
     The last `num_unseen` entries are left out in layers that cache every position. Whole prompts
     see nothing of their slots, so no segment is left.

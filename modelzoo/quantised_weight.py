@@ -55,7 +55,7 @@ class QuantisedWeight:
     offsets: jax.Array | None = None
     """The numbers to add to all codes of a group times its scale; None for zeros."""
     order: jax.Array | None = None
-    """The input feature of each position of the codes; None for their own order."""
+    """The input feature of each position of the codes; None if codes are in order of inputs."""
     dtype: jnp.dtype | None = field(default=None, metadata={"static": True})
     """The dtype of weights that are not quantised; None for that of the scales."""
     is_slice: bool = field(default=False, metadata={"static": True})
@@ -258,7 +258,7 @@ def multiply_on_gpu(
     """Multiply a few rows of bfloat16 activations with a weight in groups, or with offsets.
 
     The values of the weight are float32, and the product rounds them to bfloat16. XLA for GPU
-    computes an array within the product that reads it only if no step makes its numbers narrower.
+    computes these values within the product only if no step converts them to a narrower dtype.
     Offsets are not added to the values: they are multiplied with sums of the activations.
 
     Args:

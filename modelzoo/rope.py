@@ -2,8 +2,8 @@
 
 Layers without rotation may scale queries by a factor that grows with the position. Frequencies are
 float64 numpy arrays until the last step, so a graph has them as one small constant. A rotated pair
-is one feature of each half of a head ("rotate half", the order of Hugging Face checkpoints). Knows
-nothing of caches or masks.
+is one feature of each half of the rotated features of a head ("rotate half", the order of Hugging
+Face checkpoints). Knows nothing of caches or masks.
 """
 
 import math
@@ -25,7 +25,7 @@ from .rope_config import (
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles of each token, for `h = H / 2` pairs of a head."""
+    """Cosines and sines of the angles of each token, for the h rotated pairs of a head."""
 
     cos_BT1h: jax.Array
     sin_BT1h: jax.Array
@@ -75,9 +75,9 @@ def rotation(position_BT: jax.Array | np.ndarray, rope: RopeConfig, head_dim: in
 
     XLA would fuse the trigonometry into every layer and head, and so repeat it. With positions as a
     numpy array it is a constant of the graph. With several tokens in several rows it runs in a loop
-    over rows, which XLA does not fuse into layers. A single row, or a single token per row, is cut
-    in halves only on the CPU, where repeating the trigonometry takes 4 % of a decode step or of a
-    prefill call; elsewhere a loop costs more.
+    over rows, which XLA does not fuse into layers. For a single row, or a single token per row, it
+    runs in a loop over two halves, but only on the CPU: there, repeating the trigonometry takes 4 %
+    of a decode step or of a prefill call. Elsewhere a loop costs more.
     """
     frequency_h, factor = frequencies(rope, head_dim)
     xp = np if isinstance(position_BT, np.ndarray) else jnp

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class SamplingState(NamedTuple):
-    """Sampling parameters per slot, set at prefill and constant until the slot has a new owner."""
+    """Sampling parameters per slot, set at prefill.
+
+    All but `structure_B` are constant until the slot has a new owner.
+    """
 
     temperature_B: jax.Array
     """Temperature; 0 means greedy decoding."""
@@ -265,7 +268,7 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
 
 
 def _top_k_threshold(order_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
-    """The k-th largest value of each row; the lowest integer for a row without a limit."""
+    """The k-th largest value of each row; the smallest value of a row without a limit."""
     k_B = jnp.where(top_k_B > 0, top_k_B, order_BV.shape[-1])
     return _bisect(lambda t_B1: jnp.sum(order_BV >= t_B1, axis=-1) >= k_B, order_BV.shape[0])
 

@@ -57,7 +57,7 @@ def attend_segments(
       slots: The layer and slots to read, if entries are whole arrays of a cache.
 
     Returns:
-      `out` and `lse` by the heads of the entries, with the head size of queries.
+      `out` and `lse`, grouped by the heads of the entries, with the head size of queries.
     """
     H, last = q_BTKGH.shape[-1], len(entries.keys_values) - 1
     own = list(zip(entries.keys_values, entries.positions, strict=True))

@@ -107,7 +107,7 @@ def segment_starts(lengths: Sequence[int]) -> list[int]:
 
 
 def heads_last(ndim: int, position_axis: int) -> tuple[int, ...]:
-    """The axis order that puts the head axis last in an array that ends with heads and positions.
+    """The axis order that puts head features last in an array that ends with them and positions.
 
     `position_axis` is the last axis or the last but one.
     """

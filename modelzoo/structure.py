@@ -17,8 +17,9 @@ BITS = 32
 class StructureTables(NamedTuple):
     """S states, K schemas, M masks, and L levels of a state.
 
-    The moves of a state are I blocks of A classes, and a mask is J blocks of U words. Most blocks
-    are equal, so the P different blocks of moves and the Q of masks are stored once.
+    A level of a state has a mask for rows with at least a given number of tokens left. The moves of
+    a state are I blocks of A classes, and a mask is J blocks of U words. Most blocks are equal, so
+    the P different blocks of moves and the Q different blocks of masks are stored once.
     """
 
     move_block_SI: jax.Array

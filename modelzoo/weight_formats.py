@@ -41,7 +41,7 @@ SCALES, OFFSETS, ORDER = ".scales", ".offsets", ".order"
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The dtype of codes, the size of groups, and the numbers that groups have."""
+    """The dtype of codes, the size of groups, and the kind of their scales and offsets."""
 
     codes: str
     """A key of `BYTE_DTYPES`."""
@@ -70,7 +70,7 @@ class WeightFormat:
 
 
 def common_format(formats: Iterable[WeightFormat | None]) -> WeightFormat | None:
-    """A format for arrays of several published formats, exact for all; None for float.
+    """A format that holds arrays of several published formats exactly; None if only float does.
 
     >>> str(common_format(WeightFormat("int4", g, "float16") for g in (32, 48)))
     'int4 in groups of 16, scales in float16'
@@ -124,8 +124,9 @@ class Quantisation:
 
         Args:
           of_axes: The values of the axes of the weight, such as logical axes.
-          shared: The value of the axis of groups if all input features share a scale. Otherwise it
-            is that of the first input axis, as only this axis may be split.
+          shared: The value of the axis of groups if all input features share a scale. Otherwise
+            the axis of groups has the value of the first input axis, as only this axis may be
+            split.
         """
         of_groups = of_axes[self.inputs[0]] if self.format.group else shared
         return self.replace_inputs(of_axes, of_groups)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .quantised_weight import QuantisedWeight, multiply_codes
 
 if TYPE_CHECKING:
-    # a start from a bundle loads executables before flax
+    # a start from a bundle loads executables before it imports flax
     from flax import nnx
 
     Weight = nnx.Param | jax.Array | QuantisedWeight
@@ -67,7 +67,7 @@ def einsum(equation: str) -> tuple[str, Product]:
 
 
 def einsum_product(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The einsum of activations and a weight in float32.
+    """The einsum of activations and a weight, in float32, or in int32 if `x` has integers.
 
     Args:
       equation: The einsum; the first axis of activations is rows.
@@ -92,7 +92,7 @@ def _at_least_two_rows(x: jax.Array) -> jax.Array:
 
 
 def gate_up_product(x: jax.Array, gate_up_PDF: jax.Array) -> jax.Array:
-    """Gate and up `[P, ..., F]` of `x` `[..., D]` in float32."""
+    """Gate and up `[P, ..., F]` of `x` `[..., D]`, in float32, or in int32 if `x` has integers."""
     # a batch of two products: one call, and no backend needs another memory layout of the weights
     rows = _at_least_two_rows(x)
     x_P = jnp.broadcast_to(rows[None], (2, *rows.shape))

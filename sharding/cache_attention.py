@@ -35,7 +35,7 @@ def attend_sharded_cache(
     position_BT: jax.Array,
     entries: Any,
 ) -> Attended:
-    """Attention of queries that every device has to the cache entries of all devices."""
+    """Attention to the cache entries of all devices, for queries that every device has."""
     return merge_shards(*attend(q_BTKGH, position_BT, entries), mesh_axes)
 
 

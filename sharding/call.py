@@ -16,7 +16,7 @@ class Call:
     """Shape of one call of a graph; for decode, of one step of the call."""
 
     phase: str
-    """One of `KINDS`: calls whose time has the same causes."""
+    """One of `KINDS`. The times of all calls of one kind have the same causes."""
     rows: int
     tokens: int
     """Tokens of each row: the length of the prompt or chunk, or 1 in decode."""
@@ -29,8 +29,7 @@ class Call:
     segments: CachePieces = ()
     """The pieces of the cache, where there is more than one."""
     prefix: tuple[int, int] = (0, 0)
-    """Rows and length of the prefixes that tokens also see; one row of them in a call that is no
-    decode call."""
+    """Rows and length of the prefixes that tokens also see. Outside of decode there is one row."""
 
     @classmethod
     def of_step(cls, slots: int, span: int) -> "Call":

@@ -11,10 +11,10 @@ programs and with published formulas: Pope et al. 2022, "Efficiently Scaling Tra
 al. 2023, "Ring Attention" (2310.01889), section 3; Lepikhin et al. 2020, "GShard" (2006.16668),
 section 3.3.
 
-The bytes of a collective are the bytes of the whole array along the communicated dimension on one
-device. So an all-reduce has as many bytes as the reduce-scatter and the all-gather of which it
-consists. Over n devices a link carries about (n - 1) / n of these bytes, and twice that for an
-all-reduce.
+The bytes of a collective are the bytes of the array on one device, counted as if the communicated
+dimension were whole there. So an all-reduce has as many bytes as the reduce-scatter and the
+all-gather of which it consists. Over n devices a link carries about (n - 1) / n of these bytes, and
+twice that for an all-reduce.
 
 Not counted, because small: attention sinks and the counts of how experts were used. Expert dispatch
 is assumed to be lossless. Two things that XLA adds are not counted either: the gather of a chunk's

@@ -4,8 +4,8 @@ If the mesh axes of `experts` also split the tokens, each device exchanges token
 devices along these axes: one all-to-all before the experts' products and one after them. If all
 devices along these axes have the same tokens, nothing is exchanged: each device adds the results of
 its own experts. The hidden size of experts is split over the mesh axes of `mlp` that `experts` does
-not use, and is summed over them as in a dense MLP. Weights stay where they are, unless a phase
-gathers the weights of `mlp`.
+not use, and results are summed over them as in a dense MLP. Weights stay where they are, unless a
+phase gathers the weights of `mlp`.
 
 Source: Lepikhin et al. 2020, "GShard" (2006.16668), section 3.3; for tensor parallelism inside
 experts Rajbhandari et al. 2022, "DeepSpeed-MoE" (2201.05596), section 5.2.

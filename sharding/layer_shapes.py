@@ -40,15 +40,15 @@ class LayerShapes:
     layout: Layout
     call: Call
     itemsize: int
-    """Bytes of an element of activations, and of weights without other bytes."""
+    """Bytes of an element of activations, and of weights that are not in `element_bytes`."""
     layer: int = 0
     element_bytes: Mapping[str, float] = field(default_factory=dict)
-    """Average bytes of an element of weights that have other bytes, by dotted path."""
+    """Average bytes of an element of the weights listed here, by dotted path."""
     cache_codes: str | None = None
     """The dtype of cache entries in codes; None for entries of `itemsize`."""
 
     def vector_bytes(self, dim: int, *, is_cached: bool) -> list[int]:
-        """Bytes of each array of a key, value or latent, one token of a head: codes and scales.
+        """Bytes of the arrays of one key, value or latent of a token: its codes and its scales.
 
         Without `is_cached`, the vector belongs to a new token, which is not in codes.
         """
@@ -63,7 +63,7 @@ class LayerShapes:
 
     @cached_property
     def record(self) -> LayerRecord:
-        """Products and blocks of the layer."""
+        """Products of the layer with its weights, and the heads of its attention."""
         copies = self._copies(self.layout.rules[axes.QUERY_HEADS])
         reads_cache = self.call.phase != "prefill"
         return record_layer(self.config, self.layer, copies, reads_cache=reads_cache)
@@ -104,7 +104,7 @@ class LayerShapes:
     def send(
         self, kind: str, mesh_axes: MeshAxes, num_bytes: int, times: int = 1
     ) -> Iterator[ExpectedCollective]:
-        """A collective; none where its group is a single device."""
+        """Yield a collective, or nothing if its group is a single device or `times` is 0."""
         if times and self.layout.mesh.num_shards(mesh_axes) > 1:
             in_order = tuple(axis for axis in self.layout.mesh.sizes if axis in mesh_axes)
             yield ExpectedCollective(kind, in_order, num_bytes, times)

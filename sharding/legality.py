@@ -53,7 +53,7 @@ class ModelSizes:
     spans: Sequence[int] = ()
     """Cache entries per slot that decode graphs read."""
     slot_groups: int | None = None
-    """Number of groups with slots of several lengths; None if all slots have the same length."""
+    """Number of groups of slots on different devices, if slots have several lengths; else None."""
     is_chunked: bool = False
     """Whether prompts are prefilled in chunks."""
     has_prefixes: bool = False
@@ -327,8 +327,8 @@ def _expert_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) ->
 
 def _weight_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
     config, rules = sizes.config, layout.rules
-    # if the query heads divide, the copies of key/value heads divide too: both counts divide their
-    # number
+    # if the query heads divide over the devices, they also divide over the copies of key/value
+    # heads: both the devices and the key/value heads then divide the number of query heads
     heads = "the number of query heads"
     yield from _division(layout, rules, axes.QUERY_HEADS, heads, config.num_query_heads)
     if config.moe is None or not all(config.moe.layers):
@@ -336,7 +336,7 @@ def _weight_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
     yield from _division(layout, rules, axes.EMBED_IN, "embed", config.embed)
     for name, (num_groups, axis) in sizes.groups.items():
         if axis:
-            what = f"the number of groups of {name}, which must not be on two devices,"
+            what = f"the number of groups of {name}, each of which must be on one device,"
             remedy = (
                 "Take a smaller numbers.group, change the rule, or set the weights of this "
                 'parameter to "float" in numbers.rules.'
@@ -349,7 +349,7 @@ def _weight_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
 
 
 def _replication_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
-    """Find mesh axes along which too many weights are whole; axes of the batch make replicas."""
+    """Find mesh axes, except those of the batch, along which too many weights are whole."""
     batch_axes = {axis for phase in PHASES for axis in layout.phase(phase)[axes.BATCH]}
     total = sum(math.prod(shape) for shape, _ in sizes.weights.values())
     for mesh_axis, size in layout.mesh.axes:

@@ -46,7 +46,7 @@ class MeshLayout:
             # only the proportions count: the number of devices is given
             ratios = [math.log(size / aim) for size, aim in zip(sizes, wanted, strict=True)]
             mean = sum(ratios) / len(ratios)
-            # among equally near sizes, prefer even ones
+            # among equally near sizes, prefer those with the smallest maximum
             return round(sum((ratio - mean) ** 2 for ratio in ratios), 9), max(sizes)
 
         sizes = min(_factorisations(num_devices, len(names)), key=distance)

@@ -44,7 +44,7 @@ def arrangement_of(
         head_multiple=axes.LANES if platform == "tpu" else 1,
         # codes are converted in any case, so blocks would gain nothing
         key_blocks=CPU_BLOCKS if platform == "cpu" and cache_codes is None else (),
-        # arrays on the CPU have a byte for each int4, and executables refuse them
+        # on the CPU an int4 array has a byte for each code, and executables refuse such arrays
         packs_codes=platform != "cpu",
         cache_codes=INT4_IN_BYTES if (platform, cache_codes) == ("cpu", "int4") else cache_codes,
     )
@@ -113,8 +113,8 @@ class Placement:
     def state(self, logical_axes: Axes) -> Sharding | Format:
         """Sharding and memory layout of an array of the decode state.
 
-        On TPU, the heads of a cache entry lie along the last axis of the memory layout, so that one
-        native scatter writes an entry in place.
+        On TPU, the features of a head are the last axis of the memory layout, so that one native
+        scatter writes an entry in place.
         """
         sharding = self.sharding("decode", logical_axes)
         if self.platform != "tpu" or logical_axes not in _CACHES:

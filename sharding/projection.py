@@ -113,7 +113,7 @@ class Projection:
         return jax.lax.pmax(x, summed) if summed else x
 
     def prepare(self, x: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
-        """Gather and cut both operands as this device's product needs them; inside `shard_map`."""
+        """Gather both operands, and cut the activations, for this device; inside `shard_map`."""
         return self.prepare_x(x), map_arrays(gather, weight, self.gather_weight, shared=())
 
     def prepare_x(self, x: jax.Array) -> jax.Array:
@@ -133,7 +133,7 @@ class Projection:
 def weight_specs_of(
     stored: AxisRules, weight: jax.Array | QuantisedWeight, logical_axes: Axes
 ) -> Any:
-    """Partition of a stored weight, or of both arrays of a quantised one."""
+    """Partition of a stored weight, or of all arrays of a quantised one."""
     return map_arrays(lambda _, axes: stored.spec(axes), weight, logical_axes, shared="")
 
 

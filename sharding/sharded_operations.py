@@ -82,7 +82,7 @@ class ShardedOperations(Operations):
         self, equation: str, product: Callable[[jax.Array, Any, Projection], jax.Array],
         x: jax.Array, weight: "Weight", x_axes: Axes, out_axes: Axes,
     ) -> jax.Array:  # fmt: skip
-        """Run `product`, that of one device, between the collectives of an equation."""
+        """Run `product` on each device, between the collectives of an equation."""
         weight_axes, rules = axes_of(weight), (self._rules, self._stored)
         projection = Projection.from_rules(*rules, equation, x_axes, weight_axes, out_axes)
 
@@ -256,7 +256,7 @@ class ShardedOperations(Operations):
 
 
 def _row_spec(spec: P, axis: int) -> P:
-    """Partition of one row of an array that has rows along `axis`."""
+    """Partition of rows of an array; `axis`, the axis of rows, is not split."""
     return P(*spec[:axis], None, *spec[axis + 1 :])
 
 

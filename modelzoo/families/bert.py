@@ -68,7 +68,7 @@ def encoder_options(config: ConfigReader, num_layers: int, first_position: int) 
 
 
 def unread_tensors(prefix: str, *heads: str) -> tuple[str, ...]:
-    """The beginnings of tensors that no vector of a text needs: positions, pooler and heads."""
+    """The beginnings of names of tensors that no vector needs: position ids, pooler and heads."""
     parts = ("embeddings.position_ids", "pooler.")
     return (*(f"{start}{part}" for part in parts for start in (prefix, "")), *heads)
 

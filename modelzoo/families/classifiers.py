@@ -69,7 +69,7 @@ def _labels(config: ConfigReader) -> tuple[str, ...]:
 
 
 def _scores(config: ConfigReader, num_labels: int) -> ScoreActivation:
-    """The function to scores: that of sentence-transformers, of the problem, or the usual one."""
+    """The function for scores: that of sentence-transformers, that of the problem, or the usual."""
     own = config.table("sentence_transformers")
     for table, key in ((own, "activation_fn"), (config, "sbert_ce_default_activation_function")):
         if table.has(key):

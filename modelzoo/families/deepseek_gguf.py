@@ -2,8 +2,8 @@
 
 In newer files, keys that end in `_mla` have the sizes of published heads, and the usual keys have
 those of absorbed attention: one head, with the whole cache entry as key. Older files have published
-sizes under the usual keys. A file has one number for both scales of YaRN, so cosines and sines are
-not scaled.
+sizes under the usual keys. A file has one number for both scales of YaRN. Their ratio is 1, so
+cosines and sines are not scaled.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Description of a family of models: its names, and its options of the common decoder.
 
-A family is data: names, and one function from its published options to ours. `hugging_face.py` and
+A family is data: names, and functions from its published options to ours. `hugging_face.py` and
 `gguf.py` read the options that families have in common. Knows nothing of files.
 """
 
@@ -127,10 +127,11 @@ class Family:
     """A function from a configuration and a layer count to the prefixes of tensor names that a
     forward pass does not need."""
     hf_interleaved_key: str | None = None
-    """The key of config.json for adjacent features as rotated pairs; true by default."""
+    """The key of config.json that says whether rotated pairs are adjacent features; its default is
+    true."""
     hf_prefix: str = "model."
-    """The beginning of the names of tensors below a head. Models without a head may leave it out.
-    """
+    """The beginning of the names of all tensors but those of heads. Models without a head may leave
+    it out."""
     hf_other_heads: tuple[str, ...] = ()
     """Classes with a head that is not read, such as that of masked tokens."""
     hf_classifier: Classifier = LAST_STATE
@@ -156,7 +157,7 @@ class ModelSpec:
     sources: tuple[ParameterSource, ...]
     """One source for every parameter of the decoder."""
     ignored_tensors: tuple[str, ...] = ()
-    """Tensors that may be present and are not read, as they follow from the configuration."""
+    """Tensors that may be present and are not read, as no forward pass needs them."""
     names: TensorNames | None = None
     """Published tensor names; None if tensors are parameters in the canonical arrangement."""
     arrangement: Arrangement = AS_PUBLISHED

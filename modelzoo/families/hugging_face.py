@@ -33,7 +33,7 @@ FUSED_EXPERTS = replace(
     up=f"{_MLP}.experts.gate_up_proj",
     down=f"{_MLP}.experts.down_proj",
 )
-"""The names of experts in memory of transformers, which it can also write to files."""
+"""The names of experts in the memory of transformers, which can also write them to files."""
 
 NAMES = TensorNames(
     embedding="model.embed_tokens",
@@ -259,8 +259,8 @@ def _account_for_rest(config: ConfigReader, decoder: DecoderConfig) -> None:
 def _published_class(config: ConfigReader, family: Family) -> Literal["head", "base", "classifier"]:
     """The kind of the class that a file names.
 
-    It computes logits of the next token, has no head that is read, as embedding models publish it,
-    or classifies texts.
+    `head` computes logits of the next token. `base` has no head that is read, as in files of
+    embedding models. `classifier` classifies texts.
     """
     stem = family.architecture.removesuffix("ForCausalLM").removesuffix("Model")
     kinds: dict[str, Literal["head", "base", "classifier"]] = {}
@@ -279,7 +279,7 @@ def _is_bare(tensor_names: Collection[str], prefix: str, *, is_base: bool) -> bo
 
 
 def check_architecture(config: ConfigReader, *architectures: str) -> int:
-    """Refuse a file with the class of another model. Case is ignored, as old files spell LLaMA.
+    """Refuse a file with the class of another model. Case is ignored: old files write LLaMA.
 
     Returns:
       The index of the class among `architectures`; 0 for a file that names none.

@@ -1,6 +1,6 @@
 """Sources of the parameters of a decoder: published tensor names and axis patterns, as data.
 
-A loader uses it for two purposes: to fill a parameter from slices of tensors, and to check that
+A loader uses them for two purposes: to fill a parameter from slices of tensors, and to check that
 every tensor is used once and every parameter is filled. Knows nothing of files, dtypes or devices.
 
 An axis pattern describes how a published tensor becomes a parameter, or a part of one, in the

@@ -67,7 +67,7 @@ class Awq:
 class CompressedTensors:
     """Integers or 8-bit floats in the files of the package `compressed-tensors`.
 
-    The shape of its scales says which numbers of a matrix share a scale.
+    If `block` is None, the shape of the scales says whether a row or the whole matrix shares one.
     """
 
     bits: int
@@ -166,7 +166,7 @@ def _awq(table: ConfigReader) -> Awq:
 
 
 def _group(table: ConfigReader, key: str) -> int:
-    """The published size of a group, -1 for all input features, as 0 for all input features."""
+    """The published size of a group; 0 if it is -1, which means all input features."""
     group = table.integer(key, minimum=-1, maximum=MAX_BLOCK)
     if group == 0:
         raise table.error(key, "a size, or -1 for all input features")
@@ -206,6 +206,8 @@ def _scheme(scheme: ConfigReader, layout: str) -> CompressedTensors:
         raise weights.error("num_bits", f"8, or 4 for integers{REMEDY}")
     if not is_float:
         weights.expect("type", "int", REMEDY)
+    elif layout == "pack-quantized":
+        raise weights.error("type", f"int, as the format is pack-quantized{REMEDY}")
     weights.expect("dynamic", False, REMEDY)
     is_symmetric = weights.flag("symmetric", default=True)
     strategy = weights.text("strategy", default="")
@@ -217,7 +219,7 @@ def _scheme(scheme: ConfigReader, layout: str) -> CompressedTensors:
         block = (rows, columns)
     elif strategy not in ("", "tensor", "channel", "group"):
         raise weights.error("strategy", f"tensor, channel, group or block{REMEDY}")
-    # an order of activations is in the tensors, or was used in calibration alone
+    # the order of activations is stored in the tensors, or only calibration used it
     weights.ignore(("actorder", "block_structure", *_IGNORED_WEIGHT_KEYS))
     weights.refuse_rest()
     scheme.ignore(_IGNORED_SCHEME_KEYS)

@@ -139,7 +139,7 @@ def from_gguf_metadata(
 def hugging_face_form(spec: ModelSpec) -> ModelSpec:
     """A model of another format with the tensors that its family has in Hugging Face files.
 
-    Experts have the usual of their published forms.
+    If experts are published in several forms, they have the usual one.
     """
     family, pooling = _family(spec), spec.config.pooling
     names = hugging_face.names_of(family, spec.config)
@@ -167,7 +167,7 @@ def text_prefixes(spec: ModelSpec) -> tuple[TensorPrefix, ...]:
 
 
 def head_prefix(spec: ModelSpec) -> str:
-    """The beginning of the names of tensors below a head, which a model without a head may lack."""
+    """The beginning of all tensor names but those of heads; models without a head may lack it."""
     return _family(spec).hf_prefix
 
 

@@ -1,4 +1,4 @@
-"""Facts about the attention of a graph before it is traced, by which kernels refuse calls.
+"""Facts about the attention of a graph, known before it is traced, by which kernels refuse calls.
 
 Knows nothing of platforms or meshes.
 """

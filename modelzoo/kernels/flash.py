@@ -57,7 +57,7 @@ def attend_flash(
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend as `attend_dense` does; slots of a cache are read without a gather."""
-    # imported late: Pallas takes a tenth of a second, which starts without this kernel save
+    # imported late: only starts with this kernel spend the tenth of a second that Pallas takes
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 

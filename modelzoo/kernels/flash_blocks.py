@@ -19,8 +19,8 @@ from ..segments import EMPTY_POSITION
 BLOCKS = (512, 256, LANES)
 """Tokens or cache entries of a block; the largest divisor is used."""
 MAX_ROWS, MAX_NUMBERS = 2048, 2**20
-"""The maximum queries of a block (tokens times heads), and the maximum numbers of these queries and
-their results."""
+"""The maximum queries of a block (tokens times heads), and the maximum number of elements in these
+queries and their results."""
 
 
 class Blocks(NamedTuple):

@@ -63,7 +63,7 @@ def attend_latents(
 
 
 def _num_blocks(num_rows: int, num_bytes: int, block_bytes: int) -> int:
-    """The number of blocks, which all have as many rows: a row's bits may depend on that number.
+    """The number of blocks. All have the same number of rows, as a row's bits may depend on it.
 
     There are at least two blocks if possible, as XLA ignores a copy of a whole array.
     """

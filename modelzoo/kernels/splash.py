@@ -69,7 +69,7 @@ def attend_splash(
 def _kernel(
     window: Window, T: int, num_heads: int, cap: float | None, needs_lse: bool
 ) -> Callable[..., Any]:
-    # imported late: Pallas takes a tenth of a second, which starts without this kernel save
+    # imported late: only starts with this kernel spend the tenth of a second that Pallas takes
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 

@@ -21,7 +21,7 @@ class ExpertGroups:
     chosen: int
     """The number of groups from which a token may choose."""
     best: int
-    """The number of best scores of a group whose sum is the rank of the group."""
+    """The number of best scores of a group that are added; groups are ranked by the sum."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Routing:
 class ClampedUnit:
     """The gated unit `(up + 1) * gate * sigmoid(alpha * gate)` of GPT-OSS (2508.10925).
 
-    Before, gate is clamped to at most `limit`, and up to `limit` on both sides.
+    First, `gate` is clamped to at most `limit`, and `up` to at least `-limit` and at most `limit`.
     """
 
     alpha: float
@@ -115,8 +115,8 @@ class Tiles(NamedTuple):
     max_rows: int = 64
     """The maximum rows of one product, a power of two."""
     mean_divisor: float = 8
-    """A power of two: a product has at most the mean load of an expert divided by this. With 1/2 an
-    expert of twice the mean load runs as one product."""
+    """A power of two. A product has at most as many rows as the mean load of an expert divided by
+    this, within `min_rows` and `max_rows`. With 1/2 it has up to twice the mean load."""
     piece_bytes: int | None = 4 * 2**20
     """The maximum bytes of gate and up weights of one expert that are loaded into the cache of the
     processor for all tiles of the expert. None means that each tile reads the weights from main

@@ -205,7 +205,7 @@ def _cut(weights: ExpertWeights, e: jax.Array, start: jax.Array, size: int) -> E
         starts[axis], sizes[axis] = start, size
         part = slice_weight(x[...], starts, sizes)
         if isinstance(part, QuantisedWeight):
-            # pieces of the hidden size would have scales of their own, in each layout others
+            # pieces of the hidden size would have scales of their own, which differ between layouts
             part = part.with_float_activations()
         return jax.tree.map(lambda array: array.reshape(array.shape[len(outer) :]), part)
 

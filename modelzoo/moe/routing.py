@@ -25,7 +25,7 @@ class Router(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """The experts of each token, best first; the number of experts means no expert."""
+    """The experts of each token, best first; an index equal to the number of experts means none."""
 
     expert_MZ: jax.Array
     weight_MZ: jax.Array

@@ -149,8 +149,8 @@ class Adapter:
     def _modules(self, spec: ModelSpec) -> dict[str, str]:
         """The published matrices, by the modules of the model that the adapter was trained on.
 
-        A model without its head has its modules without a common prefix, and patterns of the
-        configuration match these names.
+        If the adapter was trained on the model without its head, the names of modules lack the
+        prefix that they have below a head. Patterns of the configuration match these names.
         """
         matrices, prefix = _matrices(spec), head_prefix(spec)
         named = {self._role(name, spec)[0] for name in self._file.tensors}

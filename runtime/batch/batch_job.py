@@ -1,7 +1,7 @@
 """Runs the job that the options of `noria batch` describe.
 
-The options become the settings of the job, and the model files that it needs. Does not know plans,
-grids or rows.
+Makes the settings of the job from its options, and opens the model files that it needs. Does not
+know plans, grids or rows.
 """
 
 import argparse
@@ -155,7 +155,7 @@ def _settings(
             for name in _VERSIONS_THAT_DECIDE_ANSWERS
         },
     }
-    # only if they are given, so that earlier journals without them fit
+    # these keys are set only if their options are given, so that older journals still match
     if options.merge_adapter is not None:
         configuration["merged adapter"] = Adapter(options.merge_adapter).fingerprint()
     if adapters is not None:
@@ -241,7 +241,10 @@ def open_adapters(options: argparse.Namespace, files: ModelFiles) -> AdapterSet 
 def adapter_of_models(
     options: argparse.Namespace, files: ModelFiles, adapters: AdapterSet | None
 ) -> dict[str, str | None] | None:
-    """The adapter of rows by their `model`, as `JobSettings` has it; None without adapters."""
+    """Map each `model` that a row may name to its adapter, as `JobSettings.models` does.
+
+    None if the job has no adapters.
+    """
     if adapters is None:
         return None
     own = dict.fromkeys((files.name, str(options.model)))
@@ -251,7 +254,8 @@ def adapter_of_models(
 def output_for_stdout(options: argparse.Namespace, configuration: Mapping[str, str]) -> Path:
     """The output of a job that writes to standard output, in the current folder.
 
-    The same command finds its journal again, and no other job has the name.
+    The name is a hash of the job's configuration, and of the names of its input, rows and pipeline.
+    So the same command finds its journal again. Jobs that differ in none of these have one name.
     """
     source = options.input
     names = {

@@ -83,8 +83,10 @@ class BatchModel:
         return self.files.spec.config.pooling
 
     def weights(self) -> str:
-        """The digest of the weights, computed by this process alone; files whose hash root is not
-        remembered are read."""
+        """The digest of the weights, computed by this process alone.
+
+        Weight files are read unless their hashes are in the user's cache.
+        """
         return self.files.weights_digest().result()
 
     def build(
@@ -124,7 +126,7 @@ class BatchModel:
         weights = self.files.weights_digest(self.peers)
         weights.start()
         warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
-        # the prefixes of a given plan are read in any case
+        # with --no-sharing, rows still read the prefixes of a given plan
         noted = table if plan.buckets.prefixes is None else shared
         work = work_of(config, plan.numbers, plan.layout, target, plan.buckets.adapters)
         progress.note(text.rstrip() if self.options.verbose else plan_table(plan, work))
@@ -161,7 +163,8 @@ class BatchModel:
             generator = session.start(
                 model, plan, seed=seed, on_graph=report, warm=warm, structures=self.structures
             )
-        # with a capacity, the other rows of a call decide which choices a prefix would drop
+        # if experts have a capacity, the other rows of a call decide which choices are dropped, so
+        # a shared prefix could differ from a computed one
         is_lossless = plan.experts is None or plan.experts.prefill.kind != "capacity"
         shares = self.options.shares and is_lossless
         submission = partial(plan_submission, grid=plan.buckets, shares=shares)

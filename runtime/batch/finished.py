@@ -41,8 +41,8 @@ def _differences_from(
 ) -> list[str]:
     """The differences of a job and its files from a manifest, one line for each.
 
-    Times are compared only if the settings give one and the manifest has one, which it has if
-    prompts show the time.
+    The time is compared only if the settings give a time and the manifest has one. The manifest has
+    one if prompts show the time.
     """
     wanted = settings.stored_configuration
     may_differ = {key: wanted[key] for key in settings.may_differ}
@@ -60,7 +60,9 @@ def _differences_from(
 
 
 def refuse_foreign_outputs(settings: JobSettings) -> None:
-    """Refuse to replace files of something else, if no journal says that they are this job's.
+    """Refuse to replace existing files, unless the job restarts.
+
+    Call it only if neither a manifest nor a journal says that the files are this job's.
 
     Raises:
         UnusableFile: An output or its temporary file exists and is not this job's.

@@ -1,7 +1,8 @@
 """Recognises inputs in other formats than JSON Lines by their bytes, and says how to convert them.
 
-Does not know about rows. Guarantees: a file is not refused if one of its first lines is an object
-or begins like one, unless that object continues on later lines.
+Does not know about rows. Guarantees: a file whose first line begins like an object is not refused,
+unless that object ends on a later line; a file is not taken for CSV if one of its first lines
+begins like an object or an array.
 """
 
 import csv

@@ -48,7 +48,8 @@ class Build:
     better_plan: Callable[[Mapping[int, int], float], str | None] = lambda outputs, seconds: None
     """A note on a plan that saves much of a run, if there is one.
 
-    It takes the output tokens of each sequence by row, and the seconds of the run.
+    It takes, for each row by its number, the average number of output tokens of its sequences; and
+    the seconds of the run.
     """
 
 
@@ -144,8 +145,10 @@ class JobSettings:
     now: datetime | None = None
     """The local time that chat templates see; None for the start of the job."""
     models: Mapping[str, str | None] | None = None
-    """The adapter of rows by their `model`, None for the model itself; None if every name means
-    the model itself."""
+    """The adapter of a row, by the `model` that the row names.
+
+    An adapter of None means the model itself. Without a mapping, every name means the model itself.
+    """
 
     def __post_init__(self):
         if self.part.num_parts > 1 and self.error_file is not None:

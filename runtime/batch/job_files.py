@@ -178,7 +178,7 @@ def _is_read(path: Path, source: Path) -> bool:
         return False
     if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(source)):
         return True
-    # a file that does not exist has no other name in the folder
+    # a file that does not exist yet has no hard link in the folder
     return path.exists() and any(identities & _identities(file) for file in _inside(source))
 
 

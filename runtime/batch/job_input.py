@@ -208,7 +208,8 @@ def open_input(
     """Open the input of a job; `now` is the time that chat templates see, as ISO 8601.
 
     Raises:
-        InputError: The input is no table or compressed file of its name's format.
+        InputError: The input is not in the format that its name says, or the disk has no room for
+            its lines.
     """
     folder = settings.output_path.parent
     rows = open_rows(

@@ -51,11 +51,14 @@ from ..pods.peers import Peers
 
 GIGABYTE = 10**9
 _KEYS_WITHOUT_SHARING = {"chunk", "prefill", "decode_spans", "decode_graphs"}
-"""Settings for a grid that the user knows, so no grid of another kind is tried."""
+"""If the user sets one of these keys of `[buckets]`, no grid with shared beginnings is tried."""
 _KEYS_WITHOUT_PREFIXES = {"decode_slots", "max_length", "score", "span_slots", "slot_groups"}
-"""Settings that no derived prefixes go with: they would not divide, or mean something else."""
+"""If the user sets one of these keys of `[buckets]`, no prefixes are derived.
+
+With prefixes, slots must divide into groups, and some of the keys would mean something else.
+"""
 OTHER_CHUNK = 256
-"""The chunk length with which the note on padding compares whole prompts."""
+"""The length of the chunks that the note on padding compares with whole prompts."""
 
 
 def given_plan(table: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
@@ -217,7 +220,7 @@ def padding_note(
     defaults = GridDefaults.for_layout(layout)
     if not grid.chunks:
         defaults = with_chunks(defaults, min(OTHER_CHUNK, grid.max_length))
-    # may be longer than the grid, as prompts are rounded up to whole chunks
+    # the other grid may be longer than `grid`, as it rounds prompts up to whole chunks
     other = derive_grid(rows, max_position, defaults)
     return f"prefill: {_padding(rows, grid)}; {_padding(rows, other)} otherwise"
 
@@ -266,7 +269,8 @@ def better_plan(
         max_position: The longest sequence of the model.
         shapes: The rows that can run, by number.
         prefixes: What the prompts of all rows share.
-        outputs: The output tokens of each sequence, by the numbers of the rows that ran.
+        outputs: The average number of output tokens of a row's sequences, by the numbers of the
+            rows that have a result.
         run_seconds: The seconds of the run.
     """
     # a finished job does not fail for a note that nobody can compute, as on unknown hardware

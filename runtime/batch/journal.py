@@ -161,7 +161,10 @@ class Journal:
         return os.pread(self._descriptor, row.length, row.offset)
 
     def sync_if_due(self) -> None:
-        """Sync if `SYNC_ROWS` rows are not yet on the disk, or any row for `SYNC_SECONDS`."""
+        """Sync if `SYNC_ROWS` rows are not yet on the disk.
+
+        Sync also if any row is not, and the last sync is at least `SYNC_SECONDS` ago.
+        """
         is_late = self._unsynced and self._clock() - self._last_sync >= SYNC_SECONDS
         if is_late or self._unsynced >= SYNC_ROWS:
             self.sync()
@@ -325,7 +328,7 @@ class Journal:
         return facts, line
 
     def _refuse_foreign_file(self, header: object) -> None:
-        """Refuse a file that has no header and is not the beginning of one, so it is not cut."""
+        """Refuse to cut a file that has no header and is not the beginning of one."""
         if header is not None:
             return
         start = os.pread(self._descriptor, 32, 0)

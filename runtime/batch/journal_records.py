@@ -22,9 +22,12 @@ PLAN, MODEL, WEIGHTS, INSTANT = "plan", "model", "weights", "instant"
 weights, and the local time that prompts show, as ISO 8601.
 """
 OUTPUTS = "outputs"
-"""The name of the fact that a job without a plan, in which no row could run, writes its outputs."""
+"""The name of the fact that the outputs are being written.
+
+It is recorded only if there is no plan and no finished row, because no row could run.
+"""
 REPEATED = "repeated"
-"""The key, in the figures of a row, that says that another row's output answered it."""
+"""The key in a row's figures that says that the row got the output of another row."""
 _LARGEST = 1e18
 """A bound above all counts and measurements."""
 

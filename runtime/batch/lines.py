@@ -84,7 +84,7 @@ class BadRow:
         return f"{self.unit} {self.line_number}"
 
     def __str__(self) -> str:
-        """The error after the place of its line, with which some errors begin already."""
+        """The error, after the place of its line; some errors already begin with the place."""
         message, place = str(self.error), f"{self.place}: "
         return message if message.startswith(place) else place + message
 
@@ -167,7 +167,7 @@ def duplicate_error(place: str, custom_id: str | None, first_place: str) -> RowE
     return RowError(
         "duplicate_custom_id",
         f"{place}: expected a new custom_id, got {str(custom_id)[:100]!r}, the id of "
-        f"{first_place}, which counts. Give each its own.",
+        f"{first_place}, which keeps it. Give each its own.",
         "custom_id",
     )
 
@@ -285,7 +285,7 @@ def _adapter(model: str | None, models: Mapping[str, str | None] | None) -> str 
     if model is None or models is None:
         return None
     if model not in models:
-        # the model itself would answer as if there were no adapter
+        # refused, as a row with an unknown name of an adapter would be answered by the model itself
         raise wrong_value("model", f"one of {', '.join(models)}", model)
     return models[model]
 

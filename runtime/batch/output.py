@@ -56,7 +56,7 @@ def finalise(
     Args:
         settings: The job.
         summary: The scanned input.
-        journal: The journal, which has every row of the job's part.
+        journal: The journal, which has every row of the job's part that the scan accepted.
         lines: Makes the lines of rows that the scan found in error.
         disk: Disk operations.
         phases: The clock of the run.

@@ -41,7 +41,7 @@ class Part:
 
     @classmethod
     def from_manifest(cls, text: str) -> "Part":
-        """Read the text of a manifest, which `str` writes."""
+        """Read a part from its text in a manifest, which `str` made."""
         return cls.parse(text.removeprefix("part ").replace(" of ", "/"))
 
     def __str__(self) -> str:

@@ -86,6 +86,6 @@ def write_to_stdout(output: Path, disk: Disk) -> None:
             f"output is kept in {output}; the same command writes it again.",
             EXIT_RESUMABLE,
         ) from error
-    # without its output, a manifest that is left counts for nothing
+    # the output goes first: a manifest that is left without its output has no effect
     disk.remove(output)
     disk.remove(manifest_path(output))

@@ -38,7 +38,7 @@ def plan_table(plan: Plan, work: Work) -> str:
 
 
 def with_waste(statistics: Mapping[str, Any], grid: BucketGrid, work: Work) -> dict[str, Any]:
-    """The statistics of a run, with operations and wasted operations and seconds of each bucket.
+    """The statistics of a run, with operations, wasted operations and wasted seconds by bucket.
 
     A bucket's calls all take the same operations, so the share of its padding is the share of its
     operations and seconds that is wasted. Operations are those of all devices.

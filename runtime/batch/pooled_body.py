@@ -33,7 +33,8 @@ POOLED_URLS: Mapping[str, Task] = {
 MAX_TEXTS = 2048
 """The maximum number of texts of a request, as in OpenAI's interface."""
 MAX_TOKEN_ID = 2**31 - 1
-# keys of all tasks; all but the first do not change the answer: labels, the order of other requests
+# keys of all tasks; only the first one changes the answer, as the others are labels and a priority
+# among the requests of a server
 _COMMON = ("truncate_prompt_tokens", "model", "user", "priority")
 _KEYS: Mapping[Task, tuple[str, ...]] = {
     "embed": ("input", "encoding_format", "dimensions", *_COMMON),
@@ -59,7 +60,7 @@ class PooledRequest:
 
     task: Task
     texts: tuple[Text, ...]
-    """The inputs; for pairs the first texts: one for all pairs, or one for each."""
+    """The inputs. For pairs, the first text of each pair, or one first text for all pairs."""
     others: tuple[str, ...] = ()
     """The second text of each pair."""
     encoding_format: Literal["float", "base64"] = "float"
@@ -70,8 +71,10 @@ class PooledRequest:
     use_activation: bool = True
     """Whether the outputs of a classifier become probabilities."""
     max_tokens: int | None = None
-    """The number of first tokens of each text to keep; None for all, -1 for those of the model's
-    maximum length."""
+    """The number of first tokens of each text to keep; None for all.
+
+    -1 keeps as many as the model's maximum length.
+    """
 
     @property
     def pairs(self) -> list[tuple[Text, str]]:
@@ -80,7 +83,7 @@ class PooledRequest:
         return list(zip(firsts, self.others, strict=True))
 
     def places(self, num_texts: int) -> list[str]:
-        """The places in the body of the texts, or pairs of texts, that the model reads."""
+        """The place in the body of each text, or pair of texts, that the model reads."""
         if self.task not in ("score", "rerank"):
             return _places("input", num_texts)
         first, second = _PAIR_KEYS[self.task]
@@ -120,7 +123,10 @@ def _request(task: Task, given: Mapping[str, Any]) -> PooledRequest:
 
 
 def unknown_pooled_keys(task: Task, body: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of a body that noria does not know; they differ from keys it does not support."""
+    """The keys of a body that noria does not know.
+
+    Keys that it knows but does not support are not among them.
+    """
     return tuple(key for key in body if key not in _KEYS[task] and key not in _NOT_SUPPORTED)
 
 

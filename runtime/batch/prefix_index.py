@@ -5,9 +5,9 @@ of all tokens up to the end of the unit. If there are too many hashes, it drops 
 compares in units twice as long, so that memory is bounded. Two different beginnings may have equal
 hashes, so users of the table must compare the tokens.
 
-Scored prompts share with scored prompts only, and only with those that ask for as many
-alternatives. They share a beginning if they have the token after it in common, too, because its
-log-probability is that of the beginning's last position.
+Scored prompts share with scored prompts only, and only with those that ask for the same number of
+alternatives. They share a beginning only if they also have the next token in common, because the
+last position of the beginning gives the log-probability of that token.
 
 Knows nothing of grids or of the meaning of a row. Guarantees: the table depends on the prompts
 alone, and is the same in every process.
@@ -61,7 +61,8 @@ class PrefixIndex:
         state, digests = begin_hash(adapter), bytearray()
         if num_alternatives is not None:
             state.update(b"scored %d" % num_alternatives)
-            # so that each unit ends with the token after it
+            # units are counted from the second token, so the hash of a beginning includes the token
+            # after it
             state.update(data[:4])
             data = data[4:]
         step = self._unit * 4

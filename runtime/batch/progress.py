@@ -56,7 +56,7 @@ class Progress:
             self._say(f"{printable(message)}\n")
 
     def show_error(self, message: str) -> None:
-        """Show the first error of a row only; many other rows may have the same error."""
+        """Show the error if it is the first one; many other rows may have the same error."""
         if not self._has_shown_error:
             self._has_shown_error = True
             self.note(f"first error: {message}")
@@ -99,7 +99,8 @@ class Progress:
         """Take the figures of the run, and show the progress line if one is due."""
         now = self._clock()
         if not figures.tokens:
-            # until the first tokens are there, so that rates begin with the first decode call
+            # before the first tokens, the start of the rates is moved to now, so that they begin
+            # with the first decode call
             self._before_tokens = now
             self._counts = deque([(now, 0)])
         elif now - self._counts[-1][0] >= RATE_SECONDS / 10:
@@ -154,9 +155,11 @@ class Progress:
         return "  ".join(parts)
 
     def _remaining(self, tokens: int, now: float) -> list[str]:
-        """The remaining time, if it is known: that of the rows, and at most that of the tokens.
+        """The remaining time, if it is known: the smaller one of two estimates.
 
-        The first rows end late, as all slots are filled first, so the rows alone say too much.
+        One estimate follows the rate of finished rows. It is too large at first, because all slots
+        are filled before the first rows end. The other follows the rate of tokens up to the largest
+        number that the rows can have, so it is an upper bound.
         """
         ran, seconds = self._done - self._kept, []
         if ran:

@@ -75,7 +75,7 @@ class Outputs:
         Args:
             disk: Disk operations.
             note: Shows a message.
-            restarts: Whether outputs at the URLs do not count.
+            restarts: Whether outputs that are at the URLs are ignored and later replaced.
 
         Raises:
             UnusableFile: A URL cannot be read, or has changed since the job began.
@@ -112,7 +112,7 @@ class Outputs:
         if path.exists() and not is_new:
             return json.loads(path.read_bytes())
         path.parent.mkdir(parents=True, exist_ok=True)
-        # of outputs that are here without their states nobody knows what they would replace
+        # if outputs are here without their states, it is unknown which files they would replace
         states = {str(file.url): file.state() for file in remote.values()} if is_new else {}
         self._keep(states, disk)
         return states
@@ -146,7 +146,7 @@ class Outputs:
     ) -> None:
         if not self._is_begun() and self._is_complete():
             self._publish(remote, states, disk, note)
-            # without its output, a manifest that is left counts for nothing
+            # the manifest is removed after the output: without an output, it has no effect
             self._remove([*remote, self._states_path], disk)
         elif not self._is_begun():
             self._remove([*self._fetched, self._states_path], disk)

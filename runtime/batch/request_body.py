@@ -188,7 +188,10 @@ def _in_body_keys(error: RowError, keys: Mapping[str, str]) -> RowError:
 
 
 def unknown_keys(body: Mapping[str, Any], *, is_chat: bool) -> tuple[str, ...]:
-    """The keys of a body that noria does not know; they differ from keys it does not support."""
+    """The keys of a body that noria does not know.
+
+    Keys that it knows but does not support are not among them.
+    """
     known = CHAT_KEYS if is_chat else COMPLETION_KEYS
     return tuple(key for key in body if key not in known and key not in _NOT_SUPPORTED)
 

@@ -1,10 +1,10 @@
 """Turns outputs and errors into output lines of the OpenAI Batch format.
 
-Some readers are strict, so a line has only the standard's keys, with two exceptions: if expert
-choices were dropped, their number is in `noria` beside `usage`, and if a row has a rule for its
-samples, each choice has a table `noria`. Ids are hashes of custom_id,
-request and configuration, so the same row of the same job has the same ids in every run. `created`
-is the wall time.
+Some readers are strict, so a line has only the standard's keys, with three exceptions. If expert
+choices were dropped, their number is in `noria` beside `usage`. If a row has a rule for its
+samples, each choice has a table `noria`. If a row asks for `prompt_logprobs`, they are under this
+key, as vLLM's servers write them. Ids are hashes of custom_id, request and configuration, so the
+same row of the same job has the same ids in every run. `created` is the wall time.
 
 Does not know about files, order or the journal. Guarantees: every dict that it returns has only
 finite numbers (a log-probability of minus infinity becomes -9999.0).
@@ -204,7 +204,7 @@ class OutputLines:
             }
             for number, call in enumerate(calls)
         ]
-        # as in OpenAI's interface, where a named tool is no choice of the model
+        # as in OpenAI's interface, the reason stays `stop` if the request names the tool
         return message, finish_reason if row.tools.choice == "named" else "tool_calls"
 
     def _text_choice(

@@ -119,7 +119,8 @@ def open_rows(
         on_progress: Called with the number of bytes of lines so far.
 
     Yields:
-        The open lines, and the digest of the input's own bytes; None if these are the lines.
+        The open lines, and the digest of the input's own bytes. The digest is None if the input
+        needs no conversion.
 
     Raises:
         InputError: The input cannot be converted, or the disk has no room for its lines.

@@ -92,7 +92,7 @@ def check_kind(plan: "Plan", lengths: Sequence[int]) -> None:
     """Refuse a plan for another kind of rows.
 
     Raises:
-        JobError: The plan has other graphs than texts of `lengths` need; no lengths mean tokens.
+        JobError: The plan embeds texts although `lengths` is empty, or does not although it is not.
     """
     if plan.buckets.embed != bool(lengths):
         asked = "vectors of texts" if lengths else "tokens or their scores"

@@ -73,7 +73,8 @@ def run_job(
         progress: Shows progress and notes.
         disk: Disk operations.
         phases: The clock of the job, in phase `scan`.
-        stop: The signals of a job of which this one is a part; the caller has their handlers.
+        stop: The signals of a larger job of which this job is one stage; the caller installs and
+            removes the handlers. None if this job handles signals itself.
 
     Returns:
         The exit code.
@@ -313,7 +314,7 @@ class _JobRun:
         return EXIT_CODES[signal.Signals[signal_name]]
 
     def _output_lengths(self, rows: Iterable[ScannedRow]) -> dict[int, int]:
-        """The output tokens of each sequence of rows that have a result."""
+        """The average number of output tokens of a sequence, for each row that has a result."""
         known, lengths = {} if self.journal is None else self.journal.rows, {}
         for row in rows:
             done = known.get(row.key)

@@ -66,7 +66,8 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_first, self.requested = self.requested is None, self.requested or signal.Signals(number)
         if not is_first or not self.can_drain:
-            # Python ignores it in a callback of the garbage collector; the next step then drains
+            # Python ignores the exception in a callback of the garbage collector; as `requested` is
+            # set, the next step then drains
             raise StopNow(number)
 
 

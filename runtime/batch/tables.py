@@ -35,7 +35,7 @@ class Columns:
     id: str | None = None
 
     def find(self, path: Path, present: Sequence[str]) -> tuple[str, str | None]:
-        """The column of prompts and the column of ids; without one, rows are numbered.
+        """The column of prompts and the column of ids; the latter is None if rows are numbered.
 
         Raises:
             InputError: A column is missing, or several have its name.
@@ -72,8 +72,8 @@ def csv_lines(
     """The rows of a CSV table as lines of JSON; `.tsv` tables are separated by tabs.
 
     Raises:
-        InputError: A column is missing, a row has other cells than the header, or the text is not
-          UTF-8.
+        InputError: A column is missing, a row has more or fewer cells than the header, or the text
+          is no UTF-8 or no CSV.
     """
     limit = csv.field_size_limit(MAX_LINE_BYTES)
     is_tabs = without_compression(path).suffix.lower() == ".tsv"
@@ -103,7 +103,7 @@ def csv_lines(
             "the table again."
         ) from None
     finally:
-        text.detach()  # its end would close the file
+        text.detach()  # else the file would be closed when `text` is deleted
         csv.field_size_limit(limit)
 
 
@@ -186,7 +186,7 @@ def check_parquet(path: Path) -> None:
 
 
 class _Sink(io.RawIOBase):
-    """A stream to write to, which gives up the bytes written since the last `drain`."""
+    """A stream to write to; `drain` returns the bytes written since the last call of it."""
 
     def __init__(self):
         self._pieces: list[bytes] = []
@@ -209,7 +209,10 @@ class _Sink(io.RawIOBase):
 
 
 def _without_nan(value: object) -> object:
-    """A value as other tools mean it: in columns of floats, integers are floats and nulls NaN."""
+    """The value that a float stands for: NaN is a missing value, a whole number is an integer.
+
+    Other tools write both as floats if the column is one of floats.
+    """
     if not isinstance(value, float):
         return value
     return None if math.isnan(value) else int(value) if value.is_integer() else value
@@ -234,7 +237,7 @@ def _line(column: str, prompt: object, custom_id: object) -> bytes:
 
 
 def _parsed(messages: str) -> object:
-    """The messages in a text; a text that is no JSON stays as it is, an error of its row."""
+    """The messages in a text; a text that is no JSON is returned, and its row becomes an error."""
     with suppress(RowError):
         record = parse_object(f'{{"messages":{messages}}}'.encode())
         if len(record) == 1:

@@ -155,7 +155,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references point to itself at another place."""
+    """The schema for use at a place inside a larger schema: its references begin with the place."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Keeps the answers of a finished job whose input has changed, so that only other rows run.
+"""Keeps the answers of a finished job whose input has changed; only new and changed rows run.
 
 The id of an output line is a hash of the row's custom_id, its request and the configuration. So an
 old answer belongs to a row of the new input if both have the same id, and the old input is not

@@ -90,7 +90,10 @@ class WarmStart:
         return {name: self._loading[name].result() for name in sorted(names)}
 
     def state(self) -> DecodeState | None:
-        """An empty decode state, made in the background; None if its executable was not stored."""
+        """An empty decode state, made in the background; None if it was not made.
+
+        It is made if its executable was stored and loads, and if one process runs the job.
+        """
         return None if self._state is None else self._state.result()
 
     def _empty_state(self) -> DecodeState | None:
@@ -101,7 +104,7 @@ class WarmStart:
         return executable()
 
     def keep(self, name: str, executable: jax.stages.Compiled) -> None:
-        """Store an executable that was compiled in the cache, for the next start."""
+        """Store a newly compiled executable in the cache, for the next start."""
         if self._cache is not None:
             self._cache.keep(name, executable)
 

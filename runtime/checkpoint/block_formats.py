@@ -58,7 +58,7 @@ class BlockFormat(Protocol):
 
     @property
     def plain(self) -> str:
-        """The suffix of the name of the numbers, after the common beginning of the names."""
+        """The suffix of the plain name of a tensor, after the common beginning of the names."""
         ...
 
     @property
@@ -111,7 +111,8 @@ class Float8Blocks:
     """Matrices in float8_e4m3fn under their plain names, with a scale for each block of both axes.
 
     The last block of an axis may be smaller. DeepSeek publishes scales in float32, Qwen3 in
-    bfloat16. The suffix says `inv` because the scale is the inverse of the scale of quantising.
+    bfloat16. The suffix says `inv` because the scale is the inverse of the factor by which numbers
+    were multiplied before they were rounded.
     """
 
     plain = ""
@@ -134,8 +135,8 @@ class Float8Blocks:
 class GptqFormat:
     """Integers of 4 or 8 bits in words along inputs, with zero points in words along outputs.
 
-    Arrays have the axes `[inputs, outputs]`. The first version of the format stores zero points
-    less one. With act-order, `g_idx` has the group of each input. Source: `qlinear_cuda_old.py` of
+    Arrays have the axes `[inputs, outputs]`. The first version of the format stores each zero point
+    minus one. With act-order, `g_idx` has the group of each input. Source: `qlinear_cuda_old.py` of
     AutoGPTQ, and `convert_gptq_v1_to_v2_format` of GPTQModel.
     """
 
@@ -220,10 +221,11 @@ class AwqFormat:
 
 
 class CompressedFormat:
-    """Integers or float8_e4m3fn, alone or in words along inputs, of `compressed-tensors`.
+    """Integers or float8_e4m3fn of `compressed-tensors`; integers may be in words along inputs.
 
     A scale is for the matrix, for an output, for a group of inputs, or for a block of both axes.
-    Packed integers, and their zero points in words along outputs, have half of the range added.
+    Packed integers, and their zero points in words along outputs, are stored without a sign: half
+    of the range is added to each.
     Source: `compressors/pack_quantized/helpers.py` of the package.
     """
 
@@ -298,15 +300,16 @@ class CompressedFormat:
 
 
 def _center(bits: int, is_symmetric: bool) -> int:
-    """The number to subtract from codes without a sign: none for four bits with zero points.
+    """The number to subtract from codes without a sign; 0 for four bits with zero points.
 
-    Codes of eight bits are stored with a sign. Codes of four bits have a dtype without one.
+    Codes of eight bits are kept in int8, so they have a center even with zero points. Codes of four
+    bits with zero points are kept in uint4.
     """
     return 2 ** (bits - 1) if is_symmetric or bits == 8 else 0
 
 
 def _integers(bits: int, is_symmetric: bool) -> str:
-    """The dtype of codes less their center."""
+    """The dtype of codes after their center is subtracted."""
     return f"{'int' if is_symmetric or bits == 8 else 'uint'}{bits}"
 
 

@@ -1,4 +1,4 @@
-"""Tensors in codes: the stored arrays that a box of numbers needs, and the parts of the box.
+"""Read boxes of tensors in codes from the stored arrays that each box needs.
 
 A `CodedTensor` says what a plan may keep of it, and reads one *part* of a box of its numbers: the
 numbers themselves (`values`), or their codes, scales, offsets or groups, each with the shape of the
@@ -44,7 +44,7 @@ class KeptCodes:
     format: WeightFormat
     """The format, without the size of groups."""
     blocks: tuple[int, ...]
-    """The numbers along each axis that share a scale; 0 for all."""
+    """The count of numbers that share a scale, for each axis; 0 for the whole axis."""
 
     def __str__(self) -> str:
         sizes = "x".join(str(size) for size in self.blocks if size > 1)
@@ -124,7 +124,7 @@ class CodedMatrix:
     has_groups: bool = False
     """Whether the group of each input is stored."""
     is_ordered: bool = False
-    """Whether stored groups may have inputs of any positions."""
+    """Whether the inputs of a stored group may have any positions, and not only adjacent ones."""
     is_symmetric: bool = True
     """Whether all zero points must be `center`."""
 
@@ -147,7 +147,7 @@ class CodedMatrix:
             return self._codes(fetch, box)
         scales = self._by_block(fetch, SCALES, self.scales, box).astype(np.float32)
         zeros = None
-        # the scales of a symmetric format are all that a plan reads of it beside codes
+        # a plan reads only codes and scales of a symmetric format, so zero points are checked here
         if self.zeros is not None and (part != "scales" or self.is_symmetric):
             zeros = as_float32(self._by_block(fetch, ZEROS, self.zeros, box)).astype(np.int32)
             zeros = zeros + (self.zero_bias - self.center)
@@ -171,7 +171,7 @@ class CodedMatrix:
         return (codes.astype(np.int16) - self.center).astype(np.int8)
 
     def _by_block(self, fetch: Fetch, role: str, stored: StoredMatrix, box: Box) -> np.ndarray:
-        """The entry of its block for each number of a box."""
+        """For each number of a box, the entry of the block of this number."""
         rows, columns = (
             np.zeros(len(i), np.int64) if not size else np.arange(i.start, i.stop) // size
             for i, size in zip(box, self.block, strict=True)

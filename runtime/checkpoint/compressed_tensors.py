@@ -1,9 +1,10 @@
-"""Write weights in codes as a directory of the format compressed-tensors, which others read, too.
+"""Write weights in codes in the format compressed-tensors, which other programs read, too.
 
 A quantised matrix `[out, in]` becomes `weight` in int8 (format `int-quantized`) or float8_e4m3fn
-(format `float-quantized`), or `weight_packed`, eight codes of four bits in each int32 word, the
-first in the lowest bits, with 8 added to each code, and `weight_shape` (format `pack-quantized`).
-`weight_scale` is `[out, groups]`. Source: the Python package compressed-tensors, version 0.20.
+(format `float-quantized`). With codes of four bits it becomes `weight_packed` and `weight_shape`
+(format `pack-quantized`): an int32 word has eight codes, the first in the lowest bits, and 8 is
+added to each code. `weight_scale` is `[out, groups]`. Source: the Python package
+compressed-tensors, version 0.20.
 
 Does not choose codes. Guarantees: one tensor is in memory at a time; config.json is written last,
 so an unfinished directory is no model. If writing fails, nothing of the directory is left.

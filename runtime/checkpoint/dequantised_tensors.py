@@ -3,8 +3,9 @@
 A reader gets one float32 tensor for the stored arrays of a tensor: `down_proj` for the published
 tensors `down_proj_blocks` and `down_proj_scales`. All other tensors are unchanged. Does not know
 about parameters, families or file formats. Guarantees: all codes have scales, all scales have
-codes, and their types and shapes match, or an error lists all differences before anything is read;
-a box is read from its own codes and the scales of their blocks.
+codes, and their types and shapes match, or an error counts the differences and lists up to
+`MAX_LISTED` of them before anything is read; a box is read from its own codes and the scales of
+their blocks.
 """
 
 from collections.abc import Iterator, Mapping

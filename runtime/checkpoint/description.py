@@ -1,7 +1,8 @@
 """Describe the content of a model on disk, as text for `noria inspect`.
 
-A model that no family supports is described too, with the reason why it cannot run. Reads headers
-only, except for the digest of the weights. Does not know about terminals.
+A model that no family supports is described too, with the reason why it cannot run. Of the
+weights, it reads only headers and small tensors, except for their digest. Does not know about
+terminals.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from typing import Any
 from ...modelzoo.families.config_reader import listing
 from ..console import plural
 from ..errors import InvalidConfig
+from ..text.tokenizer_directory import read_chat_template
 from .model_files import ModelFiles
 from .published_formats import CodedSource
 from .small_files import has_file, read_json_object
@@ -53,13 +55,12 @@ def describe(model: ModelFiles, *, digest_weights: bool = False) -> str:
 
 
 def has_chat_template(files: Path | Mapping[str, Any]) -> bool:
-    """Whether the tokenizer files contain a chat template, in any of its possible places."""
+    """Whether the tokenizer files contain the chat template of chat requests."""
     if isinstance(files, Mapping):
         return "tokenizer.chat_template" in files
-    if any(has_file(files, name) for name in ("chat_template.jinja", "chat_template.json")):
-        return True
     name = "tokenizer_config.json"
-    return has_file(files, name) and bool(read_json_object(files / name).get("chat_template"))
+    config = read_json_object(files / name) if has_file(files, name) else {}
+    return read_chat_template(files, config)[0] is not None
 
 
 def _tensors(model: ModelFiles) -> TensorSource:
@@ -71,7 +72,7 @@ def _tensors(model: ModelFiles) -> TensorSource:
 
 
 def _kept(tensors: TensorSource) -> list[tuple[str, str]]:
-    """The codes that a plan with `numbers.weights = "as_published"` would keep."""
+    """The codes that a plan with `numbers.weights = "as_published"` may keep, by format."""
     if not isinstance(tensors, CodedSource) or not tensors.kept:
         return []
     counts = Counter(str(codes) for codes in tensors.kept.values())

@@ -79,7 +79,7 @@ class GGUFFile:
         index: Index | None,
         unpack: Callable[[np.ndarray, int], np.ndarray],
     ) -> np.ndarray:
-        """Read a box of what `unpack` makes of the bytes and the type number of whole blocks."""
+        """Read a box; `unpack` turns the bytes of whole blocks of a type number into numbers."""
         entry = self._entries[name]
         shape = entry.info.shape
         box = intervals(index or (slice(None),) * len(shape), shape)

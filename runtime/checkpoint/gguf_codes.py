@@ -1,8 +1,9 @@
 """Codes, scales and offsets of the blocks of GGUF tensors.
 
-A number of a block is `code * scale + offset`. Blocks of 256 numbers have a scale, and some of them
-an offset, for each 16 or 32 numbers, which are integers times factors of the block. The layouts of
-blocks are those of `ggml-quants.h` of llama.cpp and of `gguf.quants`. Knows nothing of files.
+A number of a block is `code * scale + offset`. Blocks of 256 numbers have a scale for each 16 or 32
+numbers, and some types also have an offset. These scales and offsets are integers times factors of
+the block. The layouts of blocks are those of `ggml-quants.h` of llama.cpp and of `gguf.quants`.
+Knows nothing of files.
 """
 
 from collections.abc import Callable
@@ -101,7 +102,7 @@ def _signed(codes: np.ndarray, center: int) -> np.ndarray:
 
 
 def _planes(packed: np.ndarray, mask: int, shifts: range | tuple[int, ...]) -> np.ndarray:
-    """The bits at each shift of all bytes of the last axis, on an axis before it."""
+    """The bits of each byte at each shift, with a new axis of shifts before the axis of bytes."""
     of_shifts = np.array(shifts, np.uint8)[:, None]
     return packed[..., None, :] >> of_shifts & np.uint8(mask)
 

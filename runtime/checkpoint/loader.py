@@ -7,8 +7,9 @@ to the returned arrays, the host holds at most a piece of one tensor and two sha
 is being read, and the previous one, which jax releases at its next transfer. A checkpoint of noria
 is read in whole parameters, so the host holds one parameter in addition. A shard of a quantised
 weight is read in float32 and rounded to codes. It is read twice if the input features that share a
-scale are split over devices. A shard of a weight in published codes is read once for its codes, and
-once for its scales and offsets each, which are checked to be equal for all features of a group.
+scale are split over devices. A shard of a weight in published codes is read once for its codes,
+once for its scales and once for its offsets. It is checked that scales and offsets are equal for
+all features of a group.
 """
 
 import math
@@ -73,8 +74,8 @@ def load_params(
       quantisations: The quantisation of each weight in codes; its scales are another parameter.
 
     Raises:
-      CheckpointMismatch: Tensors and parameters do not match; the message lists all differences.
-        It is raised before anything is read.
+      CheckpointMismatch: Tensors and parameters do not match; the message lists up to
+        `MAX_LISTED` differences of each kind. It is raised before anything is read.
     """
     if isinstance(tensors, RearrangeableSource):
         tensors = tensors.arranged(spec.arrangement)
@@ -168,7 +169,8 @@ def check_coverage(
     """Check that tensors and parameters cover each other.
 
     Raises:
-      CheckpointMismatch: They do not; the message lists all differences.
+      CheckpointMismatch: They do not; the message lists up to `MAX_LISTED` differences of each
+        kind.
     """
     published = tensors.tensors
     uses = [name for source in spec.sources for part in source.parts for name in part.tensors]

@@ -30,7 +30,7 @@ class Packing:
         return Interval(codes.start // self.per_word, -(-codes.stop // self.per_word))
 
     def unpack(self, words: np.ndarray, axis: int, codes: Interval) -> np.ndarray:
-        """The codes of an interval along an axis, from the words that `words` names, as uint8."""
+        """The codes of an interval along an axis as uint8, from the array of their words."""
         places = self.places or range(self.per_word)
         shape = [1] * words.ndim
         shape.insert(axis + 1, self.per_word)

@@ -108,14 +108,14 @@ def _format_of(
         return None
     pattern = AxisPattern.of(part)
     if kept.format.is_ordered and any(pattern.target[: inputs[0]]):
-        # activations have one order, so all of these axes would have it
+        # activations have one order, which all indices of outer axes would have to share
         return None
     names = tuple(name for axis in inputs for name in pattern.target[axis])
     blocks = (1, *kept.blocks) if part.stacked else kept.blocks
     group = None
     for axis, size in zip(pattern.source, blocks, strict=True):
         if not set(axis) & set(names):
-            # numbers that share a scale over outputs have a scale each
+            # outputs that share a scale in the file get a scale each
             continue
         if axis != names or size == 1:
             return None

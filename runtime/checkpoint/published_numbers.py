@@ -38,7 +38,7 @@ def keep_published(numbers: Numbers, files: ModelFiles) -> Numbers:
     """
     if numbers.weights != KEPT:
         return numbers
-    # a start from a bundle loads executables before flax
+    # imported here, as a start from a bundle loads executables before it imports flax
     from ...compile.abstract_model import AbstractModel
 
     weights = AbstractModel(files.spec.config).weights

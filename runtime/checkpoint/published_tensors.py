@@ -22,7 +22,7 @@ def publish(
       is_scales: Whether the array has groups in place of input features, as scales have.
 
     Raises:
-      ValueError: A tensor has blocks of rows of several parts.
+      ValueError: The rows of several parts alternate in a tensor.
     """
     axis, start = source.concat_axis, 0
     by_rows: dict[str, list[tuple[int, np.ndarray]]] = {}

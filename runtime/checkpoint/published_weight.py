@@ -1,8 +1,8 @@
 """Read the arrays of a weight in published codes: codes, scales, offsets and the order of inputs.
 
-All parts of a tensor are read with the shape of its numbers, so that axis patterns, layers and
-experts need no second description. One entry of each group is kept, after a check that all entries
-of a group are equal. Does not know about file formats or devices.
+All parts of a tensor are read with the shape of its numbers, so that the axis patterns, layers and
+experts of the numbers also hold for the parts. One entry of each group is kept, after a check that
+all entries of a group are equal. Does not know about file formats or devices.
 """
 
 import math
@@ -109,7 +109,7 @@ class PublishedWeight:
 
 
 def _pieces(box: Box, axes: Iterable[int], num_numbers: int) -> Iterator[Box]:
-    """Cut a box along the longest of some axes, as it needs this many numbers at once."""
+    """Cut a box that needs `num_numbers` numbers into pieces along the longest of some axes."""
     axis = max(axes, key=lambda axis: len(box[axis]), default=None)
     if axis is None:
         yield box

@@ -61,7 +61,7 @@ class WeightQuantiser:
         quantisation, groups = self._quantisation, Interval(0, 1)
         if group := quantisation.format.group:
             first = quantisation.inputs[0]
-            # the features of an index of the first input axis; the other input axes are whole
+            # the number of features at an index of the first input axis; other input axes are whole
             features = quantisation.num_inputs(self._shape) // self._shape[first]
             start, stop = (end * features for end in (box[first].start, box[first].stop))
             assert not start % group and not stop % group, "a group is on one device"
@@ -71,7 +71,7 @@ class WeightQuantiser:
 
 
 def weight_box(quantisation: Quantisation, shape: tuple[int, ...], box: Box) -> Box:
-    """The box of a weight whose features have the groups of a box of scales."""
+    """The box of a weight that has all features of the groups in a box of scales."""
     axes = [len(shape) + axis for axis in quantisation.inputs]
     inputs = [Interval(0, shape[axis]) for axis in axes]
     if group := quantisation.format.group:

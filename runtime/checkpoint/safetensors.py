@@ -27,8 +27,9 @@ MAX_HEADER_BYTES = 32 * 2**20
 MAX_TENSORS = 100_000
 MAX_RANK = 8
 DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "I32", "I16", "I8", "U8", "BOOL")
-"""The dtypes that a file may have. Parameters are filled from floats of at least 16 bits; eight-bit
-tensors are the codes and scales of quantised tensors, and other tensors are not read."""
+"""The dtypes that a file may have. Parameters are filled from floats of at least 16 bits. F8_E4M3,
+U8, I8 and I32 are for the codes, scales, zero points and groups of quantised tensors. Other tensors
+are not read."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")

@@ -5,7 +5,8 @@
 box of the parameter needs. Does not know about file formats, devices or families.
 
 Guarantees: `AxisPattern.read(source, name, index)` equals the whole tensor reshaped, transposed,
-repeated and then indexed, and reads the smallest contiguous box that contains the result.
+repeated and then indexed. It reads one contiguous box of the tensor, which may be larger than the
+result where several names share an axis.
 """
 
 import math
@@ -378,7 +379,10 @@ def _split(
 def _cover(
     group: tuple[str, ...], name_intervals: Mapping[str, Interval], sizes: Mapping[str, int]
 ) -> Interval:
-    """Return the smallest interval of a group's axis that contains the intervals of its names."""
+    """Return an interval of a group's axis that contains the intervals of its names.
+
+    It is the smallest one that is itself a product of intervals of the names.
+    """
     first = _offset(group, name_intervals, sizes)
     last = 0
     for name in group:

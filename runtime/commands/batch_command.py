@@ -25,8 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=path_or_url,
         required=True,
         help="file or URL with requests: OpenAI Batch lines or simple lines (.jsonl), or a table "
-        "of prompts (.csv, .tsv, .parquet); lines and CSV may end in .gz or .zst; -, standard "
-        "input",
+        "of prompts (.csv, .tsv, .parquet); names of lines and CSV may end in .gz or .zst; - is "
+        "standard input",
     )
     add(
         "-o",
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=path_or_url,
         required=True,
         help="file or URL for the results, in input order (.jsonl, .jsonl.gz, .jsonl.zst or "
-        ".parquet); -, standard output",
+        ".parquet); - is standard output",
     )
     add_work_folder(parser)
     add(

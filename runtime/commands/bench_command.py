@@ -7,8 +7,8 @@ also has the numbers of dropped and padded tokens in each phase. Prompts are ran
 sampling is greedy, and end tokens do not end a row. With `--calibration`, graphs of many shapes are
 timed instead, for the predictions of `noria plan`.
 
-Does not know about texts or request files. Guarantees: no figure includes compiling or the first
-run; times are medians of the repeats.
+Does not know about texts or request files. Guarantees: the figures of runs include neither
+compiling nor the first run; the times in the table are medians of the repeats.
 """
 
 import argparse
@@ -319,7 +319,7 @@ def _prepare(files: "ModelFiles", options: argparse.Namespace) -> "tuple[Target,
 
 
 def _load(files: "ModelFiles", target: "Target", plan: "Plan") -> "LoadedModel":
-    """The model with the numbers and the layout of a plan, which those of all cases share."""
+    """The model with the numbers and the layout of a plan; the plans of all cases have the same."""
     from .. import session
 
     numbers, layout, scan = plan.numbers, plan.layout, plan.model.scan_layers

@@ -143,7 +143,7 @@ def _write(comparison: "Comparison", folder: Path) -> None:
     from ..files.disk import Disk, replace_file
 
     table = report.markdown(comparison)
-    # first, as files may fail
+    # the table is printed first, as writing the files may fail
     tell(sys.stdout, table.rstrip())
     content = json.dumps(report.to_json(comparison), indent=1) + "\n"
     folder.mkdir(parents=True, exist_ok=True)

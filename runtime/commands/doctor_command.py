@@ -1,7 +1,8 @@
 """`noria doctor`: report what this machine offers, and what to install for more.
 
 Does not know about models or graphs. Guarantees: nothing is changed, each problem is reported with
-its remedy, and the exit code is 0 unless something that all jobs need is broken.
+a remedy if one is known, and the exit code is 0 unless something that all jobs need is broken, or
+compiled programs cannot be kept.
 """
 
 import argparse
@@ -31,7 +32,11 @@ PLUGINS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report. `ok` is False only if something that all jobs need is broken."""
+    """A line of the report.
+
+    `ok` is False only if something that all jobs need is broken, or compiled programs cannot be
+    kept.
+    """
 
     subject: str
     text: str
@@ -69,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; return 0 if jobs can run here, else 2."""
+    """Print the report; return 0 if nothing is broken, else 2."""
     findings = list(examine())
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:

@@ -30,7 +30,11 @@ _OF_DECODE = (
 )  # fmt: skip
 """The options of the search and of the cache, which a plan for vectors of texts does not have."""
 MAX_DECODE_GRAPHS = 8
-"""The search bounds the time of each candidate for all choices among so many spans."""
+"""The largest value of --max-decode-graphs.
+
+For each candidate, the search computes a bound for every choice among its spans, and the number of
+choices doubles with each span.
+"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -58,8 +58,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--smooth",
         action="store_true",
-        help="first scale the features that products read, by calibration rows, for runs with "
-        "activations in int8",
+        help="first scale the input features of matrix products, by calibration rows, for runs "
+        "with activations in int8",
     )
     add(
         "--calibration",

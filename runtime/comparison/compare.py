@@ -45,7 +45,7 @@ class ComparedModel:
     model: str
     """The model, as for `LLM`."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """The table `[numbers]` of a plan; without `dtype`, that of the comparison."""
+    """The table `[numbers]` of a plan; without `dtype`, it has the dtype of the comparison."""
 
     def __str__(self) -> str:
         """The model, and its numbers as in a plan, without the formats of its checkpoint."""

@@ -60,7 +60,7 @@ def mean_over_rows(rows: Sequence[np.ndarray]) -> Estimate:
 
 
 def perplexity(logprobs: Sequence[np.ndarray]) -> Estimate:
-    """The exponential of the mean negative log-probability; its error is that to first order.
+    """The exponential of the mean negative log-probability, with its error to first order.
 
     It is infinite, with an unknown error, if no float can hold it.
     """
@@ -87,8 +87,10 @@ class PairFigures:
     divergence_quantiles: Mapping[float, float]
     """The divergence below which a share of all tokens is, for each of `QUANTILES`."""
     widest_gap: float
-    """The most that a choice of the compared model is less likely for the reference than its own
-    choice, as a difference of log-probabilities."""
+    """The largest difference, over all tokens, between two log-probabilities of the reference.
+
+    One is that of its own choice, the other that of the compared model's choice.
+    """
 
     @classmethod
     def of(cls, rows: Sequence[np.ndarray]) -> "PairFigures":

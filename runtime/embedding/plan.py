@@ -20,7 +20,7 @@ from ..console import plural
 from ..files.run_config import apply_overrides
 
 CPU_TOKENS, ACCELERATOR_TOKENS = 2048, 16384
-"""Tokens of one call on each device: enough to keep the products of the device busy."""
+"""Tokens of one call for each piece into which a layout splits rows: they keep devices busy."""
 ACCELERATOR_STEP = 16
 """Lengths on accelerators are multiples of this, so that arrays fill tiles."""
 

@@ -1,10 +1,11 @@
-"""Runs embedding requests: batches texts of similar length, and ends requests with their last text.
+"""Runs embedding requests in batches of texts of similar length.
 
 It has the interface of a generation session, so the batch job and a pod drive both in the same way.
 Each text waits in the queue of its bucket. A full batch runs at once; what is left in the queues
-runs when no more requests come. Knows nothing of files, tokenizers or pooling. Guarantees: the
-bucket of a text follows from its length and the plan alone; every submitted request is returned
-exactly once; a text that fits no bucket is refused by name and never truncated.
+runs when no more requests come. A request ends when all of its texts have vectors. Knows nothing of
+files, tokenizers or pooling. Guarantees: the bucket of a text follows from its length and the plan
+alone; every submitted request is returned exactly once; a text that fits no bucket is refused by
+name and never truncated.
 """
 
 import time

@@ -69,7 +69,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """The tokens before the last one of a scored text."""
+        """The largest number of tokens that a scored text may have before its last token."""
         return self._llm.plan.buckets.max_length - 1
 
     @property

@@ -30,7 +30,7 @@ def compression_of(path: Path) -> str:
 
 
 def without_compression(path: Path) -> Path:
-    """The path without the suffix of its compression, which shows the format of the content."""
+    """The path without the suffix of its compression; it shows the format of the content."""
     return path.with_suffix("") if compression_of(path) else path
 
 

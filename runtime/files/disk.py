@@ -1,7 +1,8 @@
 """The disk operations that durability depends on, as methods of one small class.
 
 Every write that must survive a crash goes through a `Disk`, so a test can make any single operation
-fail or stop the program there. No other module opens files for writing.
+fail or stop the program there. Apart from caches and orbax checkpoints, no other module opens files
+for writing.
 
 Does not know about journals or rows. Guarantees: after `replace_file` returns, the file under its
 final name is complete and survives a power cut; before that, the old file, or no file, has the
@@ -132,7 +133,8 @@ def replace_file(disk: Disk, path: Path, chunks: Iterable[bytes | memoryview]) -
 
     Raises:
         UnusableFile: `path` or the temporary path is not a regular file.
-        OSError: The disk refuses an operation; the old file is left.
+        OSError: The disk refuses an operation. The old file is left, unless only the last step, the
+            sync of the folder, failed.
     """
     temporary = path.with_name(temporary_name(path.name))
     check_replaceable(path)

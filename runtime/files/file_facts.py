@@ -1,4 +1,4 @@
-"""The facts that show whether a weight file has changed. Does not know what files contain."""
+"""The facts that show whether a file has changed. Does not know what files contain."""
 
 import os
 from pathlib import Path

@@ -83,7 +83,8 @@ class RemoteFile:
                 f"pip install 'noria[{_EXTRA}]' has the one for s3://."
             ) from missing
         except (ValueError, TypeError, AttributeError, OSError) as error:
-            # what a store raises where its kind of URL needs more than a text, or does not answer
+            # a store raises these errors if its kind of URL needs more than a text, or if it does
+            # not answer
             raise UnusableFile(f"{url}: expected a URL that fsspec opens, got {error}.") from error
 
     def exists(self) -> bool:

@@ -94,7 +94,7 @@ class Watchdog:
             threading.Thread(target=task, name=f"noria {task.__name__}", daemon=True).start()
 
     def report_signal(self, signal: str | None) -> None:
-        """Report a signal that this process received to the others, without delay."""
+        """Report to the others, without delay, a signal that this process received."""
         if signal != self._signal:
             self._signal = signal
             self._wake.set()

@@ -1,8 +1,8 @@
 """The residual stream of calibration rows, layer by layer, and the Hessians of a layer's products.
 
-An expert has the Hessian of the tokens that its router sends to it. Rows are cut to the same length
-at most and run in batches of one shape, so the programs of a kind of layer compile once. Knows
-nothing of files, texts or codes.
+An expert has the Hessian of the tokens that its router sends to it. Rows are cut to at most
+`MAX_LENGTH` tokens and run in batches of one shape, so programs of a kind of layer compile once.
+Knows nothing of files, texts or codes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from ...modelzoo.config import DecoderConfig
 MAX_LENGTH = 512
 """The number of tokens at which rows are cut."""
 BATCH_TOKENS = 2048
-"""The number of tokens of a batch, padding included."""
+"""The maximum number of tokens of a batch, padding included."""
 
 
 class Calibration:
@@ -95,7 +95,7 @@ class Calibration:
         return ExpertTokens(*joined, weighs_input=program.weighs_input)
 
     def advance(self, layer: int, parameters: Mapping[str, np.ndarray]) -> None:
-        """Run a layer, so that the residual stream is that before the layer after it."""
+        """Run a layer, after which the residual stream is that before the next layer."""
         program, own = self.layer(layer), _on_device(parameters)
         for i, (x_BTD, length_B) in enumerate(self._batches):
             x_BTD = program.output(own, jnp.asarray(x_BTD), jnp.asarray(length_B))

@@ -1,10 +1,10 @@
 """Round the weights of a model to codes, layer by layer, and write them as a model directory.
 
-Before they are rounded, weights may be rotated and smoothed, which changes no function of the
-model. Guarantees: besides the residual stream of calibration rows, the host holds the float weights
-of one layer and their codes, or one of the tables of tokens; rotations hold a weight twice. GPTQ
-adds the Hessian of one product, of one expert in a sparse layer, and the inputs of the layer's
-experts. The weights that stay in float are those that do when weights are rounded as they load.
+Before they are rounded, weights may be rotated and smoothed; the model still computes the same
+function. Guarantees: besides the residual stream of calibration rows, the host holds the float
+weights of one layer and their codes, or one of the tables of tokens; rotations hold a weight twice.
+GPTQ adds the Hessian of one product, of one expert in a sparse layer, and the inputs of the layer's
+experts. The same weights stay in float as when weights are rounded while they load.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,8 +65,8 @@ def quantise(
     if (method == GPTQ or smooths) != bool(rows):
         raise ConfigError(
             f"--method {method}: expected calibration rows for {GPTQ} or --smooth, and none "
-            f"without both, got {len(rows)}. Give --calibration with --method {GPTQ} or --smooth "
-            f"alone."
+            f"otherwise, got {len(rows)}. Give --calibration with --method {GPTQ} or --smooth, and "
+            f"only then."
         )
     if method != NEAREST and not weight_format.codes.startswith("int"):
         raise ConfigError(
@@ -140,9 +140,9 @@ class _Model:
             say(f"layer {layer + 1} of {len(self._in_layers)}")
         if num_few := self._has_enough_tokens.count(False):
             say(
-                f"{num_few} of {len(self._has_enough_tokens)} inputs of products, those of each "
-                f"expert by itself, had fewer calibration tokens than {MIN_TOKENS:.1%} of their "
-                f"features: their weights are rounded by {CLIP}. Give more rows for {GPTQ}."
+                f"{num_few} of {len(self._has_enough_tokens)} inputs of products (those of each "
+                f"expert count separately) had fewer calibration tokens than {MIN_TOKENS:.1%} of "
+                f"their features: their weights are rounded by {CLIP}. Give more rows for {GPTQ}."
             )
         for path in self._others:
             yield from self.form.tensors(path, self._round(path, self._read(path))).items()

@@ -6,11 +6,12 @@ change under R, but its gains do, so they become factors of the weights that rea
 of heads are turned in the same way between the weights of values and of the output. The model
 computes the same function, with gains of 1 and a head of its own.
 
-R is a random Hadamard matrix: signs, and the matrix whose entries all have the same magnitude. For
-sizes that are no power of two, it is its product with a random orthogonal matrix.
+R is a random Hadamard matrix: an orthogonal matrix whose entries all have the same magnitude, with
+random signs of its rows. For sizes that are no power of two, R is the Kronecker product of such a
+matrix and a random orthogonal one, also with random signs of its rows.
 
-Sources: Ashkboos et al. 2024, "QuaRot" (2404.00456), section 4, without products of the running
-model; Tseng et al. 2024, "QuIP#" (2402.04396), for other sizes.
+Sources: Ashkboos et al. 2024, "QuaRot" (2404.00456), section 4, without the rotations that the
+running model would compute; Tseng et al. 2024, "QuIP#" (2402.04396), for other sizes.
 
 Knows nothing of codes, files or calibration.
 """

@@ -2,7 +2,7 @@
 
 The file has a table `[[stages]]` for each stage. Its keys are `name`, `max_prompt_tokens` and those
 of a request's body. The contents of `messages`, or the `prompt`, are templates; the other keys are
-taken as they are. A stage without both asks with the row itself.
+taken as they are. If a stage has neither of the two, its request is the row itself.
 
 Does not know how templates are rendered or how rows run.
 """

@@ -232,7 +232,7 @@ class _StagesRun:
             self.settings,
             input_path=files.input,
             output_path=files.output,
-            # finished stages match the rows of the input by their order alone
+            # rows and lines of finished stages are matched by order, so the input must not change
             configuration={
                 **self.settings.configuration,
                 "stage": files.name,

@@ -1,10 +1,11 @@
 """Measures the rows of all stages before any of them runs, so that one plan covers them all.
 
 The prompts of later stages are not known yet. Each of them is rendered with a placeholder for each
-answer, and counts the tokens of this text, placeholders included, plus the `max_tokens` of each
-answer that it shows. The tokens of a placeholder are the reserve for answers that are encoded again
-in other tokens. A template may show more in a branch that placeholders do not take; a prompt that
-then fits no bucket is refused by name, and `max_prompt_tokens` plans for it.
+answer. Its length is the number of tokens of this text, placeholders included, plus the
+`max_tokens` of each answer that it shows. The tokens of a placeholder are a reserve, as an answer
+that is encoded again may have more tokens. A template may show more in a branch that placeholders
+do not take. If a prompt then fits no bucket, it is refused by name; `max_prompt_tokens` makes the
+plan large enough.
 
 Later stages share beginnings up to their first answer, less a few tokens, because an answer may
 change how the text directly before it is cut into tokens.
@@ -119,7 +120,7 @@ def _mark(stage: int) -> str:
 
 
 class _BoundingEncoder:
-    """Encodes prompts with placeholders into ids that are as many as the prompt may have."""
+    """Encodes a prompt with placeholders into as many ids as the real prompt may have."""
 
     def __init__(self, text: JobText, stages: Sequence[Stage], max_position: int):
         self._text = text

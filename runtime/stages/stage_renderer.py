@@ -104,10 +104,10 @@ class StageRenderer:
         return url, {**kept, **self.stage.fields}
 
     def placeholders(self, row: Mapping[str, Any], mark: str) -> list[str]:
-        """Texts as long as the texts of the answers to a row's request, with a mark for each.
+        """Texts in place of the answers to a row's request, with a mark for what is generated.
 
-        There are as many as the largest number of answers. What an answer does not generate, such
-        as the name of a tool that must be called, is part of its text.
+        There are as many texts as the request can have answers. A part of an answer that the model
+        does not generate, such as the name of a tool that must be called, is in its text.
         """
         body = self.stage.fields
         if not self._processes:
@@ -176,7 +176,7 @@ def _connect(
 
 
 def _check_answers(pipeline: Pipeline, stage: Stage, reader: str) -> None:
-    """Refuse a stage whose answers have no largest length, which later prompts have."""
+    """Refuse a stage whose answers have no largest length, as prompts of `reader` show them."""
     if not stage.max_tokens or stage.fields.get("echo"):
         key, expected = "max_tokens", f"a number from 1, as {reader} reads the answers"
         got = stage.max_tokens

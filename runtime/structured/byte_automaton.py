@@ -119,7 +119,7 @@ def weight(language: Language) -> int:
 
 
 def heaviest(language: Language) -> Origin | None:
-    """The origin of the innermost part that makes most of a language's weight."""
+    """The origin of the innermost part that makes more than a quarter of a language's weight."""
     limit, found = weight(language) // 4, None
     while weight(language) > limit:
         if (origin := getattr(language, "origin", None)) is not None:
@@ -156,7 +156,7 @@ def _determinised(builder: Builder, start: int, end: int) -> ByteAutomaton:
 
 
 class _Closures:
-    """The states that sets of states become without a byte, as sorted tuples.
+    """The states that sets of states lead to by edges without a byte, as sorted tuples.
 
     Only states with edges are kept, and the accepting one, which comes last.
     """
@@ -203,7 +203,7 @@ def _explored(
     class_of_byte: np.ndarray,
     max_states: int = MAX_STATES,
 ) -> ByteAutomaton:
-    """The automaton of the states that can be reached from `first`, and from which others accept.
+    """The automaton of the states on the ways from `first` to states that accept.
 
     Args:
       first: The first state.

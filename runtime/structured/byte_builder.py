@@ -171,7 +171,7 @@ def _add_paths(low: int, high: int, paths: list[tuple[_ByteRange, ...]]) -> None
     for trailing in range(1, length):
         mask = (1 << 6 * trailing) - 1
         if low & ~mask != high & ~mask:
-            # split where the bytes before the trailing ones change, unless all of them may follow
+            # split where the leading bytes change, unless each is followed by all trailing bytes
             if low & mask:
                 _add_paths(low, low | mask, paths)
                 _add_paths((low | mask) + 1, high, paths)

@@ -21,7 +21,7 @@ from .token_automaton import NoTokens, TokenAutomaton, TokenTrie, compile_tokens
 DEPTH_OF_OBJECTS = 4
 """Maximum number of arrays and objects inside each other in an answer that is any JSON object."""
 RECURSIONS = (4, 2, 1, 0)
-"""The numbers of times that a reference may lead to itself, until the tables are small enough."""
+"""The numbers of times that a reference may lead to itself, tried until the tables are small."""
 
 
 def compile_form(form: StructuredOutputsParams, trie: TokenTrie) -> TokenAutomaton:
@@ -102,5 +102,5 @@ def make_trie(
 
 
 def refused(message: str) -> RowError:
-    """The error of a row whose form cannot be used; several keys of requests ask for forms."""
+    """The error of a row whose form cannot be used; no key is named, as several ask for forms."""
     return RowError("invalid_request", f"structured output: {message}.")

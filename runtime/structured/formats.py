@@ -37,4 +37,4 @@ PATTERNS = {
 }
 """Every match is a string of the format. Rare forms of a format have no match."""
 FORMATS = {*PATTERNS, "idn-email", "idn-hostname", "uri-template"}
-"""The formats that JSON Schema defines, and so have an effect."""
+"""The formats that JSON Schema defines; a format with another name has no effect."""

@@ -76,7 +76,7 @@ _Choice = tuple[tuple[_Item, ...], ...]
 
 
 def read_grammar(grammar: str, recursion: int = 0) -> ReadLanguage:
-    """Read a grammar, whose first rule is `root`.
+    """Read a grammar, whose texts are those of the rule `root`.
 
     Args:
       grammar: The text of the grammar.

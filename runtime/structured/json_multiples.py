@@ -1,7 +1,7 @@
 """The numbers that `multipleOf` of JSON Schema allows, as languages.
 
-Does not know about schemas or tokens. Guarantees: every number is a multiple as a decimal number,
-and also where a validator divides it by the step as two doubles.
+Does not know about schemas or tokens. Guarantees: every number is a multiple of the step in decimal
+arithmetic, and also for a validator that divides it by the step in doubles.
 """
 
 import math
@@ -47,6 +47,6 @@ def listed_multiples(
         and value not in excluded
         and (float(value) / float(step)).is_integer()
     ]
-    # a trailing zero is no other number
+    # without trailing zeros, which do not change a number
     texts = [f"{value.normalize():f}" for value in fitting]
     return Alternatives(tuple(map(Literal, texts)))

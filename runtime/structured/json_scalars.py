@@ -1,4 +1,4 @@
-"""Reads the parts of JSON Schemas that describe numbers and constants, and the errors of schemas.
+"""Reads the parts of JSON Schemas for numbers and constants, and makes the errors of schemas.
 
 Does not know about objects, arrays, references or tokens.
 """

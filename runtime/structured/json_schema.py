@@ -114,7 +114,7 @@ class SchemaReader:
     def _combined(
         self, key: str, value: Any, rest: dict[str, Any], at: str, refs: _Refs
     ) -> Language:
-        """The values that a keyword with other schemas and the rest of its schema allow."""
+        """The values that both a keyword with schemas inside and the rest of its schema allow."""
         others = [rest] if rest else []
         if key == "$ref" and not rest:
             target = self._target(value, at)

@@ -27,7 +27,8 @@ from .language import (
 from .pattern import PatternError, read_pattern
 
 REPEATS = (256, 32)
-"""The numbers of times that a part without a bound is repeated, if `maxLength` needs one."""
+"""Largest numbers of times that a part without a bound is repeated, tried in order if `maxLength`
+needs a bound."""
 _MAX_STATES = 4_096
 """Maximum number of states of a string with a pattern and a length."""
 
@@ -79,7 +80,7 @@ def _compiled(key: str, pattern: Language, at: str) -> ByteAutomaton:
 def _of_length(
     content: ByteAutomaton, patterns: list[Language], least: int, most: int
 ) -> ByteAutomaton:
-    """The texts of an automaton, which is that of some patterns, that have a length.
+    """The texts with `least` to `most` characters of an automaton, which was made from patterns.
 
     If they need too many states, parts of the patterns are repeated less often, so that no text is
     too long.
@@ -93,7 +94,7 @@ def _of_length(
 
 
 def _short_pattern(patterns: list[Language], most: int) -> Language | None:
-    """A part of one of some patterns without longer texts; None if none is found."""
+    """A pattern with bounded repetitions whose texts fit into `most`; None if none is found."""
     for repeats in REPEATS:
         for pattern in patterns:
             short = _bounded(pattern, repeats)
@@ -108,7 +109,7 @@ def _characters(least: int, most: int | None) -> ByteAutomaton:
 
 
 def _bounded(language: Language, repeats: int) -> Language:
-    """The language without more than some repetitions of parts that may be repeated for ever."""
+    """The language in which unbounded repetitions end at `repeats`, or at `least` if it is more."""
     match language:
         case Concatenation(parts):
             return Concatenation(tuple(_bounded(part, repeats) for part in parts))
@@ -121,7 +122,7 @@ def _bounded(language: Language, repeats: int) -> Language:
 
 
 def _longest(language: Language) -> int:
-    """The characters of the longest text of a language of a pattern without unbounded parts."""
+    """The number of characters of the longest text of a pattern that has no unbounded parts."""
     match language:
         case Characters():
             return 1

@@ -33,7 +33,7 @@ from .language import (
 COMMA = sequence(",", optional(" "))
 COLON = sequence(":", optional(" "))
 MAX_DIGITS = 15
-"""Maximum number of digits before and after a decimal point; a double holds as many."""
+"""Maximum number of digits before a decimal point, and again after it; a double holds as many."""
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r"}
 _ESCAPES |= {"\t": "\\t"}
 _UNESCAPED = complement(characters('"\\', (0, 0x1F)).ranges)
@@ -202,7 +202,10 @@ def _split(value: Decimal) -> tuple[int, str]:
 
 
 def _fraction(low: str, high: str | None, size: int, *, above: bool, below: bool) -> Language:
-    """Nothing, or a point and about `size` digits, between two fractions; None as `high` is 1."""
+    """Nothing, or a point and digits, for fractions from `low` to `high`; a `high` of None is 1.
+
+    There are at most `size` digits, or one more than a bound has if that is more.
+    """
     options: list[Language] = []
     if not low and not above and not (high == "" and below):
         options.append(Literal(""))

@@ -16,7 +16,7 @@ Resolve = Callable[[Schema], Schema]
 """Follows the reference of a schema; a schema without one is itself."""
 _MAX_DEPTH = 8
 _MAX_COMPARISONS = 3_000
-"""Comparisons of parts of the options of one `oneOf`, after which they are not told apart."""
+"""Maximum number of comparisons for one `oneOf`; options that need more are not told apart."""
 
 
 def apart_options(options: Sequence[Schema], resolve: Resolve, at: str) -> list[Schema] | None:
@@ -100,7 +100,7 @@ class _Comparer:
         return False
 
     def telling_key(self, schema: Schema, other: Schema) -> str | None:
-        """A key of which no value that a schema of objects allows is valid for another schema."""
+        """A key whose values in one schema of objects are never valid for this key in the other."""
         if not (_is_of_objects(schema) and _is_of_objects(other)):
             return None
         properties = schema.get("properties", {}).items()

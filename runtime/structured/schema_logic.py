@@ -98,7 +98,10 @@ def _common_types(left: Any, right: Any) -> list[Any]:
 
 
 def _both_properties(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of two objects; a key of one has the schema that the other has for other keys."""
+    """The keys of two schemas of objects, each with the schemas that both have for it.
+
+    A schema that does not name a key has its `additionalProperties` for it.
+    """
     keys = dict.fromkeys([*left.get("properties", {}), *right.get("properties", {})])
     properties = {}
     for key in keys:

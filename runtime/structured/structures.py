@@ -1,7 +1,7 @@
 """Compiles the forms that the rows of a job ask for, each once, and packs their tables.
 
 Does not know about devices, files or endpoints. Guarantees: the same form has the same automaton
-in every process and every run. Modules that take time to import wait for the first form.
+in every process and every run. Modules that take time to import are imported for the first form.
 """
 
 from collections.abc import Callable, Collection
@@ -92,7 +92,7 @@ class Structures:
         return automaton
 
     def _add(self, automaton: "TokenAutomaton", vocab_size: int) -> None:
-        """Count the tables of one form more; those of all forms are in memory."""
+        """Count the tables of one form more; ConfigError if those of all forms are too large."""
         from .tables import JobTables
 
         self._tables = self._tables or JobTables()

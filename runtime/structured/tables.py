@@ -45,7 +45,7 @@ class JobTables:
         self._every_token = self._words.add(np.full((1, _WORDS_OF_BLOCK), 0xFFFFFFFF, np.uint32))
 
     def add(self, automaton: TokenAutomaton) -> tuple[np.ndarray, np.ndarray]:
-        """Count one automaton more; the blocks of its moves and masks as those of the job."""
+        """Count one automaton more; return the block numbers of its moves and its masks."""
         self.states += automaton.num_states
         self.classes = max(self.classes, automaton.num_classes)
         self.masks += len(automaton.mask_block_MJ)
@@ -67,7 +67,7 @@ class JobTables:
         return StructuredGrid(*sizes, tuple(schemas))
 
     def empty(self, grid: StructuredGrid, padded_vocab: int) -> StructureTables:
-        """Tables of planned sizes that have nothing but the blocks, and rows without a form."""
+        """Tables of planned sizes with only the blocks, and the entries of rows without a form."""
         S, K = grid.states, len(grid.schemas) + 1
         needs_SL = np.full((S, MAX_LEVELS), np.iinfo(np.int32).max, np.int32)
         needs_SL[0, 0] = 0

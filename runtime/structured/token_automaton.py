@@ -83,7 +83,8 @@ class TokenAutomaton:
     moves_PA: np.ndarray
     """The next state for each class of tokens; 0 where no token of the class is allowed."""
     needs_SL: np.ndarray
-    """In growing order, and the largest integer for levels that a state does not have."""
+    """The number of tokens that each level of a state needs, in growing order; the largest integer
+    for levels that a state does not have."""
     mask_SL: np.ndarray
     """The index of the mask of each level."""
     mask_block_MJ: np.ndarray
@@ -130,7 +131,7 @@ def compile_tokens(automaton: ByteAutomaton, trie: TokenTrie) -> TokenAutomaton:
     kept = _reachable(next_SC, is_alive_S)
     renumbered = np.zeros(len(next_SC), np.int16)
     renumbered[kept] = np.arange(len(kept))
-    # the dead state is not alive, so moves to it need forever
+    # the dead state is not alive, so moves to it need `_FAR` tokens
     need_S = np.where(is_alive_S, steps_S + 1, _FAR).astype(np.int16)
     next_SC = np.pad(next_SC[kept], ((0, 0), (0, 1)))
     need_SC = need_S[next_SC]
@@ -165,7 +166,7 @@ def _token_classes(automaton: ByteAutomaton, trie: TokenTrie) -> tuple[np.ndarra
             key = row.tobytes()
             found = class_of_step[number] = classes.setdefault(key, len(moves))
             if found == len(moves):
-                # the bytes are in memory once
+                # the row shares the memory of its key
                 moves.append(np.frombuffer(key, np.int16))
                 if found > max_classes:
                     raise TooLarge(None)
@@ -199,7 +200,7 @@ def _levels(class_of_token: np.ndarray, need_SC: np.ndarray) -> tuple[np.ndarray
     for state, need_C in enumerate(need_SC):
         levels = np.unique(need_C)
         levels = levels[levels < _FAR]
-        # beyond the table, the last level waits for the token that needs most
+        # of too many levels, the last column has the largest, at which every move is allowed
         levels = np.append(levels[: MAX_LEVELS - 1], levels[MAX_LEVELS - 1 :][-1:])
         needs_SL[state, : len(levels)] = levels
         for level, need in enumerate(levels):

@@ -22,8 +22,8 @@ MAX_PATTERN = 500
 MAX_TEXT = 1000
 """The number of characters at the end of a text that a search reads."""
 MAX_WAYS = 5_000_000
-"""Maximum number of ways in which a pattern can match at one place: two unbounded repeats, and a
-few bounded ones."""
+"""Maximum number of ways in which a pattern can match at one place. Two unbounded repeats and a few
+bounded ones stay below it."""
 
 _TOO_MANY = 1e12
 """A bound of all counts, so that no product leaves the range of floats."""

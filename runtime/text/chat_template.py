@@ -48,7 +48,7 @@ class ChatRenderer:
         limits: TemplateLimits | None = None,
         now: datetime | None = None,
     ):
-        """`now` is the local time that templates see in all renderings; the default is now."""
+        """`now` is the local time of all renderings of templates; by default the current time."""
         self._tokenizer = tokenizer
         self._special = tokenizer.special_tokens
         template = tokenizer.chat_template

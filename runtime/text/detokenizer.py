@@ -8,9 +8,10 @@ The engine decodes several steps per call, so ids after the end of a text may ar
 counted and otherwise ignored.
 
 Does not know about the device or the batch. Guarantees: the texts of all `Detokenizer.push` calls
-and of `finish`, joined, equal `tokenizer.decode` of all ids, for any division of the ids; a stop
-string is found across token boundaries; no character is split; without stop strings, the time of a
-push is proportional to the number of its ids.
+and of `finish`, joined, equal `tokenizer.decode` of all ids, for any division of the ids, except
+for the leading space that `continues_text` keeps; a stop string is found across token boundaries;
+no character is split; without stop strings, the time of a push is proportional to the number of its
+ids.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class PromptReader:
         return content, self._known_tokenizer.encode(content, special_tokens=True)
 
     def read_whole(self, prompt: Prompt, default_prompt: str = "") -> EncodedText:
-        """A text after the default prompt, with the special tokens of the tokenizer's template.
+        """Encode a text after the default prompt, with all special tokens that the model expects.
 
         Token ids are taken as they are.
         """

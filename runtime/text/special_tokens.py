@@ -30,7 +30,7 @@ class SpecialTokens:
         strips_left: Collection[int] = (),
         strips_right: Collection[int] = (),
     ):
-        """`strips_left` and `strips_right` are the ids that remove white space on this side."""
+        """Ids in `strips_left` and `strips_right` remove white space on their left and right."""
         self.text_by_id = {token: text for token, text in text_by_id.items() if text}
         self._id_by_text = {text: token for token, text in self.text_by_id.items()}
         self._strips_left = frozenset(strips_left)

@@ -39,8 +39,10 @@ class Encoder(Protocol):
     def templated(
         self, texts: Sequence[TextOrPair], max_tokens: int | None = None
     ) -> Sequence[EncodedText | RowError]:
-        """Encode each text or pair as `parsed` does, with the special tokens of the file's template
-        around it; of a text, at most its first tokens, so that there are `max_tokens` in all."""
+        """Encode each text or pair as `parsed` does, with special tokens of the file's template.
+
+        A longer text is cut at its end, so that it has `max_tokens` in all, special ones included.
+        """
         ...
 
 

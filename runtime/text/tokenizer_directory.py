@@ -97,7 +97,7 @@ def read_directory(directory: Path) -> DirectorySettings:
     token_map = _read_json(directory / "special_tokens_map.json")
     add_bos, add_eos = (_flag(directory, config, f"add_{end}_token") for end in ("bos", "eos"))
     tokens = {**token_map, **config}
-    template, template_source = _chat_template(directory, config)
+    template, template_source = read_chat_template(directory, config)
     return DirectorySettings(
         directory=directory,
         named_tokens={role: _token_text(tokens[role]) for role in _ROLES if role in tokens},
@@ -138,8 +138,8 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _chat_template(directory: Path, config: Mapping[str, object]) -> tuple[str | None, str]:
-    """The template, and its file and key."""
+def read_chat_template(directory: Path, config: Mapping[str, object]) -> tuple[str | None, str]:
+    """The chat template of a directory, and its file and key; `config` is tokenizer_config.json."""
     path = directory / "chat_template.jinja"
     if has_file(directory, path.name):
         try:

@@ -99,7 +99,7 @@ class _JsonEncoder:
 
 
 def _by_types(ids: Sequence[int], types: Sequence[int]) -> EncodedText | RowError:
-    """A text or pair whose tokens have types: zeros, then ones for the second text of a pair."""
+    """The encoded text or pair; types must be zeros, then ones for the second text of a pair."""
     num_first = len(ids) - sum(types)
     if any(types[:num_first]) or not all(kind == 1 for kind in types[num_first:]):
         return RowError(

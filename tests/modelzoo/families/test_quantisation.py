@@ -65,6 +65,7 @@ OTHER_BITS = {"group_1": compressed("pack-quantized", num_bits=8)["config_groups
         (PACKED | {"format": "nvfp4-pack-quantized"}, "format: .* got 'nvfp4-pack-quantized'"),
         (changed(PACKED, num_bits=3), "weights.num_bits: expected 8, or 4 for integers.* got 3"),
         (changed(PACKED, type="float"), "weights.num_bits: expected 8, or 4 .* got 4"),
+        (changed(PACKED, num_bits=8, type="float"), "weights.type: expected int, .* got 'float'"),
         (changed(PACKED, strategy="tensor_group"), "weights.strategy: .* got 'tensor_group'"),
         (changed(PACKED, dynamic=True), "weights.dynamic: expected False"),
         (changed(PACKED, zeta=1), "weights.zeta = 1"),

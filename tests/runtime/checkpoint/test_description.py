@@ -1,0 +1,28 @@
+"""The description of a model says what its tokenizer does with chat requests."""
+
+import json
+
+import pytest
+
+from noria.runtime.checkpoint.description import has_chat_template
+from noria.runtime.text.tokenizer_directory import read_directory
+
+TEMPLATE = "{{ messages[0].content }}"
+DEFAULT, OTHER = ({"name": name, "template": TEMPLATE} for name in ("default", "tool_use"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("chat_template.jinja", TEMPLATE, True),
+        ("tokenizer_config.json", json.dumps({"chat_template": TEMPLATE}), True),
+        ("tokenizer_config.json", json.dumps({"chat_template": [OTHER, DEFAULT]}), True),
+        ("tokenizer_config.json", json.dumps({"chat_template": [OTHER]}), False),
+        # the template of a processor, which text models do not have
+        ("chat_template.json", json.dumps({"chat_template": TEMPLATE}), False),
+    ],
+)
+def test_a_model_has_a_chat_template_if_its_tokenizer_reads_one(tmp_path, name, content, expected):
+    (tmp_path / name).write_text(content)
+    assert has_chat_template(tmp_path) is expected
+    assert (read_directory(tmp_path).chat_template is not None) is expected
