@@ -32,7 +32,10 @@ from .weight_rules import ALL_FLOAT, WeightRules
 DOWN, UP = ".adapters.down", ".adapters.up"
 """The ends of the paths of the matrices of adapters, after the path of the weight."""
 _IN_RUN_DTYPE = ("final_norm.scale", "inputs.norm.scale")
-"""Parameters that always have the dtype of weights that are not quantised; every model has one."""
+"""Parameters that always have the dtype of weights that are not quantised.
+
+Every model has at least one of them.
+"""
 
 
 def model_sizes(
@@ -84,7 +87,7 @@ def _published_weights(
             (num_groups, *_), (logical_axis, *_) = (
                 of_axes[quantisation.inputs[-1] :] for of_axes in weights[name + SCALES]
             )
-            # in an order of activations, a range of features has features of all groups
+            # if the inputs are reordered, any range of them may have features of all groups
             groups[name] = 1 if quantisation.format.is_ordered else num_groups, logical_axis
     return weights, groups
 
@@ -223,9 +226,9 @@ class AbstractModel:
         return ".".join(map(str, (first, *rest)))
 
     def can_adapt(self, name: str) -> bool:
-        """Whether rows may use adapters of a parameter: it is a weight of products with all tokens.
+        """Whether rows may use adapters of a parameter: a layer's weight that every token uses.
 
-        Routers, experts, embedding and head are not.
+        Routers, experts, the embedding and the head have no adapters.
         """
         metadata = self._variables[name][1].get_metadata()
         is_matrix = len(metadata["logical_axes"]) > 1 and metadata.get("inputs") is not None
@@ -233,7 +236,7 @@ class AbstractModel:
         return is_matrix and is_of_layer and not metadata["is_sliced_once"]
 
     def _adapted(self, adapters: AdapterGrid) -> dict[str, int]:
-        """The rank of each weight that adapters may change, for all ranks of the grid."""
+        """The rank of each weight that the grid adapts; ValueError if it names other weights."""
         ranks = {name: adapters.rank_of(name) for name in self._variables if self.can_adapt(name)}
         found = {name.partition("layers.")[2].partition(".")[2] for name in ranks}
         if unknown := sorted(adapters.ranks.keys() - found):
@@ -244,7 +247,7 @@ class AbstractModel:
         return {name: rank for name, rank in ranks.items() if rank}
 
     def _num_ranks(self, name: str) -> int | None:
-        """The ranks of all adapters for a weight; None if it is not adapted."""
+        """The sum of the ranks of all adapters for a weight; None if it is not adapted."""
         rank = self.adapted.get(name)
         return None if rank is None or self.adapters is None else rank * self.adapters.count
 

@@ -113,7 +113,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class AttentionChoices:
-    """The kernels of a grid: of prefill by tokens per row, of decode one for all spans."""
+    """The kernels of a grid: in prefill one for each number of tokens a row, in decode only one."""
 
     prefill: Mapping[int, Choice]
     decode: Choice | None

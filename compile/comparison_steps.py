@@ -57,7 +57,7 @@ def compare_step(
         return jnp.take_along_axis(logprobs_BV, token_B[:, None], axis=-1)[:, 0]
 
     figures = TokenFigures(
-        # without the padding of p * log(p / q) at p = 0, an impossible token would give NaN
+        # 0 where p = 0: there, p * log(p / q) would be NaN
         jnp.where(p_BV > -jnp.inf, jnp.exp(p_BV) * (p_BV - q_BV), 0).sum(axis=-1),
         (best_B == other_B).astype(jnp.float32),
         of_token(p_BV),

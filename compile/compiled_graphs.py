@@ -110,7 +110,7 @@ class CompiledGraphs:
     def fork(
         self, state: DecodeState, source: jax.Array, slot: jax.Array, sampling: SamplingState
     ) -> DecodeState:
-        """Copy a slot to another slot; a source past all slots clears it. `state` is donated."""
+        """Copy `source` to `slot`; a source past all slots clears `slot`. `state` is donated."""
         return self.executable(self.FORK)(state, source, slot, sampling)
 
     def prefix(

@@ -19,15 +19,16 @@ PLATFORM_OPTIONS: Mapping[str, CompilerOptions] = {
 On TPU a ratio above 0.5 (XLA's default) keeps the cache in main memory. A decode step reads a
 segment once and writes a row of it; at 0.5 XLA copies the segment onto the chip and back for that.
 
-On the CPU it leaves reductions to the library YNNPACK, and products to Eigen, which is faster for
-those of float32 arrays with many rows. It is used only if all products are of float32.
+On the CPU, the option for embedding graphs leaves reductions to the library YNNPACK, and products
+to Eigen, which is faster for products of float32 arrays with many rows. The option is used only if
+all products are of float32.
 """
 
 GPU_OPTIONS_FOR_CODED_CACHES: Mapping[str, bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
 """Default options of GPUs for a cache in codes.
 
-XLA would make one product of those with the keys of two segments, as they have the same queries,
-and write the keys in a wider dtype for it.
+Otherwise XLA joins the products of the same queries with the keys of two segments to one product,
+and writes the keys in a wider dtype for it.
 """
 GPU_OPTIONS_FOR_GROUPS: Mapping[str, bool | int] = {
     "xla_gpu_dot_merger_threshold_mb": 0,

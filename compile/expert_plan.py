@@ -1,4 +1,4 @@
-"""The expert settings of a plan: dispatch of each phase, and the fate of rows that lose a choice.
+"""The expert settings of a plan: dispatch by phase, and the outcome of rows with dropped choices.
 
 In a plan's file these are the tables `[experts]`, `[experts.prefill]` and `[experts.decode]`. Knows
 nothing of the model. Guarantees: without these tables no choice is ever dropped.
@@ -14,7 +14,7 @@ from .plan_tables import check_keys, table_lines
 from .targets import EXPERT_TILES, TILES_BY_KIND
 
 Overflow = Literal["error", "drop"]
-"""The end of a row that loses a choice: an error, or an answer with the count beside it."""
+"""The outcome of a row with dropped expert choices: an error, or an answer with their number."""
 
 
 @dataclass(frozen=True)

@@ -97,11 +97,14 @@ GPU_KINDS = {
         memory_rate=4_800_000_000_000,
     ),
 }
-"""Descriptions by the names that hardware tables use, too."""
+"""Descriptions by name; hardware tables use the same names."""
 
 
 def host_topology(count: int) -> str | None:
-    """Topology `slices x hosts x GPUs of a host` for `count` GPUs; None unless hosts are full."""
+    """Topology `slices x hosts x GPUs of a host` for `count` GPUs.
+
+    None if there are several hosts, and one of them is not full.
+    """
     if count <= GPUS_PER_HOST:
         return f"1x1x{count}"
     hosts, rest = divmod(count, GPUS_PER_HOST)

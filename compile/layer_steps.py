@@ -1,7 +1,7 @@
 """One layer of a decoder on calibration prompts: its output, and the inputs of its products.
 
 The input of a product is given as a sum over tokens: of outer products, or of squares. Inputs of
-experts are given by token, as each expert has others.
+experts are given by token, because each expert has inputs of its own.
 
 Layers of one kind share compiled programs. Runs on one device, in float32. Knows nothing of
 quantisation, files or texts.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "layers.0."
 _TILE = 256
-"""The number of tokens of a call of an expert, so that experts with other loads compile once."""
+"""The tokens of one call of an expert: experts with any load share one compiled program."""
 
 
 class ExpertInput(NamedTuple):
@@ -81,7 +81,7 @@ class CalibrationLayer:
     """The programs of one kind of layer; each compiles at its first call."""
 
     def __init__(self, config: DecoderConfig, layer: int):
-        """Define the programs of the layers of the kind of `layer`."""
+        """Define the programs for all layers of the same kind as `layer`."""
         self._model = AbstractModel(config.select_layers(slice(layer, layer + 1)))
         by_input: dict[int, list[str]] = {}
         record = record_layer(config, layer, 1, reads_cache=False)
@@ -135,7 +135,7 @@ class CalibrationLayer:
     def expert_hidden(
         self, x_UD: np.ndarray, gate_up_PDF: np.ndarray, bias_PF: np.ndarray | None
     ) -> np.ndarray:
-        """The input `[U, F]` of down of one expert, for the rows of its tokens."""
+        """The input `[U, F]` of one expert's weight `down`, for the rows of its tokens."""
         weights = jnp.asarray(gate_up_PDF), None if bias_PF is None else jnp.asarray(bias_PF)
         h_UF = np.empty((len(x_UD), gate_up_PDF.shape[-1]), np.float32)
         for start in range(0, len(x_UD), _TILE):

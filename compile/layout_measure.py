@@ -88,7 +88,7 @@ class LayoutResult:
 
     @property
     def verdict(self) -> str:
-        """The two words for a layout with findings."""
+        """The failure of a layout with findings: `illegal`, or a failed compile."""
         return "does not compile" if self.legal else "illegal"
 
     def as_json(self) -> dict[str, Any]:

@@ -35,9 +35,9 @@ EXPERT_TILES = {
 
 The smallest number of rows is that of a register tile, or of a tensor core. On a CPU, products
 reach full speed at 32 to 64 rows; pieces of half or twice the bytes are equally fast with 2 MiB of
-L2. A TPU's products read weights from main memory at full bandwidth, and by its compiler's estimate
-at a third of the cycles of a copy onto the chip. Meanwhile they can compute 240 rows or more, so an
-expert with up to 64 tokens takes one tile and reads its weights once.
+L2. A TPU's products read weights from main memory at full bandwidth. By its compiler's estimate,
+this takes a third of the cycles of a copy onto the chip. During this time they can compute 240 rows
+or more, so an expert with up to 64 tokens takes one tile and reads its weights once.
 """
 TILES_BY_KIND: dict[str, Tiles] = dict.fromkeys(
     ("TPU v5", "TPU v5p"), Tiles(16, 256, mean_divisor=0.5, piece_bytes=None)

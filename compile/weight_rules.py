@@ -17,9 +17,9 @@ KEPT = "as_published"
 FLOAT_BY_DEFAULT = ("embedding.table", "head.table", "*.router", "*.shared_gate")
 """Patterns of weights that stay in float unless a rule names them.
 
-The table of embeddings is read by rows, so it costs no bytes. Errors of the head change the choice
-of the next token directly. Routers and gates are small, and a small error may choose other experts.
-Norms and biases are no weights of products, and are never quantised.
+The table of embeddings is read by rows, so a call reads few of its bytes. Errors of the head change
+the choice of the next token directly. Routers and gates are small, and a small error may choose
+other experts. Norms and biases are no weights of products, and are never quantised.
 """
 Rule = tuple[str, WeightFormat | None]
 """A pattern of parameter paths, and the format of what it matches; None for float."""
@@ -110,7 +110,10 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _check_has_integers(parameter: str, weight_format: WeightFormat) -> None:
-    """Check that a weight has products of integers; an order of inputs needs groups."""
+    """Check that products of a weight can multiply integers.
+
+    An order of inputs is not checked, because only weights with groups have one.
+    """
     form = weight_format
     if (form.codes, form.group, form.has_offsets) != ("int8", 0, False):
         raise ValueError(

@@ -93,11 +93,11 @@ class OutputIsLocked(ValueError):
 
 
 class MergeError(ValueError):
-    """Files that are not all parts of one job, each given once and finished."""
+    """Files that cannot be merged: not all parts of one job, or a part twice or not finished."""
 
 
 class NoPlanFits(ValueError):
-    """A search for a plan without result: no grid fits the limits."""
+    """A search that found no plan, because no grid fits the limits."""
 
 
 class CacheUnusable(ValueError):

@@ -228,7 +228,7 @@ class Request:
     adapter: str | None = None
     """The name of the adapter that answers it; None for the model itself."""
     places: Sequence[str] = ()
-    """The names of the texts of a request for vectors in errors; empty for `input`."""
+    """The names that errors use for the texts of a request for vectors; empty for `input`."""
 
 
 @dataclass(frozen=True)

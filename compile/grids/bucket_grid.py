@@ -72,8 +72,8 @@ class BucketGrid:
     steps_per_call: int = 8
     """How many tokens one decode call makes for each slot. Unit: steps."""
     score: bool = False
-    """Whether each prefill shape has a second graph, which also computes the log-probability of
-    every prompt token."""
+    """Whether each prefill shape has a graph that also computes the log-probability of every prompt
+    token. In a plan with decode slots it is a second graph, else the only one."""
     embed: bool = False
     """Whether the prefill graphs return one vector for each text, and nothing else. Such a plan has
     no decode slots and does not score."""

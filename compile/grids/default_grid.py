@@ -125,7 +125,7 @@ def _expected_length(rows: Sequence[RowShape], max_position: int, defaults: Grid
 def _longest_that_fits(
     room: Callable[[int], bool], max_position: int, defaults: GridDefaults
 ) -> int:
-    """The model's context if its cache fits, else the largest span step that fits."""
+    """The model's context if its cache fits, else the largest multiple of the step that fits."""
     if room(longest := defaults.longest_span(max_position)):
         return longest
     step = math.lcm(SPAN_STEP, defaults.span_multiple)

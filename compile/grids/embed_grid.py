@@ -1,7 +1,8 @@
 """Derives the grid of a job that embeds texts: buckets cut exactly at the lengths of its texts.
 
 Padding is all that such a job can waste, and all lengths are known, so the search of
-`bucket_search` finds the cuts with the fewest computed tokens. Knows nothing of models or devices.
+`bucket_search` finds the best cuts. It counts the computed tokens, and a price for each graph.
+Knows nothing of models or devices.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,10 @@ MAX_GRAPHS = 32
 LADDER_GRAPHS = 6
 """The number of graphs for texts of unknown lengths."""
 PADDING_PER_GRAPH = 1 / 1000
-"""The share of a job's tokens that one more graph must save, so that short jobs have few graphs."""
+"""The share of a job's tokens that one more graph must save.
+
+It must also save half of a call's tokens, so that short jobs have few graphs.
+"""
 
 
 def embed_defaults(
@@ -25,7 +29,7 @@ def embed_defaults(
     """The aims of an embedding grid, from those of a layout.
 
     Args:
-      defaults: Aims with shapes that divide as a layout splits them.
+      defaults: Aims for shapes that a layout can split evenly.
       length_step: Lengths are multiples of this number.
       tokens_per_call: Tokens of one call on each piece into which the layout splits rows. Texts
         need no slots, so calls may be larger than those of prefill.
@@ -40,7 +44,7 @@ def embed_defaults(
 
 
 def embed_grid(lengths: Sequence[int], max_position: int, defaults: GridDefaults) -> BucketGrid:
-    """The grid with the fewest computed tokens for texts of these lengths.
+    """The grid of least cost for texts of these lengths: computed tokens, and a price per graph.
 
     Args:
       lengths: The number of tokens of each text.
@@ -49,7 +53,7 @@ def embed_grid(lengths: Sequence[int], max_position: int, defaults: GridDefaults
     """
     fitting = [length for length in lengths if length <= max_position] or [1]
     limit = max_position if defaults.max_length is None else defaults.max_length
-    # the longest bucket is a multiple of the step if the model has as many positions
+    # the longest bucket is a multiple of the step, unless the model has fewer positions
     longest = min(-(-max(fitting) // defaults.length_step) * defaults.length_step, limit)
     total = sum(fitting)
     price_of_graph = max(defaults.tokens_per_prefill / 2, PADDING_PER_GRAPH * total)

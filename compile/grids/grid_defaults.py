@@ -57,7 +57,7 @@ class GridDefaults:
 
     @classmethod
     def for_layout(cls, layout: "Layout | None") -> "GridDefaults":
-        """Aims with shapes that divide as a layout splits them.
+        """Aims for shapes that a layout can split evenly.
 
         Tokens and slots are those of one device times the pieces into which the layout splits rows.
         """
@@ -83,7 +83,10 @@ class GridDefaults:
 
     @property
     def row_step(self) -> int:
-        """The longest rows of derived grids are multiples of this, as the last span holds them."""
+        """The longest row of a derived grid is rounded up to a multiple of this.
+
+        The last span ends there, too.
+        """
         return math.lcm(self.length_step, self.span_multiple)
 
     def chunk_batch(self, chunk: int, most_rows: int) -> int:
@@ -96,12 +99,12 @@ class GridDefaults:
         return round_up(rows, self.batch_multiple)
 
     def longest_prefill(self, max_length: int) -> int:
-        """The longest prefill bucket of a grid; ValueError if no length divides."""
+        """The longest prefill bucket of a grid; ValueError if `max_length` is too short for one."""
         split = "a row's tokens", "residual_length"
         return _longest_multiple(max_length, self.length_multiple, *split)
 
     def longest_span(self, max_length: int) -> int:
-        """The longest span of a grid; ValueError if no span divides."""
+        """The longest span of a grid; ValueError if `max_length` is too short for one."""
         return _longest_multiple(max_length, self.span_multiple, "the cache", "cache_length")
 
 

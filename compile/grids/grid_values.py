@@ -38,7 +38,7 @@ def check_growing(name: str, values: Sequence[int]) -> None:
 
 
 def check_span_slots(slots: Any, groups: int | None, spans: Sequence[int], num_slots: int) -> None:
-    """Check the slots of each span, and the groups that they are equal in.
+    """Check the number of slots of each span, and that the groups divide it.
 
     Args:
       slots: The number of slots that hold rows as long as each span; None for all.
@@ -73,7 +73,7 @@ def check_span_slots(slots: Any, groups: int | None, spans: Sequence[int], num_s
 
 
 def check_decode_graphs(graphs: Any, spans: Sequence[int], max_length: int) -> None:
-    """Raise ValueError unless the graphs are some of the spans, the longest row among them."""
+    """Raise ValueError unless the graphs are some of the spans, and the last is the longest row."""
     graphs = check_list("buckets.decode_graphs", graphs)
     check_growing("buckets.decode_graphs", graphs)
     if graphs[-1] != max_length or not set(graphs) <= set(spans):

@@ -56,7 +56,7 @@ def entry_buckets(entry: object, chunks: Sequence[int]) -> list[PrefillBucket]:
     """The buckets of one entry of a plan's table, which has a batch for each chunk.
 
     Raises:
-      ValueError: It has other numbers of batches.
+      ValueError: The number of its batches is not the number of chunks, or 1 without chunks.
     """
     if not isinstance(entry, tuple | list) or len(entry) != 1 + max(1, len(chunks)):
         wanted = "pairs of length and batch"

@@ -14,7 +14,10 @@ from .prefill_bucket import PrefillBucket
 SLOTS_PER_PREFILL_ROW = 16
 """Minimum number of slots for each row of a call of whole prompts."""
 MAX_BORDERS = 512
-"""Maximum number of lengths from which prefill buckets are chosen: all up to 8192 tokens."""
+"""Maximum number of lengths from which prefill buckets are chosen.
+
+It is enough for all multiples of 16 tokens up to 8192.
+"""
 
 
 def prefill_padding(rows: Sequence[int], buckets: Sequence[PrefillBucket]) -> tuple[int, int]:
@@ -119,7 +122,7 @@ def _batch_sizes(length: int, defaults: GridDefaults) -> list[int]:
 def _is_allowed(size: int, length: int, rows: np.ndarray, defaults: GridDefaults) -> np.ndarray:
     """Whether a call of this size has between half the target of tokens and all of it.
 
-    With fewer rows than that, one call of exactly these rows is allowed, without dummy rows.
+    With fewer rows than half the target needs, every size that holds them in one call is allowed.
     """
     max_rows = max(1, defaults.tokens_per_prefill // length)
     half = -(-defaults.tokens_per_prefill // (2 * length))

@@ -5,10 +5,10 @@ beginning. Each row begins with the longest chosen prefix that it has. A prefix 
 begin with it, as a group of slots has one prefix at a time.
 
 Whether the beginning of a node pays depends on the next shorter prefix that is chosen, the
-*fallback* of its rows. The longer the fallback, the less they gain. So the most tokens that a node
-and the nodes below save are a function of the fallback's length: constant below a limit, where the
-node is chosen, and the sum of the functions below from there on. Such a function is kept as its
-steps.
+*fallback* of its rows. The longer the fallback, the less they gain. So the largest number of tokens
+that a node and the nodes below it save is a function of the fallback's length. Below a limit the
+node is chosen, and the function is constant. From the limit on the node is not chosen, and the
+function is the sum of those of the nodes below. The code keeps a function as a list of its steps.
 
 Knows nothing of token ids, devices or seconds. Guarantees: every chosen prefix is the longest one
 of at least the minimum number of rows; if the minimum is 2, no set of prefixes saves more tokens.
@@ -32,11 +32,11 @@ GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MIN_FILLED = 1 / 2
 """The smallest number of rows of a planned prefix, as a share of the slots of a group."""
 PREFIX_CHUNK, PREFIX_STEP = 256, 64
-"""Tokens of a call that computes a planned prefix: at most, and in steps of."""
+"""The maximum tokens of a call that computes a planned prefix, and the step of their number."""
 
 
 class _Step(NamedTuple):
-    """The function of saved tokens from a fallback's length on: it jumps, and has more slope."""
+    """A step of the function of saved tokens: at a length, its value jumps and its slope grows."""
 
     length: int
     num_rows: int
@@ -111,7 +111,7 @@ class _Node:
         self.saved_at_end -= self.num_left_at_end * (end - length)
 
     def _choose(self, saved: int) -> None:
-        """Replace the function by a constant up to the length at which it is as large."""
+        """Replace the function by the constant `saved`, up to the length where it reaches this."""
         length, value, slope, num_passed = 0, self.saved, self.num_left, 0
         while value < saved:
             reached = length - (value - saved) // slope if slope else self.length + 1
@@ -176,8 +176,8 @@ def prefixes_of_rows(
 ) -> list[PlannedPrefix | None]:
     """The longest planned prefix of each row, as far as the table shows it.
 
-    For some of the rows of a table, that table is read, as they alone may not show where a prefix
-    ends.
+    If the table has only some rows of another table, the other table is read, because these rows
+    alone may not show where a prefix ends.
     """
     whole, taken = table.whole or table, table.taken
     if table.whole is None:
@@ -238,7 +238,7 @@ def usual_num_rows(planned: Iterable[PlannedPrefix | None]) -> int:
 
 
 def even_group_size(num_rows: int, size: int) -> int:
-    """The slots of a group, at most `size`, of which `num_rows` rows take all equally often."""
+    """The fewest slots, at most `size`, in which `num_rows` rows run in the fewest rounds."""
     return math.ceil(num_rows / math.ceil(num_rows / size))
 
 

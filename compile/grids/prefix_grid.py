@@ -36,7 +36,7 @@ class PlannedPrefix(NamedTuple):
 def hash_tokens(token_ids: Sequence[int], adapter: str | None = None) -> str:
     """The BLAKE2b hash of token ids as 32-bit integers, in 16 hexadecimal digits.
 
-    Rows with an adapter have other hashes, as their keys and values are others.
+    Rows with different adapters have different hashes, because their keys and values differ.
     """
     state = begin_hash(adapter)
     state.update(array(_UINT32, token_ids).tobytes())

@@ -1,7 +1,8 @@
 """The beginnings that the prompts of a job share, as one length for each row.
 
 Rows are in an order in which equal beginnings are neighbours. So the tokens that any two rows share
-are the minimum of the numbers between them, and a table needs eight bytes for each row.
+are the minimum of the numbers between them. A table of all rows needs eight bytes for each row, or
+sixteen with hashes.
 
 Knows nothing of token ids, grids or graphs.
 """
@@ -20,7 +21,8 @@ class PrefixTable:
     """Row numbers, as int32."""
     shared: np.ndarray
     """The number of tokens at the start that each row shares with the row before it, as int32; 0
-    for the first row. It may be too small, by less than one unit of the search."""
+    for the first row. It may be too small, by less than the unit in which the search compares
+    prompts."""
     hashes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     """The hash of these tokens for each row, as `prefix_grid.hash_tokens` computes it, as uint64; 0
     where nothing is shared. A table without hashes shows no prefixes that a plan can list."""
@@ -87,7 +89,7 @@ class PrefixTable:
         return result
 
     def shared_with_neighbours(self, shared_R: np.ndarray) -> np.ndarray:
-        """For each row, the tokens that it shares with the row before it or after it, if more.
+        """The tokens that each row shares with the row before it or after it, whichever is more.
 
         If the row after it shares more, the row is the first one with these tokens, and they are
         computed for it.

@@ -80,7 +80,7 @@ def _add_row(
     bound: int,
     open_nodes: list[PrefixNode],
 ) -> None:
-    """Add a row to the node at the end of its last piece up to `bound`; make the nodes before."""
+    """Add a row to the node of its last piece up to `bound`; make the nodes that are missing."""
     node = root
     while True:
         bucket = grid.bucket_of(prompt_length, node.length)

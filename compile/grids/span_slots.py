@@ -21,7 +21,7 @@ SPARE = 1.125
 """Ratio of long slots to the number that long rows keep busy on average, so that long rows do not
 end last."""
 WORTHWHILE = 0.9
-"""Maximum share of the cache that ragged slots may need to be worthwhile."""
+"""Ragged slots are worthwhile if they need at most this share of the cache of equal slots."""
 NO_LIMIT = -1
 
 

@@ -15,7 +15,7 @@ MAX_LEVELS = 8
 TOKENS_OF_BLOCK = 4096
 """The tokens of a block of a mask: 128 words of 32 bits, as many as a TPU reads at once."""
 CLASSES_OF_BLOCK = 32
-"""The classes of tokens of a block of a state's moves."""
+"""The number of token classes in a block of a state's moves."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 For every choice of slots, tokens per call and chunks, prefill lengths and spans are cut exactly
 (`bucket_search`), independently of each other. The bounds are those of `run_bounds`.
 
-Slots of several lengths are tried if slots of one length do not fit into memory, and if every row
-has a slot of its own. Otherwise they are not needed: with slots of one length the longest rows come
-first, so rows of similar length run at the same time, and decode reads little, too.
+Slots of several lengths are tried in two cases: slots of one length do not fit into memory, or
+every row has a slot of its own. Otherwise they are not needed: with slots of one length the longest
+rows come first, so rows of similar length run at the same time, and decode reads little, too.
 
 Knows nothing of schedules. Every time here is a prediction.
 """
@@ -49,8 +49,10 @@ MIN_CHUNK_RATIO = 4
 SLOTS_PER_ROW = (1, 4, 16)
 """Minimum numbers of slots per row of a call of chunks: with more slots, calls fill sooner."""
 SLOTS_PER_LONG_ROW = 8
-"""Minimum number of slots per row of a call of chunks, among slots of the same length, if slots
-have several lengths."""
+"""Minimum number of slots that hold rows of a span, for each row of a call of chunks of the span.
+
+It is used if slots have several lengths.
+"""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class CandidateGrids:
     ):
         """Prepare the candidates.
 
-        `group_size` gives the slots of a group of slots to try in place of a size.
+        `group_size` takes a number of slots of a group, and returns the number to try instead.
         """
         if not rows:
             raise ValueError("workload: expected at least one row that fits the model, got none.")
@@ -306,8 +308,8 @@ class CandidateGrids:
         defaults, most_rows = self._defaults, max(1, slots // slots_per_row)
         rows = (max(1, min(tokens // chunk, most_rows)) for chunk in chunks)
         batches = [round_up(count, defaults.batch_multiple) for count in rows]
-        # a chunk lies in one segment of the cache, so as far as prompts go, spans are multiples of
-        # chunks
+        # a chunk lies in one segment of the cache, so the spans up to the longest prompt are
+        # multiples of chunks
         longest = min(round_up(self.max_length, chunks[-1]), self._longest_span)
         whole = longest // chunks[-1] * chunks[-1]
         needed = int(round_up(self._prompts.max(), chunks[0]))
@@ -340,7 +342,7 @@ class CandidateGrids:
         )
 
     def _spans(self, slots: int, step: int, longest: int, max_spans: int) -> tuple[int, ...]:
-        """At most `max_spans` spans of least cost, if every token ran over its own span."""
+        """At most `max_spans` spans of least cost, if a token's step read only the token's span."""
         if not slots:
             return ()
         choice = (slots, step, longest, max_spans)

@@ -10,8 +10,8 @@ slots are not counted.
 Fitted to Llama 3.1 8B and 70B in `benchmarks/whole_plans.json`: processor seconds of a graph,
 halved because two graphs compile at once. Expert layers in a loop take up to three times as long
 there. The figures of the CPU are from the embedded model, for both phases: the extra time of a cold
-start over a start from a bundle in `benchmarks/bundle_start.json`, divided among its graphs of 30
-layers (3.4, 3.9 and 4.1 s).
+start over a start from a bundle in `benchmarks/bundle_start.json`, divided by the number of graphs.
+It is 3.4, 3.9 and 4.1 s for a graph of 30 layers.
 
 A first call on the CPU takes about 0.35 ms longer for each product than other calls, because its
 library then generates code for the product. For the 30 layers of the embedded model this is 0.25 to

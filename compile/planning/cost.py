@@ -217,7 +217,7 @@ def calibrate(
         if not samples:
             raise ValueError(f"calibration: expected measured calls of {kind}, got none.")
         fits = [_fit(model, samples, memory) for memory in MEMORY_FACTORS]
-        # the peaks' own factor comes first, so it wins among equally good fits
+        # factor 1, which leaves the peak as it is, comes first and wins among equally good fits
         kinds[kind], relative_errors = min(
             fits, key=lambda fit: round(float(np.square(fit[1]).mean()), 9)
         )

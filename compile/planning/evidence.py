@@ -27,7 +27,7 @@ class Evidence:
         return self.report.step.bytes_moved / self.needed.total
 
     def as_json(self) -> dict[str, Any]:
-        """The figures of a step first, then those of a call beside its steps, then the sources."""
+        """The figures of a step, those of work once for all steps, then those by source line."""
         report = self.report.as_json()
         return {
             "bytes_moved": report.pop("bytes_moved"),

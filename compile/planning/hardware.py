@@ -76,8 +76,8 @@ class Hardware:
         """Whether links wrap, for each dimension of a slice.
 
         The dimension must be a multiple of the block's side, and the slice must have as many such
-        dimensions as the block has. So links of 16 wrap alone, but links between cubes of 4x4x4
-        wrap only if the slice consists of whole cubes.
+        dimensions as the block has. So with `[16]` each dimension wraps by itself, but with
+        `[4, 4, 4]` links wrap only if the slice consists of whole cubes.
         """
         whole = [any(size % side == 0 for side in self.wraps) for size in dimensions]
         return [is_whole and sum(whole) >= len(self.wraps) for is_whole in whole]
@@ -151,7 +151,7 @@ def hardware_of(target: str, known: Mapping[str, Hardware], kind: str = "") -> H
     if not name:
         raise UnknownHardware(
             f"target {target}: expected a kind of hardware, because predictions need "
-            f"its peaks, got this machine's. Name the generation: in a plan's target, as in "
+            f"its peaks, got a target without one. Name the generation: in a plan's target, as in "
             f"tpu:v5e:2x4 or gpu:h100:8; for noria bench, as in --kind h100."
         )
     if name not in known:

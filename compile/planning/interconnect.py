@@ -1,9 +1,9 @@
 """Seconds of collectives over the links between devices, on a slice of TPUs or a switch.
 
 Devices along a dimension of a slice form a ring if its links wrap, else an open line. A mesh axis
-covers whole dimensions and parts of dimensions; a part is an open line, too. Links count as unused
-otherwise, so if two axes share a dimension, the outer one is slower than predicted here. A
-collective has no latency of its own.
+covers whole dimensions and parts of dimensions; a part is an open line, too. It is assumed that
+nothing else uses the links, so if two axes share a dimension, the outer one is slower than
+predicted here. A collective has no latency of its own.
 
 Knows nothing of models or graphs.
 """
@@ -33,9 +33,9 @@ class Line:
 
         Each of n / 2 devices sends an n-th of its array to each of the n / 2 devices beyond the
         middle. These are n / 4 arrays over one link, or over two links on a ring. On a ring, pieces
-        travel n / 4 hops on average, so all links have the same load: V / (4 W), where V is the
-        array of all devices and W the rate of two links ("How to Scale Your Model",
-        jax-ml.github.io/scaling-book, part 3, all-to-all).
+        travel n / 4 hops on average, so all links have the same load. An all-to-all then takes
+        V / (4 W) seconds, where V is the array of all devices and W the rate of two links ("How to
+        Scale Your Model", jax-ml.github.io/scaling-book, part 3, all-to-all).
         """
         return self.size**2 // 4 / self.size / self.num_links
 

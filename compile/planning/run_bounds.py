@@ -1,11 +1,11 @@
 """Bounds of the time of any run of a workload on a grid, and the time to expect.
 
-The bound is the time of a run in which every call is full and every token runs over its own span.
-No schedule is faster. So a candidate whose bound is above the time of another candidate's complete
-schedule cannot be the best. Beginnings that prompts share count once in the bound of chunks,
-because they may be computed once. Likewise, no schedule computes fewer prompt tokens than the calls
-that its pieces fill. So a candidate that already pads too much by this count is excluded, whatever
-its schedule.
+The bound is the time of a run in which every call is full, and the decode step of each token reads
+only the span that the token needs. No schedule is faster. So a candidate whose bound is above the
+time of another candidate's complete schedule cannot be the best. Beginnings that prompts share
+count once in the bound of chunks, because they may be computed once. Likewise, every schedule
+computes at least the prompt tokens of the full calls that hold all pieces. So a candidate that
+already pads too much by this count is excluded, whatever its schedule.
 
 The bound does not count two costs. Rows that wait for others to fill a call of chunks hold slots
 that do not decode meanwhile. Slots of several lengths mix rows of all lengths, so that every call
@@ -69,9 +69,9 @@ class _Pieces(NamedTuple):
 
     every: list[int]
     saved: list[int]
-    """Pieces of an earlier row among them."""
+    """The number among them that an earlier row has, too."""
     first: list[int]
-    """Pieces of any other row among them."""
+    """The number among them that any other row has, too."""
 
 
 def _full_calls(grid: BucketGrid, pieces: _Pieces) -> dict[PrefillBucket, int]:
@@ -125,7 +125,7 @@ class RunBounds:
         """The grid with its bound, its expected time and its padding."""
         pieces = self._pieces(grid)
         calls = _full_calls(grid, pieces)
-        # the pieces of prefixes have no other pieces in their calls
+        # a piece that later rows share has no other pieces in its call
         alone = sum(
             (count - less) * (1 - 1 / bucket.batch) * self._cost.seconds(bucket.call())
             for bucket, count, less in zip(grid.prefill, pieces.first, pieces.saved, strict=True)
@@ -179,7 +179,7 @@ class RunBounds:
     def _prefilled(self, grid: BucketGrid) -> tuple[np.ndarray, np.ndarray]:
         """Lengths of prefills, and the number of prefills of each length.
 
-        A prompt is prefilled once for each set of slots that its sequences need.
+        A prompt is prefilled once, or several times if it has more sequences than there are slots.
         """
         slots = grid.decode_slots
         if slots not in self._known_prompts:
@@ -197,7 +197,7 @@ class RunBounds:
         return self._shared[chunks]
 
     def _decode_bound(self, grid: BucketGrid) -> float:
-        """Minimum seconds of decode: all slots busy, or the row that takes longest alone.
+        """Minimum seconds of decode: with all slots busy, or of the longest output if that is more.
 
         Tokens beyond a span come from slots that are longer, one token for each slot and step, in
         steps that read more than the span, up to the next span with a graph.

@@ -196,7 +196,7 @@ class Work:
             return None
         E, Z = moe.routing.num_experts, moe.routing.num_chosen
         choices = call.num_tokens * Z
-        # if choices are uniform, an expert has no token with this probability
+        # the share of experts with a token, if choices are uniform
         used = 1 - (1 - Z / E) ** call.num_tokens
         rows = choices + used * E * (LOSSLESS.tile(choices, E) - 1) / 2
         work = self._weights_work(call, of_experts=True)

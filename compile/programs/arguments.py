@@ -47,7 +47,7 @@ class Arguments:
         return self._of(_Value(computation.name, name, index))
 
     def of_result(self, computation: Computation, instruction: Instruction) -> int | None:
-        """The number of the argument from which the first such array of a result comes, or None."""
+        """The number of the first argument found from which an array of a result comes, or None."""
         if len(instruction.arrays) == 1:
             return self.of(computation, instruction.name)
         numbers = (

@@ -166,7 +166,7 @@ def _read(program: Program, user: Instruction, position: int, whole: int) -> int
 def _read_inside(program: Program, fused: Computation, value: Instruction, whole: int) -> int:
     """Bytes that a fusion reads of one of its parameters, or of a view of it.
 
-    An inner fusion that returns its operand is a view: so the compiler writes another tiling.
+    An inner fusion that returns its operand is a view: it is the compiler's form of a new tiling.
     """
     return sum(
         _read_inside(program, fused, user, whole)

@@ -1,8 +1,8 @@
 """A report of a compiled program from its text: bytes, loops, rewritten arguments, cycles.
 
 The figures of a decode graph are those of one step; work that runs once for all steps of a call is
-reported separately. A source line has an excess if its instructions move more bytes than one
-reading of each argument, in the order of the program. Bytes of memory are counted as in
+reported separately. The excess of a source line is the bytes that its instructions move, without
+the first reading of each argument in the order of the program. Bytes of memory are counted as in
 `hbm_bytes`; the CPU and the GPU have only one memory, so there it is everything that is read and
 written.
 

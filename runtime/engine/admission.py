@@ -1,4 +1,4 @@
-"""Admits requests: their lengths, ids and options against a plan and a model, before any runs.
+"""Admits requests: checks lengths, ids and options against a plan and a model, before any runs.
 
 Does not know about slots, calls or outputs. Guarantees: a request that the plan or the model cannot
 serve is refused by name and never truncated; an admitted request needs no further check.
@@ -74,7 +74,9 @@ class Admission:
     _shared_ids: MutableMapping[SharedPrefix, "array[int]"] = field(
         default_factory=WeakKeyDictionary, init=False
     )
-    """The tokens of shared prefixes, until no request can begin with them, and how they are scored.
+    """The tokens of each shared prefix, then numbers for its scores and its adapter.
+
+    An entry disappears when no request can begin with the prefix any more.
     """
 
     def admit(
@@ -85,7 +87,7 @@ class Admission:
         Args:
           request: The request.
           number: Its number in the engine.
-          prefix: The shared prefix with which its prompt begins by its hash.
+          prefix: The shared prefix with which its prompt begins, according to a hash.
 
         Raises:
           RowError: The plan or the model cannot serve the request.

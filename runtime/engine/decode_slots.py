@@ -98,7 +98,7 @@ class DecodeSlots:
         self._prefixes.add(slot)
 
     def unhold(self, slot: int) -> None:
-        """Record that a slot no longer holds a shared prefix, as its next pieces run."""
+        """Record that a slot holds no shared prefix any more, as a longer one continues in it."""
         self._prefixes.remove(slot)
 
     def advance(self, slot: int, num_tokens: int) -> None:
@@ -163,8 +163,9 @@ class PrefixGroups:
     ) -> tuple[int, PlannedPrefix | None] | None:
         """Give a group without rows the prefix of rows that wait.
 
-        The first prefix that no group has comes first, then the first one whose groups are full and
-        that many rows wait for.
+        The prefix is one that no group has, if there is any. Else it is one that many rows wait
+        for, and whose groups have too few free slots for the oldest of these rows. Of several, the
+        first in `waiting` is taken.
 
         Args:
           waiting: The rows that wait for each prefix, by age of the oldest row.

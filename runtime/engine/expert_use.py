@@ -1,9 +1,9 @@
 """Counts of the experts' work in a run, by phase and sparse layer: load, rows, dropped choices.
 
 A choice is one expert of one token in one layer; padding tokens make none. Rows are the rows that
-the experts' products ran over, so `rows - (choices - dropped)` of them are padding. A capacity may
-reserve more rows: all of them run if tokens are exchanged between devices; on one device only tiles
-with a token run. Sums are 64-bit integers. Does not know about devices.
+the experts' products ran over, so `rows - (choices - dropped)` of them are padding. A capacity
+reserves rows for each expert. If tokens are exchanged between devices, all of these rows run; on
+one device, only tiles with a token run. Sums are 64-bit integers. Does not know about devices.
 """
 
 from collections.abc import Mapping

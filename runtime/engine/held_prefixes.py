@@ -4,9 +4,10 @@ A prefix is computed for the first request that begins with it. Other prompts wa
 complete, then copy it. Requests come in depth-first order (see `shared_prefixes`), so a prefix is
 no longer needed once a request without it has come and all earlier prompts have copied it.
 
-A tree starts only when as many slots as it needs are not reserved. Within a tree, one prefix after
-the other copies its parent and holds a slot of its own, or several at the same time if more slots
-are left. The last one continues in the parent's slot. So trees never wait for each other's slots.
+A tree starts only when as many slots as it needs are free of reservations. Within a tree, one
+prefix after the other copies its parent and holds a slot of its own, or several do so at the same
+time if more slots are left. The last one continues in the parent's slot. So trees never wait for
+each other's slots.
 
 Pure state; does not know how prompts are queued.
 """
@@ -48,7 +49,7 @@ class _Held:
     """The number of prompts that have not copied it yet."""
     may_get_users: bool = True
     num_copies: int = 0
-    """The number of prefixes that copied it and are held, or continue in a copy's slot."""
+    """The number of slots for copies of it that are not released yet."""
 
 
 class HeldPrefixes:
@@ -175,7 +176,7 @@ class HeldPrefixes:
         return has_room
 
     def _settle(self, prefix: SharedPrefix) -> None:
-        """Let prompts run for which a prefix is ready; release its slot if nothing needs it."""
+        """Let prompts run that wait for a complete prefix; release its slot if nothing needs it."""
         held = self._held[prefix]
         if held.slot is None:
             return
@@ -193,7 +194,10 @@ class HeldPrefixes:
             self._release(held)
 
     def _copy_for(self, prompt: Prompt, held: _Held) -> None:
-        """Let a prefix copy a held one. Only the first copy at a time has its slots reserved."""
+        """Let a prefix copy a held one, if its slots are reserved or can be.
+
+        One copy at a time uses slots that were reserved before; any other reserves its own.
+        """
         prefix = _prefix_of(prompt)
         if held.num_copies:
             if not self._reserve(prefix):

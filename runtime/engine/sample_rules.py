@@ -7,8 +7,9 @@ by then are stopped: they have as many tokens as this count, and no vote.
 
 Samples really run at different times, so the count is known step by step. `limit` is the count for
 the samples that have ended so far, and more samples can only lower it. A sample runs until it ends
-or has `limit` tokens; its tokens beyond the last limit are cut. So each sample that ends within the
-count has ended, and the outcome depends on the tokens of the samples alone, whatever their order.
+or has `limit` tokens; its tokens beyond the last limit are cut. So each sample that would end
+within the count runs to its end, and the outcome depends on the tokens of the samples alone, in
+whatever order they run.
 
 Does not know about tokens, slots or calls.
 """

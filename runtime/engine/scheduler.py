@@ -56,12 +56,12 @@ from .held_prefixes import HeldPrefixes
 from .waiting_prompts import Prompt, PromptQueue, WaitingPrompts, number_of
 
 IDLE_SHARE = 1 / 16
-"""Minimum idle share of the slots that a prompt can use, for a batch to run that is not full."""
+"""A batch that is not full runs if this share of the slots for its oldest prompt is idle."""
 FEW_SLOTS = 1 / 4
 """Share of all slots below which the slots that a prompt can use count as few."""
 MANY_IDLE = 1 / 4
-"""Idle share of few slots above which a batch for these slots runs as if it were full, because no
-other prompts may ever come to fill it. If most slots can hold a prompt, later prompts fill the
+"""Idle share of few slots above which a batch for these slots runs as if it were full, because
+perhaps no other prompts come to fill it. If most slots can hold a prompt, later prompts fill the
 batch."""
 MOST_IDLE = 1 / 2
 """Idle share of the slots above which a batch runs as if it were full while prompts wait for shared
@@ -104,7 +104,7 @@ class Scheduler:
 
     @property
     def wants_more(self) -> bool:
-        """Whether too few prompts wait for full batches to be formed."""
+        """Whether more prompts must be submitted so that full batches can be formed."""
         return self.num_waiting < self._target_waiting
 
     def reserve(self, num_slots: int) -> None:
@@ -149,8 +149,8 @@ class Scheduler:
         if (chosen := self._choose()) is not None:
             self._batches_since_decode += self.slots.has_live
             queue, batch = chosen
-            # slots of one group are claimed before any prompt of the batch ends and returns its
-            # slot, which no other row of the same call may take
+            # all slots are claimed before any prompt of the batch ends: one that ends returns its
+            # slot, and no other row of the same call may take it
             free = self._groups.free(queue.prefix)
             for prompt in batch:
                 self._remove(queue, prompt, free)
@@ -302,10 +302,9 @@ class Scheduler:
         )
 
     def _oldest_that_wait(self) -> dict[PlannedPrefix | None, tuple[Prompt, list[int]]]:
-        """By planned prefix, the oldest waiting prompt that can start, and the free slots for it
-        and its like.
+        """By planned prefix, the oldest waiting prompt that can start, and the slots left to take.
 
-        Slots reserved for older prompts, which lack some slots, are not among the free ones.
+        Slots that older prompts wait for, because too few of them are free, are left out.
         """
         last = self._last_in_turn
         free: dict[PlannedPrefix | None, list[int]] = {}

@@ -32,7 +32,10 @@ RowLengths = tuple[int, int | None]
 """The tokens of a prompt, and the maximum number of output tokens; None for no limit."""
 
 SLOTS_PER_PREFIX = 8
-"""At most one in this many slots holds a prefix; one slot may hold a prefix in any case."""
+"""At most one in this many slots holds a prefix; with fewer slots, one may.
+
+At least one slot that can hold the longest row holds no prefix.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +142,7 @@ def plan_submission(
 def _by_planned_prefix(
     lengths: Sequence[RowLengths], planned: Sequence[PlannedPrefix | None], grid: BucketGrid
 ) -> Submission:
-    """Rows with the same planned prefix after each other, those of most rows first."""
+    """Rows grouped by their planned prefix, the prefix of most rows first."""
     own = own_lengths([prompt_length for prompt_length, _ in lengths], planned)
     order = submission_order(
         [(length, max_tokens) for length, (_, max_tokens) in zip(own, lengths, strict=True)], grid

@@ -98,7 +98,7 @@ class Verification:
 
 
 def _grid(layout: Layout | None, min_length: int) -> BucketGrid:
-    """The smallest grid for the prompts, or longer ones, whose sizes the layout divides."""
+    """The smallest grid for the prompts, or longer ones, with sizes that the layout can split."""
     shape = GridDefaults.for_layout(layout)
     length = round_up(max(LENGTH, min_length), shape.length_multiple)
     batch = round_up(NUM_PROMPTS, shape.batch_multiple)

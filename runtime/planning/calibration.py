@@ -113,7 +113,7 @@ def _measured(call: Call, seconds: list[float]) -> CallTiming:
 def _grid(trial: Trial, max_row_length: int) -> BucketGrid:
     """The grid of a trial: spans up to the longest row, and prefill of rows that fill them."""
     if trial.chunk is not None:
-        # two chunks are at least as long as the rows of _submit
+        # a chunk of at most half the longest row: then whole chunks can hold the rows of _submit
         return _chunk_grid(trial, min(trial.chunk, max_row_length // 2), max_row_length)
     spans = sorted(
         {min(max_row_length, span) for span in (SHORTEST_SPAN, max_row_length // 2, max_row_length)}

@@ -40,7 +40,7 @@ class AnsweredRow:
     is_chat: bool
     prompt_length: int
     output: int
-    """Tokens of each of its answers; a line has only their sum."""
+    """The mean number of tokens of its answers, rounded down, as a line has only their sum."""
     stopped: bool
     """Whether a stop ended one of its answers."""
 

@@ -95,7 +95,7 @@ def check_target(plan: Plan, target: Target) -> None:
 
 
 def check_model(plan: Plan, files: ModelFiles) -> None:
-    """Check that a plan was made for a model, and has no longer rows than the model's context.
+    """Check that a plan was made for a model, and that its rows fit the model's context.
 
     Raises:
       ValueError: The plan was made for another model, or its rows are too long.

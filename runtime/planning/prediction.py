@@ -67,7 +67,7 @@ class Prediction:
 def workload_of(
     options: argparse.Namespace, files: ModelFiles, models: Mapping[str, str | None] | None = None
 ) -> Workload:
-    """The workload that the options name; `models` has the adapter of rows by their `model`."""
+    """The workload that the options name; `models` maps the `model` of a row to its adapter."""
     workload = read_workload(
         options.workload,
         files,
@@ -149,7 +149,7 @@ def _limit(
     is_open = any(row.need.max_tokens is None for row in workload.rows)
     if not is_open or options.max_length is not None or grid.max_length >= config.max_position:
         return ""
-    return "noria plan expected no longer rows; --max-length plans for more"
+    return "noria plan expected no rows that are longer; --max-length plans for more"
 
 
 def _as_compiled(

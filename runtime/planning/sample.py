@@ -23,7 +23,7 @@ from .search import SimulatedGrid, simulate_in_order
 from .simulator import Simulation
 
 MAX_ROWS_SIMULATED = 20_000
-"""The largest number of rows that are all simulated."""
+"""Up to this number of rows, all rows are simulated."""
 ROWS_TO_SEARCH = 2_000
 """The number of sampled rows that rank grids, if there are more than `MAX_ROWS_SIMULATED` rows."""
 ROWS_TO_PREDICT = 10_000
@@ -102,7 +102,8 @@ class Sample:
 def _sampled(rows: Sequence[ExpectedRow], step: float) -> list[int]:
     """The middle row of every `step` neighbours, in the order of the module docstring.
 
-    The result has the order of the workload, in which rows of equal shape are submitted.
+    The rows are in the order of the workload, because rows of equal shape are submitted in it. The
+    longest rows come last.
     """
     ordered = sorted(range(len(rows)), key=lambda row: _sort_key(rows[row]))
     middles = sorted(ordered[int(step * (i + 0.5))] for i in range(int(len(rows) / step)))

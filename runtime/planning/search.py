@@ -29,7 +29,7 @@ from .simulator import SimulatedRow, Simulation, simulate
 
 MAX_SIMULATED_GRIDS = 24
 MIN_EQUAL = 4
-"""The number of the seven properties in which similar grids are equal, at least."""
+"""The minimum number of the seven properties in which similar grids are equal."""
 ScaleToAllRows = Callable[[BucketGrid, Simulation], Simulation]
 """A function that scales the simulation of a sample of the rows to all rows."""
 
@@ -135,7 +135,7 @@ class _Waiting:
     """The ratio of simulated to expected seconds of the most similar grid that was simulated; 1
     without one."""
     num_equal: int = MIN_EQUAL
-    """The number of properties in which this grid is equal, or the minimum that is needed."""
+    """The number of properties in which it is equal to that grid; without one, the minimum."""
     is_last: bool = False
     """Whether it has larger calls than a grid that pads too much."""
 

@@ -45,12 +45,18 @@ CHUNKS = (
     (64, 256),
 )
 MORE_SLOTS = 2
-"""Factor of the slots that are tried as well: with short rows of their own, slots are small."""
+"""Grids with this many times the slots are tried, too.
+
+Without their prefixes rows are short, so slots are small.
+"""
 MIN_SHARE = 0.1
 """The share of the prompts' tokens that must be shared for grids that share to be tried."""
 MAX_SHARE_OF_SECONDS = 0.85
-"""The share of the predicted seconds of whole prompts that grids that share may take at most.
-Without a calibration, predicted seconds of small and large calls differ in error by this much."""
+"""Grids that share may take at most this share of the predicted seconds of whole prompts.
+
+The rest is a margin: without a calibration, the errors of small and of large calls may differ by as
+much.
+"""
 MAX_ROWS = 1_024
 
 
@@ -149,7 +155,7 @@ def _prefix_grids(
 
 
 def _filled_by(bucket: PrefillBucket, num_rows: int, defaults: GridDefaults) -> PrefillBucket:
-    """The bucket with a batch that rows which come together fill: in the fewest calls."""
+    """The bucket with the smallest batch that takes `num_rows` rows in the fewest calls."""
     most = max(1, defaults.tokens_per_prefill // bucket.length)
     batch = math.ceil(num_rows / math.ceil(num_rows / most))
     return bucket._replace(batch=round_up(batch, defaults.batch_multiple))

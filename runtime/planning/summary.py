@@ -81,7 +81,7 @@ def _graphs(graphs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _compared(grids: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Rows of the table `COMPARISON`; the seconds of other grids are relative to the first grid."""
+    """Rows of the table `COMPARISON`; the last cell is the ratio of seconds to the first grid's."""
     reference = next(iter(grids.values()))["run_seconds"]
     return [
         (

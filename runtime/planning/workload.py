@@ -91,7 +91,7 @@ def read_workload(
       share_of_limit: Expected output tokens as a share of `max_tokens`, or of the default number
         for rows without `max_tokens`, if neither `output` nor a table has the lengths.
       output: The output of a finished job.
-      models: The adapter of rows by their `model`; None without adapters.
+      models: The adapter for each `model` that rows name; None without adapters.
 
     Raises:
       JobError: `output` is not the output of a finished job with answers.
