@@ -12,17 +12,17 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ..modelzoo.adapted_weight import AdaptedWeight, down_axes, down_shape
-from ..modelzoo.attention import Attend
-from ..modelzoo.blockwise import attend_blockwise
+from ..modelzoo.attention.attend import Attend
+from ..modelzoo.attention.blockwise import attend_blockwise
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.decoder import Decoder
 from ..modelzoo.layer_groups import block_layers, layers_name, single_layer_names
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
-from ..modelzoo.quantised_weight import QuantisedWeight
-from ..modelzoo.weight_formats import BYTE_DTYPES, OFFSETS, ORDER, SCALES, replace_axes
-from ..modelzoo.weight_products import Axes
+from ..modelzoo.weights.adapted_weight import AdaptedWeight, down_axes, down_shape
+from ..modelzoo.weights.quantised_weight import QuantisedWeight
+from ..modelzoo.weights.weight_formats import BYTE_DTYPES, OFFSETS, ORDER, SCALES, replace_axes
+from ..modelzoo.weights.weight_products import Axes
 from ..sharding.device_bytes import array_bytes
 from ..sharding.legality import ModelSizes
 from .grids.adapter_grid import AdapterGrid

@@ -14,16 +14,16 @@ from functools import partial
 import jax.numpy as jnp
 
 from ..modelzoo import axes
-from ..modelzoo.attention import Attend
-from ..modelzoo.blockwise import attend_blockwise
+from ..modelzoo.attention.attend import Attend
+from ..modelzoo.attention.blockwise import attend_blockwise
+from ..modelzoo.cache.kv_cache import num_cache_entries
+from ..modelzoo.cache.segments import segment_lengths
 from ..modelzoo.config import DecoderConfig, Scores, Window
 from ..modelzoo.kernels.call import AttentionCall
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
 from ..modelzoo.kernels.flash import attend_flash, flash_refusal
 from ..modelzoo.kernels.latents import attend_latents, latents_refusal
 from ..modelzoo.kernels.splash import attend_splash, splash_refusal
-from ..modelzoo.kv_cache import num_cache_entries
-from ..modelzoo.segments import segment_lengths
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from .grids.bucket_grid import BucketGrid

@@ -17,30 +17,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..modelzoo.weight_products import Axes
+from ..modelzoo.weights.weight_products import Axes
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
-from . import signatures
 from .abstract_model import AbstractModel
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, Choice, choose_kernels
 from .compiled_graphs import CompiledGraphs
 from .compiler_options import NO_OPTIONS, CompilerOptions, with_defaults
-from .embed_step import embed_step
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .graph_failures import naming_graph, naming_option
-from .grids.bucket_grid import BucketGrid
-from .grids.prefill_bucket import PrefillBucket
-from .grids.prefix_grid import PrefixGrid
-from .prefill_steps import (
+from .graphs import signatures
+from .graphs.embed_step import embed_step
+from .graphs.prefill_steps import (
     clear_prefix_step,
     fork_step,
     prefill_step,
     prefix_step,
     score_step,
 )
+from .graphs.steps import DecodeState, decode_step
+from .grids.bucket_grid import BucketGrid
+from .grids.prefill_bucket import PrefillBucket
+from .grids.prefix_grid import PrefixGrid
 from .program_cache import compile_program
 from .programs.program_text import program_text, text_folder
-from .steps import DecodeState, decode_step
 
 
 @dataclass(frozen=True)

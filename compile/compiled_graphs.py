@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 
-from ..modelzoo.prompt_pieces import PromptPieces
+from ..modelzoo.cache.prompt_pieces import PromptPieces
 from ..modelzoo.sampling import SamplingState
 from ..modelzoo.structure import StructureTables
-from .embed_step import EmbedOutput
+from .graphs.embed_step import EmbedOutput
+from .graphs.prefill_steps import PrefillOutput, SlotRequests
+from .graphs.steps import DecodeOutput, DecodeState
 from .grids.bucket_grid import BucketGrid
 from .grids.prefill_bucket import PrefillBucket
-from .prefill_steps import PrefillOutput, SlotRequests
-from .steps import DecodeOutput, DecodeState
 
 Parameters = Mapping[str, jax.Array]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
-from ..modelzoo.weight_formats import BYTE_DTYPES, SCALE_DTYPES, WeightFormat
+from ..modelzoo.weights.weight_formats import BYTE_DTYPES, SCALE_DTYPES, WeightFormat
 from ..sharding.layout import PHASES, Layout
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .compiler_options import CompilerOptions, read_options

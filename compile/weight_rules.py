@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ..modelzoo.layer_groups import single_layer_names
-from ..modelzoo.weight_formats import Quantisation, WeightFormat, common_format
+from ..modelzoo.weights.weight_formats import Quantisation, WeightFormat, common_format
 
 FLOAT = "float"
 KEPT = "as_published"

@@ -9,9 +9,9 @@ import jax
 from flax import nnx
 
 from . import axes
+from .attention.layer_attention import LayerAttention
 from .config import Arrangement, DecoderConfig
 from .gqa import GroupedHeads
-from .layer_attention import LayerAttention
 from .layers import GatedMlp, NoNorm, Norm, PlainMlp, scale_by
 from .mla import LatentHeads
 from .moe.call import ExpertCall

@@ -317,12 +317,12 @@ class Arrangement:
     head_multiple: int = 1
     """The cache pads heads with zeros to a multiple of this size."""
     key_blocks: tuple[int, ...] = ()
-    """The sizes that a block of cached keys may have, in positions (`modelzoo.segments`); if
+    """The sizes that a block of cached keys may have, in positions (`modelzoo.cache.segments`); if
     empty, the keys of a head are one block."""
     packs_codes: bool = True
     """Whether two int4 codes of a weight share a byte; otherwise they are stored as int8."""
     cache_codes: str | None = None
-    """The dtype of cache entries in codes (`modelzoo.entry_codes`); None for float entries."""
+    """The dtype of cache entries in codes (`cache.entry_codes`); None for float entries."""
 
     def __post_init__(self):
         for name in ("kv_copies", "padded_vocab", "head_multiple"):

@@ -6,17 +6,23 @@ name, the expected value and the actual one.
 
 import math
 
+MAX_COUNT = 2**31 - 1
+"""Largest count: positions, and sizes of arrays on devices, are 32-bit integers."""
+
 
 def check_count(name: str, value: object) -> None:
-    """Raise ValueError unless the value is a positive integer."""
+    """Raise ValueError unless the value is a positive integer up to `MAX_COUNT`."""
     if not is_count(value):
-        raise ValueError(f"{name}: expected a positive integer, got {value!r}.")
+        is_large = isinstance(value, int) and value > MAX_COUNT
+        expected = f"at most {MAX_COUNT}" if is_large else "a positive integer"
+        raise ValueError(f"{name}: expected {expected}, got {value!r}.")
 
 
 def is_count(value: object) -> bool:
-    """Whether the value is a positive integer."""
+    """Whether the value is a positive integer up to `MAX_COUNT`."""
     # bool is an int in Python; `decode_slots = true` is a mistake
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return is_integer and 0 < value <= MAX_COUNT
 
 
 def check_positive(owner: str, **numbers: float | None) -> None:

@@ -15,12 +15,9 @@ import numpy as np
 from flax import nnx
 
 from . import axes
-from .attention import Attend, SlotReader, soft_cap
-from .block import make_block
-from .blockwise import attend_blockwise
-from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window
-from .kv_cache import KVCache, Positions, append_position
-from .layer_attention import (
+from .attention.attend import Attend, SlotReader, soft_cap
+from .attention.blockwise import attend_blockwise
+from .attention.layer_attention import (
     CallAttention,
     ChunkAttention,
     ChunkContext,
@@ -30,7 +27,19 @@ from .layer_attention import (
     TokenRows,
     WriteCache,
 )
-from .layer_cache import LayerCache, NewEntries
+from .block import make_block
+from .cache.kv_cache import KVCache, Positions, append_position
+from .cache.layer_cache import LayerCache, NewEntries
+from .cache.prefixes import Prefixes
+from .cache.prompt_pieces import (
+    PromptPieces,
+    positions_below,
+    rows_of_positions,
+    write_piece,
+    write_positions,
+)
+from .cache.segments import EMPTY_POSITION, IN_ORDER, change_stripes
+from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window
 from .layer_groups import Group, block_layers, layer_groups, layers_name
 from .layer_scan import Cache, scan_group
 from .layers import Embedding, InputSum, NoNorm, Norm, scale_by
@@ -38,16 +47,7 @@ from .moe.call import ExpertCall, ExpertReport
 from .moe.config import LOSSLESS, Dispatch
 from .operations import ON_ONE_DEVICE, Operations
 from .pooling import Pooler
-from .prefixes import Prefixes
-from .prompt_pieces import (
-    PromptPieces,
-    positions_below,
-    rows_of_positions,
-    write_piece,
-    write_positions,
-)
 from .rope import position_code
-from .segments import EMPTY_POSITION, IN_ORDER, change_stripes
 
 
 def _write_nothing(

@@ -11,14 +11,14 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from . import axes
-from .attention import Queries
+from .attention.attend import Queries
+from .attention.layer_attention import LayerAttention
+from .cache.layer_cache import PromptKeysValues
 from .config import Arrangement, DecoderConfig
-from .layer_attention import LayerAttention
-from .layer_cache import PromptKeysValues
 from .layers import HeadsNorm, Norm, constant, merge_heads, weight
 from .operations import Operations
 from .rope import PositionCode, encode
-from .weight_products import einsum
+from .weights.weight_products import einsum
 
 
 class GroupedHeads(nnx.Module):

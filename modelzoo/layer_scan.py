@@ -18,7 +18,7 @@ from flax import nnx
 from .layer_groups import Group
 from .layers import is_sliced_once
 from .moe.call import ExpertCall
-from .quantised_weight import as_slices
+from .weights.quantised_weight import as_slices
 
 Cache = tuple[Any, ...]
 """The cache of each block; None for each block in calls without a cache."""

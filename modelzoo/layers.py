@@ -16,7 +16,7 @@ from flax import nnx
 from . import axes
 from .config import DecoderConfig, TokenInputs
 from .operations import Operations
-from .weight_products import einsum, einsum_product, gate_up_product
+from .weights.weight_products import einsum, einsum_product, gate_up_product
 
 if TYPE_CHECKING:
     from .moe.call import ExpertCall

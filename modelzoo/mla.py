@@ -18,15 +18,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import axes
-from .attention import Queries
+from .attention.attend import Queries
+from .attention.layer_attention import LayerAttention
+from .cache.layer_cache import PromptKeysValues, PromptLatents
 from .config import DecoderConfig
 from .latent_config import LatentAttention
-from .layer_attention import LayerAttention
-from .layer_cache import PromptKeysValues, PromptLatents
 from .layers import Norm, merge_heads, weight
 from .operations import Operations
 from .rope import PositionCode, Rotation, rotate
-from .weight_products import einsum
+from .weights.weight_products import einsum
 
 
 class LatentHeads(nnx.Module):

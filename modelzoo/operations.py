@@ -12,21 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .adapted_weight import AdaptedWeight, multiply_adapted
 from .axes import row_axis
-from .quantised_weight import take_rows
-from .segments import IN_ORDER, ONE_STRIPE, Segments, Stripe, Stripes
-from .weight_products import Axes, Product, multiply
+from .cache.segments import IN_ORDER, ONE_STRIPE, Segments, Stripe, Stripes
+from .weights.adapted_weight import AdaptedWeight, multiply_adapted
+from .weights.quantised_weight import take_rows
+from .weights.weight_products import Axes, Product, multiply
 
 if TYPE_CHECKING:
     from flax import nnx
 
-    from .attention import Attend, AttendEntries
+    from .attention.attend import Attend, AttendEntries
     from .config import Window
     from .moe.experts import ExpertWeights
     from .moe.mix import Mixture, MoeOutput
     from .moe.routing import Router
-    from .weight_products import Weight
+    from .weights.weight_products import Weight
 
 
 class Operations:

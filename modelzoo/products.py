@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import axes
-from .attention import Queries
+from .attention.attend import Queries
+from .attention.layer_attention import LayerAttention
 from .block import make_block
+from .cache.layer_cache import PromptKeysValues, PromptLatents
 from .config import Arrangement, DecoderConfig
-from .layer_attention import LayerAttention
-from .layer_cache import PromptKeysValues, PromptLatents
 from .layers import Embedding
 from .moe.call import ExpertCall
 from .moe.config import Dispatch
@@ -28,10 +28,10 @@ from .moe.mix import Mixture, MoeOutput
 from .moe.routing import Router
 from .operations import Operations
 from .rope import position_code
-from .weight_products import Axes, Product, axes_of
+from .weights.weight_products import Axes, Product, axes_of
 
 if TYPE_CHECKING:
-    from .weight_products import Weight
+    from .weights.weight_products import Weight
 
 
 @dataclass(frozen=True)

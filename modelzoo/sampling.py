@@ -19,7 +19,7 @@ import optax
 from .operations import Operations
 
 if TYPE_CHECKING:
-    from .prefixes import Prefixes
+    from .cache.prefixes import Prefixes
 
 
 class SamplingState(NamedTuple):

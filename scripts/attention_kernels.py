@@ -36,11 +36,11 @@ from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
-from noria.modelzoo.attention import Attend, Visibility, attend_masked, merge
-from noria.modelzoo.blockwise import attend_blockwise, block_sizes
+from noria.modelzoo.attention.attend import Attend, Visibility, attend_masked, merge
+from noria.modelzoo.attention.blockwise import attend_blockwise, block_sizes
+from noria.modelzoo.cache.segments import EMPTY_POSITION
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.kernels import flash_blocks, splash
-from noria.modelzoo.segments import EMPTY_POSITION
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 

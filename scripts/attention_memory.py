@@ -12,8 +12,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from noria.modelzoo.attention import Attend, Visibility, attend_dense
-from noria.modelzoo.blockwise import BLOCK_SCORES, QUERY_BLOCK, attend_blockwise
+from noria.modelzoo.attention.attend import Attend, Visibility, attend_dense
+from noria.modelzoo.attention.blockwise import BLOCK_SCORES, QUERY_BLOCK, attend_blockwise
 from noria.runtime.devices.machine import describe_machine
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)

@@ -122,8 +122,8 @@ class DeviceBench:
         import jax
         import jax.numpy as jnp
 
-        from noria.compile import signatures
-        from noria.modelzoo.segments import entry_positions
+        from noria.compile.graphs import signatures
+        from noria.modelzoo.cache.segments import entry_positions
 
         grid = self._grid(batch, self.options.context, prompt=1)
         graph, build_seconds = self._compiled("decode", grid)
@@ -160,7 +160,7 @@ class DeviceBench:
     def _prefill_seconds(self, length: int) -> tuple[float, float, dict]:
         import jax
 
-        from noria.compile import signatures
+        from noria.compile.graphs import signatures
         from noria.runtime.engine.padding import pack_greedy
 
         grid = self._grid(1, length, prompt=length)

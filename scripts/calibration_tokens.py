@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from noria.compile.abstract_model import AbstractModel
-from noria.modelzoo.weight_formats import Quantisation, WeightFormat
+from noria.modelzoo.weights.weight_formats import Quantisation, WeightFormat
 from noria.runtime.batch.row_ids import read_row_ids
 from noria.runtime.checkpoint import ModelFiles, open_model
 from noria.runtime.checkpoint.loader import read_parameter

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from noria.modelzoo.attention import Visibility, attend_dense
-from noria.modelzoo.segments import split_blocks
+from noria.modelzoo.attention.attend import Visibility, attend_dense
+from noria.modelzoo.cache.segments import split_blocks
 from noria.runtime.devices.machine import describe_machine
 
 SIZES = (96, 64, 48, 32, 16)

@@ -28,8 +28,8 @@ import numpy as np
 from call_groups import Groups
 from call_times import Call, bound, by_group, table
 
-from noria.compile import signatures
 from noria.compile.build import compile_graph, plan_graphs
+from noria.compile.graphs import signatures
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.runtime import session

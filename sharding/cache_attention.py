@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..modelzoo.attention import AttendEntries
+from ..modelzoo.attention.attend import AttendEntries
 from ..modelzoo.config import Window
 from .device_bytes import array_bytes
 from .projection import MeshAxes

@@ -13,9 +13,9 @@ from jax.dtypes import itemsize_bits
 from jax.typing import DTypeLike
 
 from ..modelzoo import axes
+from ..modelzoo.cache.kv_cache import num_cache_entries
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
-from ..modelzoo.kv_cache import num_cache_entries
-from ..modelzoo.weight_products import Axes
+from ..modelzoo.weights.weight_products import Axes
 from .axis_rules import kv_copies
 from .layout import Layout
 

@@ -26,8 +26,8 @@ from ..modelzoo.moe.call import ExpertUse
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import ExpertShards, Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
-from ..modelzoo.quantised_weight import map_arrays
-from ..modelzoo.weight_products import Axes
+from ..modelzoo.weights.quantised_weight import map_arrays
+from ..modelzoo.weights.weight_products import Axes
 from .axis_rules import AxisRules
 from .projection import MeshAxes, Projection, extra_axes, gather
 

@@ -12,7 +12,7 @@ from itertools import product
 
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
-from ..modelzoo.weight_products import Axes
+from ..modelzoo.weights.weight_products import Axes
 from .axis_rules import FOLLOWS, AxisRules, kv_copies
 from .expert_exchange import ExpertExchange
 from .layout import PHASES, Layout

@@ -16,11 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from ..modelzoo import axes
+from ..modelzoo.cache.entry_codes import INT4_IN_BYTES
+from ..modelzoo.cache.segments import CPU_BLOCKS, heads_last
 from ..modelzoo.config import Arrangement, DecoderConfig
-from ..modelzoo.entry_codes import INT4_IN_BYTES
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
-from ..modelzoo.segments import CPU_BLOCKS, heads_last
-from ..modelzoo.weight_products import Axes
+from ..modelzoo.weights.weight_products import Axes
 from .axis_rules import AxisRules, kv_copies
 from .layout import Layout
 from .sharded_operations import ShardedOperations

@@ -22,8 +22,8 @@ from typing import Any
 
 import jax
 
-from ..modelzoo.quantised_weight import QuantisedWeight, map_arrays
-from ..modelzoo.weight_products import Axes
+from ..modelzoo.weights.quantised_weight import QuantisedWeight, map_arrays
+from ..modelzoo.weights.weight_products import Axes
 from .axis_rules import AxisRules
 
 MeshAxes = tuple[str, ...]

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..modelzoo.attention import Attend, Visibility, merge
+from ..modelzoo.attention.attend import Attend, Visibility, merge
 from ..modelzoo.config import PLAIN_SCORES, BothSides, Scores, Window, window_size
 from .projection import MeshAxes
 

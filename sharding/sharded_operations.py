@@ -20,16 +20,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..modelzoo import axes
-from ..modelzoo.attention import Attend, AttendEntries, Queries
+from ..modelzoo.attention.attend import Attend, AttendEntries, Queries
+from ..modelzoo.cache.layer_cache import PromptKeysValues, PromptLatents
+from ..modelzoo.cache.segments import ONE_STRIPE, Segments, Stripe, Stripes
 from ..modelzoo.config import Window
-from ..modelzoo.layer_cache import PromptKeysValues, PromptLatents
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
 from ..modelzoo.operations import Operations
-from ..modelzoo.quantised_weight import QuantisedWeight, take_rows
-from ..modelzoo.segments import ONE_STRIPE, Segments, Stripe, Stripes
-from ..modelzoo.weight_products import Axes, Product, axes_of, multiply
+from ..modelzoo.weights.quantised_weight import QuantisedWeight, take_rows
+from ..modelzoo.weights.weight_products import Axes, Product, axes_of, multiply
 from .axis_rules import AxisRules, kv_copies
 from .cache_attention import attend_sharded_cache, attend_sharded_chunk
 from .expert_exchange import ExpertExchange
@@ -39,7 +39,7 @@ from .ring_attention import attend_on_ring
 if TYPE_CHECKING:
     from flax import nnx
 
-    from ..modelzoo.weight_products import Weight
+    from ..modelzoo.weights.weight_products import Weight
 
 MeshAxes = tuple[str, ...]
 _CACHES = (axes.CACHE_KEYS, axes.CACHE_VALUES, axes.CACHE_LATENTS, axes.CACHE_POSITIONS)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from noria.modelzoo.weight_formats import SCALES, Quantisation
+from noria.modelzoo.weights.weight_formats import SCALES, Quantisation
 
 LARGEST = {"int8": 127, "float8_e4m3fn": 448, "int4": 7}
 DTYPES = {"int8": np.int8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "int4": np.int8}

@@ -3,7 +3,7 @@
 import numpy as np
 
 from noria.compile.grids.prefix_table import PrefixTable
-from noria.runtime.batch.prefix_index import UNIT, PrefixIndex
+from noria.runtime.rows.prefix_index import UNIT, PrefixIndex
 
 
 def related_prompts(seed: int) -> list[list[int]]:

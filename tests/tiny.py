@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from noria.compile import signatures
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import build
 from noria.compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
+from noria.compile.graphs import signatures
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ...modelzoo import axes
-from ...modelzoo.attention import first_visible
-from ...modelzoo.blockwise import block_sizes
+from ...modelzoo.attention.attend import first_visible
+from ...modelzoo.attention.blockwise import block_sizes
+from ...modelzoo.cache.kv_cache import num_cache_entries
 from ...modelzoo.config import BothSides, Window
-from ...modelzoo.kv_cache import num_cache_entries
 from ...modelzoo.layer_groups import block_layers
 from ...modelzoo.moe.config import LOSSLESS
 from ...modelzoo.products import WeightProduct, record_logits

@@ -1,8 +1,8 @@
 """The source lines of instructions, from the tables at the head of a program's text.
 
 An instruction names a stack frame, and a table of frames names places in files. The reported frame
-is the innermost one below the folder of this package, as `modelzoo/kv_cache.py:245`. If there is
-none, it is the innermost frame, with the file's bare name.
+is the innermost one below the folder of this package, as `modelzoo/cache/kv_cache.py:245`. If there
+is none, it is the innermost frame, with the file's bare name.
 
 Knows nothing of instructions.
 """

@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from ..attention import Visibility
+from ..attention.attend import Visibility
 from ..config import PLAIN_SCORES, BothSides, Chunk, Scores
 from .call import AttentionCall
 

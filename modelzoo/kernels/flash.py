@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..attention import SlotReader, Visibility, soft_cap
+from ..attention.attend import SlotReader, Visibility, soft_cap
 from ..axes import LANES
 from ..config import PLAIN_SCORES, Scores
 from .call import AttentionCall

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..attention import Visibility, first_visible
+from ..attention.attend import Visibility, first_visible
 from ..axes import LANES
+from ..cache.segments import EMPTY_POSITION
 from ..config import window_size
-from ..segments import EMPTY_POSITION
 
 BLOCKS = (512, 256, LANES)
 """Tokens or cache entries of a block; the largest divisor is used."""

@@ -14,9 +14,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from ..attention import Visibility, attend_masked
+from ..attention.attend import Visibility, attend_masked
+from ..cache.entry_codes import EntryCodes
 from ..config import PLAIN_SCORES, Scores
-from ..entry_codes import EntryCodes
 from .call import AttentionCall
 
 BLOCK_BYTES = 8 * 2**20

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..attention import Visibility
+from ..attention.attend import Visibility
 from ..config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
 from .call import AttentionCall
 

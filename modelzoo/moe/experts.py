@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from .. import axes
-from ..quantised_weight import QuantisedWeight, float_dtype, slice_weight
-from ..weight_products import Axes, Project, einsum, gate_up_product
+from ..weights.quantised_weight import QuantisedWeight, float_dtype, slice_weight
+from ..weights.weight_products import Axes, Project, einsum, gate_up_product
 from .dispatch import ExpertRows
 
 if TYPE_CHECKING:
-    from ..weight_products import Weight
+    from ..weights.weight_products import Weight
 
 GatedUnit = Callable[[jax.Array, jax.Array], jax.Array]
 """A function from the outputs of gate and up to the hidden activations."""

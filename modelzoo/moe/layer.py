@@ -11,7 +11,7 @@ from .. import axes
 from ..config import DecoderConfig
 from ..layers import ACTIVATIONS, GatedMlp, constant, weight
 from ..operations import Operations
-from ..weight_products import einsum
+from ..weights.weight_products import einsum
 from .call import ExpertCall
 from .config import ClampedUnit, MoeConfig
 from .experts import (

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..weight_products import Project, multiply
+from ..weights.weight_products import Project, multiply
 from .call import ExpertUse, count_use, rows_of_tiles
 from .config import Dispatch, Routing
 from .dispatch import (

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from .. import axes
-from ..weight_products import Project, einsum, multiply
+from ..weights.weight_products import Project, einsum, multiply
 from .config import ExpertGroups, Routing
 
 if TYPE_CHECKING:
-    from ..weight_products import Weight
+    from ..weights.weight_products import Weight
 
 _EPSILON = 1e-20
 """Term that avoids a division by zero if all sigmoids are zero, as in the code of DeepSeek-V3."""

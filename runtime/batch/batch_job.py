@@ -28,16 +28,16 @@ from ..files.remote import Url
 from ..files.run_config import read_instant, read_plan_table
 from ..pods import pod_options
 from ..pods.peers import ALONE, Peers
+from ..rows.part import Part
+from ..rows.request_body import read_sampling
+from ..rows.tables import Columns
 from .batch_model import BatchModel, target_name
 from .job import JobSettings
 from .manifest import PhaseClock, fingerprint, versions
-from .part import Part
 from .pipes import PIPE, copy_path, write_to_stdout
 from .progress import Progress
 from .remote_files import Outputs, input_copied, input_copy_path
-from .request_body import read_sampling
 from .run import run_job
-from .tables import Columns
 
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 

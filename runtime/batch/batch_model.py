@@ -25,20 +25,20 @@ from ..errors import (
     RowError,
 )
 from ..pods.peers import ALONE, Peers
+from ..rows.lines import BatchRow
+from ..rows.part import Part
+from ..rows.pooled_encoder import PooledEncoder
+from ..rows.prompt_encoder import PromptEncoder
+from ..rows.scan import RowRequirements, ScanSummary
 from ..structured.structures import Structures
 from ..text.chat_template import ChatRenderer
 from ..text.load_tokenizer import load_tokenizer
 from ..text.tokenizer import Tokenizer
 from .graph_rows import naming_rows
 from .job import Build, JobText
-from .lines import BatchRow
 from .manifest import PhaseClock
-from .part import Part
-from .pooled_encoder import PooledEncoder
 from .progress import Progress
-from .prompt_encoder import PromptEncoder
 from .row_kinds import check_kind, refusal, text_lengths
-from .scan import RowRequirements, ScanSummary
 
 if TYPE_CHECKING:
     from ...compile.build import BuildProgress

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..console import plural
 from ..errors import EXIT_BUILD, JobError
-from .scan import RowRequirements, ScannedRow
+from ..rows.scan import RowRequirements, ScannedRow
 
 if TYPE_CHECKING:
     from ...compile.grids.bucket_grid import BucketGrid

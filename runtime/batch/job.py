@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..pods.peers import ALONE
+from ..rows.part import WHOLE, Part
+from ..rows.row_files import check_output
+from ..rows.scan import Encode, ScanSummary
+from ..rows.tables import Columns
 from ..text.tokenizer import Tokenizer
 from .job_files import check_job_files, job_outputs, side_files
 from .journal import journal_path
 from .journal_records import SETUP
 from .lock import lock_path
 from .manifest import PhaseClock
-from .part import WHOLE, Part
 from .progress import Progress
-from .row_files import check_output
-from .scan import Encode, ScanSummary
-from .tables import Columns
 
 if TYPE_CHECKING:
     from ...compile.grids.prefix_table import PrefixTable

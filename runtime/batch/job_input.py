@@ -24,15 +24,15 @@ from ..console import plural
 from ..errors import JournalError, RowError
 from ..files.disk import FileDigest, open_nameless
 from ..files.strict_json import Unit
+from ..rows.lines import BadRow, BatchRow
+from ..rows.part import Part
+from ..rows.repeats import RowDigests
+from ..rows.row_files import open_rows, unit_of
+from ..rows.scan import ScannedRow, ScanSummary, read_again, scan
 from .job import JobModel, JobSettings, JobText
 from .journal import Journal
 from .journal_records import INSTANT
-from .lines import BadRow, BatchRow
-from .part import Part
 from .progress import Progress
-from .repeats import RowDigests
-from .row_files import open_rows, unit_of
-from .scan import ScannedRow, ScanSummary, read_again, scan
 
 MAX_TOKEN_BYTES = 4 * 2**30
 SHARE_OF_DISK = 0.1

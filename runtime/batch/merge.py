@@ -21,6 +21,9 @@ from typing import Any, BinaryIO
 from ..console import plural
 from ..errors import EXIT_OK, EXIT_RESUMABLE, EXIT_ROWS_FAILED, JobError, MergeError
 from ..files.disk import Disk, digest_chunks, digest_file
+from ..rows.part import WHOLE, Part
+from ..rows.results import CUT, STOPPED_SAMPLES, TOKENS_LEFT, error_of_line
+from ..rows.row_files import check_output, encoded, is_plain, output_lines
 from .job_files import check_job_files, job_outputs, side_files
 from .journal import differences, journal_path
 from .lock import JobLock, lock_path
@@ -36,10 +39,7 @@ from .manifest import (
     write_manifest,
 )
 from .output import write_outputs
-from .part import WHOLE, Part
 from .progress import Progress
-from .results import CUT, STOPPED_SAMPLES, TOKENS_LEFT, error_of_line
-from .row_files import check_output, encoded, is_plain, output_lines
 
 _TABLES = ("configuration", "input", "outputs", "rows", "versions")
 """The tables of a manifest that a merge reads."""

@@ -19,6 +19,9 @@ from ..console import plural
 from ..errors import EXIT_RESUMABLE, JobError
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
+from ..rows.results import AT_MAX_LENGTH, CUT, DROPPED, STOPPED_SAMPLES, TOKENS_LEFT, OutputLines
+from ..rows.row_files import encoded
+from ..rows.scan import ScannedRow, ScanSummary
 from .job import JobSettings
 from .journal import Journal, JournalRow
 from .journal_records import INSTANT, MODEL, OUTPUTS, REPEATED, WEIGHTS
@@ -33,9 +36,6 @@ from .manifest import (
     versions,
     write_manifest,
 )
-from .results import AT_MAX_LENGTH, CUT, DROPPED, STOPPED_SAMPLES, TOKENS_LEFT, OutputLines
-from .row_files import encoded
-from .scan import ScannedRow, ScanSummary
 
 
 def finalise(

@@ -19,15 +19,15 @@ from ..embedding.texts import num_texts
 from ..errors import EXIT_BUILD, EXIT_RESUMABLE, EXIT_ROWS_FAILED, InputError, JobError, RowError
 from ..pods.peers import GO, Peers, StepDirective
 from ..request import Request, RequestOutput
+from ..rows.lines import BatchRow
+from ..rows.repeats import Answer, Repeats
+from ..rows.results import OutputLines, error_text, row_metrics
+from ..rows.scan import ScannedRow
 from .job import Build, JobSettings
 from .job_input import JobInput
 from .journal import Journal
 from .journal_records import REPEATED
-from .lines import BatchRow
 from .progress import Progress
-from .repeats import Answer, Repeats
-from .results import OutputLines, error_text, row_metrics
-from .scan import ScannedRow
 from .stop_signals import Drain, StopSignals
 
 if TYPE_CHECKING:

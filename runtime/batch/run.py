@@ -28,6 +28,10 @@ from ..errors import (
 )
 from ..files.disk import Disk
 from ..pods.peers import ALONE, Peers
+from ..rows.lines import BadRow
+from ..rows.results import OutputLines, error_of_line, error_text
+from ..rows.row_files import check_input
+from ..rows.scan import ScannedRow, ScanSummary
 from .finished import (
     check_finished_by,
     check_weights,
@@ -40,16 +44,12 @@ from .job import Build, JobModel, JobSettings, facts_to_agree_on
 from .job_input import JobInput, decide_instant, open_input, record_instant
 from .journal import RETRIED_CODES, Journal
 from .journal_records import MODEL, PLAN, WEIGHTS
-from .lines import BadRow
 from .lock import JobLock
 from .manifest import PhaseClock, fingerprint, manifest_path
 from .output import finalise, summarise
 from .pipes import stdin_copied
 from .progress import Progress
-from .results import OutputLines, error_of_line, error_text
-from .row_files import check_input
 from .row_runner import RowRunner
-from .scan import ScannedRow, ScanSummary
 from .stop_signals import EXIT_CODES, StopSignals
 from .update import keep_answers, keep_facts
 

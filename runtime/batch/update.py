@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import RowError
+from ..rows.results import AT_MAX_LENGTH, DROPPED, OutputLines, error_in
+from ..rows.row_files import output_lines
+from ..rows.scan import ScannedRow, ScanSummary
 from .job import JobSettings
 from .journal import Journal
 from .journal_records import INSTANT, MODEL, PLAN, WEIGHTS
-from .results import AT_MAX_LENGTH, DROPPED, OutputLines, error_in
-from .row_files import output_lines
-from .scan import ScannedRow, ScanSummary
 
 _FACTS = {MODEL: "model", WEIGHTS: "weights", INSTANT: "instant", PLAN: "plan"}
 """The keys of a manifest by the facts of a journal; the plan binds, so it is recorded last."""

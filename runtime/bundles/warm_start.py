@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 
 from ...compile.compiled_graphs import CompiledGraphs
+from ...compile.graphs.steps import DecodeState
 from ...compile.plan import Plan
-from ...compile.steps import DecodeState
 from ...compile.targets import Target
 from ..checkpoint import ModelFiles
 from ..console import plural

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from ...modelzoo.weight_formats import WeightFormat
+from ...modelzoo.weights.weight_formats import WeightFormat
 from ..files.optional_packages import require
 from .packed_words import Packing
 from .tensor_source import Box, Index, Interval

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...modelzoo.weight_formats import CODE_BITS, WeightFormat
+from ...modelzoo.weights.weight_formats import CODE_BITS, WeightFormat
 from ..files.disk import Disk, replace_file
 from .safetensors import SINGLE
 

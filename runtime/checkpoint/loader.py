@@ -26,7 +26,7 @@ import numpy as np
 from ...modelzoo.config import Arrangement
 from ...modelzoo.families.mapping import ParameterSource
 from ...modelzoo.layer_groups import single_layer_names
-from ...modelzoo.weight_formats import OFFSETS, ORDER, SCALES, Quantisation
+from ...modelzoo.weights.weight_formats import OFFSETS, ORDER, SCALES, Quantisation
 from ..errors import CheckpointMismatch
 from .coded_tensors import Part
 from .published_formats import CodedSource

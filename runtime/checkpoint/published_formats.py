@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from ...modelzoo.families.mapping import TensorPart
-from ...modelzoo.weight_formats import BYTE_DTYPES, Quantisation, WeightFormat, common_format
+from ...modelzoo.weights.weight_formats import (
+    BYTE_DTYPES,
+    Quantisation,
+    WeightFormat,
+    common_format,
+)
 from ..files.optional_packages import require
 from .coded_tensors import KeptCodes, Part
 from .tensor_source import AxisPattern, Index, TensorInfo, TensorSource

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...modelzoo.weight_formats import OFFSETS, ORDER, SCALES, Quantisation
+from ...modelzoo.weights.weight_formats import OFFSETS, ORDER, SCALES, Quantisation
 from ..errors import CheckpointMismatch
 from .coded_tensors import Part
 from .quantiser import split_groups, weight_box

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...modelzoo.weight_formats import LARGEST_CODES, Quantisation
+from ...modelzoo.weights.weight_formats import LARGEST_CODES, Quantisation
 from .tensor_source import Box, Interval
 
 if TYPE_CHECKING:

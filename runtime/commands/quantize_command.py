@@ -27,7 +27,7 @@ from .shared_options import (
 )
 
 if TYPE_CHECKING:
-    from ...modelzoo.weight_formats import WeightFormat
+    from ...modelzoo.weights.weight_formats import WeightFormat
 
 GIGABYTE = 1e9
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from ...compile.comparison_steps import comparison_graph
 from ...compile.expert_plan import default_experts
+from ...compile.graphs.comparison_steps import comparison_graph
+from ...compile.graphs.steps import NO_TOKEN
 from ...compile.plan import Numbers, Plan, PlannedModel
-from ...compile.steps import NO_TOKEN
 from ...compile.targets import Target, default_platform, find_target
 from ...sharding.layout import Layout
 from .. import session

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from ...compile.compiled_graphs import CompiledGraphs
-from ...compile.embed_step import EmbedOutput
 from ...compile.graph_failures import naming_graph
+from ...compile.graphs.embed_step import EmbedOutput
 from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.monitor import compile_monitor

@@ -9,10 +9,10 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
+from ...compile.graphs.signatures import MAX_STOP_IDS
 from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits, NoDecodeSlots
 from ...compile.grids.prefix_grid import PlannedPrefix
-from ...compile.signatures import MAX_STOP_IDS
-from ...modelzoo.adapted_weight import NO_ADAPTER
+from ...modelzoo.weights.adapted_weight import NO_ADAPTER
 from ..errors import RowError
 from ..request import Request, SamplingParams
 from ..structured.tables import PackedStructures

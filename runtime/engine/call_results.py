@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...compile.steps import NO_TOKEN
+from ...compile.graphs.steps import NO_TOKEN
 from ...modelzoo.sampling import TokenScores
 from ..request import TokenLogprob
 from .actions import DecodeAction, PrefillAction, PrefixAction, ScheduledSequence

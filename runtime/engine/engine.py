@@ -21,9 +21,9 @@ import numpy as np
 
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.graph_failures import naming_graph
+from ...compile.graphs.prefill_steps import PrefillOutput
+from ...compile.graphs.steps import DecodeOutput, DecodeState
 from ...compile.grids.prefix_grid import PlannedPrefix
-from ...compile.prefill_steps import PrefillOutput
-from ...compile.steps import DecodeOutput, DecodeState
 from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import StructureTables
 from ..devices.host_arrays import HostArrays

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from ...compile.graphs.prefill_steps import SlotRequests
+from ...compile.graphs.signatures import MAX_BIASES, MAX_STOP_IDS
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PrefixGrid
-from ...compile.prefill_steps import SlotRequests
-from ...compile.signatures import MAX_BIASES, MAX_STOP_IDS
-from ...modelzoo.prompt_pieces import PromptPieces
+from ...modelzoo.cache.prompt_pieces import PromptPieces
 from ...modelzoo.sampling import SamplingState
 from ..request import SamplingParams
 from .actions import PromptPiece, ScheduledRequest, ScheduledSequence

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ..batch.manifest import read_manifest
-from ..batch.part import WHOLE
-from ..batch.row_files import output_lines
 from ..console import plural
 from ..errors import EXIT_USAGE, JobError
 from ..files.disk import digest_file
+from ..rows.part import WHOLE
+from ..rows.row_files import output_lines
 
 OK = 200
 MAX_BINS = 16

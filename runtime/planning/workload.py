@@ -17,13 +17,13 @@ from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.planning.run_bounds import ExpectedRow
 from ..batch.batch_model import open_text, row_shape
-from ..batch.lines import BatchRow
-from ..batch.row_files import check_input, open_rows, unit_of
 from ..batch.row_kinds import text_lengths
-from ..batch.scan import ScannedRow, scan
-from ..batch.tables import Columns
 from ..checkpoint import ModelFiles
 from ..errors import EXIT_USAGE, JobError
+from ..rows.lines import BatchRow
+from ..rows.row_files import check_input, open_rows, unit_of
+from ..rows.scan import ScannedRow, scan
+from ..rows.tables import Columns
 from ..structured.structures import Structures
 from .finished_lengths import AnsweredRow, FinishedJob, LengthForecast, read_finished_job
 from .length_table import read_table

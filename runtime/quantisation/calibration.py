@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...compile.layer_steps import CalibrationLayer
+from ...compile.graphs.layer_steps import CalibrationLayer
 from ...modelzoo.config import DecoderConfig
 
 MAX_LENGTH = 512

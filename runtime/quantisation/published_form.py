@@ -21,7 +21,7 @@ from ...modelzoo.families.config_reader import UnsupportedModel
 from ...modelzoo.families.family import ModelSpec
 from ...modelzoo.families.registry import from_hf_config
 from ...modelzoo.families.written_config import write_config
-from ...modelzoo.weight_formats import SCALES, WeightFormat
+from ...modelzoo.weights.weight_formats import SCALES, WeightFormat
 from ..checkpoint import ModelFiles
 from ..checkpoint.compressed_tensors import Layout, Matrix, quantisation_config
 from ..checkpoint.orbax_store import TOKENIZER_FILES

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ...compile.abstract_model import AbstractModel
-from ...modelzoo.weight_formats import SCALES, WeightFormat
+from ...modelzoo.weights.weight_formats import SCALES, WeightFormat
 from ..checkpoint import ModelFiles
 from ..checkpoint.compressed_tensors import write_directory
 from ..checkpoint.loader import check_coverage, read_parameter

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...modelzoo.weight_formats import BYTE_DTYPES, Quantisation
+from ...modelzoo.weights.weight_formats import BYTE_DTYPES, Quantisation
 from ..checkpoint.quantiser import (
     codes_of,
     dequantise,

@@ -21,10 +21,10 @@ from ..batch.manifest import (
     write_manifest,
 )
 from ..batch.output import write_outputs
-from ..batch.results import CUT, STOPPED_SAMPLES, TOKENS_LEFT, error_of_line
 from ..errors import EXIT_RESUMABLE, JobError
 from ..files.disk import Disk, digest_file
 from ..files.strict_json import read_lines
+from ..rows.results import CUT, STOPPED_SAMPLES, TOKENS_LEFT, error_of_line
 from .stage_rows import FollowedRow, StageFiles
 
 Follow = Callable[[], Iterator[FollowedRow]]

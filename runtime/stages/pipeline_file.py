@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..batch.lines import CHAT_URL, COMPLETION_URL
-from ..batch.request_body import read_params
 from ..errors import ConfigError, RowError
 from ..files.run_config import read_toml
+from ..rows.lines import CHAT_URL, COMPLETION_URL
+from ..rows.request_body import read_params
 from ..text.chat_messages import ROLES
 
 ROW = "row"

@@ -29,7 +29,6 @@ from ..batch.finished import (
 )
 from ..batch.job import JobModel, JobSettings
 from ..batch.job_files import check_job_files, side_files
-from ..batch.lines import BadRow
 from ..batch.lock import JobLock
 from ..batch.manifest import (
     digest_table,
@@ -40,16 +39,17 @@ from ..batch.manifest import (
     table_in,
 )
 from ..batch.output import summarise
-from ..batch.part import WHOLE
 from ..batch.progress import Progress
-from ..batch.results import OutputLines, error_text
-from ..batch.row_files import check_input, check_output, is_plain
 from ..batch.run import run_job
-from ..batch.scan import ScanSummary
 from ..batch.stop_signals import EXIT_CODES, StopSignals
 from ..console import plural
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, OtherConfiguration, UnusableFile
 from ..files.disk import Disk, digest_file
+from ..rows.lines import BadRow
+from ..rows.part import WHOLE
+from ..rows.results import OutputLines, error_text
+from ..rows.row_files import check_input, check_output, is_plain
+from ..rows.scan import ScanSummary
 from .final_output import write_final
 from .pipeline_file import Pipeline, changed_keys
 from .stage_bounds import measure_stages

@@ -23,11 +23,11 @@ from itertools import islice
 from typing import BinaryIO
 
 from ..batch.job import JobModel, JobSettings, JobText
-from ..batch.lines import BatchRow
-from ..batch.prompt_encoder import Encoded
-from ..batch.scan import ScanSummary, scan
 from ..errors import RowError
 from ..files.disk import open_nameless
+from ..rows.lines import BatchRow
+from ..rows.prompt_encoder import Encoded
+from ..rows.scan import ScanSummary, scan
 from ..text.tokenizer import Tokenizer
 from .pipeline_file import ROW, Stage
 from .stage_input import CHUNK_ROWS, request_line

@@ -7,11 +7,11 @@ depend on the job's input and finished stages alone.
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from ..batch.lines import BadRow
-from ..batch.results import OutputLines
 from ..errors import RowError
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
+from ..rows.lines import BadRow
+from ..rows.results import OutputLines
 from .pipeline_file import ROW
 from .stage_renderer import StageRenderer
 from .stage_rows import FollowedRow, InputRow, StageFiles, error_record

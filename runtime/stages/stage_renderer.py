@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ..batch.lines import request_of
-from ..batch.pooled_body import POOLED_URLS
 from ..errors import RowError
 from ..request import MAX_N
+from ..rows.lines import request_of
+from ..rows.pooled_body import POOLED_URLS
 from ..text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
 from .pipeline_file import ROW, Pipeline, Stage, wrong_key
 

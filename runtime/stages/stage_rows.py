@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..batch.lines import BadRow, custom_id_of, duplicate_error
-from ..batch.results import error_of_line
 from ..errors import RowError
 from ..files.strict_json import MAX_LINE_BYTES, Line, parse_object, read_lines
+from ..rows.lines import BadRow, custom_id_of, duplicate_error
+from ..rows.results import error_of_line
 from .stage_renderer import answers_table, calls_text
 
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})

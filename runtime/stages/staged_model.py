@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..batch.job import Build, JobModel, JobText
 from ..batch.manifest import PhaseClock
 from ..batch.progress import Progress
-from ..batch.scan import ScanSummary
+from ..rows.scan import ScanSummary
 
 if TYPE_CHECKING:
     from ...modelzoo.pooling_config import Pooling

@@ -11,14 +11,14 @@ from jax.experimental.pallas import tpu as pltpu
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.compile.attention_kernels import KERNELS, Kernel, choose
-from noria.modelzoo.attention import Slots, Visibility, attend_dense, with_sinks
+from noria.modelzoo.attention.attend import Slots, Visibility, attend_dense, with_sinks
+from noria.modelzoo.cache.segments import EMPTY_POSITION
 from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores
 from noria.modelzoo.kernels.call import AttentionCall
 from noria.modelzoo.kernels.cudnn import attend_cudnn
 from noria.modelzoo.kernels.flash import attend_flash
 from noria.modelzoo.kernels.flash_blocks import Blocks, blocks_read
 from noria.modelzoo.kernels.splash import attend_splash
-from noria.modelzoo.segments import EMPTY_POSITION
 
 T, TRUE_LENGTHS = 384, (384, 130)
 """A prompt's length of three blocks, and the true lengths of two rows."""

@@ -25,7 +25,7 @@ from noria.compile.targets import find_target
 from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
-from noria.modelzoo.weight_formats import WeightFormat
+from noria.modelzoo.weights.weight_formats import WeightFormat
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.call import Call
 from noria.sharding.layout import Layout

@@ -18,14 +18,14 @@ from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
-from noria.modelzoo import kv_cache
-from noria.modelzoo.attention import attend_dense
+from noria.modelzoo.attention.attend import attend_dense
+from noria.modelzoo.cache import kv_cache
+from noria.modelzoo.cache.prompt_pieces import PromptPieces
 from noria.modelzoo.config import Chunk, DecoderConfig, Scores
 from noria.modelzoo.kernels.flash import attend_flash
 from noria.modelzoo.kernels.splash import attend_splash
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.operations import ON_ONE_DEVICE
-from noria.modelzoo.prompt_pieces import PromptPieces
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 from noria.sharding.placement import Placement

@@ -16,7 +16,7 @@ from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.latent_config import LatentAttention
-from noria.modelzoo.weight_formats import WeightFormat
+from noria.modelzoo.weights.weight_formats import WeightFormat
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 from noria.sharding.placement import arrangement_of

@@ -14,8 +14,8 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.graphs.prefill_steps import last_hidden
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.prefill_steps import last_hidden
 from noria.compile.programs.collectives import read_collectives
 from noria.compile.programs.hlo_text import read_program
 from noria.compile.targets import find_target

@@ -9,7 +9,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.planning.work import Work
 from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.config import AS_PUBLISHED
-from noria.modelzoo.weight_formats import SCALES, WeightFormat, common_format
+from noria.modelzoo.weights.weight_formats import SCALES, WeightFormat, common_format
 from noria.sharding.call import Call
 
 INT8, INT4 = WeightFormat("int8"), WeightFormat("int4", 8)

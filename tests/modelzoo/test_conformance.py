@@ -20,12 +20,12 @@ from conformance import CASES, TRUE_LENGTHS, Case, prompts, save_reference
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
-from noria.modelzoo import kv_cache
+from noria.modelzoo.cache import kv_cache
+from noria.modelzoo.cache.kv_cache import KVCache
+from noria.modelzoo.cache.prompt_pieces import PromptPieces
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement
 from noria.modelzoo.families.registry import FAMILIES
-from noria.modelzoo.kv_cache import KVCache
 from noria.modelzoo.operations import ON_ONE_DEVICE
-from noria.modelzoo.prompt_pieces import PromptPieces
 from noria.runtime.checkpoint.loader import load_params
 from noria.runtime.checkpoint.model_files import open_model
 

@@ -11,11 +11,12 @@ from flax import nnx
 from tolerances import FLOAT32_MODEL_LOGPROB
 from unoptimized import set_optimized
 
-from noria.modelzoo import axes, kv_cache
+from noria.modelzoo import axes
+from noria.modelzoo.cache import kv_cache
+from noria.modelzoo.cache.prompt_pieces import PromptPieces
 from noria.modelzoo.config import Arrangement, Chunk, DecoderConfig, Multipliers, Scores
 from noria.modelzoo.decoder import Decoder
 from noria.modelzoo.operations import ON_ONE_DEVICE
-from noria.modelzoo.prompt_pieces import PromptPieces
 from noria.modelzoo.rope_config import Llama3Scaling, NoRope, RopeConfig
 
 CONFIG = DecoderConfig(

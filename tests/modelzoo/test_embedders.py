@@ -16,7 +16,7 @@ from embedder_cases import CASES, LENGTHS, EmbedderCase, save_reference, texts
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.compile.abstract_model import AbstractModel
-from noria.compile.embed_step import embed_step
+from noria.compile.graphs.embed_step import embed_step
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement
 from noria.modelzoo.families.registry import ENCODERS
 from noria.runtime.checkpoint.loader import load_params

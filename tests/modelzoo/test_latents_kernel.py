@@ -12,15 +12,15 @@ from tiny import random_parameters
 from tolerances import FLOAT32_ELEMENTWISE, FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
-from noria.modelzoo import kv_cache
-from noria.modelzoo.attention import Attend, Visibility, attend_dense
+from noria.modelzoo.attention.attend import Attend, Visibility, attend_dense
+from noria.modelzoo.cache import kv_cache
+from noria.modelzoo.cache.entry_codes import EntryCodes
+from noria.modelzoo.cache.prompt_pieces import PromptPieces
+from noria.modelzoo.cache.segments import EMPTY_POSITION
 from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig, LatentAttention, Scores
-from noria.modelzoo.entry_codes import EntryCodes
 from noria.modelzoo.kernels import latents
 from noria.modelzoo.kernels.latents import attend_latents
 from noria.modelzoo.operations import ON_ONE_DEVICE
-from noria.modelzoo.prompt_pieces import PromptPieces
-from noria.modelzoo.segments import EMPTY_POSITION
 
 H, RANK, G = 9, 5, 3
 CONFIG = DecoderConfig(

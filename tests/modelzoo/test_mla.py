@@ -14,14 +14,14 @@ from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
-from noria.modelzoo import kv_cache
+from noria.modelzoo.cache import kv_cache
+from noria.modelzoo.cache.kv_cache import KVCache
+from noria.modelzoo.cache.layer_cache import PromptLatents
+from noria.modelzoo.cache.prompt_pieces import PromptPieces
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.decoder import Decoder
-from noria.modelzoo.kv_cache import KVCache
 from noria.modelzoo.latent_config import LatentAttention
-from noria.modelzoo.layer_cache import PromptLatents
 from noria.modelzoo.operations import ON_ONE_DEVICE
-from noria.modelzoo.prompt_pieces import PromptPieces
 
 LATENT = LatentAttention(rank=10, plain_dim=6, rope_dim=4, value_dim=7, query_rank=9)
 CONFIG = DecoderConfig(

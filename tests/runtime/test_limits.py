@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
+from noria.compile.graphs.signatures import MAX_BIASES, MAX_STOP_IDS
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.signatures import MAX_BIASES, MAX_STOP_IDS
 from noria.runtime import request
 from noria.runtime.engine.actions import ScheduledRequest
 from noria.runtime.engine.scheduler import Scheduler

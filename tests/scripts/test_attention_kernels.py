@@ -2,7 +2,7 @@
 
 from numerics_helpers import script
 
-from noria.modelzoo.blockwise import attend_blockwise
+from noria.modelzoo.attention.blockwise import attend_blockwise
 
 KERNELS = script("scripts/attention_kernels.py")
 

@@ -4,8 +4,8 @@ from functools import partial
 
 from numerics_helpers import script
 
-from noria.modelzoo.attention import attend_dense
-from noria.modelzoo.blockwise import attend_blockwise
+from noria.modelzoo.attention.attend import attend_dense
+from noria.modelzoo.attention.blockwise import attend_blockwise
 
 MEMORY = script("scripts/attention_memory.py")
 

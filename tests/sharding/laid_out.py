@@ -20,21 +20,21 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import DOWN, UP, AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.graphs.prefill_steps import PrefillOutput
+from noria.compile.graphs.steps import NO_TOKEN, DecodeOutput, DecodeState
 from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.prefix_grid import PrefixGrid
-from noria.compile.prefill_steps import PrefillOutput
-from noria.compile.steps import NO_TOKEN, DecodeOutput, DecodeState
 from noria.compile.targets import find_target
 from noria.compile.weight_rules import ALL_FLOAT, WeightRules
 from noria.modelzoo import axes
-from noria.modelzoo.attention import attend_dense
+from noria.modelzoo.attention.attend import attend_dense
 from noria.modelzoo.config import Arrangement, DecoderConfig
 from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.layer_groups import single_layer_names
 from noria.modelzoo.sampling import SamplingState, TokenScores
-from noria.modelzoo.weight_formats import SCALES
+from noria.modelzoo.weights.weight_formats import SCALES
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.engine.actions import PromptPiece, ScheduledRequest, ScheduledSequence
 from noria.runtime.engine.padding import (

@@ -19,8 +19,8 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import DOWN, UP, AbstractModel
 from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.weight_rules import ALL_FLOAT, WeightRules
-from noria.modelzoo.attention import attend_dense
-from noria.modelzoo.weight_formats import WeightFormat
+from noria.modelzoo.attention.attend import attend_dense
+from noria.modelzoo.weights.weight_formats import WeightFormat
 
 HEADS = {"attention.qkv": 6, "attention.output": 2}
 MLP = {"mlp.gate_up": 3, "mlp.down": 4}

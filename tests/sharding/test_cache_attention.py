@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from tolerances import FLOAT32_ELEMENTWISE
 
-from noria.modelzoo.attention import attend_dense, with_sinks
-from noria.modelzoo.blockwise import attend_blockwise
+from noria.modelzoo.attention.attend import attend_dense, with_sinks
+from noria.modelzoo.attention.blockwise import attend_blockwise
+from noria.modelzoo.attention.segment_attention import Entries, attend_segments
+from noria.modelzoo.cache.layer_cache import KeysAndValues, PromptLatents
+from noria.modelzoo.cache.segments import EMPTY_POSITION, Stripes, entry_positions
 from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window
-from noria.modelzoo.layer_cache import KeysAndValues, PromptLatents
 from noria.modelzoo.operations import ON_ONE_DEVICE, Operations
-from noria.modelzoo.segment_attention import Entries, attend_segments
-from noria.modelzoo.segments import EMPTY_POSITION, Stripes, entry_positions
 from noria.sharding import cache_attention
 from noria.sharding.cache_attention import attend_sharded_chunk, gather_queries, pass_entries
 from noria.sharding.ring_attention import num_ring_steps

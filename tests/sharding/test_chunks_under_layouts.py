@@ -13,8 +13,8 @@ import pytest
 from laid_out import LaidOut, Row, config_of, expected, greedy_rows, layout_of
 from tolerances import FLOAT32_MODEL_LOGPROB
 
+from noria.compile.graphs.prefill_steps import last_hidden
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.prefill_steps import last_hidden
 
 PAIRS = [
     ("llama", None, 8),

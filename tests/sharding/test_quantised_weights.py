@@ -13,7 +13,7 @@ from tolerances import INT8_ACTIVATIONS_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel, model_sizes
 from noria.compile.weight_rules import WeightRules
-from noria.modelzoo.weight_formats import WeightFormat
+from noria.modelzoo.weights.weight_formats import WeightFormat
 from noria.sharding.call import Call
 from noria.sharding.communication import predict_collectives
 from noria.sharding.legality import check

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from tolerances import FLOAT32_ELEMENTWISE
 
-from noria.modelzoo.attention import (
+from noria.modelzoo.attention.attend import (
     Visibility,
     attend_dense,
     first_visible,
@@ -18,9 +18,9 @@ from noria.modelzoo.attention import (
     visible,
     with_sinks,
 )
-from noria.modelzoo.blockwise import attend_blockwise, block_sizes
+from noria.modelzoo.attention.blockwise import attend_blockwise, block_sizes
+from noria.modelzoo.cache.segments import EMPTY_POSITION, Stripe, Stripes
 from noria.modelzoo.config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
-from noria.modelzoo.segments import EMPTY_POSITION, Stripe, Stripes
 from noria.sharding.cache_attention import merge_shards
 from noria.sharding.ring_attention import attend_on_ring, num_ring_steps
 

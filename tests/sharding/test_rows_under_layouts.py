@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from laid_out import FAMILY_OF, PROMPT_LENGTHS, VOCAB, Answers, LaidOut, Row, greedy_rows, laid_out
 
-from noria.compile.steps import NO_TOKEN, DecodeState
+from noria.compile.graphs.steps import NO_TOKEN, DecodeState
 from noria.runtime.request import SamplingParams
 
 LAYOUTS = pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from noria.modelzoo import axes
-from noria.modelzoo.attention import Queries
-from noria.modelzoo.layer_cache import PromptKeysValues
+from noria.modelzoo.attention.attend import Queries
+from noria.modelzoo.cache.layer_cache import PromptKeysValues
 from noria.modelzoo.operations import ON_ONE_DEVICE
-from noria.modelzoo.weight_products import einsum
+from noria.modelzoo.weights.weight_products import einsum
 from noria.sharding.axis_rules import AxisRules, kv_copies
 from noria.sharding.layout import Layout
 from noria.sharding.mesh_layout import MeshLayout

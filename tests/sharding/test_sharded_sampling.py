@@ -25,8 +25,8 @@ from laid_out import (
 )
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.signatures import greedy_sampling
-from noria.compile.steps import NO_TOKEN
+from noria.compile.graphs.signatures import greedy_sampling
+from noria.compile.graphs.steps import NO_TOKEN
 from noria.modelzoo.sampling import History, sample
 from noria.modelzoo.structure import StructureTables, allowed_tokens, next_states
 from noria.runtime.request import SamplingParams

@@ -248,6 +248,7 @@ def test_spans_reach_the_length_that_a_user_asks_for(asked, spans):
         (5, "buckets: expected a table, got 5"),
         ("chunk", "buckets: expected a table, got 'chunk'"),
         ({"max_length": "x"}, "buckets.max_length: expected a positive integer, got 'x'"),
+        ({"max_length": 2**31}, "buckets.max_length: expected at most 2147483647, got 2147483648"),
         ({"chunk": {}}, "buckets.chunk: expected growing positive integers, got"),
     ],
 )

@@ -11,7 +11,7 @@ from related_prompts import num_equal, related_prompts, table_of
 from noria.compile.grids.prefix_choice import choose_prefixes, own_lengths, prefixes_of_rows
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
 from noria.compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
-from noria.runtime.batch.prefix_index import UNIT
+from noria.runtime.rows.prefix_index import UNIT
 
 MAX_BEGINNINGS = 9
 """Brute force tries all sets of at most this many beginnings."""

@@ -9,7 +9,7 @@ from related_prompts import num_equal, related_prompts, table_of
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_table import PrefixTable
 from noria.compile.grids.prefix_tree import prefix_tree
-from noria.runtime.batch.prefix_index import UNIT
+from noria.runtime.rows.prefix_index import UNIT
 
 CHUNKS = [(16,), (32,), (16, 64), (16, 32, 64)]
 SPANS = [64, 128, 256]

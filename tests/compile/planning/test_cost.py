@@ -12,7 +12,7 @@ from noria.compile.planning.cost import Calibration, CallTiming, CostModel, Kind
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
 from noria.compile.weight_rules import WeightRules
-from noria.modelzoo.weight_formats import WeightFormat
+from noria.modelzoo.weights.weight_formats import WeightFormat
 from noria.sharding.call import KINDS, Call
 from noria.sharding.layout import Layout
 

@@ -7,8 +7,8 @@ CHIP = "f32[8,128]{1,0:T(8,128)S(1)}"
 HEAD = """HloModule jit_graph, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias) }
 
 FileNames
-1 "ROOT/modelzoo/attention.py"
-2 "ROOT/compile/steps.py"
+1 "ROOT/modelzoo/attention/attend.py"
+2 "ROOT/compile/graphs/steps.py"
 3 "/elsewhere/nnx/module.py"
 
 FunctionNames

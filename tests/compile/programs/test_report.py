@@ -29,7 +29,10 @@ def test_a_line_of_source_is_the_innermost_that_is_ours():
         f"%a = {WIDE} negate(%w), metadata={{stack_frame_id=3}}",
         f"ROOT %b = {WIDE} negate(%a), metadata={{stack_frame_id=4}}",
     )
-    assert {one.line for one in found.moved} == {"modelzoo/attention.py:45", "compile/steps.py:120"}
+    assert {one.line for one in found.moved} == {
+        "modelzoo/attention/attend.py:45",
+        "compile/graphs/steps.py:120",
+    }
 
 
 def test_a_line_of_others_alone_is_named_without_its_folder():
@@ -42,7 +45,7 @@ def test_a_fusion_without_a_line_has_that_of_what_it_fuses():
         "%fused", f"%x = {WIDE} parameter(0)", f"ROOT %y = {WIDE} negate(%x){AT_45}"
     )
     found = read(f"ROOT %f = {WIDE} fusion(%w), kind=kLoop, calls=%fused", called=fused)
-    assert [one.line for one in found.moved] == ["modelzoo/attention.py:45"]
+    assert [one.line for one in found.moved] == ["modelzoo/attention/attend.py:45"]
 
 
 def test_the_first_reading_of_an_argument_is_no_excess():
@@ -53,8 +56,8 @@ def test_the_first_reading_of_an_argument_is_no_excess():
     )
     excess = {one.line: (one.num_bytes, one.excess) for one in found.moved}
     assert excess == {
-        "modelzoo/attention.py:45": (WIDE_BYTES, 0),
-        "compile/steps.py:120": (2 * WIDE_BYTES, 2 * WIDE_BYTES),
+        "modelzoo/attention/attend.py:45": (WIDE_BYTES, 0),
+        "compile/graphs/steps.py:120": (2 * WIDE_BYTES, 2 * WIDE_BYTES),
     }
     assert found.step.bytes_moved == 3 * WIDE_BYTES
 
@@ -82,7 +85,7 @@ def test_an_inner_loop_counts_its_turns_and_the_loop_over_steps_counts_one():
         called=inner + turns,
     )
     (one,) = found.loops
-    assert (one.line, one.operation) == ("modelzoo/attention.py:45", "a/scatter")
+    assert (one.line, one.operation) == ("modelzoo/attention/attend.py:45", "a/scatter")
     assert (one.turns, one.runs, one.bytes_a_turn, one.is_once) == (8, 1, 2 * WIDE_BYTES, False)
     assert (found.step.loop_turns, found.once.loop_turns) == (8, 0)
     assert found.smallest_turn == 2 * WIDE_BYTES

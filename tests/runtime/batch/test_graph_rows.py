@@ -3,9 +3,9 @@
 from tiny import GRID
 
 from noria.runtime.batch.graph_rows import describe_rows, needs_graph
-from noria.runtime.batch.lines import BadRow
-from noria.runtime.batch.scan import RowRequirements, ScannedRow
 from noria.runtime.errors import RowError
+from noria.runtime.rows.lines import BadRow
+from noria.runtime.rows.scan import RowRequirements, ScannedRow
 
 
 def row(number: int, length: int, bad: BadRow | None = None) -> ScannedRow:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from noria.runtime.batch import input_format
 from noria.runtime.errors import InputError
+from noria.runtime.rows import input_format
 
 ROWS = [{"id": f"q{i}", "prompt": f"prompt {i}, with a comma"} for i in range(5)]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()

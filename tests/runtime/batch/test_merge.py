@@ -11,11 +11,11 @@ from fake_model import FakeModel, masked, run, settings, write_input
 from faulty_disk import Crash, FaultyDisk
 
 from noria.runtime.batch.merge import merge as merge_parts
-from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.errors import JobError, MergeError, OutputIsLocked, UnusableFile
 from noria.runtime.files.disk import Disk
+from noria.runtime.rows.part import Part
 
 
 def merge(paths, output, **options):

@@ -8,8 +8,8 @@ from faulty_disk import Crash, FaultyDisk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noria.runtime.batch.part import WHOLE, Part
 from noria.runtime.errors import JournalError, UnusableFile
+from noria.runtime.rows.part import WHOLE, Part
 
 
 @given(of=st.integers(1, 60), num_rows=st.integers(0, 300))

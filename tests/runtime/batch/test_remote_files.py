@@ -9,12 +9,12 @@ from fake_model import FakeModel, masked, run, write_input
 from faulty_disk import Crash, FaultyDisk
 from fsspec.implementations.memory import MemoryFileSystem
 
-from noria.runtime.batch.part import Part
 from noria.runtime.batch.remote_files import Outputs, files_copied, input_copied, input_copy_path
 from noria.runtime.cli import main
 from noria.runtime.errors import ConfigError, JobError, UnusableFile
 from noria.runtime.files.disk import Disk
 from noria.runtime.files.remote import RemoteFile, Url
+from noria.runtime.rows.part import Part
 
 OUTPUT, ERRORS = Url("memory://jobs/out.jsonl"), Url("memory://jobs/errors.jsonl")
 MANIFEST = OUTPUT.beside("out.jsonl.manifest.json")

@@ -11,18 +11,19 @@ import pytest
 from fake_model import VOCAB_SIZE, masked, write_input
 from faulty_disk import Crash, FaultyDisk
 
-from noria.runtime.batch import job_input, repeats
+from noria.runtime.batch import job_input
 from noria.runtime.batch.journal import Journal
-from noria.runtime.batch.lines import BatchRow, read_row
 from noria.runtime.batch.merge import merge
-from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
-from noria.runtime.batch.repeats import Answer, RowDigests
 from noria.runtime.batch.run import run_job
 from noria.runtime.errors import JobError, RowError
 from noria.runtime.files.strict_json import Line
 from noria.runtime.pods.peers import Peers
 from noria.runtime.request import RequestOutput
+from noria.runtime.rows import repeats
+from noria.runtime.rows.lines import BatchRow, read_row
+from noria.runtime.rows.part import Part
+from noria.runtime.rows.repeats import Answer, RowDigests
 
 GREEDY = {"prompt": "wheel", "temperature": 0}
 SCORED = {"prompt": "wheel", "echo": True, "max_tokens": 0}

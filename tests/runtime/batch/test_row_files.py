@@ -16,17 +16,17 @@ import zstandard
 from fake_model import FakeModel, masked, run, settings, write_input
 from faulty_disk import Crash, FaultyDisk
 
-from noria.runtime.batch import row_files
 from noria.runtime.batch.merge import merge
-from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
-from noria.runtime.batch.results import error_of_line
-from noria.runtime.batch.row_files import encoded, open_rows, output_lines, table_of
 from noria.runtime.batch.run import run_job
-from noria.runtime.batch.tables import Columns
 from noria.runtime.errors import InputError, UnusableFile
 from noria.runtime.files import compression
 from noria.runtime.files.disk import digest_file
+from noria.runtime.rows import row_files
+from noria.runtime.rows.part import Part
+from noria.runtime.rows.results import error_of_line
+from noria.runtime.rows.row_files import encoded, open_rows, output_lines, table_of
+from noria.runtime.rows.tables import Columns
 
 QUIET = Progress(is_quiet=True)
 PROMPTS = ['say "hello", twice', "two\nlines", "é\u2028ü", "nan", "plain"] * 5

@@ -23,7 +23,6 @@ from fake_model import masked, run, write_input
 from faulty_disk import Crash, FaultyDisk
 from file_identity import identity
 
-from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.batch.stop_signals import StopSignals
@@ -39,6 +38,7 @@ from noria.runtime.errors import (
 from noria.runtime.errors import message as message_of
 from noria.runtime.pods.peers import Peers
 from noria.runtime.request import RequestOutput
+from noria.runtime.rows.part import Part
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from test_published_weights import KEEP, ON_DEVICES, forward, load, numbers_of
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.plan import Numbers
-from noria.modelzoo.weight_formats import BYTE_DTYPES
+from noria.modelzoo.weights.weight_formats import BYTE_DTYPES
 from noria.runtime.checkpoint import open_model
 from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.gguf_codes import CODES

@@ -22,8 +22,8 @@ from noria.compile.abstract_model import AbstractModel, model_sizes
 from noria.compile.plan import Numbers
 from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
-from noria.modelzoo.quantised_weight import QuantisedWeight
-from noria.modelzoo.weight_formats import (
+from noria.modelzoo.weights.quantised_weight import QuantisedWeight
+from noria.modelzoo.weights.weight_formats import (
     BYTE_DTYPES,
     OFFSETS,
     ORDER,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from quantised import quantise
 
-from noria.modelzoo.weight_formats import BYTE_DTYPES, Quantisation, WeightFormat
+from noria.modelzoo.weights.weight_formats import BYTE_DTYPES, Quantisation, WeightFormat
 from noria.runtime.checkpoint import quantiser
 from noria.runtime.checkpoint.tensor_source import intervals
 

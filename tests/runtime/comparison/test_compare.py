@@ -11,8 +11,8 @@ from model_on_disk import write_model
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
-from noria.compile.comparison_steps import compare_step
-from noria.compile.steps import NO_TOKEN
+from noria.compile.graphs.comparison_steps import compare_step
+from noria.compile.graphs.steps import NO_TOKEN
 from noria.runtime.batch.row_ids import read_row_ids
 from noria.runtime.checkpoint import load_params, open_model
 from noria.runtime.cli import main

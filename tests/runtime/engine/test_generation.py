@@ -22,10 +22,10 @@ from noria.compile.compiled_graphs import graph_names
 from noria.compile.graph_failures import GraphFailed
 from noria.compile.monitor import compile_monitor
 from noria.runtime.batch.graph_rows import needs_graph
-from noria.runtime.batch.scan import RowRequirements
 from noria.runtime.engine.admission import Admission
 from noria.runtime.errors import RowError
 from noria.runtime.request import Request, SamplingParams
+from noria.runtime.rows.scan import RowRequirements
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 GRIDS = {

@@ -9,10 +9,10 @@ from tiny import TinyModel
 from unoptimized import set_optimized
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.runtime.batch.prefix_index import PrefixIndex
 from noria.runtime.engine.shared_prefixes import Submission, plan_submission
 from noria.runtime.planning.simulator import SimulatedRow, simulate
 from noria.runtime.request import Request, SamplingParams
+from noria.runtime.rows.prefix_index import PrefixIndex
 
 GRID = BucketGrid(112, ((112, 2, 8),), 10, (112,), steps_per_call=4, score=True)
 HEADER = np.random.default_rng(5).integers(3, CONFIG.vocab_size, 40).tolist()

@@ -8,13 +8,13 @@ import pytest
 from model_on_disk import write_model
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.runtime.batch.part import Part
 from noria.runtime.checkpoint import open_model
 from noria.runtime.errors import JobError
 from noria.runtime.files.disk import digest_file
 from noria.runtime.planning.finished_lengths import AnsweredRow, LengthForecast
 from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.planning.workload import read_workload
+from noria.runtime.rows.part import Part
 
 LIMIT = 90
 GRID = BucketGrid(168, ((32, 4), (96, 2)), 8, (64, 168))

@@ -13,10 +13,10 @@ from model_on_disk import EMBED, MLP, write_model
 from safetensors.numpy import load_file, save_file
 from tiny import CONFIG
 
-from noria.compile import layer_steps
-from noria.compile.layer_steps import CalibrationLayer
+from noria.compile.graphs import layer_steps
+from noria.compile.graphs.layer_steps import CalibrationLayer
 from noria.modelzoo.moe.config import MoeConfig, Routing
-from noria.modelzoo.weight_formats import Quantisation, WeightFormat
+from noria.modelzoo.weights.weight_formats import Quantisation, WeightFormat
 from noria.runtime.checkpoint.quantiser import dequantise
 from noria.runtime.cli import main
 from noria.runtime.quantisation.calibration import ExpertTokens

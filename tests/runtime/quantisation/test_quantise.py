@@ -21,7 +21,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.pooling_config import Pooling
-from noria.modelzoo.weight_formats import WeightFormat
+from noria.modelzoo.weights.weight_formats import WeightFormat
 from noria.runtime.checkpoint import ModelFiles, open_model
 from noria.runtime.checkpoint.compressed_tensors import write_directory
 from noria.runtime.checkpoint.loader import read_parameter

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from quantised import dequantised, quantise
 
-from noria.modelzoo.weight_formats import Quantisation, WeightFormat
+from noria.modelzoo.weights.weight_formats import Quantisation, WeightFormat
 from noria.runtime.checkpoint.quantiser import dequantise, largest_code
 from noria.runtime.quantisation.gptq import gptq_codes
 from noria.runtime.quantisation.rounding import CLIP, GPTQ, NEAREST, SHARES, round_weight

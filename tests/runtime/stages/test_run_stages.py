@@ -19,10 +19,10 @@ from noria.compile.grids.prefix_grid import hash_tokens
 from noria.runtime.batch import job_input
 from noria.runtime.batch.manifest import PhaseClock, read_manifest
 from noria.runtime.batch.merge import merge
-from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
-from noria.runtime.batch.scan import ScanSummary
 from noria.runtime.errors import UnusableFile
+from noria.runtime.rows.part import Part
+from noria.runtime.rows.scan import ScanSummary
 from noria.runtime.stages.pipeline_file import read_pipeline
 from noria.runtime.stages.run_stages import run_stages
 from noria.runtime.stages.stage_bounds import measure_stages

@@ -1,0 +1,1 @@
+"""The bodies of graphs, and the arguments that graphs take."""

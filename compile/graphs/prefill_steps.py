@@ -1,0 +1,264 @@
+"""Graph bodies of prefill: write pieces of prompts into their slots, and copy slots.
+
+A slot has the state of its prompt from the first piece on: every piece writes the parameters of the
+request, and sets the length that the row has then. The last piece makes the row active; decode
+skips the row before that. A whole prompt is one piece. `cache_operations` are the operations of
+decode, which define how slots are sharded. Knows nothing of requests' owners, text, queues or
+clocks.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...modelzoo import axes
+from ...modelzoo.cache.prefixes import Prefixes
+from ...modelzoo.cache.prompt_pieces import PromptPieces, put_blocks
+from ...modelzoo.cache.segments import EMPTY_POSITION, Segments
+from ...modelzoo.moe.call import ExpertReport
+from ...modelzoo.operations import Operations
+from ...modelzoo.sampling import SamplingState, TokenScores
+from ...modelzoo.weights.weight_products import Axes
+from .steps import DecodeState, score_positions
+
+if TYPE_CHECKING:
+    from ...modelzoo.decoder import Decoder
+
+_BY_SLOT = axes.LOGITS[:1]
+
+
+class SlotRequests(NamedTuple):
+    """The lengths and sampling parameters that each row writes to its slot."""
+
+    prompt_length_B: jax.Array
+    limit_B: jax.Array
+    """Total length at which the row ends."""
+    sampling: SamplingState
+
+
+class PrefillOutput(NamedTuple):
+    """The arrays that go to the host after a prefill call."""
+
+    is_clean_B: jax.Array
+    """False where the values that the row left in its slot may not be finite."""
+    experts: ExpertReport | None
+    scores: TokenScores | None = None
+    """Log-probability of the prompt's next token after each token of the piece, in scoring graphs.
+    """
+
+
+class _Slots(NamedTuple):
+    """The slots that rows are written to."""
+
+    slot_B: jax.Array
+
+
+def prefill_step(
+    decoder: "Decoder",
+    state: DecodeState,
+    rows: PromptPieces,
+    requests: SlotRequests,
+    tokens_BT: jax.Array,
+    *,
+    cache_operations: Operations,
+) -> tuple[DecodeState, PrefillOutput]:
+    """Write the next pieces of some prompts into their slots. Static: B, T. Donated: state.
+
+    Logits are computed only for the last token of each row.
+
+    Args:
+      decoder: The decoder, bound to its parameters.
+      state: The state with the cache segments below the graph's span; every piece ends below it.
+      rows: Slot, first position and number of tokens of each row.
+      requests: Lengths and sampling parameters of each row.
+      tokens_BT: Token ids, padded on the right.
+      cache_operations: The operations of decode, which define how slots are sharded.
+    """
+    _, state, output = _prefill(decoder, state, rows, requests, tokens_BT, cache_operations)
+    return state, output
+
+
+def score_step(
+    decoder: "Decoder",
+    state: DecodeState,
+    rows: PromptPieces,
+    requests: SlotRequests,
+    tokens_BT: jax.Array,
+    next_BT: jax.Array,
+    num_logprobs_B: jax.Array,
+    *,
+    cache_operations: Operations,
+) -> tuple[DecodeState, PrefillOutput]:
+    """Prefill as `prefill_step` does, and score. Static: B, T. Donated: state.
+
+    Score t of a row is the log-probability of `next_BT[:, t]`, the token after token t.
+    """
+    x_BTD, state, output = _prefill(decoder, state, rows, requests, tokens_BT, cache_operations)
+    scores = score_positions(decoder, x_BTD, next_BT, num_logprobs_B)
+    return state, output._replace(scores=scores)
+
+
+def fork_step(
+    state: DecodeState,
+    source: jax.Array,
+    slot: jax.Array,
+    sampling: SamplingState,
+    *,
+    cache_operations: Operations,
+) -> DecodeState:
+    """Copy slot `source` to `slot`, with other sampling parameters. Donated: state.
+
+    A source past all slots clears the slot: it then has zeros and empty positions.
+    """
+
+    def take(segments: Segments, logical_axes: Axes) -> Segments:
+        return cache_operations.take_rows(segments, source[None], logical_axes)
+
+    def put(old: Segments, new: Segments, logical_axes: Axes) -> Segments:
+        return _put_row(old, new, slot, logical_axes, cache_operations)
+
+    def copy(segments: Segments, logical_axes: Axes) -> Segments:
+        if logical_axes != axes.CACHE_POSITIONS:
+            return put(segments, take(segments, logical_axes), logical_axes)
+        # entries that the source does not have come as zeros and hold no token
+        row = take(tuple(x - EMPTY_POSITION for x in segments), logical_axes)
+        return put(segments, tuple(x + EMPTY_POSITION for x in row), logical_axes)
+
+    def put_sampling(old: jax.Array, new: jax.Array) -> jax.Array:
+        return put((old,), (new,), _BY_SLOT)[0]
+
+    sampling = jax.tree.map(put_sampling, state.sampling, sampling)
+    return state.map(copy)._replace(sampling=sampling)
+
+
+def prefix_step(
+    decoder: "Decoder",
+    state: DecodeState,
+    rows: PromptPieces,
+    tokens_BT: jax.Array,
+    adapter_B: jax.Array | None = None,
+    *,
+    cache_operations: Operations,
+) -> tuple[DecodeState, PrefillOutput]:
+    """Write the next pieces of some prefixes to their rows. Static: B, T. Donated: state.
+
+    Args:
+      decoder: The decoder, bound to its parameters.
+      state: The state with the cache of prefixes.
+      rows: Prefix, first position and number of tokens of each row; the slot is the prefix.
+      tokens_BT: Token ids, padded on the right.
+      adapter_B: The number of each prefix's adapter, in a plan with adapters.
+      cache_operations: The operations of decode, which define how prefixes are sharded.
+    """
+    assert state.prefixes is not None
+    cache, known_BS, length_B = state.prefixes
+    x_BTD, cache, experts = decoder.prefill(
+        tokens_BT, rows, cache, cache_operations, adapter_B=adapter_B
+    )
+
+    def put(body: Callable[..., jax.Array], old: jax.Array, new: jax.Array) -> jax.Array:
+        return cache_operations.write_rows(body, old, new, rows, _BY_SLOT)
+
+    end_B = rows.first_B + rows.count_B
+    prefixes = Prefixes(
+        cache, put(_put_tokens, known_BS, tokens_BT), put(_put_rows, length_B, end_B)
+    )
+    is_clean_B = jnp.isfinite(x_BTD).all(axis=(1, 2))
+    return state._replace(prefixes=prefixes), PrefillOutput(is_clean_B, experts)
+
+
+def clear_prefix_step(
+    state: DecodeState, row: jax.Array, *, cache_operations: Operations
+) -> DecodeState:
+    """Make a prefix empty, with zeros and empty positions. Donated: state."""
+    assert state.prefixes is not None
+
+    def clear(segments: Segments, logical_axes: Axes) -> Segments:
+        value = EMPTY_POSITION if logical_axes == axes.CACHE_POSITIONS else 0
+        axis = axes.row_axis(logical_axes)
+        shapes = [(*x.shape[:axis], 1, *x.shape[axis + 1 :]) for x in segments]
+        new = tuple(
+            jnp.full(shape, value, x.dtype) for shape, x in zip(shapes, segments, strict=True)
+        )
+        return _put_row(segments, new, row, logical_axes, cache_operations)
+
+    return state._replace(prefixes=state.prefixes.map(clear))
+
+
+def _put_row(
+    old: Segments, new: Segments, row: jax.Array, logical_axes: Axes, operations: Operations
+) -> Segments:
+    """Replace one row of the arrays of segments."""
+    axis = axes.row_axis(logical_axes)
+
+    def body(old: Segments, new: Segments, slots: _Slots) -> Segments:
+        return tuple(map(partial(_with_row, row=slots.slot_B[0], axis=axis), old, new))
+
+    return operations.write_rows(body, old, new, _Slots(row[None]), logical_axes)
+
+
+def _with_row(x: jax.Array, new: jax.Array, row: jax.Array, axis: int) -> jax.Array:
+    """`x` with row `row` replaced; `x` itself if it has no such row."""
+    index = jnp.clip(row, 0, x.shape[axis] - 1)
+    old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=axis)
+    new = jnp.where(index == row, new.astype(x.dtype), old)
+    return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=axis)
+
+
+def _prefill(
+    decoder: "Decoder",
+    state: DecodeState,
+    rows: PromptPieces,
+    requests: SlotRequests,
+    tokens_BT: jax.Array,
+    cache_operations: Operations,
+) -> tuple[jax.Array, DecodeState, PrefillOutput]:
+    x_BTD, cache, experts = decoder.prefill(
+        tokens_BT,
+        rows,
+        state.cache,
+        cache_operations,
+        state.prefixes,
+        requests.sampling.adapter_B,
+    )
+    length_B = rows.first_B + rows.count_B
+    generates_B = length_B < requests.limit_B
+
+    def put(old: jax.Array, new: jax.Array, logical_axes: Axes = _BY_SLOT) -> jax.Array:
+        return cache_operations.write_rows(_put_rows, old, new, rows, logical_axes)
+
+    logits_BV = decoder.logits(last_hidden(decoder, x_BTD, rows.count_B))
+    state = state._replace(
+        cache=cache,
+        logits_BV=put(state.logits_BV, logits_BV, axes.LOGITS),
+        tokens_BS=cache_operations.write_rows(
+            _put_tokens, state.tokens_BS, tokens_BT, rows, _BY_SLOT
+        ),
+        prompt_length_B=put(state.prompt_length_B, requests.prompt_length_B),
+        length_B=put(state.length_B, length_B),
+        limit_B=put(state.limit_B, requests.limit_B),
+        is_active_B=put(state.is_active_B, (length_B == requests.prompt_length_B) & generates_B),
+        sampling=jax.tree.map(put, state.sampling, requests.sampling),
+    )
+    # values that a layer writes for a token reach the token's own hidden state as well
+    is_clean_B = jnp.isfinite(x_BTD).all(axis=(1, 2))
+    return x_BTD, state, PrefillOutput(is_clean_B, experts)
+
+
+def last_hidden(decoder: "Decoder", x_BTD: jax.Array, count_B: jax.Array) -> jax.Array:
+    """Hidden state `x_BD` of each row's last token."""
+    # a sum with one non-zero term, because a gather along tokens would gather all of them
+    position_1T = decoder.operations.positions(x_BTD.shape[1])
+    is_last_BT = position_1T == (count_B - 1)[:, None]
+    return jnp.where(is_last_BT[..., None], x_BTD, 0).sum(axis=1)
+
+
+def _put_rows(x: jax.Array, new: jax.Array, rows: PromptPieces) -> jax.Array:
+    return x.at[rows.slot_B].set(new, mode="drop")
+
+
+def _put_tokens(tokens_BS: jax.Array, new_BT: jax.Array, rows: PromptPieces) -> jax.Array:
+    return put_blocks(tokens_BS, new_BT, rows.slot_B, rows.first_B, axis=1)

@@ -1,0 +1,194 @@
+"""Abstract arguments of every graph of a grid, one function for each kind of graph.
+
+They are lowered, and callers must pass arrays of the same shapes. Logical axes go with the arrays;
+the module that lowers turns them into shardings. Knows nothing of devices.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from ...modelzoo.cache import kv_cache
+from ...modelzoo.cache.prefixes import Prefixes
+from ...modelzoo.cache.prompt_pieces import PromptPieces
+from ...modelzoo.sampling import SamplingState
+from ...modelzoo.structure import BITS, StructureTables
+from ..grids.adapter_grid import AdapterGrid
+from ..grids.bucket_grid import BucketGrid
+from ..grids.prefill_bucket import PrefillBucket
+from ..grids.prefix_grid import PrefixGrid
+from ..grids.structured_grid import CLASSES_OF_BLOCK, MAX_LEVELS, TOKENS_OF_BLOCK, StructuredGrid
+from .prefill_steps import SlotRequests
+from .steps import DecodeState
+
+if TYPE_CHECKING:
+    from ..abstract_model import AbstractModel
+
+MAX_STOP_IDS = 48
+"""Maximum number of ids that end one row: the model's and the caller's together."""
+MAX_BIASES = 300
+
+
+def decode_state(
+    model: "AbstractModel",
+    grid: BucketGrid,
+    dtype: jnp.dtype,
+    num_cache_heads: int | None = None,
+    cache_stripes: int = 1,
+) -> DecodeState:
+    """An empty decode state of the grid; evaluate it abstractly for the signature.
+
+    Args:
+      model: The abstract model.
+      grid: Slots, spans and length.
+      dtype: Dtype of the cache.
+      num_cache_heads: Key/value heads of the cache, copies included.
+      cache_stripes: Devices along the cache's entries.
+    """
+    config, B, V = model.config, grid.decode_slots, model.padded_vocab
+
+    def zeros() -> jax.Array:
+        # one buffer for each use: donated arguments must not share one
+        return jnp.zeros(B, jnp.int32)
+
+    arrangement = model.arrangement
+    allocate = partial(kv_cache.allocate, config, dtype=dtype, num_heads=num_cache_heads)
+    allocate = partial(allocate, stripes=cache_stripes, arrangement=arrangement)
+    prefixes = None
+    if (planned := grid.prefixes) is not None:
+        prefixes = Prefixes(
+            # blocks of keys suit products of few queries, and a prefix has those of many rows
+            allocate(
+                planned.groups, [planned.length], arrangement=replace(arrangement, key_blocks=())
+            ),
+            jnp.zeros((planned.groups, planned.length), jnp.int32),
+            jnp.zeros(planned.groups, jnp.int32),
+        )
+    return DecodeState(
+        cache=allocate(
+            B,
+            grid.decode_spans,
+            span_slots=grid.span_slots,
+            chunk=grid.chunks[0] if grid.chunks else None,
+        ),
+        logits_BV=jnp.zeros((B, V), jnp.float32),
+        tokens_BS=jnp.zeros((B, grid.max_length), jnp.int32),
+        prompt_length_B=zeros(),
+        length_B=zeros(),
+        limit_B=zeros(),
+        is_active_B=jnp.zeros(B, bool),
+        sampling=greedy_sampling(B, V, grid),
+        prefixes=prefixes,
+    )
+
+
+def greedy_sampling(B: int, V: int, grid: BucketGrid | None = None) -> SamplingState:
+    """Greedy sampling parameters, as for rows without any of their own.
+
+    Args:
+      B: The number of rows.
+      V: The padded size of the vocabulary.
+      grid: Tells whether rows have states of automata and adapters; None if they have neither.
+    """
+    is_structured = grid is not None and grid.structured is not None
+    is_adapted = grid is not None and grid.adapters is not None
+    return SamplingState(
+        temperature_B=jnp.zeros(B),
+        top_k_B=jnp.zeros(B, jnp.int32),
+        top_p_B=jnp.ones(B),
+        min_p_B=jnp.zeros(B),
+        presence_B=jnp.zeros(B),
+        frequency_B=jnp.zeros(B),
+        repetition_B=jnp.ones(B),
+        key_B2=jnp.zeros((B, 2), jnp.uint32),
+        sample_B=jnp.zeros(B, jnp.int32),
+        min_length_B=jnp.zeros(B, jnp.int32),
+        stop_ids_BX=jnp.full((B, MAX_STOP_IDS), V, jnp.int32),
+        bias_ids_BY=jnp.full((B, MAX_BIASES), V, jnp.int32),
+        bias_BY=jnp.zeros((B, MAX_BIASES)),
+        num_logprobs_B=jnp.full(B, -1, jnp.int32),
+        structure_B=jnp.zeros(B, jnp.int32) if is_structured else None,
+        adapter_B=jnp.zeros(B, jnp.int32) if is_adapted else None,
+    )
+
+
+def prefill_arguments(
+    model: "AbstractModel", bucket: PrefillBucket, grid: BucketGrid
+) -> tuple[PromptPieces, SlotRequests, jax.ShapeDtypeStruct]:
+    """Arguments of a prefill graph: `rows, requests, tokens_BT`."""
+    B = bucket.batch
+    int_B = jax.ShapeDtypeStruct((B,), jnp.int32)
+    start_B = None if bucket.is_whole else int_B
+    prefix_B = None if grid.prefixes is None else jax.ShapeDtypeStruct((1,), jnp.int32)
+    rows = PromptPieces._make((int_B, start_B, int_B, prefix_B))
+    sampling = _abstract_sampling(model, grid, B)
+    tokens_BT = jax.ShapeDtypeStruct((B, bucket.tokens), jnp.int32)
+    return rows, SlotRequests._make((int_B, int_B, sampling)), tokens_BT
+
+
+def embed_arguments(bucket: PrefillBucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Arguments of an embedding graph: `tokens_BT, count_B, first_B`."""
+    int_B = jax.ShapeDtypeStruct((bucket.batch,), jnp.int32)
+    return jax.ShapeDtypeStruct((bucket.batch, bucket.tokens), jnp.int32), int_B, int_B
+
+
+def score_arguments(model: "AbstractModel", bucket: PrefillBucket, grid: BucketGrid):
+    """Arguments of a scoring graph: `rows, requests, tokens_BT, next_BT, num_logprobs_B`."""
+    rows, requests, tokens_BT = prefill_arguments(model, bucket, grid)
+    return rows, requests, tokens_BT, tokens_BT, rows.count_B
+
+
+def prefix_arguments(
+    prefixes: PrefixGrid, adapters: AdapterGrid | None = None
+) -> tuple[PromptPieces | jax.ShapeDtypeStruct, ...]:
+    """Arguments of the graph that computes prefixes: `rows, tokens_BT`, and `adapter_B` in a plan
+    with adapters."""
+    int_B = jax.ShapeDtypeStruct((prefixes.batch,), jnp.int32)
+    tokens_BT = jax.ShapeDtypeStruct((prefixes.batch, prefixes.chunk), jnp.int32)
+    own = () if adapters is None else (int_B,)
+    return PromptPieces._make((int_B, int_B, int_B, None)), tokens_BT, *own
+
+
+def prefix_row() -> jax.ShapeDtypeStruct:
+    """Argument `row` of the graph that clears a prefix."""
+    return jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def fork_arguments(model: "AbstractModel", grid: BucketGrid):
+    """Arguments of the fork graph: `source, slot` and the row's sampling parameters."""
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return number, number, _abstract_sampling(model, grid, 1)
+
+
+def live_mask(grid: BucketGrid) -> jax.ShapeDtypeStruct:
+    """Argument `is_live_B` of a decode graph."""
+    return jax.ShapeDtypeStruct((grid.decode_slots,), jnp.bool_)
+
+
+def structure_tables(structured: StructuredGrid, model: "AbstractModel") -> StructureTables:
+    """Argument `structures` of a decode graph."""
+    S, K, V = structured.states, len(structured.schemas) + 1, model.padded_vocab
+
+    def table(dtype: jax.typing.DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return StructureTables._make(
+        (
+            table(jnp.int32, S, -(-structured.classes // CLASSES_OF_BLOCK)),
+            table(jnp.int16, structured.move_blocks, CLASSES_OF_BLOCK),
+            table(jnp.int32, S),
+            table(jnp.int32, K),
+            table(jnp.int16, K, V),
+            table(jnp.int32, S, MAX_LEVELS),
+            table(jnp.int32, S, MAX_LEVELS),
+            table(jnp.int32, structured.masks, -(-V // TOKENS_OF_BLOCK)),
+            table(jnp.uint32, structured.mask_blocks, TOKENS_OF_BLOCK // BITS),
+        )
+    )
+
+
+def _abstract_sampling(model: "AbstractModel", grid: BucketGrid, B: int) -> SamplingState:
+    return jax.eval_shape(lambda: greedy_sampling(B, model.padded_vocab, grid))

@@ -1,0 +1,258 @@
+"""The state of the slots between calls, and the graph bodies of decoding and scoring.
+
+Exactly these functions and those of `prefill_steps` are compiled. Shapes are a function of the
+bucket alone; values that change from call to call are arrays. Knows nothing of requests, text,
+queues or clocks.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...modelzoo import axes
+from ...modelzoo.cache.kv_cache import KVCache
+from ...modelzoo.cache.prefixes import Prefixes
+from ...modelzoo.cache.segments import Segments
+from ...modelzoo.moe.call import ExpertReport
+from ...modelzoo.operations import Operations
+from ...modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens
+from ...modelzoo.structure import StructureTables, allowed_tokens, next_states
+from ...modelzoo.weights.weight_products import Axes
+
+if TYPE_CHECKING:
+    from ...modelzoo.decoder import Decoder
+
+NUM_ALTERNATIVES = 20
+NO_TOKEN = -1
+_SCORE_ROWS = 256
+
+
+class DecodeState(NamedTuple):
+    """Everything that stays on the device between calls, for B slots."""
+
+    cache: KVCache
+    logits_BV: jax.Array
+    """Float32 logits of each slot's next token."""
+    tokens_BS: jax.Array
+    """Prompt and output ids so far."""
+    prompt_length_B: jax.Array
+    length_B: jax.Array
+    """Number of known tokens, which is the position of the next token."""
+    limit_B: jax.Array
+    """Total length at which the row ends."""
+    is_active_B: jax.Array
+    sampling: SamplingState
+    prefixes: Prefixes | None = None
+    """The prefixes of groups of slots. Lengths, limits and token ids of slots are then counted from
+    the end of the prefix."""
+
+    def map(self, visit: Callable[[Segments, Axes], Segments]) -> "DecodeState":
+        """Apply `visit` to the segments and the logical axes of every array of slots.
+
+        An array outside the cache counts as one segment. Prefixes stay as they are.
+        """
+
+        def by_slot(leaf: jax.Array) -> jax.Array:
+            return visit((leaf,), axes.LOGITS[:1])[0]
+
+        others = self._replace(cache=(), logits_BV=(), prefixes=None)
+        return jax.tree.map(by_slot, others)._replace(
+            cache=self.cache.map(visit),
+            logits_BV=visit((self.logits_BV,), axes.LOGITS)[0],
+            prefixes=self.prefixes,
+        )
+
+
+class DecodeOutput(NamedTuple):
+    """The arrays that go to the host after a decode call of Q steps."""
+
+    tokens_BQ: jax.Array
+    """Chosen ids; `NO_TOKEN` where a row emitted nothing."""
+    is_active_B: jax.Array
+    is_finite_B: jax.Array
+    """False if a row met NaN or infinite logits; it then stopped without a token."""
+    is_clean_B: jax.Array
+    """False where the values that the row left in its slot may not be finite."""
+    scores: TokenScores
+    """Scores of every step, along a second axis Q."""
+    experts: ExpertReport | None = None
+    """Sum of the reports of all steps."""
+
+
+def score_positions(
+    decoder: "Decoder", x_BTD: jax.Array, target_BT: jax.Array, num_logprobs_B: jax.Array
+) -> TokenScores:
+    """Log-probabilities of `target_BT`, each after the hidden state of the same index.
+
+    Logits are computed for a few positions at a time, so no `[B, T, V]` array exists.
+    """
+    B, T, D = x_BTD.shape
+    piece = _piece(B, T)
+    stripes = decoder.operations.prompt_stripes
+    target_BT = stripes.permute(target_BT, axis=1)
+
+    def score_piece(inputs: tuple[jax.Array, jax.Array]) -> TokenScores:
+        x_BTD, target_BT = inputs
+        logits_MV = decoder.logits(x_BTD.reshape(B * piece, D))
+        wanted_M = jnp.repeat(num_logprobs_B, piece)
+        return score_tokens(
+            logits_MV, target_BT.reshape(-1), wanted_M, NUM_ALTERNATIVES, decoder.operations
+        )
+
+    def pieces(x: jax.Array) -> jax.Array:
+        return x.reshape(B, T // piece, piece, *x.shape[2:]).swapaxes(0, 1)
+
+    scores = jax.lax.map(score_piece, (pieces(x_BTD), pieces(target_BT)))
+
+    def whole(x: jax.Array) -> jax.Array:
+        x = x.reshape(T // piece, B, piece, *x.shape[2:]).swapaxes(0, 1)
+        return stripes.restore(x.reshape(B, T, *x.shape[3:]), axis=1)
+
+    return jax.tree.map(whole, scores)
+
+
+def decode_step(
+    decoder: "Decoder",
+    state: DecodeState,
+    is_live_B: jax.Array,
+    structures: StructureTables | None = None,
+    *,
+    span: int,
+    num_steps: int,
+) -> tuple[DecodeState, DecodeOutput]:
+    """Decode up to `num_steps` tokens of every live row. Static: span, num_steps. Donated: state.
+
+    The loop ends early when no row has anything left to do.
+
+    Args:
+      decoder: The decoder, bound to its parameters.
+      state: The state with the cache segments below `span`. A row whose next position is not below
+        `span` waits.
+      is_live_B: The rows that the host allows to run.
+      structures: The automata of rows whose answers have a given form; None if no row has one.
+      span: Number of cache positions that the graph reads.
+      num_steps: Maximum number of steps.
+    """
+    B, prefixes = state.length_B.shape[0], state.prefixes
+    output = _empty_output(B, num_steps)._replace(experts=_no_report(decoder, state))
+
+    def runs(state: DecodeState) -> jax.Array:
+        return state.is_active_B & is_live_B & (state.length_B < span)
+
+    def more(carry: tuple[jax.Array, DecodeState, DecodeOutput]) -> jax.Array:
+        step, state, _ = carry
+        return (step < num_steps) & jnp.any(runs(state))
+
+    def one_token(carry: tuple[jax.Array, DecodeState, DecodeOutput]):
+        step, state, output = carry
+        state = _constrain_slots(state, decoder.operations)
+        runs_B = runs(state)
+        history = History(state.tokens_BS, state.prompt_length_B, state.length_B, prefixes)
+        allowed_BV, structure_B = None, state.sampling.structure_B
+        if structures is not None and structure_B is not None:
+            left_B, V = state.limit_B - state.length_B, state.logits_BV.shape[1]
+            allowed_BV = allowed_tokens(structures, structure_B, left_B, V)
+        token_B = sample(state.logits_BV, state.sampling, history, runs_B, allowed_BV)
+        token_B = decoder.operations.constrain(token_B, axes.LOGITS[:1])
+        # max passes NaN on; a row with only -inf has nothing to choose from
+        is_finite_B = jnp.isfinite(state.logits_BV.max(axis=-1)) | ~runs_B
+        emits_B = runs_B & is_finite_B
+        num_logprobs_B = jnp.where(emits_B, state.sampling.num_logprobs_B, -1)
+        scores = score_tokens(
+            state.logits_BV, token_B, num_logprobs_B, NUM_ALTERNATIVES, decoder.operations
+        )
+        output = _record(output, step, jnp.where(emits_B, token_B, NO_TOKEN), is_finite_B, scores)
+
+        logits_BV, cache, experts = decoder.decode(
+            token_B, state.length_B, state.cache, emits_B, prefixes, state.sampling.adapter_B
+        )
+        output = output._replace(
+            experts=jax.tree.map(jnp.add, output.experts, experts),
+            is_clean_B=output.is_clean_B & (jnp.isfinite(logits_BV.max(axis=-1)) | ~emits_B),
+        )
+        is_stop_B = jnp.any(token_B[:, None] == state.sampling.stop_ids_BX, axis=-1)
+        length_B = state.length_B + emits_B
+        ends_B = is_stop_B | (length_B >= state.limit_B) | ~is_finite_B
+        state = state._replace(
+            cache=cache,
+            logits_BV=jnp.where(emits_B[:, None], logits_BV, state.logits_BV),
+            tokens_BS=_put_tokens(state.tokens_BS, token_B, state.length_B, emits_B),
+            length_B=length_B,
+            is_active_B=state.is_active_B & ~(runs_B & ends_B),
+        )
+        if structures is not None and structure_B is not None:
+            next_B = next_states(structures, structure_B, token_B)
+            sampling = state.sampling._replace(structure_B=jnp.where(emits_B, next_B, structure_B))
+            state = state._replace(sampling=sampling)
+        return step + 1, state, output
+
+    # prefixes do not change, and are no part of the loop's carry
+    carry = (jnp.int32(0), state._replace(prefixes=None), output)
+    _, state, output = jax.lax.while_loop(more, one_token, carry)
+    return state._replace(prefixes=prefixes), output._replace(is_active_B=state.is_active_B)
+
+
+def _constrain_slots(state: DecodeState, operations: Operations) -> DecodeState:
+    """Keep the per-slot arrays on their signature's shardings, however attention is sharded."""
+
+    def constrain(x: jax.Array) -> jax.Array:
+        return operations.constrain(x, axes.LOGITS[:1])
+
+    return jax.tree.map(constrain, state._replace(cache=(), logits_BV=()))._replace(
+        cache=state.cache, logits_BV=operations.constrain(state.logits_BV, axes.LOGITS)
+    )
+
+
+def _piece(B: int, T: int) -> int:
+    """The largest divisor of T that keeps a piece's rows at `_SCORE_ROWS` or below."""
+    return max(d for d in range(1, T + 1) if T % d == 0 and (d == 1 or B * d <= _SCORE_ROWS))
+
+
+def _empty_output(B: int, num_steps: int) -> DecodeOutput:
+    shape = (B, num_steps)
+    scores = TokenScores(
+        jnp.zeros(shape),
+        jnp.zeros((*shape, NUM_ALTERNATIVES), jnp.int32),
+        jnp.zeros((*shape, NUM_ALTERNATIVES)),
+    )
+    tokens_BQ = jnp.full(shape, NO_TOKEN, jnp.int32)
+    return DecodeOutput(tokens_BQ, jnp.zeros(B, bool), jnp.ones(B, bool), jnp.ones(B, bool), scores)
+
+
+def _no_report(decoder: "Decoder", state: DecodeState) -> ExpertReport | None:
+    """Zeros in the shapes of the sparse layers' report; None for a dense model."""
+    if decoder.config.moe is None:
+        # the shapes of a report would need a trace of all layers
+        return None
+    _, _, report = jax.eval_shape(
+        lambda: decoder.decode(
+            state.length_B, state.length_B, state.cache, state.is_active_B, state.prefixes
+        )
+    )
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), report)
+
+
+def _record(
+    output: DecodeOutput,
+    step: jax.Array,
+    token_B: jax.Array,
+    is_finite_B: jax.Array,
+    scores: TokenScores,
+) -> DecodeOutput:
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(old, new[:, None], step, axis=1)
+
+    return output._replace(
+        tokens_BQ=put(output.tokens_BQ, token_B),
+        is_finite_B=output.is_finite_B & is_finite_B,
+        scores=jax.tree.map(put, output.scores, scores),
+    )
+
+
+def _put_tokens(
+    tokens_BS: jax.Array, token_B: jax.Array, index_B: jax.Array, emits_B: jax.Array
+) -> jax.Array:
+    is_here_BS = (jnp.arange(tokens_BS.shape[1])[None] == index_B[:, None]) & emits_B[:, None]
+    return jnp.where(is_here_BS, token_B[:, None], tokens_BS)

@@ -1,0 +1,1 @@
+"""Attention: the primitive on arrays, its blocks and segments, and the attention of a layer."""

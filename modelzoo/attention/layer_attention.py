@@ -1,0 +1,355 @@
+"""Attention of all layers of a call: for whole prompts, for chunks and for single tokens.
+
+The three differ in the keys that a query may see: those of the prompt, those of the cache and the
+chunk, or those of the cache. Each object holds what the layers of one call share, and returns the
+attention of a single layer on request. Knows nothing of projections or the computation of keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from .. import axes
+from ..cache.kv_cache import Positions, append
+from ..cache.layer_cache import (
+    KeysAndValues,
+    LayerCache,
+    NewEntries,
+    PromptKeysValues,
+    PromptLatents,
+    Splits,
+    read_layer,
+    without_segments,
+)
+from ..cache.prompt_pieces import PromptPieces, layer_of_slots, write_piece
+from ..cache.segments import IN_ORDER, Segments
+from ..config import Window
+from ..operations import Operations
+from .attend import Attend, Queries, Slots, Visibility, with_sinks
+from .segment_attention import Entries, EntrySlots, attend_segments, join_segments
+
+Caches = tuple[Any, ...]
+"""The caches of a block: none, that of the slots, or that of the slots and that of prefixes."""
+WriteCache = Callable[[Any, NewEntries, jax.Array, Window], Any]
+"""`write(cache, cache_update, scan_index, window)`: the cache after a layer wrote to it."""
+
+
+class LayerAttention(NamedTuple):
+    """Attention of one layer, as its block calls it."""
+
+    attend: Callable[
+        [Queries, PromptKeysValues | None, PromptLatents | None], tuple[jax.Array, Any]
+    ]
+    """Attend from queries; return `out_BTKGH` and the cache update.
+
+    The arguments are queries, new keys and values with the heads of the projections, and new
+    latents.
+    If there are latents, they are cached instead of keys and values. A layer with latents that
+    reads its cache attends to latents, and passes no keys and values.
+    """
+    reads_cache: bool
+    """Whether queries attend to the cache, not only to the prompt."""
+
+
+class CallAttention(Protocol):
+    """Attention of all layers of a call."""
+
+    def layer(
+        self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
+    ) -> LayerAttention:
+        """Return the attention of one layer.
+
+        Args:
+          window: The window of the layer.
+          caches: The caches of the block that the layer belongs to.
+          scan_index: The index of the layer in the arrays of the block.
+          x_BTD: The residual stream before the layer.
+        """
+        ...
+
+    def update_cache(
+        self, window: Window, cache: Any, cache_update: Any, scan_index: jax.Array, x_BTD: jax.Array
+    ) -> Any:
+        """Return the cache of the block after the layer.
+
+        Args:
+          window: The window of the layer.
+          cache: The cache of the block before the layer.
+          cache_update: The second result of the layer's attention.
+          scan_index: The index of the layer in the arrays of the block.
+          x_BTD: The residual stream after the layer.
+        """
+        ...
+
+
+class PromptRows(NamedTuple):
+    """Positions of the tokens of whole prompts."""
+
+    query_position_BT: jax.Array
+    """Positions of all tokens, also on devices that have only some of the queries and keys."""
+    key_position_BT: jax.Array
+    """The same, with `EMPTY_POSITION` for padding."""
+
+    AXES = ((axes.ATTENTION_BATCH, ""), (axes.ATTENTION_BATCH, ""))
+
+
+@dataclass(frozen=True)
+class PromptAttention:
+    """Attention of whole prompts: each layer attends only to the prompt."""
+
+    attend: Attend
+    """Attention to all tokens of the prompt, also to those on other devices."""
+    operations: Operations
+    rows: PromptRows
+    write: WriteCache
+
+    def layer(
+        self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
+    ) -> LayerAttention:
+        """See `CallAttention`."""
+        attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
+        return LayerAttention(partial(attend, rows=self.rows, caches=()), reads_cache=False)
+
+    def update_cache(
+        self,
+        window: Window,
+        cache: LayerCache | None,
+        cache_update: NewEntries,
+        scan_index: jax.Array,
+        x_BTD: jax.Array,
+    ) -> LayerCache | None:
+        """See `CallAttention`."""
+        return self.write(cache, cache_update, scan_index, window)
+
+    def _attend(
+        self,
+        window: Window,
+        queries: Queries,
+        new: PromptKeysValues,
+        latents: PromptLatents | None,
+        rows: PromptRows,
+        caches: Caches,
+    ) -> tuple[jax.Array, NewEntries]:
+        is_in_order = self.operations.prompt_stripes == IN_ORDER
+        q_BTKGH, sink_KG = queries
+        attended = self.attend(q_BTKGH, *new, Visibility(*rows, window, is_in_order))
+        return with_sinks(*attended, sink_KG), new if latents is None else latents
+
+
+class ChunkContext(NamedTuple):
+    """Positions of the tokens of a chunk and of the cache entries in its slots."""
+
+    position_BT: jax.Array
+    """Positions of all tokens, also on devices that have only some of the queries."""
+    cached: Positions
+    """Positions of the cache entries from before the chunk."""
+    chunk_position_BT: jax.Array
+    """Positions of the tokens of the chunk, with `EMPTY_POSITION` for padding."""
+    prefix: Positions | None
+    """Positions of the entries of prefixes; None without prefixes."""
+    slots: EntrySlots | None = None
+    """The layer and slots to read, if attention gets whole arrays of the cache."""
+
+    AXES = (
+        (axes.ATTENTION_BATCH, ""),
+        axes.CACHE_POSITIONS,
+        (axes.ATTENTION_BATCH, axes.LENGTH),
+        axes.CACHE_POSITIONS,
+        (),
+    )
+
+
+@dataclass(frozen=True)
+class ChunkAttention:
+    """Attention of chunks: each layer attends to its slots and the chunk, then writes the chunk.
+
+    With prefixes, each layer attends to the prefix of the call, too.
+    """
+
+    attend: Attend
+    operations: Operations
+    cache_operations: Operations
+    """The operations by which the cache is laid out."""
+    rows: PromptPieces
+    context: ChunkContext
+    num_heads: int
+    """The key/value heads in attention, copies included."""
+    head_dim: int
+    """The size of a cached head or latent, without the zeros that pad it."""
+    num_unseen: int
+    """The number of last entries that no token of the chunk sees, in layers without rolling
+    buffers."""
+    reads_slots: bool
+    """Whether `attend` reads the slots of a cache itself (see `SlotReader`)."""
+    splits: Splits
+
+    def layer(
+        self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
+    ) -> LayerAttention:
+        """See `CallAttention`."""
+        rows, context = self.rows.after(x_BTD, self.operations), self.context
+        slots = Slots(scan_index, rows.slot_B)
+        prefix_slots = None if rows.prefix_B is None else Slots(scan_index, rows.prefix_B)
+        if self.operations.has_cache_of(self.cache_operations):
+            context = context._replace(slots=EntrySlots(slots, prefix_slots))
+        else:
+            num_unseen = 0 if context.cached.is_rolling(window) else self.num_unseen
+            own, *prefixes = caches
+            if rows.start_B is None:
+                own = without_segments(own)
+            else:
+                own = self._take(own, slots, num_unseen)
+            if prefix_slots is not None:
+                prefixes = [self._take(cache, prefix_slots, 0) for cache in prefixes]
+            caches = (own, *prefixes)
+        attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
+        return LayerAttention(partial(attend, rows=context, caches=caches), reads_cache=True)
+
+    def _take(self, cache: LayerCache, slots: Slots, num_unseen: int) -> LayerCache:
+        """The entries of one layer in some slots of a cache."""
+        heads = self.num_heads, self.head_dim
+        return layer_of_slots(cache, *slots, num_unseen, *heads, self.cache_operations)
+
+    def update_cache(
+        self,
+        window: Window,
+        cache: LayerCache,
+        cache_update: NewEntries,
+        scan_index: jax.Array,
+        x_BTD: jax.Array,
+    ) -> LayerCache:
+        """See `CallAttention`."""
+        # XLA copies the cache for a write that may run before the layer has read it
+        rows = self.rows.after(x_BTD, self.operations)
+        is_rolling = self.context.cached.is_rolling(window)
+        operations = self.cache_operations
+        return write_piece(
+            cache, cache_update, scan_index, rows, is_rolling, operations, self.splits
+        )
+
+    def _attend(
+        self,
+        window: Window,
+        queries: Queries,
+        new: PromptKeysValues | None,
+        latents: PromptLatents | None,
+        rows: ChunkContext,
+        caches: Caches,
+    ) -> tuple[jax.Array, NewEntries]:
+        new_entries = new if latents is None else latents
+        assert new_entries is not None
+        cached_position_BS = rows.cached.for_window(window)
+        cached, *prefixes = (
+            read_layer(cache, jnp.int32(0), self.splits)
+            if rows.slots is None
+            else cache.as_attended(self.splits)
+            for cache in caches
+        )
+        # segments of which no token sees anything are left out
+        entries = Entries(
+            [*cached[: len(cached_position_BS)], new_entries.read()],
+            (*cached_position_BS, rows.chunk_position_BT),
+            *_prefix_entries(prefixes, rows.prefix, window),
+        )
+        if rows.slots is not None and not self.reads_slots:
+            entries = join_segments(entries, rows.slots.own)
+        attend_entries = partial(attend_segments, self.attend, window, slots=rows.slots)
+        attend_all = self.operations.over_cache(attend_entries, window)
+        attended = attend_all(queries.q_BTKGH, rows.position_BT, entries)
+        return _with_query_heads(queries, *attended), new_entries
+
+
+class TokenRows(NamedTuple):
+    """Positions of the tokens of a decode step and of the cache entries, and the layer."""
+
+    position_B: jax.Array
+    own_position_B: jax.Array
+    """Positions counted from the end of the row's prefix."""
+    positions: Positions
+    prefix: Positions | None
+    """Positions of the entries of prefixes; None without prefixes."""
+    scan_index: jax.Array
+
+    AXES = (
+        (axes.ATTENTION_BATCH,),
+        (axes.ATTENTION_BATCH,),
+        axes.CACHE_POSITIONS,
+        axes.CACHE_POSITIONS,
+        (),
+    )
+
+
+@dataclass(frozen=True)
+class TokenAttention:
+    """Attention of decode: each layer writes one token per row to the cache, then attends to it."""
+
+    attend: Attend
+    operations: Operations
+    rows: TokenRows
+    """Positions, those of the new tokens included; the layer is set for each layer."""
+    splits: Splits
+
+    def layer(
+        self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
+    ) -> LayerAttention:
+        """See `CallAttention`."""
+        rows = self.rows._replace(scan_index=scan_index)
+        attend = self.operations.attend(partial(self._attend, window), writes_cache=True)
+        return LayerAttention(partial(attend, rows=rows, caches=caches), reads_cache=True)
+
+    def update_cache(
+        self,
+        window: Window,
+        cache: LayerCache,
+        cache_update: LayerCache,
+        scan_index: jax.Array,
+        x_BTD: jax.Array,
+    ) -> LayerCache:
+        """See `CallAttention`. Attention has already written the cache."""
+        return cache_update
+
+    def _attend(
+        self,
+        window: Window,
+        queries: Queries,
+        new: PromptKeysValues | None,
+        latents: PromptLatents | None,
+        rows: TokenRows,
+        caches: Caches,
+    ) -> tuple[jax.Array, LayerCache]:
+        new_entries = new if latents is None else latents
+        assert new_entries is not None
+        own, *prefixes = caches
+        entry_B = rows.positions.entry(rows.own_position_B, window)
+        local_B, layer = self.operations.stripe.local_index(entry_B), rows.scan_index
+        own = append(own, new_entries, local_B, layer, self.splits)
+        prefix_entries = [read_layer(cache, layer, self.splits) for cache in prefixes]
+        entries = Entries(
+            read_layer(own, layer, self.splits),
+            rows.positions.for_window(window),
+            *_prefix_entries(prefix_entries, rows.prefix, window),
+        )
+        attend_entries = partial(attend_segments, self.attend, window)
+        attend_all = self.operations.over_cache(attend_entries, window)
+        attended = attend_all(queries.q_BTKGH, rows.position_B[:, None], entries)
+        return _with_query_heads(queries, *attended), own
+
+
+def _prefix_entries(
+    prefixes: list[list[KeysAndValues]], positions: Positions | None, window: Window
+) -> tuple[list[KeysAndValues], Segments]:
+    """Entries and positions of prefixes, by segment; none without prefixes."""
+    if positions is None:
+        return [], ()
+    (keys_values,) = prefixes
+    return keys_values, positions.for_window(window)
+
+
+def _with_query_heads(queries: Queries, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> jax.Array:
+    """Apply the sinks to results over all entries, and group them by the heads of the queries."""
+    q_BTKGH, sink_KG = queries
+    return with_sinks(out_BTKGH, lse_BTKG, sink_KG).reshape(*q_BTKGH.shape[:-1], -1)

@@ -1,0 +1,1 @@
+"""Products with weights in float, in codes, and with adapters."""

@@ -1,0 +1,247 @@
+"""Prompts in pieces: every division gives the same cache, and hides a slot's former content."""
+
+from dataclasses import replace
+from functools import cache, partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import random_parameters
+from tolerances import FLOAT32_MODEL_LOGPROB
+
+from noria.compile.abstract_model import AbstractModel
+from noria.modelzoo.cache import kv_cache
+from noria.modelzoo.cache.entry_codes import INT4_IN_BYTES
+from noria.modelzoo.cache.kv_cache import KVCache
+from noria.modelzoo.cache.prompt_pieces import PromptPieces, layer_of_slots
+from noria.modelzoo.cache.segments import join_blocks
+from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig
+from noria.modelzoo.latent_config import LatentAttention
+from noria.modelzoo.layer_groups import block_layers, single_layer_names
+from noria.modelzoo.operations import ON_ONE_DEVICE
+
+HEADS = DecoderConfig(
+    vocab_size=41,
+    embed=16,
+    mlp=24,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    windows=(None, 3, Chunk(5)),
+    max_position=32,
+)
+"""A model with whole layers, and rolling layers that are shorter than most prompts."""
+LATENT = LatentAttention(rank=10, plain_dim=6, rope_dim=4, value_dim=7)
+CONFIGS = {
+    "heads": HEADS,
+    "latents": replace(HEADS, num_kv_heads=4, head_dim=LATENT.head_dim, latent=LATENT),
+}
+SCANNED = Arrangement(scan_layers=True)
+WIDE = Arrangement(head_multiple=16)
+BLOCKS = Arrangement(key_blocks=(4, 2))
+SPANS, LONGEST = (4, 24), 24
+LENGTHS = np.arange(1, LONGEST - 3)
+"""Lengths of the prompts; each prompt has its own slot."""
+SLOTS = len(LENGTHS)
+STEPS = 4
+IN_CHUNKS = [*range(0, 24, 4), 24]
+UNEVENLY = [0, 4, 8, 24]
+"""Pieces shorter and longer than a rolling buffer, each within the last segment that it reads."""
+WHOLE = None
+
+
+class Model:
+    """One decoder, and compiled steps over all slots."""
+
+    def __init__(self, config: DecoderConfig, arrangement: Arrangement = AS_PUBLISHED):
+        self.config, self.arrangement = config, arrangement
+        definition, parameters = (
+            AbstractModel(config, arrangement),
+            parameters_of(config, arrangement),
+        )
+
+        @jax.jit
+        def prefill(parameters, tokens_BT, rows, cache):
+            decoder = definition.bind(parameters)
+            x_BTD, cache, _ = decoder.prefill(tokens_BT, rows, cache, ON_ONE_DEVICE)
+            return decoder.logits(x_BTD), cache
+
+        @jax.jit
+        def decode(parameters, token_B, position_B, cache):
+            decoder = definition.bind(parameters)
+            return decoder.decode(token_B, position_B, cache, jnp.ones(SLOTS, bool))[:2]
+
+        self._prefill, self._decode = partial(prefill, parameters), partial(decode, parameters)
+
+    def empty(self) -> KVCache:
+        return kv_cache.allocate(
+            self.config, SLOTS, SPANS, jnp.float32, arrangement=self.arrangement
+        )
+
+    def prefill(self, cache: KVCache, tokens_BT, length_B, cuts=WHOLE, *, decodes_between=False):
+        """Return logits of every position, and the cache; whole prompts use the segments they need.
+
+        Where decode goes on between chunks, it writes to every slot at its next position.
+        """
+        logits = []
+        for start, end in pairwise(cuts or [0, int(length_B.max())]):
+            count_B = np.clip(length_B - start, 0, end - start)
+            # a row without tokens has no slot
+            slot_B = np.where(count_B, np.arange(SLOTS), SLOTS)
+            start_B = None if cuts is WHOLE else np.full(SLOTS, start)
+            rows = jax.tree.map(jnp.asarray, PromptPieces(slot_B, start_B, count_B))
+            head = cache.head(1 + sum(end > span for span in SPANS))
+            logits_BTV, head = self._prefill(tokens_BT[:, start:end], rows, head)
+            cache = cache.with_head(head)
+            logits.append(np.asarray(logits_BTV))
+            if decodes_between:
+                _, cache = self.decode(cache, jnp.full(SLOTS, 7), np.minimum(length_B, end))
+        return np.concatenate(logits, axis=1), cache
+
+    def decode(self, cache: KVCache, token_B, position_B):
+        return self._decode(token_B, jnp.asarray(position_B), cache)
+
+
+def parameters_of(config: DecoderConfig, arrangement: Arrangement) -> dict[str, jax.Array]:
+    """The same layers in both arrangements."""
+    single = random_parameters(AbstractModel(config))
+    if arrangement == AS_PUBLISHED:
+        return single
+    found = {}
+    for name in AbstractModel(config, arrangement).abstract_parameters(jnp.float32):
+        layers = [single[one] for one in single_layer_names(name)]
+        found[name] = jnp.stack(layers) if ":" in name else layers[0]
+    return found
+
+
+model = cache(Model)
+
+
+def in_turns(config: DecoderConfig, arrangement: Arrangement) -> DecoderConfig:
+    """Return the model with its layers twice where they are scanned: the loop has two turns."""
+    return replace(config, windows=config.windows * (2 if arrangement.scan_layers else 1))
+
+
+def random_tokens(seed: int) -> jax.Array:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(0, HEADS.vocab_size, (SLOTS, LONGEST)), jnp.int32)
+
+
+def meeting(
+    cases: dict[str, tuple[Arrangement, list[int] | None]], slow: set[tuple[str, str]]
+) -> pytest.MarkDecorator:
+    """Parametrize over configs and cases: without `slow`, every two of the facts meet."""
+    params = [
+        pytest.param(
+            config, *case, id=f"{kind}-{name}", marks=[pytest.mark.slow] * ((kind, name) in slow)
+        )
+        for name, case in cases.items()
+        for kind, config in CONFIGS.items()
+    ]
+    return pytest.mark.parametrize(("config", "arrangement", "cuts"), params)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("cuts", [WHOLE, IN_CHUNKS], ids=["whole", "chunks"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_nothing_is_seen_of_a_former_owner(config, cuts):
+    """Earlier rows of a slot had other lengths, up to the end; the test covers every position."""
+    one, tokens_BT = model(config), random_tokens(1)
+    former_B = LONGEST - np.arange(SLOTS) % 4
+    _, used = one.prefill(one.empty(), random_tokens(2), former_B, IN_CHUNKS)
+    expected, fresh = one.prefill(one.empty(), tokens_BT, LENGTHS, cuts)
+    got, used = one.prefill(used, tokens_BT, LENGTHS, cuts, decodes_between=cuts is not WHOLE)
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_array_equal(got[row, :length], expected[row, :length])
+    for step in range(STEPS):
+        expected_BV, fresh = one.decode(fresh, tokens_BT[:, step], LENGTHS + step)
+        got_BV, used = one.decode(used, tokens_BT[:, step], LENGTHS + step)
+        np.testing.assert_array_equal(got_BV, expected_BV)
+
+
+@meeting(
+    {
+        "chunks": (AS_PUBLISHED, IN_CHUNKS),
+        "uneven chunks": (AS_PUBLISHED, UNEVENLY),
+        "scanned, whole": (SCANNED, WHOLE),
+        "scanned, uneven chunks": (SCANNED, UNEVENLY),
+        "blocks of keys, whole": (BLOCKS, WHOLE),
+        "blocks of keys, uneven chunks": (BLOCKS, UNEVENLY),
+    },
+    slow={
+        ("heads", "scanned, whole"),
+        ("heads", "blocks of keys, uneven chunks"),
+        ("latents", "scanned, uneven chunks"),
+        ("latents", "blocks of keys, whole"),
+    },
+)
+def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
+    """The reference is whole prompts through unrolled layers, entry by entry."""
+    config = in_turns(config, arrangement)
+    whole, other, tokens_BT = model(config), model(config, arrangement), random_tokens(1)
+    expected = live_entries(whole, whole.prefill(whole.empty(), tokens_BT, LENGTHS)[1])
+    got = live_entries(other, other.prefill(other.empty(), tokens_BT, LENGTHS, cuts)[1])
+    for (position_BS, arrays), (expected_BS, expected_arrays) in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(position_BS, expected_BS)
+        for array, wanted in zip(arrays, expected_arrays, strict=True):
+            np.testing.assert_allclose(array, wanted, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
+
+
+@meeting(
+    {
+        "wide heads, whole": (WIDE, WHOLE),
+        "wide heads, uneven chunks": (WIDE, UNEVENLY),
+        "wide heads, scanned, whole": (replace(WIDE, scan_layers=True), WHOLE),
+        "blocks of keys, whole": (BLOCKS, WHOLE),
+        "blocks of keys, uneven chunks": (BLOCKS, UNEVENLY),
+    },
+    slow={
+        ("heads", "wide heads, whole"),
+        ("heads", "blocks of keys, uneven chunks"),
+        ("latents", "wide heads, uneven chunks"),
+        ("latents", "blocks of keys, whole"),
+    },
+)
+def test_a_cache_arranged_otherwise_gives_the_same_answers(config, arrangement, cuts):
+    config, tokens_BT, found = in_turns(config, arrangement), random_tokens(2), []
+    for one in (model(config), model(config, arrangement)):
+        logits_BTV, cache = one.prefill(one.empty(), tokens_BT, LENGTHS, cuts)
+        is_token_BT = np.arange(logits_BTV.shape[1]) < LENGTHS[:, None]
+        logits = [logits_BTV[is_token_BT]]
+        for step in range(STEPS):
+            logits_BV, cache = one.decode(cache, jnp.full(SLOTS, 3 + step), LENGTHS + step)
+            logits.append(np.asarray(logits_BV))
+        found.append(logits)
+    for ours, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
+
+
+def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+    """Return each layer's positions in order, with its entries; zeros if there is no token."""
+    found = {}
+    for layers, kept in zip(block_layers(one.config, one.arrangement), cache.layers, strict=True):
+        positions = cache.positions.for_window(one.config.windows[layers.start])
+        position_BS = np.concatenate(positions, axis=1)
+        for index, layer in enumerate(layers):
+            arrays = []
+            for segments, axis in zip(kept, kept.POSITION_AXES, strict=True):
+                if axis == 4:
+                    segments = map(join_blocks, segments, kept.lengths)
+                array = np.moveaxis(np.concatenate([*segments], axis)[index], axis - 1, -1)
+                is_live = position_BS.reshape(SLOTS, *[1] * (array.ndim - 2), -1) >= 0
+                arrays.append(np.where(is_live, array, 0))
+            found[layer] = position_BS, arrays
+    return [found[layer] for layer in range(one.config.num_layers)]
+
+
+@pytest.mark.parametrize(("codes", "size"), [(None, 8), ("int8", 8), (INT4_IN_BYTES, 16)])
+def test_slots_are_taken_without_the_padding_of_heads_unless_it_is_rotated(codes, size):
+    arrangement = replace(WIDE, cache_codes=codes)
+    cache = kv_cache.allocate(HEADS, 3, SPANS, jnp.dtype("float32"), arrangement=arrangement)
+    slots, heads = jnp.array([2, 0]), HEADS.num_kv_heads
+    taken = layer_of_slots(cache.layers[0], jnp.int32(0), slots, 0, heads, 8, ON_ONE_DEVICE)
+    shapes = [(1, 2, heads, count, size) for count in (4, 20)]
+    assert [x.shape for x in taken.v_LBKSH] == shapes
+    assert [x.shape for x in taken.k_LBKHS] == [(*s[:3], s[4], s[3]) for s in shapes]
