@@ -21,8 +21,7 @@ def check_count(name: str, value: object) -> None:
 def is_count(value: object) -> bool:
     """Whether the value is a positive integer up to `MAX_COUNT`."""
     # bool is an int in Python; `decode_slots = true` is a mistake
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    return is_integer and 0 < value <= MAX_COUNT
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
 
 
 def check_positive(owner: str, **numbers: float | None) -> None:
