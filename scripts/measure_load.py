@@ -269,7 +269,7 @@ def load_in_worker(options: argparse.Namespace) -> None:
     from noria.modelzoo.families.config_reader import ConfigReader
     from noria.modelzoo.families.quantisation import read_quantisation
     from noria.runtime.checkpoint import load_params, open_model
-    from noria.runtime.checkpoint.dequantised_tensors import dequantise
+    from noria.runtime.checkpoint.formats.dequantised_tensors import dequantise
 
     n = jax.device_count()
     with open_model(options.folder) as model:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...modelzoo.families.family import ModelSpec
 from ...modelzoo.families.registry import head_prefix, text_prefixes
-from ..checkpoint.safetensors import PICKLES, SafetensorsFile
+from ..checkpoint.formats.safetensors import PICKLES, SafetensorsFile
 from ..checkpoint.small_files import file_inside, has_file, read_json_object, read_small
 from ..checkpoint.tensor_source import AxisPattern
 from ..errors import InvalidAdapter, InvalidSafetensors

@@ -16,8 +16,8 @@ from ...modelzoo.families.config_reader import listing
 from ..console import plural
 from ..errors import InvalidConfig
 from ..text.tokenizer_directory import read_chat_template
+from .formats.published_formats import CodedSource
 from .model_files import ModelFiles
-from .published_formats import CodedSource
 from .small_files import has_file, read_json_object
 from .tensor_source import TensorSource
 

@@ -28,8 +28,8 @@ from ...modelzoo.families.mapping import ParameterSource
 from ...modelzoo.layer_groups import single_layer_names
 from ...modelzoo.weights.weight_formats import OFFSETS, ORDER, SCALES, Quantisation
 from ..errors import CheckpointMismatch
-from .coded_tensors import Part
-from .published_formats import CodedSource
+from .formats.coded_tensors import Part
+from .formats.published_formats import CodedSource
 from .published_weight import PublishedWeight
 from .quantiser import WeightQuantiser
 from .tensor_source import AxisPattern, Box, Index, Interval, TensorSource, intervals, source_of

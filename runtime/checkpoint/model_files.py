@@ -21,10 +21,11 @@ from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
 from ...modelzoo.families.quantisation import read_quantisation
 from ..errors import CheckpointError, InvalidConfig, ModelNotFound
 from ..pods.peers import ALONE, Peers
-from .dequantised_tensors import DequantisedTensors, dequantise
+from .formats.dequantised_tensors import DequantisedTensors, dequantise
+from .formats.gguf import GGUFFile
+from .formats.module_tensors import ModuleTensors, module_weight_files
+from .formats.safetensors import PICKLES, SafetensorsDirectory, safetensors_files
 from .generation_defaults import GenerationDefaults
-from .gguf import GGUFFile
-from .module_tensors import ModuleTensors, module_weight_files
 from .orbax_store import (
     GGUF_METADATA,
     NORIA_JSON,
@@ -36,7 +37,6 @@ from .orbax_store import (
     read_tokenizer_files,
     spec_of,
 )
-from .safetensors import PICKLES, SafetensorsDirectory, safetensors_files
 from .sentence_modules import dense_folders, module_files, read_pooling
 from .small_files import has_file, read_json_object, read_small
 from .tensor_source import TensorSource

@@ -12,8 +12,8 @@ from ...compile.plan import Numbers, published_table
 from ...compile.weight_rules import KEPT
 from ..errors import ModelNotFound
 from ..files.run_config import apply_overrides
+from .formats.published_formats import by_pattern, published_formats
 from .model_files import ModelFiles
-from .published_formats import by_pattern, published_formats
 
 
 def override_plan(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...modelzoo.weights.weight_formats import OFFSETS, ORDER, SCALES, Quantisation
 from ..errors import CheckpointMismatch
-from .coded_tensors import Part
+from .formats.coded_tensors import Part
 from .quantiser import split_groups, weight_box
 from .tensor_source import Box, Interval
 

@@ -71,7 +71,7 @@ def stored_dtype(files: "ModelFiles", dtype: str, *, rounds_codes: bool = False)
 
     With `rounds_codes`, tensors that are published in codes do not count.
     """
-    from ..checkpoint.published_formats import CodedSource
+    from ..checkpoint.formats.published_formats import CodedSource
 
     if dtype != "auto":
         return dtype

@@ -23,7 +23,7 @@ from ...modelzoo.families.registry import from_hf_config
 from ...modelzoo.families.written_config import write_config
 from ...modelzoo.weights.weight_formats import SCALES, WeightFormat
 from ..checkpoint import ModelFiles
-from ..checkpoint.compressed_tensors import Layout, Matrix, quantisation_config
+from ..checkpoint.formats.compressed_tensors import Layout, Matrix, quantisation_config
 from ..checkpoint.orbax_store import TOKENIZER_FILES
 from ..checkpoint.published_tensors import publish
 from ..checkpoint.sentence_modules import module_files

@@ -15,7 +15,7 @@ import numpy as np
 from ...compile.abstract_model import AbstractModel
 from ...modelzoo.weights.weight_formats import SCALES, WeightFormat
 from ..checkpoint import ModelFiles
-from ..checkpoint.compressed_tensors import write_directory
+from ..checkpoint.formats.compressed_tensors import write_directory
 from ..checkpoint.loader import check_coverage, read_parameter
 from ..checkpoint.model_stamp import ModelStamp
 from ..checkpoint.quantiser import dequantise

@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Iterable
 from ..errors import RowError
 from .byte_automaton import TooLarge, compile_language
 from .grammar import read_grammar
-from .json_scalars import SchemaError, too_large
-from .json_schema import read_schema
-from .json_text import any_object
 from .language import Alternatives, Language, Literal, Origin, ReadLanguage, TooManyParts
 from .params import StructuredOutputsParams
 from .pattern import PatternError, read_pattern
+from .schemas.json_scalars import SchemaError, too_large
+from .schemas.json_schema import read_schema
+from .schemas.json_text import any_object
 from .token_automaton import NoTokens, TokenAutomaton, TokenTrie, compile_tokens
 
 DEPTH_OF_OBJECTS = 4

@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.moe.config import ClampedUnit, ExpertGroups
 from noria.runtime.checkpoint import load_params, open_model, save_orbax
-from noria.runtime.checkpoint.gguf import GGUFFile
+from noria.runtime.checkpoint.formats.gguf import GGUFFile
+from noria.runtime.checkpoint.formats.safetensors import SafetensorsDirectory
 from noria.runtime.checkpoint.loader import read_parameter
-from noria.runtime.checkpoint.safetensors import SafetensorsDirectory
 from noria.runtime.errors import CheckpointMismatch
 
 E, D, F = 4, 16, 24

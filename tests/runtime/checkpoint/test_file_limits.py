@@ -6,7 +6,7 @@ import struct
 import pytest
 from gguf_writer import build
 
-from noria.runtime.checkpoint import gguf_header, safetensors
+from noria.runtime.checkpoint.formats import gguf_header, safetensors
 from noria.runtime.errors import InvalidGGUF, InvalidSafetensors
 
 

@@ -18,7 +18,7 @@ from conformance import CASES, save_reference
 
 from noria.compile.abstract_model import AbstractModel
 from noria.runtime.checkpoint import load_params, open_model
-from noria.runtime.checkpoint.safetensors import SafetensorsDirectory
+from noria.runtime.checkpoint.formats.safetensors import SafetensorsDirectory
 
 pytestmark = pytest.mark.reference
 

@@ -14,7 +14,7 @@ from noria.compile.plan import Numbers
 from noria.modelzoo.weights.weight_formats import BYTE_DTYPES
 from noria.runtime.checkpoint import open_model
 from noria.runtime.checkpoint.description import describe
-from noria.runtime.checkpoint.gguf_codes import CODES
+from noria.runtime.checkpoint.formats.gguf_codes import CODES
 from noria.runtime.checkpoint.published_numbers import keep_published
 
 EMBED, KEYS = 256, 64

@@ -23,7 +23,7 @@ from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.pooling_config import Pooling
 from noria.modelzoo.weights.weight_formats import WeightFormat
 from noria.runtime.checkpoint import ModelFiles, open_model
-from noria.runtime.checkpoint.compressed_tensors import write_directory
+from noria.runtime.checkpoint.formats.compressed_tensors import write_directory
 from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.published_tensors import publish
 from noria.runtime.cli import main

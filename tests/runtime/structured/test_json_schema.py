@@ -15,9 +15,9 @@ from schemas import CASES, REFUSED
 
 from noria.runtime.structured.automaton import DEAD, START, ByteAutomaton
 from noria.runtime.structured.byte_automaton import compile_language, steps_to
-from noria.runtime.structured.json_scalars import SchemaError
-from noria.runtime.structured.json_schema import read_schema
-from noria.runtime.structured.schema_apart import apart_options
+from noria.runtime.structured.schemas.json_scalars import SchemaError
+from noria.runtime.structured.schemas.json_schema import read_schema
+from noria.runtime.structured.schemas.schema_apart import apart_options
 
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 

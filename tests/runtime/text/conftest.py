@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from noria.runtime.checkpoint.gguf_header import read_header
+from noria.runtime.checkpoint.formats.gguf_header import read_header
 from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.tokenizer import Tokenizer
 

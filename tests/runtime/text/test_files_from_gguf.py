@@ -3,7 +3,7 @@
 import pytest
 from numerics_helpers import embedded_file
 
-from noria.runtime.checkpoint.gguf import GGUFFile
+from noria.runtime.checkpoint.formats.gguf import GGUFFile
 from noria.runtime.errors import InvalidTokenizer
 from noria.runtime.text.gguf_vocabulary import files_from_gguf, tokenizer_from_gguf
 from noria.runtime.text.load_tokenizer import load_tokenizer

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...modelzoo.families.quantisation import Quantisation
-from ..console import plural
-from ..errors import InvalidQuantisation
+from ....modelzoo.families.quantisation import Quantisation
+from ...console import plural
+from ...errors import InvalidQuantisation
+from ..tensor_source import Index, TensorInfo, TensorSource, intervals
 from .block_formats import BlockFormat, format_of
 from .coded_tensors import CODES, SCALES, ArrayMismatch, CodedTensor, KeptCodes, Part
 from .published_formats import PartOfTensors
-from .tensor_source import Index, TensorInfo, TensorSource, intervals
 
 MAX_LISTED = 20
 

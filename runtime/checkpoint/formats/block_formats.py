@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...modelzoo.families.quantisation import (
+from ....modelzoo.families.quantisation import (
     Awq,
     BlockFloat8,
     CompressedTensors,
     Gptq,
     Quantisation,
 )
+from ..tensor_source import TensorInfo
 from .coded_tensors import (
     CODES,
     GROUPS,
@@ -33,7 +34,6 @@ from .coded_tensors import (
     StoredMatrix,
 )
 from .packed_words import Packing
-from .tensor_source import TensorInfo
 
 _FLOATS = ("F32", "BF16", "F16")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4
-from noria.runtime.checkpoint.block_formats import format_of
+from noria.runtime.checkpoint.formats.block_formats import format_of
 from noria.runtime.checkpoint.tensor_source import TensorInfo, intervals
 
 ROWS, COLUMNS = 5, 3

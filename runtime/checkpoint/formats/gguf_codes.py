@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...modelzoo.weights.weight_formats import WeightFormat
+from ....modelzoo.weights.weight_formats import WeightFormat
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,9 @@ from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import Any
 
-from .automaton import ByteAutomaton
-from .byte_automaton import TooLarge, both, compile_language
-from .formats import FORMATS, PATTERNS
-from .json_scalars import SchemaError, count_of, schema_error, too_large
-from .json_text import JSON_CHARACTER, in_json_string
-from .language import (
+from ..automaton import ByteAutomaton
+from ..byte_automaton import TooLarge, both, compile_language
+from ..language import (
     Alternatives,
     Characters,
     Compiled,
@@ -24,7 +21,10 @@ from .language import (
     Repetition,
     sequence,
 )
-from .pattern import PatternError, read_pattern
+from ..pattern import PatternError, read_pattern
+from .formats import FORMATS, PATTERNS
+from .json_scalars import SchemaError, count_of, schema_error, too_large
+from .json_text import JSON_CHARACTER, in_json_string
 
 REPEATS = (256, 32)
 """Largest numbers of times that a part without a bound is repeated, tried in order if `maxLength`

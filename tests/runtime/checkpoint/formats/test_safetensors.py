@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from noria.runtime.checkpoint import safetensors as module
-from noria.runtime.checkpoint.safetensors import SafetensorsDirectory, safetensors_files
+from noria.runtime.checkpoint.formats import safetensors as module
+from noria.runtime.checkpoint.formats.safetensors import SafetensorsDirectory, safetensors_files
 from noria.runtime.errors import CheckpointChanged, InvalidSafetensors, ModelNotFound
 
 WEIGHTS = {

@@ -10,7 +10,7 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from .language import (
+from ..language import (
     ANY_CHARACTER,
     Alternatives,
     Characters,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .tensor_source import Interval
+from ..tensor_source import Interval
 
 WORD_BITS = 32
 

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from ...modelzoo.families.mapping import TensorPart
-from ...modelzoo.weights.weight_formats import (
+from ....modelzoo.families.mapping import TensorPart
+from ....modelzoo.weights.weight_formats import (
     BYTE_DTYPES,
     Quantisation,
     WeightFormat,
     common_format,
 )
-from ..files.optional_packages import require
+from ...files.optional_packages import require
+from ..tensor_source import AxisPattern, Index, TensorInfo, TensorSource
 from .coded_tensors import KeptCodes, Part
-from .tensor_source import AxisPattern, Index, TensorInfo, TensorSource
 
 if TYPE_CHECKING:
-    from ...modelzoo.families.family import ModelSpec
+    from ....modelzoo.families.family import ModelSpec
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 _ANY_LAYER = "layers.*."

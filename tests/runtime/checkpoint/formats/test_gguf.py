@@ -13,9 +13,9 @@ from gguf_writer import Writer, build, f32, llama_metadata, stored_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noria.runtime.checkpoint.gguf import GGUFFile
-from noria.runtime.checkpoint.gguf_codes import CODES
-from noria.runtime.checkpoint.gguf_header import (
+from noria.runtime.checkpoint.formats.gguf import GGUFFile
+from noria.runtime.checkpoint.formats.gguf_codes import CODES
+from noria.runtime.checkpoint.formats.gguf_header import (
     MAX_ALIGNMENT,
     MAX_RANK,
     TENSOR_TYPES,

@@ -6,10 +6,8 @@ Does not know about references or tokens.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .byte_automaton import TooLarge, both, compile_language
-from .json_scalars import count_of, has_type, literal_of, schema_error, too_large
-from .json_text import COMMA
-from .language import (
+from ..byte_automaton import TooLarge, both, compile_language
+from ..language import (
     NOTHING,
     Alternatives,
     Compiled,
@@ -22,6 +20,8 @@ from .language import (
     Separated,
     sequence,
 )
+from .json_scalars import count_of, has_type, literal_of, schema_error, too_large
+from .json_text import COMMA
 from .schema_keywords import ASSERTIONS, CONSTANTS, check_keywords
 from .schema_logic import Schema, canonical, values_in
 

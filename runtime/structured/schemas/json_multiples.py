@@ -8,9 +8,9 @@ import math
 from collections.abc import Collection
 from decimal import Decimal
 
-from .byte_automaton import both, compile_language, multiples_of
+from ..byte_automaton import both, compile_language, multiples_of
+from ..language import Alternatives, Compiled, Language, Literal
 from .json_text import INTEGER, bounded_integer
-from .language import Alternatives, Compiled, Language, Literal
 
 MAX_MULTIPLES = 1_000
 """Maximum number of multiples that are listed, and maximum step of integers."""

@@ -14,10 +14,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from ...modelzoo.weights.weight_formats import WeightFormat
-from ..files.optional_packages import require
+from ....modelzoo.weights.weight_formats import WeightFormat
+from ...files.optional_packages import require
+from ..tensor_source import Box, Index, Interval
 from .packed_words import Packing
-from .tensor_source import Box, Index, Interval
 
 Shape = tuple[int, ...]
 Part = Literal["values", "codes", "scales", "offsets", "groups"]

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from ..console import plural
-from ..errors import CheckpointError, InvalidSafetensors, ModelNotFound
-from ..files.file_facts import FileStamp
-from ..files.optional_packages import require
-from .small_files import file_inside, has_file, parse_json_object, read_json_object
-from .tensor_source import Index, TensorInfo
+from ...console import plural
+from ...errors import CheckpointError, InvalidSafetensors, ModelNotFound
+from ...files.file_facts import FileStamp
+from ...files.optional_packages import require
+from ..small_files import file_inside, has_file, parse_json_object, read_json_object
+from ..tensor_source import Index, TensorInfo
 
 MAX_HEADER_BYTES = 32 * 2**20
 MAX_TENSORS = 100_000

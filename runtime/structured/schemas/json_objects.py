@@ -6,12 +6,12 @@ Does not know about references or tokens.
 from collections.abc import Mapping
 from typing import Any
 
-from .byte_automaton import TooLarge, compile_language
+from ..byte_automaton import TooLarge, compile_language
+from ..language import NOTHING, Language, Literal, Members, Origin, Separated, sequence
+from ..pattern import PatternError, read_pattern
 from .json_arrays import ReadPart
 from .json_scalars import SchemaError, count_of, literal_of, schema_error, too_large
 from .json_text import COLON, COMMA, json_map
-from .language import NOTHING, Language, Literal, Members, Origin, Separated, sequence
-from .pattern import PatternError, read_pattern
 from .schema_logic import Schema
 
 

@@ -16,10 +16,10 @@ from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.families.mapping import ParameterSource, TensorPart
 from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4
 from noria.runtime.checkpoint import load_params, loader, open_model
-from noria.runtime.checkpoint.dequantised_tensors import dequantise
 from noria.runtime.checkpoint.description import describe
+from noria.runtime.checkpoint.formats.dequantised_tensors import dequantise
+from noria.runtime.checkpoint.formats.safetensors import SafetensorsDirectory
 from noria.runtime.checkpoint.loader import read_parameter
-from noria.runtime.checkpoint.safetensors import SafetensorsDirectory
 from noria.runtime.errors import CheckpointMismatch, InvalidQuantisation
 
 BLOCK = 128

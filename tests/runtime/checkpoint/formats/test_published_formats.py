@@ -13,8 +13,8 @@ from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.families.config_reader import ConfigReader
 from noria.modelzoo.families.quantisation import read_quantisation
 from noria.runtime.checkpoint import load_params, open_model
-from noria.runtime.checkpoint.dequantised_tensors import DequantisedTensors, dequantise
-from noria.runtime.checkpoint.safetensors import SafetensorsDirectory
+from noria.runtime.checkpoint.formats.dequantised_tensors import DequantisedTensors, dequantise
+from noria.runtime.checkpoint.formats.safetensors import SafetensorsDirectory
 from noria.runtime.errors import CheckpointMismatch, InvalidQuantisation
 
 LLAMA = CONFIG | {"hidden_size": 32, "intermediate_size": 48}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import ModelNotFound
+from ...errors import ModelNotFound
+from ..small_files import file_inside, has_file
+from ..tensor_source import Index, TensorInfo, TensorSource
 from .safetensors import PICKLES, SINGLE, SafetensorsFile
-from .small_files import file_inside, has_file
-from .tensor_source import Index, TensorInfo, TensorSource
 
 
 def module_weight_files(directory: Path, folders: Iterable[str]) -> dict[str, Path]:

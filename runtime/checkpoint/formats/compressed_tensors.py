@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ...modelzoo.weights.weight_formats import CODE_BITS, WeightFormat
-from ..files.disk import Disk, replace_file
+from ....modelzoo.weights.weight_formats import CODE_BITS, WeightFormat
+from ...files.disk import Disk, replace_file
 from .safetensors import SINGLE
 
 CODES_IN_WORD = 8

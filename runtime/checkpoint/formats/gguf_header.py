@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidGGUF
-from .tensor_source import TensorInfo
+from ...errors import InvalidGGUF
+from ..tensor_source import TensorInfo
 
 MAX_METADATA_KEYS = 65_536
 MAX_TENSORS = 100_000

@@ -9,20 +9,12 @@ are refused with their place. Does not know about tokens or requests.
 from collections.abc import Sequence
 from typing import Any
 
+from ..language import NOTHING, Alternatives, Language, Literal, Origin, ReadLanguage, TooManyParts
 from .json_arrays import array_of
 from .json_objects import object_of
 from .json_scalars import SchemaError, number_of, schema_error, values_of
 from .json_strings import string_of
 from .json_text import BOOLEAN, any_value
-from .language import (
-    NOTHING,
-    Alternatives,
-    Language,
-    Literal,
-    Origin,
-    ReadLanguage,
-    TooManyParts,
-)
 from .schema_apart import apart_options
 from .schema_keywords import ASSERTIONS, COMBINATIONS, CONSTANTS, check_keywords, implied_types
 from .schema_logic import Schema, conjunction, exactly_one_required

@@ -9,17 +9,10 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from .byte_automaton import TooLarge
+from ..byte_automaton import TooLarge
+from ..language import Alternatives, Language, Origin
 from .json_multiples import MAX_MULTIPLES, integer_multiples, listed_multiples
-from .json_text import (
-    INTEGER,
-    MAX_DIGITS,
-    NUMBER,
-    bounded_integer,
-    bounded_number,
-    literal,
-)
-from .language import Alternatives, Language, Origin
+from .json_text import INTEGER, MAX_DIGITS, NUMBER, bounded_integer, bounded_number, literal
 
 MAX_BOUND_DIGITS = 20
 """Maximum number of digits of a bound, those before and after the point together."""

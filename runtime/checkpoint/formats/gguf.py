@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointChanged
-from ..files.file_facts import FileStamp
-from ..files.optional_packages import require
+from ...errors import CheckpointChanged
+from ...files.file_facts import FileStamp
+from ...files.optional_packages import require
+from ..tensor_source import Index, Interval, TensorInfo, TensorSource, intervals
 from .coded_tensors import KeptCodes, Part
 from .gguf_codes import CODES
 from .gguf_header import TENSOR_TYPES, read_header
 from .published_formats import PartOfTensors
-from .tensor_source import Index, Interval, TensorInfo, TensorSource, intervals
 
 
 class GGUFFile:

@@ -1,0 +1,1 @@
+"""Formats of published tensors: safetensors, GGUF, and weights in codes of few bits."""
