@@ -53,6 +53,10 @@ class RowError(ValueError):
         self.message = message
         self.param = param
 
+    def __reduce__(self):
+        """Pickle all arguments, so that a worker's error reaches its parent process."""
+        return type(self), (self.code, self.message, self.param)
+
 
 def unknown_parameter(key: str, known: tuple[str, ...]) -> RowError:
     """The error for an unknown key, with the most similar known key."""
