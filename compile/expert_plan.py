@@ -35,7 +35,13 @@ class ExpertPlan:
                 f"[experts] overflow: expected one of {get_args(Overflow)}, got {self.overflow!r}."
             )
         for phase in PHASES:
-            if getattr(self, phase).tiles != LOSSLESS.tiles:
+            dispatch = getattr(self, phase)
+            if not isinstance(dispatch, Dispatch):
+                raise ValueError(
+                    f"[experts.{phase}]: expected a Dispatch such as Dispatch('capacity', 1.5), "
+                    f"got {dispatch!r}."
+                )
+            if dispatch.tiles != LOSSLESS.tiles:
                 raise ValueError(
                     f"[experts.{phase}] tiles: expected the target's tiles, got others. Leave "
                     f"them out of the dispatch."

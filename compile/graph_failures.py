@@ -19,7 +19,11 @@ class GraphFailed(RuntimeError):
 
     def __init__(self, name: str, grid: BucketGrid, problem: str):
         super().__init__(f"graph {name!r} {problem}. {_advice(name, grid)}")
-        self.name, self.grid = name, grid
+        self.name, self.grid, self.problem = name, grid, problem
+
+    def __reduce__(self):
+        """Pickle all arguments, so that a worker's error reaches its parent process."""
+        return type(self), (self.name, self.grid, self.problem)
 
 
 class CompilerOptionRefused(ValueError):

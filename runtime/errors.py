@@ -13,7 +13,7 @@ from contextlib import suppress
 EXIT_OK = 0
 """Every row has a result."""
 EXIT_ROWS_FAILED = 1
-"""Some rows ended as errors; for `noria layouts`: some layout is illegal or wrong."""
+"""Some rows ended as errors; for `noria layouts`: a layout that the user named is illegal."""
 EXIT_USAGE = 2
 """An option, an input or a configuration cannot be used."""
 EXIT_MODEL = 3
@@ -52,6 +52,10 @@ class RowError(ValueError):
         self.code = code
         self.message = message
         self.param = param
+
+    def __reduce__(self):
+        """Pickle all arguments, so that a worker's error reaches its parent process."""
+        return type(self), (self.code, self.message, self.param)
 
 
 def unknown_parameter(key: str, known: tuple[str, ...]) -> RowError:

@@ -112,7 +112,7 @@ class LLM:
     ):
         """Load the model and compile its grid; see the class for the arguments."""
         check_kinds(model=model, adapters=adapters, plan=plan, dtype=dtype, target=target)
-        check_kinds(seed=seed, strict_config=strict_config)
+        check_kinds(merge_adapter=merge_adapter, seed=seed, strict_config=strict_config, now=now)
         arguments = PlanArguments(
             runner, numbers, layout, experts, max_model_len, max_num_seqs, structured_outputs
         )

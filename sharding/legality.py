@@ -33,9 +33,13 @@ class IllegalLayout(ValueError):
     """An illegal layout, with all findings."""
 
     def __init__(self, layout: Layout, findings: Sequence[str]):
-        self.findings = tuple(findings)
+        self.layout, self.findings = layout, tuple(findings)
         listed = "".join(f"\n  {finding}" for finding in findings)
         super().__init__(f"layout {layout.name!r} ({layout.mesh}) is illegal:{listed}")
+
+    def __reduce__(self):
+        """Pickle all arguments, so that a worker's error reaches its parent process."""
+        return type(self), (self.layout, self.findings)
 
 
 @dataclass(frozen=True)

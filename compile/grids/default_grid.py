@@ -209,7 +209,7 @@ def _spans(expected: int, max_length: int, defaults: GridDefaults) -> tuple[int,
     """Spans in equal steps up to the expected length, and one span for longer rows."""
     step = math.lcm(SPAN_STEP, defaults.span_multiple)
     count = max(1, defaults.max_decode_graphs - (max_length > expected))
-    steps = {min(round_up(expected * i // count, step), expected) for i in range(1, count)}
+    steps = {min(round_up(max(1, expected * i // count), step), expected) for i in range(1, count)}
     return tuple(sorted(steps | {expected, max_length}))
 
 

@@ -383,7 +383,13 @@ def differences(
 ) -> list[str]:
     """One line for each key whose values differ, with both values after the two `names`."""
     return [
-        f"  {key}: {names[0]} {first.get(key, 'nothing')}, {names[1]} {second.get(key, 'nothing')}"
+        f"  {key}: {names[0]} {_shown(first.get(key))}, {names[1]} {_shown(second.get(key))}"
         for key in sorted({*first, *second})
         if first.get(key) != second.get(key)
     ]
+
+
+def _shown(value: object) -> object:
+    if value is None:
+        return "nothing"
+    return "none" if value == "" else value

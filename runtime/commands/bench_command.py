@@ -376,7 +376,7 @@ def _line(result: CaseResult) -> str:
 def _report(
     options: argparse.Namespace, files, dtype: str, results: list[CaseResult]
 ) -> dict[str, Any]:
-    settings = {key: str(value) for key, value in vars(options).items()}
+    settings = {key: str(value) for key, value in vars(options).items() if key != "run"}
     return {
         "settings": settings,
         "model": {"name": files.name, "fingerprint": files.fingerprint(), "dtype": dtype},

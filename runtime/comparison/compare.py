@@ -102,6 +102,9 @@ def compare(
     """
     if len(models) < 2:
         raise ConfigError(f"compare: expected two models or more, got {len(models)}.")
+    for index, model in enumerate(models):
+        if not isinstance(model, ComparedModel):
+            raise ConfigError(f"models[{index}]: expected a ComparedModel, got {model!r}.")
     session.prepare_jax(target)
     if isinstance(rows, str | Path):
         with open_model(models[0].model) as files:

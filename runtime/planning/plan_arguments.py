@@ -38,6 +38,7 @@ RUNNERS = ("auto", "generate", "pooling")
 
 _KINDS: Mapping[str, tuple[type | UnionType, str]] = {
     "model": (str | Path, "the name or the path of a model"),
+    "merge_adapter": (str | Path | None, "the folder of an adapter"),
     "adapters": (Mapping | None, "a mapping from names to folders"),
     "plan": (Plan | str | Path | None, "a Plan, or the path of a plan or a bundle"),
     "dtype": (str, "float32, bfloat16 or auto"),
@@ -47,6 +48,7 @@ _KINDS: Mapping[str, tuple[type | UnionType, str]] = {
     "numbers": (Mapping | None, "a mapping such as {'weights': 'int8'}"),
     "seed": (int, "an integer"),
     "strict_config": (bool, "True or False"),
+    "now": (str | None, "a local date and time such as 2026-01-31T12:00:00"),
     "structured_outputs": (list | tuple, "a list of StructuredOutputsParams"),
 }
 

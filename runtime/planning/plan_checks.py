@@ -19,6 +19,7 @@ from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import require
 from ..checkpoint import ModelFiles
+from ..errors import ModelNotFound
 
 
 def read_stored(text: str) -> Plan:
@@ -101,7 +102,14 @@ def check_model(plan: Plan, files: ModelFiles) -> None:
       ValueError: The plan was made for another model, or its rows are too long.
     """
     if plan.model.fingerprint:
-        expected = files.fingerprint()
+        try:
+            expected = files.fingerprint()
+        except ModelNotFound:
+            raise ValueError(
+                f"plan model.fingerprint: expected none, as {files.name} has no weights to compare "
+                f"with, got {plan.model.fingerprint}. Give the model with its weights, or plan for "
+                f"this folder."
+            ) from None
         _expect("model.fingerprint", expected, plan.model.fingerprint, "Plan again for this model.")
     config = files.spec.config
     if not plan.buckets.embed and config.lacks_generation is not None:

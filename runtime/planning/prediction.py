@@ -324,6 +324,11 @@ def _calibration(
     with options.calibration.open(encoding="utf-8") as file:
         try:
             calibration = Calibration.from_json(json.load(file))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{options.calibration}: expected a calibration in JSON, got: {error}. Write one "
+                f"with noria bench --calibration."
+            ) from None
         except ValueError as error:
             raise ConfigError(f"{options.calibration}: {error}") from None
     hardware = _hardware(options)

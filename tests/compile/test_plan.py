@@ -299,6 +299,12 @@ def test_what_is_left_out_of_the_tables_of_experts_is_without_loss():
     assert ExpertPlan.from_table({}) == ExpertPlan(LOSSLESS, LOSSLESS, "error")
 
 
+@pytest.mark.parametrize("decode", ["capacity", {"dispatch": "capacity", "capacity_factor": 2}])
+def test_what_is_no_dispatch_is_refused_by_its_phase(decode):
+    with pytest.raises(ValueError, match=r"^\[experts.decode\]: expected a Dispatch such as"):
+        ExpertPlan(decode=decode)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -106,6 +106,16 @@ def test_a_folder_without_a_plan_is_refused(noria, source, tmp_path):
     assert "noria compile" in said
 
 
+def test_a_plan_for_a_model_with_weights_is_not_compiled_without_them(noria, plan, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(noria.model / "config.json", model)
+    arguments = ("--model", model, "--plan", plan, "-o", tmp_path / "bundle")
+    said = noria.refuse("compile", *arguments)
+    assert "plan model.fingerprint: expected none, as " in said
+    assert "Give the model with its weights" in said
+
+
 @pytest.mark.tpu_compile
 def test_for_a_tpu_that_is_not_there_report_and_executables_are_kept(noria, source):
     plan, folder = source.with_name("tpu.toml"), source.with_name("tpu")

@@ -198,6 +198,7 @@ def test_a_table_that_cannot_be_is_refused_by_line(noria, source, content, messa
         (("--max-decode-graphs", "9"), "--max-decode-graphs: expected at most 8"),
         (("--max-padding", "1.0001"), "got at least"),
         (("--layout", "data-parallel@data=2"), "devices"),
+        (("--calibration", __file__), "expected a calibration in JSON, got: "),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_remedy(noria, source, arguments, message):

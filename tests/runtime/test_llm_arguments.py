@@ -1,6 +1,7 @@
 """Arguments of `LLM` and of its calls: wrong ones are refused by name, before a model is read."""
 
 from dataclasses import replace
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ USER = {"role": "user", "content": "hi"}
     ("name", "value", "expected"),
     [
         ("adapters", ["ad1"], "a mapping from names to folders, got"),
+        ("merge_adapter", 5, "the folder of an adapter, got 5"),
         ("plan", 5, "a Plan, or the path"),
         ("dtype", None, "float32, bfloat16 or auto"),
         ("target", 5, "the name of a target"),
@@ -42,6 +44,7 @@ USER = {"role": "user", "content": "hi"}
         ("seed", "x", "an integer, got 'x'"),
         ("seed", True, "an integer, got True"),
         ("strict_config", "no", "True or False, got 'no'"),
+        ("now", datetime(2026, 1, 31), "a local date and time such as 2026-01-31T12:00:00, got"),
     ],
 )
 def test_a_wrong_argument_of_a_model_is_refused(name, value, expected):

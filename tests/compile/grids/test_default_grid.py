@@ -91,7 +91,7 @@ def test_a_job_without_runnable_rows_still_has_a_grid():
     assert derive_grid([], 512).decode_slots == 1
 
 
-@pytest.mark.parametrize("max_length", [16, 100, 2048])
+@pytest.mark.parametrize("max_length", [1, 2, 16, 100, 2048])
 def test_the_ladder_reaches_its_length(max_length):
     grid = ladder_grid(max_length, 8, score=True)
     assert grid.prefill[-1].length == grid.max_length == grid.decode_spans[-1] == max_length

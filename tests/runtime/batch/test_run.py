@@ -671,6 +671,9 @@ def test_what_differs_from_a_finished_output_is_said(tmp_path):
     assert refusal(error_file=tmp_path / "err.jsonl") == (
         "  outputs: there out.jsonl, now err.jsonl, out.jsonl"
     )
+    assert refusal(configuration={"model": "fake", "dtype": ""}) == (
+        "  dtype: there float32, now none"
+    )
     before = source.read_text()
     source.write_text(before + "\n{}")
     assert re.fullmatch(

@@ -56,6 +56,7 @@ def test_no_case_compiles_while_it_is_measured(report):
 def test_the_report_says_what_it_was_measured_on(report):
     machine = report[0]["machine"]
     assert machine["processor"] and machine["devices"] and machine["versions"]["jax"]
+    assert "run" not in report[0]["settings"]
 
 
 def test_times_of_the_phases_are_inside_the_wall_time(report):

@@ -268,6 +268,12 @@ def test_rows_that_are_no_tokens_of_the_models_are_refused(models, row):
         compare(sides, [[5, 6], row], dtype="float32", target="cpu")
 
 
+def test_the_name_of_a_model_alone_is_refused(models):
+    sides = [ComparedModel(str(models[0])), str(models[1])]
+    with pytest.raises(ConfigError, match=r"^models\[1\]: expected a ComparedModel, got '"):
+        compare(sides, [[5, 6]], dtype="float32", target="cpu")
+
+
 def test_rows_without_prompts_are_refused(models, tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": [5]}\n{"input": [[5, 6], [7]]}\n')
