@@ -201,6 +201,19 @@ def test_an_input_or_a_stage_that_changes_in_between_is_refused(source, tmp_path
     assert has_answers == (operations == 90)
 
 
+@pytest.mark.parametrize("operations", [36, 90])
+def test_stages_of_another_part_are_refused(source, tmp_path, operations):
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(Crash):
+        run(source, output, disk=FaultyDisk(operations, Crash()))
+    message = r"--rows: expected part 0 of 1, .* got part 1 of 2\. .*--restart"
+    with pytest.raises(UnusableFile, match=message):
+        run(source, output, part=Part(1, 2))
+    assert run(source, output) == 1
+    run(source, tmp_path / "whole.jsonl")
+    assert masked(output) == masked(tmp_path / "whole.jsonl")
+
+
 def test_error_rows_may_have_a_file_of_their_own(source, tmp_path):
     output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     run(source, output, error_file=errors)
