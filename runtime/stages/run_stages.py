@@ -120,8 +120,8 @@ def run_stages(
             return exit_code_of(settings, manifest)
         if _is_foreign(settings, stages[0]):
             refuse_foreign_outputs(settings)
-        folder.mkdir(exist_ok=True)
         renderers = open_renderers(pipeline, opened, keeps_model=settings.models is not None)
+        folder.mkdir(exist_ok=True)
 
         def measure() -> ScanSummary:
             show = progress.show_scan

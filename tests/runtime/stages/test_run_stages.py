@@ -22,7 +22,7 @@ from noria.runtime.batch.merge import merge
 from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.scan import ScanSummary
-from noria.runtime.errors import UnusableFile
+from noria.runtime.errors import ConfigError, UnusableFile
 from noria.runtime.stages.pipeline_file import read_pipeline
 from noria.runtime.stages.run_stages import run_stages
 from noria.runtime.stages.stage_bounds import measure_stages
@@ -212,6 +212,13 @@ def test_stages_of_another_part_are_refused(source, tmp_path, operations):
     assert run(source, output) == 1
     run(source, tmp_path / "whole.jsonl")
     assert masked(output) == masked(tmp_path / "whole.jsonl")
+
+
+@pytest.mark.parametrize("change", [("row.prompt }}", "now }}"), ("max_tokens = 16", "")])
+def test_a_refused_pipeline_leaves_no_folder(source, tmp_path, change):
+    with pytest.raises(ConfigError):
+        run(source, tmp_path / "out.jsonl", text=STAGES.replace(*change))
+    assert not (tmp_path / "out.jsonl.stages").exists()
 
 
 def test_error_rows_may_have_a_file_of_their_own(source, tmp_path):
