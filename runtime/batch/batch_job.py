@@ -24,7 +24,7 @@ from ..errors import (
 )
 from ..files.disk import Disk
 from ..files.layout_files import layout_file, read_layout_table
-from ..files.remote import Url
+from ..files.remote import RemoteFile, Url
 from ..files.run_config import read_instant, read_plan_table
 from ..pods import pod_options
 from ..pods.peers import ALONE, Peers
@@ -88,6 +88,7 @@ def _run(
         settings, outputs = _settings(
             options, files, plan_table, layout_table, peers.setup, adapters
         )
+        outputs.check([("the input", settings.input_path), *settings.also_read])
         copies.enter_context(outputs.mirrored(disk, progress.note, restarts=options.restart))
         copies.enter_context(input_copied(options.input, settings.input_path, disk))
         if settings.sampling_defaults:
@@ -267,7 +268,9 @@ def output_for_stdout(options: argparse.Namespace, configuration: Mapping[str, s
 
 
 def _also_read(options: argparse.Namespace, files: ModelFiles) -> list[tuple[str, Path]]:
+    source = options.input
     inputs = {
+        "the input": RemoteFile(source).local_path if isinstance(source, Url) else None,
         "the model": files.path,
         "the plan": options.plan,
         "the layout": layout_file(options.layout or ""),

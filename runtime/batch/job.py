@@ -126,6 +126,8 @@ class JobSettings:
     on_error: Literal["row", "raise"] = "row"
     restart: bool = False
     part: Part = WHOLE
+    part_of_stages: Part | None = None
+    """The part of a job with stages whose rows the input has; None for other jobs."""
     setup: str = ALONE.setup
     """The processes of the job, as in `Peers.setup`; the order of sums depends on them."""
     allow_other_setup: bool = False
@@ -160,7 +162,8 @@ class JobSettings:
     @property
     def stored_configuration(self) -> dict[str, str]:
         """The configuration that a journal or a finished output of this job must have."""
-        return {**self.configuration, "rows": str(self.part), SETUP: self.setup}
+        part = self.part_of_stages or self.part
+        return {**self.configuration, "rows": str(part), SETUP: self.setup}
 
     @property
     def may_differ(self) -> frozenset[str]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from ..errors import EXIT_RESUMABLE, ConfigError, JobError, OutputIsLocked, UnusableFile
 from ..files.disk import Disk, replace_file
 from ..files.remote import RemoteFile, Url
+from .job_files import check_files
 from .journal import journal_path
 from .manifest import manifest_path, output_differences, read_manifest
 from .pipes import PIPE
@@ -65,6 +66,18 @@ class Outputs:
             manifest = manifest_path(local)
             urls[manifest] = output.beside(manifest.name)
         return cls(local, local_errors, urls)
+
+    def check(self, read: Sequence[tuple[str, Path]]) -> None:
+        """Check URLs of this machine as other outputs are checked.
+
+        Args:
+            read: Description and path of every file or whole folder that is read.
+
+        Raises:
+            UnusableFile: A URL is that of a file that is read, or cannot be written.
+        """
+        paths = {str(url): RemoteFile(url).local_path for url in self.urls.values()}
+        check_files({name: path for name, path in paths.items() if path is not None}, read)
 
     @contextmanager
     def mirrored(

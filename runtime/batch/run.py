@@ -23,7 +23,6 @@ from ..errors import (
     EXIT_MODEL,
     EXIT_OK,
     EXIT_ROWS_FAILED,
-    InputError,
     JobError,
 )
 from ..files.disk import Disk
@@ -140,8 +139,9 @@ def run_job(
                 with open_input(settings, model, peers.broadcast(now), progress) as source:
                     run = _JobRun(settings, model, source, journal, stop=stop, **services)
                     return run.run(keeps_answers=earlier is not None)
-            except InputError:
+            except Exception:
                 if not journal.binds:
+                    # nothing has finished, so the next run may be another job
                     disk.remove(journal.path)
                 raise
 

@@ -87,6 +87,12 @@ class RemoteFile:
             # not answer
             raise UnusableFile(f"{url}: expected a URL that fsspec opens, got {error}.") from error
 
+    @property
+    def local_path(self) -> Path | None:
+        """The path of the file, if its URL is one of this machine, such as `file:///rows.jsonl`."""
+        local = require("fsspec.implementations.local", _EXTRA, UnusableFile)
+        return Path(self._path) if isinstance(self._store, local.LocalFileSystem) else None
+
     def exists(self) -> bool:
         """Whether the file is there."""
         return self._info() is not None

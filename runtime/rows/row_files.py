@@ -90,7 +90,8 @@ def check_output(path: Path) -> None:
     if table_of(path) == "csv":
         raise UnusableFile(
             f"{path}: expected .jsonl, .jsonl.gz, .jsonl.zst or .parquet for an output, got "
-            f"{path.suffix}, which cannot hold answers with several parts. Choose another suffix."
+            f"{without_compression(path).suffix}, which cannot hold answers with several parts. "
+            "Choose another suffix."
         )
     _check_packages(path)
 

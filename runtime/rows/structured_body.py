@@ -53,7 +53,8 @@ def _form(key: str, value: Any) -> StructuredOutputsParams | None:
     try:
         return StructuredOutputsParams(**fields)
     except RowError as error:
-        where = f"{key}.{error.param}" if key == "structured_outputs" else key
+        is_inside = key == "structured_outputs" and error.param != key
+        where = f"{key}.{error.param}" if is_inside else key
         expected = error.message.partition(": ")[2]
         raise RowError(error.code, f"{where}: {expected}", key) from None
 

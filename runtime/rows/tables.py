@@ -121,18 +121,20 @@ def parquet_lines(path: Path, columns: Columns, note: Callable[[str], None]) -> 
             _note_unread(path, present, (prompt, name), note)
             read = [prompt] if name in (None, prompt) else [prompt, name]
             for batch in table.iter_batches(BATCH_ROWS, columns=read):
-                for row in batch.to_pylist():
+                for cells in zip(*batch.columns, strict=True):
                     number += 1
+                    values = (cell.as_py() for cell in cells)
+                    row = dict(zip(batch.schema.names, values, strict=True))
                     custom_id = None if name is None else _without_nan(row[name])
                     yield _line(prompt, _without_nan(row[prompt]), custom_id)
     except InputError:
         raise
-    except (*_arrow_errors(), ValueError, OSError) as error:
+    except (*_arrow_errors(), OSError) as error:
         problem = str(error).rstrip(".")
         raise InputError(
             f"{path}: expected Parquet, got {problem}. Write the table again."
         ) from None
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InputError(
             f"{path}: row {number}: expected texts, token ids or messages as prompts, and texts or "
             f"integers as ids, got other values ({error}). Name other columns with "

@@ -120,8 +120,8 @@ def run_stages(
             return exit_code_of(settings, manifest)
         if _is_foreign(settings, stages[0]):
             refuse_foreign_outputs(settings)
-        folder.mkdir(exist_ok=True)
         renderers = open_renderers(pipeline, opened, keeps_model=settings.models is not None)
+        folder.mkdir(exist_ok=True)
 
         def measure() -> ScanSummary:
             show = progress.show_scan
@@ -188,7 +188,7 @@ class _StagesRun:
         return None
 
     def _check_begun(self, stored: Mapping[str, Any]) -> None:
-        """Refuse another pipeline or input than those with which the stages were begun.
+        """Refuse another pipeline, input or part than those with which the stages were begun.
 
         `stored` is the configuration of a stage.
         """
@@ -204,6 +204,12 @@ class _StagesRun:
                 f"{self.settings.input_path}: expected the input with which the stages in {folder} "
                 f"were begun, got another one:\n  {_INPUT}: there {answered}, now {self._input}\n"
                 f"{remedy}"
+            )
+        if (part := stored.get("rows")) != str(self.settings.part):
+            raise UnusableFile(
+                f"--rows: expected {part}, with which the stages in {folder} were begun, got "
+                f"{self.settings.part}. Give it, choose another output, or discard the stages with "
+                f"--restart."
             )
 
     def _stopped(self, requested: signal.Signals) -> int:
@@ -241,6 +247,7 @@ class _StagesRun:
             error_file=None,
             restart=False,
             part=WHOLE,
+            part_of_stages=self.settings.part,
         )
 
     def _write_input(self, index: int, renderer: StageRenderer, settings: JobSettings) -> None:

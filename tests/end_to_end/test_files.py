@@ -68,6 +68,22 @@ def test_a_job_and_a_merge_between_urls(noria, answers, tmp_path):
     assert "got the input as an output" in noria.refuse("batch", *same)
 
 
+def test_a_url_of_a_file_that_is_read_is_refused(noria, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", ROWS)
+    options = ("--model", noria.model, "--restart")
+    before, work = source.read_bytes(), ("--work-folder", tmp_path / "work")
+    for places in [
+        (source, f"file://{source}"),
+        (f"file://{source}", source),
+        (f"file://{source}", f"file://{tmp_path}/./in.jsonl"),
+    ]:
+        said = noria.refuse("batch", "-i", places[0], "-o", places[1], *options, *work)
+        assert f"{source}: is the input too. Choose another output" in said
+    inside = f"file://{noria.model}/config.json"
+    assert "is the model too" in noria.refuse("batch", "-i", source, "-o", inside, *options, *work)
+    assert source.read_bytes() == before and [*tmp_path.iterdir()] == [source]
+
+
 def test_changed_rows_of_a_finished_job_run_alone(noria, tmp_path):
     source, output = write_lines(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     before, _ = noria.batch(source, output)

@@ -70,6 +70,13 @@ def test_another_input_does_not_replace_that_of_a_stopped_job(tmp_path, piped):
     assert len(output.read_bytes().splitlines()) == 1
 
 
+def test_a_refused_input_of_a_pipe_does_not_stand_in_the_way_of_the_next(tmp_path, piped):
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(JobError):
+        piped(output, FakeModel(failure=JobError("two jobs", 2)))
+    assert piped(output, content=b'{"prompt": "a"}') == 0
+
+
 def test_a_file_with_the_name_of_the_copy_is_not_overwritten(tmp_path, piped):
     output = tmp_path / "out.jsonl"
     copy_path(output).write_text("precious")

@@ -283,14 +283,29 @@ def test_the_output_of_something_else_is_not_overwritten(tmp_path):
 
 def test_a_journal_of_a_run_that_ended_before_its_build_claims_no_output(tmp_path):
     input_path, output = write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
-    with pytest.raises(JobError):
-        run(input_path, output, on_error="raise")
+    with pytest.raises(Crash):
+        run(input_path, output, fake.FakeModel(failure=Crash()))
     output.write_text("precious")
     with pytest.raises(UnusableFile, match="no manifest is beside it"):
         run(input_path, output)
     assert output.read_text() == "precious"
     output.unlink()
     assert run(input_path, output) == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "options"),
+    [
+        (JobError("two jobs", 2), {}),
+        (ValueError("no such weights"), {}),
+        (None, {"on_error": "raise"}),
+    ],
+)
+def test_an_error_before_the_first_row_leaves_no_file(tmp_path, failure, options):
+    input_path, output = write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    with pytest.raises(JobError):
+        run(input_path, output, fake.FakeModel(failure=failure), **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_a_job_without_a_good_row_that_crashes_at_any_disk_operation_is_finished(tmp_path):

@@ -154,3 +154,4 @@ def test_the_order_of_keys_makes_another_form():
 def test_a_wrong_form_is_refused_by_key(body, param, message):
     error = refused(chat(**body)).error
     assert (error.param, message in error.message) == (param, True), error.message
+    assert f"{param}.{param}" not in error.message

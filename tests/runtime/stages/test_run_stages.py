@@ -20,7 +20,7 @@ from noria.runtime.batch import job_input
 from noria.runtime.batch.manifest import PhaseClock, read_manifest
 from noria.runtime.batch.merge import merge
 from noria.runtime.batch.progress import Progress
-from noria.runtime.errors import UnusableFile
+from noria.runtime.errors import ConfigError, UnusableFile
 from noria.runtime.rows.part import Part
 from noria.runtime.rows.scan import ScanSummary
 from noria.runtime.stages.pipeline_file import read_pipeline
@@ -199,6 +199,26 @@ def test_an_input_or_a_stage_that_changes_in_between_is_refused(source, tmp_path
     assert str(caught.value).startswith(f"{source}: ")
     has_answers = read_manifest(tmp_path / "out.jsonl.stages" / "1-draft.jsonl") is not None
     assert has_answers == (operations == 90)
+
+
+@pytest.mark.parametrize("operations", [36, 90])
+def test_stages_of_another_part_are_refused(source, tmp_path, operations):
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(Crash):
+        run(source, output, disk=FaultyDisk(operations, Crash()))
+    message = r"--rows: expected part 0 of 1, .* got part 1 of 2\. .*--restart"
+    with pytest.raises(UnusableFile, match=message):
+        run(source, output, part=Part(1, 2))
+    assert run(source, output) == 1
+    run(source, tmp_path / "whole.jsonl")
+    assert masked(output) == masked(tmp_path / "whole.jsonl")
+
+
+@pytest.mark.parametrize("change", [("row.prompt }}", "now }}"), ("max_tokens = 16", "")])
+def test_a_refused_pipeline_leaves_no_folder(source, tmp_path, change):
+    with pytest.raises(ConfigError):
+        run(source, tmp_path / "out.jsonl", text=STAGES.replace(*change))
+    assert not (tmp_path / "out.jsonl.stages").exists()
 
 
 def test_error_rows_may_have_a_file_of_their_own(source, tmp_path):
