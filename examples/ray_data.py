@@ -3,8 +3,8 @@
     pip install 'ray[data]'
     python examples/ray_data.py in.parquet answers --model smollm2 --actors 2
 
-The table has the columns `id` and `prompt`. Ray gives every batch to one actor. If an actor dies,
-Ray starts another one and gives it the batches that were not finished, so every row is in the
+The table has the columns `id` and `prompt`. Ray gives each batch to one of the actors. If an actor
+dies, Ray starts another one and gives it the batches that were not finished, so every row is in the
 result once. The seed of a row is a hash of its id, so a row that runs again has the same answer.
 """
 
@@ -22,7 +22,8 @@ class Answerer:
         model: The model, as in `LLM`.
         max_tokens: The largest number of tokens of an answer.
         temperature: The temperature of all rows; 0 is greedy.
-        options: Keyword arguments of `LLM`. Name the dtype, as the faster one differs by machine.
+        options: Keyword arguments of `LLM`. Give the dtype: the default is the faster one, which
+            differs by machine.
     """
 
     def __init__(

@@ -6,11 +6,12 @@ arguments and results of a kernel once. So the bytes that each moves are counted
 
 - XLA, prefill: the compiler's bytes for one pair of blocks, times the number of pairs with a
   visible position. The compiler does not tell bytes on the chip from bytes off it.
-- splash: queries and results once, and keys and values of every visible pair of blocks, off the
-  chip.
-- chunks with XLA: counted as in prefill. Chunks with flash: queries, results and the blocks of keys
-  and values that its table brings to the chip, for the cache and for the chunk itself, and a merge
-  that reads both results and writes one. The figures of a prompt are the sum over its chunks.
+- splash: the bytes between the chip and the memory off it. Queries and results count once, keys
+  and values once for every visible pair of blocks.
+- chunks with XLA: counted as in prefill. Chunks with flash: queries, results, and the blocks of
+  keys and values that the kernel's table of blocks brings to the chip. There is one call for the
+  cache, one for the chunk itself, and a merge that reads the two results and writes one. The
+  figures of a prompt are the sum over its chunks.
 
 The figures of whole graphs are the compiler's own: they leave out the reads and operations inside
 kernels.
@@ -119,7 +120,7 @@ def prefill_cells(target: str, length: int) -> str:
 
 
 def chunk_cells(target: str, length: int, chunk: int) -> str:
-    """Return the bytes that a prompt moves in chunks, by XLA and flash, and whole, by splash."""
+    """Return the bytes of a prompt: in chunks by XLA and by flash, and as a whole by splash."""
     by_xla = by_flash = 0.0
     for start in range(0, length, chunk):
         for num_keys, num_seen in ((length - chunk, start), (chunk, None)):

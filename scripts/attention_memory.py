@@ -1,7 +1,8 @@
 """Measure the temporary memory of attention, computed at once and block by block.
 
 One head of 64, float32, causal, one row of T tokens. Bytes come from XLA's `memory_analysis()`.
-The published factor for inference is 59 at T = 16384 (Rabe and Staats 2021, 2112.05682).
+Rabe and Staats (2021, 2112.05682) publish a factor of 59 between the two, for inference at
+T = 16384.
 
     python scripts/attention_memory.py > benchmarks/attention_memory.md
 """
@@ -27,7 +28,8 @@ def main() -> None:
     print("# What attention needs beside its arguments and results\n")
     print(
         f"{made_on}. Made by `python {sys.argv[0]}`.\n"
-        f"One head of {HEAD_DIM}, float32, causal, one row: MiB, and times less than all at once.\n"
+        f"One head of {HEAD_DIM}, float32, causal, one row: MiB, and in brackets how many times "
+        "less that is than all at once.\n"
         f"Blocks are queries x keys, {QUERY_BLOCK}x{BLOCK_SCORES // QUERY_BLOCK} by default.\n"
     )
     names = ["all at once", *(f"{queries}x{keys}" for queries, keys in BLOCKS)]

@@ -3,7 +3,8 @@
 `padding` runs prompts of 1 to 12288 tokens through a tiny random model, once for each plan, and
 reads the computed tokens from the manifests. `speed` runs the 64 prompts of the main benchmark
 through the embedded model, with whole-prompt buckets and with chunks alternately, one process at a
-time. The machine should be idle otherwise. Each measurement keeps the results of the other.
+time. The machine should be idle otherwise. A run of only one measurement keeps the results of the
+other in the output.
 
 Example: python scripts/bench_chunks.py padding speed --work-dir build/chunks \
              --output benchmarks/chunks

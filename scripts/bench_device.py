@@ -4,9 +4,9 @@ If torch is installed, transformers' compiled static-cache path runs for compari
 Llama 3.1 8B's, unless flags change it. Parameters are made on the device, so the host needs no
 memory for them. Decode is measured with the graph that a job runs: several steps a call, every slot
 live, its cache nearly full. Prefill is measured with the prefill graph. The ceilings are measured,
-too: the bytes that a copy reads and writes, and the rate of bfloat16 products. A decode step must
-read the cache of the whole span and every weight except the embedding table. The reported fraction
-is its speed relative to a copy.
+too: the bytes a second that a copy reads and writes, and the operations a second of products in the
+same dtype. A decode step must read the cache of the whole span and every weight except the
+embedding table. The reported fractions are those of the two ceilings that a call reaches.
 
     python scripts/bench_device.py --output benchmarks/device.json
     python scripts/bench_device.py --target cpu --layers 2 --embed 64 --mlp 128 --query-heads 4 \\
@@ -209,7 +209,7 @@ class DeviceBench:
         return compiled, seconds
 
     def _random_parameters(self) -> dict[str, Any]:
-        """Return normal weights, and norms of one, each made on its own devices."""
+        """Return random normal matrices and vectors of ones, made on the devices that hold them."""
         import jax
         import jax.numpy as jnp
 

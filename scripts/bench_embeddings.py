@@ -1,6 +1,6 @@
 """Measure embeddings of texts of mixed lengths: padding, and texts per second beside transformers.
 
-    pip install torch transformers    # needed for the comparison only
+    pip install torch transformers    # this script needs both; noria does not
     python scripts/bench_embeddings.py --output benchmarks/embeddings.json
     python scripts/bench_embeddings.py --texts 500 --shapes minilm    # a quick run
 
@@ -9,8 +9,8 @@ those of published corpora: many short texts and a long tail. Both sides get the
 pool the mean and normalise. transformers runs as in sentence-transformers' `encode`: texts sorted
 by length, 32 in a batch, each batch padded to its longest text. The speed of a machine changes
 within minutes, so both sides run in turns: an eighth of the texts each, the longest first. Compile
-time is reported apart, first calls count, and the vectors are compared. Runs of other shapes and
-dtypes that the output already has stay in it.
+time is reported apart, first calls count, and the vectors are compared. If the output already has
+runs of other shapes or dtypes, they stay.
 """
 
 import argparse

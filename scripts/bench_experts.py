@@ -1,14 +1,14 @@
 """Measure one sparse layer against transformers, `ragged_dot` and other ways to dispatch.
 
-    pip install torch transformers    # needed for the comparison only
+    pip install torch transformers    # this script needs both; noria does not
     python scripts/bench_experts.py --output benchmarks/experts.json
 
-The first table runs the same layer (float32, lossless) in each implementation, one call of each
-alternately. Its floor is the time to read the weights of the chosen experts from memory, at the
-rate of a sum over an array larger than the processor's caches. The second table compares ways to
-group choices by expert and to move their tokens, at published expert counts: a sort of the choices,
-ranks from a running sum of one-hot rows, and the one-hot products of GShard (2006.16668), which do
-both at once.
+The first table runs the same layer in float32 in each implementation, one call of each alternately.
+All are lossless, except the one with a capacity. The memory floor is the time to read the weights
+of the chosen experts, at the rate at which a sum reads an array larger than the processor's caches.
+The second table compares ways to group choices by expert and to move their tokens, at published
+expert counts: a sort of the choices, ranks from a running sum of one-hot rows, and the one-hot
+products of GShard (2006.16668), which do both at once.
 """
 
 import argparse

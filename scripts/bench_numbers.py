@@ -2,9 +2,9 @@
 
 Every run is `noria batch` on the same 64 chat prompts with 64 greedy tokens each, in its own
 process. Seconds are those of the job's manifest. The rates of single products of the model's MLP
-tell where the differences come from. With a Python that has vLLM's CPU build, vLLM generates the
-same tokens in both dtypes, as in `bench_peers.py`. The record is written after each run, and a
-later call continues it, so the script may be stopped at any time.
+tell where the differences come from. With a Python that has vLLM's CPU build, vLLM runs on the same
+prompts in both dtypes, as in `bench_peers.py`. The record is written after each run, and a later
+call continues it, so the script may be stopped at any time.
 
     python scripts/bench_numbers.py --work-dir build/bench --output benchmarks/numbers_cpu \\
         --python-vllm .venv-vllm/bin/python
@@ -60,7 +60,7 @@ def main() -> None:
     choices = (*CASES, *PEERS)
     parser.add_argument("--case", choices=choices, help="the only run to make; by default all")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="batch file of chat prompts")
-    parser.add_argument("--python-vllm", help="a Python with vllm; by default this one, if it is")
+    parser.add_argument("--python-vllm", help="a Python with vllm (default: this one)")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     work, path = options.work_dir.resolve(), options.output.with_suffix(".json")
@@ -156,7 +156,7 @@ def markdown(report: dict[str, Any]) -> str:
         "|:--|--:|--:|--:|--:|--:|--:|--:|",
         *(row(name, case) for name, case in report["cases"].items()),
         "",
-        "Executables of the last noria run were kept by the first, so it builds none."
+        "The last noria run builds no executables, because the first run kept them."
         + " vLLM compiles while it loads, and its seconds of building are those of a warm-up."
         * any(name in PEERS for name in report["cases"]),
         "",

@@ -3,13 +3,13 @@
 Every engine gets the float32 weights of one GGUF file, the token ids of the same chat prompts and
 the same number of threads. It makes exactly `max_tokens` greedy ids a prompt, in its own process;
 the engines run one after the other. noria, transformers and vLLM run in float32 and in bfloat16.
-Each engine runs in several settings of each dtype, and its best setting counts. llama.cpp also
-reads the quantised file itself, as its users would.
+noria, transformers and llama.cpp run in several settings, and the best of each counts. llama.cpp
+also reads the quantised file itself, as its users would.
 
 The measure is output tokens a second of generation. Loading, warming up and compiling are reported
 separately: noria's `run_seconds` begin when every graph is built, as the peers' clocks begin after
-their own warm-up. The share of the cores that other processes used during a run is reported, too:
-if it is more than a few percent, a ratio of two runs means little.
+their own warm-up. The number of cores that other processes kept busy during a run is reported, too:
+if it is more than a few hundredths, a ratio of two runs means little.
 
     python scripts/bench_peers.py --work-dir build/bench --output benchmarks/peers.json \\
         --python-vllm .venv-vllm/bin/python --python-llamacpp .venv-llamacpp/bin/python
@@ -46,7 +46,7 @@ MANY_BUCKETS = (
     "buckets.prefill=[[104, 2], [152, 2], [184, 2], [224, 1], [256, 1], [280, 1], [312, 1], "
     "[352, 1], [400, 1]]"
 )
-"""Buckets for a job that is run more than once: a derived plan has fewer, as it counts a build."""
+"""Buckets for a job that is run more than once; a derived plan has fewer, to save build time."""
 NORIA_SETTINGS: tuple[list[str], ...] = ([], ["--set", MANY_BUCKETS])
 
 

@@ -1,9 +1,10 @@
 """Compare the padding and predicted seconds of planned grids with grids picked by hand.
 
 The planned grid of a workload has as many prefill lengths as there are powers of two from 16 to the
-longest prompt. It is compared with these powers of two, with equal steps of 128, and with the lists
-in other projects. The script also plans each workload in chunks that compute at most 1.05 times the
-prompts' tokens. Everything is simulated and predicted from published peaks: nothing runs.
+longest prompt. Grids picked by hand have these powers of two, equal steps of 128, or the lists of
+other projects. Each is compared with a plan of at most as many lengths. The script also plans each
+workload in chunks that compute at most 1.05 times the prompts' tokens. Everything is simulated and
+predicted from published peaks: nothing runs.
 
 Example: python scripts/bench_planner.py benchmarks/workloads/*.csv --output benchmarks/planner
 """
@@ -40,7 +41,8 @@ TARGETS = {"tpu:v5e:1x1": "bfloat16", "cpu": "float32"}
 """Dtype of weights, by target. The first target is bound by memory below about 240 tokens a call,
 so the padding of short calls is free; the second is almost always bound by operations."""
 MOST_PADDING = 1.05
-"""Upper bound for plans with chunks: computed over real prompt tokens, dummy rows included."""
+"""Upper bound for plans with chunks: the ratio of computed to real prompt tokens. Computed tokens
+include dummy rows."""
 SHORTEST = 16
 SHIPPED = {
     "JetStream, MaxText: 16 to 32768, doubling": [2**power for power in range(4, 16)],
@@ -203,7 +205,7 @@ def ladder_lines(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _times(more: float, less: float) -> str:
-    """Return the ratio of the first's padding to the second's."""
+    """Return how many times less the second pads, if padding is what a ratio exceeds 1 by."""
     return f"{(more - 1) / max(less - 1, 1e-9):.1f}"
 
 
@@ -247,14 +249,16 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
             "Whole prompts: a grid picked by hand, and the plan of least predicted seconds with "
             "the same number of prefill lengths, in multiples of 16 tokens. `least` is the minimum "
             "for that number of lengths: any length is allowed, and there is no dummy row. If it "
-            "is not much less than the padding by hand, no set of lengths is. `times less` is the "
-            "ratio of the padding by hand to the plan's, and `at most` its ratio to the least. "
+            "is not much less than the padding by hand, no set of lengths can be much better. "
+            "`times less` is how many times less the plan pads than the grid by hand, and `at "
+            "most` how many times less the least pads; here padding is what a ratio exceeds 1 by. "
             "`seconds over` is the ratio of the total seconds by hand to the plan's.",
             "",
             f"Chunks: the plan that computes at most {MOST_PADDING} times the prompts' tokens, "
             f"with at most {CHUNK_GRAPHS} prefill graphs. The columns are tokens and rows of its "
-            "calls; graphs; padding; idle slots and overshoot as shares of the tokens that decode "
-            "computes; total seconds, and the ratio of the seconds with whole prompts to them.",
+            "calls; slots; graphs; padding; idle slots and overshoot as shares of the tokens that "
+            "decode computes; total seconds, and the ratio of the seconds with whole prompts to "
+            "them. A column `whole` has the figure of the plan with whole prompts.",
             "",
             *(line for target in TARGETS for line in _section(target, found)),
         ]

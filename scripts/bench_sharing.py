@@ -229,7 +229,7 @@ def _best_speed(runs: list[dict[str, Any]], engine: str) -> float | None:
 
 
 def _run_table(report: dict[str, Any], part: str) -> list[str]:
-    """Return a table of the runs of a part, with the speed of each workload's first run by it."""
+    """Return a table of a part's runs, with the ratio of the first run's speed to that of each."""
     lines = [
         "| workload | rows | run | output tokens/s | first / it "
         "| prefilled tokens, real / computed | of all | generation s | load s "
@@ -290,7 +290,7 @@ def _parse_options() -> argparse.Namespace:
         default=200,
         help="rows for noria with and without sharing; 0 leaves this out (default: 200)",
     )
-    parser.add_argument("--order", choices=ORDERS, help="order of rows (default: the usual one)")
+    parser.add_argument("--order", choices=ORDERS, help="order of rows (default: the workload's)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--engines", nargs="*", choices=engines, default=engines)

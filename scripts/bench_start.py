@@ -2,8 +2,8 @@
 
 Every start is a new process, timed from before its creation until the first token of a prompt is on
 the host. A cold start finds an empty compile cache. Model files, sources and bundles were read
-before, so they come from the system's page cache. Cold starts and bundle starts alternate, and the
-median counts.
+before, so they come from the system's page cache. The cold starts alternate with the first starts
+from the bundle. The median of each kind counts.
 
     noria plan --model smollm2 --workload benchmarks/workloads/peers64.jsonl -o peers64.toml
     python scripts/bench_start.py peers64.toml --work-dir build --prepare
@@ -63,8 +63,8 @@ def _parse() -> argparse.Namespace:
     add("--work-dir", type=Path, required=True, help="folder for bundles")
     add("--prepare", action="store_true", help="make the bundle, measure nothing")
     add("--output", type=Path, help="path without suffix of .json and .md")
-    add("--repeat", type=int, default=3, help="starts of each kind")
-    add("--repeat-cold", type=int, default=1, help="cold starts among them")
+    add("--repeat", type=int, default=3, help="starts from the bundle")
+    add("--repeat-cold", type=int, default=1, help="cold starts, at most as many as --repeat")
     options = parser.parse_args()
     if not options.prepare and options.output is None:
         parser.error("--output: expected where to write, or --prepare.")

@@ -1,8 +1,8 @@
 """Measure how many calibration tokens a weight needs until GPTQ loses less than `clip`.
 
-Products of some layers of a model are rounded to int4 by GPTQ with more and more calibration
-tokens, and by `clip`, which needs none. The record has the squared error of the product on other
-rows, over that of `clip`.
+Weights of some layers of a model are rounded to int4 by GPTQ with more and more calibration tokens,
+and by the method `clip`, which needs none. The record has the squared error of each product on
+other rows, divided by the error of `clip`.
 
     nice python scripts/calibration_tokens.py --output benchmarks/calibration_tokens.md
 """

@@ -1,8 +1,8 @@
 """The kind of work of each instruction of a graph for the CPU, found from the compiled text.
 
-Products with weights are told by the einsum in their names, those of attention by what makes their
-operands, and the rest by the file that it comes from and by what is fused. Knows
-nothing of times.
+The einsum in its name identifies a product with weights. All other products are those of
+attention: with values if the first factor comes from an exponential, otherwise scores. Any other
+instruction is identified by its source file and by the operations in it. Knows nothing of times.
 """
 
 import re
@@ -76,11 +76,11 @@ class Groups:
         self._program = read_program(text)
         self._group: dict[str, str] = {}
         self.flops: dict[str, float] = {}
-        """Operations of the products of a call, which has so many `steps`, by group."""
+        """Operations of the products in a call of `steps` steps, by group."""
         for computation in self._program.computations.values():
             for one in computation.instructions.values():
                 self._group[one.name] = self._of(computation, one)
-        # beside what calls others: that would count twice
+        # only what is executed: the instructions inside a fusion would count twice
         for each in Executions(self._program, Traffic(self._program)):
             one, group = each.instruction, self._group[each.instruction.name]
             flops = product_flops(self._program, each.computation, one)

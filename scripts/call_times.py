@@ -1,6 +1,6 @@
 """Times of a profiled call by kind of work, compared with peaks of products and of memory.
 
-Knows nothing of models, and how kinds are told apart only from `call_groups`.
+Knows nothing of models. The kinds of work are those of `call_groups`.
 """
 
 import glob
@@ -25,7 +25,7 @@ class Call(NamedTuple):
 
 
 def by_group(folder: str, groups: Groups) -> Counter[str]:
-    """Milliseconds of a trace by group, each event less those within it on its thread."""
+    """Milliseconds of a trace by group; an event does not include those within it on its thread."""
     (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
     spent: Counter[str] = Counter()
     for plane in jax.profiler.ProfileData.from_file(path).planes:
@@ -36,7 +36,7 @@ def by_group(folder: str, groups: Groups) -> Counter[str]:
 
 
 def own_times(events: list[tuple[float, float, str]]) -> Counter[str]:
-    """Milliseconds by group of `(start, duration, group)` of one thread, in nanoseconds."""
+    """Milliseconds by group, from one thread's `(start, duration, group)` in nanoseconds."""
     spent: Counter[str] = Counter()
     running: list[tuple[float, str]] = []
     for start, duration, group in sorted(events, key=lambda event: (event[0], -event[1])):

@@ -2,10 +2,10 @@
 
 For each model and target, `noria plan` chooses a plan from `config.json` and a workload. Then the
 target's compiler compiles its graphs one after the other. The record has the seconds and the memory
-of each graph on a device. An impossible plan is recorded with the planner's reason. For models that
-fit a target in int8 alone, the record also has the tokens a second that are predicted there, and on
-the smallest slice that holds bfloat16. It is written after each graph and each prediction, and a
-later run continues it, so the script may be stopped at any time.
+of each graph on a device. An impossible plan is recorded with the planner's reason. If a model fits
+a target only in int8, the record also has the predicted tokens a second there, and on the smallest
+slice that holds bfloat16. The record is written after each graph and each prediction, and a later
+run continues it, so the script may be stopped at any time.
 
     nice python scripts/compile_whole_plans.py --output benchmarks/whole_plans
 

@@ -1,8 +1,8 @@
 """Tabulate the bytes that decode steps move with weights and caches in codes, for absent TPUs.
 
-For each model, TPU and numbers, the first layers of the model are compiled, unrolled, and the bytes
-of a step of the compiled program are compared with those that the step needs. The record is written
-after each graph, and a later run continues it, so the script may be stopped at any time.
+The first layers of each model are compiled, unrolled, for each TPU and each format of weights. The
+bytes that a step of the program moves are compared with those that the step needs. The record is
+written after each graph, and a later run continues it, so the script may be stopped at any time.
 
     nice python scripts/compiled_numbers.py --output benchmarks/compiled_numbers
 
@@ -72,7 +72,7 @@ CASES = (
         "deepseek-v3", 512, 4, ("tpu:v5e:16x16", sparse(64, 4)), ("tpu:v6e:16x16", sparse(64, 4))
     ),
 )
-"""DeepSeek-V3 has three dense layers before its sparse ones."""
+"""All cases. DeepSeek-V3 has four layers here, because its first three are dense."""
 
 
 def main() -> None:

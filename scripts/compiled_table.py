@@ -105,7 +105,7 @@ PLACES = (
     ("llama-3.1-8b", SMALL, {"v5e:2x4": one(8), "v6e:2x2": one(4), "v5p:2x2x1": one(4)}),
     ("llama-3.1-8b", LARGE, {"v5e:2x4": one(8), "v6e:2x2": one(4), "v5p:2x2x1": one(4)}),
 )  # fmt: skip
-"""A model, its shape, and a layout for each slice, for each group of cases."""
+"""Groups of cases: each has a model, its shape, and a layout for each slice."""
 
 
 def cases() -> Iterator[Case]:

@@ -55,7 +55,7 @@ def _row(family: Family, num_cases: int) -> str:
 
 
 def _published(family: Family) -> str:
-    """Return how many of the published configurations are read, with those of the whole model."""
+    """Return how many published configurations of the family or its whole model are read."""
     names = {family.name} | ({family.part_of.name} if family.part_of is not None else set())
     found = [published for published in published_configs() if published.model_type in names]
     num_read = sum(published.refused is None for published in found)

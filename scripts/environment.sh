@@ -1,6 +1,6 @@
 # Functions for quickstart and test: find Python, make an environment, install once. Sourced, not run.
 #
-# The environment is the folder `$venv`, and `$oldest` is the minor version of its oldest Python.
+# The environment is the folder `$venv`. Its Python must be at least 3.`$oldest`.
 # A stamp of an install is a hash of its inputs (pyproject.toml, the Python version, the list of
 # packages); while the stamp matches, nothing is installed again.
 
@@ -12,7 +12,7 @@ fail() {
     exit 1
 }
 
-# Print the first Python that is new enough, with pyenv's last; print nothing if there is none.
+# Print the first Python that is new enough. Try those of pyenv last. Print nothing if none is.
 find_python() {
     local name
     for name in python3 python3.{13,12,11,14} python \

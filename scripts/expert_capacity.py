@@ -29,8 +29,8 @@ def main() -> None:
     print(
         f"{machine['processor']}, jax {machine['versions']['jax']}. Made by `python {sys.argv[0]}`."
     )
-    print(f"\nMeans of {NUM_DRAWS} batches: choices dropped / rows padded,")
-    print("for a capacity over all of its rows, for lossless over the rows of tiles that run.\n")
+    print(f"\nMeans of {NUM_DRAWS} batches: share of choices dropped / share of rows padded.")
+    print("With a capacity, all of its rows count; for lossless, the rows of the tiles that run.\n")
     names = [f"{d.kind} {d.capacity_factor or ''}".strip() for d in DISPATCHES]
     print(f"| experts | tokens | skew | {' | '.join(names)} |")
     print(f"|---|--:|--:|{'--:|' * len(names)}")

@@ -1,11 +1,11 @@
-"""Count the text that forms of answers leave no choice about, in the answers of a finished job.
+"""Count the tokens in the answers of a finished job for which their form left no choice.
 
-A run of forced tokens could be computed by one prefill call in place of decode steps. That can only
-begin between two decode calls, and the run ends sooner than a decode call if it is shorter than
-`steps_per_call`. For several lengths of the shortest run that is worth a prefill call, this script
-counts the decode calls that remain for each row, and the prefill calls in their place. A token is
-forced if its form allows one next byte alone at each of its bytes. Answers are tokenized anew, as
-the output has no ids.
+One prefill call could compute a run of forced tokens in place of decode steps. It can only begin
+between two decode calls, and a single decode call computes a whole run that is shorter than
+`steps_per_call`. Suppose that runs of at least some length are prefilled. For several such lengths,
+this script counts the decode calls that remain for all rows, and the prefill calls. A token is
+forced if the form of the answer allows exactly one next byte at each byte of the token. Answers are
+tokenized anew, as the output has no ids.
 
     noria batch -i in.jsonl -o out.jsonl --model smollm2
     python scripts/forced_text.py -i in.jsonl -o out.jsonl > benchmarks/forced_text.md

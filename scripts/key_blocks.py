@@ -27,7 +27,7 @@ SHAPES = (
     (8, 16, 2, 7, 64, 2112),
     (8, 64, 3, 8, 96, 192),
 )
-"""Layers, rows, key/value heads, queries of each, entries of a head, entries of the segment."""
+"""Layers, rows, key/value heads, query heads of each, head size, entries of the segment."""
 CALLS = 10
 
 KeysValues = tuple[jax.Array, jax.Array]

@@ -92,7 +92,7 @@ PREFILL = {
     "weight-gathered XY": layout("weight-gathered", FLIPPED, decode=BY_BATCH),
     "weight-gathered XYZ": layout("weight-gathered-all", PLANES, decode=BY_BATCH),
 }
-"""Layouts of prefill. Decode splits attention by batch in each, which decides their caches."""
+"""Layouts of prefill. In decode, each splits attention by batch, and so also its cache."""
 DECODE = {
     "1D, attention by heads": layout("weight-stationary-1d-kv-copies", LINE),
     "1D, attention by batch": layout("weight-stationary-1d-batch-attention", LINE),
@@ -189,7 +189,7 @@ def sweep(planner: Planner, phase: str, layouts: Mapping[str, Layout]) -> dict[s
 
 
 def winners(swept: Mapping[str, Sequence[dict]]) -> Iterator[tuple[int, str]]:
-    """Yield the smallest batch of each layout that is the fastest of the fitting layouts."""
+    """Yield the batches from which on another layout is the fastest that fits, and its name."""
     best = None
     for points in zip(*swept.values(), strict=True):
         fitting = {name: p for name, p in zip(swept, points, strict=True) if p["fits"]}

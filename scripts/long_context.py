@@ -1,9 +1,10 @@
 """Compile long contexts for TPU slices that are not present: memory, collectives, seconds.
 
 The cases are a prefill of 2^20 tokens in the shape of Llama 3 8B, and a decode step over caches of
-2^17 tokens in the shape of Llama 3 70B (2407.21783, table 3), in bfloat16. Memory and collectives
-come from the executables, or from the layout's rules if libtpu cannot print a program. Seconds are
-the predictions of `noria plan`: from the shapes, and from the compiled program.
+2^17 tokens in the shape of Llama 3 70B (2407.21783, table 3), in bfloat16. The bytes of weights and
+of keys and values follow from shapes and layout, and all other memory is what the executables say.
+Collectives come from the executables, or from the layout's rules if libtpu cannot print a program.
+Seconds are the predictions of `noria plan`: from the shapes, and from the compiled program.
 
     python scripts/long_context.py --output benchmarks/long_context.json
 """
@@ -45,7 +46,8 @@ WEIGHTS_OVER_BOTH = {
     },
     "decode": {"rules": {"cache_length": "sequence"}},
 }
-"""A layout that splits weights over the ring, too, along embed: an eighth of 70B exceeds 16 GB."""
+"""A layout that splits weights over the ring, too, along embed: an eighth of the weights of 70B is
+more than the 16 GB of a device."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ has 150 conversations, with one row for every turn, and each row holds the histo
 
 All text is made of the words and sentences below. The same seed gives the same bytes, on any
 Python. Does not know about models or tokenizers: lengths are drawn in words. A sample of N rows
-keeps the proportions of the whole, as lengths and turns of groups are spread evenly from the start.
+keeps the proportions of the whole, because the lengths and the numbers of turns of even the first
+groups spread evenly over their range.
 
     python scripts/make_sharing_workloads.py build/sharing
     python scripts/make_sharing_workloads.py build/sharing --workloads documents --rows 200
@@ -334,7 +335,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rows", type=int, help="write a sample of this many rows")
-    parser.add_argument("--order", choices=ORDERS, help="order of rows (default: the usual one)")
+    parser.add_argument("--order", choices=ORDERS, help="order of rows (default: the workload's)")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for name in options.workloads:
@@ -394,7 +395,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def _spread(index: int, low: int, high: int) -> int:
-    """Return numbers from `low` to `high` that the first indices already spread evenly."""
+    """Return a number from `low` to `high`; those of the first indices already spread evenly."""
     return low + int((index * GOLDEN_RATIO) % 1 * (high - low + 1))
 
 

@@ -1,8 +1,8 @@
 """Write the workloads for measurements of plans: token counts of prompts and outputs, as CSV.
 
-Seven workloads come from distributions. The prompts of one more are the functions of Python's
-standard library, counted by the embedded model's tokenizer, so that one workload has the lengths of
-real text. The files are the same on every machine with the same Python.
+Seven workloads come from distributions. The prompts of one more are the functions in the top-level
+modules of Python's standard library, counted by the embedded model's tokenizer, so that one
+workload has the lengths of real text. The files are the same on every machine with the same Python.
 
 Example: python scripts/make_workloads.py benchmarks/workloads
 """
@@ -67,7 +67,7 @@ def write(path: Path, prompts: np.ndarray, rng: np.random.Generator) -> None:
 
 
 def function_lengths() -> Iterator[int]:
-    """Yield the number of tokens of every function in the standard library."""
+    """Yield the tokens of each function in the top-level modules of the standard library."""
     with open_model("smollm2", needs_weights=False) as files:
         tokenizer = load_tokenizer(files.tokenizer_files)
     assert tokenizer is not None

@@ -183,7 +183,7 @@ def _write_safetensors(path: Path, tensors: dict[str, Stored], seed: int) -> Non
 
 
 def measure(folder: Path, options: argparse.Namespace) -> list[Row]:
-    """Load in all processes at once, and sample their memory until the last one ends."""
+    """Load in all processes at once, and sample their memory until the last one has loaded."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

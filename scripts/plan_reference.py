@@ -187,7 +187,7 @@ def _keys(
 
 
 def _bucket_keys() -> list[Key]:
-    """The keys of `[buckets]`: the fields, and `chunk`, which a file has apart."""
+    """The keys of `[buckets]`: the fields, and `chunk`, which is no field but a key of a file."""
     keys = [key for key in _keys(BucketGrid, tables=True) if key.name not in TABLES_OF_BUCKETS]
     chunk = BucketGrid.__dict__["chunks"].__doc__ or ""
     position = next(index for index, key in enumerate(keys) if key.name == "prefill") + 1

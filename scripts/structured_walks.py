@@ -3,7 +3,7 @@
     python scripts/structured_walks.py --walks 10000
 
 The vocabulary is small and has parts of characters, pieces of JSON, and special tokens with the
-text of plain ones. Each walk has another number of tokens left, and must end in time.
+text of plain ones. Each walk has a random number of tokens left, and must end in time.
 """
 
 import argparse
@@ -130,7 +130,7 @@ class Walks:
                 num_masks += 1
                 if (self.tables.needs_SL[state] < 2**31 - 1).sum() < MAX_LEVELS:
                     assert allowed == expected, (form, state, left)
-                # of more levels than the tables hold, some tokens are left out
+                # if a state has more levels than the tables hold, some tokens are left out
                 assert allowed and allowed <= expected, (form, state, left)
                 token = draw.choice(sorted(allowed))
                 left -= 1

@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def initial(definition: AbstractModel, rng: np.random.Generator) -> dict[str, jax.Array]:
-    """Return ones for norms, and random matrices over the root of their summed dimension."""
+    """Return ones for norms, and normal matrices divided by the root of their last size but one."""
 
     def draw(shape: tuple[int, ...]) -> np.ndarray:
         return np.ones(shape) if len(shape) == 1 else rng.normal(size=shape) / shape[-2] ** 0.5

@@ -28,7 +28,7 @@ class Case:
     is_old_spelling: bool = False
     """Whether config.json is rewritten with `rope_theta` and `rope_scaling`."""
     is_fused: bool = False
-    """Whether experts are saved in transformers' form in memory, not in the published form."""
+    """Whether experts are saved as transformers holds them in memory, not as published."""
 
 
 SHARED = {
@@ -664,7 +664,7 @@ CASES = (
 )
 
 TRUE_LENGTHS = (23, 13, 1)
-"""Prompt lengths of every case: longer than each window, shorter, and a single token."""
+"""Prompt lengths of every case: two that are longer than each window, and a single token."""
 
 
 def prompts(case: Case) -> list[list[int]]:

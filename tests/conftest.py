@@ -140,7 +140,8 @@ KEEP_PROGRAMS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-"""Settings that keep all programs of one module, the most recently used 100 MiB of them."""
+"""Settings that keep the programs of one module, also small and quick ones: the most recently used
+100 MiB stay."""
 
 MAX_MAPS = 12_000
 """The number of memory maps of a process above which programs of finished modules are dropped."""

@@ -10,8 +10,8 @@ import numpy as np
 class CountedArrays:
     """Makes arrays of zeros, and records the largest number alive at once.
 
-    None begins at a multiple of an alignment that jax asks for, so devices of the CPU copy them, as
-    others do, and hold none.
+    No array begins at an address that is aligned as jax asks. So devices of the CPU copy arrays, as
+    other devices do, and hold none of them.
     """
 
     def __init__(self):

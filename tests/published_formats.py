@@ -17,7 +17,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Kept:
-    """The codes of a matrix that a plan keeps."""
+    """The format in which a plan keeps the codes of a matrix."""
 
     codes: str
     group: int
@@ -38,7 +38,7 @@ class PublishedForm:
 
 @dataclass(frozen=True)
 class Codes:
-    """Codes without a sign of a matrix, with the scales and zero points of its blocks."""
+    """Unsigned codes of a matrix, with the scales and zero points of its groups."""
 
     codes: np.ndarray
     scales: np.ndarray

@@ -37,7 +37,7 @@ def random_grid(rng: np.random.Generator) -> BucketGrid:
 
 
 class SymbolicRun:
-    """A job whose slots hold the tokens and graphs that were written to them.
+    """A job whose slots hold the tokens that were written to them, and the graphs that wrote them.
 
     Every step is checked. In a grid with planned prefixes, each row must have exactly its own
     prefix in the group of its slot, from its first piece to its end. Rows are submitted in the

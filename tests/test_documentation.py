@@ -246,7 +246,7 @@ def test_the_readme_is_at_most_250_lines_long():
 def test_the_site_is_built_without_a_warning(tmp_path):
     if importlib.util.find_spec("material") is None:
         pytest.skip("mkdocs-material is not installed; the extra `dev` brings it")
-    # not --quiet: then mkdocs counts no warnings
+    # without --quiet, with which mkdocs counts no warnings
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

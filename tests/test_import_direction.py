@@ -26,7 +26,7 @@ EXCEPTIONS = {
 
 
 def violations(source: str, path: Path) -> list[str]:
-    """Return the violations of its floor's rules in the file at `path` (relative to the root)."""
+    """Return where the file at `path` (relative to the root) breaks the rules of its floor."""
     floor = path.parts[0]
     found = [
         (node.lineno, problem)

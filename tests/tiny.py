@@ -41,7 +41,7 @@ GRID = BucketGrid(
     score=True,
 )
 RAGGED_GRID = replace(GRID, span_slots=(4, 3, 1))
-"""A grid whose slots mostly end before the longest rows."""
+"""A grid with four slots, of which only one can hold the longest rows."""
 CHUNK_GRID = BucketGrid(
     max_length=64,
     prefill=((16, 2, 8), (32, 1, 8), (48, 2, 8)),

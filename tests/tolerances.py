@@ -20,8 +20,9 @@ BFLOAT16_ELEMENTWISE = 1e-3
 BFLOAT16_ELEMENTWISE_RELATIVE = 1e-2
 
 # Mean Kullback-Leibler divergence of the next token with bfloat16 weights and activations from
-# float32, and the share of equal greedy choices: three times the divergence of 1,536 tokens of the
-# embedded model, 0.0005, and its 99.15 % less four standard errors of the 128 tokens of the test.
+# float32, and the share of equal greedy choices. On 1,536 tokens, the embedded model has 0.0005 and
+# 99.15 %. The bounds are three times the first, and the second less four standard errors for the
+# 128 tokens of the test.
 BFLOAT16_MEAN_KL = 0.0015
 BFLOAT16_GREEDY_AGREEMENT = 0.955
 # Where bfloat16 makes another greedy choice, float32's log-probabilities of the two are this near.
@@ -31,10 +32,10 @@ BFLOAT16_WIDEST_GAP = 0.1
 # memory and fuses a little differently at both ends.
 EXTRAPOLATED_LAYERS_RELATIVE = 0.02
 
-# Mean Kullback-Leibler divergence of the next token with int8 weights, a scale for each output
-# feature, from float32, and the share of equal greedy choices: twice the divergence of 1,024
-# tokens of the embedded model, 0.0026 with a standard error of 0.0001, and its 97.3 % less four
-# standard errors of the 128 tokens of the test.
+# Mean Kullback-Leibler divergence of the next token with int8 weights from float32, and the share
+# of equal greedy choices; weights have a scale for each output feature. On 1,024 tokens, the
+# embedded model has 0.0026, with a standard error of 0.0001, and 97.3 %. The bounds are twice the
+# first, and the second less four standard errors for the 128 tokens of the test.
 INT8_WEIGHTS_MEAN_KL = 0.005
 INT8_WEIGHTS_GREEDY_AGREEMENT = 0.915
 
@@ -42,7 +43,7 @@ INT8_WEIGHTS_GREEDY_AGREEMENT = 0.915
 # order may change a code by one step, which was seen to change them by 4e-4.
 CODED_CACHE_LOGPROB = 5e-3
 
-# The same with int8 activations, of which every product rounds many.
+# The same with int8 activations: every product rounds many of them.
 INT8_ACTIVATIONS_LOGPROB = 5e-2
 
 # Log-probabilities of a directory with weights in codes, against one with their values in float32,

@@ -53,7 +53,7 @@ def _open(llama_cpp, job: Job, slots: int):
     model_params = llama_cpp.llama_model_default_params()
     model = llama_cpp.llama_model_load_from_file(job.model.encode(), model_params)
     params = llama_cpp.llama_context_default_params()
-    longest = max(len(prompt) for prompt in job.prompts) + job.max_tokens
+    longest = max(len(prompt) for prompt in job.prompts) + max(job.max_tokens)
     per_slot = -(-longest // 256) * 256
     params.n_ctx = per_slot * slots
     params.n_batch = TOKENS_PER_CALL

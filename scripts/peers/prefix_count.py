@@ -21,7 +21,7 @@ def count_prefixes(prompts: Sequence[Sequence[int]], chunk: int) -> PrefixCount:
     Two pieces are the same if all ids up to their ends are the same. The piece with the last id of
     a prompt belongs to this prompt alone, because it makes the logits of the first generated id.
     """
-    # a prefix is its number: the number of the prefix before it, and its last piece, determine it
+    # a number stands for each prefix: the prefix before it and its last piece determine it
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     rest = 0
     for ids in prompts:

@@ -26,7 +26,7 @@ COMMAND = (
 
 @dataclass(frozen=True)
 class Noria:
-    """Runs the command in one environment, as a fork of the next of some servers."""
+    """Runs the command in one environment; each run is a fork of the next server."""
 
     environment: dict[str, str]
     model: Path

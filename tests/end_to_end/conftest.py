@@ -22,7 +22,7 @@ def noria(tmp_path_factory, optimizes: bool) -> Iterator[Noria]:
     del environment["XLA_FLAGS"]
     # the command chooses the platforms
     del environment["JAX_PLATFORMS"]
-    # one of the platforms that every machine has
+    # no GPU, as not every machine has one
     environment["CUDA_VISIBLE_DEVICES"] = ""
     # as in this process
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not optimizes))

@@ -123,7 +123,7 @@ def main() -> None:
         importlib.import_module(module)
     threads = list(Path("/proc/self/task").iterdir())
     assert len(threads) == 1, "a fork would lack the other threads"
-    # forks neither visit nor copy what was imported
+    # so that garbage collections in forks neither visit nor copy what was imported
     gc.collect()
     gc.freeze()
     arguments = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,8 +1,8 @@
 """Small random models under layouts on simulated devices, and their answers.
 
 There is one model with special features for each family, from the family's own config.json. The
-helpers compile the graphs of the build. The reference is the same model on one device: a whole
-forward pass for each token, or the graphs of the build if a test compares more than greedy tokens.
+helpers compile the same graphs as a build. The reference is the same model on one device: a whole
+forward pass for each token, or the same graphs if a test compares more than greedy tokens.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

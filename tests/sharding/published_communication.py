@@ -5,9 +5,8 @@ and appendix A.2.1 for one-dimensional weight-stationary, 3.2.2 and A.2.2 for tw
 and A.2.3 for weight-gathered, 3.3 for attention sharded over batch; Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models" (2205.05198), section 4.2.2, for
 sequence-parallel residuals; Liu et al. 2023, "Ring Attention" (2310.01889), section 3, for keys and
-values that go round the ring. The papers count the MLP; the formulas here add attention's
-projections, which this code runs one after the other, and the sums for norms of a split residual
-stream.
+values that go round the ring. The papers count the MLP. The formulas here add the projections of
+attention, which runs before the MLP here, and the sums for norms of a split residual stream.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +34,7 @@ class LayerSizes:
     kv_heads: int
     """Key/value heads as stored, copies included."""
     kv_copies: int
-    """Stored copies of each head, if attention keeps it only once."""
+    """Stored copies of each head. Attention split by rows needs only one of them."""
     head_dim: int
     itemsize: int
 
@@ -135,7 +134,10 @@ def _scattered_embed(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _exchanged_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """All-to-alls move queries from heads to rows, and results back; copies share the sending."""
+    """All-to-alls move queries from heads to rows, and results back.
+
+    They also move keys and values to rows. Each copy of a head sends a part of it.
+    """
     group = mesh["tensor"] * mesh.get("data", 1)
     keys = sizes.keys // sizes.kv_copies // group
     return [

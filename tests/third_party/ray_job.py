@@ -1,8 +1,9 @@
 """Run the actors of `examples/ray_data.py` on a local cluster, and kill one of them.
 
-`ray_job.py MODEL OUTPUT MARKS`: the answers of 500 rows as `out.jsonl` in the folder OUTPUT, and
-those of one engine as `expected.jsonl`. The folder MARKS gets one file for each actor, and one for
-the kill. A program, as Ray pickles the classes of programs by value.
+`ray_job.py MODEL OUTPUT MARKS` writes the answers of 500 rows to `out.jsonl` in the folder OUTPUT,
+and the answers of a single engine to `expected.jsonl`. The folder MARKS gets one file for each
+actor, and one for the kill. This is a program because Ray pickles the classes of a program by
+value.
 """
 
 import json
@@ -21,7 +22,7 @@ WORDS = ["wheel", "water", "turns", "bucket", "stream"]
 
 
 class MortalAnswerer(Answerer):
-    """An actor; the first one that has answered two calls is killed by the system in its third."""
+    """An actor; the first one that comes to its third call sends itself SIGKILL."""
 
     def __init__(self, model: str, folder: str, **options):
         super().__init__(model, **options)
