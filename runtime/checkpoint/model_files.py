@@ -357,10 +357,10 @@ def open_model(path: str | Path, *, needs_weights: bool = True) -> ModelFiles:
             f"{path}: expected safetensors or GGUF, got a pickle, which noria never opens. "
             f"Convert it to safetensors in an environment you trust."
         )
-    if location.suffix == ".safetensors":
+    if location.suffix in (".safetensors", ".json"):
         raise ModelNotFound(
-            f"{path}: expected a directory with config.json beside the weights, got the weights "
-            f"alone. Give the directory: {location.parent}"
+            f"{path}: expected a directory with config.json beside the weights, got one of its "
+            f"files alone. Give the directory: {location.parent}"
         )
     return GGUFModel(location, location.stem)
 

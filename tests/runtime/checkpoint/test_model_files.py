@@ -311,12 +311,14 @@ def test_paths_at_which_there_is_no_model_say_what_was_expected(tmp_path):
     weights.write_bytes(b"x")
     (tmp_path / "notes.txt").write_text("not a model, but long enough to be looked at")
     (tmp_path / "m.safetensors").write_bytes(b"x")
+    (tmp_path / "m.json").write_text(json.dumps(CONFIG))
     (tmp_path / "ggufs").mkdir()
     (tmp_path / "ggufs" / "a.gguf").write_bytes(b"x")
     for path, error, message in [
         ("meta-llama/Llama-3.2-1B", ModelNotFound, "noria never downloads"),
         (weights, ModelNotFound, "a pickle, which noria never opens"),
         (tmp_path / "m.safetensors", ModelNotFound, "Give the directory"),
+        (tmp_path / "m.json", ModelNotFound, "Give the directory"),
         (tmp_path / "notes.txt", InvalidGGUF, "expected the magic b'GGUF'"),
         (tmp_path, ModelNotFound, "only pickled weights"),
         (tmp_path / "ggufs", ModelNotFound, r"Give one of them: .*a\.gguf"),
