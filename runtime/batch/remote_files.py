@@ -17,7 +17,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import EXIT_RESUMABLE, ConfigError, JobError, OutputIsLocked, UnusableFile
+from ..errors import (
+    EXIT_RESUMABLE,
+    ConfigError,
+    JobError,
+    MergeError,
+    OutputIsLocked,
+    UnusableFile,
+)
 from ..files.disk import Disk, replace_file
 from ..files.remote import RemoteFile, Url
 from .job_files import check_files, stages_folder
@@ -111,11 +118,20 @@ class Outputs:
             yield
         except OutputIsLocked:
             raise
+        except (UnusableFile, MergeError) as error:
+            self._leave(remote, states, disk, note)
+            raise type(error)(self._with_urls(str(error))) from error
         except BaseException:
             self._leave(remote, states, disk, note)
             raise
         else:
             self._leave(remote, states, disk, note)
+
+    def _with_urls(self, message: str) -> str:
+        """A message with URLs in place of the paths of fetched files, which are removed."""
+        for path in self._fetched:
+            message = message.replace(str(path), str(self.urls[path]))
+        return message
 
     def _states_at_beginning(
         self, remote: dict[Path, RemoteFile], disk: Disk, *, restarts: bool

@@ -97,7 +97,7 @@ def test_a_job_that_is_stopped_anywhere_goes_on_and_publishes_once(tmp_path, sto
 def test_an_output_of_something_else_is_kept(tmp_path, store, job):
     store.pipe_file("/jobs/out.jsonl", b"precious")
     for _ in range(2):
-        with pytest.raises(UnusableFile, match="no manifest is beside it"):
+        with pytest.raises(UnusableFile, match=f"^{OUTPUT}: exists .*\n  no manifest is beside it"):
             job()
         assert store.cat_file(OUTPUT.text) == b"precious"
         assert not list((tmp_path / "work").iterdir())
