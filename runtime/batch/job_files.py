@@ -30,6 +30,11 @@ def side_files(output: Path) -> dict[str, Path]:
     }
 
 
+def stages_folder(output: Path) -> Path:
+    """The folder with the files of an output's stages, in a job with stages."""
+    return output.with_name(f"{output.name}.stages")
+
+
 def job_outputs(output: Path, error_file: Path | None) -> dict[str, Path]:
     """The output files of a job or a merge, by description."""
     named = {"the output": output, "the error file": error_file}

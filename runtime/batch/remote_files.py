@@ -17,10 +17,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import EXIT_RESUMABLE, ConfigError, JobError, OutputIsLocked, UnusableFile
+from ..errors import (
+    EXIT_RESUMABLE,
+    ConfigError,
+    JobError,
+    MergeError,
+    OutputIsLocked,
+    UnusableFile,
+)
 from ..files.disk import Disk, replace_file
 from ..files.remote import RemoteFile, Url
-from .job_files import check_files
+from .job_files import check_files, stages_folder
 from .journal import journal_path
 from .manifest import manifest_path, output_differences, read_manifest
 from .pipes import PIPE
@@ -98,23 +105,33 @@ class Outputs:
             yield
             return
         remote = {path: RemoteFile(url) for path, url in self.urls.items()}
+        is_begun = self._is_begun()
         states = self._states_at_beginning(remote, disk, restarts=restarts)
         for path, file in remote.items():
             self._check_unchanged(path, file, states)
         try:
             for path, file in remote.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                if not (restarts or path.exists() or self._is_begun()) and file.exists():
+                if not (restarts or path.exists() or is_begun) and file.exists():
                     self._fetched.append(path)
                     file.fetch(path, disk)
             yield
         except OutputIsLocked:
             raise
+        except (UnusableFile, MergeError) as error:
+            self._leave(remote, states, disk, note)
+            raise type(error)(self._with_urls(str(error))) from error
         except BaseException:
             self._leave(remote, states, disk, note)
             raise
         else:
             self._leave(remote, states, disk, note)
+
+    def _with_urls(self, message: str) -> str:
+        """A message with URLs in place of the paths of fetched files, which are removed."""
+        for path in self._fetched:
+            message = message.replace(str(path), str(self.urls[path]))
+        return message
 
     def _states_at_beginning(
         self, remote: dict[Path, RemoteFile], disk: Disk, *, restarts: bool
@@ -186,7 +203,11 @@ class Outputs:
                 ) from error
 
     def _is_begun(self) -> bool:
-        return journal_path(self.output).exists()
+        if journal_path(self.output).exists():
+            return True
+        # the journals of stages are in their folder, which may stay when the job is complete
+        has_stages = self._states_path.exists() and stages_folder(self.output).exists()
+        return has_stages and not self._is_complete()
 
     def _is_complete(self) -> bool:
         outputs = [path for path in (self.output, self.error_file) if path is not None]

@@ -28,7 +28,7 @@ from ..batch.finished import (
     refuse_foreign_outputs,
 )
 from ..batch.job import JobModel, JobSettings
-from ..batch.job_files import check_job_files, side_files
+from ..batch.job_files import check_job_files, side_files, stages_folder
 from ..batch.lock import JobLock
 from ..batch.manifest import (
     digest_table,
@@ -61,11 +61,6 @@ from .staged_model import StagedModel
 _INPUT = "input of the stages"
 """The key, in the configuration of a stage, for the digest of the whole job's input."""
 _FILE_OF_STAGE = re.compile(r"[0-9]+-[a-z0-9_]+(\.in|\.errors)?\.jsonl($|\.)")
-
-
-def stages_folder(output: Path) -> Path:
-    """The folder with the files of an output's stages."""
-    return output.with_name(f"{output.name}.stages")
 
 
 def run_stages(

@@ -9,6 +9,7 @@ from fake_model import FakeModel, masked, run, write_input
 from faulty_disk import Crash, FaultyDisk
 from fsspec.implementations.memory import MemoryFileSystem
 
+from noria.runtime.batch.job_files import stages_folder
 from noria.runtime.batch.remote_files import Outputs, files_copied, input_copied, input_copy_path
 from noria.runtime.cli import main
 from noria.runtime.errors import ConfigError, JobError, UnusableFile
@@ -96,7 +97,7 @@ def test_a_job_that_is_stopped_anywhere_goes_on_and_publishes_once(tmp_path, sto
 def test_an_output_of_something_else_is_kept(tmp_path, store, job):
     store.pipe_file("/jobs/out.jsonl", b"precious")
     for _ in range(2):
-        with pytest.raises(UnusableFile, match="no manifest is beside it"):
+        with pytest.raises(UnusableFile, match=f"^{OUTPUT}: exists .*\n  no manifest is beside it"):
             job()
         assert store.cat_file(OUTPUT.text) == b"precious"
         assert not list((tmp_path / "work").iterdir())
@@ -211,6 +212,23 @@ def test_an_output_that_changed_while_a_job_was_stopped_is_kept(tmp_path, store,
     assert not model.num_texts and store.cat_file(OUTPUT.text) == b"theirs"
     store.rm_file(OUTPUT.text)
     assert job() == 1
+
+
+def test_an_output_that_changed_while_a_job_with_stages_was_stopped_is_kept(tmp_path, store):
+    outputs = Outputs.at(OUTPUT, None, tmp_path / "work")
+    with pytest.raises(Crash), outputs.mirrored(Disk(), print):
+        stages_folder(outputs.output).mkdir()
+        raise Crash
+    store.pipe_file(OUTPUT.text, b"theirs")
+    refused = pytest.raises(UnusableFile, match="got another one, which is kept")
+    with refused, outputs.mirrored(Disk(), print):
+        raise AssertionError("the job went on")
+    store.rm_file(OUTPUT.text)
+    with outputs.mirrored(Disk(), print):
+        run(write_input(tmp_path / "in.jsonl"), outputs.output)
+    assert len(content(store, tmp_path).splitlines()) == 45
+    # the folder stays if the job keeps its stages
+    assert [*(tmp_path / "work").rglob("*")][1:] == [stages_folder(outputs.output)]
 
 
 def test_a_changed_input_is_fetched_again(tmp_path, store, job):
