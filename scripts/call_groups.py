@@ -36,7 +36,7 @@ FILES = {
     "kv_cache.py": WRITES,
     "segments.py": WRITES,
     "prompt_pieces.py": WRITES,
-    "attention.py": SOFTMAX,
+    "attend.py": SOFTMAX,
     "layer_attention.py": SOFTMAX,
     "blockwise.py": SOFTMAX,
     "segment_attention.py": SOFTMAX,

@@ -13,9 +13,9 @@ GROUPS = script("scripts/call_groups.py")
     [
         ("jit(graph)/layers.3/BTF,FD->BTD/dot_general", "operations.py", ["dot"], False, "down"),
         ("jit(graph)/...D,VD->...V/dot_general", "operations.py", ["dot"], False, "logits"),
-        ("jit(graph)/layers.3/dot_general", "attention.py", ["dot"], False, GROUPS.SCORES),
-        ("jit(graph)/layers.3/dot_general", "attention.py", ["dot"], True, GROUPS.VALUES),
-        ("jit(graph)/layers.3/reduce_max", "attention.py", ["reduce"], False, GROUPS.SOFTMAX),
+        ("jit(graph)/layers.3/dot_general", "attend.py", ["dot"], False, GROUPS.SCORES),
+        ("jit(graph)/layers.3/dot_general", "attend.py", ["dot"], True, GROUPS.VALUES),
+        ("jit(graph)/layers.3/reduce_max", "attend.py", ["reduce"], False, GROUPS.SOFTMAX),
         ("jit(graph)/layers.3/scatter", "kv_cache.py", ["scatter"], False, GROUPS.WRITES),
         ("jit(graph)/convert_element_type", "rope.py", ["convert"], False, GROUPS.MOVED),
         ("jit(graph)/layers.3/rsqrt", "layers.py", ["add", "rsqrt"], False, "norms"),
@@ -27,6 +27,12 @@ def test_an_instruction_is_grouped_by_its_name_and_by_what_is_in_it(
     source, file, opcodes, is_of_weights, group
 ):
     assert GROUPS.group_of(source, file, opcodes, is_of_weights) == group
+
+
+def test_the_files_of_groups_are_in_the_library():
+    folders = ("modelzoo", "compile")
+    names = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    assert {*GROUPS.FILES, "layers.py"} <= names
 
 
 def test_an_event_counts_without_those_within_it(monkeypatch):
