@@ -22,9 +22,9 @@ class ExpertPlan:
     """Dispatch of the two phases, and the policy for rows with dropped choices."""
 
     prefill: Dispatch = LOSSLESS
-    """How prefill graphs dispatch tokens to experts."""
+    """The dispatch of tokens to experts in prefill graphs."""
     decode: Dispatch = LOSSLESS
-    """How decode graphs dispatch tokens to experts."""
+    """The dispatch of tokens to experts in decode graphs."""
     overflow: Overflow = "error"
     """The outcome of a row that loses an expert choice. With `error` it becomes an error row. With
     `drop` it is answered, and its output has the number of dropped choices."""

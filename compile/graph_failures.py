@@ -1,5 +1,4 @@
-"""Errors for graphs or options that the compiler or the device refuses, with the plan's key to
-change.
+"""Errors for refused graphs and compiler options, which name the plan's key to change.
 
 Knows nothing of requests or files.
 """

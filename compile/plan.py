@@ -252,9 +252,9 @@ class Plan:
     buckets: BucketGrid
     """The shapes of all graphs."""
     layout: Layout | None = None
-    """How the model lies on several devices; None for one device."""
+    """The layout of the model on several devices; None for one device."""
     experts: ExpertPlan | None = None
-    """How a model with experts dispatches tokens; None means without loss."""
+    """The dispatch of tokens to experts; None means without loss."""
     attention: AttentionPlan = AUTO_ATTENTION
     """The attention kernels that the plan asks for by name."""
     compiler: CompilerOptions = field(default_factory=dict)

@@ -49,8 +49,8 @@ EMBED_IN = "embed_in"
 QUERY_HEADS = "query_heads"
 """Query heads, in the weights of projections and in their results."""
 KV_HEADS = "kv_heads"
-"""Key/value heads, in attention and in the cache. They are on the devices of their query heads.
-The rule `""` allows copies of a head, which are needed if there are fewer heads than devices."""
+"""Key/value heads, in attention and in the cache. They are on the devices of their query heads. The
+rule `""` allows copies of a head, which are needed if there are fewer heads than devices."""
 MLP = "mlp"
 """The hidden size of a dense MLP, in weights and activations."""
 VOCAB = "vocab"

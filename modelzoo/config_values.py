@@ -7,7 +7,7 @@ name, the expected value and the actual one.
 import math
 
 MAX_COUNT = 2**31 - 1
-"""Largest count: positions, and sizes of arrays on devices, are 32-bit integers."""
+"""Largest count: positions and token counts are 32-bit integers on devices."""
 
 
 def check_count(name: str, value: object) -> None:

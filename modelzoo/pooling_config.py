@@ -36,7 +36,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Pooling:
-    """How the final hidden states of a text become one vector."""
+    """The pooling that makes one vector of the final hidden states of a text."""
 
     kind: PoolingKind = "mean"
     projections: tuple[Projection, ...] = ()

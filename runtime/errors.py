@@ -13,7 +13,8 @@ from contextlib import suppress
 EXIT_OK = 0
 """Every row has a result."""
 EXIT_ROWS_FAILED = 1
-"""Some rows ended as errors; for `noria layouts`: a layout that the user named is illegal."""
+"""Some rows ended as errors; for `noria layouts`: a layout that the user named is illegal or does
+not compile."""
 EXIT_USAGE = 2
 """An option, an input or a configuration cannot be used."""
 EXIT_MODEL = 3
@@ -73,6 +74,10 @@ class JobError(RuntimeError):
         super().__init__(message)
         self.exit_code = exit_code
 
+    def __reduce__(self):
+        """Pickle all arguments, so that a worker's error reaches its parent process."""
+        return type(self), (str(self), self.exit_code)
+
 
 class JournalError(ValueError):
     """A journal on disk that this job cannot continue."""
@@ -84,6 +89,10 @@ class OtherConfiguration(JournalError):
     def __init__(self, message: str, stored: Mapping[str, str]):
         super().__init__(message)
         self.stored = stored
+
+    def __reduce__(self):
+        """Pickle all arguments, so that a worker's error reaches its parent process."""
+        return type(self), (str(self), dict(self.stored))
 
 
 class JournalWriteError(OSError):
@@ -147,7 +156,7 @@ class InvalidSafetensors(CheckpointError):
 
 
 class InvalidQuantisation(CheckpointError):
-    """Quantised tensors and scales that do not match; the message lists all of them."""
+    """Quantised tensors and scales that do not match; the message counts them and lists some."""
 
 
 class InvalidGGUF(CheckpointError):
@@ -159,7 +168,7 @@ class InvalidOrbax(CheckpointError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """Tensors and parameters that do not match; the message lists every difference."""
+    """Tensors and parameters that do not match; the message counts them and lists some."""
 
 
 class CheckpointChanged(CheckpointError):

@@ -1,8 +1,8 @@
 """Measure the temporary memory of attention, computed at once and block by block.
 
 One head of 64, float32, causal, one row of T tokens. Bytes come from XLA's `memory_analysis()`.
-Rabe and Staats (2021, 2112.05682) publish a factor of 59 between the two, for inference at
-T = 16384.
+Rabe and Staats (2021, 2112.05682) publish a factor of 59 between the two, for inference at T =
+16384.
 
     python scripts/attention_memory.py > benchmarks/attention_memory.md
 """

@@ -1,8 +1,8 @@
 """The kind of work of each instruction of a graph for the CPU, found from the compiled text.
 
-The einsum in its name identifies a product with weights. All other products are those of
-attention: with values if the first factor comes from an exponential, otherwise scores. Any other
-instruction is identified by its source file and by the operations in it. Knows nothing of times.
+The einsum in its name identifies a product with weights. All other products are those of attention:
+with values if the first factor comes from an exponential, otherwise scores. Any other instruction
+is identified by its source file and by the operations in it. Knows nothing of times.
 """
 
 import re
@@ -34,7 +34,6 @@ FILES = {
     "sampling.py": "sampling",
     "steps.py": "sampling",
     "kv_cache.py": WRITES,
-    "segments.py": WRITES,
     "prompt_pieces.py": WRITES,
     "attend.py": SOFTMAX,
     "layer_attention.py": SOFTMAX,

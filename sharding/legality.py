@@ -12,6 +12,7 @@ from itertools import product
 
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
+from ..modelzoo.config_values import is_count
 from ..modelzoo.weights.weight_products import Axes
 from .axis_rules import FOLLOWS, AxisRules, kv_copies
 from .expert_exchange import ExpertExchange
@@ -96,19 +97,14 @@ def _mesh_findings(layout: Layout, num_devices: int) -> Iterable[str]:
     for axis, size in layout.mesh.axes:
         if axis not in MESH_AXES:
             yield f"[mesh] {axis}: expected an axis of {', '.join(MESH_AXES)}. Rename it."
-        elif not _is_count(size):
+        elif not is_count(size):
             yield f"[mesh] {axis}: expected a positive integer, got {size!r}."
-    are_counts = all(map(_is_count, layout.mesh.sizes.values()))
+    are_counts = all(map(is_count, layout.mesh.sizes.values()))
     if are_counts and layout.mesh.num_devices != num_devices:
         yield (
             f"[mesh] {layout.mesh}: the product of the sizes is {layout.mesh.num_devices}, the "
             f"number of the target's devices {num_devices}. Change a size, or the target."
         )
-
-
-def _is_count(size: object) -> bool:
-    # bool is an int in Python; `data = true` is a mistake
-    return isinstance(size, int) and not isinstance(size, bool) and size > 0
 
 
 def _name_findings(layout: Layout) -> Iterable[str]:

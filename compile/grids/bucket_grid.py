@@ -70,7 +70,7 @@ class BucketGrid:
     """The spans of the cache, in growing order; the last one is `max_length`. A decode graph has
     one of them: in each slot, it reads the positions below this span. Unit: positions."""
     steps_per_call: int = 8
-    """How many tokens one decode call makes for each slot. Unit: steps."""
+    """The number of tokens that one decode call makes for each slot. Unit: steps."""
     score: bool = False
     """Whether each prefill shape has a graph that also computes the log-probability of every prompt
     token. In a plan with decode slots it is a second graph, else the only one."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from ...modelzoo.config_values import check_count, is_count
+from ...modelzoo.config_values import MAX_COUNT, check_count, is_count
 
 
 def chunk_sizes(value: Any) -> tuple[int, ...]:
@@ -34,7 +34,9 @@ def check_growing(name: str, values: Sequence[int]) -> None:
     """Raise ValueError unless the values are growing positive integers, and at least one."""
     is_whole = all(is_count(value) for value in values)
     if not values or not is_whole or not all(a < b for a, b in pairwise(values)):
-        raise ValueError(f"{name}: expected growing positive integers, got {list(values)}.")
+        is_large = any(isinstance(value, int) and value > MAX_COUNT for value in values)
+        limit = f" up to {MAX_COUNT}" if is_large else ""
+        raise ValueError(f"{name}: expected growing positive integers{limit}, got {list(values)}.")
 
 
 def check_span_slots(slots: Any, groups: int | None, spans: Sequence[int], num_slots: int) -> None:

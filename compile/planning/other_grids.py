@@ -31,7 +31,7 @@ def hand_picked(
 
 
 def powers_of_two(count: int, longest: int) -> list[int]:
-    """The `count` powers of two that end with the smallest one of at least `longest`."""
+    """At most `count` powers of two, up to the smallest one of at least `longest`."""
     top = (longest - 1).bit_length()
     return [2**power for power in range(max(0, top - count + 1), top + 1)]
 

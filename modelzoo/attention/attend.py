@@ -2,8 +2,8 @@
 
 Masks are arrays that are computed from positions. The keys may be split into any parts: `merge` of
 the partial results gives attention over all keys. Where a query sees no key of a part, the part has
-`lse = -inf` and adds exactly zero, so it never changes a bit of the result. Knows nothing of
-caches, layers or meshes.
+`lse = -inf` and adds exactly zero, so it never changes a bit of the result. Knows nothing of layers
+or meshes, nor how caches are written.
 
 Source of the split: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory", section 3.
 """

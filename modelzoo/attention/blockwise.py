@@ -5,8 +5,7 @@ attends once: to the keys in its window up to its last query, or to all keys whe
 seen. Windows with a limited reach on both sides, and all other calls, compute one pair of a query
 block and a key block at a time and merge the partial results `(out, lse)`. Pairs in which nothing
 is visible are skipped, so causal masks save half of the work, and windows save all pairs outside of
-them. The skipped pairs follow from positions, so tokens may
-be in any order.
+them. The skipped pairs follow from positions, so tokens may be in any order.
 
 Knows nothing of caches, layers or meshes. Guarantees: equals `attend_dense` up to the order of
 sums. Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory" (2112.05682),

@@ -47,9 +47,8 @@ class LayerAttention(NamedTuple):
     """Attend from queries; return `out_BTKGH` and the cache update.
 
     The arguments are queries, new keys and values with the heads of the projections, and new
-    latents.
-    If there are latents, they are cached instead of keys and values. A layer with latents that
-    reads its cache attends to latents, and passes no keys and values.
+    latents. If there are latents, they are cached instead of keys and values. A layer with latents
+    that reads its cache attends to latents, and passes no keys and values.
     """
     reads_cache: bool
     """Whether queries attend to the cache, not only to the prompt."""

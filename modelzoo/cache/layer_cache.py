@@ -1,9 +1,9 @@
 """Cache entries of layers and of new tokens, as named tuples that declare their logical axes.
 
 Keys have positions along the last axis; values have head features there. Attention reads each as a
-matrix in this order. The keys of a cache may be stored in blocks of positions (`segments`).
-Layers of latent attention cache only latents, which serve as keys and values. Each kind of cache
-has a form in codes with scales (`entry_codes`); new tokens are never in codes.
+matrix in this order. The keys of a cache may be stored in blocks of positions (`segments`). Layers
+of latent attention cache only latents, which serve as keys and values. Each kind of cache has a
+form in codes with scales (`entry_codes`); new tokens are never in codes.
 
 The first axis of cache arrays is layers: all layers of one block that is scanned (`layer_groups`),
 or a single layer. An operation on a slot, such as a fork, applies to the slot in all these layers.

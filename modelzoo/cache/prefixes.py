@@ -3,8 +3,8 @@
 The prefixes have a cache of their own, with one row for each prefix. The rows of a decode batch are
 cut into as many groups of consecutive rows as there are prefixes, and all rows of group r begin
 with prefix r. In the attention of a layer, one product multiplies all queries of a group with the
-keys of its prefix. The result is merged with that of the rows' own entries. Source of the
-idea: Juravsky et al. 2024, "Hydragen" (2402.05099), section 3; Zhu et al. 2024, "RelayAttention"
+keys of its prefix. The result is merged with that of the rows' own entries. Source of the idea:
+Juravsky et al. 2024, "Hydragen" (2402.05099), section 3; Zhu et al. 2024, "RelayAttention"
 (2402.14808), section 4.
 
 A row counts its own tokens, entries and lengths from the end of its prefix. Only positions that the

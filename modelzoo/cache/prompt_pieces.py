@@ -8,8 +8,8 @@ the latest tokens in place of the oldest. If the cache is in stripes, so is a pi
 stripe takes its own tokens.
 
 A chunk lies within the last segment of its graph. If a chunk has n tokens, none of them sees the
-last n entries of this segment. A whole prompt begins at position 0, sees only itself, and
-may extend over several segments. A whole prompt may also follow a prefix that its slot shares with
+last n entries of this segment. A whole prompt begins at position 0, sees only itself, and may
+extend over several segments. A whole prompt may also follow a prefix that its slot shares with
 others (`prefixes`); then it sees the prefix and itself, and its positions here are counted from the
 end of the prefix.
 

@@ -81,7 +81,10 @@ def _read_v2_routing(config: ConfigReader) -> Routing:
 
 
 def _read_v3_routing(config: ConfigReader) -> Routing:
-    """Read the routing of V3: sigmoid scores, a choice bias, groups ranked by two best scores."""
+    """Read the routing of V3: sigmoid scores and a choice bias.
+
+    A group is ranked by the sum of its two best scores.
+    """
     config.expect("scoring_func", "sigmoid")
     config.expect("topk_method", "noaux_tc")
     return replace(

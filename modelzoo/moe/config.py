@@ -139,9 +139,9 @@ class Dispatch:
     """
 
     kind: DispatchKind = "lossless"
-    """How tokens are dispatched to experts. `lossless` drops no choice. `capacity` reserves a fixed
-    number of rows for each expert, and drops further choices. `ragged` is the lossless reference,
-    by `jax.lax.ragged_dot`."""
+    """The kind of dispatch of tokens to experts. `lossless` drops no choice. `capacity` reserves a
+    fixed number of rows for each expert, and drops further choices. `ragged` is the lossless
+    reference, by `jax.lax.ragged_dot`."""
     capacity_factor: float | None = None
     """Only for `capacity`: the number of rows reserved for each expert, divided by the mean load of
     an expert. The mean load is `M*k/E`, for M tokens, k choices of a token and E experts. Unit:

@@ -79,7 +79,7 @@ class BatchModel:
         return open_text(self.files, now, self.structures, adapters)
 
     def pooling(self) -> "Pooling":
-        """How the model makes one vector of a text."""
+        """The pooling with which the model makes one vector of a text."""
         return self.files.spec.config.pooling
 
     def weights(self) -> str:

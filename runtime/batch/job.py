@@ -78,7 +78,7 @@ class JobModel(Protocol):
         ...
 
     def pooling(self) -> "Pooling":
-        """How the model makes one vector of a text."""
+        """The pooling with which the model makes one vector of a text."""
         ...
 
     def open_text(self, now: datetime) -> AbstractContextManager[JobText]:

@@ -1,9 +1,8 @@
 """Reads the input of a job twice: in the scan before the build, then row by row.
 
-Each prompt is rendered and encoded once, in the scan, and its ids are kept for the run. They are in
-a file without a name on the output's disk, so memory holds eight bytes per row, and a killed
-program leaves no file. The size of the file is limited. A row whose ids are not kept is encoded
-again.
+Each prompt is rendered and encoded in the scan, and its ids are kept for the run. They are in a
+file without a name on the output's disk, so memory holds eight bytes per row, and a killed program
+leaves no file. The size of the file is limited. Only a row whose ids are not kept is encoded again.
 
 Does not know about devices. Guarantees: a row runs with the ids that the scan measured; chat
 templates see the same time in all runs of a job.
@@ -72,7 +71,7 @@ class TokenSpill:
             self._write()
 
     def ids_of(self, row: int, length: int) -> list[int] | None:
-        """The `length` ids of a row; None if they are not kept."""
+        """The `length` ids of a row, exactly as they were kept; None if they are not kept."""
         if self._pending:
             self._write()
         offset = self._offsets[row] if row < len(self._offsets) else _UNKNOWN

@@ -119,6 +119,9 @@ class Outputs:
         except OutputIsLocked:
             raise
         except (UnusableFile, MergeError) as error:
+            if self._fetched and not journal_path(self.output).exists():
+                # the next run must fetch the files at the URLs again, also if stages are kept
+                self._remove([*self._fetched, self._states_path], disk)
             self._leave(remote, states, disk, note)
             raise type(error)(self._with_urls(str(error))) from error
         except BaseException:

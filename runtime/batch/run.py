@@ -12,7 +12,7 @@ nothing.
 
 import signal
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,8 +22,10 @@ from ..errors import (
     EXIT_BUILD,
     EXIT_MODEL,
     EXIT_OK,
+    EXIT_RESUMABLE,
     EXIT_ROWS_FAILED,
     JobError,
+    exit_code,
 )
 from ..files.disk import Disk
 from ..pods.peers import ALONE, Peers
@@ -139,10 +141,11 @@ def run_job(
                 with open_input(settings, model, peers.broadcast(now), progress) as source:
                     run = _JobRun(settings, model, source, journal, stop=stop, **services)
                     return run.run(keeps_answers=earlier is not None)
-            except Exception:
-                if not journal.binds:
+            except Exception as error:
+                if not journal.binds and exit_code(error) != EXIT_RESUMABLE:
                     # nothing has finished, so the next run may be another job
-                    disk.remove(journal.path)
+                    with suppress(OSError):
+                        disk.remove(journal.path)
                 raise
 
 
@@ -235,7 +238,8 @@ class _JobRun:
     def _bind_to_time(self, journal: Journal) -> None:
         """Record the time that prompts show, as later runs of the job must show the same time."""
         record_instant(self.source.now, journal)
-        if self.settings.part.num_parts > 1 and self.settings.now is None:
+        part = self.settings.part_of_stages or self.settings.part
+        if part.num_parts > 1 and self.settings.now is None:
             # before the rows run, so that the user can restart with the option
             self.progress.note(
                 f"prompts show the time, and parts with different times cannot be merged: "

@@ -1,8 +1,7 @@
 """Describe the content of a model on disk, as text for `noria inspect`.
 
-A model that no family supports is described too, with the reason why it cannot run. Of the
-weights, it reads only headers and small tensors, except for their digest. Does not know about
-terminals.
+A model that no family supports is described too, with the reason why it cannot run. Of the weights,
+it reads only headers and small tensors, except for their digest. Does not know about terminals.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ from typing import Any
 
 from ...modelzoo.families.config_reader import listing
 from ..console import plural
-from ..errors import InvalidConfig
+from ..errors import InvalidConfig, InvalidTokenizer
 from ..text.tokenizer_directory import read_chat_template
 from .formats.published_formats import CodedSource
 from .model_files import ModelFiles
@@ -44,7 +43,7 @@ def describe(model: ModelFiles, *, digest_weights: bool = False) -> str:
         *_kept(tensors_of_model),
         ("parameters", f"{sum(info.size for info in tensors.values()):,}"),
         ("tokenizer", _tokenizer(model.tokenizer_files)),
-        ("chat template", "yes" if has_chat_template(model.tokenizer_files) else "no"),
+        ("chat template", _chat_template(model.tokenizer_files)),
         ("end tokens", ", ".join(map(str, model.generation_defaults.eos_ids)) or "none"),
         ("sampling", _pairs(model.generation_defaults.sampling) or "no defaults"),
         ("fingerprint", model.fingerprint()),
@@ -54,8 +53,20 @@ def describe(model: ModelFiles, *, digest_weights: bool = False) -> str:
     return "\n".join(f"{subject:<16} {value}" for subject, value in lines)
 
 
-def has_chat_template(files: Path | Mapping[str, Any]) -> bool:
+def _chat_template(files: Path | Mapping[str, Any]) -> str:
     """Whether the tokenizer files contain the chat template of chat requests."""
+    try:
+        return "yes" if has_chat_template(files) else "no"
+    except InvalidTokenizer as error:
+        return f"cannot be read: {error}"
+
+
+def has_chat_template(files: Path | Mapping[str, Any]) -> bool:
+    """Whether the tokenizer files contain the chat template of chat requests.
+
+    Raises:
+        InvalidTokenizer: The template is no UTF-8.
+    """
     if isinstance(files, Mapping):
         return "tokenizer.chat_template" in files
     name = "tokenizer_config.json"

@@ -92,7 +92,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure the layouts; returns 1 if a layout that the user named is illegal."""
+    """Measure the layouts; returns 1 if a layout that the user named failed."""
     from ..checkpoint import open_model
 
     check_fillable(options.output)

@@ -45,4 +45,5 @@ def run(options: argparse.Namespace) -> int:
         files_copied(options.parts, with_manifests=True) as parts,
         outputs.mirrored(Disk(), progress.note),
     ):
+        outputs.check([("a part", path) for path in parts])
         return merge(parts, outputs.output, error_file=outputs.error_file, progress=progress)

@@ -10,6 +10,9 @@ expressions", 1970).
 If a tree needs more slots than there are, `kept_prefixes` chooses the prefixes to keep. Rows of a
 prefix that is not kept compute its tokens themselves.
 
+Other rows are submitted longest first, so that the end of a job is short. The simulator submits
+rows in the same order.
+
 Knows nothing of token ids, devices or queues. Guarantees: the pieces of a row and their graphs stay
 the same; every row is in the order exactly once.
 """

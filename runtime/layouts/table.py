@@ -22,7 +22,7 @@ _COLUMNS = (
 
 
 def format_table(results: Sequence[LayoutResult]) -> str:
-    """Format a line for each layout, with bytes per device, and the findings of illegal layouts."""
+    """Format a line for each layout, with bytes per device, and the findings of failed layouts."""
     lines = align_columns([_COLUMNS, *map(_row, results)], num_left=2, has_rule=True)
     if any(result.flops_from == SHAPES for result in results):
         lines.append(f"\n{_FROM_SHAPES}")

@@ -56,7 +56,9 @@ class FinishedJob:
 
     def answered(self, input_sha256: str) -> bool:
         """Whether the job has answered all rows of an input, but for rows that ended as errors."""
-        is_whole = self.manifest["configuration"]["rows"] == str(WHOLE)
+        configuration = self.manifest["configuration"]
+        # the input of a stage has only the rows of the part
+        is_whole = "stage" in configuration or configuration["rows"] == str(WHOLE)
         return is_whole and self.manifest["input"]["sha256"] == input_sha256
 
 

@@ -104,11 +104,11 @@ def check_model(plan: Plan, files: ModelFiles) -> None:
     if plan.model.fingerprint:
         try:
             expected = files.fingerprint()
-        except ModelNotFound:
+        except ModelNotFound as error:
             raise ValueError(
-                f"plan model.fingerprint: expected none, as {files.name} has no weights to compare "
-                f"with, got {plan.model.fingerprint}. Give the model with its weights, or plan for "
-                f"this folder."
+                f"plan model.fingerprint: expected none, as the weights of {files.name} to compare "
+                f"with cannot be found, got {plan.model.fingerprint}. Give the model with its "
+                f"weights, or plan for this folder. ({error})"
             ) from None
         _expect("model.fingerprint", expected, plan.model.fingerprint, "Plan again for this model.")
     config = files.spec.config

@@ -44,6 +44,11 @@ class Part:
         """Read a part from its text in a manifest, which `str` made."""
         return cls.parse(text.removeprefix("part ").replace(" of ", "/"))
 
+    @property
+    def option(self) -> str:
+        """The value of `--rows` for this part, which `parse` reads."""
+        return f"{self.index}/{self.num_parts}"
+
     def __str__(self) -> str:
         return f"part {self.index} of {self.num_parts}"
 

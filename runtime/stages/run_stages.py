@@ -29,6 +29,7 @@ from ..batch.finished import (
 )
 from ..batch.job import JobModel, JobSettings
 from ..batch.job_files import check_job_files, side_files, stages_folder
+from ..batch.journal import journal_path
 from ..batch.lock import JobLock
 from ..batch.manifest import (
     digest_table,
@@ -46,7 +47,7 @@ from ..console import plural
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, OtherConfiguration, UnusableFile
 from ..files.disk import Disk, digest_file
 from ..rows.lines import BadRow
-from ..rows.part import WHOLE
+from ..rows.part import WHOLE, Part
 from ..rows.results import OutputLines, error_text
 from ..rows.row_files import check_input, check_output, is_plain
 from ..rows.scan import ScanSummary
@@ -126,7 +127,14 @@ def run_stages(
 
         staged = StagedModel(model, measure, seed)
         run = _StagesRun(settings, staged, pipeline, renderers, stages, progress, disk, stop)
-        if (code := run.run()) is not None:
+        try:
+            code = run.run()
+        except Exception:
+            if not run.has_begun:
+                # no row has run, so the next run may be another job
+                _remove(folder, disk)
+            raise
+        if code is not None:
             return code
         manifest = run.finish()
         if not keeps_stages:
@@ -182,6 +190,12 @@ class _StagesRun:
                 self.settings = replace(self.settings, now=datetime.fromisoformat(shown))
         return None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a stage has finished, or has a journal."""
+        outputs = [files.output for files in self.stages]
+        return any(manifest_path(o).exists() or journal_path(o).exists() for o in outputs)
+
     def _check_begun(self, stored: Mapping[str, Any]) -> None:
         """Refuse another pipeline, input or part than those with which the stages were begun.
 
@@ -200,11 +214,12 @@ class _StagesRun:
                 f"were begun, got another one:\n  {_INPUT}: there {answered}, now {self._input}\n"
                 f"{remedy}"
             )
-        if (part := stored.get("rows")) != str(self.settings.part):
+        begun_part, part = Part.from_manifest(str(stored.get("rows"))), self.settings.part
+        if begun_part != part:
             raise UnusableFile(
-                f"--rows: expected {part}, with which the stages in {folder} were begun, got "
-                f"{self.settings.part}. Give it, choose another output, or discard the stages with "
-                f"--restart."
+                f"--rows: expected {begun_part.option}, with which the stages in {folder} were "
+                f"begun, got {part.option}. Give it, choose another output, or discard the stages "
+                f"with --restart."
             )
 
     def _stopped(self, requested: signal.Signals) -> int:

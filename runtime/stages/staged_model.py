@@ -44,7 +44,7 @@ class StagedModel:
         return self.model.weights()
 
     def pooling(self) -> "Pooling":
-        """How the model makes one vector of a text."""
+        """The pooling with which the model makes one vector of a text."""
         return self.model.pooling()
 
     def open_text(self, now: datetime) -> AbstractContextManager[JobText]:

@@ -1,9 +1,8 @@
 r"""Reads regular expressions: the syntax that Python's `re` and ECMAScript have in common.
 
 A pattern allows a text only if both would match it, so `\d`, `\w`, `\s` and their complements stand
-for ASCII characters. Named groups may have the notation of either. Constructs that are not
-regular, and those whose meaning differs, are refused with their place. Does not know about JSON or
-automata.
+for ASCII characters. Named groups may have the notation of either. Constructs that are not regular,
+and those whose meaning differs, are refused with their place. Does not know about JSON or automata.
 """
 
 from .language import (

@@ -1,7 +1,7 @@
 """Compiles the forms that the rows of a job ask for, each once, and packs their tables.
 
-Does not know about devices, files or endpoints. Guarantees: the same form has the same automaton
-in every process and every run. Modules that take time to import are imported for the first form.
+Does not know about devices, files or endpoints. Guarantees: the same form has the same automaton in
+every process and every run. Modules that take time to import are imported for the first form.
 """
 
 from collections.abc import Callable, Collection

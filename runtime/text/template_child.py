@@ -134,8 +134,8 @@ def _environment(clock: _Clock):
 def _strict_environment():
     """The environment of templates of a stage: data comes before methods, and nothing is random.
 
-    A value that is undefined, null, true, false, a list or an object fails, as its text would be
-    in the notation of Python.
+    A value that is undefined, null, true, false, a list or an object fails, as its text would be in
+    the notation of Python.
     """
     import jinja2.ext
     import jinja2.sandbox

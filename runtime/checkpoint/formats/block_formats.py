@@ -225,8 +225,7 @@ class CompressedFormat:
 
     A scale is for the matrix, for an output, for a group of inputs, or for a block of both axes.
     Packed integers, and their zero points in words along outputs, are stored without a sign: half
-    of the range is added to each.
-    Source: `compressors/pack_quantized/helpers.py` of the package.
+    of the range is added to each. Source: `compressors/pack_quantized/helpers.py` of the package.
     """
 
     plain = ""

@@ -63,6 +63,7 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
         ({"prefill": ((128, 1),)}, r"lengths of at most max_length \(96\), got 128"),
         ({"decode_spans": (32, 64)}, r"last span to be max_length \(96\), got 64"),
         ({"decode_spans": (32, 32, 96)}, "buckets.decode_spans: expected growing"),
+        ({"decode_spans": (2**31,)}, "expected growing positive integers up to 2147483647, got"),
         (
             {"decode_slots": 0},
             r"decode_spans: with buckets.decode_slots = 0, .* expected \[\]; got",

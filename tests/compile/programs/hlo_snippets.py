@@ -25,8 +25,8 @@ StackFrames
 3 {file_location_id=3 parent_frame_id=3}
 4 {file_location_id=3 parent_frame_id=2}
 """
-"""Frame 2 is a line of attention, called from frame 1. Frames 3 and 4 are of a library:
-frame 2 calls frame 3, and frame 1 calls frame 4."""
+"""Frame 2 is a line of attention, called from frame 1. Frames 3 and 4 are of a library: frame 2
+calls frame 3, and frame 1 calls frame 4."""
 ARGUMENTS = (
     f"%w = {WIDE} parameter(0), metadata={{op_name=\"parameters['layers.3.up']\"}}",
     f'%k = {NARROW} parameter(1), metadata={{op_name="arguments[0].cache.layers[3].k_BS[0]"}}',

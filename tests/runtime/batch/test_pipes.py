@@ -13,7 +13,7 @@ from faulty_disk import Crash, FaultyDisk
 from noria.runtime.batch import pipes
 from noria.runtime.batch.batch_job import output_for_stdout
 from noria.runtime.batch.pipes import copy_path, write_to_stdout
-from noria.runtime.errors import JobError, UnusableFile
+from noria.runtime.errors import EXIT_RESUMABLE, JobError, UnusableFile
 from noria.runtime.files.disk import Disk
 
 
@@ -75,6 +75,14 @@ def test_a_refused_input_of_a_pipe_does_not_stand_in_the_way_of_the_next(tmp_pat
     with pytest.raises(JobError):
         piped(output, FakeModel(failure=JobError("two jobs", 2)))
     assert piped(output, content=b'{"prompt": "a"}') == 0
+
+
+def test_the_copy_of_a_job_that_can_be_resumed_stays_after_an_early_error(tmp_path, piped):
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(JobError):
+        piped(output, FakeModel(failure=JobError("the disk is full", EXIT_RESUMABLE)))
+    assert run(copy_path(output), output) == 1
+    assert masked(output) == masked(tmp_path / "whole.jsonl")
 
 
 def test_a_file_with_the_name_of_the_copy_is_not_overwritten(tmp_path, piped):

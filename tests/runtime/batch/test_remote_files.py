@@ -231,6 +231,25 @@ def test_an_output_that_changed_while_a_job_with_stages_was_stopped_is_kept(tmp_
     assert [*(tmp_path / "work").rglob("*")][1:] == [stages_folder(outputs.output)]
 
 
+def test_a_kept_folder_of_stages_does_not_stand_for_a_file_at_the_url(tmp_path, store):
+    outputs = Outputs.at(OUTPUT, None, tmp_path / "work")
+    with outputs.mirrored(Disk(), print):
+        stages_folder(outputs.output).mkdir()
+        run(write_input(tmp_path / "in.jsonl"), outputs.output)
+    store.pipe_file(OUTPUT.text, b"theirs")
+    for _ in range(2):
+        outputs = Outputs.at(OUTPUT, None, tmp_path / "work")
+        refused = pytest.raises(UnusableFile, match=f"^{OUTPUT}: exists")
+        with refused, outputs.mirrored(Disk(), print):
+            run(tmp_path / "in.jsonl", outputs.output)
+        assert store.cat_file(OUTPUT.text) == b"theirs"
+        assert [*(tmp_path / "work").rglob("*")][1:] == [stages_folder(outputs.output)]
+    store.rm_file(OUTPUT.text)
+    with outputs.mirrored(Disk(), print):
+        run(tmp_path / "in.jsonl", outputs.output)
+    assert len(content(store, tmp_path).splitlines()) == 45
+
+
 def test_a_changed_input_is_fetched_again(tmp_path, store, job):
     job()
     before = store.cat_file(OUTPUT.text)
@@ -310,3 +329,14 @@ def test_only_the_output_of_a_job_is_a_pipe(tmp_path, monkeypatch, capsys):
         message = f"{option.strip()}: expected a file or a URL, as only the output of noria batch"
         assert message in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_output_of_a_merge_at_a_url_of_this_machine_is_checked_first(tmp_path, capsys):
+    part = tmp_path / "part.jsonl"
+    run(write_input(tmp_path / "in.jsonl"), part)
+    url = f"file://{tmp_path}/missing/out.jsonl"
+    options = ["--work-folder", str(tmp_path / "work"), "--quiet"]
+    assert main(["merge", str(part), "-o", url, *options]) == 2
+    assert f"{tmp_path}/missing" in capsys.readouterr().err
+    assert main(["merge", str(part), "-o", f"file://{part}", *options]) == 2
+    assert "is a part" in capsys.readouterr().err

@@ -28,6 +28,7 @@ from noria.runtime.batch.run import run_job
 from noria.runtime.batch.stop_signals import StopSignals
 from noria.runtime.engine.metrics import RunFigures
 from noria.runtime.errors import (
+    EXIT_RESUMABLE,
     JobError,
     JournalError,
     JournalWriteError,
@@ -306,6 +307,14 @@ def test_an_error_before_the_first_row_leaves_no_file(tmp_path, failure, options
     with pytest.raises(JobError):
         run(input_path, output, fake.FakeModel(failure=failure), **options)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_an_error_before_the_first_row_keeps_the_journal_of_a_job_that_can_be_resumed(tmp_path):
+    input_path, output = write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    model = fake.FakeModel(failure=JobError("the disk is full", EXIT_RESUMABLE))
+    with pytest.raises(JobError):
+        run(input_path, output, model)
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl.journal"}
 
 
 def test_a_job_without_a_good_row_that_crashes_at_any_disk_operation_is_finished(tmp_path):

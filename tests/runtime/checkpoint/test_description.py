@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from model_on_disk import write_model
 
-from noria.runtime.checkpoint.description import has_chat_template
+from noria.runtime.checkpoint import open_model
+from noria.runtime.checkpoint.description import describe, has_chat_template
 from noria.runtime.text.tokenizer_directory import read_directory
 
 TEMPLATE = "{{ messages[0].content }}"
@@ -26,3 +28,11 @@ def test_a_model_has_a_chat_template_if_its_tokenizer_reads_one(tmp_path, name, 
     (tmp_path / name).write_text(content)
     assert has_chat_template(tmp_path) is expected
     assert (read_directory(tmp_path).chat_template is not None) is expected
+
+
+def test_a_template_that_cannot_be_read_is_described_so(tmp_path):
+    folder = tmp_path / "model"
+    write_model(folder, tokenizer=False)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with open_model(str(folder)) as files:
+        assert "chat template    cannot be read: " in describe(files)

@@ -1,4 +1,4 @@
-"""Shared prefixes: the slots that hold them, the choice of what to keep, and bits of real runs."""
+"""Shared prefixes: their slots, the choice of what to keep, bits of real runs, orders of rows."""
 
 import pickle
 from dataclasses import replace
@@ -17,7 +17,7 @@ from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.prefix_tree import PrefixNode, count_slots, dissolve
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.runtime.engine.kept_prefixes import keep_best
-from noria.runtime.engine.shared_prefixes import Submission, plan_submission
+from noria.runtime.engine.shared_prefixes import Submission, plan_submission, submission_order
 from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.planning.simulator import SimulatedRow, simulate
 from noria.runtime.request import Request, SamplingParams
@@ -240,3 +240,21 @@ def test_the_simulator_has_the_tokens_and_calls_of_the_run(model):
             {name: use.calls for name, use in getattr(m, phase).items()} for m in (got, metrics)
         )
         assert calls == expected
+
+
+RAGGED_GRID = BucketGrid(100, ((60, 1),), 4, (50, 100), span_slots=(4, 1))
+
+
+def test_the_longest_need_comes_first_and_equal_ones_stay_in_order():
+    needs = [(10, 5), (20, 30), (10, None), (5, 10), (3, 47)]
+    assert submission_order(needs) == [2, 1, 4, 0, 3]
+
+
+def test_rows_of_every_length_of_slots_come_evenly_spread():
+    """Three of nine rows need a long slot: one in each third, the longest row of each first."""
+    needs = [(10, n) for n in range(30, 36)] + [(40, n) for n in (20, 21, 22)]
+    assert submission_order(needs, RAGGED_GRID) == [5, 8, 4, 3, 7, 2, 1, 6, 0]
+
+
+def test_a_row_that_fits_no_slot_is_fed_too():
+    assert sorted(submission_order([(10, 500), (10, 5)], RAGGED_GRID)) == [0, 1]

@@ -11,7 +11,11 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.runtime.checkpoint import open_model
 from noria.runtime.errors import JobError
 from noria.runtime.files.disk import digest_file
-from noria.runtime.planning.finished_lengths import AnsweredRow, LengthForecast
+from noria.runtime.planning.finished_lengths import (
+    AnsweredRow,
+    LengthForecast,
+    read_finished_job,
+)
 from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.planning.workload import read_workload
 from noria.runtime.rows.part import Part
@@ -110,6 +114,20 @@ def test_a_part_of_the_job_shows_the_lengths_of_all_rows(files, tmp_path):
     workload = read_workload(source, files, output=output)
     assert "100 answered rows" in workload.length_source and len(workload.rows) == 300
     assert abs(workload.output_tokens - sum(truth)) < 0.05 * sum(truth)
+
+
+def test_a_stage_of_a_part_has_answered_all_rows_of_its_input(files, tmp_path):
+    _, output, _ = write_job(tmp_path, "stage", seed=2)
+    path = output.with_name(f"{output.name}.manifest.json")
+    manifest = json.loads(path.read_text())
+    sha256 = manifest["input"]["sha256"]
+    assert read_finished_job(output).answered(sha256)
+    manifest["configuration"] = {"rows": "part 0 of 2"}
+    path.write_text(json.dumps(manifest))
+    assert not read_finished_job(output).answered(sha256)
+    manifest["configuration"] |= {"stage": "draft"}
+    path.write_text(json.dumps(manifest))
+    assert read_finished_job(output).answered(sha256)
 
 
 def test_without_a_finished_job_rows_emit_a_share_of_their_limit(files, tmp_path):

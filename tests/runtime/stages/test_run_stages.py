@@ -20,7 +20,7 @@ from noria.runtime.batch import job_input
 from noria.runtime.batch.manifest import PhaseClock, read_manifest
 from noria.runtime.batch.merge import merge
 from noria.runtime.batch.progress import Progress
-from noria.runtime.errors import ConfigError, UnusableFile
+from noria.runtime.errors import ConfigError, JobError, UnusableFile
 from noria.runtime.rows.part import Part
 from noria.runtime.rows.scan import ScanSummary
 from noria.runtime.stages.pipeline_file import read_pipeline
@@ -49,7 +49,17 @@ LINES = [
 ]
 
 
-def run(source: Path, output: Path, model=None, disk=None, *, text=STAGES, keeps=False, **changes):
+def run(
+    source: Path,
+    output: Path,
+    model=None,
+    disk=None,
+    *,
+    text=STAGES,
+    keeps=False,
+    is_quiet=True,
+    **changes,
+):
     path = source.with_name("stages.toml")
     path.write_text(text)
     pipeline = read_pipeline(path)
@@ -61,7 +71,7 @@ def run(source: Path, output: Path, model=None, disk=None, *, text=STAGES, keeps
         max_position=lambda: 512,
         seed=0,
         keeps_stages=keeps,
-        progress=Progress(is_quiet=True),
+        progress=Progress(is_quiet=is_quiet),
         disk=disk,
     )
 
@@ -206,7 +216,7 @@ def test_stages_of_another_part_are_refused(source, tmp_path, operations):
     output = tmp_path / "out.jsonl"
     with pytest.raises(Crash):
         run(source, output, disk=FaultyDisk(operations, Crash()))
-    message = r"--rows: expected part 0 of 1, .* got part 1 of 2\. .*--restart"
+    message = r"--rows: expected 0/1, .* got 1/2\. .*--restart"
     with pytest.raises(UnusableFile, match=message):
         run(source, output, part=Part(1, 2))
     assert run(source, output) == 1
@@ -219,6 +229,23 @@ def test_a_refused_pipeline_leaves_no_folder(source, tmp_path, change):
     with pytest.raises(ConfigError):
         run(source, tmp_path / "out.jsonl", text=STAGES.replace(*change))
     assert not (tmp_path / "out.jsonl.stages").exists()
+
+
+@pytest.mark.parametrize(
+    ("failure", "options"), [(JobError("no memory", 4), {}), (None, {"on_error": "raise"})]
+)
+def test_an_error_before_the_first_row_leaves_no_folder(source, tmp_path, failure, options):
+    with pytest.raises(JobError):
+        run(source, tmp_path / "out.jsonl", fake.FakeModel(failure=failure), **options)
+    assert not (tmp_path / "out.jsonl.stages").exists()
+
+
+def test_parts_with_stages_are_told_to_have_one_time(tmp_path, capsys):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    line = json.dumps({"id": "clock", "prompt": "what time is it?"})
+    source.write_text(f"{line}\n")
+    run(source, output, is_quiet=False, part=Part(0, 2))
+    assert "run every part with --now" in capsys.readouterr().err
 
 
 def test_error_rows_may_have_a_file_of_their_own(source, tmp_path):
