@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from typing import Any
 from ..console import tell
 
 CONNECT_SECONDS = 300
+QUIET_SECONDS = 20
+"""Time after which a process says that it waits for the others."""
 _LONG_MS = 7 * 24 * 3600 * 1000
 _ABORTED = 75
 
@@ -104,6 +107,9 @@ def connect(address: Address | None, *, farewell_seconds: float, patience: float
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     _report_before_abort(lambda: _connection_failure(address))
     given = (None, None, None) if address is None else astuple(address)
+    waits = threading.Timer(QUIET_SECONDS, tell, (sys.stderr, _waiting(address)))
+    waits.daemon = True
+    waits.start()
     # Ctrl-C must end a process that waits in native code for the others
     previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -119,6 +125,7 @@ def connect(address: Address | None, *, farewell_seconds: float, patience: float
             f"--coordinator, --num-processes and --process-id."
         ) from error
     finally:
+        waits.cancel()
         signal.signal(signal.SIGINT, previous)
     state = distributed.global_state
     rank, size = state.process_id, state.num_processes
@@ -139,6 +146,12 @@ def _check_port(coordinator: str) -> None:
             f"--coordinator {coordinator}: process 0 cannot listen on port {port} "
             f"({os.strerror(error.errno or 0)}). Choose a port that is free."
         ) from error
+
+
+def _waiting(address: Address | None) -> str:
+    """The message of a process that has waited for a while for the others to connect."""
+    where = "" if address is None else f" at {address.coordinator}"
+    return f"noria: waits{where} for the other processes, at most {CONNECT_SECONDS} s in all"
 
 
 def _connection_failure(address: Address | None) -> str:
