@@ -62,7 +62,9 @@ class LayoutResult:
     mesh: dict[str, int]
     legal: bool
     findings: list[str]
-    """Errors: the broken rules of an illegal layout, or the failed compile of a legal one."""
+    """Errors: the broken rules of an illegal layout, or why a legal one failed."""
+    verdict: str = ""
+    """The failure of a layout with findings: `illegal`, `does not compile` or `not finite`."""
     bytes_per_device: dict[str, int] = field(default_factory=dict)
     """Bytes of parameters and of the cache, and the largest temporaries of a graph."""
     temp_by_phase: dict[str, int] = field(default_factory=dict)
@@ -85,11 +87,6 @@ class LayoutResult:
     compile_seconds: float = 0.0
     max_abs_diff: float | None = None
     """Largest difference of logits from one device, if it was asked for."""
-
-    @property
-    def verdict(self) -> str:
-        """The failure of a layout with findings: `illegal`, or a failed compile."""
-        return "does not compile" if self.legal else "illegal"
 
     def as_json(self) -> dict[str, Any]:
         """The result as one JSON object, without `max_abs_diff` if nothing was verified."""
@@ -128,6 +125,7 @@ def measure(
     findings = check(layout, model_sizes(config, len(target.devices), grid))
     result = LayoutResult(layout.name, dict(layout.mesh.axes), not findings, findings)
     if findings:
+        result.verdict = "illegal"
         return result
     placement = target.placement(layout)
     model = AbstractModel(config, placement.arrangement(config, scan_layers))
@@ -147,6 +145,7 @@ def measure(
         except RuntimeError as error:
             # a comparison of layouts should report a device whose memory is too small
             reason = str(error).strip().partition("\n")[0]
+            result.verdict = "does not compile"
             result.findings.append(
                 f"{graphs[phase].name} does not compile for {target.name}: {reason} Try more "
                 f"devices, fewer slots, shorter rows or a layout that splits more."

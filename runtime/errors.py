@@ -13,8 +13,7 @@ from contextlib import suppress
 EXIT_OK = 0
 """Every row has a result."""
 EXIT_ROWS_FAILED = 1
-"""Some rows ended as errors; for `noria layouts`: a layout that the user named is illegal or does
-not compile."""
+"""Some rows ended as errors; for `noria layouts`: a layout that the user named failed."""
 EXIT_USAGE = 2
 """An option, an input or a configuration cannot be used."""
 EXIT_MODEL = 3

@@ -219,7 +219,7 @@ def _verify(
     results: Sequence["LayoutResult"],
 ) -> None:
     from ...compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
-    from ..layouts.verification import Verification
+    from ..layouts.verification import NotFinite, Verification
 
     attention = AttentionPlan(prefill=options.attention)
     # a named kernel may serve no shorter prompts than those of the compiled graph
@@ -228,8 +228,15 @@ def _verify(
     )
     verification = Verification(files, target, dtype, options.scan_layers, **named)
     for layout, result in zip(layouts, results, strict=True):
-        if not result.findings:
+        if result.findings:
+            continue
+        try:
             result.max_abs_diff = verification.max_abs_diff(layout)
+        except NotFinite as error:
+            # the figures of the other layouts stay
+            result.verdict = "not finite"
+            result.findings.append(str(error))
+        else:
             note(options, f"{layout.name}: worst logit difference {result.max_abs_diff:.2e}")
 
 

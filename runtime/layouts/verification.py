@@ -28,6 +28,10 @@ from ..engine.padding import pack_greedy
 NUM_PROMPTS, LENGTH, NUM_STEPS = 8, 32, 4
 
 
+class NotFinite(ValueError):
+    """A layout with a logit that is not finite."""
+
+
 @dataclass
 class Verification:
     """Compares layouts with one device, whose logits are computed once."""
@@ -47,7 +51,7 @@ class Verification:
         """The largest difference between a logit under the layout and the same logit on one device.
 
         Raises:
-          ValueError: A difference is not finite.
+          NotFinite: A difference is not finite.
         """
         if not self._reference:
             first = Target(self.target.name, self.target.platform, self.target.devices[:1], True)
@@ -63,7 +67,7 @@ class Verification:
             difference = float(difference_B[same_B].max(initial=0.0))
             if not math.isfinite(difference):
                 # max(0.0, nan) would be 0.0
-                raise ValueError(
+                raise NotFinite(
                     f"--verify {layout.name}: expected finite logits, got a difference of "
                     f"{difference} from one device in {self.dtype}. Try --dtype float32; if it "
                     f"fails too, the layout or the weights are at fault."

@@ -162,7 +162,8 @@ def check_layout(
     if layout is None and num_devices > 1:
         raise ValueError(
             f"target {target.name}: expected a layout for its {num_devices} devices, got none. "
-            f"Give a layout (--layout data-parallel@data={num_devices}, or a file)."
+            f"Give a layout, as with --layout data-parallel@data={num_devices}, or in the plan's "
+            f"table [layout]."
         )
     if layout is None and grid is not None and grid.slot_groups not in (None, 1):
         raise ValueError(

@@ -14,7 +14,7 @@ from noria.runtime.checkpoint import open_model
 from noria.runtime.cli import main
 from noria.runtime.files.layout_files import read_layout_table
 from noria.runtime.layouts import verification
-from noria.runtime.layouts.verification import NUM_PROMPTS, Verification
+from noria.runtime.layouts.verification import NUM_PROMPTS, NotFinite, Verification
 from noria.sharding.layout import Layout
 
 SHAPES = ["--slots", "8", "--length", "48", "--prompt", "16", "--prompts", "4"]
@@ -180,6 +180,25 @@ def test_a_logit_that_is_not_a_number_is_no_agreement(report, monkeypatch):
         compared = Verification(files, find_target("cpu:4"), "float32")
         with pytest.raises(ValueError, match=r"expected finite logits, got .* nan"):
             compared.max_abs_diff(layout)
+
+
+def test_a_logit_that_is_not_a_number_leaves_the_figures_of_other_layouts(
+    report, monkeypatch, capsys
+):
+    def difference(self, layout):
+        if layout.name.startswith("data-tensor"):
+            raise NotFinite("--verify data-tensor: expected finite logits")
+        return 0.25
+
+    monkeypatch.setattr(Verification, "max_abs_diff", difference)
+    folder = report / "nan"
+    arguments = ["--model", str(report / "model"), "-o", str(folder), *OPTIONS, "--verify"]
+    assert main(["layouts", *arguments, "--layouts", "data-tensor data-parallel"]) == 1
+    wrong, right = json.loads((folder / "layouts.json").read_text())
+    assert (wrong["verdict"], right["verdict"]) == ("not finite", "")
+    assert wrong["findings"] == ["--verify data-tensor: expected finite logits"]
+    assert right["max_abs_diff"] == 0.25 and right["flops"] > 0
+    assert "not finite" in capsys.readouterr().out
 
 
 def test_the_kernel_that_is_asked_for_is_the_one_that_is_verified(report, monkeypatch):
