@@ -12,7 +12,7 @@ from itertools import product
 
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
-from ..modelzoo.config_values import is_count
+from ..modelzoo.config_values import check_count, is_count
 from ..modelzoo.weights.weight_products import Axes
 from .axis_rules import FOLLOWS, AxisRules, kv_copies
 from .expert_exchange import ExpertExchange
@@ -97,8 +97,11 @@ def _mesh_findings(layout: Layout, num_devices: int) -> Iterable[str]:
     for axis, size in layout.mesh.axes:
         if axis not in MESH_AXES:
             yield f"[mesh] {axis}: expected an axis of {', '.join(MESH_AXES)}. Rename it."
-        elif not is_count(size):
-            yield f"[mesh] {axis}: expected a positive integer, got {size!r}."
+            continue
+        try:
+            check_count(f"[mesh] {axis}", size)
+        except ValueError as error:
+            yield str(error)
     are_counts = all(map(is_count, layout.mesh.sizes.values()))
     if are_counts and layout.mesh.num_devices != num_devices:
         yield (

@@ -120,8 +120,8 @@ class Outputs:
             raise
         except (UnusableFile, MergeError) as error:
             if self._fetched and not journal_path(self.output).exists():
-                # the next run must fetch the files at the URLs again, also if stages are kept
-                self._remove([*self._fetched, self._states_path], disk)
+                # the job has not begun; with these states, a kept folder of stages would say it has
+                disk.remove(self._states_path)
             self._leave(remote, states, disk, note)
             raise type(error)(self._with_urls(str(error))) from error
         except BaseException:

@@ -121,12 +121,11 @@ def parquet_lines(path: Path, columns: Columns, note: Callable[[str], None]) -> 
             _note_unread(path, present, (prompt, name), note)
             read = [prompt] if name in (None, prompt) else [prompt, name]
             for batch in table.iter_batches(BATCH_ROWS, columns=read):
-                for cells in zip(*batch.columns, strict=True):
+                prompts, ids = batch.column(prompt), None if name is None else batch.column(name)
+                for index in range(batch.num_rows):
                     number += 1
-                    values = (cell.as_py() for cell in cells)
-                    row = dict(zip(batch.schema.names, values, strict=True))
-                    custom_id = None if name is None else _without_nan(row[name])
-                    yield _line(prompt, _without_nan(row[prompt]), custom_id)
+                    custom_id = None if ids is None else _without_nan(ids[index].as_py())
+                    yield _line(prompt, _without_nan(prompts[index].as_py()), custom_id)
     except InputError:
         raise
     except (*_arrow_errors(), OSError) as error:
