@@ -19,6 +19,7 @@ from .grids.adapter_grid import AdapterGrid
 from .grids.bucket_grid import BucketGrid
 from .grids.prefix_grid import PrefixGrid
 from .grids.structured_grid import StructuredGrid
+from .plan_evidence import PlanEvidence
 from .plan_tables import check_keys, key_lines, table_lines
 from .target_names import TargetName
 from .weight_rules import FLOAT, KEPT, WeightRules
@@ -263,6 +264,8 @@ class Plan:
     max_length_reason: str = ""
     """The reason why rows without `max_tokens` end at `buckets.max_length`, although the model's
     context is longer. It is empty if the context is not longer, or if the user set the limit."""
+    evidence: PlanEvidence | None = None
+    """The evidence of the plan's seconds; None without a prediction."""
 
     def __post_init__(self):
         """Refuse an unknown target, and compiler options for graphs that are not built."""
@@ -298,6 +301,8 @@ class Plan:
         head = {"schema": SCHEMA, "target": self.target}
         head["max_length_reason"] = self.max_length_reason or None
         lines = key_lines(head)
+        if self.evidence is not None:
+            lines += table_lines("evidence", self.evidence.to_table())
         lines += table_lines("model", self.model.to_table())
         lines += table_lines("numbers", self.numbers.to_table())
         lines += table_lines("buckets", self.buckets.to_table())
@@ -335,7 +340,7 @@ class Plan:
         table = _in_schema_2(table)
         required, optional = (
             _REQUIRED | {"numbers"},
-            _OPTIONAL | _TABLES_OF_BUCKETS | {"compiler"},
+            _OPTIONAL | _TABLES_OF_BUCKETS | {"compiler", "evidence"},
         )
         check_keys("plan", table, required, optional)
         model, buckets = table["model"], table["buckets"]
@@ -355,6 +360,7 @@ class Plan:
             adapters = AdapterGrid(**table["adapters"])
         of_buckets = {"prefixes": prefixes, "structured": structured, "adapters": adapters}
         experts = ExpertPlan.from_table(table["experts"]) if "experts" in table else None
+        evidence = PlanEvidence.from_table(table["evidence"]) if "evidence" in table else None
         attention = AttentionPlan.from_table(table.get("attention", {}))
         return cls(
             table["target"],
@@ -366,6 +372,7 @@ class Plan:
             attention,
             read_options(table.get("compiler", {})),
             table.get("max_length_reason", ""),
+            evidence,
         )
 
 
@@ -392,7 +399,7 @@ def _in_schema_2(table: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     if schema == SCHEMA:
         return table
-    if newer := sorted({"numbers", "compiler", *_TABLES_OF_BUCKETS} & set(table)):
+    if newer := sorted({"numbers", "compiler", "evidence", *_TABLES_OF_BUCKETS} & set(table)):
         raise ValueError(
             f"plan of schema 1: expected none of {newer}, which schema {SCHEMA} has. Set schema = "
             f"{SCHEMA}, and move model.dtype to [numbers]."

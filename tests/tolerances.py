@@ -32,6 +32,9 @@ BFLOAT16_WIDEST_GAP = 0.1
 # memory and fuses a little differently at both ends.
 EXTRAPOLATED_LAYERS_RELATIVE = 0.02
 
+# Seconds of a job that ran on a device, predicted by the efficiency measured there; relative.
+MEASURED_JOB = 0.02
+
 # Mean Kullback-Leibler divergence of the next token with int8 weights from float32, and the share
 # of equal greedy choices; weights have a scale for each output feature. On 1,024 tokens, the
 # embedded model has 0.0026, with a standard error of 0.0001, and 97.3 %. The bounds are twice the

@@ -65,6 +65,7 @@ def derive_grid(
     defaults: GridDefaults | None = None,
     fits: Callable[[int, int], bool] | None = None,
     prices: "GraphPrices | None" = None,
+    holds: Callable[[int, int], bool] | None = None,
 ) -> BucketGrid:
     """Derive the default grid of a job: cheapest prefill lengths, and slots and spans for its rows.
 
@@ -78,6 +79,8 @@ def derive_grid(
       fits: Whether a cache with this many slots and positions fits. Rows without `max_tokens` may
         continue as far as it fits, and at least to their expected length.
       prices: Costs of calls and graphs; without them only padding counts.
+      holds: Whether a device holds a cache with this many slots and positions. If not, the grid has
+        fewer slots. None if the slots of `defaults` are few enough anyway.
     """
     defaults = defaults or GridDefaults()
     # rows that no grid of this model can hold will be refused, so they must not lengthen the grid
@@ -85,6 +88,8 @@ def derive_grid(
     num_slots = sum(row.num_slots(has_chunks=bool(defaults.chunks)) for row in rows)
     slots = max(1, min(defaults.max_decode_slots, num_slots))
     expected = _expected_length(rows, max_position, defaults)
+    if holds is not None:
+        slots = slots_that_fit(holds, slots, expected, defaults.slot_multiple)
     max_length = expected
     if defaults.max_length is not None:
         max_length = defaults.longest_span(defaults.max_length)
@@ -111,6 +116,24 @@ def derive_grid(
         steps_per_call=defaults.steps_per_call,
         score=score,
     )
+
+
+def slots_that_fit(
+    holds: Callable[[int, int], bool], slots: int, length: int, multiple: int = 1
+) -> int:
+    """The largest number of slots, up to `slots` and at least 1, that a device holds.
+
+    Args:
+      holds: Whether a device holds a cache with this many slots and positions.
+      slots: The wanted number of slots.
+      length: Positions of each slot.
+      multiple: Numbers of slots are rounded up to a multiple of this.
+    """
+    counts = range(1, slots + 1)
+    fitting = bisect_left(
+        counts, True, key=lambda count: not holds(round_up(count, multiple), length)
+    )
+    return max(1, fitting)
 
 
 def _expected_length(rows: Sequence[RowShape], max_position: int, defaults: GridDefaults) -> int:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from ...sharding.layout import Layout
 
 LENGTH_STEP = 16
+ACCELERATOR_TOKENS, ACCELERATOR_SLOTS = 2048, 512
+"""Tokens of a prefill call and slots on an accelerator. Products of fewer rows leave its matrix
+units idle, and every call has a cost of its own."""
 
 _Count = TypeVar("_Count", int, np.ndarray)
 
@@ -24,7 +27,7 @@ class GridDefaults:
     """Aims of a derived grid; a plan or `--set buckets.*` overrides the outcome."""
 
     tokens_per_prefill: int = 512
-    """Tokens of one prefill call: enough to fill the matrix units, few enough to waste little."""
+    """Tokens of one prefill call: enough to fill a CPU's units, few enough to waste little."""
     max_prefill_graphs: int = 6
     max_decode_slots: int = 64
     max_decode_graphs: int = 3
@@ -56,20 +59,23 @@ class GridDefaults:
     """Chunk sizes, growing; empty for a ladder of whole-prompt buckets."""
 
     @classmethod
-    def for_layout(cls, layout: "Layout | None") -> "GridDefaults":
-        """Aims for shapes that a layout can split evenly.
+    def for_layout(cls, layout: "Layout | None", platform: str = "cpu") -> "GridDefaults":
+        """Aims for shapes that a layout can split evenly, on a platform (`cpu`, `gpu` or `tpu`).
 
         Tokens and slots are those of one device times the pieces into which the layout splits rows.
         """
+        tokens, slots = cls.tokens_per_prefill, cls.max_decode_slots
+        if platform != "cpu":
+            tokens, slots = ACCELERATOR_TOKENS, ACCELERATOR_SLOTS
         if layout is None:
-            return cls()
+            return cls(tokens_per_prefill=tokens, max_decode_slots=slots)
         prefill, decode = layout.phase("prefill"), layout.phase("decode")
         rows = (axes.BATCH, axes.ATTENTION_BATCH, axes.RESIDUAL_BATCH)
         shards = layout.mesh.num_shards
         replicas = [shards(rules[axes.BATCH]) for rules in (prefill, decode)]
         return cls(
-            tokens_per_prefill=cls.tokens_per_prefill * replicas[0],
-            max_decode_slots=cls.max_decode_slots * replicas[1],
+            tokens_per_prefill=tokens * replicas[0],
+            max_decode_slots=slots * replicas[1],
             batch_multiple=math.lcm(*(shards(prefill[axis]) for axis in rows)),
             slot_multiple=math.lcm(*(shards(decode[axis]) for axis in rows)),
             length_multiple=shards(prefill[axes.RESIDUAL_LENGTH]),

@@ -1,12 +1,13 @@
-"""Predicted seconds of a graph's call: work of its parts over peaks, corrected by measurement.
+"""Predicted seconds of a graph's call: work of its parts over peaks, corrected by evidence.
 
 A part takes the longer of its products' time and its memory's time, plus the time of its
 communication (the roofline: Williams, Waterman, Patterson 2009, "Roofline: An Insightful Visual
 Performance Model", doi:10.1145/1498765.1498785). Where products first copy their weights into
-another layout, the time of the copies is added. Parts run one after the other. A calibration
-scales the memory's time before it is compared with the products' time, multiplies each part by a
-factor, and adds seconds to every call. Without a calibration the figures are those of published
-peaks: real programs run below these peaks, and gain where parts overlap.
+another layout, the time of the copies is added. Parts run one after the other. Two kinds of
+evidence correct this. The hardware's efficiency divides each part by the share of the roofline that
+it reaches, and adds the seconds of calls, steps and layers (`efficiency`). A calibration for one
+model takes the place of the efficiency. It scales the memory's time before it is compared with the
+products' time, multiplies each part by a factor, and adds seconds to every call.
 
 Knows nothing of grids or schedules. Every figure here is a prediction.
 """
@@ -23,6 +24,7 @@ from scipy.optimize import nnls
 from ...sharding.call import KINDS, Call
 from ..plan_tables import check_keys, check_number
 from .compile_time import first_call_seconds
+from .efficiency import Efficiency
 from .hardware import Hardware
 from .interconnect import Interconnect
 from .work import Part, Sent, Work
@@ -130,9 +132,18 @@ class CostModel:
             return self.calibration.kinds[call.phase].first_call
         return first_call_seconds(self.hardware.name, self.work.num_program_layers)
 
+    @property
+    def evidence(self) -> str:
+        """The evidence of the seconds, as `measured h200, jax 0.11.2` or `calibration`."""
+        return self.hardware.evidence if self.calibration is None else "calibration"
+
     def seconds(self, call: Call) -> float:
         """Seconds of one call; for decode, of one step."""
         return self.estimate(call).seconds
+
+    def decode_call_seconds(self) -> float:
+        """Seconds of a decode call in addition to its steps."""
+        return self.hardware.efficiency.call_seconds if self.calibration is None else 0.0
 
     def estimate(self, call: Call) -> Estimate:
         """Seconds of a call, by part and by limit."""
@@ -148,8 +159,32 @@ class CostModel:
         return self._local(part, KindFactors())[0] + self._network(part)
 
     def _estimate(self, call: Call) -> Estimate:
-        known = {} if self.calibration is None else self.calibration.kinds
-        return self.estimate_with(known.get(call.phase, KindFactors()), call)
+        if self.calibration is None:
+            return self._by_efficiency(self.hardware.efficiency, call)
+        return self.estimate_with(self.calibration.kinds.get(call.phase, KindFactors()), call)
+
+    def _by_efficiency(self, efficiency: Efficiency, call: Call) -> Estimate:
+        """Seconds of a call by the efficiency of the hardware, by part and by limit."""
+        parts: dict[str, float] = {}
+        limits: dict[str, float] = dict.fromkeys(BINDS, 0.0)
+        for part in self.work.parts(call):
+            local, limit = self._local(part, KindFactors())
+            dtype = "int8" if part.int8_flops else self.work.dtype
+            local /= efficiency.share(part.name, call.phase, dtype, part.rows)
+            extra_bytes = part.elements * efficiency.extra_bytes(part.name, call.phase)
+            extra = extra_bytes / self.hardware.memory_rate
+            network = self._network(part)
+            parts[part.name] = local + extra + network
+            limits[limit] += local
+            limits["memory"] += extra
+            limits["network"] += network
+        of_call = efficiency.call_seconds
+        if call.phase == "decode":
+            of_call = efficiency.step_seconds
+        overhead = of_call + self.work.config.num_layers * efficiency.layer_seconds
+        if overhead:
+            parts["overhead"] = limits["overhead"] = overhead
+        return Estimate(parts, limits)
 
     def estimate_with(self, kind_factors: KindFactors, call: Call) -> Estimate:
         """Seconds of a call with these corrections, by part and by limit."""
@@ -226,7 +261,7 @@ def calibrate(
         kinds=kinds,
         median_error=float(np.median(errors)),
         dtype=work.dtype,
-        hardware={"name": hardware.name, **hardware.to_table()},
+        hardware={"name": hardware.name, **hardware.peaks()},
         **about,
     )
 

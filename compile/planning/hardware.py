@@ -1,6 +1,7 @@
-"""Peaks of hardware, from a table with the source of every figure; users can add tables.
+"""Peaks of hardware and what programs reach of them, from a table with the source of every figure.
 
-Knows nothing of models or graphs, and queries no device, so the hardware need not be present.
+Users can add tables. Knows nothing of models or graphs, and queries no device, so the hardware need
+not be present.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from ..plan_tables import check_keys, check_number
 from ..target_names import TargetName
+from .efficiency import AT_PEAKS, Efficiency
 
 _NUMBERS = ("memory_bytes", "memory_rate", "link_rate")
 
@@ -43,6 +45,8 @@ class Hardware:
     """The clock of the cores, if the compiler reports cycles. Unit: cycles a second."""
     price_per_hour: float | None = None
     """The price of one device, for the price of a job. Unit: any currency an hour."""
+    efficiency: Efficiency = AT_PEAKS
+    """What programs reach of the peaks."""
 
     def __post_init__(self):
         numbers = {f"flops.{dtype}": rate for dtype, rate in self.flops.items()}
@@ -101,13 +105,29 @@ class Hardware:
             link_rate=self.link_rate / count,
         )
 
-    def to_table(self) -> dict[str, Any]:
-        """The table that `read_hardware` reads, without the name."""
+    @property
+    def evidence(self) -> str:
+        """The evidence of seconds that are predicted for this device without a calibration."""
+        if self.source.startswith("assumed"):
+            return "assumed peaks"
+        return self.efficiency.describe()
+
+    def peaks(self) -> dict[str, Any]:
+        """The table of the peaks alone, without the name."""
         return {
             key: value
-            for key, value in asdict(self).items()
-            if key != "name" and value is not None and (key, value) != ("weight_passes", 1)
+            for key, value in asdict(replace(self, efficiency=AT_PEAKS)).items()
+            if key not in ("name", "efficiency")
+            and value is not None
+            and (key, value) != ("weight_passes", 1)
         }
+
+    def to_table(self) -> dict[str, Any]:
+        """The table that `read_hardware` reads, without the name."""
+        table = self.peaks()
+        if self.efficiency != AT_PEAKS:
+            table["efficiency"] = self.efficiency.to_table()
+        return table
 
 
 def read_hardware(tables: Mapping[str, Any]) -> dict[str, Hardware]:
@@ -118,13 +138,17 @@ def read_hardware(tables: Mapping[str, Any]) -> dict[str, Hardware]:
             f"hardware [{name}]",
             table,
             {"source", "flops", "wraps", *_NUMBERS},
-            {"clock", "weight_passes", "price_per_hour"},
+            {"clock", "weight_passes", "price_per_hour", "efficiency"},
         )
         if not isinstance(table["flops"], Mapping):
             raise ValueError(
                 f"hardware {name}.flops: expected a table by dtype, got {table['flops']!r}."
             )
-        hardware[name] = Hardware(name, **table)
+        values = dict(table)
+        if "efficiency" in table:
+            where = f"hardware {name}.efficiency"
+            values["efficiency"] = Efficiency.from_table(where, table["efficiency"])
+        hardware[name] = Hardware(name, **values)
     return hardware
 
 

@@ -204,9 +204,7 @@ class RunBounds:
         """
         if not grid.decode_slots:
             return 0.0
-        step_seconds = [
-            self._cost.seconds(grid.decode_call(grid.span_of(span))) for span in grid.decode_spans
-        ]
+        step_seconds = [self._step_seconds(grid, grid.span_of(span)) for span in grid.decode_spans]
         starts = [0, *grid.decode_spans[:-1]]
         emitted_beyond = self.emitted_below[grid.max_length] - self.emitted_below[starts]
         slots = grid.span_slots or (grid.decode_slots,) * len(starts)
@@ -223,5 +221,10 @@ class RunBounds:
         """
         if grid.span_slots is None:
             return 0.0
-        step_seconds = self._cost.seconds(grid.decode_call(grid.max_length))
+        step_seconds = self._step_seconds(grid, grid.max_length)
         return float(self.emitted_below[grid.max_length]) * step_seconds / grid.decode_slots
+
+    def _step_seconds(self, grid: BucketGrid, span: int) -> float:
+        """Seconds of a decode step, with its share of the call's own time in a full call."""
+        of_call = self._cost.decode_call_seconds() / grid.steps_per_call
+        return of_call + self._cost.seconds(grid.decode_call(span))

@@ -61,6 +61,10 @@ class Part:
     """Bytes read from and written to main memory."""
     weight_bytes: float = 0.0
     """The bytes of the weights of products among them."""
+    rows: float = 1.0
+    """Rows of activations in its products."""
+    elements: float = 0.0
+    """Scores or logits that it computes."""
     sent: Sent = field(default_factory=dict)
 
 
@@ -71,10 +75,10 @@ class _WeightsWork(NamedTuple):
     int8_flops: float
     bytes: float
 
-    def part(self, name: str, num_rows: int) -> Part:
-        """The work of some rows, for which the weights are read once."""
+    def part(self, name: str, num_rows: int, num_shards: int) -> Part:
+        """The work of some rows, split into shards, for which the weights are read once."""
         flops, int8_flops = num_rows * self.flops, num_rows * self.int8_flops
-        return Part(name, flops, int8_flops, self.bytes, weight_bytes=self.bytes)
+        return Part(name, flops, int8_flops, self.bytes, self.bytes, num_rows / num_shards)
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,13 @@ class Work:
     def _products(self, call: Call) -> Part:
         """Products with the weights that all tokens pass through."""
         work = self._weights_work(call, of_experts=False)
-        return work.part("products", call.num_tokens)
+        return work.part("products", call.num_tokens, self._row_shards(call))
+
+    def _row_shards(self, call: Call) -> int:
+        """Number of shards into which the rows of products are split."""
+        split = (axes.BATCH,) if call.phase == "decode" else (axes.BATCH, axes.LENGTH)
+        rules = self.layout.phase(call.phase)
+        return self.layout.mesh.num_shards(self._mesh_axes(split, rules))
 
     def _experts(self, call: Call) -> Part | None:
         """Products with the experts that the tokens choose, in lossless tiles."""
@@ -201,7 +211,13 @@ class Work:
         rows = choices + used * E * (LOSSLESS.tile(choices, E) - 1) / 2
         work = self._weights_work(call, of_experts=True)
         num_bytes = used * work.bytes
-        return Part("experts", rows / E * work.flops, bytes=num_bytes, weight_bytes=num_bytes)
+        return Part(
+            "experts",
+            rows / E * work.flops,
+            bytes=num_bytes,
+            weight_bytes=num_bytes,
+            rows=rows / (used * E),
+        )
 
     def _weights_work(self, call: Call, *, of_experts: bool) -> "_WeightsWork":
         """Work of the products of all layers with their weights."""
@@ -248,8 +264,9 @@ class Work:
         shards = layout.mesh.num_shards(self._mesh_axes(split, rules))
         pairs = sum(_pairs(call, window) for window in config.windows)
         dims = self._shapes(call).record.head_dims
-        flops = 2 * pairs * config.num_query_heads * sum(dims)
-        return Part("attention", flops / shards, bytes=self._kept_bytes(call))
+        scores = pairs * config.num_query_heads / shards
+        flops = 2 * scores * sum(dims)
+        return Part("attention", flops, bytes=self._kept_bytes(call), elements=scores)
 
     def _kept_bytes(self, call: Call) -> float:
         """Bytes of keys and values that are written, or read for each block of queries."""
@@ -290,8 +307,10 @@ class Work:
 
     def _logits(self, call: Call) -> Part:
         """The product with the vocabulary, and the logits that it writes."""
-        part = self._head_work(call).part("logits", call.num_logits)
-        return replace(part, bytes=part.bytes + self._logits_bytes(call))
+        part = self._head_work(call).part("logits", call.num_logits, self._row_shards(call))
+        logits_bytes = self._logits_bytes(call)
+        elements = logits_bytes / (2 * FLOAT32_BYTES)
+        return replace(part, bytes=part.bytes + logits_bytes, elements=elements)
 
     def _head_work(self, call: Call) -> "_WeightsWork":
         """Work of the product with the vocabulary."""

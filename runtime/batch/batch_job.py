@@ -142,9 +142,11 @@ def _settings(
         source = "--sampling" if source == "noria" else f"--sampling, {source}"
         defaults |= read_sampling(options.sampling)
     package_versions = versions()
+    # the evidence of a plan changes no answer
+    plan = plan_table and {key: plan_table[key] for key in plan_table if key != "evidence"}
     configuration = {
         "model": files.fingerprint(),
-        "plan": "derived" if plan_table is None else json.dumps(plan_table, sort_keys=True),
+        "plan": "derived" if plan is None else json.dumps(plan, sort_keys=True),
         "layout": "" if layout_table is None else json.dumps(layout_table, sort_keys=True),
         "overrides": " ".join(options.set),
         "dtype": options.dtype,

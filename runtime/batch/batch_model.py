@@ -103,7 +103,8 @@ class BatchModel:
         from ..bundles import compilation_cache
         from ..bundles.warm_start import WarmStart
         from ..engine.shared_prefixes import plan_submission
-        from .job_plan import better_plan, work_of
+        from ..planning.target_work import work_of
+        from .job_plan import better_plan
         from .plan_report import plan_table, with_waste
 
         def report(built: "BuildProgress") -> None:
@@ -225,9 +226,9 @@ class BatchModel:
         """The given plan, or a plan derived from the rows of this job, with the overrides."""
         from ...compile.plan import Numbers, PlannedModel
         from .. import session
-        from ..checkpoint.published_numbers import keep_published
+        from ..checkpoint.published_numbers import keep_published, overridden_numbers
         from ..embedding.plan import embedding_plan
-        from .job_plan import derived_plan, given_plan, overridden_numbers
+        from .job_plan import derived_plan, given_plan
 
         overrides = self.options.set
         if self.plan_table is not None:
@@ -292,7 +293,7 @@ def _note_plan(
     from .job_plan import limit_note, padding_note, rows_after_prefixes, sharing_note
 
     own_rows = rows_after_prefixes(rows, table, plan.buckets)
-    progress.note(padding_note(own_rows, plan.buckets, plan.layout, config.max_position))
+    progress.note(padding_note(own_rows, plan, config.max_position))
     if note := sharing_note(rows, table, plan.buckets):
         progress.note(note)
     if note := limit_note(plan, rows, config.max_position):

@@ -11,10 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
-from ...compile.abstract_model import AbstractModel
 from ...compile.expert_plan import default_experts
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
@@ -33,23 +31,24 @@ from ...compile.grids.span_slots import with_ragged_slots
 from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.graph_prices import GraphPrices
-from ...compile.planning.hardware import hardware_of
 from ...compile.planning.run_bounds import ExpectedRow
 from ...compile.planning.work import Work
+from ...compile.target_names import TargetName
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import chunk_findings
-from ..checkpoint.published_numbers import override_plan
+from ..checkpoint.published_numbers import overridden_numbers, override_plan
 from ..console import plural
+from ..devices.graph_memory import GIGABYTE, device_bytes
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
 from ..planning.better_plan import better_plan_note
 from ..planning.forecast import expected_rows, fits_grid, forecast_steps
 from ..planning.shared_grids import with_sharing
+from ..planning.target_work import cache_fits, room_on_accelerator, work_of
 from ..pods.peers import Peers
 
-GIGABYTE = 10**9
 _KEYS_WITHOUT_SHARING = {"chunk", "prefill", "decode_spans", "decode_graphs"}
 """If the user sets one of these keys of `[buckets]`, no grid with shared beginnings is tried."""
 _KEYS_WITHOUT_PREFIXES = {"decode_slots", "max_length", "score", "span_slots", "slot_groups"}
@@ -68,12 +67,6 @@ def given_plan(table: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
         ValueError: A key is unknown or its value is invalid; the error names the key.
     """
     return Plan.from_table(override_plan(table, overrides))
-
-
-def overridden_numbers(numbers: Numbers, overrides: Sequence[str]) -> Numbers:
-    """The numbers of a plan, changed by the user's overrides of any keys of the plan."""
-    table = override_plan({"numbers": numbers.to_table()}, overrides)["numbers"]
-    return Numbers.from_table(table)
 
 
 def derived_plan(
@@ -110,22 +103,24 @@ def derived_plan(
     # overrides of some keys change the derived sizes; later all overrides are applied
     overridden = apply_overrides({"numbers": numbers.to_table()}, overrides)
     asked, numbers = overridden.get("buckets", {}), overridden_numbers(numbers, overrides)
-    defaults = with_overrides(GridDefaults.for_layout(layout), asked)
+    defaults = with_overrides(GridDefaults.for_layout(layout, target.platform), asked)
     work = work_of(config, numbers, layout, target, adapters)
     prices = GraphPrices.of_target(target.name, work, known_hardware())
+    # the memory of process 0, so that all processes derive the same plan
+    memory_bytes = peers.broadcast(device_bytes(target))
+    holds = room_on_accelerator(work, target, memory_bytes)
     fits, reason = None, ""
     if defaults.max_length is None and any(row.max_tokens is None for row in rows):
         share = defaults.cpu_cache_share if target.platform == "cpu" else defaults.cache_share
-        # the memory of process 0, so that all processes derive the same plan
-        free_bytes = peers.broadcast(_memory_bytes(target)) - work.parameter_bytes
-        fits = partial(_fits, work, share * free_bytes)
+        free_bytes = memory_bytes - work.parameter_bytes
+        fits = partial(cache_fits, work, share * free_bytes)
         reason = (
             f"a longer cache would take more than {share:g} of the memory that weights leave "
             f"({free_bytes / GIGABYTE:.1f} GB per device)"
         )
 
     def derive(rows: Sequence[RowShape], defaults: GridDefaults) -> BucketGrid:
-        return derive_grid(rows, config.max_position, defaults, fits, prices)
+        return derive_grid(rows, config.max_position, defaults, fits, prices, holds)
 
     grid = derive(rows, defaults)
     may_share = layout is None or not any(chunk_findings(layout))
@@ -153,20 +148,6 @@ def derived_plan(
     return replace(plan, buckets=grid)
 
 
-def work_of(
-    config: DecoderConfig,
-    numbers: Numbers,
-    layout: Layout | None,
-    target: Target,
-    adapters: AdapterGrid | None = None,
-) -> Work:
-    """The work of a model's graphs on a target."""
-    placement = target.placement(layout)
-    arrangement = placement.arrangement(config, cache_codes=numbers.cache_codes)
-    definition = AbstractModel(config, arrangement, numbers.weight_rules, adapters)
-    return Work(definition, numbers.dtype, layout, placement.cache_dtype(numbers.dtype))
-
-
 def rows_after_prefixes(
     rows: Sequence[RowShape], table: PrefixTable, grid: BucketGrid
 ) -> Sequence[RowShape]:
@@ -176,24 +157,6 @@ def rows_after_prefixes(
     lengths = np.array([row.prompt_length for row in rows], np.int64)
     own = own_lengths(lengths.tolist(), prefixes_of_rows(table, lengths, grid.prefixes))
     return [replace(row, prompt_length=length) for row, length in zip(rows, own, strict=True)]
-
-
-def _fits(work: Work, max_bytes: float, slots: int, length: int) -> bool:
-    return work.cache_bytes(slots, length) <= max_bytes
-
-
-def _memory_bytes(target: Target) -> int:
-    """The memory of a device in bytes, rounded down to GB, as devices of one kind differ slightly.
-
-    For a CPU it is the memory in the hardware table, so that a job has the same plan on every
-    machine.
-    """
-    if target.platform == "cpu":
-        return int(hardware_of(target.name, known_hardware()).memory_bytes)
-    # devices of other processes do not report their memory
-    own = next(device for device in target.devices if device.process_index == jax.process_index())
-    statistics = own.memory_stats() or {}
-    return statistics.get("bytes_limit", 0) // GIGABYTE * GIGABYTE
 
 
 def limit_note(plan: Plan, rows: Sequence[RowShape], max_position: int) -> str | None:
@@ -213,11 +176,9 @@ def limit_note(plan: Plan, rows: Sequence[RowShape], max_position: int) -> str |
     )
 
 
-def padding_note(
-    rows: Sequence[RowShape], grid: BucketGrid, layout: Layout | None, max_position: int
-) -> str:
+def padding_note(rows: Sequence[RowShape], plan: Plan, max_position: int) -> str:
     """A note that compares the padding of whole prompts with the padding of chunked prompts."""
-    defaults = GridDefaults.for_layout(layout)
+    grid, defaults = plan.buckets, _defaults(plan)
     if not grid.chunks:
         defaults = with_chunks(defaults, min(OTHER_CHUNK, grid.max_length))
     # the other grid may be longer than `grid`, as it rounds prompts up to whole chunks
@@ -281,11 +242,16 @@ def better_plan(
             prefixes.of_rows(list(outputs)),
             run_seconds,
             prices=GraphPrices.of_target(plan.target, work, known_hardware()),
-            defaults=GridDefaults.for_layout(plan.layout),
+            defaults=_defaults(plan),
             max_position=max_position,
             may_chunk=plan.layout is None or not any(chunk_findings(plan.layout)),
         )
     return None
+
+
+def _defaults(plan: Plan) -> GridDefaults:
+    """The aims of grids that are compared with that of a plan."""
+    return GridDefaults.for_layout(plan.layout, TargetName.parse(plan.target).platform)
 
 
 def _padding(rows: Sequence[RowShape], grid: BucketGrid) -> str:

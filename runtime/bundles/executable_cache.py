@@ -16,6 +16,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -102,7 +103,7 @@ _HASH_BYTES = hashlib.sha256().digest_size
 
 def graph_keys(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
     """For each graph of a plan, a hash of everything that its executable depends on."""
-    table = tomllib.loads(plan.to_toml())
+    table = tomllib.loads(replace(plan, evidence=None).to_toml())
     table["model"] = {"scan_layers": plan.model.scan_layers}
     table.pop("max_length_reason", None)
     # the name of a prefill graph contains its own bucket; other buckets do not affect it

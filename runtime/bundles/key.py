@@ -6,6 +6,7 @@ Reads the sources of the library, but no file of a bundle.
 import hashlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -27,7 +28,8 @@ _HARMLESS = ("cache", "log", "platforms", "traceback")
 
 def key_of(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
     """Everything that the executables of a plan depend on."""
-    return surroundings(target, config) | {"plan": digest(plan.to_toml())}
+    without_evidence = replace(plan, evidence=None)
+    return surroundings(target, config) | {"plan": digest(without_evidence.to_toml())}
 
 
 def surroundings(target: Target, config: DecoderConfig) -> dict[str, str]:

@@ -19,15 +19,24 @@ from .model_files import ModelFiles
 def override_plan(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The table of a plan, changed by overrides.
 
-    A plan that no longer keeps published weights loses the formats of its checkpoint, too.
+    A changed plan loses its evidence, which was of another plan. A plan that no longer keeps
+    published weights loses the formats of its checkpoint, too.
     """
     changed = apply_overrides(table, overrides)
+    if overrides:
+        changed.pop("evidence", None)
     before, numbers = table.get("numbers"), changed.get("numbers")
     if not isinstance(before, Mapping) or not isinstance(numbers, dict):
         return changed
     if before.get("weights") == KEPT != numbers.get("weights"):
         numbers.pop("published", None)
     return changed
+
+
+def overridden_numbers(numbers: Numbers, overrides: Sequence[str]) -> Numbers:
+    """The numbers of a plan, changed by the user's overrides of any keys of the plan."""
+    table = override_plan({"numbers": numbers.to_table()}, overrides)["numbers"]
+    return Numbers.from_table(table)
 
 
 def keep_published(numbers: Numbers, files: ModelFiles) -> Numbers:

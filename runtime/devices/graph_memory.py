@@ -1,4 +1,4 @@
-"""The memory that a graph needs on each device, as the compiler reports it."""
+"""The memory of a target's devices, and the memory that a graph needs on each of them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,6 +7,27 @@ import jax
 
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.graph_failures import GraphFailed
+from ...compile.planning.hardware import hardware_of
+from ...compile.targets import Target
+from ..files.hardware_files import known_hardware
+
+GIGABYTE = 10**9
+MEMORY_SHARE = 0.9
+"""The share of a device's memory for weights and cache; the rest is for temporaries of graphs."""
+
+
+def device_bytes(target: Target) -> int:
+    """The memory of a device in bytes, rounded down to GB, as devices of one kind differ slightly.
+
+    For a CPU it is the memory in the hardware table, so that a job has the same plan on every
+    machine.
+    """
+    if target.platform == "cpu":
+        return int(hardware_of(target.name, known_hardware()).memory_bytes)
+    # devices of other processes do not report their memory
+    own = next(device for device in target.devices if device.process_index == jax.process_index())
+    statistics = own.memory_stats() or {}
+    return statistics.get("bytes_limit", 0) // GIGABYTE * GIGABYTE
 
 
 def check_memory(graphs: CompiledGraphs, devices: Iterable[Any]) -> None:

@@ -1,7 +1,8 @@
 """The plan of a case of `noria bench`: rows of one prompt length and one output length.
 
-It is the plan that a batch job of these rows would derive, with one slot for each row and one span,
-so that a case runs in its own shape. Reads no weights.
+It is the plan that a batch job of these rows would derive, with one span, so that a case runs in
+its own shape. On a CPU each row has a slot. An accelerator has at most as many slots as a job of
+many rows would get. Reads no weights.
 """
 
 import tomllib
@@ -15,8 +16,10 @@ from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.targets import Target
 from ...sharding.layout import Layout
 from ..checkpoint import ModelFiles
-from ..checkpoint.published_numbers import keep_published, override_plan
+from ..checkpoint.published_numbers import keep_published, overridden_numbers, override_plan
+from ..devices.graph_memory import device_bytes
 from .plan_checks import check_plan
+from .target_work import room_on_accelerator, work_of
 
 
 def case_plan(
@@ -34,10 +37,13 @@ def case_plan(
     Raises:
       ValueError: An override is invalid, or the plan does not fit the model or the target.
     """
-    config, defaults = files.spec.config, GridDefaults.for_layout(layout)
-    defaults = replace(defaults, max_decode_slots=num_rows, max_decode_graphs=1)
+    config, defaults = files.spec.config, GridDefaults.for_layout(layout, target.platform)
+    slots = num_rows if target.platform == "cpu" else defaults.max_decode_slots
+    defaults = replace(defaults, max_decode_slots=slots, max_decode_graphs=1)
     needs = [RowShape(prompt_length, output_length)] * num_rows
-    grid = derive_grid(needs, config.max_position, defaults)
+    work = work_of(config, overridden_numbers(Numbers(dtype), overrides), layout, target)
+    holds = room_on_accelerator(work, target, device_bytes(target))
+    grid = derive_grid(needs, config.max_position, defaults, holds=holds)
     model, experts = PlannedModel(files.name, files.fingerprint()), default_experts(config)
     plan = Plan(target.name, model, Numbers(dtype), grid, layout, experts)
     plan = Plan.from_table(override_plan(tomllib.loads(plan.to_toml()), overrides))

@@ -27,11 +27,11 @@ class Picture:
 
 def render_page(report: Mapping[str, Any], pictures: Sequence[Picture]) -> str:
     """Render the page: the summary of the report, the pictures and the plan."""
-    hardware = report["hardware"]
+    hardware, costs = report["hardware"], report["evidence"]["costs"]
     body = [
         f"<h1>Plan for {_text(report['workload']['name'])} on {_text(report['target'])}</h1>",
-        f'<p class="note">All figures are predictions from '
-        f"{_text(report['basis'])} ({_text(hardware['name'])}: {_text(hardware['source'])}).</p>",
+        f'<p class="note">All figures are predictions. Evidence of the seconds: {_text(costs)}. '
+        f"Peaks of {_text(hardware['name'])}: {_text(hardware['source'])}.</p>",
         f"<pre>{_text(summary(report))}</pre>",
         *map(_picture, pictures),
         "<h2>The plan</h2>",

@@ -14,26 +14,30 @@ from types import UnionType
 from typing import Any
 
 from ...compile.expert_plan import ExpertPlan, default_experts
-from ...compile.grids.default_grid import ladder_grid
+from ...compile.grids.default_grid import ladder_grid, slots_that_fit
 from ...compile.grids.embed_grid import embed_ladder
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.targets import Target
+from ...modelzoo.config import DecoderConfig
 from ...modelzoo.config_values import check_count
 from ...sharding.layout import Layout
 from .. import session
 from ..adapters.adapter_set import AdapterSet
 from ..checkpoint import ModelFiles
 from ..checkpoint.published_numbers import keep_published
+from ..devices.graph_memory import device_bytes
 from ..embedding.plan import aims
 from ..files.layout_files import read_layout_table
 from ..structured.params import StructuredOutputsParams
 from ..structured.structures import Structures
 from ..text.load_tokenizer import load_tokenizer
 from . import plan_checks
+from .target_work import room_on_accelerator, work_of
 
 DEFAULT_MAX_LENGTH = 2048
 DEFAULT_SLOTS = 16
+"""Slots on a CPU."""
 RUNNERS = ("auto", "generate", "pooling")
 
 _KINDS: Mapping[str, tuple[type | UnionType, str]] = {
@@ -138,8 +142,8 @@ class PlanArguments:
         if embeds:
             grid = embed_ladder(max_length, aims(target.name, layout))
         else:
-            defaults = GridDefaults.for_layout(layout)
-            slots = self.max_num_seqs or DEFAULT_SLOTS
+            defaults = GridDefaults.for_layout(layout, target.platform)
+            slots = self.max_num_seqs or self._slots(config, numbers, layout, target, max_length)
             grid = ladder_grid(max_length, slots, score=True, defaults=defaults)
             if self.max_model_len is None and grid.max_length < config.max_position:
                 reason = f"LLM plans for {grid.max_length} tokens if max_model_len is not given"
@@ -185,6 +189,25 @@ class PlanArguments:
                     f"has, got {form.fingerprint}. Plan again for rows with this form by noria "
                     f"plan, or leave out the plan."
                 )
+
+    def _slots(
+        self,
+        config: DecoderConfig,
+        numbers: Numbers,
+        layout: Layout | None,
+        target: Target,
+        max_length: int,
+    ) -> int:
+        """The default number of slots: on an accelerator, as many as its memory holds."""
+        if target.platform == "cpu":
+            return DEFAULT_SLOTS
+        defaults = GridDefaults.for_layout(layout, target.platform)
+        work = work_of(config, numbers, layout, target)
+        holds = room_on_accelerator(work, target, device_bytes(target))
+        if holds is None:
+            return defaults.max_decode_slots
+        multiple = defaults.slot_multiple
+        return slots_that_fit(holds, defaults.max_decode_slots, max_length, multiple)
 
     def _max_length(self, limit: int) -> int:
         if self.max_model_len is not None and self.max_model_len > limit:

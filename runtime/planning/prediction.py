@@ -16,6 +16,7 @@ from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.plan import Numbers, Plan, PlannedModel
+from ...compile.plan_evidence import PlanEvidence
 from ...compile.planning.candidates import Budget
 from ...compile.planning.compile_time import GraphSeconds
 from ...compile.planning.cost import Calibration, CostModel
@@ -28,6 +29,7 @@ from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
 from ..checkpoint.published_numbers import keep_published
 from ..console import note, plural
+from ..devices.graph_memory import MEMORY_SHARE
 from ..devices.machine import faster_dtype
 from ..errors import CheckpointError, ConfigError, NoPlanFits
 from ..files.hardware_files import known_hardware
@@ -44,8 +46,6 @@ ALL = "all"
 MIN_LAYOUTS_SEARCHED = 3
 """The number of best-ranked layouts that are searched; more if more are to be compiled."""
 PLAN_OF_RUN = "plan of the run"
-MEMORY_SHARE = 0.9
-"""The share of a device's memory for weights and cache; the rest is for temporaries of graphs."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ class Prediction:
     """The layouts with a plan, the preferred one first."""
     seconds: float
     """The seconds that planning took."""
+
+    @property
+    def evidence(self) -> PlanEvidence:
+        """The evidence of the plan."""
+        assert self.plan.evidence is not None
+        return self.plan.evidence
 
 
 def workload_of(
@@ -137,9 +143,31 @@ def predict(
         best.layout,
         default_experts(config),
         max_length_reason=_limit(options, config, workload, grid),
+        evidence=_evidence(options, workload, best),
     )
     seconds = time.perf_counter() - started
     return Prediction(plan, best.result, workload, best.cost, ranked, searched, seconds)
+
+
+def _evidence(options: argparse.Namespace, workload: Workload, best: PlannedLayout) -> PlanEvidence:
+    """The prices that a plan was made from, and what they predict for the workload."""
+    simulated, hardware = best.result.best, best.cost.hardware
+    run_seconds = simulated.simulation.seconds
+    price = None
+    if hardware.price_per_hour is not None:
+        num_devices = TargetName.parse(options.target).num_devices
+        price = hardware.price_per_hour * num_devices * simulated.seconds / 3600
+    costs = best.cost.evidence
+    if options.calibration is not None:
+        costs = f"{costs} {options.calibration.name}"
+    return PlanEvidence(
+        costs,
+        simulated.build_seconds,
+        run_seconds,
+        workload.output_tokens / run_seconds,
+        3600 * len(workload.rows) / run_seconds,
+        price,
+    )
 
 
 def _limit(
@@ -236,9 +264,11 @@ def _planner(
     ranked_layout: RankedLayout,
 ) -> Planner:
     def report(simulated: SimulatedGrid) -> None:
-        note(options, f"{simulated.seconds:10.1f} s predicted: {_short(simulated)}")
+        note(options, f"{simulated.seconds:10.1f} s to compile and run: {_short(simulated)}")
 
     assert ranked_layout.cost is not None
+    platform = TargetName.parse(options.target).platform
+    defaults = GridDefaults.for_layout(ranked_layout.layout, platform)
     if ranked_layout.layout is not None:
         note(options, f"{ranked_layout.layout.name} ({ranked_layout.layout.mesh}):")
     return Planner(
@@ -246,7 +276,7 @@ def _planner(
         config.max_position,
         ranked_layout.cost,
         _budget(options, config, ranked_layout.cost.hardware, ranked_layout.cost.work.entry_bytes),
-        replace(GridDefaults.for_layout(ranked_layout.layout), max_length=options.max_length),
+        replace(defaults, max_length=options.max_length),
         may_chunk=options.chunks != "never",
         must_chunk=options.chunks == "always",
         max_simulated=options.tries,
@@ -336,7 +366,7 @@ def _calibration(
         "model": _fingerprint(files),
         "dtype": numbers.dtype,
         "layout": options.layout or "",
-        "hardware": {"name": hardware.name, **hardware.to_table()},
+        "hardware": {"name": hardware.name, **hardware.peaks()},
     }
     for name, value in expected.items():
         if (got := getattr(calibration, name)) != value:

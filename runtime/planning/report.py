@@ -15,7 +15,6 @@ from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.planning.candidates import num_graphs
 from ...compile.planning.cost import CostModel
-from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import sent_by_axes
 from ...sharding.call import Call
 from ..engine.metrics import DecodeUse, PrefillUse, prefix_bucket
@@ -28,12 +27,6 @@ if TYPE_CHECKING:
     from .layout_ranking import RankedLayout
     from .prediction import Prediction
     from .search import SimulatedGrid
-
-
-def basis(hardware: Hardware) -> str:
-    """The basis of predictions without a calibration: assumed or published peaks."""
-    assumed = hardware.source.startswith("assumed")
-    return f"{'assumed' if assumed else 'published'} peaks, not calibrated"
 
 
 def to_json(prediction: "Prediction") -> dict[str, Any]:
@@ -54,7 +47,7 @@ def to_json(prediction: "Prediction") -> dict[str, Any]:
         },
         "hardware": {"name": cost.hardware.name, **cost.hardware.to_table()},
         "calibration": cost.calibration and cost.calibration.to_json(),
-        "basis": "a calibration" if cost.calibration else basis(cost.hardware),
+        "evidence": prediction.evidence.to_table(),
         "predicted": _figures(result.best),
         "sample": result.uncertainty
         and {**asdict(result.uncertainty), "error": str(result.uncertainty)},
@@ -100,6 +93,7 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
         use = metrics.decode.get(str(span), DecodeUse())
         name, call = CompiledGraphs.decode_name(span), grid.decode_call(span)
         figures = _graph(name, use, use.steps, use.emitted_tokens)
+        figures["seconds_beside_steps"] = use.calls * cost.decode_call_seconds()
         entries.append(figures | _estimate(cost, call) | _evidence(prediction, name))
     return entries
 
@@ -124,6 +118,7 @@ def _evidence(prediction: "Prediction", name: str) -> dict[str, Any]:
 
 
 def _graph(name: str, use: PrefillUse | DecodeUse, calls: int, real_tokens: int) -> dict[str, Any]:
+    """The use of a graph; the calls of a decode graph are its steps."""
     return {
         "graph": name,
         "calls": calls,

@@ -197,7 +197,8 @@ class _Run:
             return 0.0
         first = 0.0 if call in self._called else self._cost.first_call_seconds(call)
         self._called.add(call)
-        return first + steps * self._cost.seconds(call)
+        of_call = self._cost.decode_call_seconds() if call.phase == "decode" else 0.0
+        return first + of_call + steps * self._cost.seconds(call)
 
     def _emits(self, live: _LiveSequence) -> int:
         """The number of tokens that the next call emits, also after a stop string."""

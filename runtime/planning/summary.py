@@ -1,4 +1,7 @@
-"""Render the report of a plan as text for the terminal. All seconds are predictions."""
+"""Render the report of a plan as text for the terminal.
+
+All seconds are predictions. *Predicted* seconds are those of the run, without the build.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,13 +13,14 @@ GRAPHS = (
     "graph", "calls", "tokens real / computed", "predicted ms a call", "waits for", "predicted s",
 )  # fmt: skip
 COMPILED_LAYOUTS = (
-    "layout", "predicted s", "as compiled s", "rank before", "prefill, ms a call",
+    "layout", "build + run s", "as compiled s", "rank before", "prefill, ms a call",
     "decode, ms a step", "MB sent in them", "needs GB",
 )  # fmt: skip
 PROGRAMS = (
     "compiled graph", "GB moved", "of needed", "loop iterations", "GB converted", "GB copied",
     "Mcycles",
 )  # fmt: skip
+PEAKS_NOTE = "runs took 1.5 to 2 times as long where they were measured"
 COMPARISON = ("grid", "graphs", "prefill padding", "idle slots", "predicted s", "")
 
 
@@ -24,13 +28,12 @@ def summary(report: Mapping[str, Any]) -> str:
     """The summary of a report, from the content of report.json."""
     workload, hardware, predicted = report["workload"], report["hardware"], report["predicted"]
     search = report["search"]
-    calibrated = "calibrated" if report["calibration"] else report["basis"]
     lines = [
         f"workload   {workload['name']}: {plural(workload['rows'], 'row')}, "
         f"{plural(workload['prompt_tokens'], 'prompt token')}, "
         f"{plural(workload['expected_output_tokens'], 'expected output token')}"
         f"{_refused(workload['refused'])}",
-        f"target     {report['target']} ({hardware['name']}: {calibrated})",
+        f"target     {report['target']} ({hardware['name']})",
         *_layout_lines(report),
         *([f"limit      {report['limit']}"] if report["limit"] else []),
         "",
@@ -43,6 +46,8 @@ def summary(report: Mapping[str, Any]) -> str:
         f"predicted  {predicted['run_seconds']:.1f} s to run and "
         f"{predicted['build_seconds']:.0f} s to compile {plural(predicted['graphs'], 'graph')}"
         f"{_slots(predicted)}",
+        f"rates      {_rates(report['evidence'])}",
+        f"evidence   {_evidence(report['evidence']['costs'])}",
         *([f"sample     {report['sample']['error']}"] if report["sample"] else []),
         *_shared_lines(report),
         f"memory     {_gigabytes(report['memory_bytes'])}",
@@ -94,6 +99,22 @@ def _compared(grids: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
         )
         for name, figures in grids.items()
     ]
+
+
+def _rates(evidence: Mapping[str, Any]) -> str:
+    """The rates of the run, and the price of build and run if the hardware has one."""
+    rates = (
+        f"{evidence['output_tokens_per_second']:,.0f} output tokens/s and "
+        f"{evidence['rows_per_hour']:,.0f} rows an hour while it runs"
+    )
+    if evidence["price"] is None:
+        return rates
+    return f"{rates}; price {evidence['price']:.4g} with the build"
+
+
+def _evidence(costs: str) -> str:
+    """The evidence of the seconds, and what it is worth."""
+    return f"{costs}: {PEAKS_NOTE}" if costs.endswith("peaks") else costs
 
 
 def _slots(predicted: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from noria.compile.expert_plan import ExpertPlan
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel, published_format, published_table
+from noria.compile.plan_evidence import PlanEvidence
 from noria.compile.plan_tables import table_lines
 from noria.modelzoo.moe.config import LOSSLESS, Dispatch, Tiles
 from noria.modelzoo.weights.weight_formats import WeightFormat
@@ -73,6 +74,32 @@ def test_a_plan_says_that_layers_are_scanned_where_they_are():
     assert "scan_layers = true" in plan.to_toml()
     assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan
     assert "scan_layers" not in PLAN.to_toml()
+
+
+def test_the_evidence_of_a_plan_survives_its_file_with_four_digits():
+    evidence = PlanEvidence("measured h200, jax 0.11.2", 13.123456, 83.9, 6988.4321, 128768.5, 0.25)
+    plan = replace(PLAN, evidence=evidence)
+    read = Plan.from_table(tomllib.loads(plan.to_toml()))
+    rounded = PlanEvidence("measured h200, jax 0.11.2", 13.12, 83.9, 6988, 128800, 0.25)
+    assert read == replace(PLAN, evidence=rounded)
+    unpriced = replace(plan, evidence=replace(rounded, price=None))
+    assert Plan.from_table(tomllib.loads(unpriced.to_toml())) == unpriced
+    assert "price" not in unpriced.to_toml()
+
+
+def test_wrong_evidence_is_refused_by_name():
+    evidence = PlanEvidence("published peaks", 1.0, 2.0, 3.0, 4.0)
+    text = replace(PLAN, evidence=evidence).to_toml()
+    for old, new, message in (
+        ('costs = "published peaks"', "costs = 3", r"\[evidence\] costs: expected a string, got 3"),
+        ("run_seconds = 2.0", "run_seconds = -1", r"\[evidence\] run_seconds: expected a number"),
+        ("rows_per_hour = 4.0", "", r"\[evidence\]: expected .* missing \['rows_per_hour'\]"),
+    ):
+        assert old in text
+        with pytest.raises(ValueError, match=message):
+            Plan.from_table(tomllib.loads(text.replace(old, new)))
+    with pytest.raises(ValueError, match=r"plan of schema 1: expected none of \['evidence'\]"):
+        Plan.from_table({**tomllib.loads(SCHEMA_1), "evidence": evidence.to_table()})
 
 
 def test_a_plan_of_schema_1_is_that_of_schema_2():

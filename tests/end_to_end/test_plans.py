@@ -72,6 +72,42 @@ def test_a_plan_runs_as_it_is_and_its_prefill_padding_is_as_predicted(planned, o
     assert report["plan"] == manifest["plan"]
 
 
+def test_a_plan_names_its_evidence_and_what_it_predicts(planned):
+    _, report, summary = planned
+    evidence, predicted = report["evidence"], report["predicted"]
+    assert tomllib.loads(report["plan"])["evidence"]["costs"] == evidence["costs"]
+    assert evidence["costs"].startswith("measured two cores")
+    assert f"evidence   {evidence['costs']}" in summary
+    rows, tokens = (report["workload"][key] for key in ("rows", "expected_output_tokens"))
+    seconds = predicted["run_seconds"]
+    assert evidence["run_seconds"] == pytest.approx(seconds, rel=1e-3)
+    assert evidence["output_tokens_per_second"] == pytest.approx(tokens / seconds, rel=1e-3)
+    assert evidence["rows_per_hour"] == pytest.approx(3600 * rows / seconds, rel=1e-3)
+    assert "output tokens/s and" in summary and "price" not in summary
+
+
+def test_hardware_with_a_price_gives_a_plan_its_price(noria, source):
+    table = source.with_name("priced.toml")
+    peaks = "flops = {float32 = 1e12}\nmemory_bytes = 1e10\nmemory_rate = 1e11\nlink_rate = 1e10"
+    table.write_text(f'[cpu]\nsource = "mine"\n{peaks}\nwraps = []\nprice_per_hour = 3600\n')
+    _, report, summary = plan(noria, source, "--hardware", table, "--chunks", "never")
+    seconds = report["predicted"]["run_seconds"] + report["predicted"]["build_seconds"]
+    assert report["evidence"]["price"] == pytest.approx(seconds, rel=1e-3)
+    assert f"; price {report['evidence']['price']:.4g} with the build" in summary
+
+
+def test_a_job_goes_on_with_a_plan_that_differs_in_its_evidence_alone(
+    noria, source, planned, output
+):
+    other = source.with_name("other-evidence.toml")
+    text = planned[0].read_text("utf-8")
+    other.write_text(text.replace('costs = "measured', 'costs = "measured again'), "utf-8")
+    before = output.read_bytes()
+    arguments = ("-i", source, "-o", output, "--model", noria.model, "--plan", other)
+    noria.run("batch", *arguments)
+    assert output.read_bytes() == before
+
+
 def test_a_plan_with_scanned_layers_runs_and_gives_the_same_answers(noria, source, output):
     path, report, _ = plan(
         noria, source, "--max-prefill-graphs", "3", "--scan-layers", "--chunks", "never"
@@ -103,7 +139,9 @@ def test_the_summary_names_every_graph_and_says_that_it_predicts(planned):
     for graph in report["graphs"]:
         first = graph["first_call_seconds"] * bool(graph["calls"])
         assert first or not graph["calls"]
-        assert graph["total_seconds"] == pytest.approx(graph["calls"] * graph["seconds"] + first)
+        of_calls = graph.get("seconds_beside_steps", 0.0)
+        wanted = graph["calls"] * graph["seconds"] + of_calls + first
+        assert graph["total_seconds"] == pytest.approx(wanted)
     assert "predicted" in summary
     assert "powers of two" in summary
 
@@ -152,7 +190,8 @@ def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, 
     assert 'dtype = "bfloat16"' in report["plan"]
     assert "chunk = " in report["plan"]
     assert report["hardware"]["name"] == "v5e"
-    assert "published peaks, not calibrated" in summary
+    assert "evidence   published peaks: runs took 1.5 to 2 times as long" in summary
+    assert 'costs = "published peaks"' in report["plan"]
     page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
     sizes = " and ".join(map(str, predicted["chunk"]))
     assert f"in chunks of {sizes} tokens, and padded by at most {predicted['chunk'][0] - 1}" in page
@@ -270,7 +309,7 @@ def test_a_calibration_is_made_on_the_target_and_used_for_no_other(noria, source
     assert all(kind["factors"] for kind in found["kinds"].values())
     _, report, summary = plan(noria, source, "--calibration", path)
     assert report["calibration"] == found
-    assert "calibrated" in summary
+    assert "evidence   calibration calibration.json" in summary
     arguments = ("--model", noria.model, "--workload", source, "-o", source.with_name("no.toml"))
     arguments += ("--calibration", path, "--dtype", "bfloat16")
     assert "Calibrate again" in noria.refuse("plan", *arguments)

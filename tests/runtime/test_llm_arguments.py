@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny import CONFIG
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.structured_grid import StructuredGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.targets import find_target
 from noria.runtime import LLM, SamplingParams
+from noria.runtime.devices.graph_memory import MEMORY_SHARE
 from noria.runtime.errors import ConfigError
-from noria.runtime.planning.plan_arguments import PlanArguments
+from noria.runtime.planning import plan_arguments
+from noria.runtime.planning.plan_arguments import DEFAULT_SLOTS, PlanArguments
+from noria.runtime.planning.target_work import work_of
 from noria.runtime.structured.params import StructuredOutputsParams
 from noria.runtime.text.chat_messages import read_messages
 from noria.runtime.text.prompts import PromptReader, as_conversations, as_list, one_each
@@ -66,6 +70,26 @@ def test_a_layout_is_a_name_or_a_path(tmp_path):
     arguments = PlanArguments("auto", None, tmp_path / "no.toml", None, None, None, ())
     with pytest.raises(ConfigError, match=r"no\.toml: cannot be read"):
         arguments.plan("model", files, find_target("cpu"), "float32")
+
+
+def test_an_accelerator_has_slots_for_512_rows_or_as_many_as_fit(monkeypatch):
+    files: Any = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), fingerprint=lambda: "")
+    gpu = replace(find_target("cpu"), name="gpu", platform="gpu")
+    arguments = PlanArguments("generate", None, None, None, 64, None, ())
+
+    def planned(target, arguments=arguments):
+        return arguments.plan("model", files, target, "float32").buckets
+
+    assert planned(find_target("cpu")).decode_slots == DEFAULT_SLOTS == 16
+    assert planned(gpu).decode_slots == 512
+    largest = max(bucket.batch * bucket.length for bucket in planned(gpu).prefill)
+    assert largest == 2048
+    work = work_of(CONFIG, Numbers("float32"), None, gpu)
+    held = (work.parameter_bytes + work.cache_bytes(100, 64)) / MEMORY_SHARE
+    monkeypatch.setattr(plan_arguments, "device_bytes", lambda target: held)
+    assert planned(gpu).decode_slots == 100
+    # a number that the user gives is taken as it is
+    assert planned(gpu, replace(arguments, max_num_seqs=300)).decode_slots == 300
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,11 @@ from noria.runtime.batch import job_plan
 from noria.runtime.batch.batch_model import BatchModel
 from noria.runtime.batch.job_plan import derived_plan, limit_note
 from noria.runtime.cli import main
+from noria.runtime.devices.graph_memory import MEMORY_SHARE, device_bytes
 from noria.runtime.errors import JobError
 from noria.runtime.planning.forecast import forecast_steps
 from noria.runtime.planning.search import simulate_in_order
+from noria.runtime.planning.target_work import work_of
 from noria.runtime.pods.peers import ALONE
 from noria.sharding.layout import Layout
 
@@ -47,7 +49,7 @@ def plan_of(rows, *overrides) -> Plan:
 @pytest.fixture
 def memory(monkeypatch):
     """Set the memory of the device."""
-    return lambda found: monkeypatch.setattr(job_plan, "_memory_bytes", lambda target: found)
+    return lambda found: monkeypatch.setattr(job_plan, "device_bytes", lambda target: found)
 
 
 class Device:
@@ -62,7 +64,45 @@ class Device:
 
 def test_memory_is_that_of_a_device_of_this_process():
     devices = tuple(Device(jax.process_index() + other) for other in (1, 0))
-    assert job_plan._memory_bytes(Target("gpu:2", "gpu", devices, True)) == 80 * 10**9
+    assert device_bytes(Target("gpu:2", "gpu", devices, True)) == 80 * 10**9
+
+
+@pytest.fixture
+def gpu() -> Target:
+    """A device of this machine that counts as a GPU."""
+    return replace(find_target("cpu"), name="gpu", platform="gpu")
+
+
+def plan_on(target: Target, rows) -> Plan:
+    numbers = Numbers("float32")
+    return derived_plan(rows, target, MODEL, numbers, LONG, None, (), ALONE, NOTHING_SHARED)
+
+
+def test_an_accelerator_has_a_slot_for_each_row_up_to_512_and_large_calls(gpu, memory):
+    memory(80 * 10**9)
+    rows = [RowShape(20, 30)]
+    for count in (300, 2000):
+        grid = plan_on(gpu, rows * count).buckets
+        assert grid.decode_slots == min(count, 512)
+        assert max(bucket.length * bucket.batch for bucket in grid.prefill) > 512
+        on_cpu = plan_of(rows * count).buckets
+        assert on_cpu.decode_slots == 64
+        assert max(bucket.length * bucket.batch for bucket in on_cpu.prefill) <= 512
+
+
+def test_an_accelerator_has_as_many_slots_as_its_memory_holds(gpu, memory):
+    rows = [RowShape(20, 4000)] * 600
+    memory(80 * 10**9)
+    assert plan_on(gpu, rows).buckets.decode_slots == 512
+    work = work_of(LONG, Numbers("float32"), None, gpu)
+    of_weights, of_slots = work.parameter_bytes, work.cache_bytes(100, 4032)
+    memory((of_weights + of_slots) / MEMORY_SHARE)
+    assert plan_on(gpu, rows).buckets.decode_slots == 100
+    memory(of_weights)
+    assert plan_on(gpu, rows).buckets.decode_slots == 1
+    # a device that does not say how much memory it has
+    memory(0)
+    assert plan_on(gpu, rows).buckets.decode_slots == 512
 
 
 def test_rows_go_on_to_the_models_context_where_it_fits():

@@ -16,9 +16,11 @@ from tiny import CONFIG, GRID
 from noria.compile.compiled_graphs import CompiledGraphs, graph_names
 from noria.compile.monitor import compile_monitor
 from noria.compile.plan import Numbers, Plan, PlannedModel
+from noria.compile.plan_evidence import PlanEvidence
 from noria.compile.targets import Target
 from noria.modelzoo.rope_config import RopeConfig
 from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder, write
+from noria.runtime.bundles.executable_cache import graph_keys
 from noria.runtime.bundles.key import key_of
 from noria.runtime.bundles.loading import LoadError, load_in_background
 from noria.runtime.bundles.warm_start import WarmStart
@@ -110,6 +112,13 @@ def test_flags_of_this_process_count(folder, target, monkeypatch):
 def test_another_plan_is_refused(folder, target):
     other = Plan("cpu", PlannedModel("tiny", ""), Numbers("bfloat16"), GRID)
     assert "plan" in refusal(folder, target, other)
+
+
+def test_the_evidence_of_a_plan_is_part_of_no_key(target):
+    """It changes no program."""
+    other = replace(PLAN, evidence=PlanEvidence("published peaks", 1.0, 2.0, 3.0, 4.0))
+    assert key_of(other, target, CONFIG) == key_of(PLAN, target, CONFIG)
+    assert graph_keys(other, target, CONFIG) == graph_keys(PLAN, target, CONFIG)
 
 
 def test_options_of_the_compiler_are_part_of_the_key(folder, target):
