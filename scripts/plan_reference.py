@@ -26,6 +26,8 @@ from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.grids.structured_grid import StructuredGrid
 from noria.compile.plan import SCHEMA, Numbers, Plan, PlannedModel
+from noria.compile.plan_evidence import PlanEvidence
+from noria.compile.planning.efficiency import AT_PEAKS, Efficiency
 from noria.compile.planning.hardware import Hardware
 from noria.modelzoo import axes
 from noria.modelzoo.moe.config import Dispatch
@@ -60,6 +62,16 @@ end of a row's prefix.
 """
 ADAPTERS = """\
 The number and the ranks of the adapters that rows may use ([Adapters](adapters.md)).
+"""
+EVIDENCE = """\
+What the seconds of a plan were made from, and what they predict for the planned workload. `noria
+plan` writes it. It changes no graph and no answer: a job continues with a plan that differs in it
+alone. A plan that `--set` changes loses it.
+"""
+EFFICIENCY = """\
+What programs reach of the peaks of a kind of device. A table of `products` or `logits` has growing
+numbers of `rows` and a `share` for each: `products.bfloat16 = { rows = [64, 256], share = [0.75,
+0.6] }`. Kinds of calls are `prefill`, `chunk` and `decode`.
 """
 STRUCTURED = """\
 The forms that answers may have ([Structured output](structured.md)), and the sizes of their tables.
@@ -125,6 +137,9 @@ def _sections() -> Iterator[str]:
     yield "## Plan file\n"
     schema = Key("schema", "integer", f"`{SCHEMA}`", "The version of the format. Unit: version.")
     yield _table([schema, *_keys(Plan, only=("target", "max_length_reason"))])
+    yield "### `[evidence]`\n"
+    yield EVIDENCE
+    yield _table(_keys(PlanEvidence))
     for name, owner in (("model", PlannedModel), ("numbers", Numbers)):
         yield f"### `[{name}]`\n"
         yield _table(_keys(owner, tables=True))
@@ -159,7 +174,10 @@ def _sections() -> Iterator[str]:
     yield "| logical axis | meaning |\n|---|---|\n" + "".join(_axis_rows())
     yield "## Hardware file\n"
     yield HARDWARE
-    yield _table([key for key in _keys(Hardware) if key.name != "name"])
+    yield _table([key for key in _keys(Hardware, tables=True) if key.name != "name"])
+    yield "### `[KIND.efficiency]`\n"
+    yield EFFICIENCY
+    yield _table(_keys(Efficiency, tables=True))
 
 
 def _table(keys: Sequence[Key]) -> str:
@@ -224,13 +242,13 @@ def _plural(item: object) -> str:
 
 
 def _default(owner: type, field: typing.Any) -> str:
-    if field.default_factory is not MISSING and owner is Numbers:
+    if field.default_factory is not MISSING and owner in (Numbers, Efficiency):
         return "none"
     if field.default is MISSING:
         optional = owner is Layout and field.name in ("name", "rules", "prefill", "decode")
         return "none" if optional else "required"
     value = field.default
-    if value is None or value == "":
+    if value in (None, "", AT_PEAKS):
         return "none"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 

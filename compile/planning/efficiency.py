@@ -39,7 +39,7 @@ class Shares:
 class Efficiency:
     """What programs reach of the peaks of one kind of device."""
 
-    evidence: str = PEAKS
+    evidence: str
     """`measured`, `compiler's cycles` or `published peaks`."""
     source: str = ""
     """The measurement, or the reason for an assumption."""
@@ -151,7 +151,7 @@ class Efficiency:
         return cls(**values)
 
 
-AT_PEAKS = Efficiency()
+AT_PEAKS = Efficiency(PEAKS)
 """The efficiency of programs that reach the peaks, with calls that cost nothing."""
 
 

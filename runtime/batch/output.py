@@ -192,7 +192,7 @@ def summarise(output: Path, manifest: Mapping[str, Any]) -> str:
     if rows["ok_with_stopped_samples"]:
         message += f", {rows['ok_with_stopped_samples']} with samples that stopped early"
     if rate:
-        message += f", {rate:.1f} output tokens/s"
+        message += f", {rate:.1f} output tokens/s with prefill"
     phases = ("scan", "load", "build", "run")
     seconds = (f"{phase} {manifest[f'{phase}_seconds']:.1f} s" for phase in phases)
     return f"{message}  ({', '.join(seconds)})"

@@ -147,7 +147,7 @@ class Progress:
             since, tokens = self._counts[0]
             rate = (figures.tokens - tokens) / (now - since)
             average = figures.tokens / (now - self._before_tokens)
-            parts.append(f"{_rate(rate)} tokens/s, {_rate(average)} on average")
+            parts.append(f"{_rate(rate)} tokens/s, {_rate(average)} since the first")
         if figures.slots:
             parts.append(f"{figures.used_slots}/{figures.slots} slots")
         if figures.padding_waste is not None:

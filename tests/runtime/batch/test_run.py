@@ -536,7 +536,8 @@ def test_a_log_gets_lines_at_growing_intervals():
     assert lines[0] == "compile [9/9] prefill 256x2  4.1 s"
     # the tokens of the first call came after 2 s
     assert lines[1] == (
-        "11/100 rows  2 errors  ETA 7:25  40.0 tokens/s, 40.0 on average  3/4 slots  padding 25%"
+        "11/100 rows  2 errors  ETA 7:25  40.0 tokens/s, 40.0 since the first  3/4 slots  "
+        "padding 25%"
     )
     assert 15 < len(lines) < 30
 
@@ -551,7 +552,7 @@ def test_a_rate_is_that_of_the_last_seconds_beside_the_average():
         tokens += 10 if second < 50 else 20
         progress.update(RunFigures(tokens, 4, 4, None))
     assert progress.line(RunFigures(tokens, 4, 4, None)) == (
-        "0/8 rows  ETA at most 0:13  20.0 tokens/s, 15.0 on average  4/4 slots"
+        "0/8 rows  ETA at most 0:13  20.0 tokens/s, 15.0 since the first  4/4 slots"
     )
 
 
