@@ -37,7 +37,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What programs reach of the peaks of one kind of device."""
+    """The shares of the peaks that programs reach on one kind of device."""
 
     evidence: str
     """`measured`, `compiler's cycles` or `published peaks`."""

@@ -46,7 +46,7 @@ class Hardware:
     price_per_hour: float | None = None
     """The price of one device, for the price of a job. Unit: any currency an hour."""
     efficiency: Efficiency = AT_PEAKS
-    """What programs reach of the peaks."""
+    """The shares of the peaks that programs reach, and the seconds beside them."""
 
     def __post_init__(self):
         numbers = {f"flops.{dtype}": rate for dtype, rate in self.flops.items()}

@@ -1,4 +1,4 @@
-"""What programs reach of the peaks: shares by rows, seconds of calls and steps, their evidence."""
+"""Efficiencies: shares of the peaks by rows, seconds of calls and steps, and their evidence."""
 
 import re
 import tomllib
