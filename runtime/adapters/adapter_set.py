@@ -19,7 +19,8 @@ from ...modelzoo.config import Arrangement
 from ...modelzoo.families.mapping import ParameterSource, TensorPart
 from ...modelzoo.layer_groups import single_layer_names
 from ..checkpoint import ModelFiles
-from ..checkpoint.tensor_source import AxisPattern, Index, TensorInfo, source_of
+from ..checkpoint.axis_pattern import AxisPattern
+from ..checkpoint.tensor_source import Index, TensorInfo, source_of
 from ..errors import InvalidAdapter
 from .adapter import Adapter, AdapterWeights, LoraPair, check_shape
 from .merged_model import PublishedTensors

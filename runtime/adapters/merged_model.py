@@ -5,6 +5,7 @@ everything that follows, such as rounding to codes and distribution over devices
 that was merged before. Does not know parameters, dtypes or devices.
 """
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -104,6 +105,7 @@ class MergedTensors:
         """
         self._source, self._weights = tensors, weights
         self._row_factors: dict[str, np.ndarray] = {}
+        self._lock = threading.Lock()
         infos = dict(tensors.tensors)
         changed = {
             **{name: whole.shape for name, whole in weights.whole.items()},
@@ -138,13 +140,14 @@ class MergedTensors:
 
     def _row_factor(self, name: str, pair: LoraPair) -> np.ndarray:
         """The factors that give rows the lengths of DoRA; they depend on whole rows."""
-        if name not in self._row_factors:
-            assert pair.magnitude_O is not None
-            whole = self._weights.whole.get(name)
-            base = self._source.read(name) if whole is None else whole
-            norm = np.linalg.norm(_sum(base, pair, slice(None), slice(None)), axis=1)
-            self._row_factors[name] = (pair.magnitude_O / norm).astype(np.float32)
-        return self._row_factors[name]
+        with self._lock:  # or several threads would each read the whole tensor
+            if name not in self._row_factors:
+                assert pair.magnitude_O is not None
+                whole = self._weights.whole.get(name)
+                base = self._source.read(name) if whole is None else whole
+                norm = np.linalg.norm(_sum(base, pair, slice(None), slice(None)), axis=1)
+                self._row_factors[name] = (pair.magnitude_O / norm).astype(np.float32)
+            return self._row_factors[name]
 
     def close(self) -> None:
         self._source.close()
@@ -183,6 +186,7 @@ class PublishedTensors:
         self._published = {source.parameter: source for source in published}
         self._parameter_of: dict[str, str] = {}
         self._held: tuple[str, Mapping[str, np.ndarray]] = ("", {})
+        self._lock = threading.Lock()
         self._tensors: dict[str, TensorInfo] = {}
         for parameter, source in self._published.items():
             zeros = np.broadcast_to(np.float32(0), self._shape(parameter))
@@ -198,12 +202,13 @@ class PublishedTensors:
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a tensor or a box of it."""
         parameter = self._parameter_of[name]
-        if self._held[0] != parameter:
-            shape = self._shape(parameter)
-            box = (slice(None),) * len(shape)
-            array = read_parameter(self._own[parameter], self._source, box, shape, _FLOAT32)
-            self._held = parameter, self._publish(self._published[parameter], array)
-        return np.array(self._held[1][name][index or ...])
+        with self._lock:  # or several threads would each hold the parameter
+            if self._held[0] != parameter:
+                shape = self._shape(parameter)
+                box = (slice(None),) * len(shape)
+                array = read_parameter(self._own[parameter], self._source, box, shape, _FLOAT32)
+                self._held = parameter, self._publish(self._published[parameter], array)
+            return np.array(self._held[1][name][index or ...])
 
     def close(self) -> None:
         self._source.close()

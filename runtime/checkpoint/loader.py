@@ -14,7 +14,7 @@ all features of a group.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -28,11 +28,13 @@ from ...modelzoo.families.mapping import ParameterSource
 from ...modelzoo.layer_groups import single_layer_names
 from ...modelzoo.weights.weight_formats import OFFSETS, ORDER, SCALES, Quantisation
 from ..errors import CheckpointMismatch
+from .axis_pattern import AxisPattern
 from .formats.coded_tensors import Part
 from .formats.published_formats import CodedSource
 from .published_weight import PublishedWeight
 from .quantiser import WeightQuantiser
-from .tensor_source import AxisPattern, Box, Index, Interval, TensorSource, intervals, source_of
+from .tensor_source import Box, Index, Interval, TensorSource, intervals, source_of
+from .turning import HostBox, Piece, fill
 
 if TYPE_CHECKING:
     import jax
@@ -42,9 +44,10 @@ if TYPE_CHECKING:
     _Placed = tuple[jax.ShapeDtypeStruct, jax.sharding.Sharding]
 
 MAX_LISTED = 20
-PIECE_BYTES = 4 * 2**20
-"""The number of bytes of a tensor that are read at once."""
-ALIGNMENT = 64
+PIECE_BYTES = 2 * 2**20
+"""The number of bytes of a tensor that a thread reads at once."""
+DEVICE_PIECE_BYTES = 16 * 2**20
+"""The same for pieces that are turned on devices, each of which costs a transfer and a call."""
 NOT_QUANTISED: Mapping[str, Quantisation] = MappingProxyType({})
 
 
@@ -63,6 +66,7 @@ def load_params(
     abstract: "Mapping[str, jax.ShapeDtypeStruct]",
     shardings: "Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding",
     quantisations: Mapping[str, Quantisation] = NOT_QUANTISED,
+    turns_on_devices: bool | None = None,
 ) -> "dict[str, jax.Array]":
     """Load all parameters, by dotted path.
 
@@ -72,6 +76,8 @@ def load_params(
       abstract: Shape and dtype of each parameter, by dotted path.
       shardings: One sharding for all parameters, or one for each.
       quantisations: The quantisation of each weight in codes; its scales are another parameter.
+      turns_on_devices: Whether devices turn the axes of float tensors; None for all devices whose
+        memory is not that of the host.
 
     Raises:
       CheckpointMismatch: Tensors and parameters do not match; the message lists up to
@@ -91,8 +97,12 @@ def load_params(
     for path, leaf in weights.items():
         reader = _Reader([sources[name] for name in single_layer_names(path)], tensors, leaf.shape)
         if path not in quantisations:
-            read = partial(reader.read, dtype=np.dtype(leaf.dtype))
-            params[path] = _put_on_devices(leaf, shardings[path], read)
+            sharding, dtype = shardings[path], np.dtype(leaf.dtype)
+            if _has_own_memory(sharding) if turns_on_devices is None else turns_on_devices:
+                read = partial(reader.read_on_devices, dtype=dtype)
+                params[path] = _make_array(leaf, sharding, read)
+            else:
+                params[path] = _put_on_devices(leaf, sharding, partial(reader.read, dtype=dtype))
             continue
         quantisation = quantisations[path]
         ends = [end for end in ("", SCALES, OFFSETS, ORDER) if path + end in abstract]
@@ -123,10 +133,30 @@ class _Reader:
         return replace(self, tensors=self.tensors.part(part)).read(box, dtype)
 
     def read(self, box: Box, dtype: np.dtype) -> np.ndarray:
-        index = tuple(interval.as_slice() for interval in box)
+        """Read a box into the memory of the host."""
+        filled = HostBox([len(interval) for interval in box], dtype)
+        fill(filled, self._pieces(box, PIECE_BYTES))
+        return filled.array
+
+    def read_on_devices(
+        self, box: Box, devices: "Sequence[jax.Device]", dtype: np.dtype
+    ) -> "list[jax.Array]":
+        """Read a box into the memory of devices, which turn its pieces."""
+        from .device_box import DeviceBox
+
+        filled = DeviceBox([len(interval) for interval in box], dtype, devices)
+        fill(filled, self._pieces(box, DEVICE_PIECE_BYTES))
+        return filled.result()
+
+    def _pieces(self, box: Box, max_bytes: int) -> Iterator[Piece]:
         if len(self.sources) == 1:
-            return read_parameter(self.sources[0], self.tensors, index, self.shape, dtype)
-        return read_layers(self.sources, self.tensors, index, self.shape, dtype)
+            yield from _pieces(self.sources[0], self.tensors, self.shape, box, max_bytes)
+            return
+        layers, *rest = box
+        for position, source in enumerate(self.sources[layers.as_slice()]):
+            of_layer = _pieces(source, self.tensors, self.shape[1:], tuple(rest), max_bytes)
+            for piece in of_layer:
+                yield replace(piece, start=(position, *piece.start))
 
 
 def _load_quantised(
@@ -216,33 +246,20 @@ def read_parameter(
     source: ParameterSource, tensors: TensorSource, index: Index, shape: tuple[int, ...], dtype
 ) -> np.ndarray:
     """Read the box `index` of a parameter with the given shape; its parts are joined and cast."""
-    box = intervals(index, shape)
-    result = filled = _aligned_zeros([len(interval) for interval in box], np.dtype(dtype))
+    return _Reader([source], tensors, shape).read(intervals(index, shape), np.dtype(dtype))
+
+
+def _pieces(
+    source: ParameterSource,
+    tensors: TensorSource,
+    shape: tuple[int, ...],
+    box: Box,
+    max_bytes: int,
+) -> Iterator[Piece]:
+    """Cut a box of a parameter of one layer into pieces of its parts; padding is not in them."""
     if source.padding_rows:
         published = shape[0] - source.padding_rows
         box = (Interval(box[0].start, min(box[0].stop, published)), *box[1:])
-        filled = result[: len(box[0])]
-    _fill(filled, source, tensors, box)
-    return result
-
-
-def read_layers(
-    sources: Sequence[ParameterSource],
-    tensors: TensorSource,
-    index: Index,
-    shape: tuple[int, ...],
-    dtype,
-) -> np.ndarray:
-    """Read the box `index` of a parameter with a leading layer axis, each layer from its source."""
-    layers, *box = intervals(index, shape)
-    result = _aligned_zeros([len(interval) for interval in (layers, *box)], np.dtype(dtype))
-    for filled, source in zip(result, sources[layers.as_slice()], strict=True):
-        _fill(filled, source, tensors, tuple(box))
-    return result
-
-
-def _fill(result: np.ndarray, source: ParameterSource, tensors: TensorSource, box: Box) -> None:
-    """Read a box from the parts of a parameter into `result`, piece by piece."""
     axis, start = source.concat_axis, 0
     for part in source.parts:
         pattern = AxisPattern.of(part)
@@ -258,11 +275,10 @@ def _fill(result: np.ndarray, source: ParameterSource, tensors: TensorSource, bo
             if box:
                 origin[axis] -= start
                 wanted[axis] = Interval(low - start, high - start)
-            max_elements = PIECE_BYTES // info.dtype.itemsize
-            for piece in pattern.pieces(info, tuple(wanted), max_elements):
-                into = tuple(i.as_slice(first) for i, first in zip(piece, origin, strict=True))
-                index = tuple(interval.as_slice() for interval in piece)
-                result[into] = pattern.read(part_source, part.tensor, index)
+            for piece in pattern.pieces(info, tuple(wanted), max_bytes // info.dtype.itemsize):
+                index, turn = pattern.plan(info.shape, piece)
+                into = tuple(i.start - first for i, first in zip(piece, origin, strict=True))
+                yield Piece(part_source, part.tensor, index, turn, into)
         start = stop
 
 
@@ -372,32 +388,38 @@ def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> object:
     return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
 
 
+def _has_own_memory(sharding: "jax.sharding.Sharding") -> bool:
+    """Whether the memory of the devices is not that of the host."""
+    return any(device.platform != "cpu" for device in sharding.device_set)
+
+
 def _put_on_devices(
     leaf: "jax.ShapeDtypeStruct",
     sharding: "jax.sharding.Sharding",
     read: Callable[[Box], np.ndarray],
 ) -> "jax.Array":
-    """Make an array whose boxes are read one by one, each once for all devices that hold it."""
+    """Make an array whose boxes are read into the memory of the host, and put on devices."""
+    import jax
+
+    def put(box: Box, devices: Sequence[jax.Device]) -> list[jax.Array]:
+        shards = jax.device_put([read(box)] * len(devices), devices)
+        # a running transfer needs its host array: wait, or two host arrays would be alive
+        return jax.block_until_ready(shards)
+
+    return _make_array(leaf, sharding, put)
+
+
+def _make_array(
+    leaf: "jax.ShapeDtypeStruct",
+    sharding: "jax.sharding.Sharding",
+    make: "Callable[[Box, Sequence[jax.Device]], list[jax.Array]]",
+) -> "jax.Array":
+    """Make an array whose boxes are made one by one, each once for all devices that hold it."""
     import jax
 
     shape = tuple(leaf.shape)
     devices: dict[Box, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices.setdefault(intervals(index or (), shape), []).append(device)
-
-    def put(box: Box) -> list[jax.Array]:
-        shards = jax.device_put([read(box)] * len(devices[box]), devices[box])
-        # a running transfer needs its host array: wait, or two host arrays would be alive
-        return jax.block_until_ready(shards)
-
-    shards = [shard for box in devices for shard in put(box)]
+    shards = [shard for box in devices for shard in make(box, devices[box])]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=leaf.dtype)
-
-
-def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Zeros at a multiple of `ALIGNMENT`, which jax on the CPU uses without a copy."""
-    # zeros cost no more than empty memory: the system provides large arrays as zeroed pages
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)

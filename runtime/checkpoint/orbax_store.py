@@ -14,6 +14,7 @@ from the list in noria.json is refused before anything is read.
 import dataclasses
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -143,6 +144,7 @@ class OrbaxTensors:
             for name, info in self._stored.items()
         }
         self._held: tuple[str, np.ndarray] | None = None
+        self._lock = threading.Lock()
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -154,12 +156,13 @@ class OrbaxTensors:
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a parameter or a box of it; the parameter stays in memory for further boxes."""
-        if self._held is None or self._held[0] != name:
-            self._held, array = None, self._arrays[name]
-            with _reporting_damage(self._directory):
-                stored = array.read().result()
-            self._held = name, arrange(stored, name, self._arrangement)
-        return self._held[1][index or ...]
+        with self._lock:  # or several threads would each hold the parameter
+            if self._held is None or self._held[0] != name:
+                self._held, array = None, self._arrays[name]
+                with _reporting_damage(self._directory):
+                    stored = array.read().result()
+                self._held = name, arrange(stored, name, self._arrangement)
+            return self._held[1][index or ...]
 
     def close(self) -> None:
         """Release the parameter in memory; no file stays open between reads."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ...modelzoo.families.mapping import ParameterSource
-from .tensor_source import AxisPattern
+from .axis_pattern import AxisPattern
 
 
 def publish(

@@ -51,3 +51,21 @@ class FileStamp:
                 f"{self._path}: expected the file as it was opened, got another one ({changes}). "
                 f"It changed while it was read: start again."
             )
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes at an offset; raise `CheckpointChanged` as `check` does.
+
+        A memory map would end the process by a signal if the file became shorter.
+        """
+        self.check()
+        done = 0
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while done < len(buffer):
+                got = file.readinto(buffer[done:])
+                if not got:
+                    raise CheckpointChanged(
+                        f"{self._path}: expected {len(buffer)} bytes at {offset}, got {done}: "
+                        f"the file became shorter while it was read."
+                    )
+                done += got

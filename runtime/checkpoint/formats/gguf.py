@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import CheckpointChanged
 from ...files.file_facts import FileStamp
 from ...files.optional_packages import require
 from ..tensor_source import Index, Interval, TensorInfo, TensorSource, intervals
@@ -119,20 +118,8 @@ class GGUFFile:
         return stored.reshape(*map(len, box), row_bytes)
 
     def _pread(self, offset: int, count: int) -> np.ndarray:
-        # without a memory map: if the file became shorter, a map would end the process by SIGBUS
-        self._stamp.check()
         buffer = np.empty(count, np.uint8)
-        view, done = buffer.data, 0
-        with self._path.open("rb", buffering=0) as file:
-            file.seek(offset)
-            while done < count:
-                got = file.readinto(view[done:])
-                if not got:
-                    raise CheckpointChanged(
-                        f"{self._path}: expected {count} bytes at {offset}, got {done}: "
-                        f"the file became shorter while it was read."
-                    )
-                done += got
+        self._stamp.read(offset, buffer.data)
         return buffer
 
 

@@ -22,7 +22,8 @@ from ....modelzoo.weights.weight_formats import (
     common_format,
 )
 from ...files.optional_packages import require
-from ..tensor_source import AxisPattern, Index, TensorInfo, TensorSource
+from ..axis_pattern import AxisPattern
+from ..tensor_source import Index, TensorInfo, TensorSource
 from .coded_tensors import KeptCodes, Part
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from noria.modelzoo.families import hugging_face
 from noria.modelzoo.families.registry import UnsupportedModel, from_gguf_metadata, from_hf_config
 from noria.modelzoo.families.sources import parameter_sources
 from noria.modelzoo.rope_config import FactorScaling, LinearScaling, RopeConfig, YarnScaling
+from noria.runtime.checkpoint.axis_pattern import AxisPattern
 from noria.runtime.checkpoint.loader import read_parameter
-from noria.runtime.checkpoint.tensor_source import AxisPattern
 
 SIZES = {
     "block_count": 2,

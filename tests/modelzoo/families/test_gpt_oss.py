@@ -10,7 +10,7 @@ from noria.modelzoo.families.family import ModelSpec
 from noria.modelzoo.families.registry import UnsupportedModel, from_gguf_metadata, from_hf_config
 from noria.modelzoo.moe.config import ClampedUnit, Routing
 from noria.modelzoo.rope_config import RopeConfig, YarnScaling
-from noria.runtime.checkpoint.tensor_source import AxisPattern
+from noria.runtime.checkpoint.axis_pattern import AxisPattern
 
 YARN = {
     "beta_fast": 32.0,

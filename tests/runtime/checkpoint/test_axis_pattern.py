@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from noria.modelzoo.families.mapping import TensorPart
-from noria.runtime.checkpoint.tensor_source import AxisPattern, TensorInfo, intervals
+from noria.runtime.checkpoint.axis_pattern import AxisPattern
+from noria.runtime.checkpoint.tensor_source import TensorInfo, intervals
 from noria.runtime.errors import CheckpointChanged
 from noria.runtime.files.file_facts import FileStamp
 

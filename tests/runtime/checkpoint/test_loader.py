@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from noria.modelzoo.families.mapping import ParameterSource, TensorPart
 from noria.runtime.checkpoint import TensorInfo, load_params
 from noria.runtime.checkpoint import loader as module
+from noria.runtime.checkpoint import turning
 from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.errors import CheckpointMismatch
 
@@ -172,7 +173,7 @@ def test_a_sharded_parameter_is_never_read_whole():
 def test_the_host_holds_at_most_two_shards_at_once(monkeypatch):
     tensors, spec, expected = tiny()
     counted = CountedArrays()
-    monkeypatch.setattr(module, "_aligned_zeros", counted.zeros)
+    monkeypatch.setattr(turning, "aligned_zeros", counted.zeros)
     params = load_params(spec, tensors, abstract_of(expected), shardings())
     # the tables' two halves, eight parts each of both projections, and one norm for all
     assert counted.num_made == 2 + 8 + 8 + 1
@@ -194,13 +195,13 @@ def test_parameters_are_read_in_pieces_of_bounded_size(monkeypatch, piece_bytes)
 
 def test_a_device_that_is_the_cpu_adopts_the_array_that_was_read(monkeypatch):
     tensors, spec, expected = tiny()
-    read = []
+    read, make = [], turning.aligned_zeros
 
     def noted(*arguments):
-        read.append(read_parameter(*arguments))
+        read.append(make(*arguments))
         return read[-1]
 
-    monkeypatch.setattr(module, "read_parameter", noted)
+    monkeypatch.setattr(turning, "aligned_zeros", noted)
     params = load_params(spec, tensors, abstract_of(expected), one_device())
     for array, host in zip(params.values(), read, strict=True):
         assert array.unsafe_buffer_pointer() == host.ctypes.data
