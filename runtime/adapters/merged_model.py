@@ -16,8 +16,9 @@ import numpy as np
 
 from ...modelzoo.families.mapping import ParameterSource
 from ..checkpoint import ModelFiles, open_model
+from ..checkpoint.coverage import filled_shape
 from ..checkpoint.generation_defaults import GenerationDefaults
-from ..checkpoint.loader import filled_shape, read_parameter
+from ..checkpoint.loader import read_parameter
 from ..checkpoint.published_tensors import publish
 from ..checkpoint.tensor_source import Index, TensorInfo, TensorSource
 from ..errors import InvalidAdapter

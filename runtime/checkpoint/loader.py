@@ -3,8 +3,11 @@
 Does not know about file formats or families: a `ModelSpec` maps tensors to parameters, and a
 `TensorSource` reads tensors. Guarantees: before anything is read, it is checked that each parameter
 is filled, that each tensor is used once or ignored by name, and that all shapes agree. In addition
-to the returned arrays, the host holds at most a piece of one tensor and two shards: the shard that
-is being read, and the previous one, which jax releases at its next transfer. A checkpoint of noria
+to the returned arrays, the host holds at most two shards and the pieces of tensors that threads
+turn. The shards are the one that is being read, and the previous one, which jax releases at its
+next transfer. Each of up to `MAX_THREADS` threads has one piece of `PIECE_BYTES`, and its copy in
+the dtype of the parameter. Devices with a memory of their own turn float tensors themselves. Then
+the host holds no shard, but a piece of `DEVICE_PIECE_BYTES` for each thread. A checkpoint of noria
 is read in whole parameters, so the host holds one parameter in addition. A shard of a quantised
 weight is read in float32 and rounded to codes. It is read twice if the input features that share a
 scale are split over devices. A shard of a weight in published codes is read once for its codes,
@@ -12,12 +15,9 @@ once for its scales and once for its offsets. It is checked that scales and offs
 all features of a group.
 """
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -27,14 +27,14 @@ from ...modelzoo.config import Arrangement
 from ...modelzoo.families.mapping import ParameterSource
 from ...modelzoo.layer_groups import single_layer_names
 from ...modelzoo.weights.weight_formats import OFFSETS, ORDER, SCALES, Quantisation
-from ..errors import CheckpointMismatch
 from .axis_pattern import AxisPattern
+from .coverage import check_coverage
 from .formats.coded_tensors import Part
 from .formats.published_formats import CodedSource
 from .published_weight import PublishedWeight
 from .quantiser import WeightQuantiser
 from .tensor_source import Box, Index, Interval, TensorSource, intervals, source_of
-from .turning import HostBox, Piece, fill
+from .turning import HostBox, Piece, in_threads
 
 if TYPE_CHECKING:
     import jax
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     _Placed = tuple[jax.ShapeDtypeStruct, jax.sharding.Sharding]
 
-MAX_LISTED = 20
 PIECE_BYTES = 2 * 2**20
 """The number of bytes of a tensor that a thread reads at once."""
 DEVICE_PIECE_BYTES = 16 * 2**20
@@ -81,7 +80,7 @@ def load_params(
 
     Raises:
       CheckpointMismatch: Tensors and parameters do not match; the message lists up to
-        `MAX_LISTED` differences of each kind. It is raised before anything is read.
+        `coverage.MAX_LISTED` differences of each kind. It is raised before anything is read.
     """
     if isinstance(tensors, RearrangeableSource):
         tensors = tensors.arranged(spec.arrangement)
@@ -98,9 +97,9 @@ def load_params(
         reader = _Reader([sources[name] for name in single_layer_names(path)], tensors, leaf.shape)
         if path not in quantisations:
             sharding, dtype = shardings[path], np.dtype(leaf.dtype)
-            if _has_own_memory(sharding) if turns_on_devices is None else turns_on_devices:
-                read = partial(reader.read_on_devices, dtype=dtype)
-                params[path] = _make_array(leaf, sharding, read)
+            on_devices = _has_own_memory(sharding) if turns_on_devices is None else turns_on_devices
+            if on_devices and leaf.shape:
+                params[path] = _turn_on_devices(leaf, sharding, reader)
             else:
                 params[path] = _put_on_devices(leaf, sharding, partial(reader.read, dtype=dtype))
             continue
@@ -135,20 +134,11 @@ class _Reader:
     def read(self, box: Box, dtype: np.dtype) -> np.ndarray:
         """Read a box into the memory of the host."""
         filled = HostBox([len(interval) for interval in box], dtype)
-        fill(filled, self._pieces(box, PIECE_BYTES))
+        in_threads(filled.write, self.pieces(box, PIECE_BYTES))
         return filled.array
 
-    def read_on_devices(
-        self, box: Box, devices: "Sequence[jax.Device]", dtype: np.dtype
-    ) -> "list[jax.Array]":
-        """Read a box into the memory of devices, which turn its pieces."""
-        from .device_box import DeviceBox
-
-        filled = DeviceBox([len(interval) for interval in box], dtype, devices)
-        fill(filled, self._pieces(box, DEVICE_PIECE_BYTES))
-        return filled.result()
-
-    def _pieces(self, box: Box, max_bytes: int) -> Iterator[Piece]:
+    def pieces(self, box: Box, max_bytes: int) -> Iterator[Piece]:
+        """Cut a box into pieces that read at most `max_bytes` of a tensor."""
         if len(self.sources) == 1:
             yield from _pieces(self.sources[0], self.tensors, self.shape, box, max_bytes)
             return
@@ -193,55 +183,6 @@ def _by_single_layers(
     }
 
 
-def check_coverage(
-    spec: "ModelSpec", tensors: TensorSource, abstract: "Mapping[str, jax.ShapeDtypeStruct]"
-) -> None:
-    """Check that tensors and parameters cover each other.
-
-    Raises:
-      CheckpointMismatch: They do not; the message lists up to `MAX_LISTED` differences of each
-        kind.
-    """
-    published = tensors.tensors
-    uses = [name for source in spec.sources for part in source.parts for name in part.tensors]
-    filled = [source.parameter for source in spec.sources]
-    groups = {
-        "tensors missing from the checkpoint": sorted(set(uses) - published.keys()),
-        "tensors that no parameter uses": sorted(
-            name
-            for name in published.keys() - set(uses) - set(spec.ignored_tensors)
-            if not name.startswith(spec.ignored_prefixes)
-        ),
-        "tensors that are used more than once": _overlapping(spec),
-        "tensors with rows that no parameter uses": _left_over_rows(spec, tensors),
-        "parameters that no tensor fills": sorted(abstract.keys() - set(filled)),
-        "filled parameters that the model does not have": sorted(set(filled) - abstract.keys()),
-        "parameters that are filled more than once": _repeated(filled),
-        "wrong shape or type": [
-            problem
-            for source in spec.sources
-            if source.parameter in abstract
-            for problem in _shape_problems(source, tensors, tuple(abstract[source.parameter].shape))
-        ],
-    }
-    lines = []
-    for title, differences in groups.items():
-        if differences:
-            more = (
-                f"\n    and {len(differences) - MAX_LISTED} more"
-                if len(differences) > MAX_LISTED
-                else ""
-            )
-            listed = "".join(f"\n    {item}" for item in differences[:MAX_LISTED])
-            lines.append(f"\n  {title} ({len(differences)}):{listed}{more}")
-    if lines:
-        raise CheckpointMismatch(
-            f"Expected checkpoint and model ({spec.family}) to cover each other, got these "
-            f"differences:{''.join(lines)}\n"
-            f"Use the config.json of this model, and fetch incomplete files again."
-        )
-
-
 def read_parameter(
     source: ParameterSource, tensors: TensorSource, index: Index, shape: tuple[int, ...], dtype
 ) -> np.ndarray:
@@ -282,112 +223,6 @@ def _pieces(
         start = stop
 
 
-def _rows_by_tensor(spec: "ModelSpec") -> dict[str, list[tuple[int, float]]]:
-    """The rows of each tensor, or of each of its blocks, that parts use; (0, inf) means all."""
-    used: dict[str, list[tuple[int, float]]] = {}
-    for source in spec.sources:
-        for part in source.parts:
-            for name in part.tensors:
-                used.setdefault(name, []).append(part.rows or (0, math.inf))
-    return {tensor: sorted(rows) for tensor, rows in used.items()}
-
-
-def _overlapping(spec: "ModelSpec") -> list[str]:
-    return sorted(
-        tensor
-        for tensor, rows in _rows_by_tensor(spec).items()
-        if any(end > start for (_, end), (start, _) in pairwise(rows))
-    )
-
-
-def _left_over_rows(spec: "ModelSpec", tensors: TensorSource) -> list[str]:
-    blocks = {part.tensor: part.block for source in spec.sources for part in source.parts}
-    left_over = []
-    for tensor, rows in _rows_by_tensor(spec).items():
-        if rows[-1][1] == math.inf or tensor not in tensors.tensors:
-            continue
-        shape = tensors.tensors[tensor].shape
-        used = sum(end - start for start, end in rows)
-        if shape and used < (in_block := blocks[tensor] or shape[0]):
-            left_over.append(f"{tensor}: expected {used} rows, got {in_block}")
-    return sorted(left_over)
-
-
-def _repeated(names: list[str]) -> list[str]:
-    return sorted(name for name, count in Counter(names).items() if count > 1)
-
-
-def _is_floating(dtype: np.dtype) -> bool:
-    # ml_dtypes' types (bfloat16) are of numpy's kind V
-    return dtype.kind == "f" or dtype.name == "bfloat16"
-
-
-def _shape_problems(
-    source: ParameterSource, tensors: TensorSource, expected: tuple[int, ...]
-) -> list[str]:
-    """The problems with the parts of one parameter; missing tensors are reported elsewhere."""
-    problems, shapes = [], []
-    for part in source.parts:
-        if not all(name in tensors.tensors for name in part.tensors):
-            return problems
-        infos = [tensors.tensors[name] for name in part.tensors]
-        problems += [
-            f"{name}: expected floating numbers, got {info.stored_as}"
-            for name, info in zip(part.tensors, infos, strict=True)
-            if not _is_floating(info.dtype)
-        ]
-        try:
-            shape = source_of(part, tensors).tensors[part.tensor].shape
-            shapes.append(AxisPattern.of(part).parameter_shape(shape))
-        except ValueError as error:
-            problems.append(
-                f"{part.tensor} -> {source.parameter}: shape {infos[0].shape}, {part.axes!r}: "
-                f"{error}"
-            )
-    if problems:
-        return problems
-    got = _filled_shape(source, shapes)
-    if got != expected:
-        described = ", ".join(
-            f"{p.tensor} {source_of(p, tensors).tensors[p.tensor].shape}" for p in source.parts
-        )
-        padding = f" and {source.padding_rows} rows of zeros" if source.padding_rows else ""
-        problems.append(
-            f"{source.parameter}: expected {expected}, got {got} from {described}{padding}"
-        )
-    return problems
-
-
-def filled_shape(source: ParameterSource, tensors: TensorSource) -> tuple[int, ...]:
-    """The shape of the parameter that a source fills from tensors that fit it."""
-    shapes = [
-        AxisPattern.of(part).parameter_shape(source_of(part, tensors).tensors[part.tensor].shape)
-        for part in source.parts
-    ]
-    shape = _filled_shape(source, shapes)
-    assert isinstance(shape, tuple), f"{source.parameter}: the parts have shapes {shapes}"
-    return shape
-
-
-def _filled_shape(source: ParameterSource, shapes: list[tuple[int, ...]]) -> object:
-    """The shape of a parameter from the shapes of its parts; the list of shapes if they differ."""
-    shape = _concatenated(shapes, source.concat_axis)
-    if source.padding_rows and isinstance(shape, tuple) and shape:
-        return (shape[0] + source.padding_rows, *shape[1:])
-    return shape
-
-
-def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> object:
-    """The shape of parts that are concatenated along an axis."""
-    if len(shapes) == 1:
-        return shapes[0]
-    others = {(shape[:axis], shape[axis + 1 :]) for shape in shapes if len(shape) > axis}
-    if len(others) != 1 or any(len(shape) <= axis for shape in shapes):
-        return shapes
-    first = shapes[0]
-    return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
-
-
 def _has_own_memory(sharding: "jax.sharding.Sharding") -> bool:
     """Whether the memory of the devices is not that of the host."""
     return any(device.platform != "cpu" for device in sharding.device_set)
@@ -401,25 +236,44 @@ def _put_on_devices(
     """Make an array whose boxes are read into the memory of the host, and put on devices."""
     import jax
 
-    def put(box: Box, devices: Sequence[jax.Device]) -> list[jax.Array]:
-        shards = jax.device_put([read(box)] * len(devices), devices)
+    devices = _devices_by_box(leaf.shape, sharding)
+
+    def put(box: Box) -> list[jax.Array]:
+        shards = jax.device_put([read(box)] * len(devices[box]), devices[box])
         # a running transfer needs its host array: wait, or two host arrays would be alive
         return jax.block_until_ready(shards)
 
-    return _make_array(leaf, sharding, put)
+    shards = [shard for box in devices for shard in put(box)]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards, dtype=leaf.dtype)
 
 
-def _make_array(
-    leaf: "jax.ShapeDtypeStruct",
-    sharding: "jax.sharding.Sharding",
-    make: "Callable[[Box, Sequence[jax.Device]], list[jax.Array]]",
+def _turn_on_devices(
+    leaf: "jax.ShapeDtypeStruct", sharding: "jax.sharding.Sharding", reader: _Reader
 ) -> "jax.Array":
-    """Make an array whose boxes are made one by one, each once for all devices that hold it."""
+    """Make an array whose boxes are filled on devices; boxes with equal pieces at the same time."""
     import jax
 
-    shape = tuple(leaf.shape)
+    from .device_boxes import DeviceBoxes
+
+    devices = _devices_by_box(leaf.shape, sharding)
+    groups: dict[Any, dict[Box, list[Piece]]] = {}
+    for box in devices:
+        pieces = list(reader.pieces(box, DEVICE_PIECE_BYTES))
+        alike = tuple(map(len, box)), tuple(piece.turn for piece in pieces)
+        groups.setdefault(alike, {})[box] = pieces
+    shards = []
+    for (shape, _), pieces_by_box in groups.items():
+        boxes = DeviceBoxes(shape, np.dtype(leaf.dtype), [devices[box] for box in pieces_by_box])
+        in_threads(boxes.write, zip(*pieces_by_box.values(), strict=True))
+        shards += boxes.result()
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards, dtype=leaf.dtype)
+
+
+def _devices_by_box(
+    shape: tuple[int, ...], sharding: "jax.sharding.Sharding"
+) -> dict[Box, list[Any]]:
+    """The devices of this process that hold each box of an array."""
     devices: dict[Box, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices.setdefault(intervals(index or (), shape), []).append(device)
-    shards = [shard for box in devices for shard in make(box, devices[box])]
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=leaf.dtype)
+    return devices

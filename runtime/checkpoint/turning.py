@@ -1,18 +1,18 @@
 """Fill boxes of parameters with pieces of published tensors, in several threads.
 
-Each piece is read as it is in the file, and its axes are turned on the way into a `Filled` box.
-`HostBox` is such a box in the memory of the host, and `device_box.DeviceBox` one on devices. Does
-not know about file formats, families or jax. Guarantees: each thread holds one piece at a time, and
+Each piece is read as it is in the file, and its axes are turned on the way into a box. `HostBox` is
+a box in the memory of the host; `device_boxes.DeviceBoxes` are boxes on devices. Does not know
+about file formats, families or jax. Guarantees: each thread holds one piece at a time, and
 `MAX_THREADS` bounds their number.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -37,28 +37,20 @@ class Piece:
     start: tuple[int, ...]
     """The position of its first element in the filled box."""
 
-
-class Filled(Protocol):
-    """A box of a parameter that is filled with pieces."""
-
-    def write(self, read: np.ndarray, turn: Turn, start: Sequence[int]) -> None:
-        """Turn the array that was read, and write it at a position; threads call it at once."""
-        ...
+    def read_bits(self, dtype: np.dtype) -> np.ndarray:
+        """Read the piece as it is in the tensor, and return its bits in a dtype."""
+        return _as_bits(self.tensors.read(self.tensor, self.index).astype(dtype, copy=False))
 
 
-def fill(filled: Filled, pieces: Iterable[Piece]) -> None:
-    """Read all pieces, and write them into the box that they fill."""
-
-    def transfer(piece: Piece) -> None:
-        filled.write(piece.tensors.read(piece.tensor, piece.index), piece.turn, piece.start)
-
+def in_threads(write: Callable[[Any], None], pieces: Iterable[Any]) -> None:
+    """Call a function for each of some pieces, or groups of pieces, in several threads."""
     pieces = iter(pieces)
     first = list(islice(pieces, 2))
     if len(first) < 2:
-        deque(map(transfer, first), maxlen=0)
+        deque(map(write, first), maxlen=0)
         return
     with ThreadPoolExecutor(min(usable_cores() or 1, MAX_THREADS)) as pool:
-        deque(pool.map(transfer, chain(first, pieces)), maxlen=0)
+        deque(pool.map(write, chain(first, pieces)), maxlen=0)
 
 
 class HostBox:
@@ -67,14 +59,17 @@ class HostBox:
     def __init__(self, shape: Sequence[int], dtype: np.dtype):
         self.array = aligned_zeros(shape, dtype)
 
-    def write(self, read: np.ndarray, turn: Turn, start: Sequence[int]) -> None:
-        read = read.astype(self.array.dtype, copy=False)
-        # as unsigned integers, which numpy copies faster than the types of ml_dtypes
-        bits = np.dtype(f"u{read.itemsize}")
-        turned = turn(read.view(bits))
-        outer = len(start) - turned.ndim
-        box = (slice(i, i + n) for i, n in zip(start[outer:], turned.shape, strict=True))
-        _copy(turned, self.array.view(bits)[(*start[:outer], *box, ...)])
+    def write(self, piece: Piece) -> None:
+        """Read a piece, turn it, and write it."""
+        turned = piece.turn(piece.read_bits(self.array.dtype))
+        outer = len(piece.start) - turned.ndim
+        box = (slice(i, i + n) for i, n in zip(piece.start[outer:], turned.shape, strict=True))
+        _copy(turned, _as_bits(self.array)[(*piece.start[:outer], *box, ...)])
+
+
+def _as_bits(array: np.ndarray) -> np.ndarray:
+    """View an array as unsigned integers, which are copied faster than the types of ml_dtypes."""
+    return array.view(f"u{array.itemsize}")
 
 
 def _copy(turned: np.ndarray, into: np.ndarray) -> None:

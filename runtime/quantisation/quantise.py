@@ -15,8 +15,9 @@ import numpy as np
 from ...compile.abstract_model import AbstractModel
 from ...modelzoo.weights.weight_formats import SCALES, WeightFormat
 from ..checkpoint import ModelFiles
+from ..checkpoint.coverage import check_coverage
 from ..checkpoint.formats.compressed_tensors import write_directory
-from ..checkpoint.loader import check_coverage, read_parameter
+from ..checkpoint.loader import read_parameter
 from ..checkpoint.model_stamp import ModelStamp
 from ..checkpoint.quantiser import dequantise
 from ..errors import ConfigError, InvalidConfig

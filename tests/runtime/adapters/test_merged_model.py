@@ -17,7 +17,8 @@ from noria.modelzoo.families.hugging_face import NAMES
 from noria.modelzoo.families.sources import parameter_sources
 from noria.runtime.adapters.merged_model import PublishedTensors, open_merged
 from noria.runtime.checkpoint import load_params, open_model, save_orbax
-from noria.runtime.checkpoint.loader import filled_shape, read_parameter
+from noria.runtime.checkpoint.coverage import filled_shape
+from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.published_tensors import publish
 
 pytestmark = [

@@ -10,9 +10,8 @@ from counted_arrays import CountedArrays
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from noria.modelzoo.families.mapping import ParameterSource, TensorPart
-from noria.runtime.checkpoint import TensorInfo, load_params
+from noria.runtime.checkpoint import TensorInfo, load_params, turning
 from noria.runtime.checkpoint import loader as module
-from noria.runtime.checkpoint import turning
 from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.errors import CheckpointMismatch
 
@@ -112,18 +111,25 @@ def one_device():
     return SingleDeviceSharding(jax.devices()[0])
 
 
-def test_parameters_on_one_device_equal_the_tensors_rearranged():
+turned_anywhere = pytest.mark.parametrize("on_devices", [False, True], ids=["host", "devices"])
+
+
+@turned_anywhere
+def test_parameters_on_one_device_equal_the_tensors_rearranged(on_devices):
     tensors, spec, expected = tiny()
-    params = load_params(spec, tensors, abstract_of(expected), one_device())
+    params = load_params(
+        spec, tensors, abstract_of(expected), one_device(), turns_on_devices=on_devices
+    )
     assert params.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(params[name], value)
 
 
-def test_parameters_on_a_mesh_equal_the_same_and_lie_as_asked():
+@turned_anywhere
+def test_parameters_on_a_mesh_equal_the_same_and_lie_as_asked(on_devices):
     tensors, spec, expected = tiny()
     placed = shardings()
-    params = load_params(spec, tensors, abstract_of(expected), placed)
+    params = load_params(spec, tensors, abstract_of(expected), placed, turns_on_devices=on_devices)
     for name, value in expected.items():
         np.testing.assert_array_equal(params[name], value)
         assert params[name].sharding == placed[name]
@@ -139,14 +145,21 @@ OF_LAYERS = tuple(
 IN_TURNS = "layers.0:4:2.mlp.up"
 
 
-def test_layers_that_run_in_turns_fill_one_parameter():
+@turned_anywhere
+def test_layers_that_run_in_turns_fill_one_parameter(on_devices):
     """On a mesh, each device reads only its own part of every layer's tensor."""
     tensors, expected = Arrays(**LAYERS), np.stack([LAYERS["in.0"].T, LAYERS["in.2"].T])
     abstract = {IN_TURNS: jax.ShapeDtypeStruct(expected.shape, jnp.float32)}
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     placed = NamedSharding(mesh, PartitionSpec(None, "data", "tensor"))
     for sharding in (one_device(), placed):
-        params = load_params(Spec(OF_LAYERS), tensors, abstract, {IN_TURNS: sharding})
+        params = load_params(
+            Spec(OF_LAYERS),
+            tensors,
+            abstract,
+            {IN_TURNS: sharding},
+            turns_on_devices=on_devices,
+        )
         np.testing.assert_array_equal(params[IN_TURNS], expected)
         assert params[IN_TURNS].sharding == sharding
     assert {size for _, size in tensors.reads[2:]} == {F * D // 8}
@@ -158,9 +171,10 @@ def test_a_layer_without_its_tensor_is_named_where_layers_run_in_turns():
         load_params(Spec(OF_LAYERS[:1]), Arrays(**{"in.0": LAYERS["in.0"]}), abstract, one_device())
 
 
-def test_a_sharded_parameter_is_never_read_whole():
+@turned_anywhere
+def test_a_sharded_parameter_is_never_read_whole(on_devices):
     tensors, spec, expected = tiny()
-    load_params(spec, tensors, abstract_of(expected), shardings())
+    load_params(spec, tensors, abstract_of(expected), shardings(), turns_on_devices=on_devices)
     sizes = {
         name: [size for read, size in tensors.reads if read == name] for name in tensors.tensors
     }
@@ -182,11 +196,14 @@ def test_the_host_holds_at_most_two_shards_at_once(monkeypatch):
         np.testing.assert_array_equal(params[name], value)
 
 
+@turned_anywhere
 @pytest.mark.parametrize("piece_bytes", [4, 100, 1000])
-def test_parameters_are_read_in_pieces_of_bounded_size(monkeypatch, piece_bytes):
-    monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
+def test_parameters_are_read_in_pieces_of_bounded_size(monkeypatch, piece_bytes, on_devices):
+    monkeypatch.setattr(module, "DEVICE_PIECE_BYTES" if on_devices else "PIECE_BYTES", piece_bytes)
     tensors, spec, expected = padded()
-    params = load_params(spec, tensors, abstract_of(expected), one_device())
+    params = load_params(
+        spec, tensors, abstract_of(expected), one_device(), turns_on_devices=on_devices
+    )
     for name, value in expected.items():
         np.testing.assert_array_equal(params[name], value)
     assert max(size for _, size in tensors.reads) <= piece_bytes // 4
@@ -207,9 +224,11 @@ def test_a_device_that_is_the_cpu_adopts_the_array_that_was_read(monkeypatch):
         assert array.unsafe_buffer_pointer() == host.ctypes.data
 
 
-def test_the_cast_happens_on_the_way():
+@turned_anywhere
+def test_the_cast_happens_on_the_way(on_devices):
     tensors, spec, expected = tiny()
-    params = load_params(spec, tensors, abstract_of(expected, jnp.bfloat16), one_device())
+    abstract = abstract_of(expected, jnp.bfloat16)
+    params = load_params(spec, tensors, abstract, one_device(), turns_on_devices=on_devices)
     for name, value in expected.items():
         assert params[name].dtype == jnp.bfloat16
         np.testing.assert_array_equal(params[name], value.astype(jnp.bfloat16))
@@ -233,13 +252,14 @@ def test_padding_rows_are_zeros_in_any_slice_and_are_never_read(rows):
     assert sum(size for _, size in tensors.reads) == 5 * published
 
 
-def test_a_padded_table_arrives_on_a_mesh_whose_last_shards_are_all_padding():
+@turned_anywhere
+def test_a_padded_table_arrives_on_a_mesh_whose_last_shards_are_all_padding(on_devices):
     tensors, spec, expected = padded()
     spec.sources = (replace(spec.sources[0], padding_rows=16), *spec.sources[1:])
     expected["embedding"] = np.pad(expected["embedding"][:V], ((0, 16), (0, 0)))
     placed = shardings()
     placed["embedding"] = NamedSharding(placed["embedding"].mesh, PartitionSpec(("data", "tensor")))
-    params = load_params(spec, tensors, abstract_of(expected), placed)
+    params = load_params(spec, tensors, abstract_of(expected), placed, turns_on_devices=on_devices)
     np.testing.assert_array_equal(params["embedding"], expected["embedding"])
 
 
