@@ -224,3 +224,18 @@ def test_a_file_that_changes_after_it_was_opened_is_noticed(tmp_path):
     path.write_bytes(b"other")
     with pytest.raises(CheckpointChanged, match="changed while it was read"):
         stamp.check()
+
+
+def test_a_file_that_becomes_shorter_between_the_check_and_the_read_is_noticed(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "weights"
+    path.write_bytes(b"12345678")
+    stamp = FileStamp(path)
+    buffer = bytearray(4)
+    stamp.read(2, memoryview(buffer))
+    assert buffer == b"3456"
+    path.write_bytes(b"1234")
+    monkeypatch.setattr(FileStamp, "check", lambda self: None)
+    with pytest.raises(CheckpointChanged, match="expected 4 bytes at 2, got 2"):
+        stamp.read(2, memoryview(buffer))

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from noria.modelzoo.config import Chunk, DecoderConfig
 from noria.modelzoo.rope_config import Llama3Scaling, NoRope, RopeConfig
-from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model, save_orbax
+from noria.runtime.checkpoint import (
+    GenerationDefaults,
+    load_params,
+    open_model,
+    orbax_store,
+    save_orbax,
+)
 from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.orbax_store import decode_config, encode_config
 from noria.runtime.errors import CheckpointMismatch, InvalidOrbax
@@ -94,6 +102,25 @@ def test_what_was_saved_is_restored_on_another_placement_in_another_dtype(saved)
     for name, value in VALUES.items():
         np.testing.assert_array_equal(params[name], value.astype(jnp.bfloat16))
         assert params[name].sharding == shardings[name]
+
+
+def test_threads_that_read_boxes_of_a_parameter_hold_it_once(saved, monkeypatch):
+    num_held = 0
+    arrange = orbax_store.arrange
+
+    def slow(*arguments):
+        nonlocal num_held
+        num_held += 1
+        time.sleep(0.02)
+        return arrange(*arguments)
+
+    monkeypatch.setattr(orbax_store, "arrange", slow)
+    name, value = "embedding", VALUES["embedding"]
+    with open_model(saved) as model, ThreadPoolExecutor(4) as pool:
+        boxes = [(slice(i, i + 1), slice(0, value.shape[1])) for i in range(4)]
+        rows = list(pool.map(lambda box: model.tensors.read(name, box), boxes))
+    np.testing.assert_array_equal(np.concatenate(rows), value[:4])
+    assert num_held == 1
 
 
 def test_layers_that_run_in_a_loop_are_filled_from_single_ones(tmp_path):

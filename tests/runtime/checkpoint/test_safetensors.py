@@ -62,6 +62,23 @@ def test_tensors_come_out_as_written_whole_and_in_slices(tmp_path, write):
     source.close()
 
 
+def test_any_box_equals_that_of_the_whole_tensor(tmp_path):
+    cube = np.arange(4 * 5 * 6, dtype=np.float32).reshape(4, 5, 6).astype(ml_dtypes.bfloat16)
+    source = SafetensorsDirectory(single(tmp_path, {"before": np.ones(3, np.int8), "cube": cube}))
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        ends = [sorted(map(int, rng.integers(0, size + 1, 2))) for size in cube.shape]
+        index = tuple(slice(*pair) for pair in ends)
+        np.testing.assert_array_equal(source.read("cube", index), cube[index])
+
+
+def test_contiguous_boxes_are_read_without_the_memory_map(tmp_path):
+    file = module.SafetensorsFile(single(tmp_path) / "model.safetensors")
+    file._bytes = None
+    for index in [None, (slice(1, 3), slice(0, 6)), (slice(2, 3), slice(1, 4))]:
+        np.testing.assert_array_equal(file.read("a", index), WEIGHTS["a"][index or ...])
+
+
 def test_the_index_wins_over_a_single_file(tmp_path):
     source = SafetensorsDirectory(sharded(single(tmp_path, {"old": WEIGHTS["a"]})))
     assert "old" not in source.tensors
