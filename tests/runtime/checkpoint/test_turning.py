@@ -86,7 +86,7 @@ class Slow:
         self._fails_at = fails_at
         self._lock = threading.RLock()
 
-    def read(self, name, index=None):
+    def read(self, name, index=(slice(None), slice(None))):
         with self._lock:
             self.num_reads += 1
             if self.num_reads == self._fails_at:
