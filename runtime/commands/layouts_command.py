@@ -106,17 +106,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
-    from ...compile.targets import find_target
+    from ...compile.targets import find_target, present_target
     from .. import session
     from ..bundles import compilation_cache
     from ..layouts.table import format_table
-    from ..planning import plan_checks
 
     compilation_cache.enable(partial(note, options))
     session.prepare_jax(options.target)
-    target = find_target(options.target)
-    if options.verify:
-        plan_checks.check_present(target)
+    target = (present_target if options.verify else find_target)(options.target)
     dtype = session.resolve_dtype(options.dtype, target)
     config, grid = _config(options, files), _grid(options)
     layouts = _layouts(options.layouts, len(target.devices))

@@ -130,7 +130,7 @@ def test_a_length_beyond_the_models_is_refused(noria):
         (
             PlannedModel("m", ""),
             {"target": "tpu:v5e:2x4"},
-            "target: expected a target on this machine|no topology",
+            "'tpu:v5e:2x4' is not on this machine.* plan again",
         ),
     ],
 )
