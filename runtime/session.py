@@ -28,6 +28,7 @@ from .bundles.warm_start import WarmStart
 from .checkpoint import ModelFiles, load_params
 from .console import plural
 from .devices import machine
+from .devices.compiler_messages import without_alarms
 from .devices.graph_memory import check_memory
 from .devices.host_arrays import HostArrays
 from .embedding.session import EmbeddingSession
@@ -251,6 +252,7 @@ def lacking_tokens(files: ModelFiles, tokenizer: Tokenizer | None) -> str:
     )
 
 
+@without_alarms()
 def compile_plan(
     definition: "AbstractModel",
     plan: Plan,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..batch.job_files import check_files, check_fillable
 from ..console import note, plural, tell
+from ..devices.compiler_messages import without_alarms
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError
 from ..files.layout_files import (
     layout_file,
@@ -105,6 +106,7 @@ def run(options: argparse.Namespace) -> int:
         return _run(options, files)
 
 
+@without_alarms()
 def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     from ...compile.targets import find_target, present_target
     from .. import session

@@ -24,6 +24,7 @@ from .. import session
 from ..batch.row_ids import read_row_ids
 from ..checkpoint import ModelFiles, open_model
 from ..checkpoint.published_numbers import keep_published, override_plan
+from ..devices.compiler_messages import without_alarms
 from ..devices.default_target import default_target
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
@@ -69,6 +70,7 @@ class Comparison:
     """Whether the tokens are the reference's answers; otherwise they are those of the rows."""
 
 
+@without_alarms()
 def compare(
     models: Sequence[ComparedModel],
     rows: Sequence[Sequence[int]] | str | Path,

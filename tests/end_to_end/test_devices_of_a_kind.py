@@ -1,4 +1,4 @@
-"""Plans for a kind of devices run where these devices are; CPUs of this machine stand in for GPUs."""
+"""Plans for a kind of devices run where these devices are; CPUs stand in for GPUs here."""
 
 import json
 
