@@ -1,13 +1,16 @@
 """Plans for a kind of devices run where these devices are; CPUs stand in for GPUs here."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
 from command import completion, read_rows, write_lines
 
-from noria.compile import device_kinds
+from noria.compile import device_kinds, targets
+from noria.compile.target_names import UnknownTarget
 from noria.runtime.commands import compile_command
+from noria.runtime.pods.peers import ALONE
 
 TARGET = "gpu:h200:2"
 
@@ -66,3 +69,19 @@ def test_on_other_devices_a_plan_names_both_kinds(noria, source, plan, h200s, mo
     said = noria.refuse("batch", *arguments, "--plan", plan)
     assert f"the devices of {TARGET}, got 2 x cpu (h100)" in said
     assert "--target gpu:2" in said
+
+
+def test_graphs_compile_for_absent_devices_where_others_are(h200s, monkeypatch):
+    monkeypatch.setattr(targets, "find_target", lambda name: f"absent {name}")
+    assert compile_command._target(TARGET, ALONE).is_present
+    assert compile_command._target("gpu:h100:2", ALONE) == "absent gpu:h100:2"
+    assert compile_command._target("tpu:v5e:2x4", ALONE) == "absent tpu:v5e:2x4"
+
+
+def test_each_process_of_a_pod_compiles_for_its_own_devices(h200s, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "devices", jax.local_devices)
+    pod = SimpleNamespace(size=2)
+    assert compile_command._target(TARGET, pod).is_present
+    with pytest.raises(UnknownTarget, match=r"the devices of gpu:h100:2, got .* \(h200\)"):
+        compile_command._target("gpu:h100:2", pod)
