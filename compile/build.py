@@ -24,6 +24,7 @@ from .abstract_model import AbstractModel
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, Choice, choose_kernels
 from .compiled_graphs import CompiledGraphs
 from .compiler_options import NO_OPTIONS, CompilerOptions, with_defaults
+from .device_kinds import kind_of
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .graph_failures import naming_graph, naming_option
 from .graphs import signatures
@@ -184,7 +185,7 @@ class _GraphPlanner:
         config = model.config
         phases = (*PHASES, "chunk")
         self._operations = {phase: placement.operations(phase, config) for phase in phases}
-        platform, kind = placement.platform, placement.mesh.devices.flat[0].device_kind
+        platform, kind = placement.platform, kind_of(placement.mesh.devices.flat)
         self._dispatch = {phase: experts.dispatch(phase, platform, kind) for phase in PHASES}
         self._dispatch["chunk"] = self._dispatch["prefill"]
         has_codes = model.arrangement.cache_codes is not None

@@ -47,9 +47,9 @@ class ExpertPlan:
                     f"them out of the dispatch."
                 )
 
-    def dispatch(self, phase: str, platform: str, device_kind: str = "") -> Dispatch:
-        """Dispatch of a phase's graphs, with the tile sizes of a platform or a kind of device."""
-        tiles = TILES_BY_KIND.get(device_kind, EXPERT_TILES[platform])
+    def dispatch(self, phase: str, platform: str, kind: str | None = None) -> Dispatch:
+        """Dispatch of a phase's graphs, with the tile sizes of a platform or a kind of devices."""
+        tiles = TILES_BY_KIND.get(kind or "", EXPERT_TILES[platform])
         return replace(getattr(self, phase), tiles=tiles)
 
     def to_lines(self) -> list[str]:

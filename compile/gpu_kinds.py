@@ -3,7 +3,7 @@
 XLA describes a GPU by a text proto (`GpuTargetConfigProto`). `GPU_KINDS` has the fields that differ
 between kinds. The other fields are the limits of compute capability 8.0 and 9.0
 (docs.nvidia.com/cuda/cuda-c-programming-guide, "Technical Specifications per Compute Capability").
-Clock, bandwidth and memory are the values that the devices report, as in XLA's
+Names, clock, bandwidth and memory are those that the devices report, as in XLA's
 `xla/backends/gpu/target_config/specs` (a100_sxm_80, h100_sxm, h200). Knows nothing of graphs.
 """
 
@@ -17,8 +17,8 @@ GPUS_PER_HOST = 8
 class GpuKind:
     """The properties of one GPU that the compiler needs; memory in bytes."""
 
-    description: str
-    """The name that the device reports."""
+    device_names: tuple[str, ...]
+    """The names that devices report; the first is the one in XLA's description."""
     capability: str
     """Compute capability, as fields of a proto."""
     cores: int
@@ -59,12 +59,12 @@ class GpuKind:
             }}
             platform_name: "CUDA"
             dnn_version_info {{ major: 9 minor: 10 }}
-            device_description_str: "{self.description}"
+            device_description_str: "{self.device_names[0]}"
         """
 
 
 _H100 = GpuKind(
-    description="NVIDIA H100 80GB HBM3",
+    device_names=("NVIDIA H100 80GB HBM3",),
     # only code for exactly 9.0 (sm_90a) may use the instructions of its matrix units
     capability="major: 9 feature_extension: ACCELERATED_FEATURES",
     cores=132,
@@ -78,7 +78,7 @@ _H100 = GpuKind(
 )
 GPU_KINDS = {
     "a100": GpuKind(
-        description="NVIDIA A100-SXM4-80GB",
+        device_names=("NVIDIA A100-SXM4-80GB",),
         capability="major: 8",
         cores=108,
         float32_units=64,
@@ -92,7 +92,8 @@ GPU_KINDS = {
     "h100": _H100,
     "h200": replace(
         _H100,
-        description="NVIDIA H200 141GB HBM3e",
+        # the second is the name in vLLM's tables of measured devices (fused_moe/configs)
+        device_names=("NVIDIA H200 141GB HBM3e", "NVIDIA H200"),
         memory_bytes=151_397_597_184,
         memory_rate=4_800_000_000_000,
     ),

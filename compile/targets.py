@@ -3,13 +3,14 @@
 `cpu`, `gpu` and `tpu` are the first device of that kind on this machine, and `cpu:8` is eight
 devices (simulated on the CPU, so any number is possible). With several processes they are the
 devices of all processes. `tpu:<generation>:<topology>` (for example `tpu:v5e:2x4`) and
-`gpu:<kind>:<n>` (`gpu:h100:8`) need not be present: graphs compile for them and report memory and
-collectives, but cannot run. Knows nothing of models or grids.
+`gpu:<kind>:<n>` (`gpu:h100:8`) need not be present: `find_target` compiles graphs for them, which
+report memory and collectives. On a machine with devices of the kind, `present_target` runs them.
+Knows nothing of models or grids.
 """
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from ..modelzoo.moe.config import Tiles
 from ..sharding.layout import Layout
 from ..sharding.placement import Placement
-from .gpu_kinds import GPU_KINDS, GPUS_PER_HOST, host_topology
+from .device_kinds import kind_of
+from .gpu_kinds import GPU_KINDS, host_topology
 from .program_cache import without_program_cache
 from .target_names import TargetName, UnknownTarget
 
@@ -39,9 +41,7 @@ L2. A TPU's products read weights from main memory at full bandwidth. By its com
 this takes a third of the cycles of a copy onto the chip. During this time they can compute 240 rows
 or more, so an expert with up to 64 tokens takes one tile and reads its weights once.
 """
-TILES_BY_KIND: dict[str, Tiles] = dict.fromkeys(
-    ("TPU v5", "TPU v5p"), Tiles(16, 256, mean_divisor=0.5, piece_bytes=None)
-)
+TILES_BY_KIND = {"v5p": Tiles(16, 256, mean_divisor=0.5, piece_bytes=None)}
 """Tile sizes for kinds of devices that differ from their platform.
 
 Rows of a tile cost bytes on v5p: each of its two cores has a memory of its own on the chip, so XLA
@@ -71,40 +71,85 @@ class Target:
 
 
 def find_target(name: str) -> Target:
-    """Parse a target's name and find its devices; raises UnknownTarget if there are none."""
+    """Parse a target's name and find its devices, to compile for them.
+
+    Devices of a kind are taken as absent. If jax has not started, it then starts the CPU alone, as
+    the backend of an absent device cannot start.
+
+    Raises:
+      UnknownTarget: The name is none, or there are no such devices.
+    """
     parsed = TargetName.parse(name)
     if not parsed.kind:
-        return _present(name, parsed.platform, parsed.num_devices)
+        return _present(name, parsed)
+    if not jax.config.values["jax_platforms"]:
+        jax.config.update("jax_platforms", "cpu")
     if parsed.platform == "tpu":
-        return _tpu_topology(name, name.removeprefix("tpu:"))
-    return _gpu_topology(name, parsed.kind, parsed.num_devices)
+        return _tpu_topology(name, parsed)
+    return _gpu_topology(name, parsed)
 
 
-def default_platform() -> str:
-    """The platform that jax runs on when no target is named."""
-    with _naming(jax.config.values["jax_platforms"] or "default"):
-        return jax.default_backend()
+def present_target(name: str) -> Target:
+    """Parse a target's name and find its devices on this machine, to run on them.
+
+    Raises:
+      UnknownTarget: The name is none, or the devices here are fewer, or of another kind or
+        topology.
+    """
+    parsed = TargetName.parse(name)
+    target = _present(name, parsed)
+    found, shape = kind_of(target.devices), _shape(target.devices)
+    is_shape = not parsed.torus or not shape or shape == _without_ones(parsed.torus)
+    if parsed.kind and (found != parsed.kind or not is_shape):
+        raise UnknownTarget(
+            f"target: expected the devices of {name}, got {_description(target.devices)}. Use a "
+            f"machine with its devices, plan again for those of this one, or use "
+            f"--target {parsed.platform}:{parsed.num_devices} to run here as planned."
+        )
+    return target
+
+
+def _shape(devices: Sequence[Any]) -> list[int]:
+    """The sizes of a slice by the coordinates of its chips; empty if these are unknown."""
+    if any(getattr(device, "coords", None) is None for device in devices):
+        return []
+    along = zip(*(device.coords for device in devices), strict=True)
+    return _without_ones([len(set(positions)) for positions in along])
+
+
+def _without_ones(sizes: Sequence[int]) -> list[int]:
+    """The sizes in order of size, without those of 1, which nothing depends on."""
+    return sorted(size for size in sizes if size > 1) or [1]
+
+
+def _description(devices: Sequence[Any]) -> str:
+    """The number of devices, their names, their kind if it is known, and their topology."""
+    names = ", ".join(sorted({device.device_kind for device in devices}))
+    facts = [kind_of(devices) or "of no known kind", "x".join(map(str, _shape(devices)))]
+    return f"{len(devices)} x {names} ({', '.join(filter(None, facts))})"
 
 
 @contextmanager
-def _naming(platform: str) -> Iterator[None]:
+def _naming(name: str, parsed: TargetName) -> Iterator[None]:
     """Turn jax's error about a platform without devices into `UnknownTarget`, with the remedy."""
     try:
         yield
     # jax raises AssertionError if JAX_PLATFORMS names only a platform without devices
     except (RuntimeError, AssertionError) as error:
-        remedies = [] if platform == "cpu" else ["install the extra for it", "use --target cpu"]
+        other = "plan again for this machine" if parsed.kind else "use --target cpu"
+        remedies = [] if parsed.platform == "cpu" else ["install the extra for it", other]
         if chosen := jax.config.values["jax_platforms"]:
             remedies[:0] = [f"unset JAX_PLATFORMS, which lets jax start {chosen} alone"]
         remedy = ", or ".join(remedies)
         raise UnknownTarget(
-            f"target: {platform!r} is not on this machine ({error or 'it has no devices'}). "
+            f"target: {name!r} is not on this machine ({error or 'it has no devices'}). "
             f"{remedy[:1].upper()}{remedy[1:]}."
         ) from error
 
 
-def _present(name: str, platform: str, count: int) -> Target:
-    with _naming(platform):
+def _present(name: str, parsed: TargetName) -> Target:
+    platform, count = parsed.platform, parsed.num_devices
+    with _naming(name, parsed):
         is_alone = jax.process_count() == 1
         devices = (jax.local_devices if is_alone else jax.devices)(backend=platform)
     if len(devices) < count or (not is_alone and len(devices) != count):
@@ -114,43 +159,47 @@ def _present(name: str, platform: str, count: int) -> Target:
                 "Simulated devices are made before jax starts: set XLA_FLAGS="
                 f"--xla_force_host_platform_device_count={count}."
             )
-        raise UnknownTarget(
-            f"target: {name} needs {count} devices, got {len(devices)} of kind {platform}. {remedy}"
-        )
+        here = _description(devices) if parsed.kind else f"{len(devices)} of kind {platform}"
+        raise UnknownTarget(f"target: {name} needs {count} devices, got {here}. {remedy}")
     return Target(name, platform, tuple(devices[:count]), is_present=True)
 
 
-def _tpu_topology(name: str, rest: str) -> Target:
+def _tpu_topology(name: str, parsed: TargetName) -> Target:
     from jax.experimental import topologies
 
     # without this, libtpu asks a metadata server that exists only on Google's machines
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # compiling needs no TPU, so other processes may use libtpu at the same time
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    # the two cores of a v4 chip are one device, as on Google's machines, only with this option
-    cores = {"chip_config_name": "megacore"} if rest.startswith("v4:") else {}
+    options: dict[str, Any] = {}
+    if parsed.kind == "v4":  # its two cores are one device, as on Google's machines
+        options["chip_config_name"] = "megacore"
+    if parsed.num_devices == 1:  # else hosts have a block of 2x2 chips
+        options["chips_per_host_bounds"] = [1, 1, 1]
+    topology = name.removeprefix("tpu:")
     try:
         with _LIBTPU:
-            devices = topologies.get_topology_desc(rest, "tpu", **cores).devices
+            devices = topologies.get_topology_desc(topology, "tpu", **options).devices
     except Exception as error:
         raise UnknownTarget(
-            f"target: no topology {rest!r} ({error}). Expected for example tpu:v5e:2x4; "
+            f"target: no topology {topology!r} ({error}). Expected for example tpu:v5e:2x4; "
             f"compiling for absent TPUs needs the package libtpu."
         ) from error
     return Target(name, "tpu", tuple(devices), is_present=False)
 
 
-def _gpu_topology(name: str, kind: str, count: int) -> Target:
+def _gpu_topology(name: str, parsed: TargetName) -> Target:
     from jax.experimental import topologies
 
-    if kind not in GPU_KINDS or (topology := host_topology(count)) is None:
+    if parsed.kind not in GPU_KINDS:
         raise UnknownTarget(
             f"target: no GPUs {name!r}. Expected for example gpu:h100:8: a kind of "
-            f"{', '.join(GPU_KINDS)}, up to {GPUS_PER_HOST} of them or whole hosts of as many."
+            f"{', '.join(GPU_KINDS)}."
         )
+    config, topology = GPU_KINDS[parsed.kind].target_config(), host_topology(parsed.num_devices)
     try:
         devices = topologies.get_topology_desc(
-            name, "cuda", target_config=GPU_KINDS[kind].target_config(), topology=topology
+            name, "cuda", target_config=config, topology=topology
         ).devices
         _probe(devices[0])
     except Exception as error:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..compile.expert_plan import ExpertPlan
 from ..compile.plan import Plan
-from ..compile.targets import default_platform, find_target
+from ..compile.targets import present_target
 from ..modelzoo.config_values import is_count
 from . import session
 from .adapters.adapter_set import AdapterSet
@@ -27,6 +27,7 @@ from .bundles import compilation_cache
 from .bundles.warm_start import WarmStart
 from .checkpoint.published_numbers import keep_published
 from .console import tell
+from .devices.default_target import default_target
 from .embedding.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from .embedding.session import EmbeddingSession
 from .embedding.texts import pack
@@ -68,8 +69,8 @@ class LLM:
       dtype: `float32`, `bfloat16`, or `auto` for the faster of the two.
       numbers: Keys of a plan's table `[numbers]`, except `dtype`, such as `{"weights": "int8"}` or
         `{"weights": "int4", "group": 64}`. By default all numbers are float.
-      target: Device kind, with a number of devices for a layout (`cpu:8`). By default jax's default
-        backend.
+      target: Device kind, with a number of devices for a layout (`cpu:8`). By default that of the
+        plan, else this machine's accelerator if it has one, else the CPU.
       layout: The layout of the model on several devices: its name, optionally with another mesh
         as in `data-tensor@data=4,tensor=2`, or a TOML file.
       experts: How tokens are dispatched to experts. By default no expert choice is dropped.
@@ -121,10 +122,10 @@ class LLM:
         if isinstance(plan, str | Path):
             plan = Plan.from_table(read_plan_table(Path(plan)))
         say = partial(tell, sys.stderr)
-        target = target or (plan.target if plan else None)
+        target = target or (plan.target if plan else default_target())
         session.prepare_jax(target)
         cache = compilation_cache.enable(say)
-        device = find_target(target or default_platform())
+        device = present_target(target)
         with open_merged(model, merge_adapter) as files:
             files.unread.report(say, is_strict=strict_config)
             named = {name: Path(folder) for name, folder in (adapters or {}).items()}

@@ -28,6 +28,7 @@ from .bundles.warm_start import WarmStart
 from .checkpoint import ModelFiles, load_params
 from .console import plural
 from .devices import machine
+from .devices.compiler_messages import without_alarms
 from .devices.graph_memory import check_memory
 from .devices.host_arrays import HostArrays
 from .embedding.session import EmbeddingSession
@@ -75,15 +76,14 @@ class LoadedModel:
     adapters: tuple[str, ...] = ()
 
 
-def prepare_jax(target: str | None, num_processes: int = 1) -> None:
-    """Configure jax before it starts: disable unused backends, and simulate CPU devices.
+def prepare_jax(target: str, num_processes: int = 1) -> None:
+    """Configure jax before it starts: disable backends that a CPU does not use, and simulate CPUs.
 
-    Unused backends start slowly and print warnings, and without a GPU the CUDA backend can only
-    compile. Has no effect if a backend runs already, or if the user has chosen platforms or
-    devices.
+    Unused backends start slowly and print warnings. Has no effect if a backend runs already, or if
+    the user has chosen platforms or devices.
 
     Args:
-      target: The target's name; None leaves the backends alone.
+      target: The target's name.
       num_processes: The number of processes, which simulate an equal number of devices each.
 
     Raises:
@@ -96,15 +96,12 @@ def prepare_jax(target: str | None, num_processes: int = 1) -> None:
             "JAX_ENABLE_X64: expected off, as graphs count in 32 bits, got on. Unset it; in a "
             "script call jax.config.update('jax_enable_x64', False) before constructing the LLM."
         )
-    if target is None:
-        return
     named = TargetName.parse(target)
-    if named.platform != "cpu" and not named.kind:
+    if named.platform != "cpu":
         return
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
-    if named.platform == "cpu":
-        _simulate_devices(target, named.num_devices, num_processes)
+    _simulate_devices(target, named.num_devices, num_processes)
 
 
 def _simulate_devices(target: str, total: int, num_processes: int) -> None:
@@ -255,6 +252,7 @@ def lacking_tokens(files: ModelFiles, tokenizer: Tokenizer | None) -> str:
     )
 
 
+@without_alarms()
 def compile_plan(
     definition: "AbstractModel",
     plan: Plan,

@@ -13,8 +13,7 @@
 #SBATCH --requeue
 set -uo pipefail
 
-srun noria batch -i in.jsonl -o out.jsonl --model MODEL --plan plan.toml --target gpu:16 \
-    --distributed auto
+srun noria batch -i in.jsonl -o out.jsonl --model MODEL --plan plan.toml --distributed auto
 code=$?
 if [ "$code" -eq 75 ]; then
     scontrol requeue "$SLURM_JOB_ID"

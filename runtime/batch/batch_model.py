@@ -177,7 +177,7 @@ class BatchModel:
         self, make_plan: "Callable[[Target], Plan]", stored_plan: str | None
     ) -> "tuple[Plan, Target]":
         """The plan to run and its target, both checked; starts jax."""
-        from ...compile.targets import find_target
+        from ...compile.targets import present_target
         from .. import session
         from ..checkpoint.published_numbers import keep_published
         from ..planning import plan_checks
@@ -185,11 +185,10 @@ class BatchModel:
         name = target_name(self.options, self.plan_table)
         try:
             session.prepare_jax(name, self.peers.size)
-            target = find_target(name)
+            target = present_target(name)
             if stored_plan is not None:
                 plan = plan_checks.read_stored(stored_plan)
             else:
-                plan_checks.check_present(target)
                 if self.plan_table is None:
                     plan_checks.check_layout(self._layout, self.files, target)
                 plan = make_plan(target)

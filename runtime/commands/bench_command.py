@@ -135,7 +135,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--kind",
         default="",
         help="with --calibration: device table that describes the accelerators of --target, such "
-        "as h100",
+        "as h100 (default: that of their name)",
     )
     add(
         "--longest",
@@ -157,11 +157,12 @@ def run(options: argparse.Namespace) -> int:
 
     _check_options(options)
     _check_files(options)
-    hardware = None if options.calibration is None else _hardware(options)
+    target = _target(options)
+    hardware = None if options.calibration is None else _hardware(options, target)
     with open_model(options.model) as files:
         files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         files.check_generates()
-        target, layout = _prepare(files, options)
+        layout = _layout(options, files, target)
         if hardware is not None:
             model = session.load_model(files, target, options.dtype, layout)
             return _calibrate(model, hardware, options)
@@ -300,22 +301,26 @@ def _cases(options: argparse.Namespace, max_position: int) -> list[Case]:
     return cases
 
 
-def _prepare(files: "ModelFiles", options: argparse.Namespace) -> "tuple[Target, Layout | None]":
-    """Start jax; return the target and the layout, both checked."""
-    from ...compile.targets import find_target
-    from ...sharding.layout import Layout
+def _target(options: argparse.Namespace) -> "Target":
+    """Start jax, and find the devices that run the cases."""
+    from ...compile.targets import present_target
     from .. import session
     from ..bundles import compilation_cache
-    from ..planning import plan_checks
 
     compilation_cache.enable(partial(tell, sys.stderr))
+    session.prepare_jax(options.target)
+    return present_target(options.target)
+
+
+def _layout(options: argparse.Namespace, files: "ModelFiles", target: "Target") -> "Layout | None":
+    """The layout of all cases, which is legal for the model."""
+    from ...sharding.layout import Layout
+    from ..planning import plan_checks
+
     table = None if options.layout is None else read_layout_table(options.layout)
     layout = None if table is None else Layout.from_table(table)
-    session.prepare_jax(options.target)
-    target = find_target(options.target)
-    plan_checks.check_present(target)
     plan_checks.check_layout(layout, files, target)
-    return target, layout
+    return layout
 
 
 def _load(files: "ModelFiles", target: "Target", plan: "Plan") -> "LoadedModel":
@@ -327,12 +332,16 @@ def _load(files: "ModelFiles", target: "Target", plan: "Plan") -> "LoadedModel":
     return session.load_model(files, target, numbers.dtype, layout, scan, **formats)
 
 
-def _hardware(options: argparse.Namespace) -> "Hardware":
-    """The hardware table that the calibration refers to."""
+def _hardware(options: argparse.Namespace, target: "Target") -> "Hardware":
+    """The hardware table that the calibration refers to: that of `--kind`, or of the devices."""
+    from ...compile.device_kinds import kind_of
     from ...compile.planning.hardware import hardware_of
+    from ...compile.target_names import TargetName
     from ..files.hardware_files import known_hardware
 
-    return hardware_of(options.target, known_hardware(options.hardware), options.kind)
+    found = "" if TargetName.parse(target.name).kind else kind_of(target.devices) or ""
+    known = known_hardware(options.hardware)
+    return hardware_of(target.name, known, options.kind or found)
 
 
 def _calibrate(model: "LoadedModel", hardware: "Hardware", options: argparse.Namespace) -> int:

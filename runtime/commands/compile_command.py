@@ -1,20 +1,23 @@
 """`noria compile`: compile all graphs of a plan into a bundle.
 
 The target may be absent. The bundle has the executables for present targets and for TPUs, and
-`bundle.json` has the compile seconds and the memory of each graph. Weights are not read.
+`bundle.json` has the compile seconds and the memory of each graph. Weights are not read. If this
+machine has devices of the plan's kind, graphs are compiled for these.
 If several processes run the command, each process writes its own folder of the bundle.
 """
 
 import argparse
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..batch.job_files import check_files
 from ..console import note, plural, tell
-from ..errors import EXIT_BUILD, ConfigError, JobError
+from ..devices.default_target import default_target
+from ..errors import EXIT_BUILD, JobError
 from ..files.run_config import read_plan_table
 from ..pods import pod_options
 from ..pods.peers import Peers
@@ -48,9 +51,6 @@ def run(options: argparse.Namespace) -> int:
     from ..checkpoint.published_numbers import override_plan
 
     plan = Plan.from_table(override_plan(read_plan_table(options.plan), options.set))
-    if options.coordinator or options.distributed:
-        option = "--coordinator" if options.coordinator else "--distributed"
-        _check_present(plan.target, option)
     with pod_options.peers(options, plan.target) as peers:
         _compile(options, plan, peers)
     return 0
@@ -83,7 +83,7 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
         plan = replace(plan, numbers=keep_published(plan.numbers, files))
         facts = {"plan": plan.to_toml(), "model": digest(repr(config))}
         peers.agree(lambda: facts)
-        target, placement, definition = _prepared(plan, files)
+        target, placement, definition = _prepared(plan, files, peers)
         started = time.monotonic()
         try:
             graphs = session.compile_plan(definition, plan, placement, on_graph)
@@ -101,15 +101,16 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     )
 
 
-def _prepared(plan: "Plan", files: "ModelFiles") -> "tuple[Target, Placement, AbstractModel]":
+def _prepared(
+    plan: "Plan", files: "ModelFiles", peers: Peers
+) -> "tuple[Target, Placement, AbstractModel]":
     """The target, placement and model of a plan; raises an error if the plan is illegal."""
     from ...compile.abstract_model import AbstractModel
-    from ...compile.targets import find_target
     from .. import session
     from ..planning import plan_checks
 
     session.prepare_jax(plan.target)
-    target = find_target(plan.target)
+    target = _target(plan.target, peers)
     plan_checks.check_model(plan, files)
     config, weight_rules = files.spec.config, plan.numbers.weight_rules
     plan_checks.check_layout(plan.layout, files, target, plan.buckets, weight_rules)
@@ -123,12 +124,18 @@ def _prepared(plan: "Plan", files: "ModelFiles") -> "tuple[Target, Placement, Ab
     )
 
 
-def _check_present(target: str, option: str) -> None:
-    """Refuse an option that needs present devices, if the target is absent."""
-    from ...compile.target_names import TargetName
+def _target(name: str, peers: Peers) -> "Target":
+    """The devices of this machine, or absent ones if it has no devices of the plan's kind.
 
-    if TargetName.parse(target).kind:
-        raise ConfigError(
-            f"{option}: expected a target on this machine, as each process keeps the "
-            f"executables of its devices, got {target}. Compile without {option}."
-        )
+    Processes of a pod keep the executables of their own devices, which must be present.
+    """
+    from ...compile.target_names import TargetName, UnknownTarget
+    from ...compile.targets import find_target, present_target
+
+    if peers.size > 1:
+        return present_target(name)
+    named = TargetName.parse(name)
+    if named.kind and named.platform == default_target():
+        with suppress(UnknownTarget):
+            return present_target(name)
+    return find_target(name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..batch.job_files import check_files, check_fillable
 from ..console import note, plural, tell
+from ..devices.compiler_messages import without_alarms
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError
 from ..files.layout_files import (
     layout_file,
@@ -105,18 +106,16 @@ def run(options: argparse.Namespace) -> int:
         return _run(options, files)
 
 
+@without_alarms()
 def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
-    from ...compile.targets import find_target
+    from ...compile.targets import find_target, present_target
     from .. import session
     from ..bundles import compilation_cache
     from ..layouts.table import format_table
-    from ..planning import plan_checks
 
     compilation_cache.enable(partial(note, options))
     session.prepare_jax(options.target)
-    target = find_target(options.target)
-    if options.verify:
-        plan_checks.check_present(target)
+    target = (present_target if options.verify else find_target)(options.target)
     dtype = session.resolve_dtype(options.dtype, target)
     config, grid = _config(options, files), _grid(options)
     layouts = _layouts(options.layouts, len(target.devices))

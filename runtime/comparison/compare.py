@@ -18,12 +18,14 @@ from ...compile.expert_plan import default_experts
 from ...compile.graphs.comparison_steps import comparison_graph
 from ...compile.graphs.steps import NO_TOKEN
 from ...compile.plan import Numbers, Plan, PlannedModel
-from ...compile.targets import Target, default_platform, find_target
+from ...compile.targets import Target, present_target
 from ...sharding.layout import Layout
 from .. import session
 from ..batch.row_ids import read_row_ids
 from ..checkpoint import ModelFiles, open_model
 from ..checkpoint.published_numbers import keep_published, override_plan
+from ..devices.compiler_messages import without_alarms
+from ..devices.default_target import default_target
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
 from ..planning import plan_checks
@@ -68,6 +70,7 @@ class Comparison:
     """Whether the tokens are the reference's answers; otherwise they are those of the rows."""
 
 
+@without_alarms()
 def compare(
     models: Sequence[ComparedModel],
     rows: Sequence[Sequence[int]] | str | Path,
@@ -105,13 +108,14 @@ def compare(
     for index, model in enumerate(models):
         if not isinstance(model, ComparedModel):
             raise ConfigError(f"models[{index}]: expected a ComparedModel, got {model!r}.")
+    target = target or default_target()
     session.prepare_jax(target)
     if isinstance(rows, str | Path):
         with open_model(models[0].model) as files:
             rows = read_row_ids(Path(rows), files)
     work = _Rows.of(rows, max_tokens)
     setup = _Setup(
-        find_target(target or default_platform()),
+        present_target(target),
         None if layout is None else Layout.from_table(read_layout_table(layout)),
         dtype,
         slots,

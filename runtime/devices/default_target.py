@@ -7,6 +7,7 @@ broken, the job later fails for lack of the device; it never falls back to the C
 """
 
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,7 +22,7 @@ _TARGETS = {"cuda": "gpu", "rocm": "gpu"}
 
 def default_target(devices: Path = Path("/dev")) -> str:
     """The platform of the default target: `tpu`, `gpu`, `cpu`, or the first of `JAX_PLATFORMS`."""
-    if chosen := os.environ.get("JAX_PLATFORMS", "").partition(",")[0]:
+    if chosen := _chosen_platforms().partition(",")[0]:
         return _TARGETS.get(chosen, chosen)
     if _has(devices, TPU_DEVICES) and _is_installed(TPU_PLUGINS):
         return "tpu"
@@ -29,6 +30,13 @@ def default_target(devices: Path = Path("/dev")) -> str:
     if not is_hidden and _has(devices, GPU_DEVICES) and _is_installed(GPU_PLUGINS):
         return "gpu"
     return "cpu"
+
+
+def _chosen_platforms() -> str:
+    """The platforms that the user chose in the environment, or in jax's settings if it is there."""
+    if (jax := sys.modules.get("jax")) is not None:
+        return jax.config.values["jax_platforms"] or ""
+    return os.environ.get("JAX_PLATFORMS", "")
 
 
 def _has(devices: Path, patterns: tuple[str, ...]) -> bool:

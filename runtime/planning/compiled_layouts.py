@@ -31,6 +31,7 @@ from ...modelzoo.config import DecoderConfig
 from ...modelzoo.layer_groups import longest_repeat
 from ...sharding.call import Call
 from ...sharding.layout import Layout
+from ..devices.compiler_messages import without_alarms
 from ..devices.graph_memory import required_bytes
 from .planner import PlanResult
 
@@ -92,6 +93,7 @@ class LayoutCompiler:
     adapters: AdapterGrid | None = None
     """The room for adapters."""
 
+    @without_alarms()
     def compile_and_rank(self, planned: Sequence[PlannedLayout], count: int) -> list[PlannedLayout]:
         """The first `count` layouts, compiled and sorted by seconds, then the others."""
         started = time.process_time()

@@ -37,26 +37,12 @@ def read_stored(text: str) -> Plan:
         ) from error
 
 
-def check_present(target: Target) -> None:
-    """Check that the devices of a target are present, so that rows can run.
-
-    Raises:
-      ValueError: The target is absent; graphs can only be compiled for it.
-    """
-    if not target.is_present:
-        raise ValueError(
-            f"target: expected a target on this machine, as rows will run, got {target.name}. On a "
-            f"machine with its devices, use --target {target.platform}:{len(target.devices)}."
-        )
-
-
 def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto") -> None:
-    """Check that a plan can run with a model, a target and a dtype.
+    """Check that a plan can run with a model, a present target and a dtype.
 
     Raises:
       ValueError: The plan was made for another model, target or dtype, or cannot run.
     """
-    check_present(target)
     check_target(plan, target)
     check_model(plan, files)
     if dtype != "auto":

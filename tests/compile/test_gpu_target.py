@@ -1,11 +1,16 @@
 """Models compiled for H100s that are not present: what the compiler reports, moves and omits."""
 
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 from layers_of_8b import LAYERS_OF_8B
@@ -69,6 +74,36 @@ def test_gpus_need_not_be_present(name, count):
     target = find_target(name)
     assert not target.is_present
     assert (target.platform, len(target.devices)) == ("gpu", count)
+
+
+def test_gpus_are_found_without_a_setting_of_the_environment():
+    """The plugin looks for a driver if jax may start it, and is not registered without one."""
+    code = (
+        "from noria.compile.targets import find_target; import jax; "
+        "print(len(find_target('gpu:h100:8').devices), jax.devices()[0].platform)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "8 cpu\n", done.stderr
+
+
+def test_kernels_of_mosaic_compile():
+    """A block is copied into the memory of a core while others compute."""
+    sharding = find_target("gpu:h100:1").placement().replicated
+
+    def double(x, out, shared, barrier):
+        plgpu.copy_gmem_to_smem(x, shared, barrier)
+        plgpu.barrier_wait(barrier)
+        out[...] = shared[...] * 2
+
+    numbers = jax.ShapeDtypeStruct((128,), jnp.float32, sharding=sharding)
+    scratch = [plgpu.SMEM((128,), jnp.float32), plgpu.Barrier()]
+    kernel = plgpu.kernel(
+        double, out_type=numbers, grid=(1,), grid_names=("i",), scratch_types=scratch
+    )
+    text = jax.jit(kernel).lower(numbers).compile().as_text()
+    assert text is not None and "mosaic_gpu" in text
 
 
 def test_every_graph_says_what_memory_it_needs(result):

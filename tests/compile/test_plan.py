@@ -357,7 +357,7 @@ def test_tiles_are_the_targets_and_no_plans():
     tiles = {name: EXPERTS.dispatch("decode", name).tiles[:2] for name in ("cpu", "gpu", "tpu")}
     assert tiles == {"cpu": (4, 64), "gpu": (16, 128), "tpu": (64, 256)}
     assert replace(EXPERTS.dispatch("decode", "tpu"), tiles=LOSSLESS.tiles) == EXPERTS.decode
-    of_v5p = EXPERTS.dispatch("decode", "tpu", "TPU v5")
+    of_v5p = EXPERTS.dispatch("decode", "tpu", "v5p")
     assert [of_v5p.tile(128 * n, 128) for n in (4, 16, 500)] == [16, 32, 256], "twice the mean load"
     with pytest.raises(ValueError, match=r"\[experts.prefill\] tiles: expected the target's tiles"):
         ExpertPlan(Dispatch(tiles=Tiles(2, 2)))

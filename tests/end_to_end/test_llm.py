@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 import weakref
 from pathlib import Path
@@ -130,7 +132,7 @@ def test_a_length_beyond_the_models_is_refused(noria):
         (
             PlannedModel("m", ""),
             {"target": "tpu:v5e:2x4"},
-            "target: expected a target on this machine|no topology",
+            "'tpu:v5e:2x4' is not on this machine.* plan again",
         ),
     ],
 )
@@ -301,3 +303,13 @@ def test_a_forked_child_is_refused_and_does_not_hang(llm, noria):
         os._exit(0 if is_refused == [True, True] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert len(llm.generate([3], GREEDY)) == 1
+
+
+def test_a_script_for_the_cpu_starts_no_other_backend(noria):
+    code = "import sys; from noria.runtime import LLM; LLM(sys.argv[1], max_model_len=32)"
+    command = [sys.executable, "-c", code, noria.model]
+    done = subprocess.run(command, env=noria.environment, capture_output=True, text=True)
+    assert done.returncode == 0
+    # libtpu, where it is installed, complains about a machine without TPUs
+    assert "TPU" not in done.stderr
+    assert "libtpu" not in done.stderr

@@ -64,9 +64,18 @@ def test_a_plan_or_option_that_cannot_be_followed(noria, source, options, messag
 
 
 def test_a_target_that_is_not_there_cannot_run_rows(noria, source):
-    pytest.importorskip("libtpu")
     message = refusal(noria, source, "--target", "tpu:v5e:2x4", expect=EXIT_USAGE)
-    assert "expected a target on this machine" in message
+    assert "'tpu:v5e:2x4' is not on this machine" in message and "plan again" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["gpu:h100:12", "gpu:h100:10", "tpu:v5e:4x4x4", "tpu:v6e:16x32", "tpu:v5e:1x4"]
+)
+def test_hardware_that_cannot_be_gets_no_plan(noria, source, name):
+    plan = source.with_name("plan.toml")
+    options = ("--model", noria.model, "--workload", source, "-o", plan, "--target", name)
+    assert f", got {name}. " in noria.refuse("plan", *options, expect=EXIT_USAGE)
+    assert not plan.exists()
 
 
 def test_a_model_of_an_unknown_architecture(noria, source, copy):

@@ -4,6 +4,7 @@ The cases cover most pairs of archetype, layout, form of layers, graph and targe
 """
 
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ TABLE = tomllib.loads(Path(__file__).with_name("golden_programs.toml").read_text
 ROWS = TABLE["program"]
 TABLES = {TABLE["jax"]: ROWS, TABLE["newest_jax"]: TABLE["newest_program"]}
 """Rows of the table by the version of jax."""
+LIBTPU = TABLE["libtpu"]
+INSTALLED = next((found.version for found in metadata.distributions(name="libtpu")), "")
+ON_TPU = [
+    pytest.mark.tpu_compile,
+    pytest.mark.skipif(
+        not INSTALLED.startswith(f"{LIBTPU}."), reason=f"rows for TPUs hold for libtpu {LIBTPU}"
+    ),
+]
 FACTS = ("model", "target", "layout", "layers", "dtype", "graph")
 ARRAY_BYTES = 64 * 1024
 """Bytes of the smallest argument whose conversions and copies count: these models are small."""
@@ -149,7 +158,7 @@ def row_lines(row: dict[str, Any], figures: dict[str, float]) -> str:
         pytest.param(
             row,
             id=name_of(row),
-            marks=[pytest.mark.tpu_compile] if row["target"].startswith("tpu") else [],
+            marks=ON_TPU if row["target"].startswith("tpu") else [],
         )
         for row in TABLES.get(jax.__version__, ROWS)
     ],
@@ -162,6 +171,11 @@ def test_a_program_does_no_more_than_its_row_allows_and_a_row_allows_no_more_tha
         least, most = sorted((round(number, 3), row[name]))
         # values may differ from the row a little, in both directions
         assert most <= least * SLACK + 0.001, f"{name} is {number:.3f}, allowed {row[name]}\n{now}"
+
+
+@pytest.mark.skipif(jax.__version__ != TABLE["jax"], reason="each jax brings another libtpu")
+def test_rows_for_tpus_hold_for_the_libtpu_that_the_extra_brings():
+    assert any(f"libtpu=={LIBTPU}.*" in line for line in metadata.requires("jax") or [])
 
 
 def test_most_pairs_of_facts_meet():

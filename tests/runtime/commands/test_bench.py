@@ -1,9 +1,12 @@
 """`noria bench`: every case on the grid of its shape, consistent figures, and refusals."""
 
+import argparse
 import io
 import json
 from functools import partial
+from types import SimpleNamespace
 
+import jax
 import pytest
 from model_on_disk import write_model
 from tiny import CONFIG, random_parameters
@@ -12,6 +15,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.runtime import cli, session
 from noria.runtime.checkpoint import save_orbax
 from noria.runtime.commands import bench_command as bench
+from noria.runtime.files.hardware_files import known_hardware
 from noria.runtime.planning import calibration
 from noria.runtime.planning.calibration import Trial
 
@@ -167,10 +171,38 @@ def test_cases_refuse_the_options_of_a_calibration(option, capsys):
     assert f"{name}: expected only together with --calibration FILE" in capsys.readouterr().err
 
 
-def test_accelerators_of_no_kind_are_refused_before_anything_is_opened(capsys):
+@pytest.fixture
+def gpu(monkeypatch):
+    """Let this machine have one GPU of a name."""
+
+    def show(name: str) -> None:
+        device = SimpleNamespace(device_kind=name)
+        monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
+
+    return show
+
+
+def test_accelerators_of_no_kind_are_refused_before_anything_is_opened(gpu, capsys):
+    gpu("NVIDIA L4")
     arguments = ("--calibration", "c.json", "--target", "gpu")
     assert cli.main(["bench", "--model", "no/such/model", *arguments]) == 2
     assert "--kind h100" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (("--target", "gpu"), "h200"),
+        (("--target", "gpu:h200:1"), "h200"),
+        (("--target", "gpu", "--kind", "h100"), "h100"),
+    ],
+)
+def test_a_calibration_is_for_the_kind_of_the_devices(gpu, options, kind):
+    gpu("NVIDIA H200")
+    parser = argparse.ArgumentParser()
+    bench.add_options(parser)
+    parsed = parser.parse_args(["--model", "m", "--calibration", "c.json", *options])
+    assert bench._hardware(parsed, bench._target(parsed)) == known_hardware()[kind]
 
 
 def test_a_calibration_is_not_written_over_its_tables(tmp_path, capsys):

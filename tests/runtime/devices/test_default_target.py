@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from noria.runtime.devices.default_target import GPU_PLUGINS, TPU_PLUGINS
 def found(tmp_path, monkeypatch):
     """Find the default target for some devices and plugins, without any choice by the user."""
     monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def find(*devices: str, plugins=(*TPU_PLUGINS, *GPU_PLUGINS)) -> str:
@@ -53,6 +55,15 @@ def test_the_platform_that_the_user_chose_goes_before_what_there_is(
     found, monkeypatch, chosen, expected
 ):
     monkeypatch.setenv("JAX_PLATFORMS", chosen)
+    assert found("nvidia0") == expected
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [("cpu", "cpu"), ("cuda", "gpu"), (None, "gpu")])
+def test_the_settings_of_jax_count_where_it_is_imported(found, monkeypatch, chosen, expected):
+    """A script may have set them itself."""
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    config = SimpleNamespace(values={"jax_platforms": chosen})
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(config=config))
     assert found("nvidia0") == expected
 
 

@@ -1,0 +1,74 @@
+"""Keeps XLA's alarms about slow operations off the terminal while graphs compile.
+
+XLA and its plugins write alarms as errors to file descriptor 2, each with a log of its own, and no
+setting silences them alone. So after a moment of compiling, this descriptor leads to a child
+process, which passes on everything else (`alarm_filter`). A thread could not do it: what a crash
+writes last would be lost with the thread.
+
+Does not know what is compiled. Guarantees: nothing but alarms is lost; afterwards the descriptor is
+what it was.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+START_SECONDS = 0.5
+"""The time after which the child is started. No alarm comes within a second, and most compiles are
+faster."""
+_STDERR = 2
+_END_SECONDS = 1.0
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@contextmanager
+def without_alarms() -> Iterator[None]:
+    """Compile without alarms. Calls within others, or at the same time, have no effect."""
+    if not _ONE_AT_A_TIME.acquire(blocking=False):
+        yield
+        return
+    detour = _Detour()
+    timer = threading.Timer(START_SECONDS, detour.begin)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        detour.end()
+        _ONE_AT_A_TIME.release()
+
+
+class _Detour:
+    """The way of messages through the child process."""
+
+    def __init__(self) -> None:
+        self._terminal, self._child = -1, None
+
+    def begin(self) -> None:
+        with suppress(OSError):  # without standard error, or without room for a process
+            self._terminal = os.dup(_STDERR)
+            script = str(Path(__file__).with_name("alarm_filter.py"))
+            self._child = subprocess.Popen(
+                [sys.executable, "-I", "-S", script],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # it passes on what comes after Ctrl-C
+            )
+            assert self._child.stdin is not None
+            os.dup2(self._child.stdin.fileno(), _STDERR)
+
+    def end(self) -> None:
+        if self._child is not None:
+            assert self._child.stdin is not None
+            os.dup2(self._terminal, _STDERR)
+            self._child.stdin.close()
+            # a process that was started meanwhile may still write to the child
+            with suppress(subprocess.TimeoutExpired):
+                self._child.wait(_END_SECONDS)
+        if self._terminal >= 0:
+            os.close(self._terminal)

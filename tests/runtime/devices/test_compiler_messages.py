@@ -1,0 +1,104 @@
+"""While graphs compile, XLA's alarms do not reach the terminal, and everything else does."""
+
+import subprocess
+import sys
+
+import pytest
+
+from noria.runtime.devices.alarm_filter import AlarmFilter
+
+SLOW_COMPILE = b"""\
+E0730 10:00:00.000001    6491 slow_operation_alarm.cc:73]
+********************************
+[Compiling module jit_decode] Very slow compile? If you want to file a bug, run with envvar \
+XLA_FLAGS=--xla_dump_to=/tmp/foo and attach the results.
+********************************
+"""
+SLOW_FOLDING = b"""\
+E0000 00:00:1795757507.320976    6491 slow_operation_alarm.cc:140] The operation took 1m2s
+Constant folding an instruction is taking > 1s:
+
+  %sort.5 = f32[64,512]{1,0} sort(%constant.7), dimensions={1}
+
+This isn't necessarily a bug; constant-folding is inherently a trade-off.
+
+If you'd like to file a bug, run with envvar XLA_FLAGS=--xla_dump_to=/tmp/foo and \
+attach the results.
+"""
+UNKNOWN_ALARM = (
+    b"E0730 10:00:00.000001 6491 slow_operation_alarm.cc:73] something new\nof two lines\n"
+)
+OTHERS = [
+    b"\n",
+    b"compile [1/2] prefill\n",
+    b"E0730 10:00:00.000001    6491 cuda_dnn.cc:100] could not create a handle\n",
+    b"********************************\n",
+    b"F0730 10:00:00.000001    6491 array.cc:1] Check failed: a == b\n",
+]
+
+COMPILE = """
+import os, sys, time
+import jax, jax.numpy as jnp, numpy as np
+from noria.compile import build
+from noria.runtime import session
+from noria.runtime.devices.compiler_messages import START_SECONDS
+
+numbers = np.random.default_rng(0).random((250, 64), np.float32)
+
+def slow_build(*_):
+    if sys.argv[1] == "crash":
+        time.sleep(2 * START_SECONDS)
+    else:
+        jax.jit(lambda x: x + jnp.sort(numbers, axis=1).sum()).lower(1.0).compile()
+    os.write(2, b"E0730 10:00:00.000001 6491 some.cc:1] a real error\\n")
+    print("progress", file=sys.stderr)
+    if sys.argv[1] == "crash":
+        os.abort()
+
+class Plan:
+    buckets = experts = attention = compiler = None
+    class numbers:
+        dtype = "float32"
+
+build.build = slow_build
+session.compile_plan(None, Plan, None)
+print("afterwards", file=sys.stderr)
+slow_build()
+"""
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000], ids=str)
+def test_alarms_are_removed_and_all_other_lines_stay_in_order(size):
+    alarms = [SLOW_COMPILE, SLOW_FOLDING, SLOW_COMPILE, SLOW_FOLDING]
+    text = b"".join(map(b"".join, zip(OTHERS, alarms, strict=False))) + OTHERS[-1] + b"no end"
+    found, filtered = b"", AlarmFilter()
+    for begin in range(0, len(text), size):
+        found += filtered.pass_on(text[begin : begin + size])
+    assert found + filtered.pass_on(b"", is_last=True) == b"".join(OTHERS) + b"no end"
+
+
+def test_an_alarm_of_unknown_words_ends_where_another_message_begins():
+    passed_on = AlarmFilter().pass_on(UNKNOWN_ALARM + OTHERS[-1] + OTHERS[1])
+    assert passed_on == OTHERS[-1] + OTHERS[1]
+
+
+def run(ending: str) -> tuple[int, str]:
+    command = [sys.executable, "-c", COMPILE, ending]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stderr
+
+
+def test_no_alarm_reaches_the_terminal_while_a_plan_compiles():
+    code, said = run("return")
+    assert code == 0
+    compiled, afterwards = said.split("afterwards\n")
+    assert "slow_operation_alarm" in afterwards, "the program compiles too quickly for an alarm"
+    assert "slow_operation_alarm" not in compiled and "Constant folding" not in compiled
+    for text in (compiled, afterwards):
+        assert text.endswith("] a real error\nprogress\n")
+
+
+def test_the_last_words_of_a_crash_are_seen():
+    code, said = run("crash")
+    assert code < 0
+    assert said.endswith("] a real error\nprogress\n")
