@@ -1,4 +1,4 @@
-"""Helpers for comparisons of the embedded model: scripts as modules, and the model's path."""
+"""Helpers for tests of scripts and of the embedded model: scripts as modules, the model's path."""
 
 import importlib.util
 import sys
@@ -18,6 +18,19 @@ def script(path: str) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def run_script(
+    monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object, **constants: object
+) -> None:
+    """Run `main` of a script in the repository's folder, with arguments and other constants."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+    module = script(f"scripts/{name}")
+    for constant, value in constants.items():
+        monkeypatch.setattr(module, constant, value)
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    module.main()
 
 
 def embedded_file() -> Path:
