@@ -98,6 +98,7 @@ OWN_CACHE = (
     "end_to_end/",
     "runtime/bundles/",
     "runtime/commands/",
+    "scripts/test_records_of_jobs.py",
 )
 """Tests in which noria keeps executables. The programs of all other tests are kept between runs."""
 

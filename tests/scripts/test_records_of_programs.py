@@ -129,6 +129,9 @@ def test_kernels_of_attention_are_compared_alone_and_in_graphs(run, models):
         "CHUNK_LAYERS": 1,
         "CHUNK_SPAN": 2048,
         "G": 1,
+        "EMBED": 256,
+        "MLP": 512,
+        "VOCAB": 1024,
         "LAYERS": 1,
         "read_config": lambda name, layers: kernels.read_config(str(models / "small"), layers),
     }
