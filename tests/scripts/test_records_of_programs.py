@@ -120,6 +120,7 @@ def test_time_of_prefill_is_by_kind_of_work(run, models):
     assert f"| {TARGET} | {LAYOUT} | 128x2 |" in said
 
 
+@pytest.mark.slow
 def test_kernels_of_attention_are_compared_alone_and_in_graphs(run, models):
     kernels = script("scripts/attention_kernels.py")
     constants = {
