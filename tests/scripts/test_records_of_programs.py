@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from numerics_helpers import run_script, script
+from numerics_helpers import script
 
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.files.layout_files import read_layout_table
@@ -39,17 +39,6 @@ def models(tmp_path_factory):
     (folder / "small").mkdir()
     (folder / "small" / "config.json").write_text(json.dumps(CONFIG))
     return folder
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run a script; return what it printed."""
-
-    def run_and_read(name: str, *arguments: object, **constants: object) -> str:
-        run_script(monkeypatch, name, *arguments, **constants)
-        return capsys.readouterr().out
-
-    return run_and_read
 
 
 def test_figures_of_a_graph_are_printed_and_its_text_is_read_again(run, models, tmp_path):
@@ -118,6 +107,19 @@ def test_time_of_prefill_is_by_kind_of_work(run, models):
     said = run("prefill_table.py", **constants, **places)
     assert re.search(r"\| tpu:v5e:1x1 \|  \| 128x2 \| [\d.]+ \|( [\d.]+ \(\d+%\) \|){4}", said)
     assert f"| {TARGET} | {LAYOUT} | 128x2 |" in said
+
+
+def test_efficiency_is_the_share_of_the_peaks_by_kind_of_graph(run, models):
+    efficiency = script("scripts/tpu_efficiency.py")
+    constants = {
+        "TARGETS": ("tpu:v5e:1x1",),
+        "CASES": (("decode", 8),),
+        "FEW": 1,
+        "MORE": 2,
+        "read_config": lambda name, layers: efficiency.read_config(str(models / "small"), layers),
+    }
+    said = run("tpu_efficiency.py", **constants)
+    assert re.search(r"\| tpu:v5e:1x1 \| decode \| 8 \| \d+ \| \d+ \| [\d.]+ \|\n", said), said
 
 
 @pytest.mark.slow
