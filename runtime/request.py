@@ -281,8 +281,9 @@ class RequestMetrics:
     """Times of a request in seconds on the engine's monotonic clock, with the usual definitions.
 
     Time to first token is `first_token - arrival`, queueing included; inter-token latency is
-    `(finished - first_token) / (tokens - 1)` of the longest sequence. A call emits several tokens
-    at once, so the time of a token is the end of its call.
+    `(finished - first_token) / (tokens - 1)` of the longest sequence, and output tokens per second
+    are its inverse. A call emits several tokens at once, so the time of a token is the end of its
+    call.
     """
 
     arrival: float

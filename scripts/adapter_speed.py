@@ -25,6 +25,8 @@ from noria.runtime.adapters.merged_model import PublishedTensors
 from noria.runtime.checkpoint import open_model
 
 MODEL = "smollm2"
+IDS = (10, 40_000)
+"""Range of the ids of prompts."""
 
 
 def main() -> None:
@@ -51,7 +53,7 @@ def main() -> None:
 def measure(runs: dict, options: argparse.Namespace) -> None:
     """Print the milliseconds of a decode step of each run."""
     params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
-    prompts = np.random.default_rng(0).integers(10, 40_000, (options.slots, 16)).tolist()
+    prompts = np.random.default_rng(0).integers(*IDS, (options.slots, 16)).tolist()
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(1 + options.repeats):
         for name, (llm, adapter) in runs.items():

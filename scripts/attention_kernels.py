@@ -55,6 +55,7 @@ CHUNK_LAYERS, CHUNK_SPAN = 8, 8192
 SLOTS = 32
 GRAPH_TARGET, LAYOUT, LAYERS = "tpu:v5e:2x4", "weight-stationary-1d@tensor=8", 2
 K, G, H = 8, 4, 128
+EMBED, MLP, VOCAB = 4096, 14336, 128256
 ITEMSIZE = jnp.dtype(jnp.bfloat16).itemsize
 Attended = tuple[jax.Array, jax.Array]
 
@@ -180,9 +181,9 @@ def graph_cells(cost: Cost) -> str:
 def graph_cost(length: int, kernel: str) -> Cost:
     """Compile the prefill graph of a length as a build does, with the named kernel."""
     config = DecoderConfig(
-        vocab_size=128256,
-        embed=4096,
-        mlp=14336,
+        vocab_size=VOCAB,
+        embed=EMBED,
+        mlp=MLP,
         num_query_heads=K * G,
         num_kv_heads=K,
         head_dim=H,

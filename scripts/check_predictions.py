@@ -38,6 +38,7 @@ from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.planning.workload import read_workload
 
 MODEL = "smollm2"
+PROMPTS = Path("benchmarks/workloads/peers64.jsonl")
 COMMAND = "import sys; from noria.runtime.cli import main; sys.exit(main())"
 
 
@@ -52,7 +53,7 @@ def main() -> None:
     options.work_dir.mkdir(parents=True, exist_ok=True)
     calibration = Calibration.from_json(json.loads(options.calibration.read_text("utf-8")))
     jobs = [
-        Path("benchmarks/workloads/peers64.jsonl"),
+        PROMPTS,
         write_job(options.work_dir / "mixed.jsonl", rows=48, longest=700, seed=1),
     ]
     plans = [(job, name, grid) for job in jobs for name, grid in grids(job).items()]

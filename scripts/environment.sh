@@ -1,4 +1,5 @@
-# Functions for quickstart and test: find Python, make an environment, install once. Sourced, not run.
+# Functions for quickstart and test: find Python, make an environment, install once, choose tests.
+# Sourced, not run.
 #
 # The environment is the folder `$venv`. Its Python must be at least 3.`$oldest`.
 # A stamp of an install is a hash of its inputs (pyproject.toml, the Python version, the list of
@@ -10,6 +11,20 @@ oldest=11
 fail() {
     echo "error: $*" >&2
     exit 1
+}
+
+# not_tested WHAT WHY: say that tests were left out. This is an error in continuous integration.
+not_tested() {
+    [ "${CI:-}" != true ] || fail "expected to test with $1, got nothing to test: $2." \
+        "Mend the environment; outside CI (without CI=true) this is only a note."
+    echo "Not tested with $1: $2."
+}
+
+# Print the tenth of the slow tests that the commit chooses, from 0/10 to 9/10.
+slow_part() {
+    local commit
+    commit=$(git rev-parse HEAD 2>/dev/null) || commit=0
+    echo "$((16#${commit:0:8} % 10))/10"
 }
 
 # Print the first Python that is new enough. Try those of pyenv last. Print nothing if none is.

@@ -2,8 +2,9 @@
 
 The graphs have the first two and the first four layers of Llama 3.1 8B in bfloat16, with a small
 vocabulary. Their difference is the time of two layers: that of the compiler's cycles or of the
-bytes moved, whichever is longer. The share of the roofline is what a prediction at the peaks takes for two layers, over this time. It
-holds for all parts of a layer together, and is printed for products and for attention alike.
+bytes moved, whichever is longer. The share of the roofline is what a prediction at the peaks takes
+for two layers, over this time. It holds for all parts of a layer together, and is printed for
+products and for attention alike.
 Nothing is run: no figure is a measured time.
 
     python scripts/tpu_efficiency.py > benchmarks/tpu_efficiency.md

@@ -37,7 +37,7 @@ if _WORKER and hasattr(os, "sched_setaffinity"):
 
 import pytest  # noqa: E402  (after the environment, as plugins may import jax)
 
-pytest_plugins = ["costs"]
+pytest_plugins = ["costs", "slow_parts"]
 
 HERE = Path(__file__).parent
 NOT_OPTIMIZED = (
@@ -98,6 +98,7 @@ OWN_CACHE = (
     "end_to_end/",
     "runtime/bundles/",
     "runtime/commands/",
+    "scripts/test_records_of_jobs.py",
 )
 """Tests in which noria keeps executables. The programs of all other tests are kept between runs."""
 
@@ -174,7 +175,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.nodeid.removeprefix("tests/").startswith(FAST)]
     for marker in ("slow", "third_party"):
         option = f"--{marker.replace('_', '-')}"
-        if config.getoption(option):
+        if config.getoption(option) or (marker == "slow" and config.getoption("--slow-part")):
             continue
         skip = pytest.mark.skip(reason=f"{marker}; run with {option}")
         for item in items:

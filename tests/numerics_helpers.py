@@ -1,4 +1,4 @@
-"""Helpers for comparisons of the embedded model: scripts as modules, and the model's path."""
+"""Helpers for tests of scripts and of the embedded model: scripts as modules, the model's path."""
 
 import importlib.util
 import sys

@@ -1,7 +1,9 @@
-"""The tables of `docs/faults.md`: 80 faults, each with a sentence and tests that exist."""
+"""The tables of `docs/faults.md`: 80 faults, each with a sentence and a test in every run."""
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "faults.md"
+NOT_IN_EVERY_RUN = "slow or third_party or gpu_compile or tpu_compile or skip or skipif"
+"""Markers of tests that need an option, or something that not every machine has."""
 ROW = re.compile(r"\| (\d+) \| ([^|]+\.) \| ([^|]+) \|")
 
 
@@ -21,6 +25,19 @@ def _rows(text: str) -> list[tuple[int, list[str]]]:
             f"expected | number | a sentence. | tests |, got {lines[found.index(None)]}"
         )
     return [(int(row[1]), re.findall(r"`([^`]+)`", row[3])) for row in found if row]
+
+
+def _run_always(paths: set[str]) -> set[str]:
+    """Return the tests in these files that every run runs, at least in one case."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    found = subprocess.run(
+        [*command, "-m", f"not ({NOT_IN_EVERY_RUN})", *sorted(paths)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return {line.partition("[")[0] for line in found.stdout.splitlines() if "::" in line}
 
 
 @cache
@@ -43,6 +60,24 @@ def test_each_of_80_faults_has_tests_that_exist():
     assert not [number for number, tests in rows if not tests], "faults without a test"
     missing = {number: gone for number, tests in rows if (gone := _missing(tests))}
     assert not missing, "tests that are gone: name those that show these faults now"
+
+
+def test_each_fault_has_a_test_in_every_run_and_the_others_are_marked():
+    text = DOCUMENT.read_text("utf-8")
+    rows = _rows(text)
+    always = _run_always({test.partition("::")[0] for _, tests in rows for test in tests})
+    assert not [number for number, tests in rows if always.isdisjoint(tests)]
+    marked = set(re.findall(r"`([^`]+)` \(slow\)", text))
+    assert marked == {test for _, tests in rows for test in tests} - always
+
+
+def test_a_test_that_only_some_runs_run_is_found(tmp_path):
+    file = tmp_path / "test_file.py"
+    marks = ("slow", "tpu_compile", "skipif(False, reason='')")
+    slow = "".join(f"@pytest.mark.{mark}\ndef test_{i}(): pass\n" for i, mark in enumerate(marks))
+    cases = "@pytest.mark.parametrize('x', [0, pytest.param(1, marks=pytest.mark.slow)])"
+    file.write_text(f"import pytest\n{slow}{cases}\ndef test_cases(x): pass\n")
+    assert {name.partition("::")[2] for name in _run_always({str(file)})} == {"test_cases"}
 
 
 @pytest.mark.parametrize(

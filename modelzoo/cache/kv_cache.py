@@ -41,6 +41,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from .. import axes
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig, Window, window_size
@@ -364,4 +365,15 @@ def _write(
         block_B = jnp.where(is_inside_B, index_B // size, 0)[:B]
         row = row * count + jnp.repeat(block_B, len(new) // B)
     at = rows.at[row, :, entry] if head_axis < axis else rows.at[row, entry]
-    return at.set(new, mode="drop", unique_indices=True).reshape(segment.shape)
+    written = at.set(new, mode="drop", unique_indices=True).reshape(segment.shape)
+    return jax.lax.platform_dependent(written, cpu=_with_axes_in_order, default=lambda x: x)
+
+
+def _with_axes_in_order(segment: jax.Array) -> jax.Array:
+    """Keep the order of the axes in memory.
+
+    NOTE: with one head on a device, XLA for the CPU chooses another order for the segment in a
+    decode step, although both are the same bytes, and copies the whole cache twice in each step.
+    """
+    order = Layout(major_to_minor=tuple(range(segment.ndim)))
+    return with_layout_constraint(segment, order)

@@ -156,6 +156,7 @@ def _run_facts(
         "time_to_first_token_seconds": spread(finished, "time_to_first_token"),
         "inter_token_latency_seconds": spread(finished, "inter_token_latency"),
         "end_to_end_latency_seconds": spread(finished, "latency"),
+        "output_tokens_per_second_per_row": spread(finished, "output_tokens_per_second"),
         "compiles_during_run": statistics.get("compiles_during_run", 0),
         "generator": dict(statistics),
     }

@@ -348,8 +348,12 @@ def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:
     if times is not None and times.first_token is not None:
         values["time_to_first_token"] = times.first_token - times.arrival
         longest = max(lengths, default=0)
+        seconds = times.finished - times.first_token
         if longest > 1:
-            values["inter_token_latency"] = (times.finished - times.first_token) / (longest - 1)
+            values["inter_token_latency"] = seconds / (longest - 1)
+        # tokens of one call come at one time
+        if longest > 1 and seconds > 0:
+            values["output_tokens_per_second"] = (longest - 1) / seconds
     return values
 
 

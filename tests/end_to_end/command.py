@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
@@ -72,11 +73,29 @@ class Noria:
             assert main([*map(str, arguments)]) == expect, said.getvalue()
         return said.getvalue()
 
+    def kill(self, output: Path, *arguments: object, after: int) -> None:
+        """Start `noria batch` and kill it after some lines of its journal, before its output."""
+        process = self.start("batch", "-o", output, "--model", self.model, *arguments)
+        wait_for_records(process, output, after)
+        process.kill()
+        process.communicate()
+        assert process.returncode < 0, f"the job ended with {process.returncode} before the kill"
+        assert not output.exists()
+
     def batch(self, source: Path, output: Path, *options: object, expect: int = 0):
         """Run a job to its end; return the output's rows and the manifest."""
         arguments = ("-i", source, "-o", output, "--model", self.model)
         self.run("batch", *arguments, *options, expect=expect)
         return read_rows(output), read_manifest(output)
+
+
+def wait_for_records(process: subprocess.Popen[str], output: Path, count: int) -> None:
+    """Wait until a job has written more than `count` lines of its journal."""
+    journal = output.with_name(f"{output.name}.journal")
+    deadline = time.monotonic() + 120
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > count):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
-from command import completion, plan_text, write_lines
+from command import completion, plan_text, read_manifest, read_rows, write_lines
 
 from noria.compile import build
 from noria.runtime import cli, session
 from noria.runtime.bundles.executable_cache import ExecutableCache
+from noria.runtime.engine.generation import GenerationSession
 
 GRID = ["buckets.prefill=[[16, 2], [32, 1]]", "buckets.max_length=48", "buckets.decode_spans=[48]"]
 
@@ -48,6 +51,29 @@ def test_a_graph_that_does_not_compile_is_named_with_its_rows(job, monkeypatch, 
         "2), 'q3' (line 4), 'q5' (line 6), ...; none has run."
     )
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_program_that_compiles_during_the_run_is_named_in_the_manifest_and_the_error(
+    job, monkeypatch, capsys, tmp_path
+):
+    dispatch = GenerationSession.dispatch
+
+    def compile_and_dispatch(session):
+        jax.jit(turn_wheel)(np.ones(3, np.float32))
+        return dispatch(session)
+
+    def turn_wheel(x):
+        return 2 * x
+
+    monkeypatch.setattr(GenerationSession, "dispatch", compile_and_dispatch)
+    assert cli.main(job) == 4
+    named = "jit(turn_wheel): compiled for the first time, with float32[3]"
+    manifest = read_manifest(tmp_path / "out.jsonl")
+    assert manifest["compiles_during_run"] == 1
+    assert manifest["generator"]["unexpected_compiles"] == [named]
+    said = capsys.readouterr().err
+    assert f"expected no compile after the build, got 1 ({named}). The output is complete" in said
+    assert len(read_rows(tmp_path / "out.jsonl")) == 8
 
 
 def test_the_remedy_for_a_bucket_is_a_command_that_runs(job, monkeypatch, capsys, tmp_path):

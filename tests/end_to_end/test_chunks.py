@@ -2,7 +2,6 @@
 
 import random
 import re
-import time
 
 import numpy as np
 import pytest
@@ -91,17 +90,8 @@ def test_chunks_of_two_sizes_give_the_texts_of_one(noria, source, in_chunks):
 
 def run_killed_in_between(noria, output, *arguments) -> None:
     """Run a job, kill it after some rows, and run it again to its end."""
-    arguments = ("batch", "-o", output, "--model", noria.model, *arguments)
-    process = noria.start(*arguments)
-    journal = output.with_name(f"{output.name}.journal")
-    deadline = time.monotonic() + 120
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > 10):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
-    assert not output.exists()
-    noria.run(*arguments)
+    noria.kill(output, *arguments, after=10)
+    noria.run("batch", "-o", output, "--model", noria.model, *arguments)
 
 
 def test_a_job_that_is_killed_goes_on_to_the_same_file(noria, source, in_chunks, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from command import answer, chat, completion, plan_text, read_rows, write_lines
 from model_on_disk import write_model
 from safetensors.numpy import load_file, save_file
+from tolerances import FLOAT32_MODEL_LOGPROB, NEAR_TIE_GAP
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 BUCKETS = """\
@@ -232,11 +233,31 @@ def test_a_stop_string_across_tokens_cuts_the_text(noria, plan, tmp_path):
 
 
 def test_an_override_changes_the_plan_and_the_answers_stay_close(noria, plan, tmp_path):
-    source = write_lines(tmp_path / "in.jsonl", mixed_rows(5))
-    _, manifest = noria.batch(
-        source, tmp_path / "out.jsonl", "--plan", plan, "--set", "buckets.decode_slots=2"
-    )
+    options = {**GREEDY, "ignore_eos": True, "logprobs": True, "top_logprobs": 2}
+    rows = [chat(f"row-{i}", "the wheel turns"[i:], **options) for i in range(5)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    override = ("--set", "buckets.decode_slots=2", "--set", "buckets.prefill=[[48, 1]]")
+    expected, _ = noria.batch(source, tmp_path / "whole.jsonl", "--plan", plan)
+    found, manifest = noria.batch(source, tmp_path / "out.jsonl", "--plan", plan, *override)
     assert "decode_slots = 2" in manifest["plan"]
+    for row, reference in zip(map(greedy_answer, found), map(greedy_answer, expected), strict=True):
+        best, second = np.sort(reference["top"])[:, ::-1].T
+        assert min(best - second) > NEAR_TIE_GAP, "choose a prompt without near ties"
+        assert row["tokens"] == reference["tokens"]
+        np.testing.assert_allclose(
+            row["logprobs"], reference["logprobs"], rtol=0, atol=FLOAT32_MODEL_LOGPROB
+        )
+
+
+def greedy_answer(row) -> dict:
+    """The eight tokens of an answer, their log-probabilities, and those of the best two."""
+    steps = row["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert len(steps) == GREEDY["max_tokens"]
+    return {
+        "tokens": [(step["token"], step["bytes"]) for step in steps],
+        "logprobs": [step["logprob"] for step in steps],
+        "top": [[top["logprob"] for top in step["top_logprobs"]] for step in steps],
+    }
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from adapter_on_disk import write_adapter
-from command import answer, chat, completion, read_manifest, write_lines
+from command import answer, chat, completion, read_manifest, wait_for_records, write_lines
 from model_on_disk import write_model
 
 from noria.compile.grids.bucket_grid import BucketGrid
@@ -53,15 +53,6 @@ def masked(path) -> str:
     return re.sub(r'"created":\d+', '"created":0', path.read_text("utf-8"))
 
 
-def wait_for_records(process, output, count: int) -> None:
-    """Wait until the job has written some of its rows."""
-    journal = output.with_name(f"{output.name}.journal")
-    deadline = time.monotonic() + 120
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > count):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("kills", KILLS)
 def test_a_job_killed_at_random_moments_ends_as_if_undisturbed(noria, job, tmp_path, kills):
     source, whole = job
@@ -90,13 +81,8 @@ def test_a_killed_job_with_compressed_input_ends_as_if_undisturbed(noria, job, t
     source, whole = job
     packed, output = tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl"
     packed.write_bytes(gzip.compress(source.read_bytes()))
-    arguments = ("batch", "-i", packed, "-o", output, "--model", noria.model, *IN_CHUNKS)
-    process = noria.start(*arguments)
-    wait_for_records(process, output, 20)
-    process.kill()
-    process.communicate()
-    assert not output.exists()
-    noria.run(*arguments, expect=1)
+    noria.kill(output, "-i", packed, *IN_CHUNKS, after=20)
+    noria.batch(packed, output, *IN_CHUNKS, expect=1)
     assert masked(output) == masked(whole)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"in.jsonl.gz", "out.jsonl", "out.jsonl.manifest.json"}
@@ -122,11 +108,7 @@ def test_a_killed_job_with_adapters_ends_as_if_undisturbed(noria, tmp_path):
     found, _ = noria.batch(source, tmp_path / "whole.jsonl", *options)
     assert len({str(answer(row)[0]) for row in found[:3]}) == 3
     output = tmp_path / "out.jsonl"
-    process = noria.start("batch", "-i", source, "-o", output, "--model", noria.model, *options)
-    wait_for_records(process, output, 20)
-    process.kill()
-    process.communicate()
-    assert not output.exists()
+    noria.kill(output, "-i", source, *options, after=20)
     _, manifest = noria.batch(source, output, *options)
     assert 0 < manifest["rows"]["kept_from_earlier_runs"] < len(rows)
     assert masked(output) == masked(tmp_path / "whole.jsonl")
@@ -162,13 +144,8 @@ def test_a_killed_job_with_planned_prefixes_ends_as_if_undisturbed(
     assert 0 < shared["computed_tokens"] <= 2 * 32
     assert shared["saved_tokens"] > 1000
     assert "[prefixes]" in manifest["plan"]
-    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model, *options)
-    process = noria.start(*arguments)
-    wait_for_records(process, output, 20)
-    process.kill()
-    process.communicate()
-    assert not output.exists()
-    noria.run(*arguments, expect=1)
+    noria.kill(output, "-i", source, *options, after=20)
+    noria.batch(source, output, *options, expect=1)
     assert masked(output) == masked(whole)
 
 

@@ -2,7 +2,6 @@
 
 import random
 import re
-import time
 
 import pytest
 from command import answer, chat, completion, read_manifest, read_rows, write_lines
@@ -164,18 +163,9 @@ def test_parts_merge_to_the_bytes_of_the_whole_job(noria, job, tmp_path):
 def test_a_job_that_is_killed_goes_on_to_the_same_bytes(noria, job, tmp_path):
     source, whole, _ = job
     output = tmp_path / "out.jsonl"
-    journal = tmp_path / "out.jsonl.journal"
-    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model)
     for count in (5, 15):
-        process = noria.start(*arguments)
-        deadline = time.monotonic() + 120
-        while not (journal.exists() and journal.read_bytes().count(b"\n") > count):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.005)
-        process.kill()
-        process.communicate()
-    assert not output.exists()
-    noria.run(*arguments)
+        noria.kill(output, "-i", source, after=count)
+    noria.batch(source, output)
     assert masked(output) == masked(whole)
     counted = ("rows", "output_tokens", "stopped_samples", "tokens_left")
     manifest, expected = read_manifest(output), read_manifest(whole)

@@ -1,4 +1,4 @@
-"""Latencies of a job's rows in its manifest."""
+"""Latencies and rates of a job's rows in its manifest."""
 
 import json
 
@@ -7,7 +7,12 @@ import pytest
 from fake_model import run, write_input
 from faulty_disk import Crash, FaultyDisk
 
-NAMES = ("time_to_first_token_seconds", "inter_token_latency_seconds")
+NAMES = (
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "end_to_end_latency_seconds",
+    "output_tokens_per_second_per_row",
+)
 NUM_TOKENS = 13
 """Tokens in every answer of the fake model."""
 
@@ -33,8 +38,12 @@ def test_latencies_are_means_and_nearest_ranks_over_all_answered_rows(tmp_path, 
     source, output = write_input(tmp_path / "in.jsonl", num_rows), tmp_path / "out.jsonl"
     first = [float(len(f"prompt {i}" * (1 + i % 4))) for i in range(num_rows)]
     between = [(1 + seconds) / (NUM_TOKENS - 1) for seconds in first]
+    # an answer takes a second longer than its first token
+    latency = [2 * seconds + 1 for seconds in first]
+    rate = [1 / seconds for seconds in between]
     found = latencies(source, output)
-    assert found == [pytest.approx(expected(values)) for values in (first, between)]
+    values_of = (first, between, latency, rate)
+    assert found == [pytest.approx(expected(values)) for values in values_of]
 
 
 def test_rows_of_earlier_runs_count_as_those_of_the_last(tmp_path):

@@ -1,6 +1,7 @@
 """The engine and generator over a real compiled model, against plain forward passes."""
 
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -24,7 +25,7 @@ from noria.compile.monitor import compile_monitor
 from noria.runtime.batch.graph_rows import needs_graph
 from noria.runtime.engine.admission import Admission
 from noria.runtime.errors import RowError
-from noria.runtime.request import Request, SamplingParams
+from noria.runtime.request import Request, RequestMetrics, SamplingParams
 from noria.runtime.rows.scan import RowRequirements
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -383,6 +384,16 @@ def test_drain_returns_what_has_no_slot_and_finishes_the_rest(model):
     names = [output.request_id for output in finished] + dropped
     assert dropped
     assert sorted(names) == sorted(f"row-{i}" for i in range(20))
+
+
+def test_times_are_those_of_arrival_first_token_and_end(model):
+    generator = model.generator()
+    moments = iter(range(100, 200))
+    generator.clock = lambda: next(moments)
+    generator.submit(Request("row", [5, 6, 7], replace(GREEDY, ignore_eos=True)))
+    (output,) = generator.run()
+    # one call reads the prompt, and three calls of four steps emit the 12 tokens
+    assert output.metrics == RequestMetrics(arrival=100, first_token=102, finished=104)
 
 
 def test_padding_and_tokens_are_counted(model):

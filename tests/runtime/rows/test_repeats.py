@@ -440,7 +440,7 @@ def test_rates_and_times_are_those_of_computed_rows_and_tokens_those_of_all_rows
         for name, found in manifests.items()
     }
     assert emitted["one"] == pytest.approx(emitted["many"], rel=0.05)
-    for key in ("time_to_first_token_seconds", "inter_token_latency_seconds"):
+    for key in ("time_to_first_token_seconds", "output_tokens_per_second_per_row"):
         assert one[key] == many[key]
     num_prompt, num_output = len(GREEDY["prompt"]), one["output_tokens"] // 2
     assert many["prompt_tokens"] == one["prompt_tokens"] + 49 * num_prompt

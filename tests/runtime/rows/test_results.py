@@ -7,7 +7,13 @@ import pytest
 
 from noria.runtime.errors import RowError
 from noria.runtime.files.strict_json import Line
-from noria.runtime.request import CompletionOutput, RequestOutput, SampleCounts, TokenLogprob
+from noria.runtime.request import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    SampleCounts,
+    TokenLogprob,
+)
 from noria.runtime.rows.lines import BadRow, BatchRow, read_row
 from noria.runtime.rows.results import OutputLines, row_metrics
 
@@ -140,6 +146,33 @@ def test_a_row_with_a_rule_says_of_each_choice_how_its_sample_ended():
     metrics = row_metrics(row, result)
     assert metrics["output_tokens"] == 9
     assert (metrics["stopped_samples"], metrics["tokens_left"]) == (2, 70)
+
+
+def test_times_of_a_row_are_those_of_its_longest_answer():
+    result = output("seven__")
+    result.outputs.append(CompletionOutput(1, "ok", [1, 2], "stop"))
+    result.metrics = RequestMetrics(arrival=2.0, first_token=5.0, finished=17.0)
+    metrics = row_metrics(row_of(prompt="hi", n=2), result)
+    assert metrics["time_to_first_token"] == 3.0
+    assert metrics["latency"] == 15.0
+    assert metrics["inter_token_latency"] == 2.0
+    assert metrics["output_tokens_per_second"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "first_token", "expected"),
+    [
+        ("", None, {"latency"}),
+        ("o", 4.0, {"latency", "time_to_first_token"}),
+        ("ok", 9.0, {"latency", "time_to_first_token", "inter_token_latency"}),
+    ],
+    ids=["no token", "one token", "one call"],
+)
+def test_a_row_has_only_the_times_that_it_can_have(text, first_token, expected):
+    result = output(text)
+    result.metrics = RequestMetrics(arrival=2.0, first_token=first_token, finished=9.0)
+    metrics = row_metrics(row_of(prompt="hi"), result)
+    assert metrics.keys() - {"prompt_tokens", "output_tokens"} == expected
 
 
 def test_echo_puts_the_prompt_before_the_completion_in_text_and_logprobs():
