@@ -25,7 +25,7 @@ from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.run_bounds import Candidate, ExpectedRow
 from ..engine.shared_prefixes import SharedPrefix, plan_submission
 from ..errors import NoPlanFits
-from .simulator import SimulatedRow, Simulation, simulate
+from .simulator import Schedule, SimulatedRow, Simulation, schedule
 
 MAX_SIMULATED_GRIDS = 24
 MIN_EQUAL = 4
@@ -191,11 +191,12 @@ def simulate_grid(
     table: PrefixTable = NOTHING_SHARED,
 ) -> SimulatedGrid:
     """Simulate a grid; decode graphs that save too little in its schedule are removed from it."""
-    simulation = scaled(grid, simulate_in_order(rows, grid, cost, table))
+    calls = schedule_in_order(rows, grid, table)
+    simulation = scaled(grid, calls.priced(grid, cost))
     steps = {int(span): use.steps for span, use in simulation.metrics.decode.items()}
     reduced = GraphPrices(cost, budget.graph_seconds).without_idle_spans(grid, steps)
     if reduced != grid:
-        simulation = scaled(reduced, simulate_in_order(rows, reduced, cost, table))
+        simulation = scaled(reduced, calls.priced(reduced, cost))
     return SimulatedGrid(reduced, simulation, budget.build_seconds(reduced))
 
 
@@ -213,6 +214,13 @@ def simulate_in_order(
       cost: Gives the seconds of calls; without it all calls take 0 seconds.
       table: What the prompts of the rows share.
     """
+    return schedule_in_order(rows, grid, table).priced(grid, cost)
+
+
+def schedule_in_order(
+    rows: Sequence[ExpectedRow], grid: BucketGrid, table: PrefixTable = NOTHING_SHARED
+) -> Schedule:
+    """The schedule of rows in the order in which a job submits them to the engine."""
     needs = [(row.need.prompt_length, row.need.max_tokens) for row in rows]
     submission = plan_submission(needs, table, grid)
     submitted = [
@@ -224,7 +232,7 @@ def simulate_in_order(
             strict=True,
         )
     ]
-    return simulate(grid, submitted, cost, submission.num_held)
+    return schedule(grid, submitted, submission.num_held)
 
 
 def _simulated(

@@ -23,8 +23,15 @@ from noria.compile.planning.prefill_calls import rows_by_bucket
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work
 from noria.runtime.errors import NoPlanFits
+from noria.runtime.planning import search
 from noria.runtime.planning.planner import Planner
-from noria.runtime.planning.search import find_best_grid, has_larger_calls, simulate_grid
+from noria.runtime.planning.search import (
+    find_best_grid,
+    has_larger_calls,
+    simulate_grid,
+    simulate_in_order,
+)
+from noria.runtime.planning.simulator import schedule
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COST = CostModel(Work(AbstractModel(CONFIG), "float32"), HARDWARE)
@@ -282,6 +289,25 @@ def test_a_graph_more_never_takes_longer_and_one_fewer_never_less():
     ]
     assert [len(tried.grid.prefill) for tried in plans] == [2, 3, 4]
     assert plans[0].seconds >= plans[1].seconds >= plans[2].seconds
+
+
+def test_a_grid_is_scheduled_once_though_it_loses_decode_graphs(monkeypatch):
+    """The schedule does not depend on decode graphs, so it is only priced again."""
+    grid = BucketGrid(128, ((16, 4), (96, 1)), 4, (16, 32, 64, 128), span_slots=(4, 4, 2, 2))
+    rows = rows_of(4)
+    scheduled = []
+
+    def count(grid, *rest):
+        scheduled.append(grid)
+        return schedule(grid, *rest)
+
+    monkeypatch.setattr(search, "schedule", count)
+    tried = simulate_grid(grid, rows, COST, Budget(graph_seconds=GraphSeconds(0.0, 1e3)))
+    assert scheduled == [grid]
+    assert len(tried.grid.graph_spans) == 1
+    again = simulate_in_order(rows, tried.grid, COST)
+    assert tried.simulation.metrics == again.metrics
+    assert tried.simulation.tail_seconds == again.tail_seconds > 0
 
 
 FEW_LONG = [
