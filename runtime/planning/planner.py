@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.planning.candidates import Budget, CandidateGrids
 from ...compile.planning.cost import CostModel
-from ...compile.planning.other_grids import hand_picked
+from ...compile.planning.other_grids import rule_based
 from ...compile.planning.run_bounds import Candidate, ExpectedRow
 from ..errors import NoPlanFits
 from .sample import ROWS_TO_PREDICT, ROWS_TO_SEARCH, Sample, SampleUncertainty
@@ -25,7 +27,7 @@ class PlanResult:
 
     search: SearchResult
     others: dict[str, SimulatedGrid]
-    """Other grids by name: the plan of an earlier run, and hand-picked grids."""
+    """Other grids by name: the plan of an earlier run, and grids that follow a rule."""
     uncertainty: SampleUncertainty | None = None
     """The uncertainty of the best grid's seconds; None if all rows were simulated."""
 
@@ -64,9 +66,9 @@ class Planner:
         best = search.best.grid
         if not self._prediction_sample.is_whole:
             search = replace(search, best=self._simulate(best))
-        max_prompt = max(row.need.prompt_length for row in self.rows)
+        prompts = np.array([row.need.prompt_length for row in self.rows])
         tokens = self.defaults.tokens_per_prefill
-        compared = {**self.compared, **hand_picked(whole, max_prompt, tokens)}
+        compared = {**self.compared, **rule_based(whole, prompts, tokens, self.cost)}
         others = {name: self._simulate(grid) for name, grid in compared.items()}
         uncertainty = self._prediction_sample.uncertainty(search.best, self.cost)
         return PlanResult(search, others, uncertainty)
