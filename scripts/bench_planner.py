@@ -39,7 +39,12 @@ from noria.modelzoo.config import DecoderConfig
 from noria.runtime.files.hardware_files import known_hardware
 from noria.runtime.planning.length_table import read_table
 from noria.runtime.planning.planner import Planner
-from noria.runtime.planning.search import MAX_SIMULATED_GRIDS, SimulatedGrid, simulate_grid
+from noria.runtime.planning.search import (
+    MAX_SIMULATED_GRIDS,
+    Schedules,
+    SimulatedGrid,
+    simulate_grid,
+)
 
 CHUNK_GRAPHS = 8
 TARGETS = {"tpu:v5e:1x1": "bfloat16", "cpu": "float32"}
@@ -114,7 +119,7 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
     by_hand = {}
     for name, grid in grids.items():
         by_hand[name] = {
-            "grid": figures(simulate_grid(grid, rows, cost, budget)),
+            "grid": figures(simulate_grid(grid, Schedules(rows), cost, budget)),
             "planned": figures(_planned(whole, len(grid.prefill), rows, cost, budget)),
             "least": least[len(grid.prefill)],
         }
@@ -161,7 +166,9 @@ def _planned(
 
     tokens = next(n for n in TOKENS_PER_PREFILL if prefill_of(n, budget) == grid.prefill)
     budget = replace(budget, prefill_graphs=count)
-    return simulate_grid(replace(grid, prefill=prefill_of(tokens, budget)), rows, cost, budget)
+    return simulate_grid(
+        replace(grid, prefill=prefill_of(tokens, budget)), Schedules(rows), cost, budget
+    )
 
 
 def _reaching(lengths: list[int], longest: int) -> list[int]:
