@@ -4,7 +4,6 @@ All seconds are predictions.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from ..devices.machine import faster_dtype
 from ..errors import CheckpointError, ConfigError, NoPlanFits
 from ..files.hardware_files import known_hardware
 from ..files.layout_files import named_layout_tables, read_layout_table, split_spellings
+from .calibration_file import read_calibration
 from .compiled_layouts import LayoutCompiler, PlannedLayout, describe_problems
 from .fitting_plan import suggest_fitting_plan
 from .layout_ranking import RankedLayout, Ranking, all_layouts
@@ -359,16 +359,6 @@ def _calibration(
             f"--calibration: expected float weights and a float cache, which calibrations are "
             f"measured with, got {numbers.to_table()}. Plan without it."
         )
-    with options.calibration.open(encoding="utf-8") as file:
-        try:
-            calibration = Calibration.from_json(json.load(file))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"{options.calibration}: expected a calibration in JSON, got: {error}. Write one "
-                f"with noria bench --calibration."
-            ) from None
-        except ValueError as error:
-            raise ConfigError(f"{options.calibration}: {error}") from None
     hardware = _hardware(options)
     expected = {
         "model": _fingerprint(files),
@@ -376,14 +366,7 @@ def _calibration(
         "layout": options.layout or "",
         "hardware": {"name": hardware.name, **hardware.peaks()},
     }
-    for name, value in expected.items():
-        if (got := getattr(calibration, name)) != value:
-            raise ConfigError(
-                f"{options.calibration} {name}: expected {value}, got {got}. Calibrate again with "
-                f"noria bench --calibration, or plan for the calibrated model, dtype and layout, "
-                f"with the same tables (--hardware)."
-            )
-    return calibration
+    return read_calibration(options.calibration, expected)
 
 
 def _grids_of_run(workload: Workload) -> "dict[str, BucketGrid]":
