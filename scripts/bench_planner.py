@@ -1,10 +1,10 @@
 """Compare the padding and predicted seconds of planned grids with grids picked by hand.
 
 The planned grid of a workload has as many prefill lengths as there are powers of two from 16 to the
-longest prompt. Grids picked by hand have these powers of two, equal steps of 128, or the lists of
-other projects. Each is compared with a plan of at most as many lengths. The script also plans each
-workload in chunks that compute at most 1.05 times the prompts' tokens. Everything is simulated and
-predicted from published peaks: nothing runs.
+longest prompt. Grids picked by hand have these powers of two, the fastest choice of as many
+multiples of 128, or the lists of other projects. Each is compared with a plan of at most as many
+lengths. The script also plans each workload in chunks that compute at most 1.05 times the prompts'
+tokens. Everything is simulated and predicted from published peaks: nothing runs.
 
 Example: python scripts/bench_planner.py benchmarks/workloads/*.csv --output benchmarks/planner
 """
@@ -27,14 +27,24 @@ from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.planning.candidates import TOKENS_PER_PREFILL, Budget, CandidateGrids, num_graphs
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import hardware_of
-from noria.compile.planning.other_grids import multiples, powers_of_two, with_lengths
+from noria.compile.planning.other_grids import (
+    multiples_of_128,
+    powers_of_two,
+    with_fastest_lengths,
+    with_lengths,
+)
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.files.hardware_files import known_hardware
 from noria.runtime.planning.length_table import read_table
 from noria.runtime.planning.planner import Planner
-from noria.runtime.planning.search import MAX_SIMULATED_GRIDS, SimulatedGrid, simulate_grid
+from noria.runtime.planning.search import (
+    MAX_SIMULATED_GRIDS,
+    Schedules,
+    SimulatedGrid,
+    simulate_grid,
+)
 
 CHUNK_GRAPHS = 8
 TARGETS = {"tpu:v5e:1x1": "bfloat16", "cpu": "float32"}
@@ -43,7 +53,6 @@ so the padding of short calls is free; the second is almost always bound by oper
 MOST_PADDING = 1.05
 """Upper bound for plans with chunks: the ratio of computed to real prompt tokens. Computed tokens
 include dummy rows."""
-SHORTEST = 16
 SHIPPED = {
     "JetStream, MaxText: 16 to 32768, doubling": [2**power for power in range(4, 16)],
     "SGLang's JAX port: 64 to 8192, doubling": [2**power for power in range(6, 14)],
@@ -87,8 +96,9 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
     rows = tuple(read_table(path))
     hardware = hardware_of(target, known_hardware())
     cost = CostModel(Work(AbstractModel(LLAMA_1B), TARGETS[target]), hardware)
-    longest = max(row.need.prompt_length for row in rows)
-    powers = powers_of_two((longest - 1).bit_length() - SHORTEST.bit_length() + 2, longest)
+    prompts = np.array([row.need.prompt_length for row in rows])
+    longest = int(prompts.max())
+    powers = powers_of_two(longest)
     budget = Budget(prefill_graphs=len(powers), memory_bytes=0.9 * hardware.memory_bytes)
     planner = Planner(
         rows, LLAMA_1B.max_position, cost, budget, GridDefaults(), max_simulated=tries
@@ -96,18 +106,20 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
     whole = replace(planner, may_chunk=False).plan().best
     limit = replace(budget, prefill_graphs=CHUNK_GRAPHS, padding=MOST_PADDING)
     chunked = replace(planner, must_chunk=True, budget=limit).plan().best
-    grids = {
+    tokens = max(bucket.length * bucket.batch for bucket in whole.grid.prefill)
+    lists = {
         "powers of two": powers,
-        "steps of 128": multiples(len(powers), longest),
+        "multiples of 128": multiples_of_128(longest),
         **{name: _reaching(lengths, longest) for name, lengths in SHIPPED.items()},
     }
-    tokens = max(bucket.length * bucket.batch for bucket in whole.grid.prefill)
-    least = least_padding([row.need.prompt_length for row in rows], len(powers))
+    grids = {name: with_lengths(whole.grid, lengths, tokens) for name, lengths in lists.items()}
+    multiples = with_fastest_lengths(grids["multiples of 128"], prompts, len(powers), cost)
+    grids["multiples of 128"] = multiples
+    least = least_padding(prompts.tolist(), len(powers))
     by_hand = {}
-    for name, lengths in grids.items():
-        grid = with_lengths(whole.grid, lengths, tokens)
+    for name, grid in grids.items():
         by_hand[name] = {
-            "grid": figures(simulate_grid(grid, rows, cost, budget)),
+            "grid": figures(simulate_grid(grid, Schedules(rows), cost, budget)),
             "planned": figures(_planned(whole, len(grid.prefill), rows, cost, budget)),
             "least": least[len(grid.prefill)],
         }
@@ -154,7 +166,9 @@ def _planned(
 
     tokens = next(n for n in TOKENS_PER_PREFILL if prefill_of(n, budget) == grid.prefill)
     budget = replace(budget, prefill_graphs=count)
-    return simulate_grid(replace(grid, prefill=prefill_of(tokens, budget)), rows, cost, budget)
+    return simulate_grid(
+        replace(grid, prefill=prefill_of(tokens, budget)), Schedules(rows), cost, budget
+    )
 
 
 def _reaching(lengths: list[int], longest: int) -> list[int]:
@@ -247,7 +261,9 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
             "decode.",
             "",
             "Whole prompts: a grid picked by hand, and the plan of least predicted seconds with "
-            "the same number of prefill lengths, in multiples of 16 tokens. `least` is the minimum "
+            "the same number of prefill lengths, in multiples of 16 tokens. Of the multiples of "
+            "128, the fastest choice of as many lengths as there are powers of two is taken. "
+            "`least` is the minimum "
             "for that number of lengths: any length is allowed, and there is no dummy row. If it "
             "is not much less than the padding by hand, no set of lengths can be much better. "
             "`times less` is how many times less the plan pads than the grid by hand, and `at "

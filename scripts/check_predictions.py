@@ -84,7 +84,8 @@ def grids(job: Path) -> dict[str, BucketGrid]:
     with open_model(MODEL, needs_weights=False) as files:
         needs = [row.need for row in read_workload(job, files).rows]
         alike = derive_grid(needs, files.spec.config.max_position)
-    powers = powers_of_two(len(alike.prefill), max(need.prompt_length for need in needs))
+    longest = max(need.prompt_length for need in needs)
+    powers = powers_of_two(longest)[-len(alike.prefill) :]
     length = -(-alike.max_length // 64) * 64
     spans = (length // 128 * 64, length)
     chunks = BucketGrid(

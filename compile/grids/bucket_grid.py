@@ -14,7 +14,7 @@ Knows nothing of models, devices or files. Guarantees: `fit` either returns one 
 which depends on the request alone, or raises `NoBucketFits`; nothing is ever truncated.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -188,6 +188,10 @@ class BucketGrid:
         return tuple(chunk for chunk in first_chunks if chunk is not None)
 
     @cached_property
+    def _prefill_lengths(self) -> list[int]:
+        return distinct_lengths(self.prefill)
+
+    @cached_property
     def prefill_kinds(self) -> tuple[bool, ...]:
         """The kinds of graph of each prefill bucket: for each kind, whether it scores.
 
@@ -240,11 +244,13 @@ class BucketGrid:
 
     def bucket_of(self, prompt_length: int, start: int = 0) -> PrefillBucket:
         """The bucket of a prompt, or of its piece that begins at `start`."""
-        left = prompt_length - start
-        filled = [size for size in self.chunks if size <= left]
-        chunk = (filled or self.chunks)[-1 if filled else 0] if self.chunks else None
-        end = start + min(left, chunk or left)
-        return next(b for b in self.prefill if b.chunk == chunk and end <= b.length)
+        left = chunk = prompt_length - start
+        index = 0
+        if self.chunks:
+            index = max(0, bisect_right(self.chunks, left) - 1)
+            chunk = self.chunks[index]
+        shortest = bisect_left(self._prefill_lengths, start + min(left, chunk))
+        return self.prefill[shortest * max(1, len(self.chunks)) + index]
 
     def buckets_of(self, prompt_length: int) -> list[PrefillBucket]:
         """The bucket of every piece of a prompt, in order."""

@@ -12,7 +12,7 @@ leaves out the same graphs.
 Knows nothing of schedules.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -83,9 +83,6 @@ class GraphPrices:
     def without_idle_spans(self, grid: BucketGrid, steps: Mapping[int, float]) -> BucketGrid:
         """The grid without the decode graphs that save too little.
 
-        A cache segment is merged with the next one if no graph, no slot and no chunk's span ends
-        between them.
-
         Args:
           grid: A grid with a graph for every span.
           steps: Number of steps that a schedule runs in each span; spans without steps may be
@@ -102,22 +99,36 @@ class GraphPrices:
             return num_steps * step_seconds + self.of_decode_graph(grid.decode_slots, spans[end])
 
         graphs = tuple(spans[end] for end in cheapest_cuts(costs, len(spans), len(spans)))
-        slots = grid.span_slots or (grid.decode_slots,) * len(spans)
-        ends = {
-            span
-            for (span, slots_below), (_, slots_above) in pairwise(zip(spans, slots, strict=True))
-            if slots_below > slots_above
-        }
-        if grid.chunks:
-            ends |= {bucket.length for bucket in grid.prefill}
-        cuts = [cut for cut in zip(spans, slots, strict=True) if cut[0] in ends.union(graphs)]
-        kept_spans = tuple(span for span, _ in cuts)
-        return replace(
-            grid,
-            decode_spans=kept_spans,
-            span_slots=grid.span_slots and tuple(count for _, count in cuts),
-            decode_graphs=None if graphs == kept_spans else graphs,
-        )
+        return with_decode_graphs(grid, graphs)
 
     def _seconds(self, bucket: PrefillBucket) -> float:
         return self.cost.seconds(bucket.call())
+
+
+def with_decode_graphs(grid: BucketGrid, graphs: Collection[int]) -> BucketGrid:
+    """The grid with a decode graph for each of these spans, and for the last one.
+
+    A cache segment is merged with the next one if no graph, no slot and no chunk's span ends
+    between them. The schedule of a job is the same for all decode graphs.
+    """
+    spans = grid.decode_spans
+    if not spans:
+        return grid
+    graphs = {*graphs, spans[-1]}
+    slots = grid.span_slots or (grid.decode_slots,) * len(spans)
+    ends = {
+        span
+        for (span, slots_below), (_, slots_above) in pairwise(zip(spans, slots, strict=True))
+        if slots_below > slots_above
+    }
+    if grid.chunks:
+        ends |= {bucket.length for bucket in grid.prefill}
+    cuts = [cut for cut in zip(spans, slots, strict=True) if cut[0] in ends | graphs]
+    kept_spans = tuple(span for span, _ in cuts)
+    has_all = graphs.issuperset(kept_spans)
+    return replace(
+        grid,
+        decode_spans=kept_spans,
+        span_slots=grid.span_slots and tuple(count for _, count in cuts),
+        decode_graphs=None if has_all else tuple(sorted(graphs)),
+    )

@@ -95,6 +95,23 @@ class Progress:
         """Show the rows and the share of the input that the scan has read, if a line is due."""
         self._show(lambda: self._scan_line(num_rows, num_bytes / total_bytes))
 
+    def show_search(self, num_grids: int, done: int, left: int) -> None:
+        """Show the grids that the search for a plan has simulated, if a line is due.
+
+        Args:
+            num_grids: Simulated grids.
+            done: The work that is done, in any unit.
+            left: The largest amount of work that may be left.
+        """
+
+        def line() -> str:
+            seconds = (self._clock() - self._start) * left / done
+            return (
+                f"search: {plural(num_grids, 'grid')} simulated  ETA at most {_duration(seconds)}"
+            )
+
+        self._show(line)
+
     def update(self, figures: "RunFigures") -> None:
         """Take the figures of the run, and show the progress line if one is due."""
         now = self._clock()

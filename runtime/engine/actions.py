@@ -5,6 +5,7 @@ the order of actions.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PlannedPrefix
@@ -33,8 +34,7 @@ class ScheduledRequest:
         return self.max_total_length > self.prompt_length
 
 
-@dataclass(frozen=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """One of the continuations that a request asks for."""
 
     request: ScheduledRequest
@@ -106,6 +106,8 @@ class DecodeAction:
 
     span: int
     slots: tuple[int, ...]
+    length: int
+    """The number of positions that the longest row has after the call."""
 
 
 Action = PrefillAction | PrefixAction | ForkAction | DecodeAction

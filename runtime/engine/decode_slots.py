@@ -9,9 +9,11 @@ into slots. Guarantees: the prefix of a group changes only while none of its slo
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_grid import PlannedPrefix
@@ -22,25 +24,23 @@ ENOUGH_ROWS = 1 / 2
 same prefix."""
 
 
-@dataclass
-class _Occupant:
-    """The sequence that decodes in a slot."""
-
-    number: int
-    length: int
-    max_total_length: int
-
-
 class DecodeSlots:
     """The decode slots: free, claimed for a prompt that is being prefilled, or decoding."""
 
     def __init__(self, grid: BucketGrid):
         self._grid = grid
-        self._occupants: dict[int, _Occupant] = {}
+        self._occupants: dict[int, int] = {}
+        """The number of the request that decodes in a slot."""
+        self._length_B = np.zeros(grid.decode_slots, np.int64)
+        """The lengths of the sequences that decode."""
+        self._max_length_B = np.zeros(grid.decode_slots, np.int64)
+        """The lengths at which sequences end; 0 for a slot that does not decode."""
         self._prefixes: set[int] = set()
         """Slots that hold shared prefixes."""
         self._capacities = [grid.slot_capacity(slot) for slot in range(grid.decode_slots)]
         self._sorted_capacities = sorted(self._capacities)
+        self._idle = Counter(self._capacities)
+        """The number of slots of each capacity that neither decode nor hold a prefix."""
         # shortest first, so that a sequence takes the shortest slot that holds it
         self._free = sorted(range(len(self._capacities)), key=self._order)
 
@@ -62,9 +62,7 @@ class DecodeSlots:
 
     def num_idle(self, length: int) -> int:
         """The number of slots that hold a total length, and neither decode nor hold a prefix."""
-        return self.num_usable(length) - sum(
-            length <= self._capacities[slot] for slot in (*self._occupants, *self._prefixes)
-        )
+        return sum(count for capacity, count in self._idle.items() if length <= capacity)
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -79,7 +77,7 @@ class DecodeSlots:
     @property
     def request_numbers(self) -> set[int]:
         """The numbers of the requests that decode."""
-        return {occupant.number for occupant in self._occupants.values()}
+        return set(self._occupants.values())
 
     def claim(self, slots: list[int]) -> None:
         """Reserve free slots for the sequences of a prompt."""
@@ -89,26 +87,31 @@ class DecodeSlots:
     def put(self, slot: int, sequence: ScheduledSequence) -> None:
         """Start to decode a sequence whose prompt is complete in the slot."""
         request = sequence.request
-        self._occupants[slot] = _Occupant(
-            request.number, request.prompt_length, request.max_total_length
-        )
+        self._occupants[slot] = request.number
+        self._length_B[slot] = request.prompt_length
+        self._max_length_B[slot] = request.max_total_length
+        self._idle[self._capacities[slot]] -= 1
 
     def hold(self, slot: int) -> None:
         """Record that a slot holds a shared prefix, until it is released or continued."""
         self._prefixes.add(slot)
+        self._idle[self._capacities[slot]] -= 1
 
     def unhold(self, slot: int) -> None:
         """Record that a slot holds no shared prefix any more, as a longer one continues in it."""
         self._prefixes.remove(slot)
+        self._idle[self._capacities[slot]] += 1
 
-    def advance(self, slot: int, num_tokens: int) -> None:
-        """Record that the sequence in a slot grew by some tokens."""
-        self._occupants[slot].length += num_tokens
+    def advance(self, slots: int | list[int], num_tokens: int) -> None:
+        """Record that the sequences in one or several slots grew by some tokens each."""
+        self._length_B[slots] += num_tokens
 
     def release(self, slot: int) -> None:
         """Free a slot that was claimed or that decoded."""
-        self._occupants.pop(slot, None)
+        if self._occupants.pop(slot, None) is not None or slot in self._prefixes:
+            self._idle[self._capacities[slot]] += 1
         self._prefixes.discard(slot)
+        self._max_length_B[slot] = 0
         insort(self._free, slot, key=self._order)
 
     def decode(self) -> DecodeAction | None:
@@ -116,12 +119,9 @@ class DecodeSlots:
         slot is live."""
         if not self._occupants:
             return None
-        steps = self._grid.steps_per_call
-        length = max(
-            min(occupant.length + steps, occupant.max_total_length)
-            for occupant in self._occupants.values()
-        )
-        return DecodeAction(self._grid.span_of(length), self.live)
+        length_B = np.minimum(self._length_B + self._grid.steps_per_call, self._max_length_B)
+        length = int(length_B.max())
+        return DecodeAction(self._grid.span_of(length), self.live, length)
 
     def _order(self, slot: int) -> tuple[int, int]:
         return self._capacities[slot], slot

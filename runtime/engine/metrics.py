@@ -20,6 +20,11 @@ def prefix_bucket(prefixes: PrefixGrid) -> PrefillBucket:
     return PrefillBucket(prefixes.length, prefixes.batch, prefixes.chunk)
 
 
+def prefill_name(bucket: PrefillBucket, *, is_scored: bool) -> str:
+    """The name under which the calls of a prefill graph are counted."""
+    return f"{bucket}{' scored' if is_scored else ''}"
+
+
 class RunFigures(NamedTuple):
     """The figures of a run at one moment, for people."""
 
@@ -53,6 +58,11 @@ class DecodeUse:
     """Slot-steps of slots that held a sequence, whether or not it emitted."""
     computed_tokens: int = 0
     seconds: float = 0.0
+
+    def add(self, other: "DecodeUse") -> None:
+        """Add the counters of other calls."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass
@@ -91,8 +101,7 @@ class EngineMetrics:
         `shared_tokens` more, which are read from planned prefixes.
         """
         self.copied_tokens += shared_tokens
-        kind = " scored" if is_scored else ""
-        use = self.prefill[f"{bucket}{kind}"]
+        use = self.prefill[prefill_name(bucket, is_scored=is_scored)]
         use.calls += 1
         use.rows += rows
         use.real_tokens += real_tokens
@@ -116,13 +125,9 @@ class EngineMetrics:
         self, span: int, *, steps: int, emitted: int, live_slots: int, slots: int, seconds: float
     ) -> None:
         """Count one decode call: steps that ran, and tokens that its live slots emitted."""
-        use = self.decode[str(span)]
-        use.calls += 1
-        use.steps += steps
-        use.emitted_tokens += emitted
-        use.live_tokens += steps * live_slots
-        use.computed_tokens += steps * slots
-        use.seconds += seconds
+        self.decode[str(span)].add(
+            DecodeUse(1, steps, emitted, steps * live_slots, steps * slots, seconds)
+        )
 
     def count_fork(self, num_copied: int, seconds: float = 0.0) -> None:
         """Count one copy of a slot, and the tokens of a request that it takes from a prefix."""

@@ -53,7 +53,7 @@ from .actions import (
 )
 from .decode_slots import DecodeSlots, PrefixGroups
 from .held_prefixes import HeldPrefixes
-from .waiting_prompts import Prompt, PromptQueue, WaitingPrompts, number_of
+from .waiting_prompts import NO_SLOT, Prompt, PromptQueue, WaitingPrompts, number_of
 
 IDLE_SHARE = 1 / 16
 """A batch that is not full runs if this share of the slots for its oldest prompt is idle."""
@@ -326,7 +326,11 @@ class Scheduler:
         Waiting prompts younger than the request number `last` are left out.
         """
         batch = self._started.get(queue, [])[: queue.bucket.batch]
-        for prompt in self._waiting.by_age(queue, only_without_slot=not free):
+
+        def has_slot(capacity: int) -> bool:
+            return capacity == NO_SLOT or self.slots.first_usable(capacity, free) < len(free)
+
+        for prompt in self._waiting.by_age(queue, has_slot):
             if len(batch) == queue.bucket.batch or prompt.request.number > last:
                 break
             if (slots := self._slots_for(prompt, free)) is not None:

@@ -7,9 +7,9 @@ a queue come in the order of their requests, whenever they were added.
 import heapq
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -94,12 +94,18 @@ class WaitingPrompts:
         """The oldest prompt of each lane."""
         return (lane[0] for lanes in self._lanes.values() for lane in lanes.values())
 
-    def by_age(self, queue: PromptQueue, *, only_without_slot: bool = False) -> Iterator[Prompt]:
-        """The prompts of a queue, oldest first: all, or only those that need no slot."""
-        lanes = self._lanes.get(queue, {})
-        if only_without_slot:
-            return iter(lanes.get(NO_SLOT, ()))
-        return heapq.merge(*lanes.values(), key=number_of)
+    def by_age(
+        self, queue: PromptQueue, has_slot: Callable[[int], bool] = lambda capacity: True
+    ) -> Iterator[Prompt]:
+        """The prompts of a queue, oldest first.
+
+        A lane ends as soon as `has_slot` is false for the slot capacity that its prompts need.
+        """
+        lanes = [
+            takewhile(lambda _, capacity=capacity: has_slot(capacity), lane)
+            for capacity, lane in self._lanes.get(queue, {}).items()
+        ]
+        return iter(lanes[0]) if len(lanes) == 1 else heapq.merge(*lanes, key=number_of)
 
     def rows_by_prefix(self, last: float) -> dict[PlannedPrefix | None, WaitingRows]:
         """The rows that wait for each planned prefix, by age of the oldest row.

@@ -22,7 +22,7 @@ from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.run_bounds import ExpectedRow
 from ..errors import NoPlanFits
 from .sample import longest_rows
-from .search import SimulatedGrid, find_best_grid, simulate_grid
+from .search import Schedules, SimulatedGrid, find_best_grid, simulate_grid
 
 MIN_RUN_SECONDS = 60.0
 """Seconds of a run below which nothing is said, as little can be saved."""
@@ -95,7 +95,8 @@ def saved_share(
     sample, shared = [rows[row] for row in taken], table.of_rows(taken)
     memory = MEMORY_SHARE * prices.cost.hardware.memory_bytes
     budget = Budget(memory_bytes=memory, graph_seconds=prices.build)
-    own = simulate_grid(grid, sample, prices.cost, budget, table=shared).simulation.seconds
+    schedules = Schedules(sample, shared)
+    own = simulate_grid(grid, schedules, prices.cost, budget).simulation.seconds
     found, deadline = [own], clock() + search_seconds
 
     def note(simulated: SimulatedGrid) -> None:
@@ -109,7 +110,5 @@ def saved_share(
         for family in families:
             candidates = list(takewhile(lambda _: clock() < deadline, family))
             with suppress(NoPlanFits):
-                find_best_grid(
-                    candidates, sample, prices.cost, budget, MAX_GRIDS, note, table=shared
-                )
+                find_best_grid(candidates, schedules, prices.cost, budget, MAX_GRIDS, note)
     return 1 - min(found) / own

@@ -4,7 +4,6 @@ All seconds are predictions.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from ...modelzoo.config import Arrangement, DecoderConfig
 from ...modelzoo.layer_groups import block_layers
 from ...sharding.layout import Layout
 from ...sharding.legality import IllegalLayout, require
+from ..batch.progress import Progress
 from ..checkpoint import ModelFiles
 from ..checkpoint.published_numbers import keep_published
 from ..console import note, plural
@@ -34,12 +34,14 @@ from ..devices.machine import faster_dtype
 from ..errors import CheckpointError, ConfigError, NoPlanFits
 from ..files.hardware_files import known_hardware
 from ..files.layout_files import named_layout_tables, read_layout_table, split_spellings
+from .calibration_file import read_calibration
 from .compiled_layouts import LayoutCompiler, PlannedLayout, describe_problems
 from .fitting_plan import suggest_fitting_plan
 from .layout_ranking import RankedLayout, Ranking, all_layouts
 from .plan_checks import read_stored
 from .planner import Planner, PlanResult
-from .search import SimulatedGrid
+from .sample import SimulatedRows
+from .search_progress import SearchProgress
 from .workload import Workload, read_workload
 
 ALL = "all"
@@ -130,10 +132,13 @@ def predict(
         raise NoPlanFits(
             f"no layout can serve this:{reasons}{suggest_fitting_plan(ranking, ranked)}"
         )
-    searched = _planned_layouts(options, ranking, workload, chosen)
+    simulated_rows: dict[int, SimulatedRows] = {}
+    searched = _planned_layouts(options, ranking, workload, chosen, simulated_rows)
     if options.compile_layouts:
         searched = _as_compiled(options, config, numbers, adapters, searched)
     best = searched[0]
+    planner = _planner(options, config, workload, best.layout, best.cost, simulated_rows)
+    result = planner.with_comparison(best.result)
     grid = replace(best.result.best.grid, structured=workload.structured, adapters=adapters)
     plan = Plan(
         options.target,
@@ -146,7 +151,7 @@ def predict(
         evidence=_evidence(options, workload, best),
     )
     seconds = time.perf_counter() - started
-    return Prediction(plan, best.result, workload, best.cost, ranked, searched, seconds)
+    return Prediction(plan, result, workload, best.cost, ranked, searched, seconds)
 
 
 def _evidence(options: argparse.Namespace, workload: Workload, best: PlannedLayout) -> PlanEvidence:
@@ -203,21 +208,28 @@ def _planned_layouts(
     ranking: Ranking,
     workload: Workload,
     chosen: list[RankedLayout],
+    simulated_rows: dict[int, SimulatedRows],
 ) -> list[PlannedLayout]:
     """Layouts with their plans, the fastest first; a layout without a legal plan is left out."""
     planned: list[PlannedLayout] = []
     reasons = []
+    progress = SearchProgress(Progress(is_quiet=options.quiet), len(chosen))
     for ranked_layout in chosen:
+        if ranked_layout.layout is not None:
+            progress.note(f"{ranked_layout.layout.name} ({ranked_layout.layout.mesh}):")
         try:
-            result = _planner(options, ranking.config, workload, ranked_layout).plan()
-            _require(ranked_layout.layout, ranking, result.best.grid)
-            assert ranked_layout.cost is not None
-            planned.append(PlannedLayout(ranked_layout.layout, ranked_layout.cost, result))
+            layout, cost = ranked_layout.layout, ranked_layout.cost
+            assert cost is not None
+            planner = _planner(options, ranking.config, workload, layout, cost, simulated_rows)
+            result = progress.plan(planner)
+            _require(layout, ranking, result.best.grid)
+            planned.append(PlannedLayout(layout, cost, result))
         except (NoPlanFits, IllegalLayout) as error:
             reasons.append(
                 f"{ranked_layout.layout.name if ranked_layout.layout else 'one device'}: {error}"
             )
-            note(options, reasons[-1])
+            progress.note(reasons[-1])
+    progress.finish()
     if not planned:
         raise NoPlanFits("no plan fits. " + " ".join(reasons))
     return sorted(planned, key=lambda layout_plan: layout_plan.result.best.seconds)
@@ -261,29 +273,25 @@ def _planner(
     options: argparse.Namespace,
     config: DecoderConfig,
     workload: Workload,
-    ranked_layout: RankedLayout,
+    layout: Layout | None,
+    cost: CostModel,
+    simulated_rows: dict[int, SimulatedRows],
 ) -> Planner:
-    def report(simulated: SimulatedGrid) -> None:
-        note(options, f"{simulated.seconds:10.1f} s to compile and run: {_short(simulated)}")
-
-    assert ranked_layout.cost is not None
     platform = TargetName.parse(options.target).platform
-    defaults = GridDefaults.for_layout(ranked_layout.layout, platform)
-    if ranked_layout.layout is not None:
-        note(options, f"{ranked_layout.layout.name} ({ranked_layout.layout.mesh}):")
+    defaults = GridDefaults.for_layout(layout, platform)
     return Planner(
         workload.rows,
         config.max_position,
-        ranked_layout.cost,
-        _budget(options, config, ranked_layout.cost.hardware, ranked_layout.cost.work.entry_bytes),
+        cost,
+        _budget(options, config, cost.hardware, cost.work.entry_bytes),
         replace(defaults, max_length=options.max_length),
         may_chunk=options.chunks != "never",
         must_chunk=options.chunks == "always",
         max_simulated=options.tries,
-        on_simulated=report,
         compared=_grids_of_run(workload),
         table=workload.prefixes,
         may_group=options.chunks != "always" and options.max_length is None,
+        simulated_rows=simulated_rows,
     )
 
 
@@ -351,16 +359,6 @@ def _calibration(
             f"--calibration: expected float weights and a float cache, which calibrations are "
             f"measured with, got {numbers.to_table()}. Plan without it."
         )
-    with options.calibration.open(encoding="utf-8") as file:
-        try:
-            calibration = Calibration.from_json(json.load(file))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"{options.calibration}: expected a calibration in JSON, got: {error}. Write one "
-                f"with noria bench --calibration."
-            ) from None
-        except ValueError as error:
-            raise ConfigError(f"{options.calibration}: {error}") from None
     hardware = _hardware(options)
     expected = {
         "model": _fingerprint(files),
@@ -368,14 +366,7 @@ def _calibration(
         "layout": options.layout or "",
         "hardware": {"name": hardware.name, **hardware.peaks()},
     }
-    for name, value in expected.items():
-        if (got := getattr(calibration, name)) != value:
-            raise ConfigError(
-                f"{options.calibration} {name}: expected {value}, got {got}. Calibrate again with "
-                f"noria bench --calibration, or plan for the calibrated model, dtype and layout, "
-                f"with the same tables (--hardware)."
-            )
-    return calibration
+    return read_calibration(options.calibration, expected)
 
 
 def _grids_of_run(workload: Workload) -> "dict[str, BucketGrid]":
@@ -401,9 +392,3 @@ def _fingerprint(files: ModelFiles) -> str:
         return files.fingerprint()
     except CheckpointError:
         return ""
-
-
-def _short(simulated: SimulatedGrid) -> str:
-    grid = simulated.grid
-    pieces = "chunks" if grid.chunks else "whole prompts"
-    return f"{pieces} {', '.join(map(str, grid.prefill))}, {plural(grid.decode_slots, 'slot')}"

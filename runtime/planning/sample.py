@@ -19,15 +19,16 @@ from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.planning.candidates import CandidateGrids
 from ...compile.planning.cost import CostModel
 from ...compile.planning.run_bounds import ExpectedRow
-from .search import SimulatedGrid, simulate_in_order
+from .search import Schedules, SimulatedGrid, simulate_in_order
 from .simulator import Simulation
 
-MAX_ROWS_SIMULATED = 20_000
-"""Up to this number of rows, all rows are simulated."""
-ROWS_TO_SEARCH = 2_000
-"""The number of sampled rows that rank grids, if there are more than `MAX_ROWS_SIMULATED` rows."""
+ROWS_TO_SEARCH = 8_000
+"""The number of sampled rows that rank grids."""
 ROWS_TO_PREDICT = 10_000
-"""The number of sampled rows from which the chosen grid and the other grids are predicted."""
+"""The number of sampled rows from which the seconds of the best grids are predicted."""
+MIN_RATIO = 2
+"""A sample is taken of a workload with more than this many times its rows; else all rows are
+simulated."""
 NUM_PARTS = 4
 
 
@@ -51,23 +52,38 @@ Bounds = Callable[[Sequence[ExpectedRow], PrefixTable], CandidateGrids]
 """Makes the candidate grids and their bounds, from rows and what they share."""
 
 
-class Sample:
-    """The rows of a workload that are simulated instead of all."""
+class SimulatedRows:
+    """The rows of a workload that are simulated: all of them, or a sample of about `count`.
+
+    Attributes:
+      every: All rows.
+      is_whole: Whether all rows are simulated.
+      rows: The simulated rows.
+      table: What the prompts of the simulated rows share.
+      schedules: Their schedules, which do not depend on layouts.
+    """
 
     def __init__(
-        self,
-        every: Sequence[ExpectedRow],
-        bounds: Bounds,
-        count: int,
-        table: PrefixTable = NOTHING_SHARED,
+        self, every: Sequence[ExpectedRow], count: int, table: PrefixTable = NOTHING_SHARED
     ):
-        self.is_whole = len(every) <= MAX_ROWS_SIMULATED
+        self.every, self.every_table = every, table
+        self.is_whole = len(every) <= MIN_RATIO * count
         self.rows, self.table = every, table
-        self._bounds = bounds
         if not self.is_whole:
             taken = _sampled(every, len(every) / count)
             self.rows, self.table = [every[row] for row in taken], table.of_rows(taken)
-            self._all_bounds = bounds(every, table)
+        self.schedules = Schedules(self.rows, self.table)
+
+
+class Sample:
+    """Simulated rows, whose seconds are scaled to all rows by the bounds under one layout."""
+
+    def __init__(self, simulated: SimulatedRows, bounds: Bounds):
+        self.is_whole, self.rows, self.table = simulated.is_whole, simulated.rows, simulated.table
+        self.schedules = simulated.schedules
+        self._bounds = bounds
+        if not self.is_whole:
+            self._all_bounds = bounds(simulated.every, simulated.every_table)
             self._sample_bounds = bounds(self.rows, self.table)
 
     def scaled(self, grid: BucketGrid, simulation: Simulation) -> Simulation:

@@ -21,11 +21,11 @@ from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.planning.candidates import Budget
 from ...compile.planning.cost import CostModel
-from ...compile.planning.graph_prices import GraphPrices
+from ...compile.planning.graph_prices import GraphPrices, with_decode_graphs
 from ...compile.planning.run_bounds import Candidate, ExpectedRow
 from ..engine.shared_prefixes import SharedPrefix, plan_submission
 from ..errors import NoPlanFits
-from .simulator import SimulatedRow, Simulation, simulate
+from .simulator import Schedule, SimulatedRow, Simulation, schedule
 
 MAX_SIMULATED_GRIDS = 24
 MIN_EQUAL = 4
@@ -62,6 +62,8 @@ class SearchResult:
     """The best simulated grid, and a bound for the candidates that were not simulated."""
 
     best: SimulatedGrid
+    ranked: list[BucketGrid]
+    """The candidates that were simulated and are within the limit of padding, the fastest first."""
     num_simulated: int
     num_candidates: int
     min_bound: float | None
@@ -76,21 +78,39 @@ class SearchResult:
         return max(0.0, 1 - self.min_bound / self.best.seconds)
 
 
+class Schedules:
+    """The schedules of a job's rows, in the order in which a job submits them to the engine.
+
+    A schedule does not depend on seconds or decode graphs. So grids that differ in decode graphs
+    alone have one schedule, under all layouts.
+    """
+
+    def __init__(self, rows: Sequence[ExpectedRow], table: PrefixTable = NOTHING_SHARED):
+        """Prepare the schedules; `table` is what the prompts of `rows` share."""
+        self.rows, self.table = rows, table
+        self._known: dict[BucketGrid, Schedule] = {}
+
+    def of(self, grid: BucketGrid) -> Schedule:
+        """The schedule on a grid."""
+        alike = with_decode_graphs(grid, ())
+        if alike not in self._known:
+            self._known[alike] = _scheduled_in_order(self.rows, alike, self.table)
+        return self._known[alike]
+
+
 def find_best_grid(
     candidates: Iterable[Candidate],
-    rows: Sequence[ExpectedRow],
+    schedules: Schedules,
     cost: CostModel,
     budget: Budget,
     max_simulated: int = MAX_SIMULATED_GRIDS,
     on_simulated: Callable[[SimulatedGrid], None] = lambda simulated: None,
     scaled: ScaleToAllRows = lambda grid, simulation: simulation,
-    table: PrefixTable = NOTHING_SHARED,
 ) -> SearchResult:
     """Find the candidate with the fewest seconds to compile and to run.
 
     Args:
-      scaled: Scales the simulation of `rows` to all rows, if `rows` are a sample.
-      table: What the prompts of `rows` share.
+      scaled: Scales a simulation to all rows, if the rows of `schedules` are a sample.
 
     Raises:
       NoPlanFits: No candidate is within the budget.
@@ -99,13 +119,14 @@ def find_best_grid(
     num_candidates = len(waiting)
     min_padding = min((one.candidate.padding for one in waiting), default=math.inf)
     best, num_simulated, min_simulated_padding = None, 0, math.inf
+    within: list[tuple[float, BucketGrid]] = []
     while waiting and num_simulated < max_simulated:
         first = min(waiting, key=_Waiting.order)
         waiting.remove(first)
         candidate = first.candidate
         if candidate.padding > budget.padding or (best and candidate.bound >= best.seconds):
             continue
-        simulated = simulate_grid(candidate.grid, rows, cost, budget, scaled, table)
+        simulated = simulate_grid(candidate.grid, schedules, cost, budget, scaled)
         num_simulated += 1
         min_simulated_padding = min(min_simulated_padding, simulated.padding)
         on_simulated(simulated)
@@ -115,15 +136,19 @@ def find_best_grid(
             other.is_last |= pads_too_much and has_larger_calls(
                 other.candidate.grid, candidate.grid
             )
-        if not pads_too_much and (best is None or simulated.seconds < best.seconds):
+        if pads_too_much:
+            continue
+        within.append((simulated.seconds, candidate.grid))
+        if best is None or simulated.seconds < best.seconds:
             best = simulated
     if best is None:
         padding = min_simulated_padding if num_simulated else min_padding
-        raise NoPlanFits(_nothing_fits(budget, padding, num_simulated))
+        raise NoPlanFits(nothing_fits(budget, padding, num_simulated))
     left = (one.candidate for one in waiting)
     bounds = [other.bound for other in left if other.padding <= budget.padding]
     better = [bound for bound in bounds if bound < best.seconds]
-    return SearchResult(best, num_simulated, num_candidates, min(better, default=None))
+    ranked = [grid for _, grid in sorted(within, key=lambda pair: pair[0])]
+    return SearchResult(best, ranked, num_simulated, num_candidates, min(better, default=None))
 
 
 @dataclass(eq=False)
@@ -172,7 +197,8 @@ def has_larger_calls(grid: BucketGrid, other: BucketGrid) -> bool:
     return all(bucket.batch >= other_bucket.batch for bucket, other_bucket in pairs)
 
 
-def _nothing_fits(budget: Budget, min_padding: float, num_simulated: int) -> str:
+def nothing_fits(budget: Budget, min_padding: float, num_simulated: int) -> str:
+    """The reason why no simulated grid can be used, and the options that may help."""
     if math.isinf(min_padding):
         return "no grid is within the budget of memory and graphs, with --chunks as given."
     return (
@@ -184,18 +210,18 @@ def _nothing_fits(budget: Budget, min_padding: float, num_simulated: int) -> str
 
 def simulate_grid(
     grid: BucketGrid,
-    rows: Sequence[ExpectedRow],
+    schedules: Schedules,
     cost: CostModel,
     budget: Budget,
     scaled: ScaleToAllRows = lambda grid, simulation: simulation,
-    table: PrefixTable = NOTHING_SHARED,
 ) -> SimulatedGrid:
     """Simulate a grid; decode graphs that save too little in its schedule are removed from it."""
-    simulation = scaled(grid, simulate_in_order(rows, grid, cost, table))
+    calls = schedules.of(grid)
+    simulation = scaled(grid, calls.priced(grid, cost))
     steps = {int(span): use.steps for span, use in simulation.metrics.decode.items()}
     reduced = GraphPrices(cost, budget.graph_seconds).without_idle_spans(grid, steps)
     if reduced != grid:
-        simulation = scaled(reduced, simulate_in_order(rows, reduced, cost, table))
+        simulation = scaled(reduced, calls.priced(reduced, cost))
     return SimulatedGrid(reduced, simulation, budget.build_seconds(reduced))
 
 
@@ -213,6 +239,12 @@ def simulate_in_order(
       cost: Gives the seconds of calls; without it all calls take 0 seconds.
       table: What the prompts of the rows share.
     """
+    return _scheduled_in_order(rows, grid, table).priced(grid, cost)
+
+
+def _scheduled_in_order(
+    rows: Sequence[ExpectedRow], grid: BucketGrid, table: PrefixTable
+) -> Schedule:
     needs = [(row.need.prompt_length, row.need.max_tokens) for row in rows]
     submission = plan_submission(needs, table, grid)
     submitted = [
@@ -224,7 +256,7 @@ def simulate_in_order(
             strict=True,
         )
     ]
-    return simulate(grid, submitted, cost, submission.num_held)
+    return schedule(grid, submitted, submission.num_held)
 
 
 def _simulated(

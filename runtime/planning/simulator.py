@@ -1,17 +1,19 @@
 """Simulate a job on a grid with the real scheduler, but without a device or a clock.
 
 Every action of the schedule is counted as the engine counts it, and its seconds come from a cost
-model. Given the output lengths of a real run, the simulated calls, padding and slot occupancy equal
-those of that run; the seconds are predictions.
+model. The schedule does not depend on the seconds, so it has prices under any cost model. Given the
+output lengths of a real run, the simulated calls, padding and slot occupancy equal those of that
+run; the seconds are predictions.
 
 Rows are submitted in the order of a job, a few at a time, as the scheduler asks for them. A stop id
 and the length limit end a sequence at their step, on the device. The host finds a stop string after
 the call, so a row that ends at a stop string runs to the end of the call.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
@@ -26,7 +28,7 @@ from ..engine.actions import (
     ScheduledRequest,
     ScheduledSequence,
 )
-from ..engine.metrics import EngineMetrics
+from ..engine.metrics import DecodeUse, EngineMetrics, prefill_name, prefix_bucket
 from ..engine.scheduler import Scheduler
 from ..engine.shared_prefixes import SharedPrefix
 
@@ -90,12 +92,74 @@ class Simulation:
         return sum(use.live_tokens for use in uses) / computed if computed else 0.0
 
 
-@dataclass
-class _LiveSequence:
-    """A sequence in a slot, with the number of tokens that it has emitted."""
+Counts = dict[str | int, tuple[int, int]]
+"""Numbers of calls and steps: by name for a prefill graph, whose calls have one step, and by the
+length of the longest row for decode calls."""
 
-    sequence: ScheduledSequence
-    emitted: int = 0
+
+@dataclass
+class Schedule:
+    """The calls of a simulated job, without seconds."""
+
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    """All counters except those of decode calls."""
+    prefill_calls: dict[str, Call] = field(default_factory=dict)
+    """The shape of each prefill graph, by its name in `metrics`."""
+    decode: dict[int, DecodeUse] = field(default_factory=lambda: defaultdict(DecodeUse))
+    """The counters of decode calls, by the length that the longest row has after the call."""
+    counts_before_tail: Counts = field(default_factory=dict)
+    """The calls and steps until no row waits."""
+
+    @property
+    def counts(self) -> Counts:
+        """The calls and steps of each prefill graph, and of the decode calls of each length."""
+        prefill = {name: (use.calls, use.calls) for name, use in self.metrics.prefill.items()}
+        return prefill | {length: (use.calls, use.steps) for length, use in self.decode.items()}
+
+    def priced(self, grid: BucketGrid, cost: CostModel | None) -> Simulation:
+        """The schedule with seconds.
+
+        Args:
+          grid: The grid of the schedule, or one that differs from it in decode graphs alone.
+          cost: Gives the seconds of calls; without it all calls take 0 seconds.
+        """
+        metrics = self.metrics.scaled(1)
+        for length, use in self.decode.items():
+            metrics.decode[str(grid.span_of(length))].add(use)
+        seconds = self._seconds(self.counts, grid, cost)
+        for name, use in (metrics.prefill | metrics.decode).items():
+            use.seconds = seconds[name]
+        before_tail = sum(self._seconds(self.counts_before_tail, grid, cost).values())
+        return Simulation(metrics, sum(seconds.values()) - before_tail)
+
+    def _seconds(
+        self, counts: Counts, grid: BucketGrid, cost: CostModel | None
+    ) -> dict[str, float]:
+        """Seconds of these calls and steps, first calls included, by name of the graph."""
+        seconds: dict[str, float] = {}
+        for key, (num_calls, num_steps) in counts.items():
+            if is_decode := isinstance(key, int):
+                key, call = str(span := grid.span_of(key)), grid.decode_call(span)
+            else:
+                call = self.prefill_calls[key]
+            if cost is None:
+                seconds[key] = 0.0
+                continue
+            if key not in seconds:
+                seconds[key] = cost.first_call_seconds(call)
+            of_call = cost.decode_call_seconds() if is_decode else 0.0
+            seconds[key] += num_calls * of_call + num_steps * cost.seconds(call)
+        return seconds
+
+
+class _LastCall(NamedTuple):
+    """The last decode call of a sequence."""
+
+    slot: int
+    emitted: int
+    """Tokens that the call emits, those past a stop string included."""
+    cut: int
+    """Tokens that the sequence emits past a stop string."""
 
 
 def simulate(
@@ -109,7 +173,12 @@ def simulate(
       cost: Gives the seconds of calls; without it all calls take 0 seconds.
       num_held: The number of slots that may hold shared prefixes at one time.
     """
-    run = _Run(grid, rows, cost)
+    return schedule(grid, rows, num_held).priced(grid, cost)
+
+
+def schedule(grid: BucketGrid, rows: Sequence[SimulatedRow], num_held: int = 0) -> Schedule:
+    """The schedule of a job; the arguments are those of `simulate`."""
+    run = _Run(grid, rows)
     run.scheduler.reserve(num_held)
     return run.run()
 
@@ -117,29 +186,29 @@ def simulate(
 class _Run:
     """The state of one simulated job."""
 
-    def __init__(self, grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | None):
-        self._grid, self._rows, self._cost = grid, rows, cost
+    def __init__(self, grid: BucketGrid, rows: Sequence[SimulatedRow]):
+        self._grid, self._rows = grid, rows
         self.scheduler = Scheduler(grid)
-        self._live: dict[int, _LiveSequence] = {}
-        self._result = Simulation()
-        self._called: set[Call] = set()
+        self._result = Schedule()
+        self._num_decode_calls = 0
+        self._last_calls: dict[int, list[_LastCall]] = defaultdict(list)
+        """The sequences that end, by the number of the decode call."""
         self._calls: dict[tuple[PrefillBucket, bool], Call] = {}
         """Prefill calls by bucket and scoring."""
 
-    def run(self) -> Simulation:
+    def run(self) -> Schedule:
         waiting = deque(enumerate(self._rows))
-        seconds_at_last_row = None
+        is_tail = False
         while True:
             while waiting and self.scheduler.wants_more:
                 number, row = waiting.popleft()
                 self.scheduler.submit(row.request(number))
-            if seconds_at_last_row is None and not waiting and not self.scheduler.num_waiting:
-                seconds_at_last_row = self._result.seconds
+            if not (is_tail or waiting or self.scheduler.num_waiting):
+                is_tail = True
+                self._result.counts_before_tail = self._result.counts
             if (action := self.scheduler.next_action()) is None:
-                break
+                return self._result
             self._carry_out(action)
-        self._result.tail_seconds = self._result.seconds - (seconds_at_last_row or 0.0)
-        return self._result
 
     def _carry_out(self, action: object) -> None:
         match action:
@@ -147,16 +216,16 @@ class _Run:
                 self._count_prefill(action)
                 for row in rows:
                     if row.slot is not None and row.is_last and row.sequence.request.generates:
-                        self._live[row.slot] = _LiveSequence(row.sequence)
+                        self._start(row.slot, row.sequence)
             case PrefixAction(count=count) if count:
                 prefixes = self._grid.prefixes
                 assert prefixes is not None
-                seconds = self._seconds(prefixes.call)
-                self._result.metrics.count_prefix(prefixes, count, seconds=seconds)
+                self._result.metrics.count_prefix(prefixes, count, seconds=0.0)
+                self._result.prefill_calls[str(prefix_bucket(prefixes))] = prefixes.call
             case ForkAction(slot=slot, sequence=sequence, num_copied=num_copied):
                 self._result.metrics.count_fork(num_copied)
                 if sequence is not None:
-                    self._live[slot] = _LiveSequence(sequence)
+                    self._start(slot, sequence)
             case DecodeAction():
                 self._decode(action)
 
@@ -165,6 +234,8 @@ class _Run:
         if (call := self._calls.get(key := (bucket, action.is_scored))) is None:
             call = self._grid.prefill_call(bucket, is_scored=action.is_scored)
             self._calls[key] = call
+            name = prefill_name(bucket, is_scored=action.is_scored)
+            self._result.prefill_calls[name] = call
         self._result.metrics.count_prefill(
             bucket,
             is_scored=action.is_scored,
@@ -172,49 +243,37 @@ class _Run:
             real_tokens=sum(row.count for row in action.rows),
             prefix_tokens=sum(row.count for row in action.rows if row.is_of_prefix),
             computed_tokens=call.num_tokens,
-            seconds=self._seconds(call),
+            seconds=0.0,
             shared_tokens=action.shared_tokens,
         )
 
+    def _start(self, slot: int, sequence: ScheduledSequence) -> None:
+        """Note the decode call in which a sequence ends: all calls before it emit every step."""
+        row, steps = self._rows[sequence.request.number], self._grid.steps_per_call
+        wanted = row.outputs[sequence.sample]
+        # a stop string ends a row after the call, and the device goes on up to the limit
+        length = row.limit - row.prompt_length if row.ends_on_host else wanted
+        num_calls = max(1, -(-wanted // steps))
+        emitted = min(num_calls * steps, length)
+        last = _LastCall(slot, emitted - (num_calls - 1) * steps, emitted - wanted)
+        self._last_calls[self._num_decode_calls + num_calls].append(last)
+
     def _decode(self, action: DecodeAction) -> None:
-        slots = self._grid.decode_slots
-        emitted = {slot: self._emits(self._live[slot]) for slot in action.slots}
-        steps = max(emitted.values())
-        call = self._grid.decode_call(action.span)
-        self._result.metrics.count_decode(
-            action.span,
-            steps=steps,
-            emitted=sum(emitted.values()),
-            live_slots=len(action.slots),
-            slots=slots,
-            seconds=self._seconds(call, steps),
+        self._num_decode_calls += 1
+        steps, num_live = self._grid.steps_per_call, len(action.slots)
+        ending = self._last_calls.pop(self._num_decode_calls, [])
+        num_longer = num_live - len(ending)
+        run_steps = steps if num_longer else max(last.emitted for last in ending)
+        self._result.decode[action.length].add(
+            DecodeUse(
+                calls=1,
+                steps=run_steps,
+                emitted_tokens=num_longer * steps + sum(last.emitted for last in ending),
+                live_tokens=run_steps * num_live,
+                computed_tokens=run_steps * self._grid.decode_slots,
+            )
         )
-        for slot, count in emitted.items():
-            self._advance(slot, count)
-
-    def _seconds(self, call: Call, steps: int = 1) -> float:
-        if self._cost is None:
-            return 0.0
-        first = 0.0 if call in self._called else self._cost.first_call_seconds(call)
-        self._called.add(call)
-        of_call = self._cost.decode_call_seconds() if call.phase == "decode" else 0.0
-        return first + of_call + steps * self._cost.seconds(call)
-
-    def _emits(self, live: _LiveSequence) -> int:
-        """The number of tokens that the next call emits, also after a stop string."""
-        row = self._rows[live.sequence.request.number]
-        length = row.limit - row.prompt_length
-        if not row.ends_on_host:
-            length = row.outputs[live.sequence.sample]
-        return min(self._grid.steps_per_call, length - live.emitted)
-
-    def _advance(self, slot: int, count: int) -> None:
-        live = self._live[slot]
-        live.emitted += count
-        wanted = self._rows[live.sequence.request.number].outputs[live.sequence.sample]
-        if live.emitted < wanted:
-            self.scheduler.slots.advance(slot, count)
-            return
-        self._result.metrics.cut_tokens += live.emitted - wanted
-        self.scheduler.slots.release(slot)
-        del self._live[slot]
+        self.scheduler.slots.advance(list(action.slots), steps)
+        for last in ending:
+            self._result.metrics.cut_tokens += last.cut
+            self.scheduler.slots.release(last.slot)

@@ -401,6 +401,29 @@ def test_prompts_that_are_only_scored_use_no_slot_while_all_slots_decode(grid):
     assert scheduler.num_waiting == 1
 
 
+@pytest.mark.parametrize(("grid", "lengths"), [(WHOLE, (5,)), (RAGGED, (5, 20))])
+def test_prompts_that_no_free_slot_holds_are_not_looked_at(grid, lengths, monkeypatch):
+    """Only the two short slots are free in the ragged grid, or one slot in the other."""
+    looked_at = []
+
+    def count(self, prompt, free):
+        looked_at.append(prompt.request.number)
+        return slots_for(self, prompt, free)
+
+    slots_for = Scheduler._slots_for
+    scheduler = Scheduler(grid)
+    for n in range(3 if grid is WHOLE else 2):
+        scheduler.submit(scheduled(n, prompt_length=lengths[-1], max_tokens=30))
+    while not isinstance(scheduler.next_action(), DecodeAction):
+        pass
+    for n in range(10, 210):
+        scheduler.submit(scheduled(n, prompt_length=lengths[-1], max_tokens=30))
+    monkeypatch.setattr(Scheduler, "_slots_for", count)
+    while not isinstance(scheduler.next_action(), DecodeAction):
+        pass
+    assert len(looked_at) <= 8
+
+
 def test_a_prompt_that_is_scored_in_several_pieces_gives_its_slot_back():
     requests = [scheduled(n, prompt_length=20, max_tokens=0, is_scored=True) for n in range(9)]
     play = Play(requests, CHUNKS)

@@ -1,6 +1,6 @@
 """Large workloads: a sample is simulated, its error is stated, and every row still has a bucket."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,11 +20,11 @@ from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work
+from noria.runtime.errors import NoPlanFits
 from noria.runtime.planning import planner as planner_module
-from noria.runtime.planning import sample
 from noria.runtime.planning.planner import Planner
-from noria.runtime.planning.sample import Sample
-from noria.runtime.planning.search import simulate_grid, simulate_in_order
+from noria.runtime.planning.sample import Sample, SimulatedRows
+from noria.runtime.planning.search import Schedules, SimulatedGrid, simulate_grid, simulate_in_order
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COST = CostModel(Work(AbstractModel(CONFIG), "float32"), HARDWARE)
@@ -52,8 +52,7 @@ def grids_of(rows, table=NOTHING_SHARED, budget=None):
 
 @pytest.fixture
 def few(monkeypatch):
-    """A workload is large from 1000 rows on."""
-    monkeypatch.setattr(sample, "MAX_ROWS_SIMULATED", 1000)
+    """Grids are ranked by about 100 rows, and seconds are predicted from about 500 rows."""
     monkeypatch.setattr(planner_module, "ROWS_TO_SEARCH", 100)
     monkeypatch.setattr(planner_module, "ROWS_TO_PREDICT", 500)
 
@@ -61,12 +60,12 @@ def few(monkeypatch):
 @pytest.mark.parametrize(("seed", "is_open"), [(0, False), (1, True), (2, True)])
 def test_all_rows_take_what_is_predicted_from_a_sample_within_the_stated_error(few, seed, is_open):
     rows = rows_of(1250, seed, is_open)
-    taken = Sample(rows, grids_of, 500)
+    taken = Sample(SimulatedRows(rows, 500), grids_of)
     assert 500 <= len(taken.rows) <= 503
     for grid in [one.grid for one in grids_of(rows)][seed::400]:
-        predicted = simulate_grid(grid, taken.rows, COST, Budget(), taken.scaled)
+        predicted = simulate_grid(grid, taken.schedules, COST, Budget(), taken.scaled)
         error = taken.uncertainty(predicted, COST)
-        whole = simulate_grid(grid, rows, COST, Budget())
+        whole = simulate_grid(grid, Schedules(rows), COST, Budget())
         assert predicted.simulation.seconds == pytest.approx(
             whole.simulation.seconds, rel=error.relative
         )
@@ -79,7 +78,7 @@ def test_seconds_of_a_sample_are_scaled_by_those_of_a_run_however_long_graphs_co
     seconds = []
     for each in (0.0, 0.5, 30.0):
         budget = Budget(graph_seconds=GraphSeconds(each, each))
-        taken = Sample(rows, partial(grids_of, budget=budget), 100)
+        taken = Sample(SimulatedRows(rows, 100), partial(grids_of, budget=budget))
         seconds.append(taken.scaled(grid, simulate_in_order(taken.rows, grid, COST)).seconds)
     assert seconds == pytest.approx(3 * [simulate_in_order(rows, grid, COST).seconds], rel=0.05)
 
@@ -92,39 +91,99 @@ def test_sampled_rows_begin_with_the_prefixes_that_all_rows_show(few):
     rows = [ExpectedRow(RowShape(len(prompt), 4), 4) for prompt in prompts]
     shared = tuple(sorted(PlannedPrefix(64, hash_tokens(document)) for document in documents))
     grid = BucketGrid(16, ((8, 4),), 8, (16,), prefixes=PrefixGrid(2, 64, 64, shared))
-    taken = Sample(rows, grids_of, 200, table)
-    predicted = simulate_grid(grid, taken.rows, COST, Budget(), taken.scaled, taken.table)
-    whole = simulate_grid(grid, rows, COST, Budget(), table=table)
+    taken = Sample(SimulatedRows(rows, 200, table), grids_of)
+    predicted = simulate_grid(grid, taken.schedules, COST, Budget(), taken.scaled)
+    whole = simulate_grid(grid, Schedules(rows, table), COST, Budget())
     assert predicted.simulation.seconds == pytest.approx(whole.simulation.seconds, rel=0.25)
     assert taken.uncertainty(predicted, COST) is not None
 
 
 def test_a_sample_has_its_share_of_every_stratum_and_the_longest_row(few):
     rows = rows_of(1500)
-    taken = Sample(rows, grids_of, 500).rows
+    taken = Sample(SimulatedRows(rows, 500), grids_of).rows
     for limit in (4, 8, 16):
         of_all, of_sample = (
             sum(row.need.max_tokens == limit for row in some) / len(some) for some in (rows, taken)
         )
         assert of_sample == pytest.approx(of_all, abs=0.01)
     assert rows[500] in taken
-    assert Sample(rows, grids_of, 500).rows == taken
+    assert Sample(SimulatedRows(rows, 500), grids_of).rows == taken
 
 
 def test_a_sample_is_in_the_order_of_the_workload(few):
     """Rows of equal shape are submitted in this order."""
     rows = rows_of(1250, is_open=True)
     place = {id(row): i for i, row in enumerate(rows)}
-    *taken, _, _, _ = (place[id(row)] for row in Sample(rows, grids_of, 500).rows)
+    *taken, _, _, _ = (place[id(row)] for row in Sample(SimulatedRows(rows, 500), grids_of).rows)
     assert taken == sorted(taken)
 
 
 def test_the_plan_of_a_large_workload_holds_every_row_and_states_its_error(few):
     rows = rows_of(1250)
     planner = Planner(rows, LONGEST, COST, Budget(), GridDefaults(), False, max_simulated=2)
-    planned = planner.plan()
+    planned = planner.with_comparison(planner.plan())
     for row in rows:
         planned.best.grid.fit(row.need.prompt_length, row.need.max_tokens)
     assert planned.uncertainty is not None
     assert "rows simulated instead of all" in str(planned.uncertainty)
-    assert replace(planner, rows=rows[:1000]).plan().uncertainty is None
+    smaller = replace(planner, rows=rows[:1000])
+    assert smaller.with_comparison(smaller.plan()).uncertainty is None
+
+
+def planner_of(rows, budget=None, **options) -> Planner:
+    return Planner(rows, LONGEST, COST, budget or Budget(), GridDefaults(), **options)
+
+
+def test_a_search_simulates_few_rows_and_the_best_grids_with_more(few, monkeypatch):
+    """Between 200 and 1000 rows, the best grids are simulated with all rows."""
+    monkeypatch.setattr(planner_module, "MAX_FINALISTS", 2)
+    counts, rows = [], rows_of(700)
+    planner = planner_of(
+        rows, must_chunk=True, on_simulated=lambda _, num_rows: counts.append(num_rows)
+    )
+    planner.plan()
+    assert len(counts) == 24 + 2
+    assert max(counts[:-2]) <= 103
+    assert counts[-2:] == [700, 700]
+    assert sum(counts) <= planner.max_rows_simulated <= 24 * 103 + 2 * 700
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_of_a_sampled_search_takes_at_most_two_percent_more_than_that_of_a_whole_one(
+    seed, few, monkeypatch
+):
+    monkeypatch.setattr(planner_module, "ROWS_TO_SEARCH", 400)
+    rows = rows_of(900, seed)
+    budget = Budget(graph_seconds=GraphSeconds(0.01, 0.01))
+    sampled = planner_of(rows, budget, must_chunk=True).plan().best
+    monkeypatch.setattr(planner_module, "ROWS_TO_SEARCH", 900)
+    whole = planner_of(rows, budget, must_chunk=True).plan().best
+    assert sampled.seconds <= 1.02 * whole.seconds
+    assert sampled == simulate_grid(sampled.grid, Schedules(rows), COST, budget)
+
+
+def test_a_grid_that_pads_too_much_with_all_rows_is_not_chosen(few, monkeypatch):
+    """The best grid of the sample is over the limit with more rows; the next one is not."""
+    rows = rows_of(900)
+    first, second, *_ = planner_of(rows, must_chunk=True).plan().search.ranked
+
+    def predicted(self, grid):
+        simulated = simulate_grid(grid, Schedules(rows), COST, Budget())
+        padding = 1.0 if grid == second else 9.0
+        return PaddedGrid(simulated.grid, simulated.simulation, simulated.build_seconds, padding)
+
+    monkeypatch.setattr(Planner, "_predicted", predicted)
+    budget = Budget(padding=8.0)
+    chosen = planner_of(rows, budget, must_chunk=True).plan()
+    assert chosen.search.ranked[0] == first
+    assert chosen.best.seconds == simulate_grid(second, Schedules(rows), COST, budget).seconds
+    with pytest.raises(NoPlanFits, match=r"at least 9\.0000 times"):
+        second = None
+        planner_of(rows, budget, must_chunk=True).plan()
+
+
+@dataclass(frozen=True)
+class PaddedGrid(SimulatedGrid):
+    """A simulated grid whose padding is given."""
+
+    padding: float = 1.0

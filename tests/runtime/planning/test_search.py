@@ -23,8 +23,16 @@ from noria.compile.planning.prefill_calls import rows_by_bucket
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work
 from noria.runtime.errors import NoPlanFits
-from noria.runtime.planning.planner import Planner
-from noria.runtime.planning.search import find_best_grid, has_larger_calls, simulate_grid
+from noria.runtime.planning import search
+from noria.runtime.planning.planner import Planner, PlanResult
+from noria.runtime.planning.search import (
+    Schedules,
+    find_best_grid,
+    has_larger_calls,
+    simulate_grid,
+    simulate_in_order,
+)
+from noria.runtime.planning.simulator import schedule
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COST = CostModel(Work(AbstractModel(CONFIG), "float32"), HARDWARE)
@@ -53,7 +61,7 @@ def test_no_schedule_comes_below_its_bound_and_every_row_fits(seed):
     for candidate in found[seed::5]:
         for row in rows:
             candidate.grid.fit(row.need.prompt_length, row.need.max_tokens)
-        tried = simulate_grid(candidate.grid, rows, COST, budget)
+        tried = simulate_grid(candidate.grid, Schedules(rows), COST, budget)
         assert tried.seconds >= candidate.bound * (1 - 1e-9)
         assert tried.padding >= candidate.padding * (1 - 1e-9)
         sequences = sum(row.output * row.need.num_sequences for row in rows)
@@ -64,9 +72,11 @@ def test_no_schedule_comes_below_its_bound_and_every_row_fits(seed):
 def test_the_best_of_the_family_is_found_without_trying_all_of_it(seed):
     rows, budget = rows_of(seed), Budget()
     found = candidates(rows, budget)[seed::3]
-    search = find_best_grid(found, rows, COST, budget, max_simulated=len(found))
+    search = find_best_grid(found, Schedules(rows), COST, budget, max_simulated=len(found))
     assert search.gap == 0
-    every = [simulate_grid(candidate.grid, rows, COST, budget).seconds for candidate in found]
+    every = [
+        simulate_grid(candidate.grid, Schedules(rows), COST, budget).seconds for candidate in found
+    ]
     assert search.best.seconds == min(every)
     assert search.num_simulated < search.num_candidates == len(found)
 
@@ -103,7 +113,7 @@ def test_no_schedule_with_planned_prefixes_comes_below_its_bound(seed):
     found = list(grids.prefix_candidates(slots=16))
     assert {candidate.grid.prefixes.groups for candidate in found} == {1, 2}
     for candidate in found[seed::9]:
-        tried = simulate_grid(candidate.grid, rows, COST, budget, table=table)
+        tried = simulate_grid(candidate.grid, Schedules(rows, table), COST, budget)
         assert tried.seconds >= candidate.bound * (1 - 1e-9)
         assert tried.simulation.seconds >= grids.run_seconds(tried.grid) * (1 - 1e-9)
         assert tried.simulation.metrics.saved_tokens > 0.8 * 64 * len(rows)
@@ -191,12 +201,14 @@ def test_a_plan_pads_no_more_than_it_may():
 def test_what_a_schedule_pads_decides_whether_a_grid_may_be_chosen():
     rows = rows_of(0)
     every = [one for one in candidates(rows) if one.grid.chunks][::19]
-    schedules = {one: simulate_grid(one.grid, rows, COST, Budget()) for one in every}
+    schedules = {one: simulate_grid(one.grid, Schedules(rows), COST, Budget()) for one in every}
     # only grids that pad more than full calls would
     found = [one for one in every if schedules[one].padding > 1.01 * one.padding]
     fastest = min(found, key=lambda one: schedules[one].seconds)
     limit = (fastest.padding + schedules[fastest].padding) / 2
-    search = find_best_grid(found, rows, COST, Budget(padding=limit), max_simulated=len(found))
+    search = find_best_grid(
+        found, Schedules(rows), COST, Budget(padding=limit), max_simulated=len(found)
+    )
     within = [one for one in found if schedules[one].padding <= limit]
     assert search.best.seconds == min(schedules[one].seconds for one in within)
     assert search.num_simulated <= sum(one.padding <= limit for one in found)
@@ -205,8 +217,11 @@ def test_what_a_schedule_pads_decides_whether_a_grid_may_be_chosen():
 def test_a_search_that_ends_early_says_what_the_rest_might_be():
     rows, budget = rows_of(0), Budget()
     found = candidates(rows, budget)
-    every = [simulate_grid(candidate.grid, rows, COST, budget).seconds for candidate in found[::7]]
-    search = find_best_grid(found[::7], rows, COST, budget, max_simulated=1)
+    every = [
+        simulate_grid(candidate.grid, Schedules(rows), COST, budget).seconds
+        for candidate in found[::7]
+    ]
+    search = find_best_grid(found[::7], Schedules(rows), COST, budget, max_simulated=1)
     assert search.num_simulated == 1
     assert search.gap > 0
     assert search.best.seconds * (1 - search.gap) <= min(every)
@@ -220,7 +235,7 @@ def test_a_search_learns_how_wrong_its_expectations_are():
         for one in candidates(rows, budget)
     ]
     assert sum(one.grid.decode_slots <= 2 for one in found) > 16
-    find_best_grid(found, rows, COST, budget, 16, tried.append)
+    find_best_grid(found, Schedules(rows), COST, budget, 16, tried.append)
     assert sum(one.grid.decode_slots <= 2 for one in tried) < 8
 
 
@@ -266,9 +281,12 @@ def planner(rows, **options) -> Planner:
     return Planner(rows, CONFIG.max_position, COST, defaults=GridDefaults(), **options)
 
 
+def compared(planner: Planner) -> PlanResult:
+    return planner.with_comparison(planner.plan())
+
+
 def test_the_plan_beats_grids_of_as_many_graphs_that_are_picked_by_hand():
-    rows = rows_of(2, count=200)
-    planned = planner(rows).plan()
+    planned = compared(planner(rows_of(2, count=200)))
     assert {"powers of two", "multiples of 128"} <= set(planned.others)
     for name in ("powers of two", "multiples of 128"):
         assert planned.best.seconds <= planned.others[name].seconds
@@ -282,6 +300,46 @@ def test_a_graph_more_never_takes_longer_and_one_fewer_never_less():
     ]
     assert [len(tried.grid.prefill) for tried in plans] == [2, 3, 4]
     assert plans[0].seconds >= plans[1].seconds >= plans[2].seconds
+
+
+def test_a_grid_is_scheduled_once_though_it_loses_decode_graphs(monkeypatch):
+    """The schedule does not depend on decode graphs, so it is only priced again."""
+    grid = BucketGrid(128, ((16, 4), (96, 1)), 4, (16, 32, 64, 128), span_slots=(4, 4, 2, 2))
+    rows = rows_of(4)
+    scheduled = []
+
+    def count(grid, *rest):
+        scheduled.append(grid)
+        return schedule(grid, *rest)
+
+    monkeypatch.setattr(search, "schedule", count)
+    tried = simulate_grid(grid, Schedules(rows), COST, Budget(graph_seconds=GraphSeconds(0.0, 1e3)))
+    assert len(scheduled) == len(tried.grid.graph_spans) == 1
+    again = simulate_in_order(rows, tried.grid, COST)
+    assert tried.simulation.metrics == again.metrics
+    assert tried.simulation.tail_seconds == again.tail_seconds > 0
+
+
+def test_layouts_share_the_schedules_of_grids_that_differ_in_decode_graphs_alone(monkeypatch):
+    rows, scheduled = rows_of(4), []
+
+    def count(grid, *rest):
+        scheduled.append(grid)
+        return schedule(grid, *rest)
+
+    monkeypatch.setattr(search, "schedule", count)
+    schedules = Schedules(rows)
+    grid = BucketGrid(128, ((16, 4), (96, 1)), 4, (16, 32, 64, 128))
+    faster = CostModel(COST.work, replace(HARDWARE, memory_rate=1e12))
+    for cost in (COST, faster):
+        for spans in ((128,), (32, 128), (16, 32, 64, 128)):
+            other = replace(grid, decode_spans=spans)
+            tried = simulate_grid(other, schedules, cost, Budget())
+            assert tried.simulation.metrics == simulate_in_order(rows, tried.grid, cost).metrics
+    assert len(scheduled) == 1 + 6
+    simulate_grid(replace(grid, decode_slots=5), schedules, COST, Budget())
+    simulate_grid(replace(grid, span_slots=(4, 4, 2, 2)), schedules, COST, Budget())
+    assert len(scheduled) == 3 + 6
 
 
 FEW_LONG = [
@@ -304,7 +362,7 @@ def test_ragged_slots_are_tried_where_slots_that_are_alike_do_not_fit():
     ragged = [one for one in found if one.grid.span_slots is not None]
     assert {one.grid.decode_slots for one in ragged} == {32}
     for one in ragged[::5]:
-        tried = simulate_grid(one.grid, FEW_LONG, COST, budget)
+        tried = simulate_grid(one.grid, Schedules(FEW_LONG), COST, budget)
         assert tried.seconds >= one.bound * (1 - 1e-9)
         assert tried.simulation.metrics.emitted_tokens == 300 * 20 + 6 * 60
 
@@ -318,7 +376,9 @@ def test_where_every_row_has_a_slot_shorter_ones_save_time():
         assert grid.span_slots == (24, 6)
         alike = replace(grid, span_slots=None, slot_groups=None)
         assert alike in {one.grid for one in found}
-        seconds = [simulate_grid(each, rows, COST, Budget()).seconds for each in (grid, alike)]
+        seconds = [
+            simulate_grid(each, Schedules(rows), COST, Budget()).seconds for each in (grid, alike)
+        ]
         assert seconds[0] < seconds[1]
 
 
@@ -343,7 +403,7 @@ def test_chunks_in_few_long_slots_come_in_small_calls_where_rows_wait_for_slots(
 def test_grids_of_larger_calls_than_one_that_pads_too_much_are_tried_last():
     rows, budget, tried = rows_of(0, count=400, longest=60), Budget(padding=1.05), []
     of_chunks = [one for one in candidates(rows, budget) if one.grid.chunks and one.padding <= 1.05]
-    find_best_grid(of_chunks, rows, COST, budget, 24, tried.append)
+    find_best_grid(of_chunks, Schedules(rows), COST, budget, 24, tried.append)
     too_padded, is_put_off = [], []
     for one in tried:
         is_put_off.append(any(has_larger_calls(one.grid, other) for other in too_padded))
@@ -375,7 +435,7 @@ def test_a_prompt_that_no_length_of_a_layout_holds_is_refused():
 
 def test_rows_that_generate_nothing_can_be_planned_for():
     rows = [ExpectedRow(RowShape(20, 0, is_scored=True), 0)] * 5
-    planned = replace(planner(rows), may_chunk=False).plan()
+    planned = compared(planner(rows, may_chunk=False))
     assert planned.best.grid.score and not planned.best.grid.decode_slots
     assert planned.best.simulation.metrics.emitted_tokens == 0
     # other grids are unchanged: their calls have this number of tokens
