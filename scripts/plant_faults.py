@@ -118,12 +118,13 @@ def markdown(record: Mapping[str, Any]) -> str:
 def cells(fault: Fault) -> str:
     """Return the cells of a fault: its place, its lines, and its test or reason."""
     before, after = (
-        "<br>".join(f"`{line.strip()}`" for line in text.split("\n")).replace("|", "\\|")
+        "<br>".join(f"`{line.strip()}`" for line in text.split("\n"))
         for text in (fault.before, fault.after)
     )
     test = f"`{fault.test}`{' (added)' if fault.is_added else ''}"
     last = test if fault.test else fault.reason or "unseen"
-    return f"`{fault.path}`:{fault.line} | {fault.kind}:<br>{before}<br>{after} | {last}"
+    row = f"`{fault.path}`:{fault.line}", f"{fault.kind}:<br>{before}<br>{after}", last
+    return " | ".join(cell.replace("|", "\\|") for cell in row)
 
 
 def main() -> None:

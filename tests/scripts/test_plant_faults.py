@@ -2,7 +2,7 @@
 
 import ast
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from numerics_helpers import script
@@ -88,3 +88,20 @@ def test_the_first_test_that_fails_sees_the_fault(repository):
         message="assert not True",
         is_added=True,
     )
+
+
+def test_a_page_counts_the_faults_that_were_seen_before_and_since():
+    fault = SMALL.Fault("a.py", 1, "comparison", "x = a | b < 3", "x = a | b <= 3")
+    seen = replace(fault, test="tests/test_a.py::test_b")
+    faults = [fault, seen, seen, replace(seen, is_added=True), replace(fault, reason="None is 3.")]
+    record = {"seed": 1, "commit": "0" * 40, "faults": [asdict(one) for one in faults]}
+    page = FAULTS.markdown(record)
+    assert "saw 2 of them before" in page and "see 1 more. 1 change nothing" in page
+    lines = r"`a.py`:1 | comparison:<br>`x = a \| b < 3`<br>`x = a \| b <= 3`"
+    ends = (
+        "unseen",
+        "`tests/test_a.py::test_b`",
+        "`tests/test_a.py::test_b` (added)",
+        "None is 3.",
+    )
+    assert all(f"{lines} | {end} |" in page for end in ends)
