@@ -20,6 +20,8 @@ os.environ["JAX_ENABLE_X64"] = "0"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+# the pipes of child processes are buffered, as for a user
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 _DEVICES_FLAG = "--xla_force_host_platform_device_count=8"
 if _DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):

@@ -147,6 +147,10 @@ ATTENTION = {
     "copies of one head": (1, {"query_heads": "tensor", "batch": "data"}),
     "rows for heads": (8, {"query_heads": "tensor", "attention_batch": "tensor"}),
     "rows for heads in copies": (2, {"query_heads": "tensor", "attention_batch": "tensor"}),
+    "rows for heads of which each device holds several copies": (
+        3,
+        {"query_heads": "tensor", "attention_batch": "tensor"},
+    ),
     "rows for some axes of the heads": (
         2,
         {"query_heads": ["data", "tensor"], "attention_batch": "tensor"},
@@ -175,7 +179,7 @@ ATTENTION = {
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
     """The body marks each entry with its row, its head, its sink and the cache's entry."""
-    B, T, K, N, H, S = 8, 2, ATTENTION[name][0], 16, 4, 3
+    B, T, K, N, H, S = 8, 2, ATTENTION[name][0], 24, 4, 3
     rules = rules_of(**ATTENTION[name][1])
     lies_over = ("data", "tensor") if "gathered" in name else rules[axes.QUERY_HEADS]
     stored = kv_copies(K, MeshLayout.from_table(SIZES).num_shards(lies_over))

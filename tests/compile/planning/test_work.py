@@ -142,6 +142,12 @@ def test_devices_share_the_work_and_say_what_they_send():
     assert all(part.name != "exchanges" for part in alone.parts(call))
 
 
+def test_parts_that_only_move_bytes_have_no_operations():
+    layout = Layout.from_table({"name": "l", "mesh": {"tensor": 2}, "rules": {"mlp": "tensor"}})
+    parts = {found.name: found for found in work_of(PLAIN, layout).parts(Call.of_step(4, 64))}
+    assert parts["activations"].flops == parts["exchanges"].flops == 0
+
+
 def test_a_chunk_on_a_ring_sends_its_entries_or_its_queries():
     """Two devices send, for each row and layer, entries of 2 heads of 16 with their positions, or
     the data of 8 heads: queries, a maximum both ways, and sums with their weights."""

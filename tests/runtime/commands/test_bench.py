@@ -72,6 +72,10 @@ def test_times_of_the_phases_are_inside_the_wall_time(report):
             assert 0 < phases <= timing["wall_seconds"]
 
 
+def test_prompts_of_a_case_are_those_of_earlier_records():
+    assert bench.random_prompts(bench.Case(4, 1, 2), 100) == [[85, 63, 51, 26], [30, 4, 7, 1]]
+
+
 def test_padding_is_of_one_run_and_of_the_grid_of_the_case(report):
     measured, _ = report
     for case in measured["cases"]:

@@ -136,3 +136,12 @@ def test_an_abandoned_session_can_be_used_again(model):
     own.abandon()
     assert not own.unfinished
     assert list(vectors_of(own, [request("next", [1, 2])])) == ["next"]
+
+
+def test_an_abandoned_session_returns_no_request_that_ended_before(model):
+    own = session(model)
+    own.submit(request("lost", [1, 2]))
+    own.dispatch()
+    own.receive()
+    own.abandon()
+    assert not own.unfinished and not own.collect()

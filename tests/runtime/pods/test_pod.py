@@ -1,6 +1,7 @@
 """Messages between the processes of a pod, over a store in memory."""
 
 import math
+import signal
 import subprocess
 import sys
 
@@ -135,3 +136,16 @@ def test_a_process_says_that_it_waits_for_the_others():
         said = waiting.stderr.readline()
         waiting.kill()
     assert said == "noria: waits at localhost:1 for the other processes, at most 300 s in all\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "said"),
+    [("process 0 is gone", 75, "noria: process 0 is gone\n"), (None, -signal.SIGABRT, "")],
+)
+def test_an_abort_of_native_code_is_explained_if_there_is_a_reason(message, code, said):
+    program = (
+        "import os; from noria.runtime.pods import coordination as c; "
+        f"c._report_before_abort(lambda: {message!r}); os.abort()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, said)

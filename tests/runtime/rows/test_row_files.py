@@ -315,6 +315,13 @@ def test_a_disk_without_room_for_the_lines_is_named(tmp_path, monkeypatch):
     assert rows_of(tmp_path / "in.parquet")[0] == {"id": "q0", "prompt": PROMPTS[0]}
 
 
+def test_a_disk_with_exactly_the_room_for_the_lines_is_accepted(tmp_path, monkeypatch):
+    write_csv(tmp_path / "in.csv")
+    room = SimpleNamespace(f_bavail=(tmp_path / "in.csv").stat().st_size, f_frsize=1)
+    monkeypatch.setattr(row_files.os, "fstatvfs", lambda fd: room)
+    assert rows_of(tmp_path / "in.csv")[0] == {"id": "q0", "prompt": PROMPTS[0]}
+
+
 def test_the_format_is_that_of_the_name():
     names = {"a.JSONL": "lines", "a.csv.GZ": "csv", "a": "lines", "a.b.tsv": "csv", "x.gz": "lines"}
     assert {name: table_of(Path(name)) for name in names} == names

@@ -244,6 +244,12 @@ def test_options_that_forbid_each_others_keys_are_both_answers():
         assert automaton.accepts(text.encode()) == validator.is_valid(json.loads(text)) == expected
 
 
+def test_fifty_options_with_tags_are_told_apart():
+    tags = [{"properties": {"tag": {"const": i}}, "required": ["tag"]} for i in range(50)]
+    options = [{"type": "object", **tag} for tag in tags]
+    assert apart_options(options, lambda schema: schema, "") == options
+
+
 def test_options_with_many_deep_parts_are_compared_up_to_a_bound():
     names = [f"key{i}" for i in range(10)]
     part = {"type": "object", "required": names}

@@ -220,6 +220,21 @@ def test_each_named_word_rule_cuts_as_its_family(pre, text, words):
     assert [tokenizer.token_text(token) for token in ids] == words
 
 
+@pytest.mark.parametrize(
+    ("pre", "adds"), [("gpt-2", False), ("smollm", False), ("qwen2", False), ("llama-bpe", True)]
+)
+def test_prompts_begin_with_bos_as_in_the_family_if_gguf_metadata_do_not_say(pre, adds):
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": ["<s>", "a"],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": 0,
+    }
+    tokenizer = load_tokenizer(metadata)
+    assert tokenizer is not None and tokenizer.add_bos is adds
+
+
 def test_composed_form_is_used_where_the_family_does():
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     metadata = {
