@@ -9,7 +9,7 @@ pages of files included), less that before it and less the parameters. All loads
 bits.
 
     git worktree add build/before COMMIT
-    python scripts/bench_load.py --before build/before --work-dir build/load --output benchmarks/load
+    python scripts/bench_load.py --before build/before --work-dir build --output benchmarks/load
 
 The shape is that of nine layers of Llama 3 8B, 4 GB in bfloat16; see `measure_load.py` for the
 memory of several processes.
