@@ -142,4 +142,5 @@ def test_evidence_says_what_seconds_are_made_from():
     hardware = read_hardware(PUBLISHED)
     assert hardware["h200"].evidence == "measured h200, jax 0.11.2"
     assert hardware["h100"].evidence == "published peaks"
+    assert hardware["v5e"].evidence == "compiler's cycles"
     assert replace(MINE, source="assumed by me").evidence == "assumed peaks"
