@@ -195,7 +195,7 @@ def scanned(request, tmp_path_factory) -> LoadedCase:
 
 @pytest.fixture(scope="module")
 def is_slow(request) -> bool:
-    return request.config.getoption("--slow")
+    return bool(request.config.getoption("--slow") or request.config.getoption("--slow-part"))
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
