@@ -17,19 +17,14 @@ from ...compile.planning.cost import CostModel
 from ...compile.planning.other_grids import rule_based
 from ...compile.planning.run_bounds import Candidate, ExpectedRow
 from ..errors import NoPlanFits
-from .sample import ROWS_TO_PREDICT, ROWS_TO_SEARCH, Sample, SampleUncertainty, SimulatedRows
+from .sample import ROWS_TO_SIMULATE, Sample, SampleUncertainty, SimulatedRows
 from .search import (
     MAX_SIMULATED_GRIDS,
     SearchResult,
     SimulatedGrid,
     find_best_grid,
-    nothing_fits,
     simulate_grid,
 )
-
-MAX_FINALISTS = 4
-"""The number of grids that are simulated with the rows of predictions, after a search with fewer
-rows."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +65,8 @@ class Planner:
     """Whether groups of slots may share planned prefixes."""
     compared: Mapping[str, BucketGrid] = field(default_factory=dict)
     """Grids to compare with the best one, by name."""
-    simulated_rows: dict[int, SimulatedRows] = field(default_factory=dict)
-    """The rows that are simulated, by the number that is asked for.
-
-    Planners of the same rows under other layouts may share them, with their schedules.
-    """
+    simulated_rows: SimulatedRows | None = None
+    """The rows to simulate, with their schedules, which planners of the same rows share."""
 
     def plan(self) -> PlanResult:
         """Search for the best grid."""
@@ -89,18 +81,15 @@ class Planner:
         prompts = np.array([row.need.prompt_length for row in self.rows])
         tokens = self.defaults.tokens_per_prefill
         compared = {**self.compared, **rule_based(result.whole, prompts, tokens, self.cost)}
-        others = {name: self._predicted(grid) for name, grid in compared.items()}
-        uncertainty = self._prediction_sample.uncertainty(result.best, self.cost)
+        others = {name: self._simulate(grid) for name, grid in compared.items()}
+        uncertainty = self._sample.uncertainty(result.best, self.cost)
         return replace(result, others=others, uncertainty=uncertainty)
 
     @property
     def max_rows_simulated(self) -> int:
         """The largest number of rows that `plan` simulates, those of each grid counted."""
         num_searches = 1 + (self.may_group and self.table.shares)
-        num_rows = self.max_simulated * len(self._search_sample.rows)
-        if not self._search_sample.is_whole:
-            num_rows += MAX_FINALISTS * len(self._prediction_sample.rows)
-        return num_searches * num_rows
+        return num_searches * self.max_simulated * len(self._sample.rows)
 
     def _search(self) -> SearchResult:
         grids = self._grids(self.rows, self.table)
@@ -125,8 +114,8 @@ class Planner:
         )
 
     def _fastest(self, candidates: Sequence[Candidate]) -> SearchResult:
-        sample = self._search_sample
-        search = find_best_grid(
+        sample = self._sample
+        return find_best_grid(
             candidates,
             sample.schedules,
             self.cost,
@@ -135,47 +124,17 @@ class Planner:
             lambda simulated: self.on_simulated(simulated, len(sample.rows)),
             sample.scaled,
         )
-        return search if sample.is_whole else self._with_finalists(search)
-
-    def _with_finalists(self, search: SearchResult) -> SearchResult:
-        """The result with the best of the first grids by the rows of predictions.
-
-        The search ranked the grids by fewer rows, which may also pad less.
-        """
-        within: list[SimulatedGrid] = []
-        paddings: list[float] = []
-        for grid in search.ranked:
-            if len(within) == MAX_FINALISTS:
-                break
-            simulated = self._predicted(grid)
-            self.on_simulated(simulated, len(self._prediction_sample.rows))
-            paddings.append(simulated.padding)
-            if simulated.padding <= self.budget.padding:
-                within.append(simulated)
-        if not within:
-            raise NoPlanFits(nothing_fits(self.budget, min(paddings), search.num_simulated))
-        return replace(search, best=min(within, key=lambda simulated: simulated.seconds))
 
     @cached_property
-    def _search_sample(self) -> Sample:
-        """The rows that rank the candidates."""
-        return self._sample(ROWS_TO_SEARCH)
-
-    @cached_property
-    def _prediction_sample(self) -> Sample:
-        """The rows from which the seconds and calls of a grid are predicted."""
-        return self._sample(ROWS_TO_PREDICT)
-
-    def _sample(self, count: int) -> Sample:
-        simulated = self.simulated_rows.get(count)
+    def _sample(self) -> Sample:
+        simulated = self.simulated_rows
         if simulated is None or simulated.every is not self.rows:
-            simulated = SimulatedRows(self.rows, count, self.table)
-            self.simulated_rows[count] = simulated
+            simulated = SimulatedRows(self.rows, ROWS_TO_SIMULATE, self.table)
         return Sample(simulated, self._grids)
 
     def _grids(self, rows: Sequence[ExpectedRow], table: PrefixTable) -> CandidateGrids:
         return CandidateGrids(rows, self.max_position, self.cost, self.budget, self.defaults, table)
 
-    def _predicted(self, grid: BucketGrid) -> SimulatedGrid:
-        sample = self._prediction_sample
+    def _simulate(self, grid: BucketGrid) -> SimulatedGrid:
+        sample = self._sample
         return simulate_grid(grid, sample.schedules, self.cost, self.budget, sample.scaled)

@@ -40,7 +40,7 @@ from .fitting_plan import suggest_fitting_plan
 from .layout_ranking import RankedLayout, Ranking, all_layouts
 from .plan_checks import read_stored
 from .planner import Planner, PlanResult
-from .sample import SimulatedRows
+from .sample import ROWS_TO_SIMULATE, SimulatedRows
 from .search_progress import SearchProgress
 from .workload import Workload, read_workload
 
@@ -132,7 +132,7 @@ def predict(
         raise NoPlanFits(
             f"no layout can serve this:{reasons}{suggest_fitting_plan(ranking, ranked)}"
         )
-    simulated_rows: dict[int, SimulatedRows] = {}
+    simulated_rows = SimulatedRows(workload.rows, ROWS_TO_SIMULATE, workload.prefixes)
     searched = _planned_layouts(options, ranking, workload, chosen, simulated_rows)
     if options.compile_layouts:
         searched = _as_compiled(options, config, numbers, adapters, searched)
@@ -208,7 +208,7 @@ def _planned_layouts(
     ranking: Ranking,
     workload: Workload,
     chosen: list[RankedLayout],
-    simulated_rows: dict[int, SimulatedRows],
+    simulated_rows: SimulatedRows,
 ) -> list[PlannedLayout]:
     """Layouts with their plans, the fastest first; a layout without a legal plan is left out."""
     planned: list[PlannedLayout] = []
@@ -275,7 +275,7 @@ def _planner(
     workload: Workload,
     layout: Layout | None,
     cost: CostModel,
-    simulated_rows: dict[int, SimulatedRows],
+    simulated_rows: SimulatedRows,
 ) -> Planner:
     platform = TargetName.parse(options.target).platform
     defaults = GridDefaults.for_layout(layout, platform)

@@ -22,10 +22,8 @@ from ...compile.planning.run_bounds import ExpectedRow
 from .search import Schedules, SimulatedGrid, simulate_in_order
 from .simulator import Simulation
 
-ROWS_TO_SEARCH = 8_000
-"""The number of sampled rows that rank grids."""
-ROWS_TO_PREDICT = 10_000
-"""The number of sampled rows from which the seconds of the best grids are predicted."""
+ROWS_TO_SIMULATE = 10_000
+"""The number of sampled rows."""
 MIN_RATIO = 2
 """A sample is taken of a workload with more than this many times its rows; else all rows are
 simulated."""

@@ -62,8 +62,6 @@ class SearchResult:
     """The best simulated grid, and a bound for the candidates that were not simulated."""
 
     best: SimulatedGrid
-    ranked: list[BucketGrid]
-    """The candidates that were simulated and are within the limit of padding, the fastest first."""
     num_simulated: int
     num_candidates: int
     min_bound: float | None
@@ -119,7 +117,6 @@ def find_best_grid(
     num_candidates = len(waiting)
     min_padding = min((one.candidate.padding for one in waiting), default=math.inf)
     best, num_simulated, min_simulated_padding = None, 0, math.inf
-    within: list[tuple[float, BucketGrid]] = []
     while waiting and num_simulated < max_simulated:
         first = min(waiting, key=_Waiting.order)
         waiting.remove(first)
@@ -136,19 +133,15 @@ def find_best_grid(
             other.is_last |= pads_too_much and has_larger_calls(
                 other.candidate.grid, candidate.grid
             )
-        if pads_too_much:
-            continue
-        within.append((simulated.seconds, candidate.grid))
-        if best is None or simulated.seconds < best.seconds:
+        if not pads_too_much and (best is None or simulated.seconds < best.seconds):
             best = simulated
     if best is None:
         padding = min_simulated_padding if num_simulated else min_padding
-        raise NoPlanFits(nothing_fits(budget, padding, num_simulated))
+        raise NoPlanFits(_nothing_fits(budget, padding, num_simulated))
     left = (one.candidate for one in waiting)
     bounds = [other.bound for other in left if other.padding <= budget.padding]
     better = [bound for bound in bounds if bound < best.seconds]
-    ranked = [grid for _, grid in sorted(within, key=lambda pair: pair[0])]
-    return SearchResult(best, ranked, num_simulated, num_candidates, min(better, default=None))
+    return SearchResult(best, num_simulated, num_candidates, min(better, default=None))
 
 
 @dataclass(eq=False)
@@ -197,8 +190,7 @@ def has_larger_calls(grid: BucketGrid, other: BucketGrid) -> bool:
     return all(bucket.batch >= other_bucket.batch for bucket, other_bucket in pairs)
 
 
-def nothing_fits(budget: Budget, min_padding: float, num_simulated: int) -> str:
-    """The reason why no simulated grid can be used, and the options that may help."""
+def _nothing_fits(budget: Budget, min_padding: float, num_simulated: int) -> str:
     if math.isinf(min_padding):
         return "no grid is within the budget of memory and graphs, with --chunks as given."
     return (

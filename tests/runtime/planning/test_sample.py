@@ -1,6 +1,6 @@
 """Large workloads: a sample is simulated, its error is stated, and every row still has a bucket."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,11 +20,10 @@ from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work
-from noria.runtime.errors import NoPlanFits
 from noria.runtime.planning import planner as planner_module
 from noria.runtime.planning.planner import Planner
 from noria.runtime.planning.sample import Sample, SimulatedRows
-from noria.runtime.planning.search import Schedules, SimulatedGrid, simulate_grid, simulate_in_order
+from noria.runtime.planning.search import Schedules, simulate_grid, simulate_in_order
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COST = CostModel(Work(AbstractModel(CONFIG), "float32"), HARDWARE)
@@ -52,9 +51,8 @@ def grids_of(rows, table=NOTHING_SHARED, budget=None):
 
 @pytest.fixture
 def few(monkeypatch):
-    """Grids are ranked by about 100 rows, and seconds are predicted from about 500 rows."""
-    monkeypatch.setattr(planner_module, "ROWS_TO_SEARCH", 100)
-    monkeypatch.setattr(planner_module, "ROWS_TO_PREDICT", 500)
+    """A sample has about 500 rows, and is taken of more than 1000 rows."""
+    monkeypatch.setattr(planner_module, "ROWS_TO_SIMULATE", 500)
 
 
 @pytest.mark.parametrize(("seed", "is_open"), [(0, False), (1, True), (2, True)])
@@ -130,60 +128,32 @@ def test_the_plan_of_a_large_workload_holds_every_row_and_states_its_error(few):
     assert smaller.with_comparison(smaller.plan()).uncertainty is None
 
 
-def planner_of(rows, budget=None, **options) -> Planner:
-    return Planner(rows, LONGEST, COST, budget or Budget(), GridDefaults(), **options)
+def test_planners_of_the_same_rows_share_schedules_and_others_do_not(few):
+    rows = rows_of(300)
+    shared = SimulatedRows(rows, 500)
+    planner = Planner(
+        rows, LONGEST, COST, Budget(), GridDefaults(), False, simulated_rows=shared, max_simulated=2
+    )
+    planned = planner.plan()
+    known = dict(shared.schedules._known)
+    assert known
+    assert planner.plan() == planned
+    assert replace(planner, rows=rows[:100]).plan() != planned
+    assert shared.schedules._known == known
 
 
-def test_a_search_simulates_few_rows_and_the_best_grids_with_more(few, monkeypatch):
-    """Between 200 and 1000 rows, the best grids are simulated with all rows."""
-    monkeypatch.setattr(planner_module, "MAX_FINALISTS", 2)
-    counts, rows = [], rows_of(700)
-    planner = planner_of(
-        rows, must_chunk=True, on_simulated=lambda _, num_rows: counts.append(num_rows)
+def test_the_time_left_counts_the_rows_that_a_search_may_simulate(few):
+    counts = []
+    planner = Planner(
+        rows_of(1250),
+        LONGEST,
+        COST,
+        Budget(),
+        GridDefaults(),
+        must_chunk=True,
+        max_simulated=3,
+        on_simulated=lambda simulated, num_rows: counts.append(num_rows),
     )
     planner.plan()
-    assert len(counts) == 24 + 2
-    assert max(counts[:-2]) <= 103
-    assert counts[-2:] == [700, 700]
-    assert sum(counts) <= planner.max_rows_simulated <= 24 * 103 + 2 * 700
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_plan_of_a_sampled_search_takes_at_most_two_percent_more_than_that_of_a_whole_one(
-    seed, few, monkeypatch
-):
-    monkeypatch.setattr(planner_module, "ROWS_TO_SEARCH", 400)
-    rows = rows_of(900, seed)
-    budget = Budget(graph_seconds=GraphSeconds(0.01, 0.01))
-    sampled = planner_of(rows, budget, must_chunk=True).plan().best
-    monkeypatch.setattr(planner_module, "ROWS_TO_SEARCH", 900)
-    whole = planner_of(rows, budget, must_chunk=True).plan().best
-    assert sampled.seconds <= 1.02 * whole.seconds
-    assert sampled == simulate_grid(sampled.grid, Schedules(rows), COST, budget)
-
-
-def test_a_grid_that_pads_too_much_with_all_rows_is_not_chosen(few, monkeypatch):
-    """The best grid of the sample is over the limit with more rows; the next one is not."""
-    rows = rows_of(900)
-    first, second, *_ = planner_of(rows, must_chunk=True).plan().search.ranked
-
-    def predicted(self, grid):
-        simulated = simulate_grid(grid, Schedules(rows), COST, Budget())
-        padding = 1.0 if grid == second else 9.0
-        return PaddedGrid(simulated.grid, simulated.simulation, simulated.build_seconds, padding)
-
-    monkeypatch.setattr(Planner, "_predicted", predicted)
-    budget = Budget(padding=8.0)
-    chosen = planner_of(rows, budget, must_chunk=True).plan()
-    assert chosen.search.ranked[0] == first
-    assert chosen.best.seconds == simulate_grid(second, Schedules(rows), COST, budget).seconds
-    with pytest.raises(NoPlanFits, match=r"at least 9\.0000 times"):
-        second = None
-        planner_of(rows, budget, must_chunk=True).plan()
-
-
-@dataclass(frozen=True)
-class PaddedGrid(SimulatedGrid):
-    """A simulated grid whose padding is given."""
-
-    padding: float = 1.0
+    assert counts == [503] * 3
+    assert planner.max_rows_simulated == sum(counts)
