@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import _lru_cache_wrapper
+from importlib import metadata
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -146,6 +147,8 @@ KEEP_PROGRAMS = {
 """Settings that keep the programs of one module, also small and quick ones: the most recently used
 100 MiB stay."""
 
+NEW_LIBTPU = (0, 0, 52)
+"""The libtpu that tests marked `newest_libtpu` need."""
 MAX_MAPS = 12_000
 """The number of memory maps of a process above which programs of finished modules are dropped."""
 
@@ -183,6 +186,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker(marker):
                 item.add_marker(skip)
+    if (installed := _libtpu()) < NEW_LIBTPU:
+        name = ".".join(map(str, installed))
+        skip = pytest.mark.skip(reason=f"libtpu {name} copies what newer ones do not")
+        for item in items:
+            if item.get_closest_marker("newest_libtpu"):
+                item.add_marker(skip)
+
+
+def _libtpu() -> tuple[int, ...]:
+    """The version of libtpu that Python finds first; empty if there is none."""
+    found = next((found.version for found in metadata.distributions(name="libtpu")), "")
+    return tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
 
 
 def pytest_collection_finish() -> None:

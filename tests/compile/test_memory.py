@@ -218,6 +218,7 @@ def test_decode_with_scanned_latents_works_in_place_on_tpu():
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.newest_libtpu
 @pytest.mark.parametrize("windows", ALONE_OR_WITH_RINGS)
 def test_decode_works_in_place_on_tpu(windows):
     graph = decode_graph(TPU, GRID.max_length, "bfloat16", windows)
@@ -228,7 +229,10 @@ def test_decode_works_in_place_on_tpu(windows):
 
 @pytest.mark.parametrize(
     ("target", "dtype"),
-    [("cpu", "float32"), pytest.param(TPU, "bfloat16", marks=pytest.mark.tpu_compile)],
+    [
+        ("cpu", "float32"),
+        pytest.param(TPU, "bfloat16", marks=[pytest.mark.tpu_compile, pytest.mark.newest_libtpu]),
+    ],
 )
 def test_decode_works_in_place_where_few_slots_reach_the_last_span(target, dtype):
     """The arguments are smaller by the missing slots."""
@@ -244,6 +248,7 @@ def test_decode_works_in_place_where_few_slots_reach_the_last_span(target, dtype
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.newest_libtpu
 def test_a_cache_that_is_not_donated_is_found_as_copies():
     graph = replace(decode_graph(TPU, GRID.max_length, "bfloat16", (None,)), donated=())
     compiled, _ = compile_graph(graph)

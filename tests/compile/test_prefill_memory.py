@@ -131,6 +131,7 @@ def test_the_first_chunk_of_a_prompt_is_as_much_work_as_a_whole_prompt():
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.newest_libtpu
 def test_a_chunk_needs_little_beside_its_arguments_on_tpu():
     graph = prefill_graph(TPU, 64)
     assert temporaries(graph) < 0.05 * sum(map(num_bytes, segments(graph)))

@@ -93,7 +93,7 @@ def test_decode_writes_no_values_of_a_weight_that_is_larger_than_the_memory_on_t
     [
         pytest.param(ONE_LAYER, "int8", id="heads"),
         pytest.param(ONE_LAYER, "int4", id="heads in int4"),
-        pytest.param(LATENTS, "int8", id="latents"),
+        pytest.param(LATENTS, "int8", id="latents", marks=pytest.mark.newest_libtpu),
     ],
 )
 def test_decode_reads_a_cache_in_codes_once_and_as_it_is(config, codes):
