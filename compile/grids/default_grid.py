@@ -212,7 +212,7 @@ def _chunk_grid(
     count = max(1, count - (max_length > expected))
     steps = {min(round_up(whole * i // count, step), whole) for i in range(1, count)}
     cuts = sorted(steps | {whole})
-    needed = min(round_up(longest_prompt, defaults.chunks[0]), whole)
+    needed = min(longest_prompt, whole)
     last = next(i for i, span in enumerate(cuts) if needed <= span)
     prefill = (
         PrefillBucket(span, defaults.chunk_batch(chunk, most_rows), chunk)

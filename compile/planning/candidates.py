@@ -312,7 +312,7 @@ class CandidateGrids:
         # multiples of chunks
         longest = min(round_up(self.max_length, chunks[-1]), self._longest_span)
         whole = longest // chunks[-1] * chunks[-1]
-        needed = int(round_up(self._prompts.max(), chunks[0]))
+        needed = int(self._prompts.max())
         max_spans = min(self._budget.decode_graphs, self._budget.prefill_graphs // len(chunks))
         fits = max(batches) <= slots and needed <= whole and max_spans
         if chunks[0] % defaults.length_multiple or not fits:

@@ -77,7 +77,15 @@ def test_inspecting_nothing_is_exit_code_3(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["bath"], ["batch"], ["batch", "--frobnicate"], ["merge", "a"]]
+    "arguments",
+    [
+        [],
+        ["bath"],
+        ["batch"],
+        ["batch", "--frobnicate"],
+        ["merge", "a"],
+        ["compile", "--model", "m", "--plan", "plan.toml"],
+    ],
 )
 def test_wrong_usage_is_exit_code_2(arguments):
     with pytest.raises(SystemExit) as caught:

@@ -25,6 +25,22 @@ def test_a_full_disk_leaves_the_old_file_and_no_temporary_one(tmp_path):
         assert contents(tmp_path) == {"plan.toml": b"old plan"}, f"after operation {at}"
 
 
+def test_a_file_is_synced_whole_before_it_gets_its_name(tmp_path):
+    steps = []
+
+    class WatchedDisk(Disk):
+        def fsync(self, descriptor):
+            super().fsync(descriptor)
+            steps.append(("synced", os.fstat(descriptor).st_size))
+
+        def rename(self, source, target):
+            super().rename(source, target)
+            steps.append(("renamed", target.name))
+
+    replace_file(WatchedDisk(), tmp_path / "plan.toml", [b"new ", b"plan"])
+    assert steps[:2] == [("synced", 8), ("renamed", "plan.toml")]
+
+
 def test_content_that_cannot_be_made_leaves_no_temporary_file(tmp_path):
     def lines():
         yield b"one"

@@ -50,8 +50,13 @@ def planned() -> list[PlannedLayout]:
 
 
 @pytest.fixture(scope="module")
-def compiled(planned) -> list[PlannedLayout]:
-    return COMPILER.compile_and_rank(planned, 2)
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def compiled(planned, notes) -> list[PlannedLayout]:
+    return replace(COMPILER, on_note=notes.append).compile_and_rank(planned, 2)
 
 
 def call(factor: float, memory_bytes: int = 0) -> CompiledCall:
@@ -64,6 +69,16 @@ def test_graphs_are_compiled_with_the_room_for_adapters(planned, compiled):
     memory = {one.name: one.compiled["decode"].memory_bytes for one in compiled}
     for one in with_adapters:
         assert one.compiled["decode"].memory_bytes > memory[one.name]
+
+
+def test_each_compiled_program_is_noted_with_its_graph_and_layers(compiled, notes):
+    wanted = {
+        f"{one.name}: {name}, {count} of {SPARSE.num_layers} layers"
+        for one in compiled
+        for name, _ in _costliest(one).values()
+        for count in (1, 2)
+    }
+    assert {note.partition(", compiled in ")[0] for note in notes[:-1]} == wanted
 
 
 def test_a_phase_counts_as_much_longer_as_its_compiled_graph_takes(planned):

@@ -322,6 +322,13 @@ def test_a_disk_with_exactly_the_room_for_the_lines_is_accepted(tmp_path, monkey
     assert rows_of(tmp_path / "in.csv")[0] == {"id": "q0", "prompt": PROMPTS[0]}
 
 
+def test_the_limit_of_csv_cells_is_afterwards_that_of_before(tmp_path):
+    write_csv(tmp_path / "in.csv")
+    before = csv.field_size_limit(12_345)
+    assert rows_of(tmp_path / "in.csv")
+    assert csv.field_size_limit(before) == 12_345
+
+
 def test_the_format_is_that_of_the_name():
     names = {"a.JSONL": "lines", "a.csv.GZ": "csv", "a": "lines", "a.b.tsv": "csv", "x.gz": "lines"}
     assert {name: table_of(Path(name)) for name in names} == names
