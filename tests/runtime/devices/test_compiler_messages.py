@@ -11,7 +11,7 @@ SLOW_COMPILE = b"""\
 E0730 10:00:00.000001    6491 slow_operation_alarm.cc:73]
 ********************************
 [Compiling module jit_decode] Very slow compile? If you want to file a bug, run with envvar \
-XLA_FLAGS=--xla_dump_to=/tmp/foo and attach the results.
+XLA_FLAGS=--xla_dump_to=/nonexistent/foo and attach the results.
 ********************************
 """
 SLOW_FOLDING = b"""\
@@ -22,7 +22,7 @@ Constant folding an instruction is taking > 1s:
 
 This isn't necessarily a bug; constant-folding is inherently a trade-off.
 
-If you'd like to file a bug, run with envvar XLA_FLAGS=--xla_dump_to=/tmp/foo and \
+If you'd like to file a bug, run with envvar XLA_FLAGS=--xla_dump_to=/nonexistent/foo and \
 attach the results.
 """
 UNKNOWN_ALARM = (
