@@ -82,8 +82,9 @@ def test_a_run_of_ci_takes_the_suite_a_tenth_of_the_slow_tests_and_all_others(ch
         f"{SUITE} --slow-part {part_of(checkout)}",
         "tests/compile/test_gpu_target.py",
     ]
-    assert runs[3].endswith("tests/third_party") and "test_golden.py" in runs[4]
-    assert len(runs) == 5 and "Not tested" not in said
+    assert runs[3:5] == ["tests/compile/test_targets.py", "-m newest_libtpu tests/compile"]
+    assert runs[5].endswith("tests/third_party") and "test_golden.py" in runs[6]
+    assert len(runs) == 7 and "Not tested" not in said
 
 
 def test_without_git_the_first_tenth_runs(checkout):

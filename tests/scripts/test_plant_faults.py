@@ -1,6 +1,7 @@
 """Planted faults: which changes there are, how they are drawn, and which test sees one."""
 
 import ast
+import json
 import subprocess
 from dataclasses import asdict, replace
 
@@ -105,3 +106,13 @@ def test_a_page_counts_the_faults_that_were_seen_before_and_since():
         "None is 3.",
     )
     assert all(f"{lines} | {end} |" in page for end in ends)
+
+
+def test_a_record_begins_with_faults_that_no_test_has_seen(run, tmp_path):
+    record = tmp_path / "faults.json"
+    run("plant_faults.py", "--record", record, "draw", "--seed", 3, "--number", 2)
+    table = json.loads(record.read_text("utf-8"))
+    assert table["seed"] == 3 and len(table["faults"]) == 2
+    assert "saw 0 of them before" in record.with_suffix(".md").read_text("utf-8")
+    listed = run("plant_faults.py", "--record", record, "list")
+    assert all(fault["path"] in listed for fault in table["faults"])
