@@ -58,8 +58,8 @@ def test_a_script_for_slurm_is_valid_and_queues_stopped_jobs_again(path):
         first, last = map(int, options["array"].split("-"))
         assert (first, last) == (0, 7) and command.rows == "1/8"
     else:
-        assert command.distributed == "auto"
-        assert int(options["nodes"]) * 8 == int(command.target.removeprefix("gpu:"))
+        # the plan names the devices
+        assert command.distributed == "auto" and command.plan and command.target is None
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
@@ -79,7 +79,8 @@ def test_a_manifest_for_kubernetes_has_its_fields_and_a_valid_command(path):
     (command,) = commands(script)
     if manifest["kind"] == "JobSet":
         (chips,) = container["resources"]["limits"].values()
-        assert command.target == f"tpu:{chips * job['completions']}"
+        assert chips * job["completions"] == 2 * 4  # the chips of the slice, which the plan names
+        assert command.plan and command.target is None
         assert command.distributed == "auto" and job["backoffLimit"] == 0
     else:
         assert command.rows == f"1/{job['completions']}"

@@ -57,6 +57,8 @@ def test_a_program_that_compiles_during_the_run_is_named_in_the_manifest_and_the
     job, monkeypatch, capsys, tmp_path
 ):
     dispatch = GenerationSession.dispatch
+    # jax's cache keeps the program, and other tests of this process must not meet it
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def compile_and_dispatch(session):
         jax.jit(turn_wheel)(np.ones(3, np.float32))

@@ -236,6 +236,6 @@ def test_a_plan_takes_a_calibration_that_was_made_with_its_own_tables(
     workload.write_text("prompt_tokens,output_tokens\n5,3\n")
     planned = [*model, "--workload", str(workload), "-o", str(tmp_path / "plan.toml"), "--quiet"]
     assert cli.main(["plan", *planned, *tables]) == 0
-    assert "(cpu: calibrated)" in capsys.readouterr().out
+    assert f"evidence   calibration {made.name}" in capsys.readouterr().out
     assert cli.main(["plan", *planned, *tables[2:]]) == 2
     assert "with the same tables (--hardware)" in capsys.readouterr().err
