@@ -207,7 +207,7 @@ def _count(given: Mapping[str, Any], key: str) -> int | None:
 def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
     is_wanted = _switch(given, "logprobs")
     count = _count(given, "top_logprobs")
-    if count is not None and not is_wanted:
+    if count and not is_wanted:
         raise RowError(
             "invalid_request", "top_logprobs: expected logprobs to be true beside it.", "logprobs"
         )

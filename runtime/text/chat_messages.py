@@ -70,6 +70,8 @@ def _normalise_message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise invalid_value(where, "an object with role and content", message)
     shown = {key: x for key, x in message.items() if key not in _WITHOUT_EFFECT}
+    if shown.get("tool_calls") == []:
+        del shown["tool_calls"]  # servers write it with every answer
     normalised = normalise_json(_without_null(shown), where)
     if not isinstance(normalised.get("role"), str):
         raise invalid_value(f"{where}.role", "a string", normalised.get("role"))

@@ -53,6 +53,14 @@ def test_a_default_that_is_written_out_changes_nothing_and_other_values_are_refu
     assert error.message.startswith(f"{key}: expected ") and f"got {other!r}" in error.message
 
 
+def test_defaults_of_keys_that_need_another_key_change_nothing():
+    defaults = {"logprobs": False, "top_logprobs": 0, "tool_choice": "none"}
+    assert read(**defaults, parallel_tool_calls=True) == read()
+    for key, value in (("top_logprobs", 1), ("tool_choice", "auto")):
+        assert refusal(**{key: value}).code == "invalid_request"
+    assert refusal(parallel_tool_calls=False).param == "parallel_tool_calls"
+
+
 @pytest.mark.parametrize(("is_chat", "table"), [(True, OF_CHAT), (False, OF_COMPLETIONS)])
 def test_every_harmless_value_of_the_tables_is_taken(is_chat, table):
     written = {

@@ -74,6 +74,9 @@ def test_an_answer_as_the_client_of_openai_dumps_it_is_history():
     dumped = {**ANSWER, **NULLS, "annotations": [], "parsed": {"colour": "red"}}
     row = accepted(envelope(body={"messages": [*BODY["messages"], dumped]}))
     assert row.messages is not None and row.messages[1] == ANSWER
+    served = {**ANSWER, **NULLS, "annotations": None, "tool_calls": [], "reasoning": None}
+    row = accepted(envelope(body={"messages": [*BODY["messages"], served]}))
+    assert row.messages is not None and row.messages[1] == ANSWER
     reasoned = {**ANSWER, "reasoning_content": "They want a colour."}
     row = accepted(envelope(body={"messages": [*BODY["messages"], reasoned]}))
     assert row.messages is not None and reasoned.items() <= row.messages[1].items()
