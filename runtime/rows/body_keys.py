@@ -74,7 +74,8 @@ OF_CHAT: Mapping[str, AcceptedValues] = {
     "include_reasoning": _ON,
     "documents": _NONE,
     "modalities": AcceptedValues((["text"],), "Answers are texts"),
-    **{key: CHAT[key] for key in ("chat_template", "chat_template_content_format")},
+    "chat_template": CHAT["chat_template"],
+    "chat_template_content_format": CHAT["chat_template_content_format"],
     "continue_final_message": CHAT["continue_final_message"],
     **refused("Give chat_template_kwargs, if the template reads it", "reasoning_effort"),
 }

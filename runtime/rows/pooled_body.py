@@ -150,7 +150,11 @@ def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:
             first,
         )
     return PooledRequest(
-        task, texts, others, top_n=_top_n(given), use_activation=_use_activation(given)
+        task,
+        texts,
+        others,
+        top_n=_count(given, "top_n", for_all=(0, -1)),
+        use_activation=_use_activation(given),
     )
 
 
@@ -218,22 +222,16 @@ def _encoding_format(given: Mapping[str, Any]) -> Literal["float", "base64"]:
     return value
 
 
-def _count(given: Mapping[str, Any], key: str) -> int | None:
+def _count(given: Mapping[str, Any], key: str, for_all: tuple[int, ...] = ()) -> int | None:
+    """A number of at least 1; None for all, which the numbers `for_all` mean too."""
     value = given.get(key)
-    if value is None:
+    # bool is an int in Python, but true is no number
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if value is None or (is_integer and value in for_all):
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise wrong_value(key, "an integer of at least 1", value)
-    return value
-
-
-def _top_n(given: Mapping[str, Any]) -> int | None:
-    value = given.get("top_n")
-    # bool is an int in Python, but false is no number
-    if value is None or (value in (0, -1) and not isinstance(value, bool)):
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise wrong_value("top_n", "an integer of at least 1, or 0 or -1 for all", value)
+    if not is_integer or value < 1:
+        or_all = f", or {' or '.join(map(str, for_all))} for all" if for_all else ""
+        raise wrong_value(key, f"an integer of at least 1{or_all}", value)
     return value
 
 

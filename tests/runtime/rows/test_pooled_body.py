@@ -64,6 +64,11 @@ def test_documents_may_be_objects_with_a_text_and_are_returned_anyway():
         read_pooled("rerank", body | {"documents": [{"text": "a", "title": "b"}]})
 
 
+def test_the_error_of_a_number_of_documents_names_the_numbers_that_mean_all():
+    with pytest.raises(RowError, match="an integer of at least 1, or 0 or -1 for all, got -2"):
+        read_pooled("rerank", {"query": "q", "documents": ["a"], "top_n": -2})
+
+
 def test_whole_numbers_of_requests_for_vectors_are_integers():
     assert read_pooled("embed", {"input": "a", "dimensions": 64.0}).dimensions == 64
     assert read_pooled("embed", {"input": "a", "truncate_prompt_tokens": 3.0}).max_tokens == 3
