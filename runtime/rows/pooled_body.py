@@ -160,8 +160,9 @@ def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:
 
 def _text_of_document(document: object) -> object:
     """The text of a document that is an object with nothing else; anything else as it is."""
-    is_object = isinstance(document, dict) and document.keys() == {"text"}
-    return document["text"] if is_object else document
+    if isinstance(document, dict) and document.keys() == {"text"}:
+        return document["text"]
+    return document
 
 
 def _places(key: str, num_texts: int) -> list[str]:

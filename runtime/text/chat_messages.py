@@ -115,7 +115,7 @@ def _part_texts(parts: list, where: str) -> Iterator[str]:
         yield part["text"]
 
 
-def _parsed_tool_calls(calls: object, where: str) -> list[object]:
+def _parsed_tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
     """Tool calls whose arguments are objects; requests have the arguments as JSON strings."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise invalid_value(where, "a list of objects", calls)
