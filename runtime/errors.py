@@ -7,7 +7,7 @@ exception may have its exit code in an attribute `exit_code`. Does not know abou
 import difflib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 EXIT_OK = 0
@@ -24,6 +24,8 @@ EXIT_RESUMABLE = 75
 """The job was stopped; the same command resumes it."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C ended the command."""
+_MAX_JOINED = 20
+"""The number of errors of a row that are written out."""
 
 
 class ConfigError(ValueError):
@@ -64,6 +66,14 @@ def unknown_parameter(key: str, known: tuple[str, ...]) -> RowError:
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     remedy = f"Did you mean {close[0]!r}?" if close else "Remove it."
     return RowError("unknown_parameter", f"{key!r} is not a known parameter. {remedy}", key)
+
+
+def joined(errors: Sequence[RowError]) -> RowError:
+    """One error for several of a row, with the code and the parameter of the first."""
+    messages = [error.message for error in errors[:_MAX_JOINED]]
+    if (more := len(errors) - len(messages)) > 0:
+        messages.append(f"{more} more are refused.")
+    return RowError(errors[0].code, " ".join(messages), errors[0].param)
 
 
 class JobError(RuntimeError):

@@ -328,6 +328,11 @@ def wrong_value(where: str, expected: str, got: object, param: str | None = None
     return RowError("invalid_request", message, param or where)
 
 
+def whole_number(value: Any) -> Any:
+    """A float without a fraction as an integer; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _plain_number(value: Any) -> Any:
     """A number as int or float; anything else as it is."""
     if type(value) not in _PLAIN and isinstance(value, Real):

@@ -19,6 +19,10 @@ class AcceptedValues(NamedTuple):
     values: tuple[Any, ...]
     remedy: str
 
+    def has(self, value: Any) -> bool:
+        """Whether the value has no effect."""
+        return self is ANY or value in self.values
+
 
 ANY = AcceptedValues((), "")
 """An argument whose values all have no effect."""
@@ -165,7 +169,7 @@ def also_accepts(options: Mapping[str, AcceptedValues]) -> Callable[[_F], _F]:
 
 
 def _check(name: str, value: Any, accepted: AcceptedValues) -> None:
-    if accepted is ANY or value in accepted.values:
+    if accepted.has(value):
         return
     listed = " or ".join(map(repr, accepted.values))
     raise ValueError(f"{name}: expected {listed}, got {value!r}. {accepted.remedy}.")

@@ -27,6 +27,13 @@ _BOM = b"\xef\xbb\xbf"
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+_FOREIGN = (
+    (re.compile(r"\s*(//|/\*|#)"), "a comment", "Remove it, as JSON has none"),
+    (re.compile(r"\s*\x1e"), "a record separator (RFC 7464)", r"Remove it, as tr -d '\036' does"),
+    (re.compile(r"\s*\{\s*'"), "Python's quotes", "Write the object with json.dumps"),
+)
+"""The beginnings of lines in notations like JSON, their names, and the remedies."""
+
 Unit = Literal["line", "row"]
 """The unit in which places are counted: the lines of a file, or the rows of a table."""
 
@@ -63,9 +70,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        # some of the messages end in `at`
-        problem = error.msg.removesuffix(" at")
-        raise _invalid(f"expected a JSON object, got {problem} at character {error.pos}") from None
+        raise _invalid(_syntax_problem(text, error)) from None
     except RecursionError:
         raise _too_deep() from None
     if not isinstance(value, dict):
@@ -143,6 +148,20 @@ def read_line_at(file: BinaryIO, offset: int, *, max_line_bytes: int = MAX_LINE_
 
 def _invalid(message: str) -> RowError:
     return RowError("invalid_json", f"{message}.")
+
+
+def _syntax_problem(text: str, error: json.JSONDecodeError) -> str:
+    for pattern, got, remedy in _FOREIGN:
+        if pattern.match(text):
+            return f"expected a JSON object, got {got}. {remedy}"
+    if error.msg == "Extra data" and text.lstrip().startswith("{"):
+        if text[error.pos :].strip() == ",":
+            return "expected a JSON object, got a comma after it. Remove the comma"
+        problem = f"more after it at character {error.pos}"
+        return f"expected one JSON object, got {problem}. Keep one, or write each on its own line"
+    # some of the messages end in `at`
+    problem = error.msg.removesuffix(" at")
+    return f"expected a JSON object, got {problem} at character {error.pos}"
 
 
 def _too_deep() -> RowError:

@@ -7,15 +7,17 @@ optional `id` or `custom_id`; an integer `id` is read as its digits. Without an 
 
 Does not know about files, tokenizers or buckets. Guarantees: every line gives exactly one row, and
 no content of a line raises an exception; equal requests have equal hashes, whatever the order or
-spacing of their keys, except in tools and forms of answers.
+spacing of their keys and the spelling of their urls, except in tools and forms of answers.
 """
 
 import hashlib
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..errors import RowError, unknown_parameter
+from ..errors import RowError, joined, unknown_parameter
 from ..files.strict_json import MAX_LINE_BYTES, Line, Unit, dump_line, parse_object
 from ..request import SamplingParams, wrong_value
 from ..text.chat_messages import read_messages
@@ -30,6 +32,10 @@ _SIMPLE_URLS = {"prompt": COMPLETION_URL, "messages": CHAT_URL, "input": EMBEDDI
 """The endpoint of a simple line, by the key that it has."""
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _MAX_TOKEN_ID = 2**31 - 1
+_URLS = (CHAT_URL, COMPLETION_URL, *POOLED_URLS)
+_NOT_PATH = re.compile(r"^https?://[^/]*|[?#].*$", re.DOTALL)
+_WRITTEN_ID = re.compile(rb'[\s\x1e]*\{\s*"(?:custom_id|id)"\s*:\s*("(?:[^"\\]|\\.)+")')
+"""The beginning of a line whose first key is its id."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,7 @@ def read_row(
         if custom_id is None:
             message = f"{line.place}: {error.message}"
             error = RowError(error.code, message, error.param)
+            custom_id = written_id(line.content or b"")
         line_hash = hashlib.sha256(line.content or b"").hexdigest()
         return BadRow(row, line.number, line.offset, custom_id, line_hash, error, line.unit)
     return BatchRow(
@@ -211,6 +218,18 @@ def custom_id_of(record: Mapping[str, Any], row: int, *, is_simple: bool) -> str
     return value
 
 
+def written_id(content: bytes) -> str | None:
+    """The id at the beginning of a line that cannot be read; None if none is there."""
+    if (found := _WRITTEN_ID.match(content)) is None:
+        return None
+    try:
+        custom_id = json.loads(found[1].decode())
+        custom_id.encode()
+    except ValueError:
+        return None
+    return custom_id
+
+
 def request_of(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The endpoint and the body of a line of either form.
 
@@ -228,19 +247,26 @@ def request_of(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
             f"prompt, messages and input, got the keys "
             f"{', '.join(map(repr, record))[:200] or 'none'}.",
         )
-    for key in record:
-        if key not in _ENVELOPE:
-            raise unknown_parameter(key, _ENVELOPE)
-    if record.get("method") != "POST":
+    if unknown := [key for key in record if key not in _ENVELOPE]:
+        raise joined([unknown_parameter(key, _ENVELOPE) for key in unknown])
+    if str(record.get("method")).upper() != "POST":
         raise wrong_value("method", "'POST'", record.get("method"))
-    url = record.get("url")
-    if url not in (CHAT_URL, COMPLETION_URL, *POOLED_URLS):
-        expected = f"expected {CHAT_URL}, {COMPLETION_URL} or {', '.join(POOLED_URLS)}"
-        raise RowError("unsupported_url", f"url: {expected}, got {str(url)[:100]!r}.", "url")
+    url = _endpoint(record.get("url"))
     body = record.get("body")
     if not isinstance(body, dict):
         raise wrong_value("body", "an object", body)
     return url, body
+
+
+def _endpoint(url: object) -> str:
+    """The endpoint that a url names; services write it with a host, a last slash or without /v1."""
+    if isinstance(url, str):
+        path = _NOT_PATH.sub("", url).rstrip("/")
+        for endpoint in (path, "/v1/" + path.rpartition("/v1/")[2].lstrip("/")):
+            if endpoint in _URLS:
+                return endpoint
+    expected = f"expected {CHAT_URL}, {COMPLETION_URL} or {', '.join(POOLED_URLS)}"
+    raise RowError("unsupported_url", f"url: {expected}, got {str(url)[:100]!r}.", "url")
 
 
 def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,17 +1,19 @@
 """Reads the bodies of requests that need one vector for each text: embeddings, scores, classes.
 
 The forms are those of OpenAI's `/v1/embeddings` and of vLLM's `/v1/score`, `/v1/rerank` and
-`/v1/classify`. Unknown keys are refused by name. A key with the value null counts as absent. Does
-not know about lines, tokenizers or models. Guarantees: every body gives a `PooledRequest` or raises
-`RowError`.
+`/v1/classify`. Unknown keys are refused by name. A key with the value null counts as absent, and
+whole numbers such as 3.0 are integers. Does not know about lines, tokenizers or models. Guarantees:
+every body gives a `PooledRequest` or raises `RowError`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..errors import RowError, unknown_parameter
+from ..errors import RowError
 from ..request import wrong_value
+from ..vllm_options import AcceptedValues
+from .body_keys import HINTS, check_keys, given_values, refused, unknown_among
 
 Task = Literal["embed", "score", "rerank", "classify"]
 Text = str | tuple[int, ...]
@@ -33,9 +35,7 @@ POOLED_URLS: Mapping[str, Task] = {
 MAX_TEXTS = 2048
 """The maximum number of texts of a request, as in OpenAI's interface."""
 MAX_TOKEN_ID = 2**31 - 1
-# keys of all tasks; only the first one changes the answer, as the others are labels and a priority
-# among the requests of a server
-_COMMON = ("truncate_prompt_tokens", "model", "user", "priority")
+_COMMON = ("truncate_prompt_tokens", "model")
 _KEYS: Mapping[Task, tuple[str, ...]] = {
     "embed": ("input", "encoding_format", "dimensions", *_COMMON),
     "score": ("text_1", "text_2", "use_activation", *_COMMON),
@@ -46,12 +46,18 @@ _PAIR_KEYS: Mapping[Task, tuple[str, str]] = {
     "score": ("text_1", "text_2"),
     "rerank": ("query", "documents"),
 }
-_NOT_SUPPORTED = {
-    "messages": "Give the text as a string.",
-    "activation": "Give use_activation.",
-    "softmax": "Give use_activation.",
-    "normalize": "Vectors are normalised as the model's files say.",
+_INTEGERS = ("dimensions", "top_n", "truncate_prompt_tokens")
+_OTHERS: Mapping[str, AcceptedValues] = {
+    **HINTS,
+    "add_special_tokens": AcceptedValues((True,), "Give token ids for a text without them"),
+    "embed_dtype": AcceptedValues(("float32",), "Vectors have float32"),
+    "endianness": AcceptedValues(("native", "little"), "The format base64 is little-endian"),
+    "return_documents": AcceptedValues((True,), "Results of rerank have their documents"),
+    **refused("Give the text as a string", "messages"),
+    **refused("Give use_activation", "activation", "softmax"),
+    **refused("Vectors are normalised as the model's files say", "normalize"),
 }
+"""The other keys, with the values that change no answer."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +104,8 @@ def read_pooled(task: Task, body: Mapping[str, Any]) -> PooledRequest:
     Raises:
         RowError: A key is unknown or unsupported, or its value is invalid.
     """
-    given = {key: value for key, value in body.items() if value is not None}
-    for key in given:
-        if key not in _KEYS[task]:
-            raise _unknown(key, _KEYS[task])
+    given = given_values(body, _INTEGERS)
+    check_keys(given, _KEYS[task], _OTHERS)
     return replace(_request(task, given), max_tokens=_max_tokens(given))
 
 
@@ -127,14 +131,17 @@ def unknown_pooled_keys(task: Task, body: Mapping[str, Any]) -> tuple[str, ...]:
 
     Keys that it knows but does not support are not among them.
     """
-    return tuple(key for key in body if key not in _KEYS[task] and key not in _NOT_SUPPORTED)
+    return unknown_among(body, _KEYS[task], _OTHERS)
 
 
 def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:
-    first, second = keys = _PAIR_KEYS[task]
+    first, second = _PAIR_KEYS[task]
     if task == "rerank" and not isinstance(given.get(first), str):
         raise wrong_value(first, "a string", given.get(first))
-    texts, others = (_strings(key, given.get(key)) for key in keys)
+    seconds = given.get(second)
+    if task == "rerank" and isinstance(seconds, list):
+        seconds = list(map(_text_of_document, seconds))
+    texts, others = _strings(first, given.get(first)), _strings(second, seconds)
     if len(texts) not in (1, len(others)):
         raise RowError(
             "invalid_request",
@@ -143,8 +150,19 @@ def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:
             first,
         )
     return PooledRequest(
-        task, texts, others, top_n=_count(given, "top_n"), use_activation=_use_activation(given)
+        task,
+        texts,
+        others,
+        top_n=_count(given, "top_n", for_all=(0, -1)),
+        use_activation=_use_activation(given),
     )
+
+
+def _text_of_document(document: object) -> object:
+    """The text of a document that is an object with nothing else; anything else as it is."""
+    if isinstance(document, dict) and document.keys() == {"text"}:
+        return document["text"]
+    return document
 
 
 def _places(key: str, num_texts: int) -> list[str]:
@@ -157,7 +175,8 @@ def _strings(key: str, value: object) -> tuple[str, ...]:
         raise wrong_value(key, "a string or a list of strings", value)
     for index, text in enumerate(texts):
         if not isinstance(text, str):
-            raise wrong_value(f"{key}[{index}]", "a string", text, key)
+            or_object = ' or {"text": string}' if key == "documents" else ""
+            raise wrong_value(f"{key}[{index}]", f"a string{or_object}", text, key)
     return tuple(_limited(key, texts))
 
 
@@ -204,12 +223,16 @@ def _encoding_format(given: Mapping[str, Any]) -> Literal["float", "base64"]:
     return value
 
 
-def _count(given: Mapping[str, Any], key: str) -> int | None:
+def _count(given: Mapping[str, Any], key: str, for_all: tuple[int, ...] = ()) -> int | None:
+    """A number of at least 1; None for all, which the numbers `for_all` mean too."""
     value = given.get(key)
-    if value is None or (key == "top_n" and value == 0 and not isinstance(value, bool)):
+    # bool is an int in Python, but true is no number
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if value is None or (is_integer and value in for_all):
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise wrong_value(key, "an integer of at least 1", value)
+    if not is_integer or value < 1:
+        or_all = f", or {' or '.join(map(str, for_all))} for all" if for_all else ""
+        raise wrong_value(key, f"an integer of at least 1{or_all}", value)
     return value
 
 
@@ -227,10 +250,3 @@ def _use_activation(given: Mapping[str, Any]) -> bool:
     if not isinstance(value, bool):
         raise wrong_value("use_activation", "true or false", value)
     return value
-
-
-def _unknown(key: str, known: tuple[str, ...]) -> RowError:
-    if key in _NOT_SUPPORTED:
-        message = f"{key!r} is not supported here. {_NOT_SUPPORTED[key]}"
-        return RowError("unknown_parameter", message, key)
-    return unknown_parameter(key, known)

@@ -2,8 +2,8 @@
 
 The two endpoints share most keys. `logprobs` is a number for completions and a switch for chat, and
 `echo` exists for completions only. Unknown keys and unsupported keys are refused by name, because
-an answer that ignores a parameter is worse than an error. A key with the value null counts as
-absent, as OpenAI's clients write it.
+an answer that ignores a parameter is worse than an error (`body_keys`). A key with the value null
+counts as absent, as OpenAI's clients write it. Whole numbers such as 3.0 are integers.
 
 Does not know about lines, ids, tokenizers or buckets. Guarantees: every body gives `BodyParams` or
 raises `RowError`.
@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, RowError, unknown_parameter
-from ..request import MAX_LOGPROBS, SampleRule, SamplingParams, wrong_value
+from ..errors import ConfigError, RowError, joined, unknown_parameter
+from ..request import MAX_LOGPROBS, SampleRule, SamplingParams, whole_number, wrong_value
+from ..vllm_options import AcceptedValues
+from .body_keys import OF_CHAT, OF_COMPLETIONS, check_keys, given_values, unknown_among
 from .structured_body import FORM_KEYS, read_form
 from .tools import TOOL_KEYS, Tools, read_tools
 
@@ -37,12 +39,15 @@ _DIRECT = (
     "include_stop_str_in_output",
 )
 _TRANSLATED = ("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "logit_bias")
-# keys that do not change the answer: labels and billing of the hosted service
-_WITHOUT_EFFECT = ("user", "metadata", "store")
+_INTEGERS = (
+    *("n", "top_k", "seed", "min_tokens", "max_tokens", "max_completion_tokens"),
+    *("logprobs", "top_logprobs", "prompt_logprobs"),
+)
+_RULE_INTEGERS = ("stop_when", "probe_every", "probes")
 _RULE = "noria"
 """The key of the rule for the samples of a row, an extension of OpenAI's interface."""
 _COMMON = (
-    *(*_DIRECT, *_TRANSLATED, *_WITHOUT_EFFECT, *FORM_KEYS),
+    *(*_DIRECT, *_TRANSLATED, *FORM_KEYS),
     *(_RULE, "model", "logprobs", "stream"),
 )
 SAMPLING_KEYS = (
@@ -60,30 +65,6 @@ SAMPLING_KEYS = (
 """Keys that a job may set for all rows."""
 CHAT_KEYS = (*_COMMON, "messages", "top_logprobs", "chat_template_kwargs", *TOOL_KEYS)
 COMPLETION_KEYS = (*_COMMON, "prompt", "echo")
-
-_OTHER_FORMS = "Give response_format, or structured_outputs."
-_NOT_SUPPORTED = {
-    "best_of": "Use n.",
-    "suffix": "Only continuations of the prompt are generated.",
-    **dict.fromkeys(TOOL_KEYS, "Only /v1/chat/completions has tools."),
-    "functions": "Give tools.",
-    "function_call": "Give tool_choice.",
-    "stream_options": "A batch has no streams.",
-    "echo": "Only /v1/completions echoes its prompt.",
-    "top_logprobs": "In /v1/completions, logprobs is the number of alternatives.",
-    **dict.fromkeys(
-        (
-            "structural_tag",
-            "guided_decoding_backend",
-            "guided_whitespace_pattern",
-            "json_schema",
-            "grammar",
-            "regex",
-            "ebnf",
-        ),
-        _OTHER_FORMS,
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -113,8 +94,8 @@ def read_params(
     Raises:
         RowError: A key is unknown or unsupported, or its value is invalid.
     """
-    given = {key: value for key, value in body.items() if value is not None}
-    _refuse_unknown(given, CHAT_KEYS if is_chat else COMPLETION_KEYS)
+    given = given_values(body, _INTEGERS)
+    check_keys(given, *_tables(is_chat))
     _check_without_effect(given)
 
     fields: dict[str, Any] = dict(defaults)
@@ -168,7 +149,8 @@ def read_sampling(assignments: Sequence[str]) -> dict[str, Any]:
                 raise ValueError("expected KEY=VALUE")
             if key not in SAMPLING_KEYS:
                 raise unknown_parameter(key, SAMPLING_KEYS)
-            values[key] = json.loads(text)
+            value = json.loads(text)
+            values[key] = whole_number(value) if key in _INTEGERS else value
             read_params(values, is_chat=False, defaults={})
         except ValueError as error:
             raise ConfigError(
@@ -192,22 +174,12 @@ def unknown_keys(body: Mapping[str, Any], *, is_chat: bool) -> tuple[str, ...]:
 
     Keys that it knows but does not support are not among them.
     """
-    known = CHAT_KEYS if is_chat else COMPLETION_KEYS
-    return tuple(key for key in body if key not in known and key not in _NOT_SUPPORTED)
+    return unknown_among(body, *_tables(is_chat))
 
 
-def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for key, value in given.items():
-        if key in known:
-            continue
-        if key == "echo" and value is False:
-            continue
-        raise _not_supported(key) if key in _NOT_SUPPORTED else unknown_parameter(key, known)
-
-
-def _not_supported(key: str) -> RowError:
-    message = f"{key!r} is not supported here. {_NOT_SUPPORTED[key]}"
-    return RowError("unknown_parameter", message, key)
+def _tables(is_chat: bool) -> tuple[tuple[str, ...], Mapping[str, AcceptedValues]]:
+    """The keys that decide an answer, and the other keys with their harmless values."""
+    return (CHAT_KEYS, OF_CHAT) if is_chat else (COMPLETION_KEYS, OF_COMPLETIONS)
 
 
 def _check_without_effect(given: Mapping[str, Any]) -> None:
@@ -235,7 +207,7 @@ def _count(given: Mapping[str, Any], key: str) -> int | None:
 def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
     is_wanted = _switch(given, "logprobs")
     count = _count(given, "top_logprobs")
-    if count is not None and not is_wanted:
+    if count and not is_wanted:
         raise RowError(
             "invalid_request", "top_logprobs: expected logprobs to be true beside it.", "logprobs"
         )
@@ -256,7 +228,7 @@ def _read_stop(value: object) -> list[str]:
 def _read_stop_token_ids(value: object) -> list[int]:
     if not isinstance(value, list):
         raise wrong_value("stop_token_ids", "a list of token ids", value)
-    return value
+    return list(map(whole_number, value))
 
 
 def _read_logit_bias(value: object) -> dict[int, float]:
@@ -275,11 +247,11 @@ def _read_rule(value: object) -> SampleRule:
     if not isinstance(value, dict):
         raise wrong_value(_RULE, "an object", value)
     known = tuple(SampleRule.__dataclass_fields__)
-    given = {key: content for key, content in value.items() if content is not None}
-    for key in given:
-        if key not in known:
-            error = unknown_parameter(key, known)
-            raise RowError(error.code, f"{_RULE}: {error.message}", f"{_RULE}.{key[:100]}")
+    given = given_values(value, _RULE_INTEGERS)
+    errors = [unknown_parameter(key, known) for key in given if key not in known]
+    if errors:
+        error = joined(errors)
+        raise RowError(error.code, f"{_RULE}: {error.message}", f"{_RULE}.{error.param}")
     return SampleRule(**given)
 
 

@@ -99,8 +99,8 @@ def read_tools(given: Mapping[str, Any]) -> Tools | None:
         RowError: A value is wrong.
     """
     if "tools" not in given:
-        for key in TOOL_KEYS[1:]:
-            if key in given and given[key] != "none":
+        for key, harmless in (("tool_choice", "none"), ("parallel_tool_calls", True)):
+            if given.get(key, harmless) != harmless:
                 raise RowError(
                     "invalid_request", f"{key}: expected tools beside it, got none.", key
                 )

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from ..errors import RowError
 from ..files.strict_json import MAX_LINE_BYTES, Line, parse_object, read_lines
-from ..rows.lines import BadRow, custom_id_of, duplicate_error
+from ..rows.lines import BadRow, custom_id_of, duplicate_error, written_id
 from ..rows.results import error_of_line
 from .stage_renderer import answers_table, calls_text
 
@@ -113,6 +113,7 @@ def _read_row(line: Line, index: int) -> InputRow | BadRow:
             raise RowError("invalid_line", "body: expected an object, got another value.", "body")
     except RowError as error:
         message = f"line {line.number}: {error.message}"
+        custom_id = custom_id or written_id(content)
         return BadRow(*place, custom_id, line_hash, RowError(error.code, message, error.param))
     return InputRow(*place, custom_id, line_hash, data)
 

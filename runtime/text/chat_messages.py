@@ -1,6 +1,7 @@
 """Check chat messages, and normalise them to the form that chat templates expect.
 
-A key with the value None counts as absent. `read_messages` is the check for requests of users, and
+A key of a message or a tool call with the value None counts as absent, and templates do not see
+it; the keys of arguments stay. `read_messages` is the check for requests of users, and
 `normalise_messages` takes any role and key. Does not know about templates or tokens. Guarantees:
 the result is a copy in plain lists, dicts and strings that can be encoded as UTF-8; anything else
 is refused with its place, such as `messages[2].content`.
@@ -10,12 +11,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import RowError, unknown_parameter
+from ..errors import RowError, joined, unknown_parameter
 from .tokenizer import check_encodable
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-_MESSAGE_KEYS = ("role", "content", "name", "refusal", "tool_calls", "tool_call_id")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names of the reasoning before an answer; templates read the first or the second."""
+_WITHOUT_EFFECT = ("annotations", "parsed")
+"""Keys that clients write with an answer, about its content."""
+_MESSAGE_KEYS = ("role", "content", "name", "refusal", "tool_calls", "tool_call_id", *_REASONING)
 _MAX_DEPTH = 32
 
 
@@ -26,12 +31,10 @@ def read_messages(messages: object) -> list[dict[str, Any]]:
       RowError: A message is invalid; the error names its place.
     """
     checked = normalise_messages(messages)
+    if unknown := [error for i, message in enumerate(checked) for error in _unknown(i, message)]:
+        raise joined(unknown)
     for index, message in enumerate(checked):
         where, role = f"messages[{index}]", message["role"]
-        for key in message:
-            if key not in _MESSAGE_KEYS:
-                error = unknown_parameter(key, _MESSAGE_KEYS)
-                raise RowError(error.code, f"{where}: {error.message}", f"{where}.{key[:100]}")
         if role not in ROLES:
             raise invalid_value(f"{where}.role", f"one of {', '.join(ROLES)}", role)
         if not isinstance(message.get("name", ""), str):
@@ -39,10 +42,19 @@ def read_messages(messages: object) -> list[dict[str, Any]]:
     return checked
 
 
+def _unknown(index: int, message: Mapping[str, Any]) -> Iterator[RowError]:
+    where = f"messages[{index}]"
+    for key in message:
+        if key not in _MESSAGE_KEYS:
+            error = unknown_parameter(key, _MESSAGE_KEYS)
+            yield RowError(error.code, f"{where}: {error.message}", f"{where}.{error.param}")
+
+
 def normalise_messages(messages: object) -> list[dict[str, Any]]:
     """Return messages as templates expect them: contents as one string, tool arguments as objects.
 
-    Several text parts of a content are joined by line ends.
+    Several text parts of a content are joined by line ends. The reasoning before an answer has both
+    names that templates read, as in transformers.
 
     Raises:
       RowError: A message is invalid; the error names its place.
@@ -57,7 +69,10 @@ def normalise_messages(messages: object) -> list[dict[str, Any]]:
 def _normalise_message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise invalid_value(where, "an object with role and content", message)
-    normalised = normalise_json({key: x for key, x in message.items() if x is not None}, where)
+    shown = {key: x for key, x in message.items() if key not in _WITHOUT_EFFECT}
+    if shown.get("tool_calls") == []:
+        del shown["tool_calls"]  # servers write it with every answer
+    normalised = normalise_json(_without_null(shown), where)
     if not isinstance(normalised.get("role"), str):
         raise invalid_value(f"{where}.role", "a string", normalised.get("role"))
     if normalised.get("tool_calls"):
@@ -68,12 +83,26 @@ def _normalise_message(message: object, where: str) -> dict[str, Any]:
     if content is None:
         if normalised["role"] != "assistant" or not normalised.get("tool_calls"):
             raise invalid_value(f"{where}.content", "a string or a list of text parts", content)
-        normalised["content"] = None
     elif isinstance(content, list):
         normalised["content"] = "\n".join(_part_texts(content, f"{where}.content"))
     elif not isinstance(content, str):
         raise invalid_value(f"{where}.content", "a string or a list of text parts", content)
-    return normalised
+    return _with_reasoning(normalised, where)
+
+
+def _with_reasoning(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """The message with its reasoning, if it has one, under both names that templates read."""
+    written = next((key for key in _REASONING if key in message), None)
+    if written is None:
+        return message
+    reasoning = message[written]
+    if not isinstance(reasoning, str):
+        raise invalid_value(f"{where}.{written}", "a string", reasoning)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _without_null(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: x for key, x in value.items() if x is not None}
 
 
 def _part_texts(parts: list, where: str) -> Iterator[str]:
@@ -86,13 +115,16 @@ def _part_texts(parts: list, where: str) -> Iterator[str]:
         yield part["text"]
 
 
-def _parsed_tool_calls(calls: object, where: str) -> list[object]:
+def _parsed_tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
     """Tool calls whose arguments are objects; requests have the arguments as JSON strings."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise invalid_value(where, "a list of objects", calls)
+    calls = list(map(_without_null, calls))
     for index, call in enumerate(calls):
-        function = call.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        if not isinstance(call.get("function"), dict):
+            continue
+        function = call["function"] = _without_null(call["function"])
+        if not isinstance(function.get("arguments"), str):
             continue
         name = f"{where}[{index}].function.arguments"
         try:

@@ -10,6 +10,7 @@ job.
 """
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ _RESERVED = frozenset(
         *("tokenize", "chat_template", "bos_token", "eos_token", "unk_token", "pad_token"),
     }
 )
+_TESTS_NULL = re.compile(r"content['\"]?\]?\s*(is\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
+"""Finds a test in a template whether a content is null, as that of DeepSeek-R1 has it."""
 
 
 class Conversation(NamedTuple):
@@ -52,6 +55,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._special = tokenizer.special_tokens
         template = tokenizer.chat_template
+        self._tests_null = template is not None and _TESTS_NULL.search(template) is not None
         now = now or datetime.now()
         self._process = (
             TemplateProcess(template, limits or TemplateLimits(), now) if template else None
@@ -142,6 +146,8 @@ class ChatRenderer:
                 "messages",
             )
         messages = normalise_messages(conversation.messages)
+        if self._tests_null:
+            messages = [message | {"content": message.get("content")} for message in messages]
         variables = normalise_json(conversation.template_kwargs or {}, "chat_template_kwargs")
         self._check_variables(variables, self._process)
         tools = self._tools(conversation, self._process)

@@ -48,7 +48,40 @@ def test_documents_are_paired_with_the_query():
     found = read_pooled("rerank", body)
     assert found.pairs == [("q", "a"), ("q", "b")]
     assert (found.top_n, found.use_activation) == (1, False)
-    assert read_pooled("rerank", body | {"top_n": 0}).top_n is None
+    for all_of_them in (0, -1, 0.0):
+        assert read_pooled("rerank", body | {"top_n": all_of_them}).top_n is None
+
+
+def test_documents_may_be_objects_with_a_text_and_are_returned_anyway():
+    body = {"query": "q", "documents": ["Bees make honey.", "Paris is the capital."]}
+    expected = read_pooled("rerank", body)
+    objects = [{"text": "Bees make honey."}, {"text": "Paris is the capital."}]
+    assert read_pooled("rerank", body | {"documents": objects}) == expected
+    assert read_pooled("rerank", body | {"return_documents": True}) == expected
+    with pytest.raises(RowError, match="return_documents: expected true, got False"):
+        read_pooled("rerank", body | {"return_documents": False})
+    with pytest.raises(RowError, match=r"documents\[0\]: expected a string or {.text.: string}"):
+        read_pooled("rerank", body | {"documents": [{"text": "a", "title": "b"}]})
+
+
+def test_the_error_of_a_number_of_documents_names_the_numbers_that_mean_all():
+    with pytest.raises(RowError, match="an integer of at least 1, or 0 or -1 for all, got -2"):
+        read_pooled("rerank", {"query": "q", "documents": ["a"], "top_n": -2})
+
+
+def test_whole_numbers_of_requests_for_vectors_are_integers():
+    assert read_pooled("embed", {"input": "a", "dimensions": 64.0}).dimensions == 64
+    assert read_pooled("embed", {"input": "a", "truncate_prompt_tokens": 3.0}).max_tokens == 3
+    with pytest.raises(RowError, match=r"an integer of at least 1, got 3\.5"):
+        read_pooled("embed", {"input": "a", "dimensions": 3.5})
+
+
+def test_all_unknown_keys_of_a_request_for_vectors_are_named_at_once():
+    with pytest.raises(RowError) as refusal:
+        read_pooled("embed", {"input": "a", "dimension": 3, "zeta": 1, "normalize": True})
+    assert all(repr(key) in str(refusal.value) for key in ("dimension", "zeta", "normalize"))
+    hints = {"service_tier": "flex", "metadata": {}, "add_special_tokens": True}
+    assert read_pooled("embed", {"input": "a", **hints}) == read_pooled("embed", {"input": "a"})
 
 
 def test_the_texts_that_the_model_reads_have_places_in_the_body():
@@ -96,7 +129,8 @@ WRONG = [
     ("score", {"text_1": "a", "text_2": "b", "use_activation": 1}, "use_activation"),
     ("rerank", {"query": ["a"], "documents": ["b"]}, "query"),
     ("rerank", {"query": "a", "documents": []}, "documents"),
-    ("rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+    ("rerank", {"query": "a", "documents": ["b"], "top_n": -2}, "top_n"),
+    ("rerank", {"query": "a", "documents": ["b"], "top_n": False}, "top_n"),
     ("classify", {"input": "a", "dimensions": 3}, "dimensions"),
 ]
 

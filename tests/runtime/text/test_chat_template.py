@@ -172,6 +172,54 @@ def test_strings_of_tools_and_json_are_plain_text_too(renderer):
     assert decoded == f"<|im_start|>{shown}{shown}<|im_end|>"
 
 
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    ],
+}
+
+
+@pytest.mark.parametrize("called", [CALLED, CALLED | {"content": None}])
+def test_a_content_that_is_null_or_absent_is_printed_as_nothing(renderer, called):
+    chat = renderer(
+        "{% for m in messages %}[INST]{{ m.role }}: {{ m['content'] | trim }}[/INST]{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": "say no now"},
+        called,
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+    ]
+    assert text_of(chat, messages) == (
+        "[INST]user: say no now[/INST][INST]assistant: [/INST][INST]tool: 7[/INST]"
+    )
+
+
+@pytest.mark.parametrize("called", [CALLED, CALLED | {"content": None}])
+def test_a_template_that_tests_for_null_contents_sees_them(renderer, called):
+    chat = renderer(
+        "{% for m in messages %}{% if m['content'] is none %}{{ m.tool_calls[0].function.name }}"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    assert text_of(chat, [{"role": "user", "content": "x"}, called]) == "xf"
+
+
+def test_null_keys_of_messages_and_calls_are_dropped_and_those_of_arguments_stay():
+    function = {"name": "f", "arguments": '{"a": null}', "parsed_arguments": None}
+    call = {"id": "c1", "index": None, "function": function}
+    (message,) = normalise_messages(
+        [{"role": "assistant", "content": None, "audio": None, "tool_calls": [call]}]
+    )
+    plain = {"id": "c1", "function": {"name": "f", "arguments": {"a": None}}}
+    assert message == {"role": "assistant", "tool_calls": [plain]}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_has_both_names_that_templates_read(renderer, name):
+    chat = renderer("{% for m in messages %}{{ m.thinking }} {{ m.reasoning_content }}{% endfor %}")
+    assert text_of(chat, [{"role": "assistant", "content": "x", name: "why"}]) == "why why"
+
+
 def test_a_template_shows_tools_and_their_strings_are_plain_text(renderer):
     chat = renderer("<|im_start|>{% for t in tools or [] %}{{ t | tojson }}{% endfor %}<|im_end|>")
     tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}

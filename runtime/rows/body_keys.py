@@ -1,0 +1,138 @@
+"""Checks the keys of the body of a request, and names those that change no answer.
+
+Hosted services and vLLM have keys that noria need not know to answer: hints about accounts and
+speed, and options whose default is what noria does. The tables say which values of each key have no
+effect; another value is refused by name, with the remedy. Does not know about the keys that decide
+an answer. Guarantees: one error names all keys of a body that are refused.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ..errors import RowError, joined, unknown_parameter
+from ..request import whole_number, wrong_value
+from ..vllm_options import ANY, CHAT, SAMPLING, AcceptedValues
+
+_NOT_OFFERED = "noria has no such feature: leave it out"
+_OFF, _ON, _NONE = (
+    AcceptedValues((False,), _NOT_OFFERED),
+    AcceptedValues((True,), _NOT_OFFERED),
+    AcceptedValues(([], {}), _NOT_OFFERED),
+)
+
+HINTS: Mapping[str, AcceptedValues] = dict.fromkeys(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prediction",
+        "verbosity",
+        "priority",
+        "request_id",
+        "cache_salt",
+    ),
+    ANY,
+)
+"""Keys for the accounts, the caches, the queues and the models of hosted services."""
+
+
+def refused(remedy: str, *keys: str) -> dict[str, AcceptedValues]:
+    """Keys without a harmless value, and their remedy."""
+    return dict.fromkeys(keys, AcceptedValues((), remedy))
+
+
+_GENERATION = {
+    **HINTS,
+    **SAMPLING,
+    "best_of": AcceptedValues((1,), "Use n"),
+    "detokenize": AcceptedValues((True,), "Answers have their text: leave it out"),
+    "return_tokens_as_token_ids": _OFF,
+    "return_token_ids": _OFF,
+    "kv_transfer_params": _NONE,
+    "vllm_xargs": _NONE,
+    "mm_processor_kwargs": _NONE,
+    **refused("Give tools", "functions"),
+    **refused("Give tool_choice", "function_call"),
+    **refused("A batch has no streams", "stream_options"),
+    **refused("Only continuations of the prompt are generated", "suffix"),
+    **refused(
+        "Give response_format, or structured_outputs",
+        *("structural_tag", "guided_decoding_backend", "guided_whitespace_pattern"),
+        *("json_schema", "grammar", "regex", "ebnf"),
+    ),
+}
+OF_CHAT: Mapping[str, AcceptedValues] = {
+    **_GENERATION,
+    "echo": AcceptedValues((False,), "Only /v1/completions echoes its prompt"),
+    "add_generation_prompt": _ON,
+    "add_special_tokens": _OFF,
+    "include_reasoning": _ON,
+    "documents": _NONE,
+    "modalities": AcceptedValues((["text"],), "Answers are texts"),
+    "chat_template": CHAT["chat_template"],
+    "chat_template_content_format": CHAT["chat_template_content_format"],
+    "continue_final_message": CHAT["continue_final_message"],
+    **refused("Give chat_template_kwargs, if the template reads it", "reasoning_effort"),
+}
+"""The other keys of a chat, with the values that change no answer."""
+OF_COMPLETIONS: Mapping[str, AcceptedValues] = {
+    **_GENERATION,
+    "add_special_tokens": _ON,
+    **refused("Only /v1/chat/completions has tools", "tools", "tool_choice", "parallel_tool_calls"),
+    **refused("In /v1/completions, logprobs is the number of alternatives", "top_logprobs"),
+}
+"""The other keys of a completion, with the values that change no answer."""
+
+
+def given_values(body: Mapping[str, Any], integers: Collection[str]) -> dict[str, Any]:
+    """The keys of a body that have a value.
+
+    Args:
+        body: The body, or a part of it.
+        integers: The keys with integers; some languages write 3 as 3.0.
+    """
+    return {
+        key: whole_number(value) if key in integers else value
+        for key, value in body.items()
+        if value is not None
+    }
+
+
+def check_keys(
+    given: Mapping[str, Any], known: tuple[str, ...], others: Mapping[str, AcceptedValues]
+) -> None:
+    """Check that each key is known, or has a value that changes no answer.
+
+    Raises:
+        RowError: The error names all other keys.
+    """
+    errors = []
+    for key, value in given.items():
+        accepted = others.get(key)
+        if key in known or (accepted is not None and accepted.has(value)):
+            continue
+        errors.append(
+            unknown_parameter(key, known) if accepted is None else _refusal(key, value, accepted)
+        )
+    if errors:
+        raise joined(errors)
+
+
+def _refusal(key: str, value: object, accepted: AcceptedValues) -> RowError:
+    message = f"{key!r} is not supported here."
+    if accepted.values:
+        expected = " or ".join(dict.fromkeys(map(json.dumps, accepted.values)))
+        message = wrong_value(key, expected, value).message
+    return RowError("unknown_parameter", f"{message} {accepted.remedy}.", key)
+
+
+def unknown_among(
+    body: Mapping[str, Any], known: tuple[str, ...], others: Mapping[str, AcceptedValues]
+) -> tuple[str, ...]:
+    """The keys of a body that noria does not know; it knows those that it refuses."""
+    return tuple(key for key in body if key not in known and key not in others)
