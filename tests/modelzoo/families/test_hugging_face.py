@@ -812,6 +812,13 @@ def test_layer_types_must_match_the_layers_and_the_window():
             from_hf_config(family("qwen3", layer_types=kinds))
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_model_that_is_untied_is_the_one_that_was_published_so(config):
+    tied = from_hf_config(config | {"tie_word_embeddings": True})
+    assert tied.config.tie_embeddings
+    assert tied.untied() == from_hf_config(config | {"tie_word_embeddings": False})
+
+
 def test_a_tied_head_and_old_frequency_tensors_are_ignored_by_name():
     tied = from_hf_config(LLAMA | {"tie_word_embeddings": True}).ignored_tensors
     untied = from_hf_config(LLAMA).ignored_tensors
