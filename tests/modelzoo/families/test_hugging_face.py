@@ -681,7 +681,7 @@ REFUSED = {
     "float8 with four-bit experts": (fp8(expert_dtype="fp4"), "expert_dtype: expected 'fp8'"),
     "one scale a tensor": (
         fp8(weight_block_size=None),
-        "weight_block_size: expected a list of two integers; convert .*got None",
+        "weight_block_size: expected a list of two integers; convert .*got no such key",
     ),
     "blocks of one size": (fp8(weight_block_size=[128]), "expected a list of 2 integers"),
     "blocks of no size": (fp8(weight_block_size=[128, 0]), "weight_block_size.1: expected an int"),
