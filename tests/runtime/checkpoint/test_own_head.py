@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conformance import CASES, prompts, save_reference
 from published_formats import FORMATS, PublishedForm
+from safetensors.numpy import load_file, save_file
 from tiny_llama import CONFIG, random_tensors, save
+from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
 from noria.runtime.checkpoint import load_params, open_model, own_head
@@ -15,6 +18,9 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TENSORS = random_tensors(CONFIG)
 OWN = {HEAD: np.random.default_rng(1).standard_normal(TENSORS[EMBEDDING].shape, np.float32)}
 NOTE = "tie_word_embeddings = True (lm_head.weight differs from the embedding, and is used)"
+
+TIED = ("qwen3", "gemma2", "command-r")
+"""Cases of families that tie by a key or by default."""
 
 
 def load(path):
@@ -78,3 +84,29 @@ def test_a_plan_without_weights_sees_the_head_where_they_are_present(tmp_path):
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     with open_model(tmp_path, needs_weights=False) as files:
         assert files.spec.config.tie_embeddings
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", TIED)
+def test_families_answer_with_an_own_head_as_the_reference_does(tmp_path, name):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    case = next(case for case in CASES if case.name == name)
+    save_reference(case, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    shape = tensors[EMBEDDING].shape
+    tensors[HEAD] = 0.1 * np.random.default_rng(0).standard_normal(shape, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    prompt = max(prompts(case), key=len)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt])).logits[0]
+    parameters, unread = load(tmp_path)
+    assert NOTE in unread
+    with open_model(tmp_path) as files:
+        decoder = AbstractModel(files.spec.config).bind(parameters)
+    x_BTD, _ = decoder.forward(jnp.asarray(prompt, jnp.int32)[None], jnp.array([len(prompt)]))
+    ours = jax.nn.log_softmax(decoder.logits(x_BTD)[0])
+    expected = torch.log_softmax(logits, dim=-1).numpy()
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
