@@ -98,7 +98,7 @@ class PublishedForm:
             )
         table = self._files.published_config
         if self._config == spec.config:
-            if not spec.config.tie_embeddings and from_hf_config(table).config.tie_embeddings:
+            if table.get("tie_word_embeddings") and not spec.config.tie_embeddings:
                 # the checkpoint has a head of its own
                 table = {**table, "tie_word_embeddings": False}
             return table, spec
