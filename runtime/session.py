@@ -167,7 +167,7 @@ def load_model(
 
     dtype = resolve_dtype(dtype, target)
     # before the weights, so that an error of the tokenizer comes early
-    tokenizer = load_tokenizer(files.tokenizer_files)
+    tokenizer = load_tokenizer(files.tokenizer_files, files.path)
     ends = eos_ids(files, tokenizer)
     if note := lacking_tokens(files, tokenizer):
         say(note)

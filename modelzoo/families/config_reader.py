@@ -136,6 +136,12 @@ class ConfigReader:
         table.ignored = self.ignored
         return table
 
+    def without_nulls(self) -> "ConfigReader":
+        """The same table without keys that are null, in inner tables too."""
+        table = ConfigReader(_without_nulls(self._values), self._prefix, self._defaults)
+        table.ignored = self.ignored
+        return table
+
     def expect(self, key: str, value: object, remedy: str = "") -> None:
         """Refuse any other value of an option for which only `value` is implemented."""
         self._read.add(key)
@@ -162,6 +168,10 @@ class ConfigReader:
     def ignore(self, keys: Iterable[str]) -> None:
         """Mark keys as read that cannot change the answer."""
         self._read.update(keys)
+
+    def ignore_beginning(self, beginning: str) -> None:
+        """Mark keys with a beginning as read, as they cannot change the answer."""
+        self.ignore(key for key in self._values if key.startswith(beginning))
 
     def ignore_rest(self, refused: Collection[str] = ()) -> None:
         """Note unread keys, or refuse them if they are in `refused`.
@@ -205,6 +215,14 @@ def listing(items: Collection[str]) -> str:
     """The first few items, joined to one line."""
     shown = list(items)[:_MAX_LISTED]
     return ", ".join(shown if len(items) == len(shown) else [*shown, "..."])
+
+
+def _without_nulls(values: Mapping[str, object]) -> Mapping[str, object]:
+    return {
+        key: _without_nulls(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if value is not None
+    }
 
 
 def _is_same(value: object, other: object) -> bool:

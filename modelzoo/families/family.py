@@ -167,6 +167,26 @@ class ModelSpec:
     """Keys of the published configuration that neither noria nor the reference reads, as
     `key = value`."""
 
+    @property
+    def embedding_tensor(self) -> str:
+        """The published name of the table of embeddings."""
+        assert self.names is not None, "the tensors have published names"
+        return self.names.prefix.to_whole(f"{self.names.embedding}.weight")
+
+    @property
+    def head_tensor(self) -> str:
+        """The published name of the head, which a model with tied embeddings need not have."""
+        assert self.names is not None, "the tensors have published names"
+        return self.names.prefix.to_whole(f"{self.names.head}.weight")
+
+    def untied(self) -> "ModelSpec":
+        """The same model with its published head beside the table of embeddings."""
+        assert self.names is not None, "the tensors have published names"
+        config = replace(self.config, tie_embeddings=False)
+        ignored = tuple(name for name in self.ignored_tensors if name != self.head_tensor)
+        sources = parameter_sources(config, self.names, self.arrangement)
+        return replace(self, config=config, sources=sources, ignored_tensors=ignored)
+
     def arranged(self, arrangement: Arrangement) -> "ModelSpec":
         """The same model with its parameters arranged for a layout.
 

@@ -103,14 +103,16 @@ _IGNORED_COMPRESSED_KEYS = (
 )  # fmt: skip
 _IGNORED_SCHEME_KEYS = ("input_activations", "output_activations", "targets")
 _IGNORED_WEIGHT_KEYS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+_DENSE = "dense"
+"""The format of weights whose zeros are stored as other numbers are."""
 _COMPRESSED_LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 
 def read_quantisation(config: ConfigReader) -> Quantisation | None:
-    """Read `quantization_config`; None if weights are not quantised."""
+    """Read `quantization_config`; None if weights are not quantised. Null keys count as absent."""
     if not config.has("quantization_config"):
         return None
-    table = config.table("quantization_config")
+    table = config.table("quantization_config").without_nulls()
     read = _METHODS.get(table.text("quant_method"))
     if read is None:
         known = " or ".join(_METHODS)
@@ -142,9 +144,9 @@ def _gptq(table: ConfigReader) -> Gptq:
         raise table.error("checkpoint_format", f"{' or '.join(versions)}{REMEDY}")
     table.expect("is_marlin_format", False, REMEDY)
     table.expect("pack_dtype", "int32", REMEDY)
-    if table.has("dynamic"):
-        # other bits or groups for some modules
-        table.table("dynamic").refuse_rest()
+    modules = table.table("dynamic")
+    modules.ignore_beginning("-:")  # modules without codes; others have other bits or groups
+    modules.refuse_rest()
     table.ignore(_IGNORED_GPTQ_KEYS)
     return Gptq(
         bits,
@@ -173,18 +175,21 @@ def _group(table: ConfigReader, key: str) -> int:
     return max(group, 0)
 
 
-def _compressed_tensors(table: ConfigReader) -> CompressedTensors:
-    """Read config groups, which must agree on the format of weights."""
-    layout = _layout(table, "")
+def _compressed_tensors(table: ConfigReader) -> CompressedTensors | None:
+    """Read config groups, which must agree on the format of weights; None without groups."""
+    table.ignore(_IGNORED_COMPRESSED_KEYS)
+    table.table("transform_config").refuse_rest()  # rotations of activations
+    sparsity = table.table("sparsity_config")
+    if sparsity.names() and sparsity.text("format", default="") != _DENSE:
+        raise sparsity.error("format", f"{_DENSE}, the implemented one{REMEDY}")
     groups = table.table("config_groups")
-    schemes = {_scheme(groups.table(name), layout) for name in groups.names()}
+    names = groups.names()
+    if not names and table.text("format", default="") == _DENSE:
+        return None
+    layout = _layout(table, "")
+    schemes = {_scheme(groups.table(name), layout) for name in names}
     if len(schemes) != 1:
         raise table.error("config_groups", f"one format for all weights{REMEDY}")
-    for key in ("sparsity_config", "transform_config"):
-        if table.has(key):
-            # sparse weights, and rotations of activations
-            table.table(key).refuse_rest()
-    table.ignore(_IGNORED_COMPRESSED_KEYS)
     return schemes.pop()
 
 
@@ -228,7 +233,7 @@ def _scheme(scheme: ConfigReader, layout: str) -> CompressedTensors:
     return CompressedTensors(bits, is_float, is_symmetric, is_packed, block)
 
 
-_METHODS: Mapping[str, Callable[[ConfigReader], Quantisation]] = {
+_METHODS: Mapping[str, Callable[[ConfigReader], Quantisation | None]] = {
     "fp8": _block_float8,
     "mxfp4": lambda table: Mxfp4(),
     "gptq": _gptq,

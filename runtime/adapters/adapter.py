@@ -19,6 +19,7 @@ from ...modelzoo.families.registry import head_prefix, text_prefixes
 from ..checkpoint.axis_pattern import AxisPattern
 from ..checkpoint.formats.safetensors import PICKLES, SafetensorsFile
 from ..checkpoint.small_files import file_inside, has_file, read_json_object, read_small
+from ..checkpoint.tensor_source import TensorSource
 from ..errors import InvalidAdapter, InvalidSafetensors
 from .adapter_config import AdapterConfig, read_adapter_config
 
@@ -117,25 +118,33 @@ class Adapter:
             digest.update(hashlib.file_digest(file, "sha256").digest())
         return f"sha256:{digest.hexdigest()}"
 
-    def weights(self, spec: ModelSpec) -> AdapterWeights:
-        """Read all numbers of the adapter.
+    def weights(self, spec: ModelSpec, model: TensorSource) -> AdapterWeights:
+        """Read all numbers of the adapter that change the model.
+
+        peft also writes unchanged weights, such as both tables if it added tokens to either one.
 
         Args:
           spec: The model, in its Hugging Face form.
+          model: The published tensors of the model, in the same form.
 
         Raises:
           InvalidAdapter: The adapter does not fit the model, or a number is not finite.
         """
         tensors = self._modules(spec)
-        self._check_targets(tensors)
+        whole_tensors = tensors | _tied_head(spec)
+        self._check_targets(tensors, whole_tensors)
         roles: dict[str, dict[str, str]] = {}
         for name in self._file.tensors:
             module, role = self._role(name, spec)
-            if module not in tensors:
+            if module not in whole_tensors:
                 raise self._error(f"expected modules of the model, got tensors of {module!r}")
             roles.setdefault(module, {})[role] = name
         pairs, whole = {}, {}
         for module, names in roles.items():
+            if names.keys() == {"whole"} and self._is_copy(
+                names["whole"], model, whole_tensors[module]
+            ):
+                continue
             self._check_module(module, names, spec)
             if "whole" in names:
                 whole[tensors[module]] = self._read(names["whole"])
@@ -145,6 +154,13 @@ class Adapter:
         if missing:
             raise self._error(f"expected matrices of {missing[0]!r}, as its target, got none")
         return AdapterWeights(pairs, whole)
+
+    def _is_copy(self, name: str, model: TensorSource, tensor: str) -> bool:
+        """Whether a weight of the adapter has the shape and the numbers of the model's."""
+        info = model.tensors.get(tensor)
+        if info is None or info.shape != self._file.tensors[name].shape:
+            return False
+        return np.array_equal(self._read(name), model.read(tensor).astype(np.float32))
 
     def _modules(self, spec: ModelSpec) -> dict[str, str]:
         """The published matrices, by the modules of the model that the adapter was trained on.
@@ -162,8 +178,8 @@ class Adapter:
         config = self.config
         return not isinstance(config.targets, str) and config.targets_module(module)
 
-    def _check_targets(self, modules: Mapping[str, str]) -> None:
-        for names in (self.config.unknown_targets(modules), self._unknown_saved(modules)):
+    def _check_targets(self, modules: Mapping[str, str], saved: Mapping[str, str]) -> None:
+        for names in (self.config.unknown_targets(modules), self._unknown_saved(saved)):
             if names:
                 ends = sorted({module.rpartition(".")[2] for module in modules})
                 raise InvalidAdapter(
@@ -245,6 +261,13 @@ def check_shape(path: Path, tensor: str, expected: tuple[int, ...], got: tuple[i
             f"{path}: expected numbers of {tensor} for its shape {expected}, got {got}. Take the "
             f"adapter of this model."
         )
+
+
+def _tied_head(spec: ModelSpec) -> dict[str, str]:
+    """The embedding as the tensor of the head, if it is; empty for other models."""
+    assert spec.names is not None, "the model is in its Hugging Face form"
+    is_tied = spec.config.has_head and spec.config.tie_embeddings
+    return {spec.names.head: spec.embedding_tensor} if is_tied else {}
 
 
 def _matrices(spec: ModelSpec) -> dict[str, str]:

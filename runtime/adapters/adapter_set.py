@@ -20,7 +20,7 @@ from ...modelzoo.families.mapping import ParameterSource, TensorPart
 from ...modelzoo.layer_groups import single_layer_names
 from ..checkpoint import ModelFiles
 from ..checkpoint.axis_pattern import AxisPattern
-from ..checkpoint.tensor_source import Index, TensorInfo, source_of
+from ..checkpoint.tensor_source import Index, TensorInfo, TensorSource, source_of
 from ..errors import InvalidAdapter
 from .adapter import Adapter, AdapterWeights, LoraPair, check_shape
 from .merged_model import PublishedTensors
@@ -124,19 +124,25 @@ class AdapterSet:
         spec = self.model.spec
         return spec if self.model.kind == "hf" else hugging_face_form(spec)
 
+    def _tensors(self) -> TensorSource:
+        """The tensors of the model in its Hugging Face form."""
+        model = self.model
+        if model.kind == "hf":
+            return model.tensors
+        return PublishedTensors(model.tensors, model.spec.sources, self._spec.sources)
+
     @cached_property
     def _weights(self) -> dict[str, AdapterWeights]:
-        return {name: adapter.weights(self._spec) for name, adapter in self.adapters.items()}
+        spec, tensors = self._spec, self._tensors()
+        return {name: adapter.weights(spec, tensors) for name, adapter in self.adapters.items()}
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
         """The largest rank of an adapter for each weight of a layer."""
         from ...compile.abstract_model import AbstractModel
 
-        definition, model, spec = AbstractModel(self._spec.config), self.model, self._spec
-        tensors = model.tensors
-        if model.kind != "hf":
-            tensors = PublishedTensors(tensors, model.spec.sources, spec.sources)
+        spec, tensors = self._spec, self._tensors()
+        definition = AbstractModel(spec.config)
         ranks: dict[str, int] = {}
         for name, weights in self._weights.items():
             path = self.adapters[name].path

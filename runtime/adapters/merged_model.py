@@ -54,7 +54,8 @@ class MergedModel(ModelFiles):
         model, tensors = self._model, self._model.tensors
         if model.kind != "hf":
             tensors = PublishedTensors(tensors, model.spec.sources, self.spec.sources)
-        return MergedTensors(tensors, self._adapter.weights(self.spec), self._adapter.path)
+        weights = self._adapter.weights(self.spec, tensors)
+        return MergedTensors(tensors, weights, self._adapter.path)
 
     @cached_property
     def stored_tensors(self) -> TensorSource:

@@ -319,7 +319,7 @@ def open_text(
         JobError: The tokenizer's files are invalid.
     """
     try:
-        tokenizer = load_tokenizer(files.tokenizer_files)
+        tokenizer = load_tokenizer(files.tokenizer_files, files.path)
     except InvalidTokenizer as error:
         raise JobError(str(error), EXIT_MODEL) from error
 

@@ -37,6 +37,7 @@ from .orbax_store import (
     read_tokenizer_files,
     spec_of,
 )
+from .own_head import with_own_head
 from .sentence_modules import dense_folders, module_files, read_pooling
 from .small_files import has_file, read_json_object, read_small
 from .tensor_source import TensorSource
@@ -179,11 +180,22 @@ class HuggingFaceModel(ModelFiles):
         if self._has_weights and isinstance(self.tensors, DequantisedTensors):
             zeros = self.tensors.zero_biases()
             spec = replace(spec, ignored_tensors=(*spec.ignored_tensors, *zeros))
+        if spec.config.has_head and spec.config.tie_embeddings:
+            spec = self._with_own_head(spec)
         pooling = read_pooling(self.path, spec.config.embed)
         if pooling is not None and not spec.config.pooling.labels:
             dense = (f"{folder}/linear" for folder in dense_folders(self.path))
             spec = with_pooling(spec, pooling, tuple(dense))
         return spec
+
+    def _with_own_head(self, spec: "ModelSpec") -> "ModelSpec":
+        try:
+            tensors = self.tensors
+        except CheckpointError:
+            if self._has_weights:
+                raise
+            return spec  # weights are not needed, and cannot be read
+        return with_own_head(spec, tensors)
 
     @cached_property
     def tensors(self) -> TensorSource:

@@ -158,7 +158,9 @@ class PlanArguments:
           RowError: A form is wrong, not supported, or the model cannot write it.
         """
         structures = Structures()
-        tokenizer = load_tokenizer(files.tokenizer_files) if self.structured_outputs else None
+        tokenizer = (
+            load_tokenizer(files.tokenizer_files, files.path) if self.structured_outputs else None
+        )
         if tokenizer is not None:
             structures.make_trie = partial(session.vocabulary_trie, files, tokenizer)
         for form in self.structured_outputs:

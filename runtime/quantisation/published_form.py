@@ -98,6 +98,9 @@ class PublishedForm:
             )
         table = self._files.published_config
         if self._config == spec.config:
+            if table.get("tie_word_embeddings") and not spec.config.tie_embeddings:
+                # the checkpoint has a head of its own
+                table = {**table, "tie_word_embeddings": False}
             return table, spec
         table = {**table, "tie_word_embeddings": self._config.tie_embeddings}
         spec = from_hf_config(table)

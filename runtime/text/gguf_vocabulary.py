@@ -2,8 +2,9 @@
 
 The key `tokenizer.ggml.model` has one of two kinds: `gpt2`, byte-level merges, or `llama`, a
 sentencepiece vocabulary with scores. For `gpt2`, the metadata have only the name of the
-pre-tokenizer (`tokenizer.ggml.pre`), so this module has a table of pre-tokenizers by name. Other
-names are refused: a guess would give plausible but wrong ids.
+pre-tokenizer (`tokenizer.ggml.pre`), so this module has a table of pre-tokenizers by name, in which
+names of llama.cpp with the same patterns are alike. Other names are refused: a guess would give
+plausible but wrong ids.
 
 Does not know about GGUF files: their metadata are passed as a mapping.
 """
@@ -49,12 +50,34 @@ def _llama3(digits: str) -> str:
     )
 
 
+_DIGITS_THEN_GPT2 = (r"\p{N}", _GPT2)
+_LLAMA3 = _PreTokenizer((_llama3(r"\p{N}{1,3}"),), keeps_whole_words=True, add_bos=True)
+_QWEN2 = _PreTokenizer((_llama3(r"\p{N}"),), composes=True)
+_O200K_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+
 _PRE_TOKENIZERS = {
     "gpt-2": _PreTokenizer((_GPT2,)),
-    "smollm": _PreTokenizer((r"\p{N}", _GPT2)),
+    "olmo": _PreTokenizer((_GPT2,), composes=True),
+    "smollm": _PreTokenizer(_DIGITS_THEN_GPT2),
+    "starcoder": _PreTokenizer(_DIGITS_THEN_GPT2),
+    "refact": _PreTokenizer(_DIGITS_THEN_GPT2),
+    "command-r": _PreTokenizer(_DIGITS_THEN_GPT2, composes=True),
     "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "llama-bpe": _PreTokenizer((_llama3(r"\p{N}{1,3}"),), keeps_whole_words=True, add_bos=True),
-    "qwen2": _PreTokenizer((_llama3(r"\p{N}"),), composes=True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "dbrx": _PreTokenizer((_llama3(r"\p{N}{1,3}"),)),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "gpt-4o": _PreTokenizer(
+        (
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+            + _O200K_END
+            + r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+            + _O200K_END
+            + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        )
+    ),
     "tekken": _PreTokenizer(
         (
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"

@@ -11,10 +11,16 @@ from ..errors import InvalidTokenizer
 from .tokenizer import Tokenizer
 
 
-def load_tokenizer(files: str | Path | Mapping[str, object]) -> Tokenizer | None:
+def load_tokenizer(
+    files: str | Path | Mapping[str, object], model: str | Path = "GGUF metadata"
+) -> Tokenizer | None:
     """Load the tokenizer of a model directory or of GGUF metadata; None if there is none.
 
     In a directory, `tokenizer.json` is preferred to a sentencepiece `tokenizer.model`.
+
+    Args:
+      files: The directory or the metadata.
+      model: The file that the metadata are from, which begins the messages about them.
 
     Raises:
       InvalidTokenizer: The tokenizer is invalid, or its form is not supported.
@@ -22,7 +28,10 @@ def load_tokenizer(files: str | Path | Mapping[str, object]) -> Tokenizer | None
     if isinstance(files, Mapping):
         from .gguf_vocabulary import tokenizer_from_gguf
 
-        return tokenizer_from_gguf(files)
+        try:
+            return tokenizer_from_gguf(files)
+        except InvalidTokenizer as error:
+            raise InvalidTokenizer(f"{model}: {error}") from None
     directory = Path(files)
     if has_file(directory, "tokenizer.json"):
         from .tokenizer_json import tokenizer_from_json

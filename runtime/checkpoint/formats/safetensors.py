@@ -6,7 +6,8 @@ tensors itself, as the package does not return eight-bit floats to numpy. Does n
 parameters or devices.
 
 Guarantees: each listed tensor is in exactly one shard, the one that the index names, and each
-tensor in a shard is listed. Pickles (`.bin`, `.pt`, ...) are never opened.
+tensor in a shard is listed. A directory with both kinds of checkpoint is refused. Pickles (`.bin`,
+`.pt`, ...) are never opened.
 """
 
 import math
@@ -103,6 +104,12 @@ def _find_shards(directory: Path) -> tuple[dict[str, Path], dict[str, str] | Non
             }
         except (CheckpointError, TypeError) as error:  # TypeError: an unhashable shard "name"
             raise InvalidSafetensors(f"{error}") from error
+        if SINGLE not in shards and has_file(directory, SINGLE):
+            raise InvalidSafetensors(
+                f"{directory}: expected one checkpoint, got two: {SINGLE}, and "
+                f"{plural(len(shards), 'shard')} that {INDEX} lists. Programs differ in which they "
+                f"read. Move {SINGLE}, or the index and its shards, out of the folder."
+            )
         return shards, weight_map
     if has_file(directory, SINGLE):
         return {SINGLE: file_inside(directory, SINGLE, ".safetensors", str(directory))}, None

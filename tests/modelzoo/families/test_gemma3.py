@@ -61,18 +61,19 @@ def test_the_4b_leaves_out_what_the_reference_assumes():
 
 
 @pytest.mark.parametrize(
-    ("name", "embedding", "ignored"),
+    ("name", "embedding", "head"),
     [
         (OLD_NAME, "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"),
         (NEW_NAME, "model.language_model.embed_tokens.weight", "lm_head.weight"),
     ],
     ids=["as published", "as transformers has them in memory"],
 )
-def test_the_text_part_is_named_as_its_tensors_are(name, embedding, ignored):
+def test_the_text_part_is_named_as_its_tensors_are(name, embedding, head):
     spec = from_hf_config(WHOLE, [name])
     tensors = {part.tensor for source in spec.sources for part in source.parts}
     assert {name, embedding} <= tensors
-    assert ignored in spec.ignored_tensors
+    assert head in spec.ignored_tensors
+    assert (spec.embedding_tensor, spec.head_tensor) == (embedding, head)
     assert spec.config == from_hf_config(TEXT).config
     assert "vision_tower.encoder.weight".startswith(spec.ignored_prefixes)
 

@@ -681,7 +681,7 @@ REFUSED = {
     "float8 with four-bit experts": (fp8(expert_dtype="fp4"), "expert_dtype: expected 'fp8'"),
     "one scale a tensor": (
         fp8(weight_block_size=None),
-        "weight_block_size: expected a list of two integers; convert .*got None",
+        "weight_block_size: expected a list of two integers; convert .*got no such key",
     ),
     "blocks of one size": (fp8(weight_block_size=[128]), "expected a list of 2 integers"),
     "blocks of no size": (fp8(weight_block_size=[128, 0]), "weight_block_size.1: expected an int"),
@@ -810,6 +810,13 @@ def test_layer_types_must_match_the_layers_and_the_window():
     for kinds in (["full_attention"], ["full_attention"] * 2 + ["sliding_attention"]):
         with pytest.raises(UnsupportedModel, match="layer_types: expected 3 entries of"):
             from_hf_config(family("qwen3", layer_types=kinds))
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_model_that_is_untied_is_the_one_that_was_published_so(config):
+    tied = from_hf_config(config | {"tie_word_embeddings": True})
+    assert tied.config.tie_embeddings
+    assert tied.untied() == from_hf_config(config | {"tie_word_embeddings": False})
 
 
 def test_a_tied_head_and_old_frequency_tensors_are_ignored_by_name():

@@ -79,9 +79,17 @@ def test_contiguous_boxes_are_read_without_the_memory_map(tmp_path):
         np.testing.assert_array_equal(file.read("a", index), WEIGHTS["a"][index or ...])
 
 
-def test_the_index_wins_over_a_single_file(tmp_path):
-    source = SafetensorsDirectory(sharded(single(tmp_path, {"old": WEIGHTS["a"]})))
-    assert "old" not in source.tensors
+def test_a_single_file_beside_the_shards_of_an_index_is_refused(tmp_path):
+    sharded(single(tmp_path, {"a": WEIGHTS["a"]}))
+    message = r"expected one checkpoint, got two: model\.safetensors, and 2 shards that model\.saf"
+    for open_files in (SafetensorsDirectory, safetensors_files):
+        with pytest.raises(InvalidSafetensors, match=message):
+            open_files(tmp_path)
+
+
+def test_a_single_file_may_have_an_index(tmp_path):
+    source = SafetensorsDirectory(sharded(tmp_path, shards={"model.safetensors": WEIGHTS}))
+    assert source.tensors.keys() == WEIGHTS.keys()
     source.close()
 
 

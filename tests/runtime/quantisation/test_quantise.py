@@ -263,6 +263,19 @@ def test_what_cannot_be_quantised_is_refused(
     assert not (tmp_path / "q" / "config.json").exists()
 
 
+def test_a_head_that_differs_from_a_tied_embedding_is_written_as_untied(published, tmp_path):
+    model = shutil.copytree(published, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    written, expected = tmp_path / "written", tmp_path / "expected"
+    for folder, output in ((model, written), (published, expected)):
+        assert quantize(folder, output, "--numbers", "int8", "--quiet") == 0
+    assert json.loads((written / "config.json").read_text())["tie_word_embeddings"] is False
+    found = read_all(written)
+    for name, array in read_all(expected).items():
+        np.testing.assert_array_equal(found[name], array)
+
+
 @pytest.mark.parametrize("number", [np.nan, -np.inf])
 def test_weights_that_are_no_numbers_are_refused_by_name(published, number, tmp_path, capsys):
     model = tmp_path / "model"

@@ -195,6 +195,15 @@ def test_embedded_vocabulary_gives_the_known_ids(smollm2):
         ("llama-bpe", "IT'S 1234\n\nok", ["IT", "'S", " ", "123", "4", "\n\n", "ok"]),
         ("qwen2", "IT'S 12", ["IT", "'S", " ", "1", "2"]),
         ("tekken", "HelloWorld 12", ["Hello", "World", " ", "1", "2"]),
+        ("gpt-4o", "it's HelloWorld 1234", ["it's", " ", "Hello", "World", " ", "123", "4"]),
+        ("dbrx", "IT'S 1234\n\nok", ["IT", "'S", " ", "123", "4", "\n\n", "ok"]),
+        ("llama3", "IT'S 1234", ["IT", "'S", " ", "123", "4"]),
+        ("llama-v3", "IT'S 1234", ["IT", "'S", " ", "123", "4"]),
+        ("deepseek-r1-qwen", "IT'S 12", ["IT", "'S", " ", "1", "2"]),
+        ("olmo", "it's 123  ok", ["it", "'s", " 123", " ", " ok"]),
+        ("starcoder", "it's 123  ok", ["it", "'s", " ", "1", "2", "3", " ", " ok"]),
+        ("refact", "it's 123  ok", ["it", "'s", " ", "1", "2", "3", " ", " ok"]),
+        ("command-r", "it's 123  ok", ["it", "'s", " ", "1", "2", "3", " ", " ok"]),
     ],
 )
 def test_each_named_word_rule_cuts_as_its_family(pre, text, words):
@@ -202,7 +211,8 @@ def test_each_named_word_rule_cuts_as_its_family(pre, text, words):
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     merged: dict[str, None] = {}
     merges: dict[str, None] = {}
-    for word in ["IT", "'S", "it", "'s", " 123", "123", " ok", "ok", "\n\n", "Hello", "World"]:
+    words_by_rank = ["IT", "'S", "it's", "it", "'s", " 123", "123", " ok", "ok", "\n\n"]
+    for word in [*words_by_rank, "Hello", "World"]:
         visible = word.replace(" ", "Ġ").replace("\n", "Ċ")
         for end in range(2, len(visible) + 1):
             merges[f"{visible[: end - 1]} {visible[end - 1]}"] = None
@@ -221,7 +231,17 @@ def test_each_named_word_rule_cuts_as_its_family(pre, text, words):
 
 
 @pytest.mark.parametrize(
-    ("pre", "adds"), [("gpt-2", False), ("smollm", False), ("qwen2", False), ("llama-bpe", True)]
+    ("pre", "adds"),
+    [
+        ("gpt-2", False),
+        ("smollm", False),
+        ("qwen2", False),
+        ("llama-bpe", True),
+        ("deepseek-r1-qwen", False),
+        ("llama3", True),
+        ("dbrx", False),
+        ("gpt-4o", False),
+    ],
 )
 def test_prompts_begin_with_bos_as_in_the_family_if_gguf_metadata_do_not_say(pre, adds):
     metadata = {
@@ -242,7 +262,8 @@ def test_composed_form_is_used_where_the_family_does():
         "tokenizer.ggml.tokens": alphabet,
         "tokenizer.ggml.merges": [],
     }
-    for pre, text in (("qwen2", "\u00e1"), ("smollm", "a\u0301")):
+    composed = dict.fromkeys(("qwen2", "deepseek-r1-qwen", "command-r", "olmo"), "\u00e1")
+    for pre, text in {**composed, "smollm": "a\u0301", "refact": "a\u0301"}.items():
         tokenizer = load_tokenizer(metadata | {"tokenizer.ggml.pre": pre})
         assert tokenizer is not None
         ids = tokenizer.encode("a\u0301", special_tokens=True)
@@ -279,8 +300,8 @@ def test_wrong_gguf_metadata_is_refused_by_name(change, message):
         "tokenizer.ggml.tokens": ["a", "b"],
         "tokenizer.ggml.merges": [],
     }
-    with pytest.raises(InvalidTokenizer, match=message):
-        load_tokenizer(metadata | change)
+    with pytest.raises(InvalidTokenizer, match=rf"^models/m\.gguf: .*{message}"):
+        load_tokenizer(metadata | change, "models/m.gguf")
 
 
 def test_no_tokenizer_is_none(tmp_path):
