@@ -17,9 +17,9 @@ from tiny_llama import CONFIG, random_tensors, save, shapes
 from noria.compile.abstract_model import AbstractModel
 from noria.runtime import LLM, cli
 from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model, save_orbax
-from noria.runtime.checkpoint.generation_defaults import NEUTRAL
 from noria.runtime.checkpoint import model_files as module
 from noria.runtime.checkpoint.description import describe
+from noria.runtime.checkpoint.generation_defaults import NEUTRAL
 from noria.runtime.errors import CheckpointError, InvalidConfig, InvalidGGUF, ModelNotFound
 
 SHAPES = shapes(CONFIG)
