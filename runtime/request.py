@@ -186,10 +186,11 @@ class SamplingParams:
     def _check_structured(self, form: StructuredOutputsParams) -> None:
         if not isinstance(form, StructuredOutputsParams):
             raise wrong_value("structured_outputs", "StructuredOutputsParams", form)
-        # an end in the middle of a text, or none where it must end, would break its form
-        others = {"stop": self.stop, "stop_token_ids": self.stop_token_ids}
-        others |= {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens}
-        for name, value in others.items():
+        # an end in the middle of a text would break its form, so the form alone ends it
+        object.__setattr__(self, "stop", ())
+        object.__setattr__(self, "stop_token_ids", ())
+        # so would no end where a text must end
+        for name, value in {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens}.items():
             if value:
                 expected = "none beside structured_outputs, which decides where answers end"
                 raise wrong_value(name, expected, value)

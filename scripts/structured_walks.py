@@ -3,7 +3,8 @@
     python scripts/structured_walks.py --walks 10000
 
 The vocabulary is small and has parts of characters, pieces of JSON, and special tokens with the
-text of plain ones. Each walk has a random number of tokens left, and must end in time.
+text of plain ones. Each walk has a random number of tokens left, and must end in time, with an
+end token or complete at its last token.
 """
 
 import argparse
@@ -65,7 +66,7 @@ class ByteWalk:
         return self._next[state]
 
     def allowed(self, state: int, left: int) -> set[int]:
-        """The tokens after which the text can still be completed, the end token included."""
+        """The tokens after which the text can still be completed, and end tokens."""
         found = {
             token
             for token, after in self.next_of(state).items()
@@ -75,7 +76,7 @@ class ByteWalk:
 
     @cached_property
     def least(self) -> dict[int, int]:
-        """The tokens that each reachable state needs to end, its end token included."""
+        """The tokens that complete the text, for each reachable state."""
         before: dict[int, set[int]] = {START: set()}
         waiting = deque([START])
         while waiting:
@@ -85,7 +86,7 @@ class ByteWalk:
                     before[after] = set()
                     waiting.append(after)
                 before[after].add(state)
-        least = {state: 1 for state in before if self.automaton.is_accepting_S[state]}
+        least = {state: 0 for state in before if self.automaton.is_accepting_S[state]}
         waiting = deque(least)
         while waiting:
             state = waiting.popleft()
@@ -121,9 +122,11 @@ class Walks:
     def check(self, form: StructuredOutputsParams, num_walks: int, draw: random.Random) -> int:
         """Walk some times, and compare every mask; return the number of masks."""
         plain, num_masks = ByteWalk(compile_language(read_form(form, RECURSIONS[0]).language)), 0
-        assert self.packed.shortest[form.fingerprint] == plain.least[START]
+        # an answer has at least one token, if only an end token
+        shortest = max(1, plain.least[START])
+        assert self.packed.shortest[form.fingerprint] == shortest
         for _ in range(num_walks):
-            left = plain.least[START] + draw.randint(0, 12)
+            left = shortest + draw.randint(0, 12)
             state, byte_state = self.packed.first_states[form.fingerprint], START
             while True:
                 allowed, expected = self.allowed(state, left), plain.allowed(byte_state, left)
@@ -138,6 +141,9 @@ class Walks:
                     assert plain.automaton.is_accepting_S[byte_state]
                     break
                 byte_state = plain.next_of(byte_state)[token]
+                if not left:
+                    assert plain.automaton.is_accepting_S[byte_state]
+                    break
                 state = self.following(state, token)
         return num_masks
 

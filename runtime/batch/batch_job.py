@@ -84,6 +84,8 @@ def _run(
     progress, disk = Progress(is_quiet=options.quiet or not peers.is_leader), Disk()
     with open_merged(options.model, options.merge_adapter) as files, ExitStack() as copies:
         files.unread.report(progress.note, is_strict=options.strict_config)
+        if options.generation_config == "model":
+            files.generation_defaults.report(progress.note)
         adapters = open_adapters(options, files)
         settings, outputs = _settings(
             options, files, plan_table, layout_table, peers.setup, adapters

@@ -265,7 +265,7 @@ class Admission:
             raise RowError(
                 "context_length_exceeded",
                 f"request {request.request_id!r}: expected room for the shortest answer of its "
-                f"form, {shortest} tokens with the end token, got {room}. Raise max_tokens.",
+                f"form, {shortest} tokens, got {room}. Raise max_tokens.",
                 "max_tokens",
             )
         return state

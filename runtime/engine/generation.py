@@ -282,7 +282,9 @@ class GenerationSession:
             is_own = last not in entry.request.params.stop_token_ids
             output.finish_reason, output.stop_reason = "stop", None if is_own else last
         elif event.is_finished:
-            output.finish_reason = "length"
+            # an answer with a form is complete when it reaches its limit
+            has_form = entry.request.params.structured_outputs is not None
+            output.finish_reason = "stop" if has_form else "length"
         if event.is_finished or entry.is_over(event.sample):
             entry.open_sequences -= 1
 

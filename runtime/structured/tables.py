@@ -29,7 +29,7 @@ class PackedStructures:
     first_states: dict[str, int]
     """The first state of each form."""
     shortest: dict[str, int]
-    """The number of tokens of each form's shortest answer, its end token included."""
+    """The number of tokens of each form's shortest answer, without an end token."""
 
 
 class JobTables:

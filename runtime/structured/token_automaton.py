@@ -73,7 +73,7 @@ class TokenAutomaton:
     """An automaton over tokens. State 0 is the first.
 
     A state has levels: if at least `needs_SL` tokens are left, the mask of the level allows the
-    tokens after which the text can still be completed, its end token included.
+    tokens after which the text can still be completed. A complete text needs no end token.
     """
 
     class_of_token: np.ndarray
@@ -94,7 +94,7 @@ class TokenAutomaton:
 
     @property
     def shortest(self) -> int:
-        """The number of tokens of the shortest text, its end token included."""
+        """The number of tokens of the shortest text; 1 for an empty text, which is an end token."""
         return int(self.needs_SL[0, 0])
 
     @property
@@ -124,7 +124,8 @@ def compile_tokens(automaton: ByteAutomaton, trie: TokenTrie) -> TokenAutomaton:
     # one class more for the tokens that end a text
     class_of_token[trie.end_ids] = len(next_CS)
     next_SC = np.ascontiguousarray(next_CS.T)
-    steps_S = 1 + steps_to(automaton.is_accepting_S, next_SC)
+    # a text may end at the limit of its tokens, so it needs no end token
+    steps_S = steps_to(automaton.is_accepting_S, next_SC)
     is_alive_S = np.isfinite(steps_S)
     if not is_alive_S[START]:
         raise NoTokens

@@ -1,5 +1,7 @@
 """Sampling options of a request, from its input line to its output line."""
 
+import shutil
+
 import pytest
 from command import chat, completion, write_lines
 
@@ -118,3 +120,15 @@ def test_the_newer_name_of_max_tokens_counts_too(bodies):
 def test_without_max_tokens_a_row_fills_the_models_length(bodies, choices):
     assert bodies["open"]["usage"]["total_tokens"] == 128
     assert choices["open"]["finish_reason"] == "length"
+
+
+def test_defaults_of_the_publisher_that_are_not_served_refuse_the_job(noria, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(noria.model, model)
+    (model / "generation_config.json").write_text('{"eos_token_id": 2, "num_beams": 4}')
+    source = write_lines(tmp_path / "in.jsonl", ROWS[:1])
+    output = tmp_path / "out.jsonl"
+    arguments = ("batch", "-i", source, "-o", output, "--model", model, "--dtype", "float32")
+    assert "got num_beams = 4. Use --generation-config none" in noria.refuse(*arguments, expect=3)
+    assert not output.exists()
+    noria.run(*arguments, "--generation-config", "none")

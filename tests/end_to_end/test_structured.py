@@ -110,6 +110,17 @@ def test_the_plan_names_the_forms(job):
     assert job[2]["compiles_during_run"] == 0
 
 
+def test_a_label_of_one_token_needs_no_more_and_no_stop_cuts_an_answer(noria, tmp_path):
+    rows = [
+        completion("label", [5, 6, 7], max_tokens=1, guided_choice=["a", "b"]),
+        completion("stop", [5, 6, 7], max_tokens=4, guided_choice=["aaa", "baa"], stop=["a"]),
+    ]
+    source, output = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    noria.run("batch", "-i", source, "-o", output, "--model", noria.model)
+    label, stop = map(texts_of, read_rows(output))
+    assert label[0] in ("a", "b") and stop[0] in ("aaa", "baa")
+
+
 def test_rows_without_room_for_their_form_count_for_nothing(noria, tmp_path):
     """One row is refused when it is admitted, and no plan counts it."""
     form = {"guided_choice": ["aaaaaaaaaaaaaaaaaaaaaaaa"]}

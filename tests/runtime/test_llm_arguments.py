@@ -72,6 +72,14 @@ def test_a_layout_is_a_name_or_a_path(tmp_path):
         arguments.plan("model", files, find_target("cpu"), "float32")
 
 
+def test_stops_beside_a_form_have_no_effect():
+    params = SamplingParams(structured_outputs=FORM, stop=["y", "\n\n"], stop_token_ids=[7])
+    assert params == SamplingParams(structured_outputs=FORM)
+    for name, value in (("min_tokens", 2), ("ignore_eos", True)):
+        with pytest.raises(ValueError, match=f"^{name}: expected none beside structured_outputs"):
+            SamplingParams(structured_outputs=FORM, **{name: value})
+
+
 def test_an_accelerator_has_slots_for_512_rows_or_as_many_as_fit(monkeypatch):
     files: Any = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), fingerprint=lambda: "")
     gpu = replace(find_target("cpu"), name="gpu", platform="gpu")

@@ -14,6 +14,8 @@ from ..language import Alternatives, Language, Origin
 from .json_multiples import MAX_MULTIPLES, integer_multiples, listed_multiples
 from .json_text import INTEGER, MAX_DIGITS, NUMBER, bounded_integer, bounded_number, literal
 
+LARGEST = 10**MAX_DIGITS - 1
+"""The largest whole number that an answer with a bound can have."""
 MAX_BOUND_DIGITS = 20
 """Maximum number of digits of a bound, those before and after the point together."""
 
@@ -150,12 +152,17 @@ def _bound(
         value = schema.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) >= 1e15:
-            raise schema_error(name, at, "a number of at most 15 digits", value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_excluded = name == exclusive
+        if is_number and sign * value < -LARGEST:
+            # answers have no more digits, so a looser bound excludes none of them
+            value, is_excluded = -sign * LARGEST, False
+        if not is_number or not abs(value) <= LARGEST:
+            raise schema_error(name, at, f"a number of at most {MAX_DIGITS} digits", value)
         bound = Decimal(repr(value))
         is_stricter = found[0] is None or sign * bound > sign * found[0]
-        if is_stricter or (bound == found[0] and name == exclusive):
-            found = bound, name == exclusive
+        if is_stricter or (bound == found[0] and is_excluded):
+            found = bound, is_excluded
     return found
 
 

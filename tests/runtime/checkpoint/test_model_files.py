@@ -19,6 +19,7 @@ from noria.runtime import LLM, cli
 from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model, save_orbax
 from noria.runtime.checkpoint import model_files as module
 from noria.runtime.checkpoint.description import describe
+from noria.runtime.checkpoint.generation_defaults import NEUTRAL
 from noria.runtime.errors import CheckpointError, InvalidConfig, InvalidGGUF, ModelNotFound
 
 SHAPES = shapes(CONFIG)
@@ -287,6 +288,27 @@ def test_generation_defaults_that_no_row_could_have_are_refused(tmp_path, genera
     model = open_model(hf_model(tmp_path / "m", generation_config__json=generation))
     with pytest.raises(InvalidConfig, match=r"generation_config\.json: .*expected"):
         _ = model.generation_defaults
+
+
+def test_generation_defaults_that_are_not_served_are_refused_by_name():
+    """Each of them with the values that change nothing is no default at all."""
+    defaults = GenerationDefaults.from_hf({**NEUTRAL, "num_beams": None}, {})
+    assert not defaults.unserved and not defaults.unknown
+    given = {"no_repeat_ngram_size": 3, "suppress_tokens": [5], "typical_p": 0.9, "num_beams": 4}
+    defaults = GenerationDefaults.from_hf({**NEUTRAL, **given, "temperature": 0.5}, {})
+    assert set(defaults.unserved) == {f"{key} = {value!r}" for key, value in given.items()}
+    with pytest.raises(InvalidConfig, match=r"no_repeat_ngram_size = 3, .*generation-config none"):
+        defaults.report(print)
+
+
+def test_unknown_generation_defaults_are_named_and_known_ones_are_not():
+    said = []
+    generation = {"chat_format": "chatml", "transformers_version": "5.1", "do_sample": True}
+    GenerationDefaults.from_hf(generation, {}).report(said.append)
+    assert len(said) == 1 and "nothing reads them: chat_format = 'chatml'" in said[0]
+    assert "transformers_version" not in said[0] and "do_sample" not in said[0]
+    GenerationDefaults.from_hf({"do_sample": True}, {}).report(said.append)
+    assert len(said) == 1
 
 
 def test_a_gguf_file_gives_every_end_token(tmp_path):

@@ -225,6 +225,20 @@ def test_bounds_of_too_many_digits_are_refused(bounds, most):
         read_schema({"properties": {"a": {"type": "number", **bounds}}, "required": ["a"]})
 
 
+@pytest.mark.parametrize("keys", [("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")])
+@pytest.mark.parametrize("name", ["integer", "number"])
+def test_a_bound_beyond_the_digits_of_answers_allows_all_of_them(name, keys):
+    """Such bounds are written for whole numbers that are exact in a double, of 16 digits."""
+    low, high = keys
+    schema = {"type": name, low: -(2**53) + 1, high: 2**53 - 1}
+    automaton = compile_language(read_schema(schema).language)
+    for text in ("0", "-999999999999999", "999999999999999"):
+        assert automaton.accepts(text.encode()), text
+    assert not automaton.accepts(b"1e300") and not automaton.accepts(b"9007199254740992")
+    with pytest.raises(SchemaError, match=f"{low} .*a number of at most 15 digits"):
+        read_schema({"type": name, low: 2**53 - 1})
+
+
 def test_an_included_bound_may_have_all_digits_of_a_double():
     schema = {"type": "number", "minimum": 0.1, "maximum": 0.30000000000000004}
     automaton = compile_language(read_schema(schema).language)
