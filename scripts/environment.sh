@@ -20,13 +20,6 @@ not_tested() {
     echo "Not tested with $1: $2."
 }
 
-# Print the tenth of the slow tests that the commit chooses, from 0/10 to 9/10.
-slow_part() {
-    local commit
-    commit=$(git rev-parse HEAD 2>/dev/null) || commit=0
-    echo "$((16#${commit:0:8} % 10))/10"
-}
-
 # Print the first Python that is new enough. Try those of pyenv last. Print nothing if none is.
 find_python() {
     local name

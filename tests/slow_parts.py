@@ -1,8 +1,8 @@
 """Option `--slow-part i/n`: one of n parts of the slow tests, and no other test.
 
-Every run of CI takes another tenth, so that a few runs show what all slow tests show. The tests of
-each file are in the order of a hash, and parts take them in turn. Thus all parts have a like share
-of every file, whatever the order of a file's cases.
+So a few runs show what all slow tests show. The tests of each file are in the order of a hash, and
+parts take them in turn. Thus all parts have a like share of every file, whatever the order of a
+file's cases.
 """
 
 import hashlib

@@ -68,29 +68,17 @@ def run(folder: Path, script: str, *arguments: str, **variables: str):
     return done.returncode, runs, done.stdout + done.stderr
 
 
-def part_of(folder: Path) -> str:
-    git = ["git", "-C", folder, "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout
-    return f"{int(commit[:8], 16) % 10}/10"
-
-
-def test_a_run_of_ci_takes_the_suite_a_tenth_of_the_slow_tests_and_all_others(checkout):
+def test_a_run_of_ci_takes_the_suite_and_all_others(checkout):
     code, runs, said = run(checkout, RUN)
     assert code == 0, said
-    assert runs[:3] == [
+    assert runs[:4] == [
         SUITE,
-        f"{SUITE} --slow-part {part_of(checkout)}",
         "tests/compile/test_gpu_target.py",
+        "tests/compile/test_targets.py",
+        "-m newest_libtpu tests/compile",
     ]
-    assert runs[3:5] == ["tests/compile/test_targets.py", "-m newest_libtpu tests/compile"]
-    assert runs[5].endswith("tests/third_party") and "test_golden.py" in runs[6]
-    assert len(runs) == 7 and "Not tested" not in said
-
-
-def test_without_git_the_first_tenth_runs(checkout):
-    shutil.rmtree(checkout / ".git")
-    _, runs, _ = run(checkout, RUN, GIT_CEILING_DIRECTORIES=str(checkout.parent))
-    assert runs[1] == f"{SUITE} --slow-part 0/10"
+    assert runs[4].endswith("tests/third_party") and "test_golden.py" in runs[5]
+    assert len(runs) == 6 and "Not tested" not in said
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,8 @@ def test_the_order_of_keys_makes_another_form():
             "disable_any_whitespace is not supported here",
         ),
         (
-            {"tools": [TOOL], "tool_choice": "required", "stop": ["a"]},
-            "stop",
+            {"tools": [TOOL], "tool_choice": "required", "min_tokens": 2},
+            "min_tokens",
             "none beside tool_choice, which decides",
         ),
         (
@@ -145,10 +145,8 @@ def test_the_order_of_keys_makes_another_form():
         ({"guided_choice": "yes"}, "guided_choice", "expected a list of texts"),
         ({"guided_choice": [""]}, "guided_choice", "expected a list of texts"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "none beside guided_json"),
-        ({"guided_regex": "a", "stop": "x"}, "stop", "none beside guided_regex, which decides"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "none beside guided_regex"),
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "none beside guided_regex"),
-        ({"guided_regex": "a", "stop_token_ids": [3]}, "stop_token_ids", "beside guided_regex"),
     ],
 )
 def test_a_wrong_form_is_refused_by_key(body, param, message):
