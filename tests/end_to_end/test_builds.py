@@ -57,19 +57,19 @@ def test_a_program_that_compiles_during_the_run_is_named_in_the_manifest_and_the
     job, monkeypatch, capsys, tmp_path
 ):
     dispatch = GenerationSession.dispatch
-    # jax's cache keeps the program, and other tests of this process must not meet it
+    # jax's cache and the monitor keep the program: no other test of this process may name its own so
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def compile_and_dispatch(session):
-        jax.jit(turn_wheel)(np.ones(3, np.float32))
+        jax.jit(double_rows)(np.ones(3, np.float32))
         return dispatch(session)
 
-    def turn_wheel(x):
+    def double_rows(x):
         return 2 * x
 
     monkeypatch.setattr(GenerationSession, "dispatch", compile_and_dispatch)
     assert cli.main(job) == 4
-    named = "jit(turn_wheel): compiled for the first time, with float32[3]"
+    named = "jit(double_rows): compiled for the first time, with float32[3]"
     manifest = read_manifest(tmp_path / "out.jsonl")
     assert manifest["compiles_during_run"] == 1
     assert manifest["generator"]["unexpected_compiles"] == [named]
