@@ -57,7 +57,7 @@ def test_a_program_that_compiles_during_the_run_is_named_in_the_manifest_and_the
     job, monkeypatch, capsys, tmp_path
 ):
     dispatch = GenerationSession.dispatch
-    # jax's cache and the monitor keep the program: no other test of this process may name its own so
+    # jax's cache keeps the program, and the monitor its name: other tests must not meet them
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def compile_and_dispatch(session):
