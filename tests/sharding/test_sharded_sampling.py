@@ -157,7 +157,6 @@ def test_a_tie_between_shards_goes_to_the_lowest_id():
         ("mistral", "sequence-parallel", False),
         ("mistral", "data-tensor-batch-attention", False),
         ("gpt_oss", "ring", False),
-        pytest.param("gpt_oss", "ring-contiguous", False, marks=pytest.mark.slow),
         ("gpt_oss", "ring", True),
     ],
 )
