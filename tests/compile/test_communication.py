@@ -54,26 +54,30 @@ ONE_BY_ONE = {("embed-parallel", "decode")}
 """Layouts and phases tested without a loop in every run; prefill of this layout is in one."""
 CUT = {("embed-parallel", "decode")}
 """Cases where XLA for TPU turns a reduce-scatter into an all-reduce and a slice."""
-GATHERED = {
-    ("weight-stationary-1d-batch-attention", "prefill"): Counter(
-        {
+SPLIT_LIKE_THE_CACHE = {
+    "in a loop": {
+        ("weight-stationary-1d-batch-attention", "prefill"): {
             ("all-reduce", ("tensor",), 2 * 2**20): -1,
             ("all-reduce", ("tensor",), 4 * 2**20): 1,
             ("collective-permute", ("tensor",), 2**18): 2,
         }
-    ),
-    ("v5p-slice", "prefill"): Counter(
-        {
+    },
+    "alone": {
+        ("weight-stationary-1d-batch-attention", "prefill"): {
+            ("all-reduce", ("tensor",), 8 * 2**20): 1,
+            ("collective-permute", ("tensor",), 2**18): 2,
+        },
+        ("v5p-slice", "prefill"): {
             ("all-gather", ("data",), 2**19): -2,
             ("all-gather", ("data", "tensor"), 2 * 2**20): 2,
-        }
-    ),
+        },
+    },
 }
-"""Differences where prefill and the cache split their heads differently.
+"""What XLA for TPU sends besides, or instead, where prefill and the cache split heads differently.
 
-In the first case, prefill has copies of key/value heads, and the cache has none. XLA for TPU picks
-one copy of each head, and combines them in the sum that adds attention to the residual. In the
-second case, the cache splits rows over all devices, and prefill splits heads over `tensor`. XLA
+In the first layout, prefill has copies of key/value heads, and the cache has none. XLA picks one
+copy of each head by a sum; in a loop it is the sum that adds attention to the residual. In the
+second layout, the cache splits rows over all devices, and prefill splits heads over `tensor`. XLA
 gathers the entries of all heads together with the rows."""
 EXPERTS = MoeConfig(Routing(num_experts=8, num_chosen=2), 1536, (True,) * 3)
 LATENT = LatentAttention(rank=128, plain_dim=64, rope_dim=32, value_dim=64, query_rank=192)
@@ -162,7 +166,7 @@ def said_of_one_layer(
 def test_a_layer_of_every_named_layout_sends_what_is_said_and_nothing_else(name, phase):
     layout = layout_of(name)
     wanted = said_of_one_layer(layout, phase)
-    wanted.update(GATHERED.get((name, phase), {}))
+    wanted.update(SPLIT_LIKE_THE_CACHE["alone"].get((name, phase), {}))
     assert of_one_layer(layout, phase) == (cut(wanted) if (name, phase) in CUT else wanted)
 
 
@@ -224,7 +228,7 @@ def test_a_turn_of_a_loop_over_layers_sends_what_is_said_of_a_layer(name, kind, 
     """The loop's trip count is known, and is the number of layers."""
     layout = layout_of(name)
     wanted = said_of_one_layer(layout, phase, kind)
-    wanted.update(GATHERED.get((name, phase), {}))
+    wanted.update(SPLIT_LIKE_THE_CACHE["in a loop"].get((name, phase), {}))
     is_cut = (name, phase) in CUT
     assert of_one_turn(layout, phase, kind=kind) == (cut(wanted) if is_cut else wanted)
 
