@@ -14,11 +14,13 @@ import json
 import os
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from ..errors import OutputIsLocked, UnusableFile
 from ..files.disk import open_in_place
+from .stop_signals import at_forced_end
 
 _START = b'{"pid": '
 """The beginning of every lock of noria; an incomplete lock has a prefix of it."""
@@ -40,6 +42,7 @@ class JobLock:
     def __init__(self, path: Path):
         self.path = path
         self._descriptor: int | None = None
+        self._registered = ExitStack()
 
     def __enter__(self) -> "JobLock":
         while self._descriptor is None:
@@ -59,6 +62,7 @@ class JobLock:
         except OSError as error:
             self.release()
             raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
+        self._registered.enter_context(at_forced_end(self.release))
         return self
 
     def __exit__(
@@ -67,6 +71,7 @@ class JobLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._registered.close()
         self.release()
 
     def release(self) -> None:

@@ -110,8 +110,6 @@ def connect(address: Address | None, *, farewell_seconds: float, patience: float
     waits = threading.Timer(QUIET_SECONDS, tell, (sys.stderr, _waiting(address)))
     waits.daemon = True
     waits.start()
-    # Ctrl-C must end a process that waits in native code for the others
-    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         jax.distributed.initialize(
             *given,
@@ -126,7 +124,6 @@ def connect(address: Address | None, *, farewell_seconds: float, patience: float
         ) from error
     finally:
         waits.cancel()
-        signal.signal(signal.SIGINT, previous)
     state = distributed.global_state
     rank, size = state.process_id, state.num_processes
     service = str(state.coordinator_address)

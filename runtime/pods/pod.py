@@ -21,8 +21,9 @@ from typing import Any
 from .. import errors
 from ..batch.journal import differences
 from ..batch.manifest import versions
+from ..batch.stop_signals import at_forced_end
 from ..console import plural
-from ..errors import OutOfStep
+from ..errors import EXIT_RESUMABLE, OutOfStep
 from . import coordination
 from .coordination import Address
 from .peers import Peers, StepDirective, Value
@@ -70,11 +71,12 @@ def join(address: Address | None, limit: float, target: str) -> "Iterator[Pod]":
     watchdog = Watchdog(store, store.rank, store.size, limit)
     watchdog.start()
     try:
-        pod = Pod(store, watchdog)
-        pod.agree(lambda: _facts_for_one_mesh(store.size, target))
-        session.prepare_jax(target, store.size)
-        pod.setup = _setup(target, store.size)
-        yield pod
+        with at_forced_end(lambda: watchdog.fail("it was stopped by a signal", EXIT_RESUMABLE)):
+            pod = Pod(store, watchdog)
+            pod.agree(lambda: _facts_for_one_mesh(store.size, target))
+            session.prepare_jax(target, store.size)
+            pod.setup = _setup(target, store.size)
+            yield pod
     except BaseException as error:
         code = errors.exit_code(error) or 1
         watchdog.fail(errors.message(error), code)
