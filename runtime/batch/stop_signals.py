@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 from ..console import tell
 from ..errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
@@ -118,17 +119,18 @@ class StopSignals:
             if num_signals > 1 or not self.can_drain:
                 time.sleep(END_SECONDS)
                 if self._writer is not None:
-                    _end(number)
+                    error = StopNow(number)
+                    end_process(str(error), error.exit_code)
         os.close(reader)
 
 
-def _end(number: int) -> None:
+def end_process(message: str, code: int) -> NoReturn:
+    """End the process from any thread, with a message, after the actions of `at_forced_end`."""
     for action in reversed(_at_forced_end):
         with suppress(Exception):
             action()
-    error = StopNow(number)
-    tell(sys.stderr, f"noria: {error}")
-    os._exit(error.exit_code)
+    tell(sys.stderr, f"noria: {message}")
+    os._exit(code)
 
 
 class Drain:
