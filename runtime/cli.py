@@ -27,17 +27,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from .commands.command_line import run_command
 
             return run_command(arguments)
+    except SystemExit as error:  # of the parser
+        if error.code:
+            _tell_pod(arguments, "its options are wrong; see its own message", errors.EXIT_USAGE)
+        raise
     except BaseException as error:
         code = errors.exit_code(error)
         if code is None:
+            _tell_pod(arguments, repr(error), 1)
             raise
         if "--debug" in arguments:
             tell(sys.stderr, traceback.format_exc().rstrip())
         else:
             tell(sys.stderr, f"noria: {errors.message(error)}")
+        _tell_pod(arguments, errors.message(error), code, is_stop=errors.is_stop(error))
         if errors.is_stop(error):
             errors.leave_at_once(code)
         return code
+
+
+def _tell_pod(arguments: Sequence[str], reason: str, code: int, is_stop: bool = False) -> None:
+    """Tell the other processes of a pod, if there is one, that this one fails before they meet."""
+    if any(argument.startswith("--coordinator") for argument in arguments):
+        from .pods.pod_options import report_failed_start
+
+        report_failed_start(arguments, reason, code, is_stop=is_stop)
 
 
 def main_of_process() -> int:
