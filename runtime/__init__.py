@@ -1,17 +1,17 @@
 """The host side: text, files, queues, the engine, the command line. The only package with I/O.
 
-Names that need a device are imported on first use, so that commands without one start without jax.
+All names are imported on first use, so that commands start fast, and without jax if they need no
+device.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .request import CompletionOutput, RequestOutput, SampleRule, SamplingParams
-from .structured.params import StructuredOutputsParams
-
 if TYPE_CHECKING:
     from .comparison.compare import ComparedModel, compare
     from .llm import LLM
+    from .request import CompletionOutput, RequestOutput, SampleRule, SamplingParams
+    from .structured.params import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -26,6 +26,11 @@ __all__ = [
 _ON_FIRST_USE = {
     "LLM": ".llm",
     "ComparedModel": ".comparison.compare",
+    "CompletionOutput": ".request",
+    "RequestOutput": ".request",
+    "SampleRule": ".request",
+    "SamplingParams": ".request",
+    "StructuredOutputsParams": ".structured.params",
     "compare": ".comparison.compare",
 }
 

@@ -88,6 +88,18 @@ class JobError(RuntimeError):
         return type(self), (str(self), self.exit_code)
 
 
+class StartFailed(ValueError):
+    """A pod that does not start, with the exit code of all its processes."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_USAGE):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    def __reduce__(self):
+        """Pickle all arguments, so that a worker's error reaches its parent process."""
+        return type(self), (str(self), self.exit_code)
+
+
 class JournalError(ValueError):
     """A journal on disk that this job cannot continue."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from noria.runtime import cli
+from noria.runtime.commands.command_line import command_parser
 
 yaml = pytest.importorskip("yaml")
 
@@ -28,7 +28,7 @@ def commands(text: str) -> list:
         if not re.match(r"\s*(srun )?noria ", line):
             continue
         words = shlex.split(re.sub(r"\$\{?(\w+)\}?", lambda name: VALUES[name[1]], line))
-        found.append(cli._parser().parse_args(words[words.index("noria") + 1 :]))
+        found.append(command_parser().parse_args(words[words.index("noria") + 1 :]))
     return found
 
 

@@ -24,7 +24,7 @@ from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.grids.prefix_grid import PrefixGrid
 from noria.compile.plan import Numbers, Plan
 from noria.compile.planning.hardware import read_hardware
-from noria.runtime import cli
+from noria.runtime.commands.command_line import command_parser
 from noria.runtime.stages.pipeline_file import pipeline_from
 from noria.sharding.layout import Layout
 
@@ -102,7 +102,7 @@ def _check_command(line: str) -> None:
         del words[0]
     if words[:1] == ["noria"]:
         try:
-            cli._parser().parse_args([word for word in words[1:] if word != "&"])
+            command_parser().parse_args([word for word in words[1:] if word != "&"])
         except SystemExit as end:
             if end.code:
                 raise ValueError(f"expected a command that noria understands, got {line}") from None

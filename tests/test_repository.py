@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from numerics_helpers import script
 
-from noria.runtime import cli
+from noria.runtime.commands.command_line import command_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 # Written in pieces, so that this file does not find itself.
@@ -155,5 +155,7 @@ def test_a_path_that_is_gone_is_found():
 
 def test_the_readmes_table_of_commands_has_all_of_them():
     table = re.findall(r"^\| `noria (\w+)", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
-    (commands,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
+    (commands,) = (
+        a for a in command_parser()._actions if isinstance(a, argparse._SubParsersAction)
+    )
     assert sorted(table) == sorted(commands.choices)

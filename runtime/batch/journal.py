@@ -19,11 +19,12 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import JournalError, JournalWriteError, OtherConfiguration
-from ..files.disk import Disk
+from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
 from .journal_records import FORMAT, OUTPUTS, PLAN, SETUP, BadRecord, read_record
 
@@ -34,6 +35,17 @@ SYNC_SECONDS = 1.0
 def journal_path(output: Path) -> Path:
     """The path of an output's journal."""
     return output.with_name(f"{output.name}.journal")
+
+
+def renew(path: Path, disk: Disk) -> None:
+    """Replace a journal by a copy, if there is one.
+
+    A process that has the old file open, such as a paused one that wakes, no longer writes into
+    the journal that is read.
+    """
+    if path.exists():
+        with path.open("rb") as file:
+            replace_file(disk, path, iter(partial(file.read, 2**20), b""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,64 +1,135 @@
-"""The lock file of an output, which ensures one writer and names the process that holds it.
+"""The lock of an output, which ensures one writer also among hosts that share a disk.
 
-The lock is a POSIX record lock, which the system releases when its process dies. The file's text
-(process id, host, start time) is for people, and for file systems shared by hosts that do not see
-each other's locks. A lock left by a dead process of this host is taken over; a lock of another host
-is refused, as this host cannot find out whether that process is alive.
+The lock is a file that names its owner. The owner changes it every `BEAT_SECONDS`. An owner that
+has not changed it for `SILENCE_SECONDS`, measured by the clock of the process that waits, counts
+as dead, and its lock is taken over. An owner of the same machine that has died is taken over at
+once, as the system has released its record lock of the file.
 
-Does not know about jobs. Guarantees: at most one holder at a time on one host; a file that is no
+A process takes the lock over by creating a file with the next number, `NAME.2` after `NAME`. Only
+one process can create it. It then checks that the file before it is still there and unchanged, and
+that there is no other; otherwise it removes its own file and begins again. So two processes that
+both created a file cannot both pass the check. An owner that was paused sees the later file, or
+misses its own, and ends its process.
+
+Does not know about jobs. Guarantees: at most one owner at a time takes the lock; a file that is no
 lock of noria is not changed.
 """
 
 import fcntl
 import json
 import os
+import random
 import socket
 import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from ..errors import OutputIsLocked, UnusableFile
+from ..errors import EXIT_RESUMABLE, OutputIsLocked, UnusableFile
 from ..files.disk import open_in_place
+from .stop_signals import at_forced_end, end_process
 
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 30.0
+QUIET_SECONDS = 3.0
+"""The time after which a process says that it waits for a lock."""
+_POLL_SECONDS = 0.1
 _START = b'{"pid": '
 """The beginning of every lock of noria; an incomplete lock has a prefix of it."""
+_MAX_BYTES = 4096
+_owned: set[str] = set()
+"""The tokens of the locks that this process holds."""
 
 
 def lock_path(output: Path) -> Path:
-    """The path of an output's lock."""
+    """The path of an output's first lock."""
     return output.with_name(f"{output.name}.lock")
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A lock file that another process holds or held, and its content."""
+
+    number: int
+    content: bytes
+
+    @property
+    def owner(self) -> dict[str, Any]:
+        """The facts of the owner; none if it died while it wrote them."""
+        try:
+            owner = json.loads(self.content)
+        except ValueError:
+            return {}
+        return owner if isinstance(owner, dict) else {}
+
+    def has_owner_of(self, other: "_Found") -> bool:
+        """Whether the owner of another state of the lock still has it."""
+        return self.number == other.number and self.owner.get("token") == other.owner.get("token")
+
+    def __str__(self) -> str:
+        owner = self.owner
+        if not owner:
+            return "another process"
+        return f"process {owner.get('pid')} on {owner.get('host')}"
+
+
 class JobLock:
-    """A context manager that holds `path` as a lock file and removes it at the end.
+    """A context manager that holds a lock and removes its file at the end.
+
+    Attributes:
+        path: The path of the first lock file; later ones have a number at the end.
+        took_over: Whether the owner before was silent, but may only have been paused. It may still
+            write to files that it has open.
 
     Raises:
-        OutputIsLocked: Another process holds the lock, or may hold it on another host.
+        OutputIsLocked: Another process holds the lock.
         UnusableFile: The file at `path` is no lock of noria.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, note: Callable[[str], object] = lambda text: None):
         self.path = path
+        self.took_over = False
+        self._note = note
+        self._number = 0
         self._descriptor: int | None = None
+        self._registered = ExitStack()
+        self._released = threading.Event()
+        self._facts = {**_this_process(), "token": uuid.uuid4().hex, "beat": 0}
+        self._last_beat = 0.0
 
     def __enter__(self) -> "JobLock":
+        seen, since, has_said = None, 0.0, False
         while self._descriptor is None:
-            descriptor = open_in_place(self.path)
-            try:
-                self._take(descriptor)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            if self._is_current(descriptor):
-                self._descriptor = descriptor
-            else:  # its holder removed the file after it was opened and before it was locked
-                os.close(descriptor)
-        try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps(_this_process()).encode(), 0)
-        except OSError as error:
-            self.release()
-            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
+            now, found = time.monotonic(), self._newest()
+            if found is None:
+                self._try_to_create(1, None)
+                continue
+            if seen is None or not found.has_owner_of(seen):
+                seen, since = found, now
+            elif found != seen:
+                raise self._refusal(found, "is running")
+            silence = now - since
+            if is_dead := self._is_dead(found):
+                self._try_to_create(found.number + 1, found)
+            elif silence >= SILENCE_SECONDS:
+                self.took_over = self._try_to_create(found.number + 1, found)
+            if not is_dead and silence >= QUIET_SECONDS and not has_said:
+                has_said = True
+                self._note(
+                    f"{self._path(found.number)}: waits for {found}, which has been silent for "
+                    f"{silence:.0f} s; after {SILENCE_SECONDS:g} s its lock is taken over"
+                )
+            if self._descriptor is None:
+                time.sleep(_POLL_SECONDS)
+        _owned.add(self._facts["token"])
+        self._registered.enter_context(at_forced_end(self.release))
+        threading.Thread(target=self._beat, name="noria lock", daemon=True).start()
         return self
 
     def __exit__(
@@ -67,58 +138,183 @@ class JobLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._registered.close()
         self.release()
 
     def release(self) -> None:
         """Remove the lock file if this process holds it, and no other file has replaced it."""
-        if self._descriptor is not None:
-            if self._is_current(self._descriptor):
-                self.path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._released.set()
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            _owned.discard(self._facts["token"])
+            self._remove(descriptor)
 
-    def _take(self, descriptor: int) -> None:
-        """Lock the open file, or raise an error."""
+    def check(self) -> None:
+        """Check that no other process has taken the lock over; call it before files are replaced.
+
+        Raises:
+            OutputIsLocked: This process was silent, and another has the lock, or had it.
+        """
+        if (loss := self._loss()) is not None:
+            raise OutputIsLocked(loss)
+
+    def _path(self, number: int) -> Path:
+        return self.path if number == 1 else self.path.with_name(f"{self.path.name}.{number}")
+
+    def _numbers(self) -> list[int]:
+        """The numbers of all lock files, in order."""
+        names = os.listdir(self.path.parent)
+        ends = [name.removeprefix(f"{self.path.name}.") for name in names if name != self.path.name]
+        numbers = [int(end) for end in ends if end.isdecimal() and str(int(end)) == end]
+        return sorted(
+            [1] * (self.path.name in names) + [number for number in numbers if number > 1]
+        )
+
+    def _newest(self) -> _Found | None:
+        """The lock file with the highest number, if there is any."""
+        numbers = self._numbers()
+        return self._read(numbers[-1]) if numbers else None
+
+    def _read(self, number: int) -> _Found | None:
+        """The lock file of a number; None if it is gone."""
+        path = self._path(number)
+        try:
+            descriptor = open_in_place(path, flags=0)
+        except FileNotFoundError:
+            return None
+        try:
+            content = os.pread(descriptor, _MAX_BYTES, 0).rstrip(b"\0 ")
+        finally:
+            os.close(descriptor)
+        # a power cut may leave a file of zeros
+        if not (content.startswith(_START) or _START.startswith(content)):
+            raise UnusableFile(
+                f"{path}: expected a lock of noria or no file, got another file. Move it away, or "
+                "choose another output."
+            )
+        return _Found(number, content)
+
+    def _is_dead(self, found: _Found) -> bool:
+        """Whether the owner was a process of this machine that has ended."""
+        owner = found.owner
+        if owner.get("token") in _owned:
+            raise self._refusal(found, "is this one")
+        if not owner or owner.get("machine") != self._facts["machine"]:
+            return False
+        try:
+            descriptor = open_in_place(self._path(found.number), flags=0)
+        except FileNotFoundError:
+            return False
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise self._refusal(_read_owner(descriptor), "is running") from None
-        # a power cut may leave a file of zeros with the old length
-        start = os.pread(descriptor, len(_START), 0).rstrip(b"\0")
-        if not _START.startswith(start):
-            raise UnusableFile(
-                f"{self.path}: expected a lock of noria or no file, got another file. Move it "
-                "away, or choose another output."
-            )
-        owner = _read_owner(descriptor)
-        this = _this_process()
-        if owner is None:
-            return
-        if owner.get("host") != this["host"]:
-            raise self._refusal(owner, f"may be running; if it is gone, delete {self.path}")
-        if owner == this:  # a record lock does not stop its own process
-            raise self._refusal(owner, "is this one")
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _try_to_create(self, number: int, before: _Found | None) -> bool:
+        """Create the lock file of a number, unless another process does or the lock has changed."""
+        path = self._path(number)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            return False
+        self._number = number
+        try:
+            with suppress(OSError):  # without record locks, a dead owner is found by its silence
+                fcntl.lockf(descriptor, fcntl.LOCK_EX)
+            self._write(descriptor)
+            *earlier, newest = self._numbers()
+            if before is None:
+                is_ours = not earlier and newest == number
+            else:
+                is_ours = (earlier[-1:], newest) == ([before.number], number)
+                is_ours = is_ours and self._read(before.number) == before
+        except BaseException as error:
+            self._remove(descriptor)
+            if isinstance(error, OSError) and error.filename is None:
+                raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+            raise
+        if not is_ours:
+            self._remove(descriptor)
+            time.sleep(random.uniform(0, _POLL_SECONDS))
+            return False
+        for old in earlier:
+            self._path(old).unlink(missing_ok=True)
+        self._descriptor, self._last_beat = descriptor, time.monotonic()
+        return True
+
+    def _write(self, descriptor: int) -> None:
+        # padded, so that a shorter content never has the end of a longer one
+        os.pwrite(descriptor, json.dumps(self._facts).encode().ljust(512), 0)
+        with suppress(OSError):
+            os.fsync(descriptor)
+
+    def _remove(self, descriptor: int) -> None:
+        """Remove the file of this process, if it still has its name, and close it."""
+        if self._is_current(descriptor):
+            self._path(self._number).unlink(missing_ok=True)
+        os.close(descriptor)
 
     def _is_current(self, descriptor: int) -> bool:
         """Whether the open file still has the name of the lock."""
         try:
-            return os.path.samestat(os.fstat(descriptor), os.lstat(self.path))
+            return os.path.samestat(os.fstat(descriptor), os.lstat(self._path(self._number)))
         except FileNotFoundError:
             return False
 
-    def _refusal(self, owner: dict[str, object] | None, state: str) -> OutputIsLocked:
-        holder = "another process"
-        if owner:
-            holder = f"process {owner.get('pid')} on {owner.get('host')}"
+    def _beat(self) -> None:
+        """Change the file at intervals, and end the process if another one has the lock."""
+        while not self._released.wait(BEAT_SECONDS):
+            with suppress(OSError, UnusableFile):  # the next beat may succeed
+                loss, descriptor = self._loss(), self._descriptor
+                if loss is not None:
+                    end_process(loss, EXIT_RESUMABLE)
+                if descriptor is not None:
+                    self._facts["beat"] += 1
+                    self._write(descriptor)
+                    self._last_beat = time.monotonic()
+
+    def _loss(self) -> str | None:
+        """The reason why this process no longer has the lock; None if it has it."""
+        descriptor = self._descriptor
+        if descriptor is None:
+            return None
+        after = self._read(self._number + 1)
+        silence = time.monotonic() - self._last_beat
+        # a lock file that somebody deletes ends no job, unless it was long enough to take it over
+        if after is None and (self._is_current(descriptor) or silence < SILENCE_SECONDS):
+            return None
+        who = "another process" if after is None else str(after)
+        return (
+            f"{self.path}: this process was silent for {silence:.0f} s, and {who} has taken over "
+            "the output. Rows that were finished before are kept; this process ends."
+        )
+
+    def _refusal(self, found: _Found, state: str) -> OutputIsLocked:
         return OutputIsLocked(
-            f"{self.path}: expected to be the only writer of this output, but {holder} holds it "
-            f"and {state}. Wait for it, or write to another output."
+            f"{self._path(found.number)}: expected to be the only writer of this output, but "
+            f"{found} holds it and {state}. Wait for it, or write to another output."
         )
 
 
-def _this_process() -> dict[str, object]:
+def _this_process() -> dict[str, Any]:
     pid = os.getpid()
-    return {"pid": pid, "host": socket.gethostname(), "started": _start_time(pid)}
+    return {
+        "pid": pid,
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "started": _start_time(pid),
+    }
+
+
+def _machine() -> str:
+    """An id of the running system: containers share it, and another boot has another."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"{socket.gethostname()} {uuid.getnode():x}"
 
 
 def _start_time(pid: int) -> str:
@@ -127,11 +323,3 @@ def _start_time(pid: int) -> str:
         return ""
     stat = Path(f"/proc/{pid}/stat").read_text()
     return stat.rpartition(")")[2].split()[19]  # the name in parentheses may have spaces
-
-
-def _read_owner(descriptor: int) -> dict[str, object] | None:
-    try:
-        owner = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:  # empty or incomplete: its writer died while it took the lock
-        return None
-    return owner if isinstance(owner, dict) else None

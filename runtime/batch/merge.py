@@ -93,7 +93,7 @@ def merge(
     outputs = list(job_outputs(output, error_file).values())
     for path in outputs:
         check_output(path)
-    with JobLock(lock_path(output)), ExitStack() as files:
+    with JobLock(lock_path(output), progress.note), ExitStack() as files:
         parts = [_open_part(path, files) for path in paths]
         _refuse_other_jobs(parts)
         parts = _in_order(parts)

@@ -43,7 +43,7 @@ from .finished import (
 )
 from .job import Build, JobModel, JobSettings, facts_to_agree_on
 from .job_input import JobInput, decide_instant, open_input, record_instant
-from .journal import RETRIED_CODES, Journal
+from .journal import RETRIED_CODES, Journal, renew
 from .journal_records import MODEL, PLAN, WEIGHTS
 from .lock import JobLock
 from .manifest import PhaseClock, fingerprint, manifest_path
@@ -101,13 +101,15 @@ def run_job(
     settings.check_files()
     with (
         _handled(stop) as stop,
-        JobLock(settings.lock_path) as lock,
+        JobLock(settings.lock_path, progress.note) as lock,
         stdin_copied(settings, disk),
     ):
         # the next run may be on another host, which cannot detect that this process has ended
         peers.on_abort(lock.release)
         if settings.reads_stdin:
             check_input(settings.input_path, settings.columns)
+        if lock.took_over:
+            renew(settings.journal_path, disk)
         earlier = None
         if settings.restart:
             # first the manifest: without it the old output no longer counts as complete
@@ -139,6 +141,7 @@ def run_job(
             peers.broadcast(None)
             try:
                 with open_input(settings, model, peers.broadcast(now), progress) as source:
+                    services["check_lock"] = lock.check
                     run = _JobRun(settings, model, source, journal, stop=stop, **services)
                     return run.run(keeps_answers=earlier is not None)
             except Exception as error:
@@ -168,6 +171,8 @@ class _JobRun:
     progress: Progress
     phases: PhaseClock
     stop: StopSignals
+    check_lock: Callable[[], None] = lambda: None
+    """Raises an error if another process has taken over the output."""
 
     def __post_init__(self):
         facts = {} if self.journal is None else self.journal.facts
@@ -338,6 +343,7 @@ class _JobRun:
         """Write the outputs on the leader; return the exit code."""
         if self.journal is None:
             return self.peers.broadcast(EXIT_OK)
+        self.check_lock()
         manifest = finalise(
             self.settings,
             summary,

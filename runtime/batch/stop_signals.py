@@ -1,21 +1,34 @@
-"""Handles SIGTERM, SIGHUP and Ctrl-C of a job: the first signal drains it, the second ends it.
+"""Handles SIGTERM, SIGHUP and Ctrl-C: the first signal drains a job, the second ends it.
 
 While rows are in flight, the first signal only sets `requested`, and the job lets these rows
 finish. At any other time, and on a second signal, `StopNow` is raised at the current instruction,
 and the command exits without waiting for graphs that compile or load. The files are then as after a
 kill, which the journal survives.
 
+Python runs a handler only between two instructions of the main thread, which may be inside native
+code for minutes, and ignores the exception of a handler that runs in a callback. So a thread
+receives the numbers of the signals, too. It ends the process if `StopNow` has not done so within
+`END_SECONDS`.
+
 SIGHUP is sent when a terminal or an SSH connection is closed. Under `nohup` it has no effect.
 
 If several processes run the job, process 0 decides for all of them, whichever received the signal.
 
-Does not know about rows or journals. Guarantees: the previous handlers are restored.
+Does not know about rows or journals. Guarantees: a signal that must end the process does so; the
+previous handlers are restored.
 """
 
+import os
 import signal
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
+from typing import NoReturn
 
+from ..console import tell
 from ..errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 from ..pods.peers import GO, Peers, StepDirective
 
@@ -24,18 +37,31 @@ EXIT_CODES = {
     signal.SIGHUP: EXIT_RESUMABLE,
     signal.SIGINT: EXIT_INTERRUPTED,
 }
+END_SECONDS = 1.5
+"""The time for a normal end after a signal; after it, the process ends wherever it is."""
+_at_forced_end: list[Callable[[], object]] = []
 
 
 class StopNow(BaseException):
     """The immediate end of a job. Not an Exception, so that no library can catch it by accident."""
 
     def __init__(self, signal_number: int):
-        super().__init__(signal.Signals(signal_number).name)
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
         self.exit_code = EXIT_CODES[signal.Signals(signal_number)]
 
 
+@contextmanager
+def at_forced_end(action: Callable[[], object]) -> Iterator[None]:
+    """Run an action before the process is ended from another thread while the context is open."""
+    _at_forced_end.append(action)
+    try:
+        yield
+    finally:
+        _at_forced_end.remove(action)
+
+
 class StopSignals:
-    """A context manager that installs the handlers; use it in the main thread.
+    """A context manager that installs the handlers; outside the main thread it installs none.
 
     Attributes:
         requested: The first signal; None before it.
@@ -45,13 +71,23 @@ class StopSignals:
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
         self.can_drain = False
-        self._previous: dict[signal.Signals, object] = {}
+        self._previous: dict[int, object] = {}
+        self._writer: int | None = None
+        self._previous_writer = -1
 
     def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for number in EXIT_CODES:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             self._previous[number] = signal.signal(number, self._handle)
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._previous_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        threading.Thread(
+            target=self._watch, args=(reader,), name="noria signals", daemon=True
+        ).start()
         return self
 
     def __exit__(
@@ -62,13 +98,39 @@ class StopSignals:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        if self._writer is not None:
+            signal.set_wakeup_fd(self._previous_writer)
+            os.close(self._writer)  # the thread that reads the pipe ends
+            self._writer = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_first, self.requested = self.requested is None, self.requested or signal.Signals(number)
         if not is_first or not self.can_drain:
-            # Python ignores the exception in a callback of the garbage collector; as `requested` is
-            # set, the next step then drains
             raise StopNow(number)
+
+    def _watch(self, reader: int) -> None:
+        """End the process after a signal that must end it, if nothing else has."""
+        num_signals = 0
+        while numbers := os.read(reader, 1):
+            number = numbers[0]
+            if number not in self._previous:
+                continue
+            num_signals += 1
+            if num_signals > 1 or not self.can_drain:
+                time.sleep(END_SECONDS)
+                if self._writer is not None:
+                    error = StopNow(number)
+                    end_process(str(error), error.exit_code)
+        os.close(reader)
+
+
+def end_process(message: str, code: int) -> NoReturn:
+    """End the process from any thread, with a message, after the actions of `at_forced_end`."""
+    for action in reversed(_at_forced_end):
+        with suppress(Exception):
+            action()
+    tell(sys.stderr, f"noria: {message}")
+    os._exit(code)
 
 
 class Drain:

@@ -36,7 +36,7 @@ class Disk:
 
     def open_append(self, path: Path) -> int:
         """Open a regular file for reading and appending; create it if it is absent."""
-        return open_in_place(path, os.O_APPEND)
+        return open_in_place(path, os.O_CREAT | os.O_APPEND)
 
     def open_new(self, path: Path) -> int:
         """Create a file and open it for writing; fail if the name exists."""
@@ -73,16 +73,17 @@ class Disk:
             os.close(descriptor)
 
 
-def open_in_place(path: Path, flags: int = 0) -> int:
-    """Open a file for reading and writing in place; create it if it is absent.
+def open_in_place(path: Path, flags: int = os.O_CREAT) -> int:
+    """Open a file for reading and writing in place; by default, create it if it is absent.
 
     Raises:
+        FileNotFoundError: The file is absent, and `flags` do not create it.
         UnusableFile: `path` is a link, has a second hard link, or is not a regular file.
     """
     with suppress(FileNotFoundError):
         _check_plain(path, os.lstat(path), in_place=True)
     # another process may replace the path in between: follow no link, wait for no pipe
-    flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o644)
     try:
         _check_plain(path, os.fstat(descriptor), in_place=True)

@@ -13,41 +13,19 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any
 
 from ..console import tell
+from .meeting import Address, meet
 
 CONNECT_SECONDS = 300
-QUIET_SECONDS = 20
-"""Time after which a process says that it waits for the others."""
+"""The time within which jax connects processes that have met."""
 _LONG_MS = 7 * 24 * 3600 * 1000
 _ABORTED = 75
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
-
-
-@dataclass(frozen=True)
-class Address:
-    """The coordinator's address, the number of processes, and the number of this process."""
-
-    coordinator: str
-    num_processes: int
-    process_id: int
-
-    def __post_init__(self):
-        host, _, port = self.coordinator.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"--coordinator: expected HOST:PORT, got {self.coordinator!r}.")
-        if self.num_processes < 1:
-            raise ValueError(f"--num-processes: expected at least 1, got {self.num_processes}.")
-        if not 0 <= self.process_id < self.num_processes:
-            raise ValueError(
-                f"--process-id: expected 0 to {self.num_processes - 1}, as --num-processes is "
-                f"{self.num_processes}, got {self.process_id}."
-            )
 
 
 class Coordination:
@@ -85,48 +63,37 @@ class Coordination:
         jax.distributed.shutdown()
 
 
-def connect(address: Address | None, *, farewell_seconds: float, patience: float) -> Coordination:
-    """Connect to the other processes, within `CONNECT_SECONDS`.
+def connect(
+    address: Address | None, *, start_seconds: float, farewell_seconds: float, patience: float
+) -> Coordination:
+    """Meet the other processes, and connect to them.
 
     Args:
       address: The coordinator's address; None on a cluster that jax detects.
+      start_seconds: Time within which all processes must have come.
       farewell_seconds: Time within which every process must reach `leave`.
       patience: Seconds of silence of one process after which jax ends the others; jax does not name
         the silent process.
 
     Raises:
+      StartFailed: Not all processes have come in time, or one of them failed.
       ValueError: The coordinator's port is not free, or jax detects no cluster.
     """
     import jax
     from jax._src import distributed
 
-    if address is not None and address.process_id == 0:
-        _check_port(address.coordinator)
+    address = address or _detected(start_seconds)
+    meet(address, start_seconds)
     # jax would handle SIGTERM itself, without telling which process received it
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     _report_before_abort(lambda: _connection_failure(address))
-    given = (None, None, None) if address is None else astuple(address)
-    waits = threading.Timer(QUIET_SECONDS, tell, (sys.stderr, _waiting(address)))
-    waits.daemon = True
-    waits.start()
-    # Ctrl-C must end a process that waits in native code for the others
-    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        jax.distributed.initialize(
-            *given,
-            initialization_timeout=CONNECT_SECONDS,
-            heartbeat_timeout_seconds=int(patience),
-            shutdown_timeout_seconds=int(farewell_seconds),
-        )
-    except ValueError as error:  # jax found no cluster
-        raise ValueError(
-            f"--distributed auto: expected a cluster that jax can detect, got: {error} Give "
-            f"--coordinator, --num-processes and --process-id."
-        ) from error
-    finally:
-        waits.cancel()
-        signal.signal(signal.SIGINT, previous)
+    jax.distributed.initialize(
+        *astuple(address),
+        initialization_timeout=CONNECT_SECONDS,
+        heartbeat_timeout_seconds=int(patience),
+        shutdown_timeout_seconds=int(farewell_seconds),
+    )
     state = distributed.global_state
     rank, size = state.process_id, state.num_processes
     service = str(state.coordinator_address)
@@ -134,35 +101,28 @@ def connect(address: Address | None, *, farewell_seconds: float, patience: float
     return Coordination(state.client, rank, size)
 
 
-def _check_port(coordinator: str) -> None:
-    """Refuse a port that is not free, with which jax would end the process without a message."""
-    port = int(coordinator.rpartition(":")[2])
-    try:
-        # on all addresses of this host, as jax's service binds it
-        with socket.create_server(("", port)):
-            return
-    except OSError as error:
+def _detected(seconds: float) -> Address:
+    """The address on the cluster that jax detects (TPU pods, Slurm, Open MPI, Kubernetes)."""
+    from jax._src.clusters import ClusterEnv
+
+    found = ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, int(seconds)
+    )
+    coordinator, num_processes, process_id, _ = found
+    if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
-            f"--coordinator {coordinator}: process 0 cannot listen on port {port} "
-            f"({os.strerror(error.errno or 0)}). Choose a port that is free."
-        ) from error
+            "--distributed auto: expected a cluster that jax can detect, got none. Give "
+            "--coordinator, --num-processes and --process-id."
+        )
+    return Address(coordinator, num_processes, process_id)
 
 
-def _waiting(address: Address | None) -> str:
-    """The message of a process that has waited for a while for the others to connect."""
-    where = "" if address is None else f" at {address.coordinator}"
-    return f"noria: waits{where} for the other processes, at most {CONNECT_SECONDS} s in all"
-
-
-def _connection_failure(address: Address | None) -> str:
-    """The message for processes that did not connect in time."""
-    who, where = "the processes", ""
-    if address is not None:
-        who, where = f"all {address.num_processes} processes", f" at {address.coordinator}"
+def _connection_failure(address: Address) -> str:
+    """The message for processes that have met, and that jax did not connect."""
     return (
-        f"expected {who} to connect{where} within {CONNECT_SECONDS} s, but the connection failed "
-        "(see jax's messages above). Start the same command exactly once for every --process-id, "
-        "and check that the coordinator's port can be reached."
+        f"expected jax to connect all {address.num_processes} processes at {address.coordinator} "
+        f"within {CONNECT_SECONDS} s after they had met, but the connection failed (see jax's "
+        "messages above). Run the same commands again."
     )
 
 

@@ -21,10 +21,11 @@ from typing import Any
 from .. import errors
 from ..batch.journal import differences
 from ..batch.manifest import versions
+from ..batch.stop_signals import at_forced_end
 from ..console import plural
-from ..errors import OutOfStep
+from ..errors import EXIT_RESUMABLE, OutOfStep
 from . import coordination
-from .coordination import Address
+from .meeting import START_SECONDS, Address
 from .peers import Peers, StepDirective, Value
 from .watchdog import MARGIN_SECONDS, Watchdog
 
@@ -39,7 +40,9 @@ class Disagreement(ValueError):
 
 
 @contextmanager
-def join(address: Address | None, limit: float, target: str) -> "Iterator[Pod]":
+def join(
+    address: Address | None, limit: float, target: str, *, start_seconds: float = START_SECONDS
+) -> "Iterator[Pod]":
     """Connect to the other processes, before jax starts; at the end all processes end together.
 
     Args:
@@ -47,9 +50,11 @@ def join(address: Address | None, limit: float, target: str) -> "Iterator[Pod]":
         MPI).
       limit: Seconds after which a silent process counts as lost.
       target: The target with the devices of all processes.
+      start_seconds: Time within which all processes must have come.
 
     Raises:
-      ValueError: An option is invalid, or the processes do not reach each other.
+      ValueError: An option is invalid.
+      StartFailed: Not all processes have come in time, or one of them failed.
       Disagreement: The processes have different targets or versions.
     """
     from .. import session
@@ -59,10 +64,16 @@ def join(address: Address | None, limit: float, target: str) -> "Iterator[Pod]":
             f"--peer-timeout-seconds: expected more than 0 and at most {LONGEST_TIMEOUT}, a day, "
             f"got {limit:g}."
         )
+    if not 0 < start_seconds <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"--start-timeout-seconds: expected more than 0 and at most {LONGEST_TIMEOUT}, a day, "
+            f"got {start_seconds:g}."
+        )
     if address is not None:  # refuses an impossible number of devices before connecting
         session.prepare_jax(target, address.num_processes)
     store = coordination.connect(
         address,
+        start_seconds=start_seconds,
         farewell_seconds=limit + MARGIN_SECONDS,
         # longer than the watchdog's limit, so that the watchdog names the lost process first
         patience=max(100.0, 4 * limit),
@@ -70,11 +81,12 @@ def join(address: Address | None, limit: float, target: str) -> "Iterator[Pod]":
     watchdog = Watchdog(store, store.rank, store.size, limit)
     watchdog.start()
     try:
-        pod = Pod(store, watchdog)
-        pod.agree(lambda: _facts_for_one_mesh(store.size, target))
-        session.prepare_jax(target, store.size)
-        pod.setup = _setup(target, store.size)
-        yield pod
+        with at_forced_end(lambda: watchdog.fail("it was stopped by a signal", EXIT_RESUMABLE)):
+            pod = Pod(store, watchdog)
+            pod.agree(lambda: _facts_for_one_mesh(store.size, target))
+            session.prepare_jax(target, store.size)
+            pod.setup = _setup(target, store.size)
+            yield pod
     except BaseException as error:
         code = errors.exit_code(error) or 1
         watchdog.fail(errors.message(error), code)

@@ -4,7 +4,7 @@ Imports no jax: jax's distributed service starts when the processes connect.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ..errors import ConfigError
@@ -29,6 +29,13 @@ def add_options(group: "argparse._ArgumentGroup") -> None:
         help="seconds of silence after which another process counts as lost; this process then "
         "names it and ends within 5 s (default: 60)",
     )
+    add(
+        "--start-timeout-seconds",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="seconds within which all processes must have come (default: 300)",
+    )
 
 
 def are_given(options: argparse.Namespace) -> bool:
@@ -50,8 +57,34 @@ def peers(options: argparse.Namespace, target: str) -> Iterator[Peers]:
     if address.count(None) == 3 and not options.distributed:
         yield ALONE
         return
-    from .pod import Address, join
+    from .meeting import Address
+    from .pod import join
 
     given = None if options.distributed else Address(*address)
-    with join(given, options.peer_timeout_seconds, target) as pod:
+    start = options.start_timeout_seconds
+    with join(given, options.peer_timeout_seconds, target, start_seconds=start) as pod:
         yield pod
+
+
+def report_failed_start(arguments: Sequence[str], reason: str, code: int, *, is_stop: bool) -> None:
+    """Tell the other processes of a command that this one fails, unless it has met them.
+
+    Args:
+        arguments: The command line, which may be wrong.
+        reason: The reason.
+        code: The exit code of this process.
+        is_stop: Whether a signal ends this process, which then has little time.
+    """
+    from .meeting import LINGER_SECONDS, Address, report_failure
+
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    add_options(parser.add_argument_group())
+    try:
+        given, _ = parser.parse_known_args(arguments)
+        size = given.num_processes
+        # a number that cannot be is no reason to let the others wait
+        rank = given.process_id if given.process_id in range(size) else size - 1
+        address = Address(given.coordinator, size, rank)
+    except (argparse.ArgumentError, ValueError, TypeError, SystemExit):
+        return  # this process does not know where the others are
+    report_failure(address, reason, code, 0.5 if is_stop else LINGER_SECONDS)

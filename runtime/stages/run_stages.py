@@ -103,7 +103,8 @@ def run_stages(
         for number, stage in enumerate(pipeline.stages, start=1)
     ]
     _check_files(settings, folder)
-    with StopSignals() as stop, JobLock(settings.lock_path), ExitStack() as opened:
+    lock = JobLock(settings.lock_path, progress.note)
+    with StopSignals() as stop, lock, ExitStack() as opened:
         if settings.restart:
             disk.remove(manifest_path(settings.output_path))
             _remove(folder, disk)
@@ -136,6 +137,7 @@ def run_stages(
             raise
         if code is not None:
             return code
+        lock.check()
         manifest = run.finish()
         if not keeps_stages:
             _remove(folder, disk)

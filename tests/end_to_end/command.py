@@ -21,7 +21,7 @@ COMMAND = (
     "-c",
     "import sys; from noria.runtime import cli; from noria.runtime.devices import machine; "
     # the same dtype on every machine
-    "machine.instructions = list; sys.exit(cli.main())",
+    "machine.instructions = list; sys.exit(cli.main_of_process())",
 )
 
 

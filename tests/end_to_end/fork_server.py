@@ -126,8 +126,8 @@ def main() -> None:
     # so that garbage collections in forks neither visit nor copy what was imported
     gc.collect()
     gc.freeze()
-    arguments = serve(socket.socket(fileno=int(sys.argv[1])))
-    sys.exit(cli.main(arguments))
+    sys.argv[1:] = serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.exit(cli.main_of_process())
 
 
 if __name__ == "__main__":

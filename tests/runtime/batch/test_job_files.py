@@ -200,12 +200,6 @@ def test_a_file_of_somebody_else_under_a_side_name_is_kept(source, tmp_path, nam
     )
 
 
-def test_a_lock_that_was_cut_short_is_taken_over(source, tmp_path):
-    for start in (b"", b'{"pi', b"\0" * 70):
-        (tmp_path / "out.jsonl.lock").write_bytes(start)
-        assert run(source, tmp_path / "out.jsonl") == 1
-
-
 def test_a_lock_that_was_replaced_meanwhile_is_left_to_its_holder(source, tmp_path):
     lock = tmp_path / "out.jsonl.lock"
 

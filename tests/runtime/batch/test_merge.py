@@ -10,6 +10,7 @@ import pytest
 from fake_model import FakeModel, masked, run, settings, write_input
 from faulty_disk import Crash, FaultyDisk
 
+from noria.runtime.batch import lock as locks
 from noria.runtime.batch.merge import merge as merge_parts
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
@@ -277,11 +278,18 @@ def test_outputs_that_cannot_work_are_refused_by_name(parts, tmp_path):
     assert contents(tmp_path / "parts") == before
 
 
-def test_an_output_that_another_host_writes_is_refused(parts, tmp_path):
-    lock = {"pid": 1, "host": "elsewhere", "started": "1"}
+def test_an_output_that_another_host_writes_is_refused(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "QUIET_SECONDS", 0.2)
+    lock = {"pid": 1, "host": "elsewhere", "token": "a", "beat": 1}
+
+    def beat(note):
+        (tmp_path / "out.jsonl.lock").write_text(json.dumps(lock | {"beat": 2}))
+
     (tmp_path / "out.jsonl.lock").write_text(json.dumps(lock))
+    progress = Progress(is_quiet=True)
+    progress.note = beat
     with pytest.raises(OutputIsLocked, match="elsewhere"):
-        merge(parts, tmp_path / "out.jsonl")
+        merge_parts(parts, tmp_path / "out.jsonl", progress=progress)
 
 
 def test_a_crash_at_any_disk_operation_changes_nothing_in_the_end(parts, tmp_path):

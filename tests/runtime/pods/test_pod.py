@@ -126,18 +126,6 @@ def test_a_job_of_one_process_imports_nothing_of_pods():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_process_says_that_it_waits_for_the_others():
-    program = (
-        "from noria.runtime.pods import coordination as c; c.QUIET_SECONDS = 0.5; "
-        "c.connect(c.Address('localhost:1', 2, 1), farewell_seconds=1, patience=9)"
-    )
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as waiting:
-        said = waiting.stderr.readline()
-        waiting.kill()
-    assert said == "noria: waits at localhost:1 for the other processes, at most 300 s in all\n"
-
-
 @pytest.mark.parametrize(
     ("message", "code", "said"),
     [("process 0 is gone", 75, "noria: process 0 is gone\n"), (None, -signal.SIGABRT, "")],

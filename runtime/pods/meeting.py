@@ -1,0 +1,365 @@
+"""The meeting of a pod's processes, before jax connects them.
+
+Process 0 listens at the coordinator's address, and every other process connects and says its
+number. While they wait, all of them say which processes are missing. When all have come, process 0
+lets them go, and jax's service takes the port. A process that fails tells process 0, which tells
+all others. `report_failure` does so for a process that fails before it comes to the meeting.
+Messages are lines of JSON.
+
+Does not know about jobs or jax. Guarantees: after the limit, every process ends with a message that
+names what is missing.
+"""
+
+import json
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from .. import errors
+from ..console import plural, tell
+from ..errors import StartFailed
+
+START_SECONDS = 300.0
+QUIET_SECONDS = 10.0
+"""The time after which processes say whom they wait for, and again after each such time."""
+LINGER_SECONDS = 10.0
+"""The time for which a process that failed before the meeting waits for the others."""
+_POLL_SECONDS = 0.2
+_MAX_BYTES = 2**16
+_REMEDY = (
+    "Start the same command exactly once for every --process-id, and check that every host reaches "
+    "the coordinator's address and port."
+)
+_begun = False
+
+
+@dataclass(frozen=True)
+class Address:
+    """The coordinator's address, the number of processes, and the number of this process."""
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+
+    def __post_init__(self):
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"--coordinator: expected HOST:PORT, got {self.coordinator!r}.")
+        if self.num_processes < 1:
+            raise ValueError(f"--num-processes: expected at least 1, got {self.num_processes}.")
+        if not 0 <= self.process_id < self.num_processes:
+            raise ValueError(
+                f"--process-id: expected 0 to {self.num_processes - 1}, as --num-processes is "
+                f"{self.num_processes}, got {self.process_id}."
+            )
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """The coordinator's host, without the brackets of IPv6, and its port."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def meet(address: Address, limit: float) -> None:
+    """Wait until all processes of the pod have come.
+
+    Args:
+      address: The meeting's place, and the number of this process.
+      limit: Seconds to wait.
+
+    Raises:
+      StartFailed: A process did not come in time, failed, or does not belong to the pod.
+      ValueError: The coordinator's port is not free.
+    """
+    global _begun
+    _begun = True
+    if address.process_id == 0:
+        _gather(address, limit)
+    else:
+        _attend(address, limit)
+
+
+def report_failure(address: Address, message: str, code: int, seconds: float) -> None:
+    """Tell the others that this process failed, if it has not come to the meeting yet.
+
+    Args:
+      address: The meeting's place, and the number of this process.
+      message: The reason.
+      code: The exit code of this process.
+      seconds: Time to wait for the others.
+    """
+    if _begun or address.num_processes == 1:
+        return
+    failure = StartFailed(f"process {address.process_id} failed before the start: {message}", code)
+    until = time.monotonic() + seconds
+    with suppress(OSError, ValueError, StartFailed):
+        if address.process_id == 0:
+            with _listening(address) as listener:
+                _refuse(listener, failure, until, address.num_processes - 1)
+        else:
+            _send_failure(address, failure, until)
+
+
+class _Connection:
+    """A socket that carries lines of JSON."""
+
+    def __init__(self, sock: socket.socket):
+        self.socket = sock
+        self._received = b""
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message, unless the other side has gone."""
+        with suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def fail(self, failure: StartFailed) -> None:
+        """Send the reason why the pod does not start."""
+        self.send({"failed": str(failure), "exit_code": failure.exit_code})
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Return the messages that have arrived; None if the other side has gone or is no noria."""
+        try:
+            received = self.socket.recv(_MAX_BYTES)
+        except OSError:
+            return None
+        *lines, self._received = (self._received + received).split(b"\n")
+        if not received or len(self._received) > _MAX_BYTES:
+            return None
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        return messages if all(isinstance(one, dict) for one in messages) else None
+
+
+class _Patience:
+    """Says, after every `QUIET_SECONDS`, whom a process waits for and how long yet."""
+
+    def __init__(self, address: Address, limit: float):
+        self._rank, self._limit = address.process_id, limit
+        self._start = time.monotonic()
+        self._quiet_until = self._start + QUIET_SECONDS
+
+    @property
+    def left(self) -> float:
+        """Seconds to the limit."""
+        return self._start + self._limit - time.monotonic()
+
+    def remind(self, what: str) -> bool:
+        """Say that this process waits, if it is time to; return whether it was."""
+        if time.monotonic() < self._quiet_until:
+            return False
+        self._quiet_until += QUIET_SECONDS
+        rank, left = self._rank, max(0.0, self.left)
+        tell(sys.stderr, f"noria: process {rank}: waits for {what}, at most {left:.0f} s more")
+        return True
+
+
+@contextmanager
+def _listening(address: Address) -> Iterator[socket.socket]:
+    """Listen on the coordinator's port, on all addresses of this host, as jax's service does."""
+    port = address.host_and_port[1]
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    try:
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=has_both)
+    except OSError as error:
+        raise ValueError(
+            f"--coordinator {address.coordinator}: process 0 cannot listen on port {port} "
+            f"({os.strerror(error.errno or 0)}). Choose a port that is free."
+        ) from error
+    with listener:
+        yield listener
+
+
+def _gather(address: Address, limit: float) -> None:
+    """Wait for all other processes, as process 0."""
+    patience = _Patience(address, limit)
+    others = set(range(1, address.num_processes))
+    members: dict[int, _Connection] = {}
+    strangers: list[_Connection] = []
+    everyone: list[_Connection] = []
+    with _listening(address) as listener, ExitStack() as opened:
+        try:
+            while missing := sorted(others - members.keys()):
+                if patience.left <= 0:
+                    raise StartFailed(
+                        f"expected all {address.num_processes} processes to connect to "
+                        f"{address.coordinator} within {limit:g} s, but {_listed(missing)} did "
+                        f"not. {_REMEDY}"
+                    )
+                if patience.remind(_listed(missing)):
+                    for member in members.values():
+                        member.send({"waits_for": _listed(missing)})
+                ready, _, _ = select.select(
+                    [listener, *strangers, *members.values()], [], [], _POLL_SECONDS
+                )
+                for rank, member in list(members.items()):
+                    # a process says no more than hello, but for a failure
+                    said = member.receive() if member in ready else []
+                    if said is None:
+                        del members[rank]
+                    else:
+                        _raise_failure(said)
+                if listener in ready:
+                    accepted = opened.enter_context(listener.accept()[0])
+                    everyone.append(_Connection(accepted))
+                    strangers.append(everyone[-1])
+                for stranger in [one for one in strangers if one in ready]:
+                    if (hellos := stranger.receive()) != []:
+                        strangers.remove(stranger)
+                    for hello in hellos or []:
+                        members[_rank_of(hello, address, members)] = stranger
+        except BaseException as error:
+            failure = _failure_of(error, address)
+            for connection in everyone:
+                connection.fail(failure)
+            if isinstance(error, StartFailed) and patience.left > 0:
+                until = time.monotonic() + min(LINGER_SECONDS, patience.left)
+                _refuse(listener, failure, until, address.num_processes - 1 - len(everyone))
+            raise
+        for member in members.values():
+            member.send({"go": True})
+        # the others close first, so that the port is free for jax at once
+        _wait_for_ends(list(members.values()))
+
+
+def _rank_of(hello: Mapping[str, Any], address: Address, members: Mapping[int, Any]) -> int:
+    """The number of a process that has come.
+
+    Raises:
+      StartFailed: The process reports a failure, or does not belong to this pod.
+    """
+    _raise_failure([hello])
+    rank, size, release = (hello.get(key) for key in ("rank", "size", "noria"))
+    if size != address.num_processes:
+        raise StartFailed(
+            f"--num-processes: expected the same number on all processes, got "
+            f"{address.num_processes} on process 0 and {size} on process {rank}."
+        )
+    if release != version("noria"):
+        raise StartFailed(
+            f"expected one version of noria on all processes, got {version('noria')} on process 0 "
+            f"and {release} on process {rank}."
+        )
+    if not isinstance(rank, int) or rank in members or not 0 < rank < address.num_processes:
+        raise StartFailed(
+            f"--process-id: expected every number from 0 to {address.num_processes - 1} once, got "
+            f"{rank} twice."
+        )
+    return rank
+
+
+def _attend(address: Address, limit: float) -> None:
+    """Connect to process 0 and wait until it lets this process go, as another process."""
+    patience = _Patience(address, limit)
+    reason = "nothing listens there"
+    while patience.left > 0:
+        try:
+            connected = socket.create_connection(address.host_and_port, timeout=5)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        else:
+            with connected:
+                if _is_let_go(_Connection(connected), address, patience):
+                    return
+            reason = "the program there ends the connection"
+        patience.remind(f"process 0 at {address.coordinator} ({reason})")
+        time.sleep(_POLL_SECONDS)
+    raise StartFailed(
+        f"expected process 0 to answer at {address.coordinator} within {limit:g} s, but it did not "
+        f"({reason}). {_REMEDY}"
+    )
+
+
+def _is_let_go(connection: _Connection, address: Address, patience: _Patience) -> bool:
+    """Wait until process 0 lets this process go; return False if it is gone itself.
+
+    Raises:
+      StartFailed: The pod does not start.
+    """
+    rank, size = address.process_id, address.num_processes
+    connection.send({"rank": rank, "size": size, "noria": version("noria")})
+    what = "process 0"
+    try:
+        # process 0 has the same limit, and names whoever is missing
+        while patience.left > -_POLL_SECONDS * 10:
+            patience.remind(what)
+            if not select.select([connection], [], [], _POLL_SECONDS)[0]:
+                continue
+            if (messages := connection.receive()) is None:
+                return False
+            for message in messages:
+                _raise_failure([message])
+                what = message.get("waits_for", what)
+                if "go" in message:
+                    return True
+    except StartFailed:
+        raise
+    except BaseException as error:
+        connection.fail(_failure_of(error, address))
+        raise
+    return False
+
+
+def _raise_failure(messages: Iterable[Mapping[str, Any]]) -> None:
+    """Raise the failure that a process reports, if any does."""
+    for message in messages:
+        if "failed" in message:
+            code = message.get("exit_code")
+            raise StartFailed(str(message["failed"]), code if isinstance(code, int) else 1)
+
+
+def _failure_of(error: BaseException, address: Address) -> StartFailed:
+    """The failure that other processes are told of for an error of this process."""
+    if isinstance(error, StartFailed):
+        return error
+    message = f"process {address.process_id} ended: {errors.message(error)}"
+    return StartFailed(message, errors.exit_code(error) or 1)
+
+
+def _refuse(listener: socket.socket, failure: StartFailed, until: float, count: int) -> None:
+    """Tell a number of processes that come later, as process 0."""
+    told: list[_Connection] = []
+    with ExitStack() as opened:
+        while len(told) < count and time.monotonic() < until:
+            if select.select([listener], [], [], _POLL_SECONDS)[0]:
+                told.append(_Connection(opened.enter_context(listener.accept()[0])))
+                told[-1].fail(failure)
+        _wait_for_ends(told)
+
+
+def _send_failure(address: Address, failure: StartFailed, until: float) -> None:
+    """Tell process 0, as another process, as soon as it listens."""
+    while time.monotonic() < until:
+        with suppress(OSError), socket.create_connection(address.host_and_port, 1) as connected:
+            connection = _Connection(connected)
+            connection.fail(failure)
+            _wait_for_ends([connection])
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _wait_for_ends(connections: list[_Connection], seconds: float = 2.0) -> None:
+    """Wait until the other sides have closed their connections, but not for long."""
+    until = time.monotonic() + seconds
+    while connections and time.monotonic() < until:
+        ready, _, _ = select.select(connections, [], [], _POLL_SECONDS)
+        connections = [one for one in connections if one not in ready or one.receive() is not None]
+
+
+def _listed(ranks: list[int]) -> str:
+    """The numbers of processes, in words."""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = "" if len(ranks) <= 8 else f" and {plural(len(ranks) - 8, 'other')}"
+    return f"process{'es' if len(ranks) > 1 else ''} {shown}{more}"
