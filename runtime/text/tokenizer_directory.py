@@ -1,9 +1,9 @@
 """Read the tokenizer settings of a model directory, without the vocabulary.
 
-The files are `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json` and
-`chat_template.jinja`. Does not know about vocabularies: tokens are given by their texts, and
-`resolve` asks the vocabulary for their ids. Code that the files refer to (`auto_map`) is never
-read.
+The files are `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json`,
+`chat_template.jinja` and `additional_chat_templates/*.jinja`. Does not know about vocabularies:
+tokens are given by their texts, and `resolve` asks the vocabulary for their ids. Code that the
+files refer to (`auto_map`) is never read.
 """
 
 import json
@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.small_files import has_file, read_small
+from ..checkpoint.small_files import has_file, read_small, template_files
 from ..errors import InvalidTokenizer
-from .tokenizer import TextSettings
+from .tokenizer import DEFAULT, ChatTemplate, TextSettings
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -35,8 +35,7 @@ class DirectorySettings:
     """The texts of tokens by role; None if a file says that there is no token for the role."""
     add_bos: bool | None
     add_eos: bool
-    chat_template: str | None
-    chat_template_source: str
+    chat_templates: Mapping[str, ChatTemplate]
     added_tokens: Mapping[int, AddedToken]
 
     def resolve(
@@ -70,8 +69,7 @@ class DirectorySettings:
             eos_id=eos,
             add_bos=implied if self.add_bos is None else self.add_bos,
             add_eos=self.add_eos,
-            chat_template=self.chat_template,
-            chat_template_source=self.chat_template_source,
+            chat_templates=self.chat_templates,
             named_tokens={role: text for role, text in named.items() if text is not None},
         )
 
@@ -97,14 +95,12 @@ def read_directory(directory: Path) -> DirectorySettings:
     token_map = _read_json(directory / "special_tokens_map.json")
     add_bos, add_eos = (_flag(directory, config, f"add_{end}_token") for end in ("bos", "eos"))
     tokens = {**token_map, **config}
-    template, template_source = read_chat_template(directory, config)
     return DirectorySettings(
         directory=directory,
         named_tokens={role: _token_text(tokens[role]) for role in _ROLES if role in tokens},
         add_bos=add_bos,
         add_eos=bool(add_eos),
-        chat_template=template,
-        chat_template_source=template_source,
+        chat_templates=read_chat_templates(directory, config),
         added_tokens=_added_tokens(directory, config),
     )
 
@@ -138,20 +134,33 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def read_chat_template(directory: Path, config: Mapping[str, object]) -> tuple[str | None, str]:
-    """The chat template of a directory, and its file and key; `config` is tokenizer_config.json."""
+def read_chat_templates(directory: Path, config: Mapping[str, object]) -> dict[str, ChatTemplate]:
+    """The chat templates of a directory by name; `config` is tokenizer_config.json.
+
+    Files of templates replace the templates in the configuration, as in transformers.
+    """
     path = directory / "chat_template.jinja"
-    if has_file(directory, path.name):
-        try:
-            return read_small(path).decode("utf-8"), str(path)
-        except UnicodeDecodeError as error:
-            raise InvalidTokenizer(f"{path}: expected UTF-8 text: {error}") from None
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates; "default" is for chat without tools
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
+    files = {DEFAULT: path} if has_file(directory, path.name) else {}
+    files |= {file.stem: file for file in template_files(directory)}
+    if files:
+        return {name: ChatTemplate(_template_text(file), str(file)) for name, file in files.items()}
+    found = config.get("chat_template")
+    named = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}]
     source = f"{directory / 'tokenizer_config.json'}: chat_template"
-    return (template if isinstance(template, str) else None), source
+    return {
+        entry["name"]: ChatTemplate(entry["template"], source)
+        for entry in named
+        if isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
+    }
+
+
+def _template_text(path: Path) -> str:
+    try:
+        return read_small(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidTokenizer(f"{path}: expected UTF-8 text: {error}") from None
 
 
 def _added_tokens(directory: Path, config: Mapping[str, object]) -> dict[int, AddedToken]:

@@ -3,6 +3,7 @@
 The tests only read the files of these packages, and never import the packages.
 """
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from noria.runtime.checkpoint.formats.gguf_header import read_header
+from noria.runtime.text.chat_template import ChatRenderer
 from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.tokenizer import Tokenizer
 
@@ -94,6 +96,18 @@ def make_directory(tmp_path_factory):
         return directory
 
     return make
+
+
+@pytest.fixture
+def renderer(make_directory):
+    """Makes renderers of a template, with the tokenizer of `make_directory`."""
+    with contextlib.ExitStack() as stack:
+
+        def make(template, limits=None, now=None, **config) -> ChatRenderer:
+            tokenizer = loaded(make_directory(chat_template=template, **config))
+            return stack.enter_context(ChatRenderer(tokenizer, limits=limits, now=now))
+
+        yield make
 
 
 def loaded(files) -> Tokenizer:
