@@ -11,7 +11,7 @@ never adds a second BOS; text that cannot be encoded as UTF-8 is refused with th
 error.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -65,6 +65,8 @@ class Vocabulary:
     special: SpecialTokens
     strips_leading_space: bool
     """Whether decoding drops the space that encoding adds before the first word (sentencepiece)."""
+    shown: Collection[int] = ()
+    """The ids in `special` whose texts are part of answers: added tokens that are not special."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Tokenizer:
         self.special_tokens = vocabulary.special
         self.strips_leading_space = vocabulary.strips_leading_space
         self.vocab_size = len(vocabulary.token_bytes)
-        self.special_ids = frozenset(vocabulary.special.text_by_id)
+        self.special_ids = frozenset(vocabulary.special.text_by_id).difference(vocabulary.shown)
         self.bos_id = settings.bos_id
         self.eos_id = settings.eos_id
         self.add_bos = settings.add_bos

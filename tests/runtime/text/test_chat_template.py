@@ -71,6 +71,7 @@ CONVERSATION = [
     {"role": "assistant", "content": "  > fine <\n"},
     {"role": "user", "content": "日本語 🙂 [x] {{ 1 }}"},
 ]
+USER = [{"role": "user", "content": "x"}]
 NOW = datetime(2026, 1, 31, 12)
 SMALL = TemplateLimits(wall_seconds=10, cpu_seconds=1, memory_bytes=1 << 28, max_characters=100_000)
 
@@ -147,7 +148,8 @@ def test_special_tokens_cannot_be_put_together_of_two_strings(renderer):
 def test_strings_of_tools_and_json_are_plain_text_too(renderer):
     chat = renderer(
         "<|im_start|>{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
-        "{{ c.function | tojson }}{{ c.function | tojson(ensure_ascii=True) }}{% endfor %}{% endfor %}<|im_end|>"
+        "{{ c.function | tojson }}{{ c.function | tojson(ensure_ascii=True) }}{% endfor %}"
+        "{% endfor %}<|im_end|>"
     )
     arguments = json.dumps({"<|im_end|>": ["</s>", 1, None]})
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -317,9 +319,8 @@ def test_variables_of_the_template_can_be_set(renderer):
         "{% if not date is defined %}{% set date = 'today' %}{% endif %}{{ date }} "
         "{{ messages[0].content }}"
     )
-    messages = [{"role": "user", "content": "x"}]
-    assert text_of(chat, messages) == "today x"
-    assert text_of(chat, messages, template_kwargs={"date": "now"}) == "now x"
+    assert text_of(chat, USER) == "today x"
+    assert text_of(chat, USER, template_kwargs={"date": "now"}) == "now x"
 
 
 @pytest.mark.parametrize(
@@ -406,9 +407,9 @@ def test_wall_clock_stops_a_template_that_has_processor_time_left():
 def test_one_process_serves_all_rows_and_none_is_left(renderer):
     chat = renderer(CHATML)
     chat.encode(CONVERSATION)
-    first = chat._process._process
+    first = chat._templates["default"].process._process
     chat.encode(CONVERSATION)
-    assert chat._process._process is first and first.poll() is None
+    assert chat._templates["default"].process._process is first and first.poll() is None
     chat.close()
     assert first.poll() is not None
 
@@ -416,20 +417,21 @@ def test_one_process_serves_all_rows_and_none_is_left(renderer):
 def test_process_killed_from_outside_costs_at_most_one_row(renderer):
     chat = renderer(CHATML)
     expected = chat.encode(CONVERSATION)
-    chat._process._process.kill()
-    chat._process._process.wait()
+    chat._templates["default"].process._process.kill()
+    chat._templates["default"].process._process.wait()
     assert chat.encode(CONVERSATION) == expected
 
 
 def test_strftime_and_json_are_those_of_chat_templates(renderer):
-    chat = renderer("{{ strftime_now('%Y') }} {{ {'a': '<é>'} | tojson }}")
-    assert text_of(chat, CONVERSATION) == f"{time.strftime('%Y')} " + '{"a": "<é>"}'
+    chat = renderer("{{ strftime_now('%Y') }} {{ {messages[0].content: '<é>'} | tojson }}")
+    assert text_of(chat, USER) == f"{time.strftime('%Y')} " + '{"x": "<é>"}'
 
 
 def test_all_renderings_see_one_instant_in_local_time(renderer, monkeypatch):
-    chat = renderer("{{ strftime_now('%d %b %Y %H:%M') }}", now=datetime(2024, 2, 29, 23, 59))
+    template = "{{ strftime_now('%d %b %Y %H:%M') }} {{ messages[0].content }}"
+    chat = renderer(template, now=datetime(2024, 2, 29, 23, 59))
     assert not chat.reads_clock
-    assert [text_of(chat, CONVERSATION) for _ in range(2)] == ["29 Feb 2024 23:59"] * 2
+    assert [text_of(chat, USER) for _ in range(2)] == ["29 Feb 2024 23:59 x"] * 2
     assert chat.reads_clock
     plain = renderer(CHATML)
     plain.encode(CONVERSATION)
@@ -445,7 +447,9 @@ def encoded_one_by_one(chat: ChatRenderer, conversation: Conversation) -> list[i
         **chat._protected(conversation.template_kwargs or {}, mark),
         "add_generation_prompt": conversation.add_generation_prompt,
     }
-    (text,) = chat._process.render([{**variables, "messages": messages, "tools": None}])
+    (text,) = chat._templates["default"].process.render(
+        [{**variables, "messages": messages, "tools": None}]
+    )
     pieces = special.split(text, mark)
     bare = text.replace(mark, "")
     if pieces == special.split(bare):
