@@ -88,6 +88,7 @@ class _Reader:
     def __init__(self, pattern: str, is_search: bool, origin: Origin | None):
         self._pattern, self._is_search, self._origin = pattern, is_search, origin
         self._at, self._depth = 0, 0
+        self._closings = _closings(pattern)
         self._is_large = False
         """Whether the language may have more texts than the pattern, as it is forbidden."""
 
@@ -111,7 +112,7 @@ class _Reader:
     def _branch(self, ends: _Ends | None) -> Language:
         """One alternative."""
         if ends is None:
-            return _joined(self._items("|", ")"))
+            return _joined(self._items(reaches_end=False))
         if ends.is_start and self._takes("^"):
             ends = ends._replace(has_before=False)
         before = [ANY_TEXT] if ends.has_before else []
@@ -119,19 +120,21 @@ class _Reader:
 
     def _rest(self, ends: _Ends) -> Language:
         """The rest of an alternative, up to the end of the text."""
-        items = self._items("|", ")", "$", "(?=", "(?!")
+        items = self._items(reaches_end=True)
+        # what stands here begins where the items end
+        ends = ends._replace(is_start=ends.is_start and not items, has_before=False)
         if (is_negated := self._look_ahead()) is not None:
             self._depth += 1  # for the bound of what is inside each other
-            # a look-ahead begins where the items before it end
-            ends = ends._replace(is_start=ends.is_start and not items)
             self._is_large ^= is_negated
-            other = self._alternatives(_Ends(ends.is_start, has_before=False, has_after=True))
+            other = self._alternatives(ends._replace(has_after=True))
             self._is_large ^= is_negated
             if not self._takes(")") or self._at_is("*", "+", "?", "{"):
                 raise self._error("a look-ahead that ends with a parenthesis, without a quantifier")
             rest = self._rest(ends)
             self._depth -= 1
             return _joined([*items, Restricted(rest, other, is_negated)])
+        if self._takes("("):
+            return _joined([*items, self._group(ends)])
         if not self._takes("$"):
             return _joined([*items, *([ANY_TEXT] if ends.has_after else [])])
         if self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
@@ -140,12 +143,23 @@ class _Reader:
         # in Python, it also matches before a line end that ends the text
         return _joined([*items, *([optional("\n")] if self._is_large else [])])
 
-    def _items(self, *ends: str) -> list[Language]:
-        """The items up to one of these texts, or to the end of the pattern."""
+    def _items(self, *, reaches_end: bool) -> list[Language]:
+        """The items before the end of an alternative.
+
+        If the alternative reaches to the end of the text, an anchor, a look-ahead and a last group,
+        which may have these too, are left.
+        """
         items: list[Language] = []
-        while self._at < len(self._pattern) and not self._at_is(*ends):
+        while self._at < len(self._pattern) and not self._at_is("|", ")"):
+            if reaches_end and (self._at_is("$", "(?=", "(?!") or self._is_last_group()):
+                break
             items.append(self._repeated())
         return items
+
+    def _is_last_group(self) -> bool:
+        """Whether a group begins here, after which its alternative ends."""
+        closing = self._closings.get(self._at)
+        return closing is not None and self._pattern[closing + 1 : closing + 2] in ("", "|", ")")
 
     def _look_ahead(self) -> bool | None:
         """Begin a look-ahead: whether it is negative; None if there is none."""
@@ -204,15 +218,15 @@ class _Reader:
                 raise self._error(f"{character} {place} only")
         return self._character(character)
 
-    def _group(self) -> Language:
+    def _group(self, ends: _Ends | None = None) -> Language:
         if self._takes("?"):
             if self._takes("P<") or (self._at_is("<") and not self._at_is("<=", "<!")):
                 self._at = self._pattern.find(">", self._at) + 1 or len(self._pattern)
             elif self._at_is("=", "!"):
-                raise self._error("look-ahead outside of other groups only")
+                raise self._error("look-ahead outside of groups that are followed or repeated")
             elif not self._takes(":"):
                 raise self._error("a group without look-behind, reference, condition or flags")
-        language = self._alternatives()
+        language = self._alternatives(ends)
         if not self._takes(")"):
             raise self._error("a closing parenthesis")
         return language
@@ -287,6 +301,26 @@ class _Reader:
         rest = self._pattern[self._at : self._at + 20]
         got = f"{rest!r} at character {self._at}" if rest else "the end of the pattern"
         return PatternError(f"expected {expected}, got {got}")
+
+
+def _closings(pattern: str) -> dict[int, int]:
+    """The place of the closing parenthesis for each opening one."""
+    found, opened = {}, []
+    at, is_set = 0, False
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "\\":
+            at += 1
+        elif is_set:
+            is_set = character != "]"
+        elif character == "(":
+            opened.append(at)
+        elif character == ")" and opened:
+            found[opened.pop()] = at
+        else:
+            is_set = character == "["
+        at += 1
+    return found
 
 
 def _joined(parts: list[Language]) -> Language:

@@ -12,8 +12,14 @@ from noria.runtime.structured.schemas.json_schema import read_schema
 
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 """The pattern that Pydantic writes for a Decimal."""
-PATTERNS = [
+DECIMALS = [
     DECIMAL,
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,3}|(?=[\d.]{1,4}0*$)\d*\.\d*0*$)",
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d{0,2}0*$",
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,2}|(?=[\d.]{1,4}0*$)\d{0,2}\.\d{0,1}0*$)",
+]
+"""The patterns of decimals with a number of digits, of decimal places, and of both."""
+PATTERNS = [
     "^(?=.*b)(?=.*1).{2,3}$",
     "^(?!a|b1)[ab1]+$",
     "^(?=[ab]+$)(?!.*bb)",
@@ -25,8 +31,15 @@ PATTERNS = [
     r"^(?![^ab])..$",
     "^(?!)a|^(?!a$)a+$",
     "^(?=a)(?!ab)(?!a1)a.",
+    "^(?:a{0,2}|(?=[ab]{1,3}1*$)b*a?1*$)",
+    "^a(b$|(1(?!1)|(?=b).*1$))",
+    "^b?(?P<x>a|1$)",
+    r"a(\(|[(]|1)?$",
 ]
 TEXTS = ["".join(text) for n in range(5) for text in itertools.product("ab1", repeat=n)]
+
+
+NUMBERS = ["".join(text) for n in range(7) for text in itertools.product("-.01", repeat=n)]
 
 
 def accepts(pattern, text, *, is_search=True):
@@ -40,6 +53,13 @@ def test_look_ahead_allows_what_python_finds(pattern, is_search):
     automaton = compile_language(read_pattern(pattern, is_search=is_search))
     found = [text for text in TEXTS if find(pattern, text)]
     assert [text for text in TEXTS if automaton.accepts(text.encode())] == found
+
+
+@pytest.mark.parametrize("pattern", DECIMALS)
+def test_decimals_are_what_python_finds(pattern):
+    automaton = compile_language(read_pattern(pattern, is_search=True))
+    found = [text for text in NUMBERS if re.search(pattern, text)]
+    assert [text for text in NUMBERS if automaton.accepts(text.encode())] == found
 
 
 @pytest.mark.parametrize("text", ["", "+", "-.", "..", "1.2.3", "12a", " 1"])
@@ -84,7 +104,7 @@ def test_look_ahead_reads_characters_and_not_their_escapes():
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("((?!a)b)*", "look-ahead outside of other groups only"),
+        ("((?!a)b)*", "look-ahead outside of groups that are followed"),
         ("(?<=a)b", "a group without look-behind"),
         ("(?<!a)b", "a group without look-behind"),
         ("(?=a)*b", "without a quantifier"),
