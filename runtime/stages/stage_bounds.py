@@ -99,7 +99,9 @@ def _requests(
         contexts = [_placeholders(row, renderers) for row in chunk]
         lines, numbers = [], []
         for renderer in renderers:
-            for row, request in zip(chunk, renderer.render(contexts), strict=True):
+            for row, request in zip(
+                chunk, renderer.render(contexts, is_measured=True), strict=True
+            ):
                 if not isinstance(request, RowError):
                     name = f"{row.custom_id} in stage {renderer.stage.name}"
                     lines.append(request_line(name, *request))

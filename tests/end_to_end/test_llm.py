@@ -280,7 +280,7 @@ def test_a_closed_model_holds_nothing_and_says_so(noria, monkeypatch):
     with LLM(str(noria.model), plan=plan, **options) as llm:
         assert not open_files(noria.model)
         llm.chat([{"role": "user", "content": "the"}], SamplingParams(max_tokens=1))
-        child = llm._prompts._renderer._process._process
+        child = llm._prompts._renderer._templates["default"].process._process
         assert child.poll() is None
         parameters = weakref.ref(llm._generator.engine)
     assert child.poll() is not None
