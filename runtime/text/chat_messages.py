@@ -144,8 +144,8 @@ def normalise_json(value: object, where: str, depth: int = 0) -> Any:
 
     `where` is the place of the value in the request, for errors.
     """
-    param = where.partition("[")[0].partition(".")[0]
     if depth > _MAX_DEPTH:
+        param = _param(where)
         raise RowError(
             "invalid_request", f"{param}: expected at most {_MAX_DEPTH} levels, got more.", param
         )
@@ -153,7 +153,7 @@ def normalise_json(value: object, where: str, depth: int = 0) -> Any:
         try:
             check_encodable(value, where)
         except RowError as error:
-            raise RowError(error.code, error.message, param) from None
+            raise RowError(error.code, error.message, _param(where)) from None
         return value
     if value is None or isinstance(value, bool | int | float):
         return value
@@ -187,5 +187,9 @@ def invalid_value(where: str, expected: str, got: object) -> RowError:
     """The error for a wrong value at a place such as `messages[2].content`."""
     shown = repr(got)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    param = where.partition("[")[0].partition(".")[0]
-    return RowError("invalid_request", f"{where}: expected {expected}, got {shown}.", param)
+    return RowError("invalid_request", f"{where}: expected {expected}, got {shown}.", _param(where))
+
+
+def _param(where: str) -> str:
+    """The key of the request that a place is in."""
+    return where.partition("[")[0].partition(".")[0]

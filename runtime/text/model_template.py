@@ -114,8 +114,10 @@ class ModelTemplate:
 
     def checked_variables(self, variables: Mapping[str, object] | None) -> dict[str, Any]:
         """A copy of the variables of a request; RowError if the template does not read one."""
-        copied = normalise_json(variables or {}, "chat_template_kwargs")
-        known = self._variables() - _RESERVED if copied else frozenset()
+        if not variables:
+            return {}
+        copied = normalise_json(variables, "chat_template_kwargs")
+        known = self._variables() - _RESERVED
         for name in copied:
             if name not in known:
                 raise RowError(

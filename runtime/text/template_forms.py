@@ -65,7 +65,7 @@ class TemplateForms(NamedTuple):
 
     def _shaped(self, message: Message, where: str) -> Message:
         content, calls = message.get("content"), message.get("tool_calls")
-        form = self.contents.get(message["role"], self.contents["user"])
+        form = self.contents.get(message["role"]) or self.contents["user"]
         if content and form is ContentForm.NONE:
             raise RowError(
                 "chat_template_error",
