@@ -469,7 +469,4 @@ def test_an_answer_that_is_no_json_ends_its_row(source, tmp_path):
     assert run(source, output, text=FIELDS) == 1
     error = records(output)[0]["response"]["body"]["error"]
     assert error["code"] == "template_error"
-    assert (
-        "stage revise, prompt: the template failed: ValueError: from_json: expected a text in J"
-        in (error["message"])
-    )
+    assert "stage revise, prompt: the template failed: from_json: expected a" in error["message"]

@@ -95,6 +95,14 @@ def test_look_ahead_goes_with_lengths(length):
     assert not automaton.accepts(f'"b{"a" * length["maxLength"]}"'.encode())
 
 
+def test_a_long_pattern_with_look_ahead_is_shortened_to_its_length():
+    schema = {"type": "string", "pattern": "^(?!a)([ab]{1,9}c)*$", "maxLength": 1000}
+    automaton = compile_language(read_schema(schema).language)
+    assert automaton.accepts(f'"{"bbbbbbbbbc" * 32}"'.encode())
+    assert not automaton.accepts(f'"{"bbbbbbbbbc" * 150}"'.encode())
+    assert not automaton.accepts(b'"ac"')
+
+
 def test_look_ahead_reads_characters_and_not_their_escapes():
     automaton = compile_language(read_schema({"type": "string", "pattern": "^(?!\\\\)"}).language)
     assert automaton.accepts(b'"a"') and automaton.accepts(b'"\\n"')

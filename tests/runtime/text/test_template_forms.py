@@ -134,6 +134,10 @@ AS_TEXT_IF_NULL = (
     "{{ t['function']['name'] + '\n' + t['function']['arguments'] }}{% endfor %}{% else %}"
     "{{ '[INST]' + m['content'] + '[/INST]' }}{% endif %}{% endfor %}"
 )
+AS_TEXT_AFTER_CONTENT = (
+    "{% for m in messages %}{{ '[INST]' + m['content'] }}{% for t in m.tool_calls %}"
+    "{{ t.function.name + '\n' + t.function.arguments }}{% endfor %}{{ '[/INST]' }}{% endfor %}"
+)
 IN_PYTHON = AS_TEXT.replace("{{ t.function.name + '\n' + t", "{{ t.function.name }}\n{{ t")
 AS_JSON = AS_TEXT.replace(".arguments }}", ".arguments | tojson }}")
 AS_ITEMS = AS_TEXT.replace(
@@ -175,6 +179,12 @@ def test_arguments_are_shown_in_the_form_of_the_template(renderer, template, sho
 
 def test_the_text_of_arguments_is_shown_as_it_came(renderer):
     assert 'f\n{"a":1.50}' in text_of(renderer(AS_TEXT), called('{"a":1.50}'))
+
+
+def test_arguments_after_a_content_are_shown_in_the_form_of_the_template(renderer):
+    asked, call, answer = called('{"a": 1}')
+    messages = [asked, call | {"content": ""}, answer]
+    assert '[INST]f\n{"a": 1}[/INST]' in text_of(renderer(AS_TEXT_AFTER_CONTENT), messages)
 
 
 @pytest.mark.parametrize(("template", "shown"), [(AS_TEXT, "f\n{}"), (AS_ITEMS, "f()")])
