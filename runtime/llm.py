@@ -237,6 +237,7 @@ class LLM:
         Raises:
           RowError: The model has no chat template, or a conversation or its parameters cannot be
             served; nothing of the call has run.
+          InvalidTokenizer: The chat template leaves out the texts of users.
           ValueError: The numbers of conversations and parameters differ, or the model is closed.
           GraphFailed: The device failed.
         """

@@ -316,12 +316,18 @@ def open_text(
         adapters: The names of the adapters that rows may use.
 
     Raises:
-        JobError: The tokenizer's files are invalid.
+        JobError: The tokenizer's files are invalid, also if this is found in the `with` block.
     """
     try:
-        tokenizer = load_tokenizer(files.tokenizer_files, files.path)
+        yield from _open_text(files, now, structures or Structures(), adapters)
     except InvalidTokenizer as error:
         raise JobError(str(error), EXIT_MODEL) from error
+
+
+def _open_text(
+    files: ModelFiles, now: datetime | None, structures: Structures, adapters: Sequence[str]
+) -> Iterator[JobText]:
+    tokenizer = load_tokenizer(files.tokenizer_files, files.path)
 
     def refuse(row: BatchRow) -> RowError | None:
         return refusal(row, files.spec.config, adapters)
@@ -330,7 +336,6 @@ def open_text(
     if tokenizer is None:
         yield JobText(PromptEncoder(None, encode_pooled=encode_pooled, refuse=refuse), None)
         return
-    structures = structures or Structures()
     structures.make_trie = partial(_vocabulary, files, tokenizer)
     with ChatRenderer(tokenizer, now=now) as chat:
         yield JobText(

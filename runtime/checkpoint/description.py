@@ -14,7 +14,8 @@ from typing import Any
 from ...modelzoo.families.config_reader import listing
 from ..console import plural
 from ..errors import InvalidConfig, InvalidTokenizer
-from ..text.tokenizer_directory import read_chat_template
+from ..text.tokenizer import DEFAULT
+from ..text.tokenizer_directory import read_chat_templates
 from .formats.published_formats import CodedSource
 from .model_files import ModelFiles
 from .small_files import has_file, read_json_object
@@ -71,7 +72,7 @@ def has_chat_template(files: Path | Mapping[str, Any]) -> bool:
         return "tokenizer.chat_template" in files
     name = "tokenizer_config.json"
     config = read_json_object(files / name) if has_file(files, name) else {}
-    return read_chat_template(files, config)[0] is not None
+    return DEFAULT in read_chat_templates(files, config)
 
 
 def _tensors(model: ModelFiles) -> TensorSource:

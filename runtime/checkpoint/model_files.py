@@ -31,11 +31,11 @@ from .orbax_store import (
     NORIA_JSON,
     PARAMS,
     TOKENIZER,
-    TOKENIZER_FILES,
     OrbaxTensors,
     read_description,
     read_tokenizer_files,
     spec_of,
+    tokenizer_file_names,
 )
 from .own_head import with_own_head
 from .sentence_modules import dense_folders, module_files, read_pooling
@@ -240,7 +240,7 @@ class HuggingFaceModel(ModelFiles):
         return files | module_weight_files(self.path, dense_folders(self.path))
 
     def _descriptions(self) -> Iterable[tuple[str, bytes]]:
-        names = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
+        names = (CONFIG, "generation_config.json", *tokenizer_file_names(self.path))
         yield from _contents(self.path, names)
         yield from module_files(self.path)
         tensors = sorted(self.stored_tensors.tensors.items())
@@ -334,7 +334,8 @@ class OrbaxModel(ModelFiles):
 
     def _descriptions(self) -> Iterable[tuple[str, bytes]]:
         yield from _contents(self.path, (NORIA_JSON,))
-        yield from _contents(self.path / TOKENIZER, (GGUF_METADATA, *TOKENIZER_FILES))
+        folder = self.path / TOKENIZER
+        yield from _contents(folder, (GGUF_METADATA, *tokenizer_file_names(folder)))
 
 
 def open_model(path: str | Path, *, needs_weights: bool = True) -> ModelFiles:

@@ -29,7 +29,7 @@ from ...modelzoo.layer_groups import single_layer_names
 from ..console import plural
 from ..errors import InvalidOrbax
 from .generation_defaults import GenerationDefaults
-from .small_files import has_file, read_json_object, read_small
+from .small_files import MORE_TEMPLATES, has_file, read_json_object, read_small, template_files
 from .tensor_source import Index, TensorInfo
 
 if TYPE_CHECKING:
@@ -257,6 +257,12 @@ def read_tokenizer_files(path: Path) -> Path | Mapping[str, Any]:
     return folder
 
 
+def tokenizer_file_names(folder: Path) -> list[str]:
+    """The paths of the tokenizer and template files that a folder has, relative to it."""
+    names = [name for name in TOKENIZER_FILES if has_file(folder, name)]
+    return [*names, *(f"{MORE_TEMPLATES}/{path.name}" for path in template_files(folder))]
+
+
 def encode_config(value: Any) -> Any:
     """Turn a tree of frozen dataclasses into JSON; the key `type` has the name of the class."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -358,9 +364,9 @@ def _write_tokenizer(directory: Path, files: Path | Mapping[str, Any] | None) ->
         kept = {k: v for k, v in files.items() if k.startswith("tokenizer.")}
         _write_whole(directory / GGUF_METADATA, kept)
     elif files is not None:
-        for name in TOKENIZER_FILES:
-            if has_file(files, name):
-                (directory / name).write_bytes(read_small(files / name))
+        for name in tokenizer_file_names(files):
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_bytes(read_small(files / name))
 
 
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:

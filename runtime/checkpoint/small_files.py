@@ -25,8 +25,9 @@ _MAX_BYTES = {
     "tokenizer.model": MAX_VOCABULARY_BYTES,
     "vocab.json": MAX_VOCABULARY_BYTES,
     "merges.txt": MAX_VOCABULARY_BYTES,
-    "chat_template.jinja": MAX_TEMPLATE_BYTES,
 }
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder of the named chat templates of a model folder."""
 
 
 def has_file(directory: Path, name: str) -> bool:
@@ -42,7 +43,8 @@ def read_small(path: Path, error: type[CheckpointError] = CheckpointError) -> by
       error: The class of the errors that are raised.
     """
     target = _inside(path.parent, path.name, str(path), error)
-    limit = _MAX_BYTES.get(path.name, MAX_JSON_BYTES)
+    default = MAX_TEMPLATE_BYTES if path.suffix == ".jinja" else MAX_JSON_BYTES
+    limit = _MAX_BYTES.get(path.name, default)
     try:
         # without O_NONBLOCK, opening a pipe would wait for its writer
         descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -63,6 +65,17 @@ def read_small(path: Path, error: type[CheckpointError] = CheckpointError) -> by
             return file.read(limit)
     finally:
         os.close(descriptor)
+
+
+def template_files(directory: Path) -> list[Path]:
+    """The files of the named chat templates of a model folder, by name."""
+    folder = directory / MORE_TEMPLATES
+    if folder.is_symlink():
+        raise CheckpointError(
+            f"{folder}: expected a folder, got a link to {folder.resolve()}. Copy the files into "
+            f"the folder if you trust them."
+        )
+    return sorted(folder.glob("*.jinja"))
 
 
 def read_json_object(path: Path, error: type[CheckpointError] = InvalidConfig) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from ..errors import ConfigError
 from ..llm import LLM
 from ..request import SamplingParams
 from ..text.chat_template import ChatRenderer
+from ..text.tokenizer import DEFAULT
 
 DEFAULT_MAX_TOKENS = 256
 """The tokens of an answer if a task does not say, as in the harness."""
@@ -89,7 +90,8 @@ class HarnessModel(TemplateLM):
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The chat template of the model, for the harness to record."""
-        return self._encoder.chat_template if chat_template else None
+        template = self._encoder.chat_templates.get(DEFAULT)
+        return template.text if chat_template and template is not None else None
 
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True

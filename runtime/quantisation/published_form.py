@@ -24,10 +24,10 @@ from ...modelzoo.families.written_config import write_config
 from ...modelzoo.weights.weight_formats import SCALES, WeightFormat
 from ..checkpoint import ModelFiles
 from ..checkpoint.formats.compressed_tensors import Layout, Matrix, quantisation_config
-from ..checkpoint.orbax_store import TOKENIZER_FILES
+from ..checkpoint.orbax_store import tokenizer_file_names
 from ..checkpoint.published_tensors import publish
 from ..checkpoint.sentence_modules import module_files
-from ..checkpoint.small_files import has_file, read_small
+from ..checkpoint.small_files import read_small
 from ..errors import InvalidConfig
 from ..files.strict_json import dump_line
 from ..text.gguf_vocabulary import files_from_gguf
@@ -130,8 +130,7 @@ class PublishedForm:
         """The tokenizer, the chat template, the pooling and the generation defaults, by path."""
         found = self._files.tokenizer_files
         if isinstance(found, Path):
-            names = (name for name in TOKENIZER_FILES if has_file(found, name))
-            files = {name: read_small(found / name) for name in names}
+            files = {name: read_small(found / name) for name in tokenizer_file_names(found)}
         else:
             files = files_from_gguf(found)
         defaults = self._files.generation_defaults.as_json()

@@ -28,6 +28,7 @@ from ..files.disk import open_nameless
 from ..rows.lines import BatchRow
 from ..rows.prompt_encoder import Encoded
 from ..rows.scan import ScanSummary, scan
+from ..text.chat_messages import iterate_strings
 from ..text.tokenizer import Tokenizer
 from .pipeline_file import ROW, Stage
 from .stage_input import CHUNK_ROWS, request_line
@@ -98,7 +99,9 @@ def _requests(
         contexts = [_placeholders(row, renderers) for row in chunk]
         lines, numbers = [], []
         for renderer in renderers:
-            for row, request in zip(chunk, renderer.render(contexts), strict=True):
+            for row, request in zip(
+                chunk, renderer.render(contexts, is_measured=True), strict=True
+            ):
                 if not isinstance(request, RowError):
                     name = f"{row.custom_id} in stage {renderer.stage.name}"
                     lines.append(request_line(name, *request))
@@ -142,8 +145,7 @@ class _BoundingEncoder:
         ]
 
     def _bounded(self, row: BatchRow, ids: Sequence[int]) -> Sequence[int]:
-        contents = [message["content"] or "" for message in row.messages or []]
-        content = "".join([*contents, row.prompt or ""])
+        content = "".join(iterate_strings([row.messages or [], row.prompt or ""]))
         more = sum(content.count(mark) * limit for mark, limit in self._limits.items())
         given = next((n for name, n in self._longest.items() if row.custom_id.endswith(name)), None)
         if not more and given is None:

@@ -1,7 +1,8 @@
 """Renders the requests of a stage from rows and the answers of earlier stages.
 
 A template sees the row of the input as `row`, and each earlier stage by its name: `draft.answer` is
-the text of its first answer, `draft.answers` are the texts of all its answers. The templates run in
+the text of its first answer, `draft.answers` are the texts of all its answers. The filter
+`from_json` gives the fields of an answer in JSON. The templates run in
 a sandbox with limits (`template_process`), one process for each. In a job with adapters, the
 request of a row keeps the `model` of the row, which names its adapter.
 
@@ -60,11 +61,19 @@ class StageRenderer:
         """The names that the template at a place of the body reads; raises TemplateFailure."""
         return self._processes[place].variables()
 
-    def render(self, contexts: Sequence[Context]) -> list[tuple[str, dict[str, Any]] | RowError]:
-        """The endpoint and the body of the request for each context, or its error."""
+    def render(
+        self, contexts: Sequence[Context], *, is_measured: bool = False
+    ) -> list[tuple[str, dict[str, Any]] | RowError]:
+        """The endpoint and the body of the request for each context, or its error.
+
+        `is_measured` says that placeholders stand for the answers.
+        """
         if not self._processes:
             return [self._own_request(context[ROW]) for context in contexts]
-        rendered = {place: process.render(contexts) for place, process in self._processes.items()}
+        rendered = {
+            place: process.render(contexts, is_measured=is_measured)
+            for place, process in self._processes.items()
+        }
         return [
             self._request(context[ROW], {place: texts[i] for place, texts in rendered.items()})
             for i, context in enumerate(contexts)

@@ -21,6 +21,7 @@ from .language import (
     Literal,
     Origin,
     Repetition,
+    Restricted,
     Separated,
     children,
 )
@@ -52,7 +53,7 @@ def compile_language(language: Language) -> ByteAutomaton:
     """
     if weight(language) > MAX_EDGE_STATES:
         raise TooLarge(heaviest(language))
-    builder = Builder()
+    builder = Builder(_restricted)
     start = builder.state()
     end = builder.add(language, start)
     try:
@@ -67,6 +68,21 @@ def both(left: ByteAutomaton, right: ByteAutomaton, max_states: int = MAX_STATES
     Raises:
       TooLarge: It would need more than `max_states`.
     """
+    return _product(left, right, max_states, is_negated=False)
+
+
+def _restricted(language: Restricted) -> ByteAutomaton:
+    left, right = compile_language(language.body), compile_language(language.other)
+    return _product(left, right, MAX_STATES, is_negated=language.is_negated)
+
+
+def _product(
+    left: ByteAutomaton, right: ByteAutomaton, max_states: int, *, is_negated: bool
+) -> ByteAutomaton:
+    """The automaton of the texts that `left` accepts and `right`, if it is not negated, too.
+
+    A negated `right` accepts the texts that it would refuse.
+    """
     pairs, class_of_byte = np.unique(
         np.stack([left.class_of_byte, right.class_of_byte]), axis=1, return_inverse=True
     )
@@ -74,11 +90,12 @@ def both(left: ByteAutomaton, right: ByteAutomaton, max_states: int = MAX_STATES
 
     def moves(state: tuple[int, int]) -> Iterator[tuple[int, int] | None]:
         for next_left, next_right in zip(left_SC[state[0]], right_SC[state[1]], strict=True):
-            is_dead = next_left == DEAD or next_right == DEAD
+            is_dead = next_left == DEAD or (next_right == DEAD and not is_negated)
             yield None if is_dead else (next_left, next_right)
 
     def accepts(state: tuple[int, int]) -> bool:
-        return bool(left.is_accepting_S[state[0]] and right.is_accepting_S[state[1]])
+        is_accepted = right.is_accepting_S[state[1]] != is_negated
+        return bool(left.is_accepting_S[state[0]] and is_accepted)
 
     return _explored((START, START), moves, accepts, class_of_byte.reshape(-1), max_states)
 

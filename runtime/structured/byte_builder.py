@@ -4,6 +4,7 @@ A state may have several next states for a byte; `byte_automaton` makes them det
 know about tokens, JSON or requests.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 
@@ -20,6 +21,7 @@ from .language import (
     Members,
     Ranges,
     Repetition,
+    Restricted,
     Separated,
 )
 
@@ -30,7 +32,9 @@ _MAX_OF_BYTES = (0x7F, 0x7FF, 0xFFFF, 0x10FFFF)
 class Builder:
     """An automaton with edges of byte ranges, and edges without a byte."""
 
-    def __init__(self):
+    def __init__(self, restrict: Callable[[Restricted], ByteAutomaton]):
+        """`restrict` makes the automaton of a restricted language."""
+        self._restrict = restrict
         self.edges: list[list[tuple[int, int, int]]] = []
         """The first byte, the last byte and the target of the edges of each state."""
         self.free: list[list[int]] = []
@@ -69,6 +73,8 @@ class Builder:
                 return self._add_separated(language, start)
             case Members():
                 return self._add_members(language, start)
+            case Restricted():
+                return self._add_automaton(self._restrict(language), start)
             case Compiled(automaton):
                 return self._add_automaton(automaton, start)
 

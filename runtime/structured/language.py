@@ -89,6 +89,15 @@ class Members:
 
 
 @dataclass(frozen=True)
+class Restricted:
+    """The texts of a language that are, or are not, texts of another one."""
+
+    body: "Language"
+    other: "Language"
+    is_negated: bool
+
+
+@dataclass(frozen=True)
 class Compiled:
     """The language of an automaton."""
 
@@ -103,6 +112,7 @@ Language = Union[  # noqa: UP007 - the names in quotation marks are not defined 
     Repetition,
     Separated,
     Members,
+    Restricted,
     Compiled,
 ]
 
@@ -189,6 +199,8 @@ def children(language: Language) -> Sequence[Language]:
             return (body,)
         case Separated(body, separator):
             return body, separator
+        case Restricted(body, other):
+            return body, other
         case Members(members, separator):
             return (*(member for member, _ in members), separator)
         case _:

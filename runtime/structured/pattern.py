@@ -1,9 +1,12 @@
 r"""Reads regular expressions: the syntax that Python's `re` and ECMAScript have in common.
 
 A pattern allows a text only if both would match it, so `\d`, `\w`, `\s` and their complements stand
-for ASCII characters. Named groups may have the notation of either. Constructs that are not regular,
-and those whose meaning differs, are refused with their place. Does not know about JSON or automata.
+for ASCII characters. A negative look-ahead forbids what either would find, so they stand for all
+others too. Named groups may have the notation of either. Constructs that are not regular, and those
+whose meaning differs, are refused with their place. Does not know about JSON or automata.
 """
+
+from typing import NamedTuple
 
 from .language import (
     ANY_CHARACTER,
@@ -15,10 +18,12 @@ from .language import (
     Origin,
     Ranges,
     Repetition,
+    Restricted,
     characters,
     complement,
     intersection,
     merged,
+    optional,
 )
 
 MAX_PATTERN = 4096
@@ -33,11 +38,25 @@ _CLASSES: dict[str, Ranges] = {
     "s": characters(" \t\n\r\f\v").ranges,
 }
 _CLASSES |= {k.upper(): intersection(complement(v), _ASCII) for k, v in _CLASSES.items()}
+_LARGE_CLASSES = {k: complement(_CLASSES[k.swapcase()]) for k in _CLASSES}
+"""The characters of classes in one of the two languages, or in both."""
 _CONTROLS = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11}
 _HEX_DIGITS = {"x": 2, "u": 4}
 _LINE_ENDS = characters("\n\r\u2028\u2029").ranges
 _DOT = Characters(complement(_LINE_ENDS))
+_LARGE_DOT = Characters(complement(characters("\n").ranges))
 ANY_TEXT = Repetition(ANY_CHARACTER)
+
+
+class _Ends(NamedTuple):
+    """The ends of alternatives that reach to the end of the text."""
+
+    is_start: bool
+    """Whether they begin where the text begins."""
+    has_before: bool
+    """Whether any text may stand before them, unless they begin with `^`."""
+    has_after: bool
+    """Whether any text may stand after them, unless they end with `$`."""
 
 
 class PatternError(ValueError):
@@ -69,40 +88,82 @@ class _Reader:
     def __init__(self, pattern: str, is_search: bool, origin: Origin | None):
         self._pattern, self._is_search, self._origin = pattern, is_search, origin
         self._at, self._depth = 0, 0
+        self._closings = _closings(pattern)
+        self._is_large = False
+        """Whether the language may have more texts than the pattern, as it is forbidden."""
 
     def read(self) -> Language:
-        language = self._alternatives(is_outermost=True)
+        language = self._alternatives(_Ends(True, self._is_search, self._is_search))
         if self._at < len(self._pattern):
             raise self._error("a group before this parenthesis")
         return language
 
-    def _alternatives(self, *, is_outermost: bool = False) -> Language:
+    def _alternatives(self, ends: _Ends | None = None) -> Language:
+        """Alternatives; those that reach to the end of the text may have anchors and look-ahead."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise self._error(f"at most {_MAX_DEPTH} groups inside each other")
-        options = [self._branch(is_outermost)]
+        options = [self._branch(ends)]
         while self._takes("|"):
-            options.append(self._branch(is_outermost))
+            options.append(self._branch(ends))
         self._depth -= 1
         return options[0] if len(options) == 1 else Alternatives(tuple(options), self._origin)
 
-    def _branch(self, is_outermost: bool) -> Language:
-        """One alternative. Anchors may stand at the ends of the outermost ones."""
-        parts: list[Language] = []
-        begins = is_outermost and self._takes("^")
-        ends = False
-        while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
-            if is_outermost and self._pattern[self._at] == "$":
-                self._at += 1
-                ends = True
-                if self._at < len(self._pattern) and self._pattern[self._at] != "|":
-                    self._at -= 1
-                    raise self._error("$ at the end of the pattern only")
+    def _branch(self, ends: _Ends | None) -> Language:
+        """One alternative."""
+        if ends is None:
+            return _joined(self._items(reaches_end=False))
+        if ends.is_start and self._takes("^"):
+            ends = ends._replace(has_before=False)
+        before = [ANY_TEXT] if ends.has_before else []
+        return _joined([*before, self._rest(ends._replace(is_start=not before and ends.is_start))])
+
+    def _rest(self, ends: _Ends) -> Language:
+        """The rest of an alternative, up to the end of the text."""
+        items = self._items(reaches_end=True)
+        # what stands here begins where the items end
+        ends = ends._replace(is_start=ends.is_start and not items, has_before=False)
+        if (is_negated := self._look_ahead()) is not None:
+            self._depth += 1  # for the bound of what is inside each other
+            self._is_large ^= is_negated
+            other = self._alternatives(ends._replace(has_after=True))
+            self._is_large ^= is_negated
+            if not self._takes(")") or self._at_is("*", "+", "?", "{"):
+                raise self._error("a look-ahead that ends with a parenthesis, without a quantifier")
+            rest = self._rest(ends)
+            self._depth -= 1
+            return _joined([*items, Restricted(rest, other, is_negated)])
+        if self._takes("("):
+            return _joined([*items, self._group(ends)])
+        if not self._takes("$"):
+            return _joined([*items, *([ANY_TEXT] if ends.has_after else [])])
+        if self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
+            self._at -= 1
+            raise self._error("$ at the end of the pattern only")
+        # in Python, it also matches before a line end that ends the text
+        return _joined([*items, *([optional("\n")] if self._is_large else [])])
+
+    def _items(self, *, reaches_end: bool) -> list[Language]:
+        """The items before the end of an alternative.
+
+        If the alternative reaches to the end of the text, an anchor, a look-ahead and a last group,
+        which may have these too, are left.
+        """
+        items: list[Language] = []
+        while self._at < len(self._pattern) and not self._at_is("|", ")"):
+            if reaches_end and (self._at_is("$", "(?=", "(?!") or self._is_last_group()):
                 break
-            parts.append(self._repeated())
-        if is_outermost and self._is_search:
-            parts = [*([] if begins else [ANY_TEXT]), *parts, *([] if ends else [ANY_TEXT])]
-        return parts[0] if len(parts) == 1 else Concatenation(tuple(parts)) if parts else EMPTY
+            items.append(self._repeated())
+        return items
+
+    def _is_last_group(self) -> bool:
+        """Whether a group begins here, after which its alternative ends."""
+        closing = self._closings.get(self._at)
+        return closing is not None and self._pattern[closing + 1 : closing + 2] in ("", "|", ")")
+
+    def _look_ahead(self) -> bool | None:
+        """Begin a look-ahead: whether it is negative; None if there is none."""
+        return False if self._takes("(?=") else True if self._takes("(?!") else None
 
     def _repeated(self) -> Language:
         atom = self._atom()
@@ -148,7 +209,7 @@ class _Reader:
             case "[":
                 return self._set()
             case ".":
-                return _DOT
+                return _LARGE_DOT if self._is_large else _DOT
             case "\\":
                 return Characters(self._escape())
             case "^" | "$" | "*" | "+" | "?" | "{" | "}" | "]":
@@ -157,13 +218,15 @@ class _Reader:
                 raise self._error(f"{character} {place} only")
         return self._character(character)
 
-    def _group(self) -> Language:
+    def _group(self, ends: _Ends | None = None) -> Language:
         if self._takes("?"):
             if self._takes("P<") or (self._at_is("<") and not self._at_is("<=", "<!")):
                 self._at = self._pattern.find(">", self._at) + 1 or len(self._pattern)
+            elif self._at_is("=", "!"):
+                raise self._error("look-ahead outside of groups that are followed or repeated")
             elif not self._takes(":"):
-                raise self._error("a group without look-around, reference, condition or flags")
-        language = self._alternatives()
+                raise self._error("a group without look-behind, reference, condition or flags")
+        language = self._alternatives(ends)
         if not self._takes(")"):
             raise self._error("a closing parenthesis")
         return language
@@ -172,7 +235,7 @@ class _Reader:
         """A set in brackets."""
         is_negated = self._takes("^")
         ranges: list[tuple[int, int]] = []
-        has_class = False
+        self._is_large ^= is_negated
         if self._at_is("]"):
             raise self._error("a set that is not empty; write \\] for the bracket")
         while not self._takes("]"):
@@ -186,12 +249,10 @@ class _Reader:
                     raise self._error("a range of characters in order before this place")
                 ranges.append((low[0][0], high[0][0]))
             else:
-                has_class |= not _is_single(low)
                 ranges += low
+        self._is_large ^= is_negated
         found = intersection(merged(ranges), ANY_CHARACTER.ranges)
-        if is_negated:
-            found = complement(found)
-            found = intersection(found, _ASCII) if has_class else found
+        found = complement(found) if is_negated else found
         if not found:
             raise self._error("a set that has a character before this place")
         return Characters(found)
@@ -210,7 +271,7 @@ class _Reader:
         character = self._pattern[self._at]
         self._at += 1
         if character in _CLASSES:
-            return _CLASSES[character]
+            return (_LARGE_CLASSES if self._is_large else _CLASSES)[character]
         if character in _CONTROLS:
             return characters((_CONTROLS[character], _CONTROLS[character])).ranges
         if (count := _HEX_DIGITS.get(character)) is not None:
@@ -240,6 +301,30 @@ class _Reader:
         rest = self._pattern[self._at : self._at + 20]
         got = f"{rest!r} at character {self._at}" if rest else "the end of the pattern"
         return PatternError(f"expected {expected}, got {got}")
+
+
+def _closings(pattern: str) -> dict[int, int]:
+    """The place of the closing parenthesis for each opening one."""
+    found, opened = {}, []
+    at, is_set = 0, False
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "\\":
+            at += 1
+        elif is_set:
+            is_set = character != "]"
+        elif character == "(":
+            opened.append(at)
+        elif character == ")" and opened:
+            found[opened.pop()] = at
+        else:
+            is_set = character == "["
+        at += 1
+    return found
+
+
+def _joined(parts: list[Language]) -> Language:
+    return parts[0] if len(parts) == 1 else Concatenation(tuple(parts)) if parts else EMPTY
 
 
 def _is_single(ranges: Ranges) -> bool:

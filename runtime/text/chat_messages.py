@@ -1,4 +1,4 @@
-"""Check chat messages, and normalise them to the form that chat templates expect.
+"""Check chat messages, and copy them for a chat template.
 
 A key of a message or a tool call with the value None counts as absent, and templates do not see
 it; the keys of arguments stay. `read_messages` is the check for requests of users, and
@@ -51,10 +51,10 @@ def _unknown(index: int, message: Mapping[str, Any]) -> Iterator[RowError]:
 
 
 def normalise_messages(messages: object) -> list[dict[str, Any]]:
-    """Return messages as templates expect them: contents as one string, tool arguments as objects.
+    """Return messages that are checked, with contents and arguments in the form in which they came.
 
-    Several text parts of a content are joined by line ends. The reasoning before an answer has both
-    names that templates read, as in transformers.
+    A call without arguments, whose text is empty, has the arguments `{}`. The reasoning before an
+    answer has both names that templates read, as in transformers.
 
     Raises:
       RowError: A message is invalid; the error names its place.
@@ -76,15 +76,14 @@ def _normalise_message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(normalised.get("role"), str):
         raise invalid_value(f"{where}.role", "a string", normalised.get("role"))
     if normalised.get("tool_calls"):
-        normalised["tool_calls"] = _parsed_tool_calls(
-            normalised["tool_calls"], f"{where}.tool_calls"
-        )
+        calls = _checked_calls(normalised["tool_calls"], f"{where}.tool_calls")
+        normalised["tool_calls"] = calls
     content = normalised.get("content")
     if content is None:
         if normalised["role"] != "assistant" or not normalised.get("tool_calls"):
             raise invalid_value(f"{where}.content", "a string or a list of text parts", content)
     elif isinstance(content, list):
-        normalised["content"] = "\n".join(_part_texts(content, f"{where}.content"))
+        _check_parts(content, f"{where}.content")
     elif not isinstance(content, str):
         raise invalid_value(f"{where}.content", "a string or a list of text parts", content)
     return _with_reasoning(normalised, where)
@@ -105,18 +104,17 @@ def _without_null(value: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: x for key, x in value.items() if x is not None}
 
 
-def _part_texts(parts: list, where: str) -> Iterator[str]:
+def _check_parts(parts: list, where: str) -> None:
     if not parts:
         raise invalid_value(where, "at least one part", parts)
     for index, part in enumerate(parts):
         is_text = isinstance(part, dict) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
             raise invalid_value(f"{where}[{index}]", '{"type": "text", "text": string}', part)
-        yield part["text"]
 
 
-def _parsed_tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
-    """Tool calls whose arguments are objects; requests have the arguments as JSON strings."""
+def _checked_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    """Tool calls whose arguments are no wrong JSON; an empty text becomes an empty object."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise invalid_value(where, "a list of objects", calls)
     calls = list(map(_without_null, calls))
@@ -126,13 +124,19 @@ def _parsed_tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
         function = call["function"] = _without_null(call["function"])
         if not isinstance(function.get("arguments"), str):
             continue
-        name = f"{where}[{index}].function.arguments"
-        try:
-            arguments = json.loads(function["arguments"])
-        except (ValueError, RecursionError):
-            raise invalid_value(name, "a JSON object in a string", function["arguments"]) from None
-        function["arguments"] = normalise_json(arguments, name)
+        if not function["arguments"].strip():
+            function["arguments"] = "{}"
+        parsed_arguments(function["arguments"], f"{where}[{index}].function.arguments")
     return calls
+
+
+def parsed_arguments(text: str, where: str) -> Any:
+    """The arguments of a call, from their text in JSON."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        raise invalid_value(where, "a JSON object in a string", text) from None
+    return normalise_json(arguments, where)
 
 
 def normalise_json(value: object, where: str, depth: int = 0) -> Any:
@@ -140,8 +144,8 @@ def normalise_json(value: object, where: str, depth: int = 0) -> Any:
 
     `where` is the place of the value in the request, for errors.
     """
-    param = where.partition("[")[0].partition(".")[0]
     if depth > _MAX_DEPTH:
+        param = _param(where)
         raise RowError(
             "invalid_request", f"{param}: expected at most {_MAX_DEPTH} levels, got more.", param
         )
@@ -149,7 +153,7 @@ def normalise_json(value: object, where: str, depth: int = 0) -> Any:
         try:
             check_encodable(value, where)
         except RowError as error:
-            raise RowError(error.code, error.message, param) from None
+            raise RowError(error.code, error.message, _param(where)) from None
         return value
     if value is None or isinstance(value, bool | int | float):
         return value
@@ -183,5 +187,9 @@ def invalid_value(where: str, expected: str, got: object) -> RowError:
     """The error for a wrong value at a place such as `messages[2].content`."""
     shown = repr(got)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    param = where.partition("[")[0].partition(".")[0]
-    return RowError("invalid_request", f"{where}: expected {expected}, got {shown}.", param)
+    return RowError("invalid_request", f"{where}: expected {expected}, got {shown}.", _param(where))
+
+
+def _param(where: str) -> str:
+    """The key of the request that a place is in."""
+    return where.partition("[")[0].partition(".")[0]

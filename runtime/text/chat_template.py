@@ -10,26 +10,16 @@ job.
 """
 
 import json
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from ..errors import RowError
-from .chat_messages import invalid_value, iterate_strings, normalise_json, normalise_messages
+from .chat_messages import invalid_value, iterate_strings, normalise_messages
+from .model_template import ModelTemplate, template_error
 from .special_tokens import unused_character
-from .template_process import TemplateFailure, TemplateLimits, TemplateProcess
-from .tokenizer import MarkedText, Tokenizer
-
-# variables of templates that a request cannot set
-_RESERVED = frozenset(
-    {
-        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
-        *("tokenize", "chat_template", "bos_token", "eos_token", "unk_token", "pad_token"),
-    }
-)
-_TESTS_NULL = re.compile(r"content['\"]?\]?\s*(is\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
-"""Finds a test in a template whether a content is null, as that of DeepSeek-R1 has it."""
+from .template_process import TemplateFailure, TemplateLimits
+from .tokenizer import DEFAULT, TOOL_USE, MarkedText, Tokenizer
 
 
 class Conversation(NamedTuple):
@@ -54,23 +44,22 @@ class ChatRenderer:
         """`now` is the local time of all renderings of templates; by default the current time."""
         self._tokenizer = tokenizer
         self._special = tokenizer.special_tokens
-        template = tokenizer.chat_template
-        self._tests_null = template is not None and _TESTS_NULL.search(template) is not None
-        now = now or datetime.now()
-        self._process = (
-            TemplateProcess(template, limits or TemplateLimits(), now) if template else None
-        )
+        limits, now = limits or TemplateLimits(), now or datetime.now()
+        self._templates = {
+            name: ModelTemplate(template, tokenizer.named_tokens, limits, now)
+            for name, template in tokenizer.chat_templates.items()
+            if name in (DEFAULT, TOOL_USE)
+        }
 
     @property
     def reads_clock(self) -> bool:
         """Whether a rendering has read the date or time."""
-        return self._process is not None and self._process.reads_clock
+        return any(template.process.reads_clock for template in self._templates.values())
 
     @property
     def gave_up(self) -> str | None:
         """The place of a template that is no longer used, and the reason; None while in use."""
-        reason = self._process and self._process.gave_up
-        return reason and f"{self._tokenizer.chat_template_source}: {reason}"
+        return next(filter(None, (template.gave_up for template in self._templates.values())), None)
 
     def encode(
         self,
@@ -105,28 +94,35 @@ class ChatRenderer:
         return ids
 
     def encode_all(self, conversations: Sequence[Conversation]) -> list[list[int] | RowError]:
-        """Encode many conversations at once; the item of a failed conversation is its error."""
+        """Encode many conversations at once; the item of a failed conversation is its error.
+
+        Raises:
+          InvalidTokenizer: The template leaves out the texts of users.
+        """
         outcomes: dict[int, list[int] | RowError] = {}
-        contexts: dict[int, tuple[dict[str, object], str | None]] = {}
+        prepared: dict[ModelTemplate, dict[int, _Prepared]] = {}
         for index, conversation in enumerate(conversations):
             try:
-                contexts[index] = self._context(conversation)
+                template = self._template(conversation)
+                prepared.setdefault(template, {})[index] = self._prepare(template, conversation)
             except RowError as error:
                 outcomes[index] = error
         rendered: dict[int, MarkedText] = {}
-        for index, text in zip(contexts, self._render(contexts.values()), strict=True):
-            if isinstance(text, RowError):
-                outcomes[index] = text
-            else:
-                rendered[index] = text
+        for template, renderings in prepared.items():
+            texts = _render(template, renderings.values())
+            for index, text in zip(renderings, texts, strict=True):
+                if isinstance(text, RowError):
+                    outcomes[index] = text
+                else:
+                    rendered[index] = text
         encoded = self._tokenizer.encode_rendered(list(rendered.values()))
         outcomes.update(zip(rendered, encoded, strict=True))
         return [outcomes[index] for index in range(len(conversations))]
 
     def close(self) -> None:
-        """End the process of the template."""
-        if self._process:
-            self._process.close()
+        """End the processes of the templates."""
+        for template in self._templates.values():
+            template.process.close()
 
     def __enter__(self) -> "ChatRenderer":
         return self
@@ -134,97 +130,35 @@ class ChatRenderer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _context(self, conversation: Conversation) -> tuple[dict[str, object], str | None]:
-        """The variables of the template, and the mark that protects text of users, if needed.
-
-        Raises RowError if the conversation is invalid.
-        """
-        if self._process is None:
-            raise RowError(
-                "chat_template_error",
-                "the tokenizer has no chat template; send /v1/completions or use a model with one",
-                "messages",
+    def _template(self, conversation: Conversation) -> ModelTemplate:
+        """The template of a conversation: a model may have one of its own for rows with tools."""
+        has_own = conversation.tools is not None and TOOL_USE in self._templates
+        name = TOOL_USE if has_own else DEFAULT
+        if name not in self._templates:
+            message = (
+                "the tokenizer has no chat template; send /v1/completions or use a model with one"
             )
+            if names := ", ".join(self._tokenizer.chat_templates):
+                message = f"messages: expected a chat template with the name {DEFAULT}, got only "
+                message += f"{names}. Copy the one for all rows to chat_template.jinja."
+            raise RowError("chat_template_error", message, "messages")
+        return self._templates[name]
+
+    def _prepare(self, template: ModelTemplate, conversation: Conversation) -> "_Prepared":
+        """The variables of the template; raises RowError if the conversation is invalid."""
         messages = normalise_messages(conversation.messages)
-        if self._tests_null:
-            messages = [message | {"content": message.get("content")} for message in messages]
-        variables = normalise_json(conversation.template_kwargs or {}, "chat_template_kwargs")
-        self._check_variables(variables, self._process)
-        tools = self._tools(conversation, self._process)
+        variables = template.checked_variables(conversation.template_kwargs)
+        tools = template.checked_tools(conversation.tools)
+        messages = template.shaped(messages, has_tools=tools is not None)
         mark = None
         if any(map(self._special.may_occur_in, iterate_strings([messages, variables, tools]))):
-            mark = self._mark(messages, variables, tools)
-            messages, variables = self._protected(messages, mark), self._protected(variables, mark)
-            tools = self._protected(tools, mark)
-        context = {
-            **self._tokenizer.named_tokens,
-            **variables,
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": conversation.add_generation_prompt,
-        }
-        return context, mark
-
-    def _mark(self, *values: object) -> str:
-        template = self._tokenizer.chat_template or ""
-        mark = unused_character([template, *iterate_strings([*values])])
-        if mark is None:
-            raise RowError(
-                "invalid_request",
-                "messages: expected a text without at least one private-use character of plane 16, "
-                "got a text with all of them. Remove one.",
-                "messages",
+            mark = _mark(template.text, messages, variables, tools)
+            messages, variables, tools = (
+                self._protected(value, mark) for value in (messages, variables, tools)
             )
-        return mark
-
-    def _render(
-        self, contexts: Collection[tuple[dict[str, object], str | None]]
-    ) -> Iterator[MarkedText | RowError]:
-        if self._process is None:
-            return
-        texts = self._process.render([context for context, _ in contexts])
-        for text, (_, mark) in zip(texts, contexts, strict=True):
-            if isinstance(text, TemplateFailure):
-                yield _template_error(text)
-            elif mark is None:
-                yield text, None
-            else:
-                # a template may have written the mark as an ASCII escape in JSON
-                yield text.replace(json.dumps(mark)[1:-1], mark), mark
-
-    def _tools(self, conversation: Conversation, process: TemplateProcess) -> list[object] | None:
-        """The tools of a conversation; RowError if the template does not show them."""
-        if conversation.tools is None:
-            return None
-        try:
-            known = process.variables()
-        except TemplateFailure as failure:
-            raise _template_error(failure) from None
-        if "tools" not in known:
-            raise RowError(
-                "invalid_request",
-                "tools: expected none, as the model's chat template does not show them, got some. "
-                "Write them into the system message.",
-                "tools",
-            )
-        return [normalise_json(tool, "tools") for tool in conversation.tools]
-
-    def _check_variables(self, variables: Mapping[str, object], process: TemplateProcess) -> None:
-        if not variables:
-            return
-        try:
-            known = process.variables() - _RESERVED
-        except TemplateFailure as failure:
-            raise _template_error(failure) from None
-        for name in variables:
-            if name not in known:
-                raise RowError(
-                    "invalid_request",
-                    f"chat_template_kwargs: expected variables of the template, {sorted(known)}, "
-                    f"got {name!r}.",
-                    "chat_template_kwargs",
-                )
+        prompt = conversation.add_generation_prompt
+        context = template.context(messages, variables, tools, add_generation_prompt=prompt)
+        return _Prepared(context, mark)
 
     def _protected(self, value: Any, mark: str) -> Any:
         """The value with all of its strings protected, keys included."""
@@ -240,11 +174,36 @@ class ChatRenderer:
         return value
 
 
-def _template_error(failure: TemplateFailure) -> RowError:
-    reason = str(failure).rstrip(".")
-    return RowError(
-        "chat_template_error",
-        f"messages: expected a conversation that the chat template renders, got a failure of the "
-        f"template: {reason}. Change the messages, correct the template, or ask for a completion.",
-        "messages",
-    )
+class _Prepared(NamedTuple):
+    """The variables of a template, and the mark that protects text of users, if needed."""
+
+    context: dict[str, Any]
+    mark: str | None
+
+
+def _mark(template: str, *values: object) -> str:
+    mark = unused_character([template, *iterate_strings([*values])])
+    if mark is None:
+        raise RowError(
+            "invalid_request",
+            "messages: expected a text without at least one private-use character of plane 16, "
+            "got a text with all of them. Remove one.",
+            "messages",
+        )
+    return mark
+
+
+def _render(
+    template: ModelTemplate, renderings: Collection[_Prepared]
+) -> list[MarkedText | RowError]:
+    texts = template.process.render([context for context, _ in renderings])
+    return [_marked(text, mark) for text, (_, mark) in zip(texts, renderings, strict=True)]
+
+
+def _marked(text: str | TemplateFailure, mark: str | None) -> MarkedText | RowError:
+    if isinstance(text, TemplateFailure):
+        return template_error(text)
+    if mark is None:
+        return text, None
+    # a template may have written the mark as an ASCII escape in JSON
+    return text.replace(json.dumps(mark)[1:-1], mark), mark

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import InvalidTokenizer
 from .sentencepiece_model import Piece, PieceType, load_model, model_proto
-from .tokenizer import TextSettings, Tokenizer
+from .tokenizer import DEFAULT, TOOL_USE, ChatTemplate, TextSettings, Tokenizer
 from .tokenizer_json import build_tokenizer, import_tokenizers
 
 if TYPE_CHECKING:
@@ -138,8 +138,9 @@ def files_from_gguf(metadata: Mapping[str, object]) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
         **settings.named_tokens,
     }
-    if settings.chat_template is not None:
-        table["chat_template"] = settings.chat_template
+    if templates := settings.chat_templates:
+        named = [{"name": name, "template": found.text} for name, found in templates.items()]
+        table["chat_template"] = templates[DEFAULT].text if list(templates) == [DEFAULT] else named
     content = json.dumps(table, indent=1, ensure_ascii=False)
     return {"tokenizer.json": backend.to_str().encode(), "tokenizer_config.json": content.encode()}
 
@@ -225,7 +226,8 @@ def _settings(
                 f"tokenizer.ggml.{key}_token_id: expected an id below {len(tokens)}, got {token}."
             )
         ids[role] = token
-    template = metadata.get(_TEMPLATE_KEY)
+    keys = {DEFAULT: _TEMPLATE_KEY, TOOL_USE: f"{_TEMPLATE_KEY}.{TOOL_USE}"}
+    texts = {name: metadata.get(key) for name, key in keys.items()}
     return TextSettings(
         bos_id=ids.get("bos_token"),
         eos_id=ids.get("eos_token"),
@@ -234,8 +236,11 @@ def _settings(
             "tokenizer.ggml.add_bos_token",
             default=default_add_bos and "bos_token" in ids,
         ),
-        chat_template=template if isinstance(template, str) else None,
-        chat_template_source=_TEMPLATE_KEY,
+        chat_templates={
+            name: ChatTemplate(text, keys[name])
+            for name, text in texts.items()
+            if isinstance(text, str)
+        },
         named_tokens={role: tokens[token] for role, token in ids.items()},
     )
 

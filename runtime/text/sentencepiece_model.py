@@ -19,7 +19,7 @@ from ..embedding.texts import EncodedText, whole_text
 from ..errors import InvalidTokenizer, RowError
 from .special_tokens import SpecialTokens
 from .tokenizer import TextOrPair, TextSettings, Tokenizer, Vocabulary, no_room
-from .tokenizer_directory import AddedToken, read_directory
+from .tokenizer_directory import AddedToken, DirectorySettings, read_directory
 
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
@@ -106,7 +106,7 @@ def tokenizer_from_sentencepiece(directory: Path) -> Tokenizer:
     """Load `tokenizer.model` of a directory, with the settings in the files beside it."""
     path = directory / "tokenizer.model"
     settings = read_directory(directory)
-    model = load_model(read_small(path), source=str(path), added=settings.added_tokens)
+    model = load_model(read_small(path), source=str(path), settings=settings)
     bos, eos = (_valid_id(getattr(model.processor, name)()) for name in ("bos_id", "eos_id"))
     # models of this form begin each text with BOS unless their configuration says otherwise
     return model.tokenizer(
@@ -121,16 +121,17 @@ def tokenizer_from_sentencepiece(directory: Path) -> Tokenizer:
 
 
 def load_model(
-    data: bytes, *, source: str, added: Mapping[int, AddedToken] | None = None
+    data: bytes, *, source: str, settings: DirectorySettings | None = None
 ) -> SentencePieceVocabulary:
     """Load a serialized model.
 
     Args:
       source: The file or metadata, for errors.
-      added: Tokens by id, with ids after those of the model.
+      settings: The settings of a directory, whose added tokens become a part of the vocabulary.
 
     Raises:
-      InvalidTokenizer: The data is not a sentencepiece model.
+      InvalidTokenizer: The data is not a sentencepiece model, or another one than that of the added
+        tokens.
     """
     import sentencepiece
 
@@ -148,7 +149,8 @@ def load_model(
             f"{source}: expected a sentencepiece model, got {len(data)} bytes of another kind "
             f"({error}). Fetch the file again."
         ) from None
-    return SentencePieceVocabulary(processor, _vocabulary(processor, added or {}))
+    added = {} if settings is None else _added_tokens(processor, settings)
+    return SentencePieceVocabulary(processor, _vocabulary(processor, added))
 
 
 def model_proto(pieces: Sequence[Piece], *, add_space_prefix: bool) -> bytes:
@@ -165,11 +167,36 @@ def model_proto(pieces: Sequence[Piece], *, add_space_prefix: bool) -> bytes:
     return b"".join([*parts, _field(2, trainer), _field(3, normalizer)])
 
 
-def _vocabulary(processor, added: Mapping[int, AddedToken]) -> Vocabulary:
+def _added_tokens(processor, settings: DirectorySettings) -> dict[int, AddedToken]:
+    """The tokens of a directory that differ from the pieces of the model, by id.
+
+    Raises:
+      InvalidTokenizer: A token has the id of another piece, or one far beyond the model.
+    """
+    size = processor.get_piece_size()
+    added: dict[int, AddedToken] = {}
+    for token, entry in settings.added_tokens.items():
+        piece = processor.id_to_piece(token) if token < size else None
+        if piece is not None and piece.replace("▁", " ") == entry.text.replace("▁", " "):
+            continue
+        is_free = piece is None or processor.is_control(token) or processor.is_unused(token)
+        if not is_free or token >= 2 * size:
+            got = f"{size} pieces" if piece is None else f"the piece {piece!r} with this id"
+            raise settings.wrong_id(entry.text, token, got)
+        added[token] = settings.marked(entry)
+    ends = {settings.named_tokens.get(role) for role in ("bos_token", "eos_token")}
+    for entry in settings.special_tokens:
+        known = {*ends, *(token.text for token in added.values())}
+        is_piece = processor.id_to_piece(processor.piece_to_id(entry.text)) == entry.text
+        if entry.text not in known and not is_piece:
+            added[max([size - 1, *added]) + 1] = entry
+    return added
+
+
+def _vocabulary(processor, extra: Mapping[int, AddedToken]) -> Vocabulary:
     from .tokenizer_json import piece_bytes_with_byte_tokens
 
     size = processor.get_piece_size()
-    extra = {token: entry for token, entry in added.items() if size <= token < 2 * size}
     table = [b""] * max([size, *(token + 1 for token in extra)])
     special = {}
     for token in range(size):
@@ -183,7 +210,8 @@ def _vocabulary(processor, added: Mapping[int, AddedToken]) -> Vocabulary:
         table[token] = entry.text.encode("utf-8", "replace")
         # the model does not know the text of an added token, so the splitting must find it
         special[token] = entry.text
-    return Vocabulary(table, SpecialTokens(special), _strips_leading_space(processor, size))
+    shown = [token for token, entry in extra.items() if not entry.is_special]
+    return Vocabulary(table, SpecialTokens(special), _strips_leading_space(processor, size), shown)
 
 
 def _strips_leading_space(processor, size: int) -> bool:

@@ -8,9 +8,9 @@ processor time, memory and output, and without permission to write files. The pa
 This file is started as a script and not as a module of the package, so that only the standard
 library and jinja2 are imported. The processes exchange frames over stdin and stdout: 4 bytes with
 the length, then JSON. The first frame is `{"template", "memory_bytes", ...}`; its reply is
-`{"variables"}`. Each following request is `{"num_contexts"}` and this number of contexts; the
-reply to each context is `{"text", "reads_clock"}`, as soon as it is rendered. A reply to a
-failure has `"error"` instead of the text; with `"fatal": true`, the process ends.
+`{"variables"}`. Each following request is `{"num_contexts", "is_measured"}` and this number of
+contexts; the reply to each context is `{"text", "reads_clock"}`, as soon as it is rendered. A reply
+to a failure has `"error"` instead of the text; with `"fatal": true`, the process ends.
 """
 
 import datetime
@@ -57,7 +57,8 @@ def main() -> None:
         setup = read_frame(requests.read)
         now = setup["now"]
         clock = _Clock(now and datetime.datetime.fromisoformat(now))
-        environment = _strict_environment() if setup["is_strict"] else _environment(clock)
+        reader = _JsonReader()
+        environment = _strict_environment(reader) if setup["is_strict"] else _environment(clock)
         _limit_memory(setup["memory_bytes"])
         _limit_processor_time(setup["cpu_seconds"])
         template, variables = _compile(environment, setup["template"])
@@ -69,7 +70,9 @@ def main() -> None:
     _send(replies, {"variables": sorted(variables)})
     while True:
         try:
-            count = read_frame(requests.read)["num_contexts"]
+            request = read_frame(requests.read)
+            reader.has_placeholders = request["is_measured"]
+            count = request["num_contexts"]
             # read all contexts first: the parent reads no reply before it has written all of them
             waiting = deque(_content_of_frame(requests.read) for _ in range(count))
             while waiting:
@@ -92,6 +95,50 @@ class _Clock:
         assert self._now is not None
         self.was_read = True
         return self._now.strftime(form)
+
+
+class _JsonReader:
+    """The filter `from_json`, which gives the value of a text in JSON."""
+
+    def __init__(self):
+        self.has_placeholders = False
+        """Whether texts stand for answers that are not known yet."""
+
+    def read(self, text: object) -> Any:
+        try:
+            return json.loads(text, parse_constant=_refuse_constant)  # pyright: ignore[reportArgumentType]
+        except (ValueError, TypeError, RecursionError):
+            if self.has_placeholders:
+                return _Placeholder(text)
+            import jinja2
+
+            shown = json.dumps(text, default=repr, ensure_ascii=False)[:80]
+            raise jinja2.TemplateError(f"from_json: expected a text in JSON, got {shown}") from None
+
+
+class _Placeholder(str):
+    """A text in place of a value that is not known yet, and of all parts and results of it."""
+
+    def __iter__(self):
+        yield self
+
+    def __add__(self, other):
+        return str(self) + other if isinstance(other, str) else self
+
+    def __radd__(self, other):
+        return other + str(self) if isinstance(other, str) else self
+
+
+_SAME = ("mul", "rmul", "sub", "rsub", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod")
+_SAME += ("pow", "rpow", "round", "abs", "neg")
+for _name in _SAME:
+    setattr(_Placeholder, f"__{_name}__", lambda self, *others: self)
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(_Placeholder, f"__{_name}__", lambda self, other: False)
+
+
+def _refuse_constant(literal: str) -> None:
+    raise ValueError(f"expected JSON, got {literal}")
 
 
 def _send(stream: IO[bytes], value: object) -> None:
@@ -131,11 +178,11 @@ def _environment(clock: _Clock):
     return _with_functions(environment)
 
 
-def _strict_environment():
+def _strict_environment(reader: _JsonReader):
     """The environment of templates of a stage: data comes before methods, and nothing is random.
 
     A value that is undefined, null, true, false, a list or an object fails, as its text would be in
-    the notation of Python.
+    the notation of Python. The filter `from_json` reads the value of a text.
     """
     import jinja2.ext
     import jinja2.sandbox
@@ -144,11 +191,13 @@ def _strict_environment():
         """The sandbox, in which `row.items` is the key of an object and not its method."""
 
         def getattr(self, obj, attribute):
-            if isinstance(obj, dict):
+            if isinstance(obj, dict | _Placeholder):
                 return self.getitem(obj, attribute)
             return super().getattr(obj, attribute)
 
         def getitem(self, obj, argument):
+            if isinstance(obj, _Placeholder):
+                return obj
             if isinstance(obj, dict) and argument not in obj:
                 return self.undefined(obj=obj, name=argument)
             return super().getitem(obj, argument)
@@ -169,6 +218,7 @@ def _strict_environment():
         undefined=jinja2.StrictUndefined,
         finalize=check,
     )
+    environment.filters["from_json"] = reader.read
     del environment.filters["random"], environment.globals["lipsum"]
     return _with_functions(environment)
 

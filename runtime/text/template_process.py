@@ -94,15 +94,22 @@ class TemplateProcess:
             self._start()
             return self._variables
 
-    def render(self, contexts: Sequence[Mapping[str, object]]) -> list[str | TemplateFailure]:
-        """Render the template for each context; the item of a failed context is its failure."""
+    def render(
+        self, contexts: Sequence[Mapping[str, object]], *, is_measured: bool = False
+    ) -> list[str | TemplateFailure]:
+        """Render the template for each context; the item of a failed context is its failure.
+
+        `is_measured` says that texts stand for answers that are not known yet: the filter
+        `from_json` then takes any text, which is its own value and all parts of it.
+        """
         rendered: list[str | TemplateFailure] = []
         with self._lock:
             while len(rendered) < len(contexts):
                 try:
                     self._start()
                     waiting = contexts[len(rendered) :]
-                    self._send({"num_contexts": len(waiting)}, *waiting)
+                    head = {"num_contexts": len(waiting), "is_measured": is_measured}
+                    self._send(head, *waiting)
                     while len(rendered) < len(contexts):
                         rendered.append(self._next_text())
                 except TemplateFailure as failure:

@@ -11,9 +11,9 @@ never adds a second BOS; text that cannot be encoded as UTF-8 is refused with th
 error.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..embedding.texts import EncodedText
 from ..errors import InvalidTokenizer, RowError
@@ -23,6 +23,16 @@ from .special_tokens import SpecialTokens
 MarkedText = tuple[str, str | None]
 """A rendered text, and the mark before special-token text of users; None without a mark."""
 TextOrPair = str | tuple[str, str]
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""The names of the chat template for all rows, and of one for rows with tools."""
+
+
+class ChatTemplate(NamedTuple):
+    """A chat template of a model."""
+
+    text: str
+    source: str
+    """The file and the key that it comes from."""
 
 
 class Encoder(Protocol):
@@ -55,6 +65,8 @@ class Vocabulary:
     special: SpecialTokens
     strips_leading_space: bool
     """Whether decoding drops the space that encoding adds before the first word (sentencepiece)."""
+    shown: Collection[int] = ()
+    """The ids in `special` whose texts are part of answers: added tokens that are not special."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +79,8 @@ class TextSettings:
     add_eos: bool = False
     """Whether texts to embed end with EOS, also if the template of the vocabulary's file adds
     none."""
-    chat_template: str | None = None
-    chat_template_source: str = ""
-    """The file and the key of the template."""
+    chat_templates: Mapping[str, ChatTemplate] = field(default_factory=dict)
+    """The chat templates by name; a model with only one has `default`."""
     named_tokens: Mapping[str, str] = field(default_factory=dict)
     """The texts of tokens by their role in chat templates: `bos_token`, `eos_token`, ..."""
 
@@ -88,13 +99,12 @@ class Tokenizer:
         self.special_tokens = vocabulary.special
         self.strips_leading_space = vocabulary.strips_leading_space
         self.vocab_size = len(vocabulary.token_bytes)
-        self.special_ids = frozenset(vocabulary.special.text_by_id)
+        self.special_ids = frozenset(vocabulary.special.text_by_id).difference(vocabulary.shown)
         self.bos_id = settings.bos_id
         self.eos_id = settings.eos_id
         self.add_bos = settings.add_bos
         self._add_eos = settings.add_eos
-        self.chat_template = settings.chat_template
-        self.chat_template_source = settings.chat_template_source
+        self.chat_templates = settings.chat_templates
         self.named_tokens = settings.named_tokens
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:

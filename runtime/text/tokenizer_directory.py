@@ -1,29 +1,37 @@
 """Read the tokenizer settings of a model directory, without the vocabulary.
 
-The files are `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json` and
-`chat_template.jinja`. Does not know about vocabularies: tokens are given by their texts, and
-`resolve` asks the vocabulary for their ids. Code that the files refer to (`auto_map`) is never
-read.
+The files are `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json`,
+`chat_template.jinja` and `additional_chat_templates/*.jinja`. Does not know about vocabularies:
+tokens are given by their texts, and `resolve` asks the vocabulary for their ids. Code that the
+files refer to (`auto_map`) is never read.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
-from ..checkpoint.small_files import has_file, read_small
+from ..checkpoint.small_files import has_file, read_small, template_files
 from ..errors import InvalidTokenizer
-from .tokenizer import TextSettings
+from .tokenizer import DEFAULT, ChatTemplate, TextSettings
 
-_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_ROLES += ("mask_token",)
+"""The roles that all models may have, in the order in which their tokens are added."""
+_EXTRA = ("extra_special_tokens", "additional_special_tokens")
+"""Keys for further special tokens: a list, or an object with their roles."""
+_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is not in the file of the vocabulary."""
+    """A token that may not be in the file of the vocabulary."""
 
     text: str
     is_special: bool
+    options: Mapping[str, bool] = field(default_factory=dict)
+    """The options with which its text is found, as keys of the library `tokenizers`."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +43,26 @@ class DirectorySettings:
     """The texts of tokens by role; None if a file says that there is no token for the role."""
     add_bos: bool | None
     add_eos: bool
-    chat_template: str | None
-    chat_template_source: str
+    chat_templates: Mapping[str, ChatTemplate]
     added_tokens: Mapping[int, AddedToken]
+    """The tokens whose ids the files give."""
+    special_tokens: Sequence[AddedToken]
+    """The named tokens and further special tokens, whose ids the files do not give."""
+
+    def marked(self, token: AddedToken) -> AddedToken:
+        """An added token, which is special if it has a role."""
+        return replace(token, is_special=token.is_special or token.text in self._texts_of_roles)
+
+    @cached_property
+    def _texts_of_roles(self) -> frozenset[str | None]:
+        return frozenset(self.named_tokens.values())
+
+    def wrong_id(self, text: str, expected: int, got: object) -> InvalidTokenizer:
+        """The error for an added token that has another id in the vocabulary than in the files."""
+        return InvalidTokenizer(
+            f"{self.directory}: expected the added token {text!r} with the id {expected}, got "
+            f"{got}. Take all files of the tokenizer from one model."
+        )
 
     def resolve(
         self,
@@ -70,8 +95,7 @@ class DirectorySettings:
             eos_id=eos,
             add_bos=implied if self.add_bos is None else self.add_bos,
             add_eos=self.add_eos,
-            chat_template=self.chat_template,
-            chat_template_source=self.chat_template_source,
+            chat_templates=self.chat_templates,
             named_tokens={role: text for role, text in named.items() if text is not None},
         )
 
@@ -96,17 +120,38 @@ def read_directory(directory: Path) -> DirectorySettings:
     config = _read_json(directory / "tokenizer_config.json")
     token_map = _read_json(directory / "special_tokens_map.json")
     add_bos, add_eos = (_flag(directory, config, f"add_{end}_token") for end in ("bos", "eos"))
-    tokens = {**token_map, **config}
-    template, template_source = read_chat_template(directory, config)
+    # the map replaces the configuration in older models, as in transformers
+    is_older = "added_tokens_decoder" not in config
+    tokens = {**config, **token_map} if is_older else {**token_map, **config}
+    extra = next((tokens[key] for key in _EXTRA if tokens.get(key)), ())
+    roles = _token_roles(tokens) | (extra if isinstance(extra, dict) else {})
+    further = extra if isinstance(extra, list) else ()
+    special = [_added_token(value, is_special=True) for value in [*roles.values(), *further]]
     return DirectorySettings(
         directory=directory,
-        named_tokens={role: _token_text(tokens[role]) for role in _ROLES if role in tokens},
+        named_tokens={role: _token_text(value) for role, value in roles.items()},
         add_bos=add_bos,
         add_eos=bool(add_eos),
-        chat_template=template,
-        chat_template_source=template_source,
-        added_tokens=_added_tokens(directory, config),
+        chat_templates=read_chat_templates(directory, config),
+        added_tokens=_added_tokens(directory, config, {token.text for token in special if token}),
+        special_tokens=[token for token in special if token is not None],
     )
+
+
+def _token_roles(tokens: Mapping[str, object]) -> dict[str, object]:
+    """The values of all keys for tokens with roles: the usual roles first, then others."""
+    own = (key for key in tokens if key.endswith("_token") and key not in _ROLES)
+    roles = {key: tokens[key] for key in (*_ROLES, *own) if key in tokens}
+    return {key: x for key, x in roles.items() if x is None or _token_text(x) is not None}
+
+
+def _added_token(value: object, *, is_special: bool) -> AddedToken | None:
+    """A token that is given as a string or an object; None if it is neither."""
+    if (text := _token_text(value)) is None:
+        return None
+    given = value if isinstance(value, dict) else {}
+    options = {key: given[key] is True for key in _OPTIONS if key in given}
+    return AddedToken(text, is_special or given.get("special") is True, options)
 
 
 def _flag(directory: Path, config: Mapping[str, object], key: str) -> bool | None:
@@ -138,30 +183,52 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def read_chat_template(directory: Path, config: Mapping[str, object]) -> tuple[str | None, str]:
-    """The chat template of a directory, and its file and key; `config` is tokenizer_config.json."""
+def read_chat_templates(directory: Path, config: Mapping[str, object]) -> dict[str, ChatTemplate]:
+    """The chat templates of a directory by name; `config` is tokenizer_config.json.
+
+    Files of templates replace the templates in the configuration, as in transformers.
+    """
     path = directory / "chat_template.jinja"
-    if has_file(directory, path.name):
-        try:
-            return read_small(path).decode("utf-8"), str(path)
-        except UnicodeDecodeError as error:
-            raise InvalidTokenizer(f"{path}: expected UTF-8 text: {error}") from None
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates; "default" is for chat without tools
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
+    files = {DEFAULT: path} if has_file(directory, path.name) else {}
+    files |= {file.stem: file for file in template_files(directory)}
+    if files:
+        return {name: ChatTemplate(_template_text(file), str(file)) for name, file in files.items()}
+    found = config.get("chat_template")
+    named = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}]
     source = f"{directory / 'tokenizer_config.json'}: chat_template"
-    return (template if isinstance(template, str) else None), source
+    return {
+        entry["name"]: ChatTemplate(entry["template"], source)
+        for entry in named
+        if isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
+    }
 
 
-def _added_tokens(directory: Path, config: Mapping[str, object]) -> dict[int, AddedToken]:
-    added: dict[int, AddedToken] = {}
-    for text, token in _read_json(directory / "added_tokens.json").items():
-        if isinstance(token, int):
-            added[token] = AddedToken(text, is_special=False)
+def _template_text(path: Path) -> str:
+    try:
+        return read_small(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidTokenizer(f"{path}: expected UTF-8 text: {error}") from None
+
+
+def _added_tokens(
+    directory: Path, config: Mapping[str, object], special_texts: Collection[str]
+) -> dict[int, AddedToken]:
+    """The tokens with ids: those of the configuration, or of the file that older models have."""
     entries = config.get("added_tokens_decoder")
-    for key, entry in entries.items() if isinstance(entries, dict) else ():
-        text = _token_text(entry)
-        if text is not None and isinstance(entry, dict) and key.isdecimal():
-            added[int(key)] = AddedToken(text, is_special=entry.get("special") is True)
-    return added
+    if not isinstance(entries, dict):
+        older = _read_json(directory / "added_tokens.json")
+        return {
+            token: AddedToken(
+                text, text in special_texts, {"normalized": text not in special_texts}
+            )
+            for text, token in older.items()
+            if isinstance(token, int)
+        }
+    tokens = {
+        int(key): _added_token(entry, is_special=False)
+        for key, entry in entries.items()
+        if key.isdecimal() and isinstance(entry, dict)
+    }
+    return {key: token for key, token in tokens.items() if token is not None}

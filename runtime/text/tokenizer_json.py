@@ -19,7 +19,7 @@ from ..embedding.texts import EncodedText
 from ..errors import InvalidTokenizer, RowError
 from .special_tokens import SpecialTokens
 from .tokenizer import TextOrPair, TextSettings, Tokenizer, Vocabulary, no_room
-from .tokenizer_directory import read_directory
+from .tokenizer_directory import AddedToken, DirectorySettings, read_directory
 
 if TYPE_CHECKING:
     import tokenizers
@@ -134,6 +134,7 @@ def tokenizer_from_json(directory: Path) -> Tokenizer:
     # a file may have the truncation and padding of training; a prompt must never be truncated
     backend.no_truncation()
     backend.no_padding()
+    _add_tokens(backend, settings)
     bos = _leading_special_token(backend)
     text_settings = settings.resolve(
         backend.token_to_id,
@@ -143,6 +144,37 @@ def tokenizer_from_json(directory: Path) -> Tokenizer:
         default_add_bos=bos is not None,
     )
     return build_tokenizer(backend, text_settings, source=str(path))
+
+
+def _add_tokens(backend: "tokenizers.Tokenizer", settings: DirectorySettings) -> None:
+    """Add the tokens that only the files beside `tokenizer.json` have, as transformers does.
+
+    Raises:
+      InvalidTokenizer: A token does not get the id that a file gives it.
+    """
+    known = backend.get_added_tokens_decoder().values()
+    numbered = sorted(settings.added_tokens.items())
+    exact = {repr(token) for token in known}
+    new = [token for _, token in numbered if repr(_library_token(token)) not in exact]
+    backend.add_tokens([_library_token(settings.marked(token)) for token in new])
+    for token_id, token in numbered:
+        if (got := backend.token_to_id(token.text)) != token_id:
+            raise settings.wrong_id(token.text, token_id, got)
+    texts = {token.content for token in known} | {token.text for _, token in numbered}
+    texts |= {
+        # a model that begins or ends texts with a token knows it: an id of ours would be a guess
+        text
+        for role in ("bos_token", "eos_token")
+        if (text := settings.named_tokens.get(role)) and backend.token_to_id(text) is None
+    }
+    special = (token for token in settings.special_tokens if token.text not in texts)
+    backend.add_tokens([_library_token(token) for token in special])
+
+
+def _library_token(token: AddedToken) -> "tokenizers.AddedToken":
+    import tokenizers
+
+    return tokenizers.AddedToken(token.text, special=token.is_special, **token.options)
 
 
 def build_tokenizer(

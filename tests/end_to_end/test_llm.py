@@ -19,6 +19,7 @@ from noria.compile.monitor import compile_monitor
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
 from noria.runtime.errors import ForkedProcess, RowError
+from noria.runtime.text.tokenizer import ChatTemplate
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 GRID = BucketGrid(max_length=64, prefill=((16, 2),), decode_slots=2, decode_spans=(64,))
@@ -242,26 +243,27 @@ def test_what_changes_nothing_in_vllm_is_accepted_in_calls(llm):
 
 
 def test_chat_templates_see_the_instant_that_was_asked_for(llm, monkeypatch):
-    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", "{{ strftime_now('%d %b %Y') }}")
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}", "here")
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_templates", {"default": template})
     monkeypatch.setattr(llm._prompts, "_renderer", None)
     (output,) = llm.chat([{"role": "user", "content": "the water"}], GREEDY)
     llm._prompts._renderer.close()
     text = llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=True)
-    assert text == "31 Jan 2026"
+    assert text == "31 Jan 2026 the water"
     with pytest.raises(ValueError, match="now: expected a local date and time"):
         LLM(model="none", now="today")
 
 
 def test_chat_templates_show_tools(llm, monkeypatch):
-    template = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
-    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template)
+    template = "{{ tools[0].function.name }} for {{ messages[0].content }}"
+    templates = {"default": ChatTemplate(template, "here")}
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_templates", templates)
     monkeypatch.setattr(llm._prompts, "_renderer", None)
     tool = {"type": "function", "function": {"name": "weather"}}
     (output,) = llm.chat([{"role": "user", "content": "the water"}], GREEDY, tools=[tool])
     llm._prompts._renderer.close()
-    assert (
-        llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=True) == "weather"
-    )
+    text = llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=True)
+    assert text == "weather for the water"
 
 
 def open_files(folder) -> list[str]:
@@ -278,7 +280,7 @@ def test_a_closed_model_holds_nothing_and_says_so(noria, monkeypatch):
     with LLM(str(noria.model), plan=plan, **options) as llm:
         assert not open_files(noria.model)
         llm.chat([{"role": "user", "content": "the"}], SamplingParams(max_tokens=1))
-        child = llm._prompts._renderer._process._process
+        child = llm._prompts._renderer._templates["default"].process._process
         assert child.poll() is None
         parameters = weakref.ref(llm._generator.engine)
     assert child.poll() is not None

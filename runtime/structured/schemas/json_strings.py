@@ -19,6 +19,7 @@ from ..language import (
     Literal,
     Origin,
     Repetition,
+    Restricted,
     sequence,
 )
 from ..pattern import PatternError, read_pattern
@@ -118,6 +119,8 @@ def _bounded(language: Language, repeats: int) -> Language:
         case Repetition(body, least, most):
             most = max(least, repeats) if most is None else most
             return replace(language, body=_bounded(body, repeats), most=most)
+        case Restricted(body):
+            return replace(language, body=_bounded(body, repeats))
     return language
 
 
@@ -134,4 +137,6 @@ def _longest(language: Language) -> int:
             return max(map(_longest, options), default=0)
         case Repetition(body, _, int(most)):
             return most * _longest(body)
+        case Restricted(body):
+            return _longest(body)
     raise AssertionError("patterns have no other parts")

@@ -21,6 +21,7 @@ from ..language import (
     Members,
     Ranges,
     Repetition,
+    Restricted,
     Separated,
     characters,
     complement,
@@ -65,6 +66,8 @@ def in_json_string(language: Language) -> Language:
             return replace(language, options=tuple(map(in_json_string, options)))
         case Repetition(body):
             return replace(language, body=in_json_string(body))
+        case Restricted(body, other):
+            return replace(language, body=in_json_string(body), other=in_json_string(other))
         case Separated() | Members() | Compiled():
             raise AssertionError("patterns have none of these")
 

@@ -138,7 +138,7 @@ def test_the_cache_of_the_hub_is_read_through_its_links(tmp_path):
     with open_model(snapshot) as cached, open_model(plain) as copied:
         assert cached.fingerprint() == copied.fingerprint()
         assert cached.weights_digest().result() == copied.weights_digest().result()
-    assert read_directory(snapshot).chat_template == SECRET[:3]
+    assert read_directory(snapshot).chat_templates["default"].text == SECRET[:3]
 
 
 @pytest.mark.parametrize("what", ["blob", "blobs"])
@@ -163,14 +163,14 @@ def test_a_link_inside_the_folder_and_a_folder_behind_a_link_are_read(tmp_path):
     (folder / "chat_template.jinja").rename(folder / "templates" / "chat.jinja")
     (folder / "chat_template.jinja").symlink_to("templates/chat.jinja")
     (tmp_path / "link").symlink_to(folder)
-    assert read_directory(tmp_path / "link").chat_template == SECRET[:3]
+    assert read_directory(tmp_path / "link").chat_templates["default"].text == SECRET[:3]
 
 
 def test_a_file_that_is_not_there_settles_nothing(tmp_path):
     folder = fill(tmp_path / "m")
     (folder / "chat_template.jinja").unlink()
     assert not has_file(folder, "chat_template.jinja")
-    assert read_directory(folder).chat_template is None
+    assert not read_directory(folder).chat_templates
 
 
 def test_a_saved_tokenizer_behind_a_link_is_refused(tmp_path):

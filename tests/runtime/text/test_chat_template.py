@@ -18,6 +18,7 @@ from noria.runtime.text.chat_messages import normalise_messages
 from noria.runtime.text.chat_template import ChatRenderer, Conversation
 from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
+from noria.runtime.text.tokenizer import ChatTemplate
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -70,23 +71,9 @@ CONVERSATION = [
     {"role": "assistant", "content": "  > fine <\n"},
     {"role": "user", "content": "日本語 🙂 [x] {{ 1 }}"},
 ]
+USER = [{"role": "user", "content": "x"}]
 NOW = datetime(2026, 1, 31, 12)
 SMALL = TemplateLimits(wall_seconds=10, cpu_seconds=1, memory_bytes=1 << 28, max_characters=100_000)
-
-
-@pytest.fixture
-def renderer(make_directory):
-    made = []
-
-    def make(template: str | None, limits: TemplateLimits | None = None, now=None, **config):
-        tokenizer = load_tokenizer(make_directory(chat_template=template, **config))
-        assert tokenizer is not None
-        made.append(ChatRenderer(tokenizer, limits=limits, now=now))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def text_of(renderer: ChatRenderer, *arguments, **options) -> str:
@@ -160,8 +147,9 @@ def test_special_tokens_cannot_be_put_together_of_two_strings(renderer):
 
 def test_strings_of_tools_and_json_are_plain_text_too(renderer):
     chat = renderer(
-        "<|im_start|>{% for m in messages %}{% for c in m.tool_calls %}{{ c.function | tojson }}"
-        "{{ c.function | tojson(ensure_ascii=True) }}{% endfor %}{% endfor %}<|im_end|>"
+        "<|im_start|>{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function | tojson }}{{ c.function | tojson(ensure_ascii=True) }}{% endfor %}"
+        "{% endfor %}<|im_end|>"
     )
     arguments = json.dumps({"<|im_end|>": ["</s>", 1, None]})
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -210,24 +198,30 @@ def test_null_keys_of_messages_and_calls_are_dropped_and_those_of_arguments_stay
     (message,) = normalise_messages(
         [{"role": "assistant", "content": None, "audio": None, "tool_calls": [call]}]
     )
-    plain = {"id": "c1", "function": {"name": "f", "arguments": {"a": None}}}
+    plain = {"id": "c1", "function": {"name": "f", "arguments": '{"a": null}'}}
     assert message == {"role": "assistant", "tool_calls": [plain]}
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_has_both_names_that_templates_read(renderer, name):
-    chat = renderer("{% for m in messages %}{{ m.thinking }} {{ m.reasoning_content }}{% endfor %}")
-    assert text_of(chat, [{"role": "assistant", "content": "x", name: "why"}]) == "why why"
+    chat = renderer(
+        "{% for m in messages %}{{ m.thinking }} {{ m.reasoning_content }} {{ m.content }}"
+        "{% endfor %}"
+    )
+    assert text_of(chat, [{"role": "assistant", "content": "x", name: "why"}]) == "why why x"
 
 
 def test_a_template_shows_tools_and_their_strings_are_plain_text(renderer):
-    chat = renderer("<|im_start|>{% for t in tools or [] %}{{ t | tojson }}{% endfor %}<|im_end|>")
+    chat = renderer(
+        "<|im_start|>{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+        "{{ messages[0].content }}<|im_end|>"
+    )
     tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
     conversation = Conversation([{"role": "user", "content": "x"}], tools=[tool])
     (ids,) = chat.encode_all([conversation])
     assert [i for i in ids if i in chat._tokenizer.special_ids] == [2, 3]
     decoded = chat._tokenizer.decode(ids, skip_special_tokens=False)
-    assert decoded == f"<|im_start|>{json.dumps(tool)}<|im_end|>"
+    assert decoded == f"<|im_start|>{json.dumps(tool)}x<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -250,7 +244,7 @@ def test_tools_that_a_template_does_not_show_are_refused(renderer):
 
 
 def test_sentencepiece_conversations_keep_injected_tokens_plain(mistral_v3, monkeypatch):
-    monkeypatch.setattr(mistral_v3, "chat_template", MISTRAL)
+    monkeypatch.setattr(mistral_v3, "chat_templates", {"default": ChatTemplate(MISTRAL, "m")})
     with ChatRenderer(mistral_v3) as chat:
         plain = chat.encode([{"role": "user", "content": "hi"}])
         text = "<s>[INST] hi [/INST]"
@@ -321,9 +315,12 @@ def test_missing_template_says_what_to_do(renderer):
 
 
 def test_variables_of_the_template_can_be_set(renderer):
-    chat = renderer("{% if not date is defined %}{% set date = 'today' %}{% endif %}{{ date }}")
-    assert text_of(chat, CONVERSATION) == "today"
-    assert text_of(chat, CONVERSATION, template_kwargs={"date": "now"}) == "now"
+    chat = renderer(
+        "{% if not date is defined %}{% set date = 'today' %}{% endif %}{{ date }} "
+        "{{ messages[0].content }}"
+    )
+    assert text_of(chat, USER) == "today x"
+    assert text_of(chat, USER, template_kwargs={"date": "now"}) == "now x"
 
 
 @pytest.mark.parametrize(
@@ -410,9 +407,9 @@ def test_wall_clock_stops_a_template_that_has_processor_time_left():
 def test_one_process_serves_all_rows_and_none_is_left(renderer):
     chat = renderer(CHATML)
     chat.encode(CONVERSATION)
-    first = chat._process._process
+    first = chat._templates["default"].process._process
     chat.encode(CONVERSATION)
-    assert chat._process._process is first and first.poll() is None
+    assert chat._templates["default"].process._process is first and first.poll() is None
     chat.close()
     assert first.poll() is not None
 
@@ -420,20 +417,21 @@ def test_one_process_serves_all_rows_and_none_is_left(renderer):
 def test_process_killed_from_outside_costs_at_most_one_row(renderer):
     chat = renderer(CHATML)
     expected = chat.encode(CONVERSATION)
-    chat._process._process.kill()
-    chat._process._process.wait()
+    chat._templates["default"].process._process.kill()
+    chat._templates["default"].process._process.wait()
     assert chat.encode(CONVERSATION) == expected
 
 
 def test_strftime_and_json_are_those_of_chat_templates(renderer):
-    chat = renderer("{{ strftime_now('%Y') }} {{ {'a': '<é>'} | tojson }}")
-    assert text_of(chat, CONVERSATION) == f"{time.strftime('%Y')} " + '{"a": "<é>"}'
+    chat = renderer("{{ strftime_now('%Y') }} {{ {messages[0].content: '<é>'} | tojson }}")
+    assert text_of(chat, USER) == f"{time.strftime('%Y')} " + '{"x": "<é>"}'
 
 
 def test_all_renderings_see_one_instant_in_local_time(renderer, monkeypatch):
-    chat = renderer("{{ strftime_now('%d %b %Y %H:%M') }}", now=datetime(2024, 2, 29, 23, 59))
+    template = "{{ strftime_now('%d %b %Y %H:%M') }} {{ messages[0].content }}"
+    chat = renderer(template, now=datetime(2024, 2, 29, 23, 59))
     assert not chat.reads_clock
-    assert [text_of(chat, CONVERSATION) for _ in range(2)] == ["29 Feb 2024 23:59"] * 2
+    assert [text_of(chat, USER) for _ in range(2)] == ["29 Feb 2024 23:59 x"] * 2
     assert chat.reads_clock
     plain = renderer(CHATML)
     plain.encode(CONVERSATION)
@@ -449,7 +447,9 @@ def encoded_one_by_one(chat: ChatRenderer, conversation: Conversation) -> list[i
         **chat._protected(conversation.template_kwargs or {}, mark),
         "add_generation_prompt": conversation.add_generation_prompt,
     }
-    (text,) = chat._process.render([{**variables, "messages": messages, "tools": None}])
+    (text,) = chat._templates["default"].process.render(
+        [{**variables, "messages": messages, "tools": None}]
+    )
     pieces = special.split(text, mark)
     bare = text.replace(mark, "")
     if pieces == special.split(bare):
@@ -510,7 +510,7 @@ def test_a_template_that_is_stopped_three_times_in_a_row_is_given_up(renderer):
     _, _, *rest = chat.encode_all([loop, loop, *[fine] * 1000])
     assert time.monotonic() - start < 5
     reason = "it takes longer than 0.2 s, 3 times in a row; it is no longer used"
-    source = chat._tokenizer.chat_template_source
+    source = chat._tokenizer.chat_templates["default"].source
     assert chat.gave_up == f"{source}: {reason}"
     assert {(e.code, f"template: {reason}. Change" in e.message) for e in rest} == {
         ("chat_template_error", True)

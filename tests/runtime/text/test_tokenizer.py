@@ -422,11 +422,12 @@ def test_settings_come_from_all_files_of_the_directory(make_directory):
     )
     tokenizer = load_tokenizer(directory)
     assert tokenizer is not None
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.chat_template) == (0, 1, "D")
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
+    assert tokenizer.chat_templates["default"].text == "D"
     assert tokenizer.named_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     (directory / "chat_template.jinja").write_text("J")
     tokenizer = load_tokenizer(directory)
-    assert tokenizer is not None and tokenizer.chat_template == "J"
+    assert tokenizer is not None and tokenizer.chat_templates["default"].text == "J"
 
 
 def test_a_token_that_the_config_denies_is_not_taken_from_the_vocabulary(
@@ -451,11 +452,11 @@ def test_the_source_of_the_chat_template_is_known(make_directory, smollm2):
     directory = make_directory(chat_template="{{ messages }}")
     tokenizer = load_tokenizer(directory)
     config = directory / "tokenizer_config.json"
-    assert tokenizer.chat_template_source == f"{config}: chat_template"
+    assert tokenizer.chat_templates["default"].source == f"{config}: chat_template"
     file = directory / "chat_template.jinja"
     file.write_text("{{ messages }}")
-    assert load_tokenizer(directory).chat_template_source == str(file)
-    assert smollm2.chat_template_source == "tokenizer.chat_template"
+    assert load_tokenizer(directory).chat_templates["default"].source == str(file)
+    assert smollm2.chat_templates["default"].source == "tokenizer.chat_template"
 
 
 @pytest.mark.parametrize(
