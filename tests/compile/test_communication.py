@@ -73,7 +73,7 @@ SPLIT_LIKE_THE_CACHE = {
         },
     },
 }
-"""Collectives that XLA for TPU adds or replaces, where prefill and the cache split heads differently.
+"""Changes that XLA for TPU makes where prefill and the cache split heads differently.
 
 In the first layout, prefill has copies of key/value heads, and the cache has none. XLA picks one
 copy of each head by a sum; in a loop it is the sum that adds attention to the residual. In the
