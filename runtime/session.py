@@ -39,8 +39,10 @@ from .engine.generation import GenerationSession
 from .errors import InvalidConfig, OutOfMemory, note_start
 from .planning import plan_checks
 from .structured.form_compiler import make_trie
+from .structured.params import AllowedTokens
 from .structured.structures import Structures
-from .structured.token_automaton import TokenTrie
+from .structured.token_automaton import TokenAutomaton, TokenTrie
+from .structured.token_rules import compile_allowed
 from .text.load_tokenizer import load_tokenizer
 from .text.tokenizer import Tokenizer
 
@@ -235,6 +237,14 @@ def vocabulary_trie(files: ModelFiles, tokenizer: Tokenizer) -> TokenTrie:
     num_tokens = min(files.spec.config.vocab_size, tokenizer.vocab_size)
     ends = eos_ids(files, tokenizer)
     return make_trie(tokenizer.token_bytes, num_tokens, tokenizer.special_ids, ends)
+
+
+def allowed_tokens(
+    files: ModelFiles, tokenizer: Tokenizer | None, allowed: AllowedTokens
+) -> TokenAutomaton:
+    """The automaton of answers that have allowed tokens only; RowError if there are none."""
+    vocab_size = files.spec.config.vocab_size
+    return compile_allowed(allowed, vocab_size, tokenizer and tokenizer.encode_words)
 
 
 def lacking_tokens(files: ModelFiles, tokenizer: Tokenizer | None) -> str:

@@ -30,6 +30,7 @@ from ..rows.part import Part
 from ..rows.pooled_encoder import PooledEncoder
 from ..rows.prompt_encoder import PromptEncoder
 from ..rows.scan import RowRequirements, ScanSummary
+from ..structured.params import AllowedTokens
 from ..structured.structures import Structures
 from ..text.chat_template import ChatRenderer
 from ..text.load_tokenizer import load_tokenizer
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from ...modelzoo.pooling_config import Pooling
     from ...sharding.layout import Layout
     from ..engine.shared_prefixes import RowLengths, Submission
-    from ..structured.token_automaton import TokenTrie
+    from ..structured.token_automaton import TokenAutomaton, TokenTrie
 
 
 @dataclass(frozen=True)
@@ -326,21 +327,21 @@ def open_text(
     def refuse(row: BatchRow) -> RowError | None:
         return refusal(row, files.spec.config, adapters)
 
-    encode_pooled = PooledEncoder(tokenizer, lambda: files.spec.config)
-    if tokenizer is None:
-        yield JobText(PromptEncoder(None, encode_pooled=encode_pooled, refuse=refuse), None)
-        return
     structures = structures or Structures()
+    structures.compile_allowed = partial(_allowed_tokens, files, tokenizer)
+    options: dict[str, Any] = {
+        "structures": structures,
+        "encode_pooled": PooledEncoder(tokenizer, lambda: files.spec.config),
+        "refuse": refuse,
+        "max_length": lambda: files.spec.config.max_position,
+    }
+    if tokenizer is None:
+        yield JobText(PromptEncoder(None, **options), None)
+        return
     structures.make_trie = partial(_vocabulary, files, tokenizer)
     with ChatRenderer(tokenizer, now=now) as chat:
         yield JobText(
-            PromptEncoder(
-                tokenizer,
-                chat.encode_all,
-                structures,
-                encode_pooled,
-                refuse,
-            ),
+            PromptEncoder(tokenizer, chat.encode_all, **options),
             tokenizer,
             reads_clock=lambda: chat.reads_clock,
             gave_up=lambda: chat.gave_up,
@@ -351,6 +352,14 @@ def _vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> "TokenTrie":
     from .. import session
 
     return session.vocabulary_trie(files, tokenizer)
+
+
+def _allowed_tokens(
+    files: ModelFiles, tokenizer: Tokenizer | None, allowed: AllowedTokens
+) -> "TokenAutomaton":
+    from .. import session
+
+    return session.allowed_tokens(files, tokenizer, allowed)
 
 
 def _sets_dtype(overrides: Sequence[str]) -> bool:

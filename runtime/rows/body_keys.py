@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import RowError, joined, unknown_parameter
-from ..request import whole_number, wrong_value
 from ..vllm_options import ANY, CHAT, SAMPLING, AcceptedValues
+from .parameter_checks import whole_number, wrong_value
 
 _NOT_OFFERED = "noria has no such feature: leave it out"
 _OFF, _ON, _NONE = (
@@ -69,14 +69,12 @@ _GENERATION = {
 OF_CHAT: Mapping[str, AcceptedValues] = {
     **_GENERATION,
     "echo": AcceptedValues((False,), "Only /v1/completions echoes its prompt"),
-    "add_generation_prompt": _ON,
     "add_special_tokens": _OFF,
     "include_reasoning": _ON,
     "documents": _NONE,
     "modalities": AcceptedValues((["text"],), "Answers are texts"),
     "chat_template": CHAT["chat_template"],
     "chat_template_content_format": CHAT["chat_template_content_format"],
-    "continue_final_message": CHAT["continue_final_message"],
     **refused("Give chat_template_kwargs, if the template reads it", "reasoning_effort"),
 }
 """The other keys of a chat, with the values that change no answer."""
@@ -101,6 +99,16 @@ def given_values(body: Mapping[str, Any], integers: Collection[str]) -> dict[str
         for key, value in body.items()
         if value is not None
     }
+
+
+def max_prompt_tokens(given: Mapping[str, Any]) -> int | None:
+    """The value of `truncate_prompt_tokens`; -1 for the length of the model, None for no limit."""
+    key = "truncate_prompt_tokens"
+    value = given.get(key)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_integer and (value >= 1 or value == -1)):
+        raise wrong_value(key, "an integer of at least 1, or -1", value)
+    return value
 
 
 def check_keys(

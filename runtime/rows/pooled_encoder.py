@@ -67,12 +67,7 @@ class PooledEncoder:
     def _errors(self, request: PooledRequest) -> Iterator[RowError]:
         """The error of a request that would keep more tokens than the model has positions for."""
         if (kept := request.max_tokens or 0) > 0 and kept > self._max_length:
-            yield RowError(
-                "invalid_request",
-                f"truncate_prompt_tokens: expected -1 or at most {self._max_length}, the maximum "
-                f"length of the model, got {kept}.",
-                "truncate_prompt_tokens",
-            )
+            yield too_long(self._max_length, kept)
 
     @property
     def _max_length(self) -> int:
@@ -90,6 +85,16 @@ def no_tokenizer(param: str) -> RowError:
         f"{param}: this model has no tokenizer, so text cannot be read. Give the prompt of "
         "/v1/completions, or the input of /v1/embeddings, as a list of token ids.",
         param,
+    )
+
+
+def too_long(max_length: int, kept: int) -> RowError:
+    """The error of a request that would keep more tokens than the model has positions for."""
+    return RowError(
+        "invalid_request",
+        f"truncate_prompt_tokens: expected -1 or at most {max_length}, the maximum length of the "
+        f"model, got {kept}.",
+        "truncate_prompt_tokens",
     )
 
 

@@ -233,10 +233,9 @@ class OutputLines:
         return choice
 
     def _prompt_text(self, row: BatchRow, output: RequestOutput) -> str:
-        if row.prompt is not None:
-            return row.prompt
-        if output.prompt is not None:
-            return output.prompt
+        written = row.prompt if output.prompt is None else output.prompt
+        if written is not None and row.max_prompt_tokens is None:
+            return written
         if self._tokens is None:
             return ""
         pieces = (self._tokens.token_bytes(token) for token in output.prompt_token_ids)

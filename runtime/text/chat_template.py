@@ -32,6 +32,10 @@ _TESTS_NULL = re.compile(r"content['\"]?\]?\s*(is\s+(not\s+)?|[!=]=\s*)none\b", 
 """Finds a test in a template whether a content is null, as that of DeepSeek-R1 has it."""
 
 
+_END = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Text after the last message that shows where it ends in the rendering, as in transformers."""
+
+
 class Conversation(NamedTuple):
     """Messages, and the variables of the template for them."""
 
@@ -39,6 +43,8 @@ class Conversation(NamedTuple):
     template_kwargs: Mapping[str, object] | None = None
     add_generation_prompt: bool = True
     tools: Sequence[Mapping[str, object]] | None = None
+    continue_final_message: bool = False
+    """Whether the prompt ends with the content of the last message."""
 
 
 class ChatRenderer:
@@ -79,6 +85,7 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Encode a conversation, by default up to the beginning of the assistant's answer.
 
@@ -87,6 +94,8 @@ class ChatRenderer:
           add_generation_prompt: Whether the beginning of the assistant's answer is appended.
           template_kwargs: Variables that the template reads, such as `enable_thinking`.
           tools: The tools that the template shows, as in a chat request.
+          continue_final_message: Whether the prompt ends with the content of the last message, so
+            that the answer continues it; then no answer may begin.
 
         Raises:
           RowError: With the code `invalid_request` if an argument is invalid, and
@@ -98,7 +107,12 @@ class ChatRenderer:
             raise invalid_value("tools", "a list of tools", tools)
         if not isinstance(add_generation_prompt, bool):
             raise invalid_value("add_generation_prompt", "True or False", add_generation_prompt)
-        conversation = Conversation(messages, template_kwargs, add_generation_prompt, tools)
+        if continue_final_message and add_generation_prompt:
+            expected = "False beside continue_final_message"
+            raise invalid_value("add_generation_prompt", expected, add_generation_prompt)
+        conversation = Conversation(
+            messages, template_kwargs, add_generation_prompt, tools, continue_final_message
+        )
         (ids,) = self.encode_all([conversation])
         if isinstance(ids, RowError):
             raise ids
@@ -107,7 +121,7 @@ class ChatRenderer:
     def encode_all(self, conversations: Sequence[Conversation]) -> list[list[int] | RowError]:
         """Encode many conversations at once; the item of a failed conversation is its error."""
         outcomes: dict[int, list[int] | RowError] = {}
-        contexts: dict[int, tuple[dict[str, object], str | None]] = {}
+        contexts: dict[int, _Context] = {}
         for index, conversation in enumerate(conversations):
             try:
                 contexts[index] = self._context(conversation)
@@ -134,11 +148,8 @@ class ChatRenderer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _context(self, conversation: Conversation) -> tuple[dict[str, object], str | None]:
-        """The variables of the template, and the mark that protects text of users, if needed.
-
-        Raises RowError if the conversation is invalid.
-        """
+    def _context(self, conversation: Conversation) -> "_Context":
+        """The variables of the template for a conversation; RowError if it is invalid."""
         if self._process is None:
             raise RowError(
                 "chat_template_error",
@@ -156,7 +167,8 @@ class ChatRenderer:
             mark = self._mark(messages, variables, tools)
             messages, variables = self._protected(messages, mark), self._protected(variables, mark)
             tools = self._protected(tools, mark)
-        context = {
+        final = _mark_end(messages) if conversation.continue_final_message else None
+        variables = {
             **self._tokenizer.named_tokens,
             **variables,
             "messages": messages,
@@ -164,7 +176,7 @@ class ChatRenderer:
             "documents": None,
             "add_generation_prompt": conversation.add_generation_prompt,
         }
-        return context, mark
+        return _Context(variables, mark, final)
 
     def _mark(self, *values: object) -> str:
         template = self._tokenizer.chat_template or ""
@@ -178,13 +190,13 @@ class ChatRenderer:
             )
         return mark
 
-    def _render(
-        self, contexts: Collection[tuple[dict[str, object], str | None]]
-    ) -> Iterator[MarkedText | RowError]:
+    def _render(self, contexts: Collection["_Context"]) -> Iterator[MarkedText | RowError]:
         if self._process is None:
             return
-        texts = self._process.render([context for context, _ in contexts])
-        for text, (_, mark) in zip(texts, contexts, strict=True):
+        texts = self._process.render([context.variables for context in contexts])
+        for text, (_, mark, final) in zip(texts, contexts, strict=True):
+            if final is not None and not isinstance(text, TemplateFailure):
+                text = _until_end(text, final)
             if isinstance(text, TemplateFailure):
                 yield _template_error(text)
             elif mark is None:
@@ -238,6 +250,49 @@ class ChatRenderer:
                 for key, item in value.items()
             }
         return value
+
+
+class _Context(NamedTuple):
+    """What a rendering needs."""
+
+    variables: dict[str, object]
+    mark: str | None
+    """The mark before special-token text of users; None without one."""
+    final: str | None
+    """The text of the last message, if the prompt ends with it."""
+
+
+def _mark_end(messages: Sequence[dict[str, Any]]) -> str:
+    """Put `_END` after the text of the last message, and return the text without it.
+
+    Raises:
+      RowError: The last message has no text.
+    """
+    content = messages[-1].get("content")
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _END
+        return content
+    for part in reversed(content or ()):
+        if "text" in part:
+            text = part["text"]
+            part["text"] = text + _END
+            return text
+    raise RowError(
+        "invalid_request",
+        "continue_final_message: expected a text in the last message, got none.",
+        "continue_final_message",
+    )
+
+
+def _until_end(rendered: str, final: str) -> str | TemplateFailure:
+    """The rendering up to the end of the last message, as transformers cuts it."""
+    tag = _END.strip()
+    if tag not in rendered or final.strip() not in rendered:
+        return TemplateFailure("it does not show the last message as it is, so nothing can go on")
+    end = rendered.rindex(tag)
+    # a template that strips contents has stripped the space after the tag, too
+    is_whole = rendered[end : end + len(_END)] == _END
+    return rendered[:end] if is_whole else rendered[:end].rstrip()
 
 
 def _template_error(failure: TemplateFailure) -> RowError:
