@@ -253,7 +253,7 @@ class ChatRenderer:
 
 
 class _Context(NamedTuple):
-    """What a rendering needs."""
+    """The input of a rendering."""
 
     variables: dict[str, object]
     mark: str | None
