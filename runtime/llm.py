@@ -291,7 +291,8 @@ class LLM:
         """Compute the vectors of texts, pooled and normalised as the model's files say.
 
         Texts get the default prompt of the model's files, if there is one, and the special tokens
-        of the tokenizer's template; token ids are taken as they are.
+        of the tokenizer's template, and are cut at the `max_seq_length` of the model's files, as in
+        sentence-transformers; token ids are taken as they are.
 
         Args:
           prompts: One text or several, as for `generate`.
@@ -325,7 +326,8 @@ class LLM:
                 "dimensions",
             )
         texts = [
-            self._prompts.read_whole(prompt, self._pooling.prompt) for prompt in as_list(prompts)
+            self._prompts.read_whole(prompt, self._pooling.prompt, self._pooling.max_tokens)
+            for prompt in as_list(prompts)
         ]
         packed = [(None, pack([text])) for text in texts]
         results = []

@@ -77,7 +77,8 @@ class BatchModel:
     def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
         """Open the tokenizer, and the process that renders chat templates."""
         adapters = () if self.adapters is None else self.adapters.names
-        return open_text(self.files, now, self.structures, adapters)
+        is_strict = self.options.strict_length
+        return open_text(self.files, now, self.structures, adapters, is_strict=is_strict)
 
     def pooling(self) -> "Pooling":
         """The pooling with which the model makes one vector of a text."""
@@ -307,6 +308,8 @@ def open_text(
     now: datetime | None = None,
     structures: Structures | None = None,
     adapters: Sequence[str] = (),
+    *,
+    is_strict: bool = False,
 ) -> Iterator[JobText]:
     """Open the tokenizer of a model, and the process that renders its chat template.
 
@@ -315,6 +318,7 @@ def open_text(
         now: The time that templates see; by default the time of this call.
         structures: Compiles the forms of answers that rows ask for.
         adapters: The names of the adapters that rows may use.
+        is_strict: Whether texts to embed that are too long are refused instead of cut.
 
     Raises:
         JobError: The tokenizer's files are invalid.
@@ -331,7 +335,7 @@ def open_text(
     structures.compile_allowed = partial(_allowed_tokens, files, tokenizer)
     options: dict[str, Any] = {
         "structures": structures,
-        "encode_pooled": PooledEncoder(tokenizer, lambda: files.spec.config),
+        "encode_pooled": PooledEncoder(tokenizer, lambda: files.spec.config, is_strict=is_strict),
         "refuse": refuse,
         "max_length": lambda: files.spec.config.max_position,
     }

@@ -138,7 +138,7 @@ def _module(path: Path, entry: Any) -> tuple[str, str]:
 
 
 def _max_tokens(path: Path, options: Mapping[str, Any]) -> int | None:
-    """The length to which sentence-transformers cuts texts, and noria only if a request says so."""
+    """The length to which texts are cut, as in sentence-transformers; None for any length."""
     if options.get("max_seq_length") is None:
         return None
     try:
