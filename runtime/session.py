@@ -36,7 +36,7 @@ from .engine.admission import Admission
 from .engine.engine import Engine
 from .engine.expert_use import ExpertSetup
 from .engine.generation import GenerationSession
-from .errors import InvalidConfig, OutOfMemory, note_start
+from .errors import CheckpointMismatch, InvalidConfig, OutOfMemory, note_start
 from .planning import plan_checks
 from .structured.form_compiler import make_trie
 from .structured.params import AllowedTokens
@@ -195,9 +195,11 @@ def load_model(
 def _naming_weights(
     files: ModelFiles, abstract: Iterable[jax.ShapeDtypeStruct], dtype: str, target: Target
 ) -> Iterator[None]:
-    """Raise OutOfMemory with the size of the weights if memory runs out while they load."""
+    """Name the model in errors of its weights; OutOfMemory if memory runs out while they load."""
     try:
         yield
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{files.path}: {error}") from None
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

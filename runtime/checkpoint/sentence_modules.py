@@ -159,7 +159,7 @@ def _default_prompt(directory: Path) -> str:
     if not isinstance(prompt, str):
         raise InvalidConfig(
             f"{directory / PROMPTS}: expected a text in prompts for default_prompt_name, got none "
-            f"for {name!r:.80}. Remove the key, or fetch the file again."
+            f"for {name!r:.80}. Add the prompt, or remove the key."
         )
     return prompt
 

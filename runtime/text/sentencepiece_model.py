@@ -121,12 +121,17 @@ def tokenizer_from_sentencepiece(directory: Path) -> Tokenizer:
 
 
 def load_model(
-    data: bytes, *, source: str, added: Mapping[int, AddedToken] | None = None
+    data: bytes,
+    *,
+    source: str,
+    remedy: str = "Fetch the file again.",
+    added: Mapping[int, AddedToken] | None = None,
 ) -> SentencePieceVocabulary:
     """Load a serialized model.
 
     Args:
       source: The file or metadata, for errors.
+      remedy: What to do if the data is no model.
       added: Tokens by id, with ids after those of the model.
 
     Raises:
@@ -146,7 +151,7 @@ def load_model(
     except RuntimeError as error:
         raise InvalidTokenizer(
             f"{source}: expected a sentencepiece model, got {len(data)} bytes of another kind "
-            f"({error}). Fetch the file again."
+            f"({error}). {remedy}"
         ) from None
     return SentencePieceVocabulary(processor, _vocabulary(processor, added or {}))
 

@@ -109,7 +109,7 @@ def read_header(path: Path) -> GGUFHeader:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 24:
-            raise InvalidGGUF(f"{path}: expected at least 24 bytes, got {size}.")
+            raise InvalidGGUF(f"{path}: expected at least 24 bytes, got {size}. Fetch it again.")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
             return parse_header(buffer, str(path))
 
@@ -119,7 +119,8 @@ def parse_header(buffer: bytes | mmap.mmap, where: str = "GGUF data") -> GGUFHea
     cursor = _Cursor(buffer, where)
     magic = cursor.take(4)
     if magic != b"GGUF":
-        raise cursor.error("the magic b'GGUF'", magic, at=0)
+        hint = " of a pointer of Git LFS: fetch the file itself" if magic == b"vers" else ""
+        raise cursor.error("the magic b'GGUF'", f"{magic}{hint}", at=0)
     version = cursor.scalar("I")
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
@@ -310,7 +311,8 @@ def _check_ranges(
             raise cursor.error(f"{name!r} at a multiple of {alignment}", f"offset {tensor.offset}")
         if stop > cursor.size:
             raise cursor.error(
-                f"{name!r} to end within the file ({cursor.size} bytes)", f"its end at {stop}"
+                f"{name!r} to end within the file ({cursor.size} bytes)",
+                f"its end at {stop}: the file is cut off, fetch it again",
             )
         if tensor.offset < end:
             raise cursor.error(f"{name!r} to start after {previous!r} ends ({end})", tensor.offset)

@@ -275,7 +275,7 @@ LIES = {
     "axis 2^63": (patched("axis", 2**63), "axes from 1 to"),
     "axis 2^33": (patched("axis", 2**33), "to end within the file"),
     "unknown tensor type": (patched("tensor type", 77, letter="I"), "unknown type 77"),
-    "type not read": (patched("tensor type", 10, letter="I"), "got Q2_K"),
+    "type not read": (patched("tensor type", 9, letter="I"), "got Q8_1"),
     "broken rows": (patched("tensor type", 2, letter="I"), "rows of a multiple of 32, got 2"),
     "offset outside": (patched("offset", 2**40, number=1), "to end within the file"),
     "offset 2^64-32": (patched("offset", 2**64 - 32, number=1), "to end within the file"),

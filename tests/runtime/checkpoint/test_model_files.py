@@ -403,6 +403,29 @@ def test_one_part_of_a_split_gguf_is_refused_with_the_remedy(tmp_path):
         open_model(tmp_path / "t.gguf")
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9\n"
+
+
+def test_to_fetch_a_file_again_is_advised_where_it_helps_and_nowhere_else(tmp_path):
+    model = hf_model(tmp_path / "m")
+    weights = model / "model.safetensors"
+    for content in (weights.read_bytes()[:-7], weights.read_bytes()[:5], POINTER):
+        (model / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match="or a pointer of Git LFS: fetch it again"):
+            open_model(model).fingerprint()
+    whole = build(llama_metadata(), [f32("w", np.ones((8, 8)))]).data
+    wrong = {bytes(whole[:-9]): "cut off, fetch it again", POINTER: "LFS: fetch the file itself"}
+    for content, remedy in wrong.items():
+        (tmp_path / "m.gguf").write_bytes(content)
+        with pytest.raises(InvalidGGUF, match=remedy):
+            open_model(tmp_path / "m.gguf")
+    # a whole file of another model stays one of another model
+    save(tmp_path / "other", CONFIG | {"intermediate_size": 8}, random_tensors(CONFIG))
+    with pytest.raises(CheckpointError, match="/other: Expected checkpoint and model") as caught:
+        LLM(str(tmp_path / "other"), max_model_len=16, max_num_seqs=1, dtype="float32")
+    assert str(caught.value).endswith("does not support this kind of the family.")
+
+
 def test_a_split_gguf_is_one_model_by_its_first_part_or_another(tmp_path):
     for number in range(2):
         metadata = [("split.no", 2, number), ("split.count", 2, 2), *llama_metadata()[:6]]
