@@ -78,8 +78,12 @@ def test_an_answer_begins_or_goes_on_but_not_both():
 
 def test_keys_that_change_answers_are_never_unknown():
     keys = ("use_beam_search", "chat_template", "reasoning_effort", "logits_processors", "suffix")
+    keys += ("max_new_tokens", "do_sample", "stop_sequences", "repeat_penalty", "enable_thinking")
+    keys += ("extra_body", "typical_p", "no_repeat_ngram_size", "mirostat", "system_prompt")
     assert not unknown_keys(dict.fromkeys((*keys, "bad_words"), "x"), is_chat=True)
     assert {refusal(**{key: "x"}).param for key in keys} == set(keys)
+    assert "Give max_tokens" in refusal(max_new_tokens=5).message
+    assert read(typical_p=1.0, no_repeat_ngram_size=0, num_beams=1) == read()
 
 
 def test_defaults_of_keys_that_need_another_key_change_nothing():
