@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from .comparison.compare import ComparedModel, compare
     from .llm import LLM
     from .request import CompletionOutput, RequestOutput, SampleRule, SamplingParams
-    from .structured.params import StructuredOutputsParams
+    from .structured.params import AllowedTokens, StructuredOutputsParams
 
 __all__ = [
     "LLM",
+    "AllowedTokens",
     "ComparedModel",
     "CompletionOutput",
     "RequestOutput",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 _ON_FIRST_USE = {
     "LLM": ".llm",
+    "AllowedTokens": ".structured.params",
     "ComparedModel": ".comparison.compare",
     "CompletionOutput": ".request",
     "RequestOutput": ".request",

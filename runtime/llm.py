@@ -38,7 +38,7 @@ from .files.run_config import read_instant, read_plan_table
 from .planning import plan_checks
 from .planning.plan_arguments import PlanArguments, check_kinds
 from .request import Request, RequestOutput, SamplingParams
-from .structured.params import StructuredOutputsParams
+from .structured.params import AllowedTokens, StructuredOutputsParams
 from .text.chat_messages import read_messages
 from .text.prompts import Prompt, PromptReader, as_conversations, as_list, one_each
 from .text.tokenizer import Tokenizer
@@ -78,7 +78,8 @@ class LLM:
       strict_config: Whether to refuse a config.json with keys that nothing reads.
       runner: `generate`, or `pooling` to compute vectors of texts with `embed` only. By default
         `pooling` if the plan or the model can only embed, else `generate`.
-      structured_outputs: The forms that requests may ask for, which are compiled with the graphs.
+      structured_outputs: The forms and the allowed tokens that requests may ask for, which are
+        compiled with the graphs.
       now: The local time that chat templates see, such as `2026-01-31T12:00:00`. By default the
         time of the first chat.
 
@@ -108,7 +109,7 @@ class LLM:
         seed: int = 0,
         strict_config: bool = False,
         runner: str = "auto",
-        structured_outputs: Sequence[StructuredOutputsParams] = (),
+        structured_outputs: Sequence[StructuredOutputsParams | AllowedTokens] = (),
         now: str | None = None,
     ):
         """Load the model and compile its grid; see the class for the arguments."""
@@ -218,6 +219,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         adapter: AdapterName = None,
     ) -> list[RequestOutput]:
         """Answer conversations.
@@ -229,6 +231,8 @@ class LLM:
           chat_template_kwargs: Extra variables for the model's chat template.
           tools: The tools that the template shows to the model, as in a chat request. Calls stay
             text in the answers.
+          continue_final_message: Whether answers continue the last message, which is then the end
+            of the prompt; it needs `add_generation_prompt=False`.
           adapter: The name of the adapter for all conversations, or a list with one for each.
 
         Returns:
@@ -250,6 +254,7 @@ class LLM:
                     add_generation_prompt=add_generation_prompt,
                     template_kwargs=chat_template_kwargs,
                     tools=tools,
+                    continue_final_message=continue_final_message,
                 ),
             )
             for conversation in as_conversations(messages)
@@ -287,7 +292,8 @@ class LLM:
         """Compute the vectors of texts, pooled and normalised as the model's files say.
 
         Texts get the default prompt of the model's files, if there is one, and the special tokens
-        of the tokenizer's template; token ids are taken as they are.
+        of the tokenizer's template, and are cut at the `max_seq_length` of the model's files, as in
+        sentence-transformers; token ids are taken as they are.
 
         Args:
           prompts: One text or several, as for `generate`.
@@ -321,7 +327,8 @@ class LLM:
                 "dimensions",
             )
         texts = [
-            self._prompts.read_whole(prompt, self._pooling.prompt) for prompt in as_list(prompts)
+            self._prompts.read_whole(prompt, self._pooling.prompt, self._pooling.max_tokens)
+            for prompt in as_list(prompts)
         ]
         packed = [(None, pack([text])) for text in texts]
         results = []

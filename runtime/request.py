@@ -9,11 +9,19 @@ files.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import RowError
-from .structured.params import StructuredOutputsParams
+from .rows.parameter_checks import (
+    PLAIN,
+    as_tuple,
+    check_integer,
+    check_number,
+    plain_number,
+    wrong_value,
+)
+from .structured.params import AllowedTokens, StructuredOutputsParams
 from .text.answer_pattern import compile_answer
 from .vllm_options import SAMPLING, also_accepts
 
@@ -27,8 +35,6 @@ MAX_STOP_TOKEN_IDS = 32
 MAX_LOGIT_BIAS = 300
 MAX_PROBES = 1000
 KEEP = ("all", "majority", "best")
-_PLAIN = frozenset({int, float, bool, str, tuple, type(None)})
-"""Types of parameters that are no numbers of numpy."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,9 @@ class SampleRule:
 
     def __post_init__(self):
         """Check all values."""
-        _check_integer("stopping.stop_when", self.stop_when, 2, MAX_N, optional=True)
-        _check_integer("stopping.probe_every", self.probe_every, 1, 2**31 - 1, optional=True)
-        _check_integer("stopping.probes", self.probes, 1, MAX_PROBES, optional=True)
+        check_integer("stopping.stop_when", self.stop_when, 2, MAX_N, optional=True)
+        check_integer("stopping.probe_every", self.probe_every, 1, 2**31 - 1, optional=True)
+        check_integer("stopping.probes", self.probes, 1, MAX_PROBES, optional=True)
         if self.keep not in KEEP:
             raise wrong_value("stopping.keep", f"one of {', '.join(KEEP)}", self.keep)
         if (self.probe_every is None) != (self.probes is None):
@@ -110,6 +116,9 @@ class SamplingParams:
       skip_special_tokens: Whether special tokens are left out of the text.
       include_stop_str_in_output: Whether the text includes the stop string that ended it.
       logit_bias: Numbers that are added to logits, by token id, -100 to 100.
+      allowed_token_ids: The only ids that are generated; None for all.
+      bad_words: Texts whose tokens are never generated in their order, with or without a space
+        before them.
       stopping: When continuations stop early, and which of them are returned.
       structured_outputs: The form that every continuation has.
 
@@ -136,37 +145,41 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    bad_words: tuple[str, ...] | list[str] = ()
     stopping: SampleRule | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self):
         """Check all values, turn the stops into tuples, and numpy's numbers into Python's."""
-        others = {name: x for name, x in vars(self).items() if type(x) not in _PLAIN}
+        others = {name: x for name, x in vars(self).items() if type(x) not in PLAIN}
         for name, value in others.items():
-            object.__setattr__(self, name, _plain_number(value))
-        stop = _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+            object.__setattr__(self, name, plain_number(value))
+        stop = as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         object.__setattr__(self, "stop", stop)
-        stop_ids = map(_plain_number, _as_tuple("stop_token_ids", self.stop_token_ids))
+        stop_ids = map(plain_number, as_tuple("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
-        _check_integer("n", self.n, 1, MAX_N)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_integer("n", self.n, 1, MAX_N)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         # the bounds keep quotients of logits and sums of probabilities inside float32
-        _check_number("repetition_penalty", self.repetition_penalty, 1e-10, 1e10)
-        _check_number("temperature", self.temperature, 1e-20, 1e20, or_zero=True)
-        _check_number("top_p", self.top_p, 1e-20, 1.0)
-        _check_integer("top_k", self.top_k, -1, 2**31 - 1)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        _check_integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
-        _check_integer("max_tokens", self.max_tokens, 0, 2**31 - 1, optional=True)
-        _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
-        _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        check_number("repetition_penalty", self.repetition_penalty, 1e-10, 1e10)
+        check_number("temperature", self.temperature, 1e-20, 1e20, or_zero=True)
+        check_number("top_p", self.top_p, 1e-20, 1.0)
+        check_integer("top_k", self.top_k, -1, 2**31 - 1)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        check_integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
+        check_integer("max_tokens", self.max_tokens, 0, 2**31 - 1, optional=True)
+        check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
         for flag in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, flag), bool):
                 raise wrong_value(flag, "true or false", getattr(self, flag))
         _check_stops(stop, self.stop_token_ids)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        object.__setattr__(self, "bad_words", _checked_words(self.bad_words))
+        object.__setattr__(self, "allowed_token_ids", _checked_ids(self.allowed_token_ids))
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RowError(
                 "invalid_request",
@@ -183,12 +196,23 @@ class SamplingParams:
         if self.structured_outputs is not None:
             self._check_structured(self.structured_outputs)
 
+    @cached_property
+    def form(self) -> StructuredOutputsParams | AllowedTokens | None:
+        """The form of the answers, or the tokens that are allowed in them; None for any answer."""
+        if self.max_tokens == 0 or (self.allowed_token_ids is None and not self.bad_words):
+            return self.structured_outputs
+        ids, words = self.allowed_token_ids, self.bad_words
+        return AllowedTokens(None if ids is None else tuple(ids), tuple(words))
+
     def _check_structured(self, form: StructuredOutputsParams) -> None:
         if not isinstance(form, StructuredOutputsParams):
             raise wrong_value("structured_outputs", "StructuredOutputsParams", form)
         # an end in the middle of a text would break its form, so the form alone ends it
         object.__setattr__(self, "stop", ())
         object.__setattr__(self, "stop_token_ids", ())
+        for name in ("bad_words", "allowed_token_ids"):
+            if value := getattr(self, name):
+                raise wrong_value(name, "none beside structured_outputs", value)
         # so would no end where a text must end
         for name, value in {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens}.items():
             if value:
@@ -314,65 +338,6 @@ class RequestOutput:
     """Counts over all samples, if the request has a rule for them."""
 
 
-def wrong_value(where: str, expected: str, got: object, param: str | None = None) -> RowError:
-    """Make the error for an invalid value of a request; a long value is cut in the message.
-
-    Args:
-      where: The parameter, or the place of the value in it.
-      expected: A description of valid values.
-      got: The value.
-      param: The parameter, if it differs from `where`.
-    """
-    shown = "none" if got is None else repr(got)
-    shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
-    message = f"{where}: expected {expected}, got {shown}."
-    return RowError("invalid_request", message, param or where)
-
-
-def whole_number(value: Any) -> Any:
-    """A float without a fraction as an integer; anything else as it is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _plain_number(value: Any) -> Any:
-    """A number as int or float; anything else as it is."""
-    if type(value) not in _PLAIN and isinstance(value, Real):
-        return int(value) if isinstance(value, Integral) else float(value)
-    return value
-
-
-def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
-    if values is None:
-        return ()
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
-        raise wrong_value(name, "a list", values)
-    return tuple(values)
-
-
-def _check_integer(
-    name: str, value: object, low: int, high: int, *, optional: bool = False
-) -> None:
-    if value is None and optional:
-        return
-    # bool is an int in Python, but `n: true` in a request is a mistake
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise wrong_value(name, "an integer", value)
-    if not low <= value <= high:
-        raise wrong_value(name, f"an integer from {low} to {high}", value)
-
-
-def _check_number(
-    name: str, value: object, low: float, high: float, *, or_zero: bool = False
-) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not (low <= value <= high or (or_zero and value == 0))
-    ):
-        zero = "0 or " if or_zero else ""
-        raise wrong_value(name, f"{zero}a number from {low:g} to {high:g}", value)
-
-
 def _check_stops(stop: Sequence[str], stop_token_ids: Sequence[int]) -> None:
     if len(stop) > MAX_STOP_STRINGS:
         raise wrong_value("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(stop)} strings")
@@ -384,7 +349,7 @@ def _check_stops(stop: Sequence[str], stop_token_ids: Sequence[int]) -> None:
             "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", f"{len(stop_token_ids)} ids"
         )
     for token in stop_token_ids:
-        _check_integer("stop_token_ids", token, 0, 2**31 - 1)
+        check_integer("stop_token_ids", token, 0, 2**31 - 1)
 
 
 def _checked_bias(logit_bias: Any) -> dict[int, float] | None:
@@ -396,8 +361,27 @@ def _checked_bias(logit_bias: Any) -> dict[int, float] | None:
         raise wrong_value(
             "logit_bias", f"at most {MAX_LOGIT_BIAS} entries", f"{len(logit_bias)} entries"
         )
-    plain = {_plain_number(token): _plain_number(bias) for token, bias in logit_bias.items()}
+    plain = {plain_number(token): plain_number(bias) for token, bias in logit_bias.items()}
     for token, bias in plain.items():
-        _check_integer("logit_bias", token, 0, 2**31 - 1)
-        _check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        check_integer("logit_bias", token, 0, 2**31 - 1)
+        check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
     return plain
+
+
+def _checked_words(words: Any) -> tuple[str, ...]:
+    words = as_tuple("bad_words", words)
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            raise wrong_value("bad_words", "texts that are not only spaces", word)
+    return words
+
+
+def _checked_ids(token_ids: Any) -> tuple[int, ...] | None:
+    if token_ids is None:
+        return None
+    ids = tuple(map(plain_number, as_tuple("allowed_token_ids", token_ids)))
+    if not ids:
+        raise wrong_value("allowed_token_ids", "at least one id", [])
+    for token in ids:
+        check_integer("allowed_token_ids", token, 0, 2**31 - 1)
+    return ids

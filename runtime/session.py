@@ -36,11 +36,13 @@ from .engine.admission import Admission
 from .engine.engine import Engine
 from .engine.expert_use import ExpertSetup
 from .engine.generation import GenerationSession
-from .errors import InvalidConfig, OutOfMemory, note_start
+from .errors import CheckpointMismatch, InvalidConfig, OutOfMemory, note_start
 from .planning import plan_checks
 from .structured.form_compiler import make_trie
+from .structured.params import AllowedTokens
 from .structured.structures import Structures
-from .structured.token_automaton import TokenTrie
+from .structured.token_automaton import TokenAutomaton, TokenTrie
+from .structured.token_rules import compile_allowed
 from .text.load_tokenizer import load_tokenizer
 from .text.tokenizer import Tokenizer
 
@@ -193,9 +195,11 @@ def load_model(
 def _naming_weights(
     files: ModelFiles, abstract: Iterable[jax.ShapeDtypeStruct], dtype: str, target: Target
 ) -> Iterator[None]:
-    """Raise OutOfMemory with the size of the weights if memory runs out while they load."""
+    """Name the model in errors of its weights; OutOfMemory if memory runs out while they load."""
     try:
         yield
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{files.path}: {error}") from None
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -235,6 +239,14 @@ def vocabulary_trie(files: ModelFiles, tokenizer: Tokenizer) -> TokenTrie:
     num_tokens = min(files.spec.config.vocab_size, tokenizer.vocab_size)
     ends = eos_ids(files, tokenizer)
     return make_trie(tokenizer.token_bytes, num_tokens, tokenizer.special_ids, ends)
+
+
+def allowed_tokens(
+    files: ModelFiles, tokenizer: Tokenizer | None, allowed: AllowedTokens
+) -> TokenAutomaton:
+    """The automaton of answers that have allowed tokens only; RowError if there are none."""
+    vocab_size = files.spec.config.vocab_size
+    return compile_allowed(allowed, vocab_size, tokenizer and tokenizer.encode_words)
 
 
 def lacking_tokens(files: ModelFiles, tokenizer: Tokenizer | None) -> str:

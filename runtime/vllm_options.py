@@ -60,7 +60,6 @@ CHAT = CALL | {
     "chat_template_content_format": AcceptedValues(
         ("auto",), "Templates get contents as they are given"
     ),
-    "continue_final_message": _OFF,
 }
 MODEL: Mapping[str, AcceptedValues] = {
     **dict.fromkeys(
@@ -123,14 +122,14 @@ SAMPLING: Mapping[str, AcceptedValues] = {
     "use_beam_search": _OFF,
     "early_stopping": _OFF,
     "length_penalty": AcceptedValues((1.0,), _NOT_OFFERED),
-    "bad_words": AcceptedValues((None, [], ()), "Forbid token ids with logit_bias, at -100"),
-    "allowed_token_ids": _NONE,
     "logits_processors": _NONE,
     "logprob_token_ids": _NONE,
     "guided_decoding": AcceptedValues((None,), "Give structured_outputs"),
     "thinking_token_budget": _NONE,
     "repetition_detection": _NONE,
-    "truncate_prompt_tokens": AcceptedValues((None,), "Nothing is truncated: shorten the prompt"),
+    "truncate_prompt_tokens": AcceptedValues(
+        (None,), "Only rows of noria batch cut prompts: shorten the prompt"
+    ),
     "extra_args": _NONE,
 }
 STRUCTURED: Mapping[str, AcceptedValues] = {

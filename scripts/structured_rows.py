@@ -119,7 +119,7 @@ def check(forms: dict[str, StructuredOutputsParams], options: argparse.Namespace
         assert generator.admission.structures is not None
         for temperature in TEMPERATURES:
             for name, form in forms.items():
-                shortest = generator.admission.structures.shortest[form.fingerprint]
+                shortest = generator.admission.structures.automata[form.fingerprint].shortest
                 params = [
                     SamplingParams(
                         temperature=temperature,

@@ -124,7 +124,7 @@ class Walks:
         plain, num_masks = ByteWalk(compile_language(read_form(form, RECURSIONS[0]).language)), 0
         # an answer has at least one token, if only an end token
         shortest = max(1, plain.least[START])
-        assert self.packed.shortest[form.fingerprint] == shortest
+        assert self.packed.automata[form.fingerprint].shortest == shortest
         for _ in range(num_walks):
             left = shortest + draw.randint(0, 12)
             state, byte_state = self.packed.first_states[form.fingerprint], START

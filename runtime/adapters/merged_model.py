@@ -21,6 +21,7 @@ from ..checkpoint.generation_defaults import GenerationDefaults
 from ..checkpoint.loader import read_parameter
 from ..checkpoint.published_tensors import publish
 from ..checkpoint.tensor_source import Index, TensorInfo, TensorSource
+from ..checkpoint.unread_parts import UnreadParts
 from ..errors import InvalidAdapter
 from .adapter import CONFIG, WEIGHTS, Adapter, AdapterWeights, LoraPair, check_shape
 
@@ -73,8 +74,8 @@ class MergedModel(ModelFiles):
     def published_config(self) -> Mapping[str, Any]:
         return self._model.published_config
 
-    @property
-    def unread(self):
+    @cached_property
+    def unread(self) -> UnreadParts:
         return self._model.unread
 
     def weight_files(self) -> Mapping[str, Path]:

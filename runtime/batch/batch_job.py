@@ -169,6 +169,8 @@ def _settings(
         configuration["adapters"] = json.dumps([adapters.fingerprints(), base])
     if options.ignore_unknown:
         configuration["unknown keys"] = "ignored"
+    if options.strict_length:
+        configuration["long texts"] = "refused"
     if options.prompt_column or options.id_column:
         configuration["columns"] = f"{options.prompt_column}, {options.id_column}"
     output = options.output
@@ -189,6 +191,7 @@ def _settings(
         sampling_defaults=defaults,
         sampling_defaults_source=source,
         config_keys_ignored=files.unread.keys,
+        tensors_not_read=files.unread.all_tensors,
         error_file=outputs.error_file,
         also_read=_also_read(options, files),
         grace_seconds=options.grace_seconds,

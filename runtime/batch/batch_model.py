@@ -30,6 +30,7 @@ from ..rows.part import Part
 from ..rows.pooled_encoder import PooledEncoder
 from ..rows.prompt_encoder import PromptEncoder
 from ..rows.scan import RowRequirements, ScanSummary
+from ..structured.params import AllowedTokens
 from ..structured.structures import Structures
 from ..text.chat_template import ChatRenderer
 from ..text.load_tokenizer import load_tokenizer
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from ...modelzoo.pooling_config import Pooling
     from ...sharding.layout import Layout
     from ..engine.shared_prefixes import RowLengths, Submission
-    from ..structured.token_automaton import TokenTrie
+    from ..structured.token_automaton import TokenAutomaton, TokenTrie
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class BatchModel:
     def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
         """Open the tokenizer, and the process that renders chat templates."""
         adapters = () if self.adapters is None else self.adapters.names
-        return open_text(self.files, now, self.structures, adapters)
+        is_strict = self.options.strict_length
+        return open_text(self.files, now, self.structures, adapters, is_strict=is_strict)
 
     def pooling(self) -> "Pooling":
         """The pooling with which the model makes one vector of a text."""
@@ -306,6 +308,8 @@ def open_text(
     now: datetime | None = None,
     structures: Structures | None = None,
     adapters: Sequence[str] = (),
+    *,
+    is_strict: bool = False,
 ) -> Iterator[JobText]:
     """Open the tokenizer of a model, and the process that renders its chat template.
 
@@ -314,38 +318,44 @@ def open_text(
         now: The time that templates see; by default the time of this call.
         structures: Compiles the forms of answers that rows ask for.
         adapters: The names of the adapters that rows may use.
+        is_strict: Whether texts to embed that are too long are refused instead of cut.
 
     Raises:
         JobError: The tokenizer's files are invalid, also if this is found in the `with` block.
     """
     try:
-        yield from _open_text(files, now, structures or Structures(), adapters)
+        yield from _open_text(files, now, structures or Structures(), adapters, is_strict=is_strict)
     except InvalidTokenizer as error:
         raise JobError(str(error), EXIT_MODEL) from error
 
 
 def _open_text(
-    files: ModelFiles, now: datetime | None, structures: Structures, adapters: Sequence[str]
+    files: ModelFiles,
+    now: datetime | None,
+    structures: Structures,
+    adapters: Sequence[str],
+    *,
+    is_strict: bool,
 ) -> Iterator[JobText]:
     tokenizer = load_tokenizer(files.tokenizer_files, files.path)
 
     def refuse(row: BatchRow) -> RowError | None:
         return refusal(row, files.spec.config, adapters)
 
-    encode_pooled = PooledEncoder(tokenizer, lambda: files.spec.config)
+    structures.compile_allowed = partial(_allowed_tokens, files, tokenizer)
+    options: dict[str, Any] = {
+        "structures": structures,
+        "encode_pooled": PooledEncoder(tokenizer, lambda: files.spec.config, is_strict=is_strict),
+        "refuse": refuse,
+        "max_length": lambda: files.spec.config.max_position,
+    }
     if tokenizer is None:
-        yield JobText(PromptEncoder(None, encode_pooled=encode_pooled, refuse=refuse), None)
+        yield JobText(PromptEncoder(None, **options), None)
         return
     structures.make_trie = partial(_vocabulary, files, tokenizer)
     with ChatRenderer(tokenizer, now=now) as chat:
         yield JobText(
-            PromptEncoder(
-                tokenizer,
-                chat.encode_all,
-                structures,
-                encode_pooled,
-                refuse,
-            ),
+            PromptEncoder(tokenizer, chat.encode_all, **options),
             tokenizer,
             reads_clock=lambda: chat.reads_clock,
             gave_up=lambda: chat.gave_up,
@@ -356,6 +366,14 @@ def _vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> "TokenTrie":
     from .. import session
 
     return session.vocabulary_trie(files, tokenizer)
+
+
+def _allowed_tokens(
+    files: ModelFiles, tokenizer: Tokenizer | None, allowed: AllowedTokens
+) -> "TokenAutomaton":
+    from .. import session
+
+    return session.allowed_tokens(files, tokenizer, allowed)
 
 
 def _sets_dtype(overrides: Sequence[str]) -> bool:

@@ -119,6 +119,8 @@ class JobSettings:
     sampling_defaults_source: str = "noria"
     config_keys_ignored: tuple[str, ...] = ()
     """Keys of the model's configuration that nothing reads, as `key = value`."""
+    tensors_not_read: Mapping[str, int] = field(default_factory=dict)
+    """The number of the model's tensors that nothing reads, by the beginnings of their names."""
     error_file: Path | None = None
     also_read: Sequence[tuple[str, Path]] = ()
     """Descriptions and paths of other files and folders that are only read, such as the model's."""

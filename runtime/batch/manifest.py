@@ -35,6 +35,7 @@ COMMON_KEYS = (
     "instant",
     "sampling_defaults",
     "config_keys_ignored",
+    "tensors_not_read",
     "input",
 )
 """The keys of a manifest that all parts of a job have in common; the others describe one part."""

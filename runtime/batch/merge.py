@@ -22,7 +22,7 @@ from ..console import plural
 from ..errors import EXIT_OK, EXIT_RESUMABLE, EXIT_ROWS_FAILED, JobError, MergeError
 from ..files.disk import Disk, digest_chunks, digest_file
 from ..rows.part import WHOLE, Part
-from ..rows.results import CUT, STOPPED_SAMPLES, TOKENS_LEFT, error_of_line
+from ..rows.results import CUT, STOPPED_SAMPLES, TEXTS_CUT, TOKENS_LEFT, error_of_line
 from ..rows.row_files import check_output, encoded, is_plain, output_lines
 from .job_files import check_job_files, job_outputs, side_files
 from .journal import differences, journal_path
@@ -248,7 +248,7 @@ def _merged_manifest(parts: Sequence[FinishedPart]) -> dict[str, Any]:
     manifests = [part.manifest for part in parts]
     job = next((m for m in manifests if m["plan"] is not None), manifests[0])
     samples = (STOPPED_SAMPLES, TOKENS_LEFT)
-    totals = ("prompt_tokens", CUT, "output_tokens", *samples, "compiles_during_run")
+    totals = ("prompt_tokens", CUT, TEXTS_CUT, "output_tokens", *samples, "compiles_during_run")
     return {
         **{key: job[key] for key in COMMON_KEYS if key in job},
         "configuration": {**job["configuration"], "rows": str(WHOLE)},

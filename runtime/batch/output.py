@@ -19,7 +19,15 @@ from ..console import plural
 from ..errors import EXIT_RESUMABLE, JobError
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
-from ..rows.results import AT_MAX_LENGTH, CUT, DROPPED, STOPPED_SAMPLES, TOKENS_LEFT, OutputLines
+from ..rows.results import (
+    AT_MAX_LENGTH,
+    CUT,
+    DROPPED,
+    STOPPED_SAMPLES,
+    TEXTS_CUT,
+    TOKENS_LEFT,
+    OutputLines,
+)
 from ..rows.row_files import encoded
 from ..rows.scan import ScannedRow, ScanSummary
 from .job import JobSettings
@@ -128,6 +136,7 @@ def _job_facts(
             "source": settings.sampling_defaults_source,
         },
         "config_keys_ignored": list(settings.config_keys_ignored),
+        "tensors_not_read": dict(settings.tensors_not_read),
         "input": {
             "name": settings.input_name,
             "sha256": summary.input_sha256,
@@ -151,7 +160,7 @@ def _run_facts(
         "wall_seconds": sum(seconds.values()),
         "prompt_tokens": total(finished, "prompt_tokens"),
         "output_tokens": total(finished, "output_tokens"),
-        **{key: total(finished, key) for key in (CUT, STOPPED_SAMPLES, TOKENS_LEFT)},
+        **{key: total(finished, key) for key in (CUT, TEXTS_CUT, STOPPED_SAMPLES, TOKENS_LEFT)},
         "output_tokens_per_second": num_tokens / seconds["run"] if num_tokens else None,
         "time_to_first_token_seconds": spread(finished, "time_to_first_token"),
         "inter_token_latency_seconds": spread(finished, "inter_token_latency"),

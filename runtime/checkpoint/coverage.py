@@ -69,7 +69,8 @@ def check_coverage(
         raise CheckpointMismatch(
             f"Expected checkpoint and model ({spec.family}) to cover each other, got these "
             f"differences:{''.join(lines)}\n"
-            f"Use the config.json of this model, and fetch incomplete files again."
+            f"Use the configuration that was published with these weights. If this is the one, "
+            f"noria does not support this kind of the family."
         )
 
 

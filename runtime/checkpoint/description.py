@@ -20,6 +20,7 @@ from .formats.published_formats import CodedSource
 from .model_files import ModelFiles
 from .small_files import has_file, read_json_object
 from .tensor_source import TensorSource
+from .unread_parts import counted
 
 
 def describe(model: ModelFiles, *, digest_weights: bool = False) -> str:
@@ -112,8 +113,8 @@ def _architecture(model: ModelFiles) -> list[tuple[str, str]]:
     lines += [("family", spec.family), ("config", _pairs(fields))]
     if model.unread.keys:
         lines.append(("keys not read", listing(model.unread.keys)))
-    if model.unread.tensors:
-        lines.append(("parts not read", model.unread.skipped))
+    if unread := model.unread.all_tensors:
+        lines.append(("not read", counted(unread)))
     return lines
 
 

@@ -23,6 +23,7 @@ from ..errors import CheckpointError, InvalidConfig, ModelNotFound
 from ..pods.peers import ALONE, Peers
 from .formats.dequantised_tensors import DequantisedTensors, dequantise
 from .formats.gguf import GGUFFile
+from .formats.gguf_parts import whole_name
 from .formats.module_tensors import ModuleTensors, module_weight_files
 from .formats.safetensors import PICKLES, SafetensorsDirectory, safetensors_files
 from .generation_defaults import GenerationDefaults
@@ -41,7 +42,7 @@ from .own_head import with_own_head
 from .sentence_modules import dense_folders, module_files, read_pooling
 from .small_files import has_file, read_json_object, read_small
 from .tensor_source import TensorSource
-from .unread_parts import UnreadParts
+from .unread_parts import UnreadParts, find_unread
 from .weights_digest import WeightsDigest
 
 if TYPE_CHECKING:
@@ -92,9 +93,9 @@ class ModelFiles(ABC):
     def published_config(self) -> Mapping[str, Any]:
         """The published configuration: config.json, GGUF metadata, or the config in noria.json."""
 
-    @property
+    @cached_property
     def unread(self) -> UnreadParts:
-        """Keys and tensors that nothing reads; other formats than Hugging Face's have none."""
+        """Keys and tensors that nothing reads."""
         return UnreadParts(str(self.path))
 
     @abstractmethod
@@ -203,15 +204,17 @@ class HuggingFaceModel(ModelFiles):
             quantisation = read_quantisation(ConfigReader(self._config))
         return dequantise(self.stored_tensors, quantisation)
 
-    @property
+    @cached_property
     def unread(self) -> UnreadParts:
-        names = self.tensors.tensors if self._has_weights else ()
-        counts = {
-            beginning: sum(name.startswith(beginning) for name in names)
-            for beginning in self.spec.ignored_prefixes
-        }
-        present = {beginning: count for beginning, count in counts.items() if count}
-        return UnreadParts(str(self.path / CONFIG), self.spec.ignored_keys, present)
+        spec, where = self.spec, str(self.path / CONFIG)
+        if not self._has_weights:
+            return UnreadParts(where, spec.ignored_keys)
+        copies = set()
+        if isinstance(self.tensors, DequantisedTensors):
+            copies.update(self.tensors.zero_biases())
+        if spec.config.tie_embeddings:
+            copies.add(spec.head_tensor)
+        return replace(find_unread(where, spec, self.tensors, copies), keys=spec.ignored_keys)
 
     @cached_property
     def stored_tensors(self) -> TensorSource:
@@ -256,11 +259,6 @@ class GGUFModel(ModelFiles):
     def __init__(self, path: Path, name: str):
         super().__init__(path, name)
         self._file = GGUFFile(path)
-        if (parts := self._file.metadata.get("split.count", 1)) not in (0, 1):
-            raise CheckpointError(
-                f"{path}: expected a whole GGUF file, got one of {parts} parts. "
-                f"Merge the parts with: llama-gguf-split --merge FIRST-PART WHOLE.gguf"
-            )
 
     @property
     def published_config(self) -> Mapping[str, Any]:
@@ -273,6 +271,10 @@ class GGUFModel(ModelFiles):
         with _naming_file(self.path):
             tensors = tuple(self._file.tensors)
             return from_gguf_metadata(self._file.metadata, tensors, self._file.read)
+
+    @cached_property
+    def unread(self) -> UnreadParts:
+        return find_unread(str(self.path), self.spec, self.tensors)
 
     @cached_property
     def tensors(self) -> GGUFFile:
@@ -290,11 +292,13 @@ class GGUFModel(ModelFiles):
         self._file.close()
 
     def weight_files(self) -> Mapping[str, Path]:
-        return {"model.gguf": self.path}
+        first, *others = self._file.header_bytes
+        return {"model.gguf": first} | {f"model-{i}.gguf": p for i, p in enumerate(others, start=2)}
 
     def _descriptions(self) -> Iterable[tuple[str, bytes]]:
-        with self.path.open("rb") as file:
-            yield "header", file.read(self._file.header_bytes)
+        for path, num_bytes in self._file.header_bytes.items():
+            with path.open("rb") as file:
+                yield "header", file.read(num_bytes)
 
 
 class OrbaxModel(ModelFiles):
@@ -375,7 +379,7 @@ def open_model(path: str | Path, *, needs_weights: bool = True) -> ModelFiles:
             f"{path}: expected a directory with config.json beside the weights, got one of its "
             f"files alone. Give the directory: {location.parent}"
         )
-    return GGUFModel(location, location.stem)
+    return GGUFModel(location, whole_name(location))
 
 
 def _how_to_fetch(name: str) -> str:

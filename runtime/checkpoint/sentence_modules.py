@@ -138,7 +138,7 @@ def _module(path: Path, entry: Any) -> tuple[str, str]:
 
 
 def _max_tokens(path: Path, options: Mapping[str, Any]) -> int | None:
-    """The length to which sentence-transformers cuts texts, and noria only if a request says so."""
+    """The length to which texts are cut, as in sentence-transformers; None for any length."""
     if options.get("max_seq_length") is None:
         return None
     try:
@@ -159,7 +159,7 @@ def _default_prompt(directory: Path) -> str:
     if not isinstance(prompt, str):
         raise InvalidConfig(
             f"{directory / PROMPTS}: expected a text in prompts for default_prompt_name, got none "
-            f"for {name!r:.80}. Remove the key, or fetch the file again."
+            f"for {name!r:.80}. Add the prompt, or remove the key."
         )
     return prompt
 

@@ -89,6 +89,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="ignore keys of requests that noria does not know; by default such rows are errors",
     )
     add(
+        "--strict-length",
+        action="store_true",
+        help="refuse texts to embed that are longer than the max_seq_length of the model; by "
+        "default they are cut, as in sentence-transformers",
+    )
+    add(
         "--now",
         metavar="TIME",
         help="local time that chat templates see, such as 2026-01-31T12:00:00 (default: the start "

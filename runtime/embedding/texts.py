@@ -17,7 +17,7 @@ class EncodedText(NamedTuple):
     num_first: int
     """The number of tokens of the first part of a pair, by token types; all tokens of a text."""
     num_cut: int = 0
-    """The number of tokens that the request asked to cut."""
+    """The number of tokens that the request or the model's files asked to cut."""
 
 
 _NUM_FACTS = 3
@@ -52,6 +52,11 @@ def num_texts(packed: Sequence[int]) -> int:
 def lengths_of(packed: Sequence[int]) -> tuple[int, ...]:
     """The number of tokens of each text in a list that `pack` returned."""
     return tuple(packed[1 : 1 + _NUM_FACTS * packed[0] : _NUM_FACTS])
+
+
+def num_texts_cut(packed: Sequence[int]) -> int:
+    """The number of texts, in a list that `pack` returned, from which tokens were cut."""
+    return sum(map(bool, packed[_NUM_FACTS : 1 + _NUM_FACTS * packed[0] : _NUM_FACTS]))
 
 
 def num_cut(packed: Sequence[int]) -> int:

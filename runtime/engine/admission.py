@@ -15,6 +15,7 @@ from ...compile.grids.prefix_grid import PlannedPrefix
 from ...modelzoo.weights.adapted_weight import NO_ADAPTER
 from ..errors import RowError
 from ..request import Request, SamplingParams
+from ..structured.params import AllowedTokens
 from ..structured.tables import PackedStructures
 from ..text.detokenizer import TextCollector
 from ..text.tokenizer import Tokenizer
@@ -112,6 +113,7 @@ class Admission:
                 "prompt_logprobs",
             )
         stop_ids = self._stop_ids(params)
+        self._check_end(params, stop_ids)
         scheduled = ScheduledRequest(
             number,
             prompt_length,
@@ -172,6 +174,21 @@ class Admission:
                 "stop_token_ids",
             )
         return stop_ids
+
+    def _check_end(self, params: SamplingParams, stop_ids: Sequence[int]) -> None:
+        """Refuse `min_tokens` if of the allowed tokens only those that end an answer are left."""
+        if not params.min_tokens or not isinstance(params.form, AllowedTokens):
+            return
+        assert self.structures is not None
+        is_allowed_V = self.structures.automata[params.form.fingerprint].always_allowed.copy()
+        is_allowed_V[list(stop_ids)] = False
+        if not is_allowed_V.any():
+            raise RowError(
+                "invalid_request",
+                "min_tokens: expected a token, besides those that end an answer, which "
+                "allowed_token_ids and bad_words always allow, got none. Allow another token.",
+                "min_tokens",
+            )
 
     def _check_length(self, request: Request, prefix: PlannedPrefix | None) -> None:
         """Refuse a request that is too long for the model or for the plan."""
@@ -249,19 +266,19 @@ class Admission:
         Raises:
           RowError: The plan does not have the automaton, or the shortest answer does not fit.
         """
-        form, structures = request.params.structured_outputs, self.structures
+        form, structures = request.params.form, self.structures
         if form is None:
             return None if structures is None else 0
         state = None if structures is None else structures.first_states.get(form.fingerprint)
         if structures is None or state is None:
             raise RowError(
                 "invalid_request",
-                f"request {request.request_id!r}: expected a form of answers that the plan's "
-                f"[structured] has, got {form.fingerprint}. Leave out --plan, or make a plan for "
-                f"rows with this form by noria plan; a job that has begun needs --restart, too. "
-                f"In Python, give the form to LLM(structured_outputs=...).",
+                f"request {request.request_id!r}: expected a form of answers, or allowed tokens, "
+                f"that the plan's [structured] has, got {form.fingerprint}. Leave out --plan, or "
+                f"make a plan for such rows by noria plan; a job that has begun needs --restart, "
+                f"too. In Python, give the form to LLM(structured_outputs=...).",
             )
-        if (shortest := structures.shortest[form.fingerprint]) > room:
+        if (shortest := structures.automata[form.fingerprint].shortest) > room:
             raise RowError(
                 "context_length_exceeded",
                 f"request {request.request_id!r}: expected room for the shortest answer of its "

@@ -29,8 +29,7 @@ from ..checkpoint.published_numbers import keep_published
 from ..devices.graph_memory import device_bytes
 from ..embedding.plan import aims
 from ..files.layout_files import read_layout_table
-from ..structured.params import StructuredOutputsParams
-from ..structured.structures import Structures
+from ..structured.structures import Form, Structures
 from ..text.load_tokenizer import load_tokenizer
 from . import plan_checks
 from .target_work import room_on_accelerator, work_of
@@ -53,7 +52,7 @@ _KINDS: Mapping[str, tuple[type | UnionType, str]] = {
     "seed": (int, "an integer"),
     "strict_config": (bool, "True or False"),
     "now": (str | None, "a local date and time such as 2026-01-31T12:00:00"),
-    "structured_outputs": (list | tuple, "a list of StructuredOutputsParams"),
+    "structured_outputs": (list | tuple, "a list of forms"),
 }
 
 
@@ -80,7 +79,7 @@ class PlanArguments:
     experts: ExpertPlan | None
     max_model_len: int | None
     max_num_seqs: int | None
-    structured_outputs: Sequence[StructuredOutputsParams]
+    structured_outputs: Sequence[Form]
 
     def __post_init__(self):
         if self.runner not in RUNNERS:
@@ -91,9 +90,10 @@ class PlanArguments:
             if (size := getattr(self, name)) is not None:
                 check_count(name, size)
         for index, form in enumerate(self.structured_outputs):
-            if not isinstance(form, StructuredOutputsParams):
-                place = f"structured_outputs[{index}]"
-                raise ValueError(f"{place}: expected StructuredOutputsParams, got {form!r}.")
+            if not isinstance(form, Form):
+                place, expected = f"structured_outputs[{index}]", "StructuredOutputsParams"
+                message = f"{place}: expected {expected} or AllowedTokens, got {form!r}."
+                raise ValueError(message)
         if "dtype" in (self.numbers or {}):
             raise ValueError("numbers: expected no key dtype, got one. Give the argument dtype.")
 
@@ -161,6 +161,7 @@ class PlanArguments:
         tokenizer = (
             load_tokenizer(files.tokenizer_files, files.path) if self.structured_outputs else None
         )
+        structures.compile_allowed = partial(session.allowed_tokens, files, tokenizer)
         if tokenizer is not None:
             structures.make_trie = partial(session.vocabulary_trie, files, tokenizer)
         for form in self.structured_outputs:

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import RowError, joined, unknown_parameter
-from ..request import whole_number, wrong_value
 from ..vllm_options import ANY, CHAT, SAMPLING, AcceptedValues
+from .parameter_checks import whole_number, wrong_value
 
 _NOT_OFFERED = "noria has no such feature: leave it out"
 _OFF, _ON, _NONE = (
@@ -46,8 +46,37 @@ def refused(remedy: str, *keys: str) -> dict[str, AcceptedValues]:
     return dict.fromkeys(keys, AcceptedValues((), remedy))
 
 
+_OF_OTHER_SERVERS = {
+    **refused("Give max_tokens", "max_new_tokens", "max_length", "n_predict", "num_predict"),
+    **refused("Give min_tokens", "min_new_tokens", "min_length"),
+    **refused("Give stop", "stop_sequences", "stop_strings", "stop_words"),
+    **refused("Give temperature, 0 for greedy decoding", "do_sample", "temp"),
+    **refused("Give n", "num_return_sequences"),
+    **refused("Give repetition_penalty", "repeat_penalty", "repeat_last_n"),
+    **refused("Give bad_words", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+    **refused("Give chat_template_kwargs", "enable_thinking", "thinking", "chat_template_args"),
+    **refused("Give the name of an adapter as model", "lora_request", "lora_name", "adapter_id"),
+    **refused("Write its keys into the body", "extra_body", "sampling_params", "parameters"),
+    **refused("Write a system message", "system", "system_prompt"),
+    **refused(_NOT_OFFERED, "forced_bos_token_id", "forced_eos_token_id", "web_search_options"),
+    **dict.fromkeys(
+        (
+            *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "mirostat", "top_a"),
+            *("xtc_probability", "dry_multiplier", "penalty_alpha", "diversity_penalty"),
+            *("epsilon_cutoff", "eta_cutoff", "smoothing_factor", "dynatemp_range"),
+        ),
+        AcceptedValues((0,), _NOT_OFFERED),
+    ),
+    **dict.fromkeys(
+        ("typical_p", "num_beams", "num_beam_groups", "tfs", "tfs_z", "guidance_scale"),
+        AcceptedValues((1,), _NOT_OFFERED),
+    ),
+}
+"""Keys of transformers and of other servers that change answers, so they are never ignored."""
+
 _GENERATION = {
     **HINTS,
+    **_OF_OTHER_SERVERS,
     **SAMPLING,
     "best_of": AcceptedValues((1,), "Use n"),
     "detokenize": AcceptedValues((True,), "Answers have their text: leave it out"),
@@ -69,14 +98,12 @@ _GENERATION = {
 OF_CHAT: Mapping[str, AcceptedValues] = {
     **_GENERATION,
     "echo": AcceptedValues((False,), "Only /v1/completions echoes its prompt"),
-    "add_generation_prompt": _ON,
     "add_special_tokens": _OFF,
     "include_reasoning": _ON,
     "documents": _NONE,
     "modalities": AcceptedValues((["text"],), "Answers are texts"),
     "chat_template": CHAT["chat_template"],
     "chat_template_content_format": CHAT["chat_template_content_format"],
-    "continue_final_message": CHAT["continue_final_message"],
     **refused("Give chat_template_kwargs, if the template reads it", "reasoning_effort"),
 }
 """The other keys of a chat, with the values that change no answer."""
@@ -101,6 +128,16 @@ def given_values(body: Mapping[str, Any], integers: Collection[str]) -> dict[str
         for key, value in body.items()
         if value is not None
     }
+
+
+def max_prompt_tokens(given: Mapping[str, Any]) -> int | None:
+    """The value of `truncate_prompt_tokens`; -1 for the length of the model, None for no limit."""
+    key = "truncate_prompt_tokens"
+    value = given.get(key)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_integer and (value >= 1 or value == -1)):
+        raise wrong_value(key, "an integer of at least 1, or -1", value)
+    return value
 
 
 def check_keys(

@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 from ..errors import RowError, joined, unknown_parameter
 from ..files.strict_json import MAX_LINE_BYTES, Line, Unit, dump_line, parse_object
-from ..request import SamplingParams, wrong_value
+from ..request import SamplingParams
 from ..text.chat_messages import read_messages
+from .parameter_checks import wrong_value
 from .pooled_body import EMBEDDING_URL, POOLED_URLS, PooledRequest, read_pooled, unknown_pooled_keys
 from .request_body import read_params, unknown_keys
 from .tools import Tools
@@ -54,8 +55,12 @@ class BatchRow:
     """The adapter that `model` names; None for the model itself."""
     messages: list[dict[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
+    max_prompt_tokens: int | None = None
+    """The number of the prompt's last tokens to keep; -1 for the length of the model."""
     echo: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -281,10 +286,13 @@ def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
         "echo": read.echo,
         "logprobs": read.logprobs,
         "prompt_logprobs": read.prompt_logprobs,
+        "max_prompt_tokens": read.max_prompt_tokens,
         "model": _model(body),
     }
     if is_chat:
         content["kind"], content["tools"] = "chat", read.tools
+        content["add_generation_prompt"] = read.add_generation_prompt
+        content["continue_final_message"] = read.continue_final_message
         content["messages"] = read_messages(body.get("messages"))
         content["chat_template_kwargs"] = _template_kwargs(body.get("chat_template_kwargs"))
         return content

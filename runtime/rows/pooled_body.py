@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import RowError
-from ..request import wrong_value
 from ..vllm_options import AcceptedValues
-from .body_keys import HINTS, check_keys, given_values, refused, unknown_among
+from .body_keys import HINTS, check_keys, given_values, max_prompt_tokens, refused, unknown_among
+from .parameter_checks import wrong_value
 
 Task = Literal["embed", "score", "rerank", "classify"]
 Text = str | tuple[int, ...]
@@ -106,7 +106,7 @@ def read_pooled(task: Task, body: Mapping[str, Any]) -> PooledRequest:
     """
     given = given_values(body, _INTEGERS)
     check_keys(given, _KEYS[task], _OTHERS)
-    return replace(_request(task, given), max_tokens=_max_tokens(given))
+    return replace(_request(task, given), max_tokens=max_prompt_tokens(given))
 
 
 def _request(task: Task, given: Mapping[str, Any]) -> PooledRequest:
@@ -233,15 +233,6 @@ def _count(given: Mapping[str, Any], key: str, for_all: tuple[int, ...] = ()) ->
     if not is_integer or value < 1:
         or_all = f", or {' or '.join(map(str, for_all))} for all" if for_all else ""
         raise wrong_value(key, f"an integer of at least 1{or_all}", value)
-    return value
-
-
-def _max_tokens(given: Mapping[str, Any]) -> int | None:
-    key = "truncate_prompt_tokens"
-    value = given.get(key)
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_integer and (value >= 1 or value == -1)):
-        raise wrong_value(key, "an integer of at least 1, or -1", value)
     return value
 
 

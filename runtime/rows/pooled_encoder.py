@@ -1,9 +1,10 @@
 """Encodes the texts of requests for vectors, scores and classes into token ids.
 
 Texts get the prompt that the model's files put before every text, and the special tokens of the
-tokenizer's template; token ids are taken as they are. The last tokens of a text are cut only if the
-request says so. The texts of a row are packed into one list (`embedding.texts`). Does not know
-about files or buckets. Guarantees: packed texts or a `RowError` for each request.
+tokenizer's template; token ids are taken as they are. The last tokens of a text are cut if the
+request says so, or if the model's files limit the length of texts. The texts of a row are packed
+into one list (`embedding.texts`). Does not know about files or buckets. Guarantees: packed texts or
+a `RowError` for each request.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +25,17 @@ class PooledEncoder:
     Args:
         tokenizer: The model's tokenizer; None to refuse text.
         config: Returns the model's configuration; called if there are requests.
+        is_strict: Whether texts that the limit of the model's files would cut are refused.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, config: "Callable[[], DecoderConfig]"):
-        self._tokenizer, self._config = tokenizer, config
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        config: "Callable[[], DecoderConfig]",
+        *,
+        is_strict: bool = False,
+    ):
+        self._tokenizer, self._config, self._is_strict = tokenizer, config, is_strict
 
     def __call__(self, requests: Sequence[PooledRequest]) -> Iterator[Sequence[int] | RowError]:
         items = [[(item, self._limit(r)) for item in self._items(r)] for r in requests]
@@ -41,9 +49,10 @@ class PooledEncoder:
             errors = list(self._errors(request))
             for (text, limit), place in zip(own, request.places(len(own)), strict=True):
                 if _is_ids(text):
-                    each = _first_ids(text, limit)
+                    # the limit of the model's files is one of texts
+                    each = _first_ids(text, limit if request.max_tokens else None)
                 else:
-                    each = next(encoded, None) or no_tokenizer(place)
+                    each = self._checked(next(encoded, None), request, limit, place)
                 if isinstance(each, RowError):
                     errors.append(each)
                 elif not each.ids:
@@ -62,17 +71,34 @@ class PooledEncoder:
 
     def _limit(self, request: PooledRequest) -> int | None:
         """The largest number of tokens of a text of a request."""
+        if request.max_tokens is None:
+            return self._config().pooling.max_tokens
         return self._max_length if request.max_tokens == -1 else request.max_tokens
+
+    def _checked(
+        self,
+        text: EncodedText | RowError | None,
+        request: PooledRequest,
+        limit: int | None,
+        place: str,
+    ) -> EncodedText | RowError:
+        """An encoded text, or the error that refuses it."""
+        if text is None:
+            return no_tokenizer(place)
+        is_asked = request.max_tokens is not None
+        if isinstance(text, RowError) or not text.num_cut or is_asked or not self._is_strict:
+            return text
+        return RowError(
+            "context_length_exceeded",
+            f"{place}: expected at most {limit} tokens, the max_seq_length of the model, got "
+            f"{len(text.ids) + text.num_cut}. Shorten it, or cut it by truncate_prompt_tokens.",
+            place,
+        )
 
     def _errors(self, request: PooledRequest) -> Iterator[RowError]:
         """The error of a request that would keep more tokens than the model has positions for."""
         if (kept := request.max_tokens or 0) > 0 and kept > self._max_length:
-            yield RowError(
-                "invalid_request",
-                f"truncate_prompt_tokens: expected -1 or at most {self._max_length}, the maximum "
-                f"length of the model, got {kept}.",
-                "truncate_prompt_tokens",
-            )
+            yield too_long(self._max_length, kept)
 
     @property
     def _max_length(self) -> int:
@@ -90,6 +116,16 @@ def no_tokenizer(param: str) -> RowError:
         f"{param}: this model has no tokenizer, so text cannot be read. Give the prompt of "
         "/v1/completions, or the input of /v1/embeddings, as a list of token ids.",
         param,
+    )
+
+
+def too_long(max_length: int, kept: int) -> RowError:
+    """The error of a request that would keep more tokens than the model has positions for."""
+    return RowError(
+        "invalid_request",
+        f"truncate_prompt_tokens: expected -1 or at most {max_length}, the maximum length of the "
+        f"model, got {kept}.",
+        "truncate_prompt_tokens",
     )
 
 

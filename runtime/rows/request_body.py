@@ -12,12 +12,21 @@ raises `RowError`.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..errors import ConfigError, RowError, joined, unknown_parameter
-from ..request import MAX_LOGPROBS, SampleRule, SamplingParams, whole_number, wrong_value
+from ..request import MAX_LOGPROBS, SampleRule, SamplingParams
 from ..vllm_options import AcceptedValues
-from .body_keys import OF_CHAT, OF_COMPLETIONS, check_keys, given_values, unknown_among
+from .body_keys import (
+    OF_CHAT,
+    OF_COMPLETIONS,
+    check_keys,
+    given_values,
+    max_prompt_tokens,
+    unknown_among,
+)
+from .parameter_checks import whole_number, wrong_value
 from .structured_body import FORM_KEYS, read_form
 from .tools import TOOL_KEYS, Tools, read_tools
 
@@ -37,18 +46,20 @@ _DIRECT = (
     "prompt_logprobs",
     "skip_special_tokens",
     "include_stop_str_in_output",
+    "bad_words",
 )
-_TRANSLATED = ("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "logit_bias")
+_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
+_TRANSLATED = ("max_tokens", "max_completion_tokens", "stop", *_ID_LISTS, "logit_bias")
 _INTEGERS = (
     *("n", "top_k", "seed", "min_tokens", "max_tokens", "max_completion_tokens"),
-    *("logprobs", "top_logprobs", "prompt_logprobs"),
+    *("logprobs", "top_logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
 )
 _RULE_INTEGERS = ("stop_when", "probe_every", "probes")
 _RULE = "noria"
 """The key of the rule for the samples of a row, an extension of OpenAI's interface."""
 _COMMON = (
     *(*_DIRECT, *_TRANSLATED, *FORM_KEYS),
-    *(_RULE, "model", "logprobs", "stream"),
+    *(_RULE, "model", "logprobs", "stream", "truncate_prompt_tokens"),
 )
 SAMPLING_KEYS = (
     "max_tokens",
@@ -63,7 +74,11 @@ SAMPLING_KEYS = (
     "ignore_eos",
 )
 """Keys that a job may set for all rows."""
-CHAT_KEYS = (*_COMMON, "messages", "top_logprobs", "chat_template_kwargs", *TOOL_KEYS)
+_PREFILL_KEYS = ("add_generation_prompt", "continue_final_message")
+CHAT_KEYS = (
+    *(*_COMMON, "messages", "top_logprobs", "chat_template_kwargs", *TOOL_KEYS),
+    *_PREFILL_KEYS,
+)
 COMPLETION_KEYS = (*_COMMON, "prompt", "echo")
 
 
@@ -79,6 +94,12 @@ class BodyParams:
     """Number of alternatives to show in the separate `prompt_logprobs` field."""
     tools: Tools | None = None
     """The tools that the model may call, or must call."""
+    max_prompt_tokens: int | None = None
+    """The number of the prompt's last tokens to keep; -1 for the length of the model."""
+    add_generation_prompt: bool = True
+    """Whether the prompt of a chat ends with the beginning of the assistant's answer."""
+    continue_final_message: bool = False
+    """Whether the answer continues the last message of a chat."""
 
 
 def read_params(
@@ -132,7 +153,10 @@ def read_params(
         keys = {"max_tokens": limit_key, "stopping": _RULE}
         keys |= {"structured_outputs": asked} if asked else {}
         raise _in_body_keys(error, keys) from None
-    return BodyParams(params, echo, logprobs, asked_prompt_logprobs, tools)
+    cut = max_prompt_tokens(given)
+    return BodyParams(
+        params, echo, logprobs, asked_prompt_logprobs, tools, cut, *_read_prefill(given)
+    )
 
 
 def read_sampling(assignments: Sequence[str]) -> dict[str, Any]:
@@ -188,8 +212,18 @@ def _check_without_effect(given: Mapping[str, Any]) -> None:
         raise RowError("invalid_request", "stream: expected false in a batch, got true.", "stream")
 
 
-def _switch(given: Mapping[str, Any], key: str) -> bool:
-    value = given.get(key, False)
+def _read_prefill(given: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether the prompt ends with the beginning of an answer, or within the last message."""
+    begins = _switch(given, "add_generation_prompt", default=True)
+    continues = _switch(given, "continue_final_message")
+    if begins and continues:
+        expected = "false beside continue_final_message"
+        raise wrong_value("add_generation_prompt", expected, True)
+    return begins, continues
+
+
+def _switch(given: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    value = given.get(key, default)
     if not isinstance(value, bool):
         raise wrong_value(key, "true or false", value)
     return value
@@ -225,9 +259,9 @@ def _read_stop(value: object) -> list[str]:
     return texts
 
 
-def _read_stop_token_ids(value: object) -> list[int]:
+def _read_ids(value: object, key: str) -> list[int]:
     if not isinstance(value, list):
-        raise wrong_value("stop_token_ids", "a list of token ids", value)
+        raise wrong_value(key, "a list of token ids", value)
     return list(map(whole_number, value))
 
 
@@ -257,6 +291,6 @@ def _read_rule(value: object) -> SampleRule:
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "stop": _read_stop,
-    "stop_token_ids": _read_stop_token_ids,
+    **{key: partial(_read_ids, key=key) for key in _ID_LISTS},
     "logit_bias": _read_logit_bias,
 }

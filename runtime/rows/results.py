@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..embedding.texts import lengths_of, num_cut
+from ..embedding.texts import lengths_of, num_cut, num_texts_cut
 from ..errors import RowError
 from ..request import CompletionOutput, RequestOutput, SampleCounts, TokenLogprob
 from ..text.tokenizer import Tokenizer
@@ -36,8 +36,8 @@ AT_MAX_LENGTH = "at_max_length"
 STOPPED_SAMPLES, TOKENS_LEFT = "stopped_samples", "tokens_left"
 """The keys of the number of samples that a rule stopped early, and of the tokens that they could
 still have had under their limits."""
-CUT = "prompt_tokens_cut"
-"""The key of the number of tokens that `truncate_prompt_tokens` cut from the texts of rows."""
+CUT, TEXTS_CUT = "prompt_tokens_cut", "texts_cut"
+"""The keys of the number of tokens that were cut from the texts of rows, and of these texts."""
 
 # errors of lines that were not read as requests: the standard's form with `response: null`
 _NEVER_EXECUTED = frozenset(
@@ -233,10 +233,9 @@ class OutputLines:
         return choice
 
     def _prompt_text(self, row: BatchRow, output: RequestOutput) -> str:
-        if row.prompt is not None:
-            return row.prompt
-        if output.prompt is not None:
-            return output.prompt
+        written = row.prompt if output.prompt is None else output.prompt
+        if written is not None and row.max_prompt_tokens is None:
+            return written
         if self._tokens is None:
             return ""
         pieces = (self._tokens.token_bytes(token) for token in output.prompt_token_ids)
@@ -334,6 +333,7 @@ def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:
         values["prompt_tokens"] = sum(lengths_of(output.prompt_token_ids))
         if cut := num_cut(output.prompt_token_ids):
             values[CUT] = cut
+            values[TEXTS_CUT] = num_texts_cut(output.prompt_token_ids)
     if samples is not None and samples.stopped:
         values[STOPPED_SAMPLES] = samples.stopped
         values[TOKENS_LEFT] = samples.tokens_left

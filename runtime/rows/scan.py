@@ -236,7 +236,7 @@ def _requirements_of(row: BatchRow, ids: Sequence[int]) -> RowRequirements:
         n=params.n,
         prompt_logprobs=params.prompt_logprobs,
         has_stops=bool(params.stop) or params.stopping is not None,
-        structure=params.structured_outputs and params.structured_outputs.fingerprint,
+        structure=params.form and params.form.fingerprint,
         text_lengths=() if row.pooled is None else lengths_of(ids),
     )
 

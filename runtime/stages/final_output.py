@@ -24,14 +24,14 @@ from ..batch.output import write_outputs
 from ..errors import EXIT_RESUMABLE, JobError
 from ..files.disk import Disk, digest_file
 from ..files.strict_json import read_lines
-from ..rows.results import CUT, STOPPED_SAMPLES, TOKENS_LEFT, error_of_line
+from ..rows.results import CUT, STOPPED_SAMPLES, TEXTS_CUT, TOKENS_LEFT, error_of_line
 from .stage_rows import FollowedRow, StageFiles
 
 Follow = Callable[[], Iterator[FollowedRow]]
 """Follows every row of the job's part through all stages, from the beginning."""
 
 _SAMPLES = (STOPPED_SAMPLES, TOKENS_LEFT)
-_TOTALS = ("prompt_tokens", CUT, "output_tokens", *_SAMPLES, "compiles_during_run")
+_TOTALS = ("prompt_tokens", CUT, TEXTS_CUT, "output_tokens", *_SAMPLES, "compiles_during_run")
 _OF_ROWS = {
     "num_kept": "kept_from_earlier_runs",
     "num_repeated": "repeated",

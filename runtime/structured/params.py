@@ -1,4 +1,4 @@
-"""The form that a request asks its answers to have.
+"""The form that a request asks its answers to have, or the tokens that it allows in them.
 
 Names are those of vLLM's `StructuredOutputsParams` (github.com/vllm-project/vllm,
 sampling_params.py). Does not know about the meaning of schemas, tokens or endpoints.
@@ -70,6 +70,26 @@ class StructuredOutputsParams:
         if not is_list or not choice or not all(isinstance(c, str) and c for c in choice):
             raise _wrong("choice", "a list of texts that are not empty", choice)
         object.__setattr__(self, "choice", tuple(choice))
+
+
+@dataclass(frozen=True)
+class AllowedTokens:
+    """The tokens that answers may have, of which a request gives at least one field.
+
+    Attributes:
+      token_ids: The ids that may be generated; None for all.
+      bad_words: Texts whose tokens are never generated in their order, with or without a space
+        before them.
+    """
+
+    token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The hash by which a plan names these tokens."""
+        content = json_module.dumps(["allowed", self.token_ids, self.bad_words])
+        return f"sha256:{sha256(content.encode()).hexdigest()}"
 
 
 def _schema_text(schema: Any) -> str:

@@ -1,5 +1,7 @@
 """Compiles the forms that the rows of a job ask for, each once, and packs their tables.
 
+The tokens that a row allows are compiled to an automaton as its form is.
+
 Does not know about devices, files or endpoints. Guarantees: the same form has the same automaton in
 every process and every run. Modules that take time to import are imported for the first form.
 """
@@ -8,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, RowError
-from .params import StructuredOutputsParams
+from .params import AllowedTokens, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from ...compile.grids.structured_grid import StructuredGrid
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 MAX_TABLE_BYTES = 512 << 20
 """Maximum size of the tables of all forms of a job."""
 MakeTrie = Callable[[], "TokenTrie"]
+CompileAllowed = Callable[[AllowedTokens], "TokenAutomaton"]
+Form = StructuredOutputsParams | AllowedTokens
 
 
 class Structures:
@@ -26,15 +30,18 @@ class Structures:
     Args:
       make_trie: Makes the vocabulary, when the first form is compiled; None for a model without a
         tokenizer, which cannot have forms.
+      compile_allowed: Compiles the tokens that a request allows; None for a model that has none.
     """
 
-    def __init__(self, make_trie: MakeTrie | None = None):
-        self.make_trie = make_trie
+    def __init__(
+        self, make_trie: MakeTrie | None = None, compile_allowed: CompileAllowed | None = None
+    ):
+        self.make_trie, self.compile_allowed = make_trie, compile_allowed
         self._trie: TokenTrie | None = None
         self._known: dict[str, TokenAutomaton | RowError] = {}
         self._tables: JobTables | None = None
 
-    def automaton(self, form: StructuredOutputsParams) -> "TokenAutomaton":
+    def automaton(self, form: Form) -> "TokenAutomaton":
         """The automaton of a form.
 
         Raises:
@@ -80,24 +87,29 @@ class Structures:
         assert not isinstance(automaton, RowError)
         return automaton
 
-    def _compiled(self, form: StructuredOutputsParams) -> "TokenAutomaton":
+    def _compiled(self, form: Form) -> "TokenAutomaton":
         from .form_compiler import compile_form, refused
 
-        if self._trie is None:
-            if self.make_trie is None:
-                raise refused("expected a model with a tokenizer, got one without")
-            self._trie = self.make_trie()
-        automaton = compile_form(form, self._trie)
-        self._add(automaton, self._trie.vocab_size)
+        if isinstance(form, AllowedTokens):
+            assert self.compile_allowed is not None
+            automaton = self.compile_allowed(form)
+        else:
+            if self._trie is None:
+                if self.make_trie is None:
+                    raise refused("expected a model with a tokenizer, got one without")
+                self._trie = self.make_trie()
+            automaton = compile_form(form, self._trie)
+        self._add(automaton)
         return automaton
 
-    def _add(self, automaton: "TokenAutomaton", vocab_size: int) -> None:
+    def _add(self, automaton: "TokenAutomaton") -> None:
         """Count the tables of one form more; ConfigError if those of all forms are too large."""
         from .tables import JobTables
 
         self._tables = self._tables or JobTables()
         self._tables.add(automaton)
-        if (size := self._tables.num_bytes(vocab_size)) > MAX_TABLE_BYTES:
+        size = self._tables.num_bytes(len(automaton.class_of_token))
+        if size > MAX_TABLE_BYTES:
             raise ConfigError(
                 f"structured output: expected tables of at most {MAX_TABLE_BYTES / 1e6:.0f} MB, "
                 f"got {size / 1e6:.0f} MB for {self._tables.forms - 1} forms. Split the job by "

@@ -28,8 +28,8 @@ class PackedStructures:
     tables: StructureTables
     first_states: dict[str, int]
     """The first state of each form."""
-    shortest: dict[str, int]
-    """The number of tokens of each form's shortest answer, without an end token."""
+    automata: Mapping[str, TokenAutomaton]
+    """The automaton of each form."""
 
 
 class JobTables:
@@ -125,7 +125,7 @@ def pack_tables(
         tables.mask_SL[own] = automaton.mask_SL + first_mask
         first_states[schema] = first_state
         first_state, first_mask = own.stop, masks.stop
-    served = {schema: automata[schema].shortest for schema in blocks}
+    served = {schema: automata[schema] for schema in blocks}
     return PackedStructures(tables, {s: first_states[s] for s in served}, served)
 
 

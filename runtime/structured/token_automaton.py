@@ -11,6 +11,7 @@ far is in the language.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from .blocks import Blocks
 from .byte_automaton import TooLarge, steps_to
 
 _NEVER = np.iinfo(np.int32).max
-_FAR = np.iinfo(np.int16).max
+FAR = np.iinfo(np.int16).max
 """More tokens than any automaton needs, as it has fewer states."""
 MAX_MOVES = 32 << 20
 """Maximum number of moves: states times the classes of tokens and of beginnings of tokens."""
@@ -77,7 +78,7 @@ class TokenAutomaton:
     """
 
     class_of_token: np.ndarray
-    """The class of each token; the last class is that of end tokens."""
+    """The class of each token."""
     move_block_SI: np.ndarray
     """The blocks of each state's moves."""
     moves_PA: np.ndarray
@@ -94,7 +95,10 @@ class TokenAutomaton:
 
     @property
     def shortest(self) -> int:
-        """The number of tokens of the shortest text; 1 for an empty text, which is an end token."""
+        """The number of tokens of the shortest text; 1 for an empty text, which is an end token.
+
+        It is 0 if the automaton does not say where texts end.
+        """
         return int(self.needs_SL[0, 0])
 
     @property
@@ -106,6 +110,15 @@ class TokenAutomaton:
     def num_classes(self) -> int:
         """The number of classes of tokens."""
         return int(self.class_of_token.max()) + 1
+
+    @cached_property
+    def always_allowed(self) -> np.ndarray:
+        """Whether each token is allowed in every state, `[V]`, if enough tokens are left."""
+        last_S = np.sum(self.needs_SL < _NEVER, axis=1) - 1
+        masks = np.unique(np.take_along_axis(self.mask_SL, last_S[:, None], axis=1))
+        words_MW = self.words_QU[self.mask_block_MJ[masks]].reshape(len(masks), -1)
+        bits = np.bitwise_and.reduce(words_MW).view(np.uint8)
+        return np.unpackbits(bits, bitorder="little")[: len(self.class_of_token)].astype(bool)
 
     @property
     def num_bytes(self) -> int:
@@ -132,16 +145,16 @@ def compile_tokens(automaton: ByteAutomaton, trie: TokenTrie) -> TokenAutomaton:
     kept = _reachable(next_SC, is_alive_S)
     renumbered = np.zeros(len(next_SC), np.int16)
     renumbered[kept] = np.arange(len(kept))
-    # the dead state is not alive, so moves to it need `_FAR` tokens
-    need_S = np.where(is_alive_S, steps_S + 1, _FAR).astype(np.int16)
+    # the dead state is not alive, so moves to it need `FAR` tokens
+    need_S = np.where(is_alive_S, steps_S + 1, FAR).astype(np.int16)
     next_SC = np.pad(next_SC[kept], ((0, 0), (0, 1)))
     need_SC = need_S[next_SC]
-    need_SC[:, -1] = np.where(automaton.is_accepting_S[kept], 1, _FAR)
+    need_SC[:, -1] = np.where(automaton.is_accepting_S[kept], 1, FAR)
     next_SC = renumbered[next_SC]
-    next_SC[need_SC == _FAR] = 0
+    next_SC[need_SC == FAR] = 0
     blocks = Blocks(CLASSES_OF_BLOCK, np.int16)
     move_block_SI = blocks.add(next_SC)
-    levels = _levels(class_of_token, need_SC)
+    levels = levels_of(class_of_token, need_SC)
     return TokenAutomaton(class_of_token, move_block_SI, blocks.stacked(), *levels)
 
 
@@ -151,7 +164,7 @@ def _token_classes(automaton: ByteAutomaton, trie: TokenTrie) -> tuple[np.ndarra
     Class 0 leads nowhere, and holds the tokens that no state allows or that are no text.
     """
     S = automaton.num_states
-    max_classes = min(MAX_MOVES // S, _FAR - 1)
+    max_classes = min(MAX_MOVES // S, FAR - 1)
     next_CS = automaton.next_SC.T.astype(np.int16)
     # beginnings of tokens that lead to the same states are extended together
     moves = [np.full(S, DEAD, np.int16), np.arange(S, dtype=np.int16)]
@@ -190,7 +203,7 @@ def _reachable(next_SC: np.ndarray, is_alive_S: np.ndarray) -> np.ndarray:
     return np.flatnonzero(is_found_S)
 
 
-def _levels(class_of_token: np.ndarray, need_SC: np.ndarray) -> tuple[np.ndarray, ...]:
+def levels_of(class_of_token: np.ndarray, need_SC: np.ndarray) -> tuple[np.ndarray, ...]:
     """The levels of each state and their masks: the last four tables of an automaton."""
     S = len(need_SC)
     needs_SL = np.full((S, MAX_LEVELS), _NEVER, np.int32)
@@ -200,7 +213,7 @@ def _levels(class_of_token: np.ndarray, need_SC: np.ndarray) -> tuple[np.ndarray
     rows: list[np.ndarray] = []
     for state, need_C in enumerate(need_SC):
         levels = np.unique(need_C)
-        levels = levels[levels < _FAR]
+        levels = levels[levels < FAR]
         # of too many levels, the last column has the largest, at which every move is allowed
         levels = np.append(levels[: MAX_LEVELS - 1], levels[MAX_LEVELS - 1 :][-1:])
         needs_SL[state, : len(levels)] = levels

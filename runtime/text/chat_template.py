@@ -21,6 +21,9 @@ from .special_tokens import unused_character
 from .template_process import TemplateFailure, TemplateLimits
 from .tokenizer import DEFAULT, TOOL_USE, MarkedText, Tokenizer
 
+_END = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Text after the last message that shows where it ends in the rendering, as in transformers."""
+
 
 class Conversation(NamedTuple):
     """Messages, and the variables of the template for them."""
@@ -29,6 +32,8 @@ class Conversation(NamedTuple):
     template_kwargs: Mapping[str, object] | None = None
     add_generation_prompt: bool = True
     tools: Sequence[Mapping[str, object]] | None = None
+    continue_final_message: bool = False
+    """Whether the prompt ends with the content of the last message."""
 
 
 class ChatRenderer:
@@ -68,6 +73,7 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Encode a conversation, by default up to the beginning of the assistant's answer.
 
@@ -76,6 +82,8 @@ class ChatRenderer:
           add_generation_prompt: Whether the beginning of the assistant's answer is appended.
           template_kwargs: Variables that the template reads, such as `enable_thinking`.
           tools: The tools that the template shows, as in a chat request.
+          continue_final_message: Whether the prompt ends with the content of the last message, so
+            that the answer continues it; then no answer may begin.
 
         Raises:
           RowError: With the code `invalid_request` if an argument is invalid, and
@@ -87,7 +95,12 @@ class ChatRenderer:
             raise invalid_value("tools", "a list of tools", tools)
         if not isinstance(add_generation_prompt, bool):
             raise invalid_value("add_generation_prompt", "True or False", add_generation_prompt)
-        conversation = Conversation(messages, template_kwargs, add_generation_prompt, tools)
+        if continue_final_message and add_generation_prompt:
+            expected = "False beside continue_final_message"
+            raise invalid_value("add_generation_prompt", expected, add_generation_prompt)
+        conversation = Conversation(
+            messages, template_kwargs, add_generation_prompt, tools, continue_final_message
+        )
         (ids,) = self.encode_all([conversation])
         if isinstance(ids, RowError):
             raise ids
@@ -156,9 +169,10 @@ class ChatRenderer:
             messages, variables, tools = (
                 self._protected(value, mark) for value in (messages, variables, tools)
             )
+        final = _mark_end(messages) if conversation.continue_final_message else None
         prompt = conversation.add_generation_prompt
         context = template.context(messages, variables, tools, add_generation_prompt=prompt)
-        return _Prepared(context, mark)
+        return _Prepared(context, mark, final)
 
     def _protected(self, value: Any, mark: str) -> Any:
         """The value with all of its strings protected, keys included."""
@@ -175,10 +189,13 @@ class ChatRenderer:
 
 
 class _Prepared(NamedTuple):
-    """The variables of a template, and the mark that protects text of users, if needed."""
+    """The input of a rendering."""
 
     context: dict[str, Any]
     mark: str | None
+    """The mark before special-token text of users; None without one."""
+    final: str | None
+    """The text of the last message, if the prompt ends with it."""
 
 
 def _mark(template: str, *values: object) -> str:
@@ -196,14 +213,50 @@ def _mark(template: str, *values: object) -> str:
 def _render(
     template: ModelTemplate, renderings: Collection[_Prepared]
 ) -> list[MarkedText | RowError]:
-    texts = template.process.render([context for context, _ in renderings])
-    return [_marked(text, mark) for text, (_, mark) in zip(texts, renderings, strict=True)]
+    texts = template.process.render([one.context for one in renderings])
+    return [_marked(text, one) for text, one in zip(texts, renderings, strict=True)]
 
 
-def _marked(text: str | TemplateFailure, mark: str | None) -> MarkedText | RowError:
+def _marked(text: str | TemplateFailure, prepared: _Prepared) -> MarkedText | RowError:
+    mark = prepared.mark
+    if prepared.final is not None and not isinstance(text, TemplateFailure):
+        text = _until_end(text, prepared.final)
     if isinstance(text, TemplateFailure):
         return template_error(text)
     if mark is None:
         return text, None
     # a template may have written the mark as an ASCII escape in JSON
     return text.replace(json.dumps(mark)[1:-1], mark), mark
+
+
+def _mark_end(messages: Sequence[dict[str, Any]]) -> str:
+    """Put `_END` after the text of the last message, and return the text without it.
+
+    Raises:
+      RowError: The last message has no text.
+    """
+    content = messages[-1].get("content")
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _END
+        return content
+    for part in reversed(content or ()):
+        if "text" in part:
+            text = part["text"]
+            part["text"] = text + _END
+            return text
+    raise RowError(
+        "invalid_request",
+        "continue_final_message: expected a text in the last message, got none.",
+        "continue_final_message",
+    )
+
+
+def _until_end(rendered: str, final: str) -> str | TemplateFailure:
+    """The rendering up to the end of the last message, as transformers cuts it."""
+    tag = _END.strip()
+    if tag not in rendered or final.strip() not in rendered:
+        return TemplateFailure("it does not show the last message as it is, so nothing can go on")
+    end = rendered.rindex(tag)
+    # a template that strips contents has stripped the space after the tag, too
+    is_whole = rendered[end : end + len(_END)] == _END
+    return rendered[:end] if is_whole else rendered[:end].rstrip()

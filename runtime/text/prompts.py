@@ -61,15 +61,17 @@ class PromptReader:
             return None, _token_ids(content)
         return content, self._known_tokenizer.encode(content, special_tokens=True)
 
-    def read_whole(self, prompt: Prompt, default_prompt: str = "") -> EncodedText:
+    def read_whole(
+        self, prompt: Prompt, default_prompt: str = "", limit: int | None = None
+    ) -> EncodedText:
         """Encode a text after the default prompt, with all special tokens that the model expects.
 
-        Token ids are taken as they are.
+        The last tokens beyond the limit are cut. Token ids are taken as they are.
         """
         content = _content(prompt)
         if not isinstance(content, str):
             return whole_text(_token_ids(content))
-        (encoded,) = self._known_tokenizer.encode_whole([default_prompt + content])
+        (encoded,) = self._known_tokenizer.encode_whole([default_prompt + content], [limit])
         if isinstance(encoded, RowError):
             raise encoded
         return encoded

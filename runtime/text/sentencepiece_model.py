@@ -121,12 +121,17 @@ def tokenizer_from_sentencepiece(directory: Path) -> Tokenizer:
 
 
 def load_model(
-    data: bytes, *, source: str, settings: DirectorySettings | None = None
+    data: bytes,
+    *,
+    source: str,
+    remedy: str = "Fetch the file again.",
+    settings: DirectorySettings | None = None,
 ) -> SentencePieceVocabulary:
     """Load a serialized model.
 
     Args:
       source: The file or metadata, for errors.
+      remedy: What to do if the data is no model.
       settings: The settings of a directory, whose added tokens become a part of the vocabulary.
 
     Raises:
@@ -147,7 +152,7 @@ def load_model(
     except RuntimeError as error:
         raise InvalidTokenizer(
             f"{source}: expected a sentencepiece model, got {len(data)} bytes of another kind "
-            f"({error}). Fetch the file again."
+            f"({error}). {remedy}"
         ) from None
     added = {} if settings is None else _added_tokens(processor, settings)
     return SentencePieceVocabulary(processor, _vocabulary(processor, added))

@@ -196,6 +196,11 @@ class Tokenizer:
                 encoded[index] = self._joined_ids(pieces)
         return encoded
 
+    def encode_words(self, texts: Sequence[str]) -> list[list[int] | RowError]:
+        """Encode parts of texts; the text of special tokens becomes special tokens, no BOS is
+        added."""
+        return self._parsed(texts)
+
     def _joined_ids(self, pieces: Iterable[int | str]) -> list[int] | RowError:
         ids: list[int] = []
         try:

@@ -1,5 +1,8 @@
 """Jobs with encoders from text to answer: vectors, classes and scores are those of transformers."""
 
+import shutil
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from command import Noria, write_lines
@@ -57,6 +60,28 @@ def assert_close(ours, expected) -> None:
 @pytest.fixture(scope="module")
 def embedder(noria, tmp_path_factory) -> Encoder:
     return Encoder(noria, tmp_path_factory.mktemp("minilm"), EMBEDDER)
+
+
+def test_long_texts_are_cut_as_in_sentence_transformers_or_refused(embedder, noria, tmp_path):
+    limited = tmp_path / "limited"
+    shutil.copytree(embedder.noria.model, limited)
+    (limited / "sentence_bert_config.json").write_text('{"max_seq_length": 5}')
+    cut = replace(embedder.noria, model=limited)
+    source = write_lines(tmp_path / "in.jsonl", [row(0, "/v1/embeddings", input=TEXTS)])
+    rows, manifest = cut.batch(source, tmp_path / "out.jsonl")
+    num_cut = len(embedder.tokenizer.encode(TEXTS[1]).ids) - 5
+    embedder.tokenizer.enable_truncation(5)
+    try:
+        for text, item in zip(TEXTS, rows[0]["response"]["body"]["data"], strict=True):
+            assert_close(item["embedding"], embedder.outputs(text))
+    finally:
+        embedder.tokenizer.no_truncation()
+    assert (manifest["texts_cut"], manifest["prompt_tokens_cut"]) == (1, num_cut)
+    rows, _ = cut.batch(source, tmp_path / "strict.jsonl", "--strict-length", expect=1)
+    message = rows[0]["response"]["body"]["error"]["message"]
+    assert message.startswith("input[1]: expected at most 5 tokens, the max_seq_length")
+    with LLM(str(limited), max_model_len=16, runner="pooling", dtype="float32") as llm:
+        assert len(llm.embed(TEXTS[1])[0].prompt_token_ids) == 5
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,7 @@ def test_sampling_parameters_that_change_nothing_are_accepted():
     [
         ("detokenize", False, "Read token_ids"),
         ("best_of", 4, "Ask for n"),
-        ("bad_words", ["no"], "logit_bias"),
-        ("allowed_token_ids", [3], "no such feature"),
+        ("logits_processors", [print], "no such feature"),
         ("truncate_prompt_tokens", 5, "shorten the prompt"),
     ],
 )

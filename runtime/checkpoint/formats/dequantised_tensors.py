@@ -157,5 +157,6 @@ def _refuse(problems: list[str], form: BlockFormat) -> None:
     raise InvalidQuantisation(
         f"Expected quantised tensors ({form.name}) with matching scales, "
         f"got {plural(len(problems), 'difference')}:{listed}{more}\n"
-        f"Use the quantization_config of this model, and fetch incomplete files again."
+        f"Use the quantization_config that was published with these weights. If this is the one, "
+        f"quantise the model again, or take its float weights."
     )

@@ -1,7 +1,8 @@
 """Read the tensors of GGUF files, dequantised row by row to float32, or as codes and scales.
 
-The package `gguf` dequantises the blocks (`gguf.quants`), so it is needed only when numbers are
-read. Does not know about architectures or tokenizers.
+A model may be split into several files, of which the first has the metadata. The package `gguf`
+dequantises the blocks (`gguf.quants`), so it is needed only when numbers are read. Does not know
+about architectures or tokenizers.
 """
 
 import itertools
@@ -19,21 +20,36 @@ from ...files.optional_packages import require
 from ..tensor_source import Index, Interval, TensorInfo, TensorSource, intervals
 from .coded_tensors import KeptCodes, Part
 from .gguf_codes import CODES
-from .gguf_header import TENSOR_TYPES, read_header
+from .gguf_header import TENSOR_TYPES, GGUFTensor, read_header
+from .gguf_parts import check_part, check_whole, parts_of
 from .published_formats import PartOfTensors
 
 
 class GGUFFile:
-    """A `TensorSource` over a GGUF file, with the metadata of the file."""
+    """A `TensorSource` over a GGUF file, or over all parts of a split one, with the metadata.
+
+    Args:
+      path: The file, or any part.
+
+    Attributes:
+      metadata: The metadata of the file, or of the first part.
+      header_bytes: The length of the header of each file, the first part first.
+    """
 
     def __init__(self, path: Path):
-        self._path = path
-        self._stamp = FileStamp(path)
-        header = read_header(path)
-        self.metadata: Mapping[str, Any] = header.metadata
-        self.header_bytes = header.num_bytes
-        self._entries = header.tensors
-        self._tensors = {name: entry.info for name, entry in header.tensors.items()}
+        self.header_bytes: dict[Path, int] = {}
+        self._entries: dict[str, tuple[FileStamp, GGUFTensor]] = {}
+        files = parts_of(path)
+        for number, file in enumerate(files):
+            stamp, header = FileStamp(file), read_header(file)
+            if number == 0:
+                self.metadata: Mapping[str, Any] = header.metadata
+            if len(files) > 1:
+                check_part(file, header, number, len(files), self._entries)
+            self.header_bytes[file] = header.num_bytes
+            self._entries |= {name: (stamp, entry) for name, entry in header.tensors.items()}
+        self._tensors = {name: entry.info for name, (_, entry) in self._entries.items()}
+        check_whole(path, self.metadata, len(files), len(self._tensors))
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -79,7 +95,7 @@ class GGUFFile:
         unpack: Callable[[np.ndarray, int], np.ndarray],
     ) -> np.ndarray:
         """Read a box; `unpack` turns the bytes of whole blocks of a type number into numbers."""
-        entry = self._entries[name]
+        stamp, entry = self._entries[name]
         shape = entry.info.shape
         box = intervals(index or (slice(None),) * len(shape), shape)
         if not all(map(len, box)):
@@ -87,7 +103,7 @@ class GGUFFile:
 
         _, block_size, block_bytes = TENSOR_TYPES[entry.type_number]
         row_bytes = shape[-1] // block_size * block_bytes
-        stored = self._read_rows(entry.offset, shape[:-1], row_bytes, box[:-1])
+        stored = _read_rows(stamp, entry.offset, shape[:-1], row_bytes, box[:-1])
 
         # whole blocks of the last axis contain the wanted elements, which are cut out afterwards
         first, last = box[-1].start // block_size, -(-box[-1].stop // block_size)
@@ -99,28 +115,30 @@ class GGUFFile:
     def close(self) -> None:
         """Do nothing: no file stays open between reads."""
 
-    def _read_rows(
-        self, offset: int, shape: tuple[int, ...], row_bytes: int, box: tuple[Interval, ...]
-    ) -> np.ndarray:
-        """The bytes of a box of rows, as `[*box, row_bytes]`; each contiguous run is one read."""
-        if not shape:
-            return self._pread(offset, row_bytes)
-        strides = [math.prod(shape[axis + 1 :]) * row_bytes for axis in range(len(shape))]
-        # axes after the last cut axis are whole, so a run covers them
-        cut = max((axis for axis, size in enumerate(shape) if len(box[axis]) < size), default=0)
-        starts = itertools.product(*(range(i.start, i.stop) for i in box[:cut]), [box[cut].start])
-        run_bytes = len(box[cut]) * strides[cut]
-        runs = [
-            self._pread(offset + sum(map(operator.mul, start, strides)), run_bytes)
-            for start in starts
-        ]
-        stored = runs[0] if len(runs) == 1 else np.concatenate(runs)
-        return stored.reshape(*map(len, box), row_bytes)
 
-    def _pread(self, offset: int, count: int) -> np.ndarray:
-        buffer = np.empty(count, np.uint8)
-        self._stamp.read(offset, buffer.data)
-        return buffer
+def _read_rows(
+    stamp: FileStamp, offset: int, shape: tuple[int, ...], row_bytes: int, box: tuple[Interval, ...]
+) -> np.ndarray:
+    """The bytes of a box of rows, as `[*box, row_bytes]`; each contiguous run is one read."""
+    if not shape:
+        return _pread(stamp, offset, row_bytes)
+    strides = [math.prod(shape[axis + 1 :]) * row_bytes for axis in range(len(shape))]
+    # axes after the last cut axis are whole, so a run covers them
+    cut = max((axis for axis, size in enumerate(shape) if len(box[axis]) < size), default=0)
+    starts = itertools.product(*(range(i.start, i.stop) for i in box[:cut]), [box[cut].start])
+    run_bytes = len(box[cut]) * strides[cut]
+    runs = [
+        _pread(stamp, offset + sum(map(operator.mul, start, strides)), run_bytes)
+        for start in starts
+    ]
+    stored = runs[0] if len(runs) == 1 else np.concatenate(runs)
+    return stored.reshape(*map(len, box), row_bytes)
+
+
+def _pread(stamp: FileStamp, offset: int, count: int) -> np.ndarray:
+    buffer = np.empty(count, np.uint8)
+    stamp.read(offset, buffer.data)
+    return buffer
 
 
 def _dequantise(stored: np.ndarray, type_number: int) -> np.ndarray:

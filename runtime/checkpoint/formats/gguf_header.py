@@ -42,15 +42,27 @@ TENSOR_TYPES = {
     6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
 }
-NOT_READ_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
-                  18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
-                  23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-                  29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}  # fmt: skip
+NOT_READ_TYPES = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+                  40: "NVFP4"}  # fmt: skip
 
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS = {
@@ -97,7 +109,7 @@ def read_header(path: Path) -> GGUFHeader:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 24:
-            raise InvalidGGUF(f"{path}: expected at least 24 bytes, got {size}.")
+            raise InvalidGGUF(f"{path}: expected at least 24 bytes, got {size}. Fetch it again.")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
             return parse_header(buffer, str(path))
 
@@ -107,7 +119,8 @@ def parse_header(buffer: bytes | mmap.mmap, where: str = "GGUF data") -> GGUFHea
     cursor = _Cursor(buffer, where)
     magic = cursor.take(4)
     if magic != b"GGUF":
-        raise cursor.error("the magic b'GGUF'", magic, at=0)
+        hint = " of a pointer of Git LFS: fetch the file itself" if magic == b"vers" else ""
+        raise cursor.error("the magic b'GGUF'", f"{magic}{hint}", at=0)
     version = cursor.scalar("I")
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
@@ -298,7 +311,8 @@ def _check_ranges(
             raise cursor.error(f"{name!r} at a multiple of {alignment}", f"offset {tensor.offset}")
         if stop > cursor.size:
             raise cursor.error(
-                f"{name!r} to end within the file ({cursor.size} bytes)", f"its end at {stop}"
+                f"{name!r} to end within the file ({cursor.size} bytes)",
+                f"its end at {stop}: the file is cut off, fetch it again",
             )
         if tensor.offset < end:
             raise cursor.error(f"{name!r} to start after {previous!r} ends ({end})", tensor.offset)

@@ -37,6 +37,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
+_CUT_OFF = "The file is cut off, or a pointer of Git LFS: fetch it again."
+
+
 class SafetensorsDirectory:
     """The tensors of a directory, with one memory map for each file."""
 
@@ -62,7 +65,8 @@ class SafetensorsDirectory:
             shown = "\n  ".join(problems[:20])
             raise InvalidSafetensors(
                 f"{directory}: expected shards and index to agree, got "
-                f"{plural(len(problems), 'difference')}:\n  {shown}\nFetch the checkpoint again."
+                f"{plural(len(problems), 'difference')}:\n  {shown}\n"
+                f"Fetch the index and all shards of one version, or save the model again."
             )
         self._tensors = {name: file.tensors[name] for name, file in self._home.items()}
 
@@ -142,7 +146,7 @@ class SafetensorsFile:
             package.safe_open(path, "np")
         except package.SafetensorError as error:
             raise InvalidSafetensors(
-                f"{path}: expected a safetensors file, got {error}."
+                f"{path}: expected a safetensors file, got {error}. {_CUT_OFF}"
             ) from error
         entries = parse_json_object(header, str(path), InvalidSafetensors)
         entries.pop("__metadata__", None)
@@ -182,12 +186,14 @@ def _read_header(path: Path) -> bytes:
     with path.open("rb") as file:
         start = file.read(8)
         if len(start) < 8:
-            raise InvalidSafetensors(f"{path}: expected a safetensors header, got {size} bytes.")
+            raise InvalidSafetensors(
+                f"{path}: expected a safetensors header, got {size} bytes. {_CUT_OFF}"
+            )
         (length,) = struct.unpack("<Q", start)
         limit = min(MAX_HEADER_BYTES, size - 8)
         if length > limit:
             raise InvalidSafetensors(
-                f"{path}: expected a header of at most {limit} bytes, got {length}."
+                f"{path}: expected a header of at most {limit} bytes, got {length}. {_CUT_OFF}"
             )
         return file.read(length)
 

@@ -61,7 +61,15 @@ def outcomes(path: Path):
 
 def test_every_row_is_one_line_in_input_order(tmp_path):
     input_path = write_input(tmp_path / "in.jsonl")
-    assert run(input_path, tmp_path / "out.jsonl", config_keys_ignored=("zeta = 1",)) == 1
+    assert (
+        run(
+            input_path,
+            tmp_path / "out.jsonl",
+            config_keys_ignored=("zeta = 1",),
+            tensors_not_read={"mtp.*": 2},
+        )
+        == 1
+    )
     codes, records = outcomes(tmp_path / "out.jsonl")
     assert len(records) == 45
     assert [r["custom_id"] for r in records][:8] == [
@@ -76,6 +84,7 @@ def test_every_row_is_one_line_in_input_order(tmp_path):
     manifest = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())
     assert manifest["rows"]["ok"] == 40 and manifest["rows"]["errors"] == 5
     assert manifest["config_keys_ignored"] == ["zeta = 1"]
+    assert manifest["tensors_not_read"] == {"mtp.*": 2}
     total = sum(manifest[f"{phase}_seconds"] for phase in ("scan", "load", "build", "run"))
     assert total == pytest.approx(manifest["wall_seconds"], abs=1e-9)
     assert sorted(p.name for p in tmp_path.iterdir()) == [

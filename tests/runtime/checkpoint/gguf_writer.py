@@ -114,8 +114,12 @@ def stored_rows(kind, shape):
         return data.view(np.uint8)
     except NotImplementedError:
         data = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, block_bytes), np.uint8)
-        # The scales are halves and must be finite: at the front of Q4_K and Q5_K, the end of Q6_K
+        # the scales are halves and must be finite: one or two at the front or the end of a block
         scales = rng.uniform(0.01, 1, (*data.shape[:-1], 2)).astype("<f2").view(np.uint8)
-        front = slice(0, 4) if kind != "Q6_K" else slice(-2, None)
-        data[..., front] = scales[..., : data[..., front].shape[-1]]
+        ends = {"Q6_K": slice(-2, None), "Q3_K": slice(-2, None), "Q2_K": slice(-4, None)}
+        place = ends.get(kind, slice(0, 4))
+        if kind == "IQ1_M":  # the scale has four bits in each of the last four pairs of bytes
+            data[..., -1] = data[..., -1] & 0x0F | 0x30
+        else:
+            data[..., place] = scales[..., : data[..., place].shape[-1]]
         return data.reshape(*shape[:-1], -1)

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.moe.config import ClampedUnit, ExpertGroups
 from noria.runtime.checkpoint import load_params, open_model, save_orbax
+from noria.runtime.checkpoint.formats import gguf
 from noria.runtime.checkpoint.formats.gguf import GGUFFile
 from noria.runtime.checkpoint.formats.safetensors import SafetensorsDirectory
 from noria.runtime.checkpoint.loader import read_parameter
@@ -229,8 +230,8 @@ def test_a_shard_of_experts_in_gguf_reads_their_bytes_alone(tmp_path, monkeypatc
     path = tmp_path / "model.gguf"
     path.write_bytes(build([], [f32("before", [1.0]), f32("up", up), f32("after", [2.0])]).data)
     file, counts = GGUFFile(path), []
-    pread = file._pread
-    monkeypatch.setattr(file, "_pread", lambda at, n: counts.append(n) or pread(at, n))
+    pread = gguf._pread
+    monkeypatch.setattr(gguf, "_pread", lambda of, at, n: counts.append(n) or pread(of, at, n))
     got = file.read("up", (slice(1, 3), rows, slice(2, 5)))
     np.testing.assert_array_equal(got, up[1:3, rows, 2:5])
     assert sum(counts) == 4 * 2 * len(range(F)[rows]) * D

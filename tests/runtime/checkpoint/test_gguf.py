@@ -4,6 +4,7 @@ import itertools
 import struct
 import time
 import tracemalloc
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -13,6 +14,7 @@ from gguf_writer import Writer, build, f32, llama_metadata, stored_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from noria.runtime.checkpoint.formats import gguf as module
 from noria.runtime.checkpoint.formats.gguf import GGUFFile
 from noria.runtime.checkpoint.formats.gguf_codes import CODES
 from noria.runtime.checkpoint.formats.gguf_header import (
@@ -22,7 +24,7 @@ from noria.runtime.checkpoint.formats.gguf_header import (
     parse_header,
     read_header,
 )
-from noria.runtime.errors import CheckpointChanged, InvalidGGUF
+from noria.runtime.errors import CheckpointChanged, CheckpointError, InvalidGGUF
 
 RNG = np.random.default_rng(0)
 
@@ -93,6 +95,101 @@ def test_each_type_dequantises_as_gguf_does_whole_and_in_slices(tmp_path, kind):
     file.close()
 
 
+PLAIN = {"F32", "F16", "BF16"}
+DEQUANTISED = [kind for kind, _, _ in TENSOR_TYPES.values() if kind not in {*CODES, *PLAIN}]
+
+
+@pytest.mark.parametrize("kind", DEQUANTISED)
+def test_each_type_without_codes_has_the_numbers_of_gguf(tmp_path, kind):
+    shape, number = (2, 3, 512), gguf.GGMLQuantizationType[kind]
+    stored = stored_rows(kind, shape)
+    expected = quants.dequantize(stored, number)
+    assert np.isfinite(expected).all() and len(np.unique(expected)) > 4
+    path = write(tmp_path, [], [f32("a", [1.0]), ("w", shape, int(number), stored.tobytes())])
+    file = GGUFFile(path)
+    assert not file.kept and file.tensors["w"].stored_as == kind
+    np.testing.assert_array_equal(file.read("w"), expected)
+    index = (slice(1, 2), slice(1, 3), slice(250, 300))
+    np.testing.assert_array_equal(file.read("w", index), expected[index])
+
+
+def test_blocks_of_four_bits_have_the_published_numbers(tmp_path):
+    """The numbers are those of the OCP specification of MXFP4, and of `ggml-common.h`."""
+    exponents = np.array([127, 125, 130], np.uint8)
+    codes = np.random.default_rng(0).integers(0, 256, (3, 16), np.uint8)
+    nibbles = np.concatenate([codes & 15, codes >> 4], axis=1)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    values = np.concatenate([values, -values])[nibbles] * 2.0 ** (exponents[:, None] - 127.0)
+    blocks = np.concatenate([exponents[:, None], codes], axis=1)
+    file = GGUFFile(write(tmp_path, [], [("w", (1, 96), 39, blocks.tobytes())]))
+    np.testing.assert_array_equal(file.read("w"), values.reshape(1, 96))
+    levels = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+    scale = np.array([0.5, 0.25, 3], "<f2")
+    blocks = np.concatenate([scale[:, None].view(np.uint8), codes], axis=1)
+    file = GGUFFile(write(tmp_path, [], [("w", (1, 96), 20, blocks.tobytes())]))
+    expected = scale[:, None].astype(np.float32) * np.array(levels, np.float32)[nibbles]
+    np.testing.assert_array_equal(file.read("w"), expected.reshape(1, 96))
+
+
+def split(number: int, count: int, tensors: int) -> list:
+    return [("split.no", 2, number), ("split.count", 2, count), ("split.tensors.count", 5, tensors)]
+
+
+def write_parts(folder: Path, numbers=(0, 1, 2), tensors: int = 4) -> list[Path]:
+    """A model in three parts, of which the first has all metadata."""
+    arrays = [[f32("a", [1.0, 2.0])], [f32("b", [[3.0]]), f32("c", [4.0])], [f32("d", [5.0])]]
+    paths = []
+    for place, (number, own) in enumerate(zip(numbers, arrays, strict=True), start=1):
+        metadata = [*split(number, 3, tensors), *(llama_metadata() if place == 1 else [])]
+        paths.append(folder / f"m-Q4-{place:05}-of-00003.gguf")
+        paths[-1].write_bytes(build(metadata, own).data)
+    return paths
+
+
+@pytest.mark.parametrize("given", range(3))
+def test_a_split_model_is_read_from_all_parts(tmp_path, given):
+    paths = write_parts(tmp_path)
+    file = GGUFFile(paths[given])
+    assert list(file.tensors) == ["a", "b", "c", "d"] and list(file.header_bytes) == paths
+    assert [file.read(name).ravel().tolist() for name in "abcd"] == [[1, 2], [3], [4], [5]]
+    assert file.metadata["general.name"] == "Tiny"
+    paths[2].write_bytes(paths[2].read_bytes()[:-1])
+    assert file.read("a").tolist() == [1, 2]
+    with pytest.raises(CheckpointChanged, match="00003-of-00003"):
+        file.read("d")
+
+
+def test_a_missing_part_is_refused_by_name(tmp_path):
+    first, second, _ = write_parts(tmp_path)
+    second.unlink()
+    with pytest.raises(CheckpointError, match=rf"got none of the name {second.name}. Fetch the"):
+        GGUFFile(first)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "tensors", "message"),
+    [
+        ((0, 2, 1), 4, "00002-of-00003.gguf: expected split.no 1 and split.count 3, .* got 2 and"),
+        ((1, 1, 2), 4, "00001-of-00003.gguf: expected split.no 0"),
+        ((0, 1, 2), 5, "expected 5 tensors in all parts, got 4"),
+    ],
+)
+def test_parts_of_other_models_are_refused(tmp_path, numbers, tensors, message):
+    paths = write_parts(tmp_path, numbers, tensors)
+    with pytest.raises(CheckpointError, match=message):
+        GGUFFile(paths[0])
+
+
+def test_parts_with_other_names_or_the_same_tensors_are_refused(tmp_path):
+    first, second, _ = write_parts(tmp_path)
+    with pytest.raises(CheckpointError, match=r"got one of 3 parts.*llama-gguf-split --merge"):
+        GGUFFile(first.rename(tmp_path / "first.gguf"))
+    first, second, _ = write_parts(tmp_path)
+    second.write_bytes(build(split(1, 3, 4), [f32("a", [1.0, 2.0])]).data)
+    with pytest.raises(CheckpointError, match=r"expected other tensors .* got a again"):
+        GGUFFile(first)
+
+
 @pytest.mark.parametrize("kind", CODES)
 def test_codes_scales_and_offsets_of_each_type_give_the_numbers_of_gguf(tmp_path, kind):
     shape, number = (6, 512), gguf.GGMLQuantizationType[kind]
@@ -125,8 +222,8 @@ def test_a_row_slice_reads_only_its_rows(tmp_path, monkeypatch):
     stored = stored_rows("Q4_0", (4, 64))
     file = GGUFFile(write(tmp_path, [], [("w", (4, 64), 2, stored.tobytes())]))
     counts = []
-    pread = file._pread
-    monkeypatch.setattr(file, "_pread", lambda at, n: counts.append(n) or pread(at, n))
+    pread = module._pread
+    monkeypatch.setattr(module, "_pread", lambda of, at, n: counts.append(n) or pread(of, at, n))
     file.read("w", (slice(1, 3), slice(0, 64)))
     assert counts == [2 * 36]
     file.close()
@@ -178,7 +275,7 @@ LIES = {
     "axis 2^63": (patched("axis", 2**63), "axes from 1 to"),
     "axis 2^33": (patched("axis", 2**33), "to end within the file"),
     "unknown tensor type": (patched("tensor type", 77, letter="I"), "unknown type 77"),
-    "type not read": (patched("tensor type", 10, letter="I"), "got Q2_K"),
+    "type not read": (patched("tensor type", 9, letter="I"), "got Q8_1"),
     "broken rows": (patched("tensor type", 2, letter="I"), "rows of a multiple of 32, got 2"),
     "offset outside": (patched("offset", 2**40, number=1), "to end within the file"),
     "offset 2^64-32": (patched("offset", 2**64 - 32, number=1), "to end within the file"),

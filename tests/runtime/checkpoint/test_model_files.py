@@ -10,8 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conformance import CASES, save_reference
+from embedder_cases import CASES as EMBEDDERS
+from embedder_cases import save_reference as save_embedder
 from gguf_writer import build, f32, llama_metadata
 from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import load_file, save_file
 from tiny_llama import CONFIG, random_tensors, save, shapes
 
 from noria.compile.abstract_model import AbstractModel
@@ -20,6 +24,7 @@ from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model
 from noria.runtime.checkpoint import model_files as module
 from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.generation_defaults import NEUTRAL
+from noria.runtime.checkpoint.unread_parts import grouped
 from noria.runtime.errors import CheckpointError, InvalidConfig, InvalidGGUF, ModelNotFound
 
 SHAPES = shapes(CONFIG)
@@ -226,6 +231,76 @@ def test_keys_that_nothing_reads_are_said_once_and_refused_where_that_is_asked_f
     assert len(said) == 1
 
 
+LAYERS = [f"model.layers.{i}.mlp.weight" for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("unread", "expected"),
+    [
+        (["lm_head.weight"], {"lm_head.weight": 1}),
+        (
+            [f"model.layers.4.{part}.weight" for part in ("a", "b.c", "b.d")],
+            {"model.layers.4.*": 3},
+        ),
+        (
+            [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in (0, 1, 3)],
+            {"model.layers.0-1,3.self_attn.rotary_emb.inv_freq": 3},
+        ),
+        (
+            [f"model.layers.{i}.{part}" for i in (4, 5) for part in ("a", "b")],
+            {"model.layers.4-5.*": 4},
+        ),
+        (["vision.0.weight", "vision.1.weight", "x"], {"vision.*": 2, "x": 1}),
+        (["model.layers.0.mlp.bias"], {"model.layers.0.mlp.bias": 1}),
+    ],
+)
+def test_unread_tensors_are_counted_by_short_beginnings(unread, expected):
+    assert grouped(unread, LAYERS) == expected
+
+
+def test_tensors_that_only_repeat_others_need_no_line(tmp_path):
+    frequencies = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4) for i in range(2)}
+    copy = {"lm_head.weight": random_tensors(CONFIG)["model.embed_tokens.weight"]}
+    save(tmp_path, CONFIG, random_tensors(CONFIG) | frequencies | copy)
+    said = []
+    with open_model(tmp_path) as files:
+        files.unread.report(said.append, is_strict=True)
+        repeating = {"lm_head.weight": 1, "model.layers.0-1.self_attn.rotary_emb.inv_freq": 2}
+        assert (said, files.unread.tensors) == ([], {})
+        assert files.unread.all_tensors == files.unread.repeating == repeating
+        assert "not read         3 tensors: lm_head.weight (1), model.layers.0-1" in describe(files)
+
+
+@pytest.mark.reference
+def test_layers_that_predict_several_tokens_are_counted_in_one_line(tmp_path):
+    (case,) = (case for case in CASES if case.name == "deepseek-v3")
+    save_reference(case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    tensors = load_file(tmp_path / "model.safetensors")
+    last = f"model.layers.{layers - 1}."
+    extra = {n.replace(last, f"model.layers.{layers}."): t for n, t in tensors.items() if last in n}
+    save(tmp_path, config | {"num_nextn_predict_layers": 1}, tensors | extra)
+    said = []
+    with open_model(tmp_path) as files:
+        files.unread.report(said.append, is_strict=False)
+    line = f"not read: {len(extra)} tensors: model.layers.{layers}.*"
+    assert said == [f"{tmp_path}/config.json: {line}"] and len(extra) > 5
+
+
+@pytest.mark.reference
+def test_heads_of_encoders_and_position_ids_are_told_apart(tmp_path):
+    (case,) = (case for case in EMBEDDERS if case.name == "bert-cls-plain")
+    save_embedder(case, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    ids = {"bert.embeddings.position_ids": np.arange(8, dtype=np.float32)}
+    save_file(tensors | ids, tmp_path / "model.safetensors")
+    heads = sum(name.startswith("cls.") for name in tensors)
+    with open_model(tmp_path) as files:
+        assert files.unread.tensors == {"cls.*": heads} and heads > 3
+        assert files.unread.repeating == {"bert.embeddings.position_ids": 1}
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{", '{"a": NaN}', '{"a": 1, "a": 2}', "[" * 10**5, '{"a": 1e999}', "\ufeff{}"],
@@ -326,6 +401,43 @@ def test_one_part_of_a_split_gguf_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "t.gguf").write_bytes(build(metadata, []).data)
     with pytest.raises(CheckpointError, match=r"one of 3 parts.*llama-gguf-split --merge"):
         open_model(tmp_path / "t.gguf")
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9\n"
+
+
+def test_to_fetch_a_file_again_is_advised_where_it_helps_and_nowhere_else(tmp_path):
+    model = hf_model(tmp_path / "m")
+    weights = model / "model.safetensors"
+    for content in (weights.read_bytes()[:-7], weights.read_bytes()[:5], POINTER):
+        (model / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match="or a pointer of Git LFS: fetch it again"):
+            open_model(model).fingerprint()
+    whole = build(llama_metadata(), [f32("w", np.ones((8, 8)))]).data
+    wrong = {bytes(whole[:-9]): "cut off, fetch it again", POINTER: "LFS: fetch the file itself"}
+    for content, remedy in wrong.items():
+        (tmp_path / "m.gguf").write_bytes(content)
+        with pytest.raises(InvalidGGUF, match=remedy):
+            open_model(tmp_path / "m.gguf")
+    # a whole file of another model stays one of another model
+    save(tmp_path / "other", CONFIG | {"intermediate_size": 8}, random_tensors(CONFIG))
+    with pytest.raises(CheckpointError, match="/other: Expected checkpoint and model") as caught:
+        LLM(str(tmp_path / "other"), max_model_len=16, max_num_seqs=1, dtype="float32")
+    assert str(caught.value).endswith("does not support this kind of the family.")
+
+
+def test_a_split_gguf_is_one_model_by_its_first_part_or_another(tmp_path):
+    for number in range(2):
+        metadata = [("split.no", 2, number), ("split.count", 2, 2), *llama_metadata()[:6]]
+        tensors = [f32(f"w{number}", np.ones(2))]
+        path = tmp_path / f"m-{number + 1:05}-of-00002.gguf"
+        path.write_bytes(build(metadata, tensors).data)
+    first, second = (open_model(tmp_path / f"m-{i:05}-of-00002.gguf") for i in (1, 2))
+    assert first.name == second.name == "m"
+    assert first.fingerprint() == second.fingerprint()
+    assert first.weights_digest().result() == second.weights_digest().result()
+    assert list(first.weight_files()) == ["model.gguf", "model-2.gguf"]
+    assert set(first.stored_tensors.tensors) == {"w0", "w1"}
 
 
 def test_paths_at_which_there_is_no_model_say_what_was_expected(tmp_path):

@@ -27,7 +27,11 @@ def load(path):
     with open_model(path) as files:
         abstract = AbstractModel(files.spec.config).abstract_parameters(jnp.float32)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return load_params(files.spec, files.tensors, abstract, device), files.unread.keys
+        parameters = load_params(files.spec, files.tensors, abstract, device)
+        # an equal copy is counted, and needs no line
+        assert not files.unread.tensors
+        assert files.unread.repeating in ({}, {HEAD: 1})
+        return parameters, files.unread.keys
 
 
 def assert_equal(found, expected):

@@ -17,6 +17,7 @@ from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.formats.gguf_codes import CODES
 from noria.runtime.checkpoint.published_numbers import keep_published
 
+GGML_TYPES = gguf.GGMLQuantizationType
 EMBED, KEYS = 256, 64
 SHAPES = {
     "token_embd": (VOCAB, EMBED),
@@ -41,12 +42,13 @@ Q4_K_M = {"blk.0.attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K", "output": "Q6_K"}
 """The types of llama.cpp's mix of this name, where they differ from Q4_K."""
 
 
-def saved(path, kind: str, others: dict[str, str]):
+def saved(path, kind: str, others: dict[str, str], head_norm: float = 1.0):
     """Write a small Llama whose matrices have a type, except those in `others`."""
     metadata = [*llama_metadata([f"token{i}" for i in range(VOCAB)])]
     metadata += [(f"llama.{key}", 4, value) for key, value in SIZES.items()]
     metadata += [("llama.attention.layer_norm_rms_epsilon", 6, 1e-5)]
-    tensors = [f32(f"{norm}.weight", np.ones(EMBED)) for norm in NORMS]
+    norms = dict.fromkeys(NORMS, 1.0) | {"output_norm": head_norm}
+    tensors = [f32(f"{norm}.weight", np.full(EMBED, weight)) for norm, weight in norms.items()]
     for name, shape in SHAPES.items():
         of_name = others.get(name, kind)
         number = int(gguf.GGMLQuantizationType[of_name])
@@ -131,3 +133,24 @@ def test_the_report_says_what_a_plan_would_keep(tmp_path):
         text = describe(files)
     kept = r"uint4 with offsets \(blocks of 32\) in 6, int8 \(blocks of 16\) in 3, float in 3"
     assert re.search(rf"as published +{kept}", text)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ3_S", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0"])
+def test_log_probabilities_are_those_of_transformers_which_reads_the_same_file(tmp_path, kind):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    rows = gguf.quants.dequantize(stored_rows(kind, SHAPES["output"]), GGML_TYPES[kind])
+    # logits of a usual size, whatever the scales of the blocks
+    head_norm = float(2 / (rows.std() * EMBED**0.5))
+    path = saved(tmp_path / "m.gguf", kind, {}, head_norm)
+    loaded = load(path, Numbers("float32"))
+    found = forward(loaded.config, loaded.weight_rules)(loaded.parameters)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32
+    )
+    with torch.no_grad():
+        logits = model.eval()(torch.arange(3, 11)[None]).logits[0]
+    expected = torch.log_softmax(logits, -1).numpy()
+    assert expected.std() > 1
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=FLOAT32_MODEL_LOGPROB)

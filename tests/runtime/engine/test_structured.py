@@ -216,9 +216,11 @@ def test_every_call_decodes_as_many_steps_as_without_forms(model, structures):
 def test_a_form_that_the_plan_lacks_is_refused(model, structures, plain):
     other = StructuredOutputsParams(choice=["other"])
     for generator in (generator_of(model, structures), plain.generator()):
-        with pytest.raises(RowError, match="expected a form of answers that the plan") as caught:
+        with pytest.raises(
+            RowError, match="expected a form of answers, or allowed tokens, that the plan"
+        ) as caught:
             generator.submit(Request("x", [5], SamplingParams(structured_outputs=other)))
-        assert "make a plan for rows with this form by noria plan" in str(caught.value)
+        assert "make a plan for such rows by noria plan" in str(caught.value)
         # several keys of a row ask for forms
         assert caught.value.param is None
 

@@ -4,7 +4,8 @@ import pytest
 
 from noria.runtime.errors import RowError
 from noria.runtime.rows.body_keys import HINTS, OF_CHAT, OF_COMPLETIONS
-from noria.runtime.rows.request_body import BodyParams, read_params, read_sampling
+from noria.runtime.rows.request_body import BodyParams, read_params, read_sampling, unknown_keys
+from noria.runtime.structured.params import AllowedTokens
 from noria.runtime.vllm_options import ANY
 
 PLAIN = {"max_tokens": 3, "temperature": 0}
@@ -33,15 +34,11 @@ def test_hints_for_hosted_services_change_nothing():
         ("best_of", 1, 2),
         ("use_beam_search", False, True),
         ("length_penalty", 1.0, 1.2),
-        ("bad_words", [], ["red"]),
         ("spaces_between_special_tokens", True, False),
         ("detokenize", True, False),
-        ("add_generation_prompt", True, False),
-        ("continue_final_message", False, True),
         ("echo", False, True),
         ("modalities", ["text"], ["text", "audio"]),
         ("chat_template", None, "{{ messages[0].content }}"),
-        ("truncate_prompt_tokens", None, 3),
     ],
 )
 def test_a_default_that_is_written_out_changes_nothing_and_other_values_are_refused(
@@ -51,6 +48,42 @@ def test_a_default_that_is_written_out_changes_nothing_and_other_values_are_refu
     error = refusal(**{key: other})
     assert (error.code, error.param) == ("unknown_parameter", key)
     assert error.message.startswith(f"{key}: expected ") and f"got {other!r}" in error.message
+
+
+def test_defaults_of_keys_that_change_answers_change_nothing():
+    defaults = {"bad_words": [], "allowed_token_ids": None, "truncate_prompt_tokens": None}
+    assert read(**defaults) == read() and read(False, **defaults) == read(False)
+    assert read(add_generation_prompt=True, continue_final_message=False) == read()
+
+
+def test_allowed_tokens_forbidden_words_and_the_length_of_the_prompt_are_read():
+    found = read(bad_words=["red"], allowed_token_ids=[1.0, 2], truncate_prompt_tokens=3.0)
+    assert found.params.form == AllowedTokens((1, 2), ("red",)) and found.max_prompt_tokens == 3
+    assert read(False, truncate_prompt_tokens=-1).max_prompt_tokens == -1
+    for value in (0, -2, 2.5, True, "3"):
+        assert refusal(truncate_prompt_tokens=value).param == "truncate_prompt_tokens"
+    for key, value in (("bad_words", "red"), ("bad_words", [""]), ("allowed_token_ids", [0.5])):
+        assert refusal(**{key: value}).param == key
+        error = refusal(**{key: [5] if key != "bad_words" else ["red"]}, guided_choice=["a"])
+        assert error.message.startswith(f"{key}: expected none beside guided_choice")
+
+
+def test_an_answer_begins_or_goes_on_but_not_both():
+    found = read(add_generation_prompt=False, continue_final_message=True)
+    assert (found.add_generation_prompt, found.continue_final_message) == (False, True)
+    assert not read(add_generation_prompt=False).add_generation_prompt
+    assert refusal(continue_final_message=True).param == "add_generation_prompt"
+    assert refusal(False, continue_final_message=True).param == "continue_final_message"
+
+
+def test_keys_that_change_answers_are_never_unknown():
+    keys = ("use_beam_search", "chat_template", "reasoning_effort", "logits_processors", "suffix")
+    keys += ("max_new_tokens", "do_sample", "stop_sequences", "repeat_penalty", "enable_thinking")
+    keys += ("extra_body", "typical_p", "no_repeat_ngram_size", "mirostat", "system_prompt")
+    assert not unknown_keys(dict.fromkeys((*keys, "bad_words"), "x"), is_chat=True)
+    assert {refusal(**{key: "x"}).param for key in keys} == set(keys)
+    assert "Give max_tokens" in refusal(max_new_tokens=5).message
+    assert read(typical_p=1.0, no_repeat_ngram_size=0, num_beams=1) == read()
 
 
 def test_defaults_of_keys_that_need_another_key_change_nothing():

@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import tokenizers
 from tiny import TWO_LAYERS
 from word_pieces import write_word_pieces
 
 from noria.modelzoo.pooling_config import MEAN, Pooling, Projection
-from noria.runtime.embedding.texts import unpack
+from noria.runtime.embedding.texts import num_cut, num_texts_cut, unpack
 from noria.runtime.errors import RowError
 from noria.runtime.rows.pooled_body import read_pooled
 from noria.runtime.rows.pooled_encoder import PooledEncoder
@@ -22,11 +23,16 @@ def encode(tmp_path):
     write_word_pieces(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
 
-    def encoded(task: str, pooling: Pooling = MEAN, **body) -> list[tuple[int, ...]]:
+    def encoded(
+        task: str, pooling: Pooling = MEAN, *, strict: bool = False, cuts: bool = False, **body
+    ) -> list[tuple[int, ...]]:
         config = replace(TWO_LAYERS, pooling=pooling)
-        (packed,) = PooledEncoder(tokenizer, lambda: config)([read_pooled(task, body)])
+        encoder = PooledEncoder(tokenizer, lambda: config, is_strict=strict)
+        (packed,) = encoder([read_pooled(task, body)])
         if isinstance(packed, RowError):
             raise packed
+        if cuts:
+            return [(num_texts_cut(packed), num_cut(packed))]
         return [text.ids for text in unpack(packed)]
 
     return encoded
@@ -57,6 +63,34 @@ def test_the_last_tokens_are_cut_on_request(encode):
     assert len(encode("embed", Pooling(max_tokens=7), input=body["input"])[0]) == 90
     with pytest.raises(RowError, match="expected -1 or at most 7, the maximum length"):
         encode("embed", Pooling(max_tokens=7), input="water", truncate_prompt_tokens=8)
+
+
+LIMITED = Pooling(prompt="the ", max_tokens=5)
+LONG = "water wheel turn the"
+
+
+def test_texts_are_cut_at_the_length_of_the_models_files_as_in_the_reference(encode, tmp_path):
+    reference = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    reference.enable_truncation(5)
+    texts = [LONG, "water", f"wheel {LONG} {LONG}", "turn turn"]
+    expected = [tuple(reference.encode(f"the {text}").ids) for text in texts]
+    assert encode("embed", LIMITED, input=texts) == expected
+    assert [len(ids) for ids in expected] == [5, 4, 5, 5]
+    assert encode("embed", LIMITED, input=texts, cuts=True) == [(2, 2 + 7)]
+    scored = encode("score", LIMITED, text_1=LONG, text_2=texts[1:])
+    assert scored == expected
+    # a request may ask for less, and decides alone
+    assert encode("embed", LIMITED, input="water", truncate_prompt_tokens=3) == [(1, THE, 2)]
+
+
+def test_texts_beyond_that_length_are_refused_on_request(encode):
+    assert len(encode("embed", LIMITED, strict=True, input=["water", "wheel turn"])) == 2
+    with pytest.raises(RowError, match=r"^input\[1\]: expected at most 5 tokens, .*, got 7"):
+        encode("embed", LIMITED, strict=True, input=["water", LONG])
+    with pytest.raises(RowError, match=r"^text_1: expected at most 5"):
+        encode("score", LIMITED, strict=True, text_1=LONG, text_2="water")
+    cut = encode("embed", LIMITED, strict=True, input=LONG, truncate_prompt_tokens=-1)
+    assert cut == [(1, THE, WATER, WHEEL, 2)]
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,42 @@ def test_conversations_have_the_ids_of_transformers(make_directory, name, add_bo
                 assert ids == expected
 
 
+@pytest.mark.reference
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("prefill", ["The answer is", " The <|im_end|> answer: ", "日本"])
+def test_continued_messages_have_the_ids_of_transformers(make_directory, name, prefill):
+    transformers = pytest.importorskip("transformers")
+    directory = make_directory(chat_template=TEMPLATES[name])
+    reference = transformers.AutoTokenizer.from_pretrained(directory)
+    messages = [CONVERSATION[0], {"role": "assistant", "content": prefill}]
+    text = reference.apply_chat_template(messages, continue_final_message=True, tokenize=False)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer is not None
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    with ChatRenderer(tokenizer) as renderer:
+        ids = renderer.encode(messages, **options)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+        if "<|" not in prefill:  # transformers reads the text of users as special tokens
+            assert ids == reference(text, add_special_tokens=False)["input_ids"]
+        closed = renderer.encode(messages, add_generation_prompt=False)
+        assert len(closed) >= len(ids) or name == "mistral"
+
+
+def test_a_last_message_that_cannot_go_on_is_refused(renderer):
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    chat = renderer(CHATML)
+    with pytest.raises(RowError, match="add_generation_prompt: expected False beside") as caught:
+        chat.encode(CONVERSATION, continue_final_message=True)
+    assert caught.value.code == "invalid_request"
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    with pytest.raises(RowError, match="continue_final_message: expected a text in the last"):
+        chat.encode([{"role": "assistant", "content": None, "tool_calls": [call]}], **options)
+    for template in ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "none"):
+        with pytest.raises(RowError, match="it does not show the last message as it is") as caught:
+            renderer(template).encode(CONVERSATION[:2], **options)
+        assert caught.value.code == "chat_template_error"
+
+
 def test_embedded_model_renders_its_published_template(smollm2):
     with ChatRenderer(smollm2) as renderer:
         messages = [{"role": "user", "content": "What is the capital of France?"}]
