@@ -31,6 +31,7 @@ class RequestColumns:
     """The columns of one table that a job reads."""
 
     url: str
+    """The endpoint; empty if the columns are variables of templates."""
     contents: Mapping[str, str]
     """The column of each key of a request's body, or of each variable of templates."""
     id: str | None
@@ -151,15 +152,16 @@ def _messages(cell: object, *, is_json: bool) -> object:
     """The messages in a cell: a list of them, its JSON, or the text of a user."""
     if isinstance(cell, str):
         return _parsed(cell) if is_json else [{"role": "user", "content": cell}]
-    if isinstance(cell, list):
-        # in a column of structs, keys that a message lacks are null
-        return [
-            {key: value for key, value in message.items() if value is not None}
-            if isinstance(message, dict)
-            else message
-            for message in cell
-        ]
-    return cell
+    # in a column of structs, keys that a message lacks are null
+    return _without_null_keys(cell)
+
+
+def _without_null_keys(value: object) -> object:
+    if isinstance(value, list):
+        return list(map(_without_null_keys, value))
+    if isinstance(value, dict):
+        return {k: _without_null_keys(item) for k, item in value.items() if item is not None}
+    return value
 
 
 def _parsed(messages: str) -> object:

@@ -275,6 +275,8 @@ def endpoint_of(url: object) -> str:
 
 def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     if (task := POOLED_URLS.get(url)) is not None:
+        if "structured_outputs" in defaults:
+            raise wrong_value("url", "a chat or a completion beside --form", url)
         params = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=0)
         pooled = read_pooled(task, body)
         return {"kind": "pooled", "params": params, "model": _model(body), "pooled": pooled}

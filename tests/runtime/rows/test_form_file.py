@@ -7,7 +7,7 @@ import pytest
 from noria.runtime.errors import ConfigError
 from noria.runtime.files.strict_json import Line
 from noria.runtime.rows.form_file import read_form_file
-from noria.runtime.rows.lines import BatchRow, read_row
+from noria.runtime.rows.lines import BadRow, BatchRow, read_row
 from noria.runtime.stages.pipeline_file import read_pipeline
 from noria.runtime.structured.params import StructuredOutputsParams
 
@@ -67,6 +67,13 @@ def test_a_row_has_the_form_of_the_job_unless_it_has_its_own(body, form):
     # the form is part of the request that a journal knows
     other = read_row(Line(1, 0, content), 0)
     assert (row.request_hash == other.request_hash) == (form is not FORM)
+
+
+def test_a_row_without_an_answer_has_no_form():
+    line = Line(1, 0, b'{"input": "x"}')
+    assert isinstance(read_row(line, 0), BatchRow)
+    row = read_row(line, 0, defaults={"structured_outputs": FORM})
+    assert isinstance(row, BadRow) and "a chat or a completion beside --form" in row.error.message
 
 
 def test_the_form_of_a_job_is_that_of_the_last_stage(tmp_path):

@@ -137,10 +137,16 @@ def test_an_output_of_any_format_has_the_lines_and_merges(tmp_path, name):
 
 
 def test_token_ids_and_messages_are_columns_too(tmp_path):
-    messages = [[{"role": "user", "content": prompt, "name": None}] for prompt in PROMPTS]
+    # keys that some messages or parts lack are null in others
+    parts = [{"type": "text", "text": "a", "image_url": None}]
+    messages = [[{"role": "user", "content": parts, "name": None}] for _ in PROMPTS]
     write_parquet(tmp_path / "in.parquet", messages=messages, ids=[[1, 2]] * len(PROMPTS))
     for column, key, value in [
-        ("messages", "messages", [{"role": "user", "content": PROMPTS[0]}]),
+        (
+            "messages",
+            "messages",
+            [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        ),
         ("ids", "prompt", [1, 2]),
     ]:
         first, *_ = rows_of(tmp_path / "in.parquet", Columns((column,), "label"))
@@ -164,7 +170,6 @@ def test_a_text_of_messages_is_a_conversation_and_no_prompt(tmp_path):
     with (tmp_path / "in.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["messages"], *([text] for text in texts)])
     parquet.write_table(pyarrow.table({"messages": texts}), tmp_path / "in.parquet")
-    # keys that a message lacks are null in a column of structs, and count as absent
     expected = [{"id": f"row-{i}", "messages": v} for i, v in enumerate([chat, *texts[1:]])]
     assert rows_of(tmp_path / "in.csv") == rows_of(tmp_path / "in.parquet") == expected
     assert rows_of(tmp_path / "in.csv", Columns(("messages",))) == expected
