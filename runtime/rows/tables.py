@@ -25,6 +25,10 @@ BATCH_ROWS = 1024
 TableRow = tuple[bytes, bytes]
 """The request of a row, and its carried cells, as lines of JSON."""
 _TIMES = (datetime.date, datetime.time)
+_TEXTS = ("string", "large_string")
+_LISTS = ("list", "large_list", "fixed_size_list")
+_SCALARS = ("null", "boolean", "integer", "floating", "decimal", "date", "time", "timestamp")
+"""Types of Parquet columns, as pyarrow names them."""
 
 
 def csv_rows(
@@ -141,30 +145,22 @@ def _of_types(path: Path, found: RequestColumns, schema: Any) -> RequestColumns:
 
 
 def _is_list_of_texts(arrow_type: Any) -> bool:
-    types = require("pyarrow", "parquet", UnusableFile).types
-    is_list = types.is_list(arrow_type) or types.is_large_list(arrow_type)
-    return is_list and _is_text(types, arrow_type.value_type)
-
-
-def _is_text(types: Any, arrow_type: Any) -> bool:
-    return types.is_string(arrow_type) or types.is_large_string(arrow_type)
+    return _is_any(arrow_type, _LISTS) and _is_any(arrow_type.value_type, _TEXTS)
 
 
 def _has_json_form(arrow_type: Any) -> bool:
-    """Whether `_as_json` gives values of a type a form that JSON has."""
-    types = require("pyarrow", "parquet", UnusableFile).types
-    if types.is_dictionary(arrow_type):
+    """Whether `_json_value` gives values of a type a form that JSON has."""
+    if _is_any(arrow_type, ("dictionary",)):
         return _has_json_form(arrow_type.value_type)
-    if types.is_nested(arrow_type):
-        is_object = types.is_struct(arrow_type) or types.is_list(arrow_type)
-        is_other_list = types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type)
+    if _is_any(arrow_type, (*_LISTS, "struct")):
         fields = map(arrow_type.field, range(arrow_type.num_fields))
-        return (is_object or is_other_list) and all(_has_json_form(item.type) for item in fields)
-    is_time = types.is_date(arrow_type) or types.is_time(arrow_type)
-    is_number = types.is_integer(arrow_type) or types.is_floating(arrow_type)
-    is_other = types.is_null(arrow_type) or types.is_boolean(arrow_type)
-    is_other = is_other or types.is_decimal(arrow_type) or types.is_timestamp(arrow_type)
-    return _is_text(types, arrow_type) or is_time or is_number or is_other
+        return all(_has_json_form(item.type) for item in fields)
+    return _is_any(arrow_type, (*_TEXTS, *_SCALARS))
+
+
+def _is_any(arrow_type: Any, kinds: Sequence[str]) -> bool:
+    types = require("pyarrow", "parquet", UnusableFile).types
+    return any(getattr(types, f"is_{kind}")(arrow_type) for kind in kinds)
 
 
 def _carried(found: RequestColumns, row: Mapping[str, Any]) -> bytes:

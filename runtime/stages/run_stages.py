@@ -56,7 +56,7 @@ from .final_output import write_final
 from .pipeline_file import Pipeline, changed_keys
 from .stage_bounds import measure_stages
 from .stage_input import write_input
-from .stage_renderer import StageRenderer, open_renderers
+from .stage_renderer import StageRenderer, check_columns, open_renderers
 from .stage_rows import FollowedRow, InputRow, StageFiles, follow_rows, read_rows
 from .staged_model import StagedModel
 
@@ -141,6 +141,7 @@ def run_stages(
             settings, source, staged, pipeline, renderers, stages, progress, disk, stop
         )
         try:
+            run.check_columns()
             code = run.run()
         except Exception:
             if not run.has_begun:
@@ -204,6 +205,14 @@ class _StagesRun:
                 # prompts of all stages show the same time
                 self.settings = replace(self.settings, now=datetime.fromisoformat(shown))
         return None
+
+    def check_columns(self) -> None:
+        """Refuse a table without columns that a template writes for every row; ConfigError."""
+        if unit_of(self.settings.input_path) == "row":
+            # all rows of a table have all of its columns
+            table = next((row.data for row in self.rows() if isinstance(row, InputRow)), None)
+            if table is not None:
+                check_columns(self.pipeline, self.renderers, table)
 
     @property
     def has_begun(self) -> bool:

@@ -13,7 +13,7 @@ from faulty_disk import Crash, FaultyDisk
 from noria.runtime.batch.manifest import read_manifest
 from noria.runtime.batch.merge import merge
 from noria.runtime.batch.progress import Progress
-from noria.runtime.errors import InputError
+from noria.runtime.errors import ConfigError, InputError
 from noria.runtime.files.disk import digest_file
 from noria.runtime.rows.columns import Columns
 from noria.runtime.rows.part import Part
@@ -41,9 +41,9 @@ CODES = [None, None, "duplicate_custom_id", "nonfinite_logits", "template_error"
 COLUMNS = Columns(id="key", carried={"about": "topic"})
 
 
-def run(source: Path, output: Path, model=None, disk=None, **changes) -> int:
+def run(source: Path, output: Path, model=None, disk=None, text=STAGES, **changes) -> int:
     path = source.with_name("stages.toml")
-    path.write_text(STAGES)
+    path.write_text(text)
     pipeline = read_pipeline(path)
     configuration = {"model": "fake", "pipeline": pipeline.text, "carried": '{"about": "topic"}'}
     return run_stages(
@@ -141,3 +141,29 @@ def test_lines_have_no_columns_and_a_missing_column_leaves_no_folder(source, tmp
     with pytest.raises(InputError, match="expected one column 'gone', got 0"):
         run(source, tmp_path / "out.jsonl", columns=Columns(id="gone"))
     assert not (tmp_path / "out.jsonl.stages").exists()
+
+
+@pytest.mark.parametrize(
+    ("written", "missing"),
+    [
+        ("{{ row.gone }}", "row.gone"),
+        ("a {{ row['a gone'] }}", "row.a gone"),
+        (
+            "{{ row.gone | default('x') }}{% if row.gone is defined %}{{ row.gone }}{% endif %}",
+            None,
+        ),
+        ("{% for a in [1] %}{% break %}{% endfor %}", None),
+    ],
+)
+def test_a_template_that_writes_a_missing_column_is_refused_before_the_build(
+    source, tmp_path, written, missing
+):
+    text, model = STAGES.replace("{{ row.topic }}", written), FakeModel()
+    output = tmp_path / "out.jsonl"
+    if missing is None:
+        assert run(source, output, model, text=text) == 1
+        return
+    message = rf"stage revise: prompt: expected columns .* \(key, a text, topic\), got '{missing}'"
+    with pytest.raises(ConfigError, match=message):
+        run(source, output, model, text=text)
+    assert not model.num_texts and not (tmp_path / "out.jsonl.stages").exists()
