@@ -69,8 +69,10 @@ class StageRenderer:
         import jinja2.nodes
 
         environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-        outputs = environment.parse(self.stage.templates[place]).iter_child_nodes()
-        written = (node.nodes for node in outputs if isinstance(node, jinja2.nodes.Output))
+        tree = environment.parse(self.stage.templates[place])
+        if any((n.name, n.ctx) == (ROW, "store") for n in tree.find_all(jinja2.nodes.Name)):
+            return frozenset()  # the template gives the name to another value
+        written = (node.nodes for node in tree.body if isinstance(node, jinja2.nodes.Output))
         names = map(_key_of_row, chain.from_iterable(written))
         return frozenset(name for name in names if name is not None)
 

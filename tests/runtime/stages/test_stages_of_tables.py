@@ -89,7 +89,7 @@ def test_templates_read_columns_and_every_row_has_its_id_and_its_carried_cells(s
 def test_a_crash_at_any_disk_operation_changes_nothing_in_the_end(source, tmp_path):
     counter = FaultyDisk(0)
     run(source, tmp_path / "whole.parquet", disk=counter)
-    for at in range(1, counter.calls + 1, 9):
+    for at in range(1, counter.calls + 1, 17):
         output = tmp_path / f"{at}.parquet"
         with pytest.raises(Crash):
             run(source, output, disk=FaultyDisk(at, Crash()))
@@ -153,6 +153,7 @@ def test_lines_have_no_columns_and_a_missing_column_leaves_no_folder(source, tmp
             None,
         ),
         ("{% for a in [1] %}{% break %}{% endfor %}", None),
+        ("{% set row = {'gone': 'x'} %}{{ row.gone }}", None),
     ],
 )
 def test_a_template_that_writes_a_missing_column_is_refused_before_the_build(
