@@ -62,7 +62,7 @@ class AddedColumns:
         names = Counter([*_PARTS, *self.carried, *self.fields])
         if not (twice := [name for name, count in names.items() if count > 1]):
             return
-        remedy = f"Carry it under another name: --carry {twice[0]}=NAME."
+        remedy = "Carry it under another name: --carry COLUMN=NAME."
         if twice[0] not in self.carried:
             remedy = "Rename the key in the form, or choose .jsonl, whose lines have no columns."
         raise UnusableFile(

@@ -71,9 +71,12 @@ def arguments(job: str, folder: Path, model: Path) -> list[object]:
         given["--pipeline"] = folder / "judge.toml"
         longer = 'name = "judge"\nmax_prompt_tokens = 320'
         given["--pipeline"].write_text(stages.replace('name = "judge"', longer))
-    # one text in each call, so that the job can be killed between two
-    slow = ("--set", "buckets.max_length=48", "--set", "buckets.prefill=[[48,1]]")
-    return [*(word for pair in given.items() for word in pair), *slow * (job == "vectors")]
+    # few rows at once, so that the job can be killed between two
+    buckets = ["decode_slots=8"]
+    if job in ("vectors", "scores"):
+        buckets = ["max_length=48", "prefill=[[48,1]]"]
+    pairs = [*given.items(), *(("--set", f"buckets.{bucket}") for bucket in buckets)]
+    return [word for pair in pairs for word in pair]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +115,8 @@ def test_a_killed_job_from_table_to_table_ends_as_if_undisturbed(tiny, undisturb
     process.communicate()
     assert process.returncode == -9 and not output.exists()
     done = tiny.run(*command, "-o", output)
-    assert "resumed: " in done.stderr
+    kept, left = re.search(r"resumed: (\d+) finished rows, (\d+) to go", done.stderr).groups()
+    assert int(kept) and int(left)
     rows = masked(output)
     assert rows == masked(whole) and len(rows) == NUM_ROWS
     assert not any(row["error_code"] for row in rows)

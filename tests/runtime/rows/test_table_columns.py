@@ -226,11 +226,11 @@ def test_an_update_takes_new_carried_cells_and_computes_nothing_again(tmp_path):
 @pytest.mark.parametrize(
     ("configuration", "message"),
     [
-        ({"carried": '{"text": "text"}'}, "several for 'text'.* --carry text=NAME"),
+        ({"carried": '{"text": "text"}'}, "several for 'text'.* --carry COLUMN=NAME"),
         ({"form": '{"guided_json": {"properties": {"text": {}}}}'}, "'text'.* Rename the key"),
         (
             {"carried": '{"mood": "m"}', "form": '{"guided_json": {"properties": {"mood": {}}}}'},
-            "several for 'mood'.* --carry mood=NAME",
+            "several for 'mood'.* --carry COLUMN=NAME",
         ),
     ],
 )
