@@ -21,6 +21,7 @@ from ..errors import (
     EXIT_OK,
     EXIT_ROWS_FAILED,
     ConfigError,
+    RowError,
 )
 from ..files.disk import Disk
 from ..files.layout_files import layout_file, read_layout_table
@@ -28,9 +29,12 @@ from ..files.remote import RemoteFile, Url
 from ..files.run_config import read_instant, read_plan_table
 from ..pods import pod_options
 from ..pods.peers import ALONE, Peers
+from ..rows.columns import Columns
+from ..rows.form_file import read_form_file
+from ..rows.lines import endpoint_of
 from ..rows.part import Part
 from ..rows.request_body import read_sampling
-from ..rows.tables import Columns
+from ..rows.structured_body import read_form
 from .batch_model import BatchModel, target_name
 from .job import JobSettings
 from .manifest import PhaseClock, fingerprint, versions
@@ -66,6 +70,11 @@ def run_with_options(options: argparse.Namespace) -> int:
         raise ConfigError(
             "--update: expected no --pipeline beside it, as only single jobs keep the answers of "
             "equal rows, got one. Choose another output, or replace it with --restart."
+        )
+    if options.pipeline is not None and (options.prompt_column or options.url):
+        raise ConfigError(
+            "--pipeline: expected neither --prompt-column nor --url beside it, as templates read "
+            "every column of a table, got one. Leave it out."
         )
     if options.keep_stages and options.pipeline is None:
         raise ConfigError("--keep-stages: expected --pipeline beside it, got none.")
@@ -116,7 +125,8 @@ def _run_stages(
     from ..stages.pipeline_file import read_pipeline
     from ..stages.run_stages import run_stages
 
-    pipeline = read_pipeline(options.pipeline)
+    form = None if options.form is None else read_form_file(options.form)
+    pipeline = read_pipeline(options.pipeline, form)
     configuration = {**settings.configuration, "pipeline": pipeline.text}
     return run_stages(
         replace(settings, configuration=configuration),
@@ -171,8 +181,15 @@ def _settings(
         configuration["unknown keys"] = "ignored"
     if options.strict_length:
         configuration["long texts"] = "refused"
-    if options.prompt_column or options.id_column:
-        configuration["columns"] = f"{options.prompt_column}, {options.id_column}"
+    columns = _columns(options)
+    if columns != Columns(carried=columns.carried):
+        configuration["columns"] = json.dumps([columns.contents, columns.id, columns.url])
+    if columns.carried:
+        configuration["carried"] = json.dumps(columns.carried)
+    form = None
+    if options.form is not None and options.pipeline is None:
+        asked = read_form_file(options.form)
+        configuration["form"], form = json.dumps(asked), read_form(asked)
     output = options.output
     if output == PIPE:
         output = output_for_stdout(options, configuration)
@@ -190,6 +207,7 @@ def _settings(
         configuration=configuration,
         sampling_defaults=defaults,
         sampling_defaults_source=source,
+        form=form,
         config_keys_ignored=files.unread.keys,
         tensors_not_read=files.unread.all_tensors,
         error_file=outputs.error_file,
@@ -203,7 +221,7 @@ def _settings(
         expected_weights=options.expect_weights,
         reads_stdin=reads_stdin,
         input_url=str(options.input) if is_url else None,
-        columns=Columns(options.prompt_column, options.id_column),
+        columns=columns,
         ignores_unknown=options.ignore_unknown,
         updates=options.update,
         price_per_hour=_price_per_hour(options.prices, target_name(options, plan_table)),
@@ -211,6 +229,24 @@ def _settings(
         models=adapter_of_models(options, files, adapters),
     )
     return settings, outputs
+
+
+def _columns(options: argparse.Namespace) -> Columns:
+    """The columns of a table that the options name."""
+    carried: dict[str, str] = {}
+    for given in options.carry:
+        column, equals, name = given.rpartition("=")
+        if name in ("", *carried):
+            raise ConfigError(
+                f"--carry {given}: expected COLUMN or COLUMN=NAME, with a name that no other "
+                f"carried column has."
+            )
+        carried[name] = column if equals else name
+    try:
+        url = None if options.url is None else endpoint_of(options.url)
+    except RowError as error:
+        raise ConfigError(f"--{error.message}") from None
+    return Columns(tuple(options.prompt_column), options.id_column, url, carried)
 
 
 def _check_places(options: argparse.Namespace, peers: Peers) -> None:
@@ -282,6 +318,7 @@ def _also_read(options: argparse.Namespace, files: ModelFiles) -> list[tuple[str
         "the plan": options.plan,
         "the layout": layout_file(options.layout or ""),
         "the pipeline": options.pipeline,
+        "the form": options.form,
         "the merged adapter": options.merge_adapter,
     }
     given = [(description, path) for description, path in inputs.items() if path is not None]

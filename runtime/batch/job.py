@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..pods.peers import ALONE
+from ..rows.answer_tables import AddedColumns
+from ..rows.columns import Columns
 from ..rows.part import WHOLE, Part
 from ..rows.row_files import check_output
 from ..rows.scan import Encode, ScanSummary
-from ..rows.tables import Columns
+from ..structured.params import StructuredOutputsParams
 from ..text.tokenizer import Tokenizer
 from .job_files import check_job_files, job_outputs, side_files
 from .journal import journal_path
@@ -117,6 +119,8 @@ class JobSettings:
     refused."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     sampling_defaults_source: str = "noria"
+    form: StructuredOutputsParams | None = None
+    """The form of answers to rows that ask for none."""
     config_keys_ignored: tuple[str, ...] = ()
     """Keys of the model's configuration that nothing reads, as `key = value`."""
     tensors_not_read: Mapping[str, int] = field(default_factory=dict)
@@ -168,6 +172,17 @@ class JobSettings:
         return {**self.configuration, "rows": str(part), SETUP: self.setup}
 
     @property
+    def request_defaults(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` for keys that a request leaves out."""
+        form = {} if self.form is None else {"structured_outputs": self.form}
+        return {**self.sampling_defaults, **form}
+
+    @property
+    def added_columns(self) -> AddedColumns:
+        """The columns that the job adds to those of every output table."""
+        return AddedColumns.of(self.configuration)
+
+    @property
     def may_differ(self) -> frozenset[str]:
         """The keys of `stored_configuration` whose values may differ from the stored ones."""
         return frozenset({SETUP} if self.allow_other_setup else ())
@@ -205,7 +220,7 @@ class JobSettings:
             read.append(("the input", self.input_path))
         check_job_files(self.output_path, self.error_file, read, side)
         for path in self.outputs:
-            check_output(path)
+            check_output(path, self.added_columns)
 
 
 def facts_to_agree_on(settings: JobSettings, summary: ScanSummary) -> dict[str, str]:

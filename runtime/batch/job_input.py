@@ -23,6 +23,7 @@ from ..console import plural
 from ..errors import JournalError, RowError
 from ..files.disk import FileDigest, open_nameless
 from ..files.strict_json import Unit
+from ..rows.carried import CarriedCells
 from ..rows.lines import BadRow, BatchRow
 from ..rows.part import Part
 from ..rows.repeats import RowDigests
@@ -129,6 +130,8 @@ class JobInput:
     """The number of rows with each unknown key that was ignored."""
     models: Mapping[str, str | None] | None = None
     """The adapter of rows by their `model`, as in `JobSettings`."""
+    carried: CarriedCells = field(default_factory=CarriedCells)
+    """The cells of a table that are carried to the output."""
     digests: RowDigests = field(default_factory=RowDigests)
     """Digests of the rows that this job runs, to find equal rows."""
 
@@ -219,21 +222,22 @@ def open_input(
         on_progress=progress.show_reading,
     )
     with (
-        rows as (file, digest),
+        rows as source,
         model.open_text(datetime.fromisoformat(now)) as text,
         TokenSpill(folder) as token_ids,
     ):
         yield JobInput(
-            file,
+            source.file,
             text,
             now,
             settings.part,
-            settings.sampling_defaults,
+            settings.request_defaults,
             token_ids,
-            digest,
+            source.digest,
             unit_of(settings.input_path),
             settings.ignores_unknown,
             models=settings.models,
+            carried=source.carried,
         )
 
 

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 from ..console import plural
 from ..errors import EXIT_OK, EXIT_RESUMABLE, EXIT_ROWS_FAILED, JobError, MergeError
 from ..files.disk import Disk, digest_chunks, digest_file
+from ..rows.answer_tables import AddedColumns
 from ..rows.part import WHOLE, Part
 from ..rows.results import CUT, STOPPED_SAMPLES, TEXTS_CUT, TOKENS_LEFT, error_of_line
 from ..rows.row_files import check_output, encoded, is_plain, output_lines
@@ -91,12 +92,13 @@ def merge(
     read += [("the manifest of a part", manifest_path(path)) for path in paths]
     check_job_files(output, error_file, read, side_files(output))
     outputs = list(job_outputs(output, error_file).values())
-    for path in outputs:
-        check_output(path)
     with JobLock(lock_path(output), progress.note), ExitStack() as files:
         parts = [_open_part(path, files) for path in paths]
         _refuse_other_jobs(parts)
         parts = _in_order(parts)
+        added = AddedColumns.of(parts[0].manifest["configuration"])
+        for path in outputs:
+            check_output(path, added)
         for part in parts:
             _check_content(part)
         manifest = _merged_manifest(parts)
@@ -105,8 +107,8 @@ def merge(
             progress.note(f"{output}: merged already, nothing to do")
         else:
             lines_of = partial(_output_lines, parts, error_file)
-            _refuse_foreign_outputs(outputs, lines_of)
-            _write(disk, outputs, lines_of, manifest)
+            _refuse_foreign_outputs(outputs, lines_of, added)
+            _write(disk, outputs, lines_of, added, manifest)
             total = manifest["rows"]["total"]
             merged = f"{plural(total, 'row')} of {plural(len(parts), 'part')}"
             progress.note(f"{output}: {merged}, {plural(errors, 'error')}")
@@ -286,7 +288,7 @@ def _output_lines(
 
 
 def _refuse_foreign_outputs(
-    outputs: Sequence[Path], lines_of: Callable[[Path], Iterator[bytes]]
+    outputs: Sequence[Path], lines_of: Callable[[Path], Iterator[bytes]], added: AddedColumns
 ) -> None:
     """Refuse to replace files with other content than this merge would write.
 
@@ -299,7 +301,9 @@ def _refuse_foreign_outputs(
             "beside it. Finish that job, or choose another output."
         )
     for path in outputs:
-        if path.exists() and digest_file(path) != digest_chunks(encoded(path, lines_of(path))):
+        if not path.exists():
+            continue
+        if digest_file(path) != digest_chunks(encoded(path, partial(lines_of, path), added)):
             raise MergeError(
                 f"{path}: exists and differs from the merge of these parts. Choose another output, "
                 "or move it away."
@@ -310,10 +314,11 @@ def _write(
     disk: Disk,
     outputs: Sequence[Path],
     lines_of: Callable[[Path], Iterator[bytes]],
+    added: AddedColumns,
     manifest: Mapping[str, Any],
 ) -> None:
     try:
-        described = write_outputs(disk, outputs, lines_of)
+        described = write_outputs(disk, outputs, lines_of, added)
         write_manifest(disk, outputs[0], {**manifest, "outputs": described})
     except OSError as error:
         raise JobError(

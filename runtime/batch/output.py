@@ -19,6 +19,8 @@ from ..console import plural
 from ..errors import EXIT_RESUMABLE, JobError
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
+from ..rows.answer_tables import AddedColumns
+from ..rows.carried import CarriedCells, with_carried
 from ..rows.results import (
     AT_MAX_LENGTH,
     CUT,
@@ -58,6 +60,7 @@ def finalise(
     num_kept: int,
     num_tokens: int,
     ignored: Mapping[str, int],
+    carried: CarriedCells,
 ) -> dict[str, Any]:
     """Write the outputs and the manifest, and remove the journal.
 
@@ -72,6 +75,7 @@ def finalise(
         num_kept: Rows that earlier runs finished.
         num_tokens: Tokens that this run emitted.
         ignored: The number of rows with each unknown key that was ignored.
+        carried: The cells of the input that output lines have.
 
     Returns:
         The manifest.
@@ -84,8 +88,8 @@ def finalise(
     try:
         if not journal.binds:
             journal.record_fact(OUTPUTS, "begun")
-        lines_of = partial(_output_lines, settings, rows, journal, lines)
-        outputs = write_outputs(disk, settings.outputs, lines_of)
+        lines_of = partial(_output_lines, settings, rows, journal, lines, carried)
+        outputs = write_outputs(disk, settings.outputs, lines_of, settings.added_columns)
         manifest = {
             **_job_facts(settings, summary, journal, outputs),
             "rows": count_outcomes(
@@ -181,12 +185,17 @@ def _price(settings: JobSettings, phases: PhaseClock) -> dict[str, Any]:
 
 
 def write_outputs(
-    disk: Disk, outputs: Sequence[Path], lines_of: Callable[[Path], Iterable[bytes]]
+    disk: Disk,
+    outputs: Sequence[Path],
+    lines_of: Callable[[Path], Iterable[bytes]],
+    added: AddedColumns,
 ) -> dict[str, Any]:
     """Write all outputs, each complete or not at all; return their digests by name."""
     # the main output last: if it exists, the others exist too
     return {
-        path.name: digest_table(replace_file(disk, path, encoded(path, lines_of(path))))
+        path.name: digest_table(
+            replace_file(disk, path, encoded(path, partial(lines_of, path), added))
+        )
         for path in reversed(outputs)
     }
 
@@ -213,18 +222,20 @@ def _output_lines(
     rows: Sequence[ScannedRow],
     journal: Journal,
     lines: OutputLines,
+    carried: CarriedCells,
     path: Path,
 ) -> Iterator[bytes]:
     """The lines of one output file in input order."""
     is_split = settings.error_file is not None
-    for row in rows:
+    for row, cells in zip(rows, carried.of(settings.part), strict=False):
         is_error = _code(row, journal) is not None
         if is_split and is_error != (path == settings.error_file):
             continue
         if row.bad is not None:
-            yield dump_line(lines.error(row.bad, row.bad.error)) + b"\n"
+            line = dump_line(lines.error(row.bad, row.bad.error))
         else:
-            yield journal.output_line(journal.rows[row.key]) + b"\n"
+            line = journal.output_line(journal.rows[row.key])
+        yield with_carried(line, cells) + b"\n"
 
 
 def _code(row: ScannedRow, journal: Journal) -> str | None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from ..checkpoint import ModelFiles
 from ..errors import InputError
+from ..rows.columns import Columns
 from ..rows.lines import BadRow, BatchRow
 from ..rows.row_files import check_input, open_rows, unit_of
 from ..rows.scan import scan
-from ..rows.tables import Columns
 from .batch_model import open_text
 
 
@@ -44,8 +44,8 @@ def read_row_ids(path: Path, files: ModelFiles) -> list[list[int]]:
 
     folder = Path(tempfile.gettempdir())
     opened = open_rows(path, Columns(), folder, note=lambda message: None)
-    with opened as (file, _), open_text(files) as text:
-        scan(file, text.encode, unit=unit_of(path), on_error=refuse, on_encoded=keep)
+    with opened as source, open_text(files) as text:
+        scan(source.file, text.encode, unit=unit_of(path), on_error=refuse, on_encoded=keep)
     if not rows:
         raise InputError(f"{path}: expected at least one row, got none.")
     return rows

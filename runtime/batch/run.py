@@ -355,6 +355,7 @@ class _JobRun:
             num_kept=num_kept,
             num_tokens=num_tokens,
             ignored=self.source.ignored,
+            carried=self.source.carried,
         )
         self.progress.note(summarise(self.settings.output_path, manifest))
         if better_plan is not None and (note := better_plan(manifest["run_seconds"])):

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import RowError
+from ..rows.carried import CARRIED
 from ..rows.results import AT_MAX_LENGTH, DROPPED, OutputLines, error_in
 from ..rows.row_files import output_lines
 from ..rows.scan import ScannedRow, ScanSummary
@@ -49,6 +50,8 @@ def keep_answers(
         with path.open("rb") as file:
             for content in output_lines(path, file):
                 line = json.loads(content)
+                # the row of the new input has cells of its own
+                line.pop(CARRIED, None)
                 if (row := wanted.get(line["id"])) is not None:
                     _record(journal, row, line, error_in(line))
 

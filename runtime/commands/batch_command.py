@@ -39,13 +39,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_work_folder(parser)
     add(
         "--prompt-column",
+        action="append",
+        default=[],
         metavar="NAME",
-        help="column of a table that has the prompts (default: prompt, else messages)",
+        help="column of a table that has the prompts, or the texts to embed; given twice for pairs "
+        "of texts (default: the names of the keys of a request, such as prompt or input)",
     )
     add(
         "--id-column",
         metavar="NAME",
         help="column of a table that has the ids (default: custom_id, else id, else row numbers)",
+    )
+    add(
+        "--url",
+        metavar="URL",
+        help="what the rows of a table ask for, such as chat/completions or embeddings (default: "
+        "decided by the names of the columns)",
+    )
+    add(
+        "--carry",
+        action="append",
+        default=[],
+        metavar="COLUMN[=NAME]",
+        help="column of a table to copy to the output, there called NAME",
+    )
+    add(
+        "--form",
+        type=Path,
+        metavar="FILE",
+        help="JSON Schema, or another form, of the answers to rows that ask for none; with "
+        "--pipeline, of the answers of its last stage",
     )
     add_model(parser)
     add(

@@ -20,10 +20,10 @@ from ..batch.batch_model import open_text, row_shape
 from ..batch.row_kinds import text_lengths
 from ..checkpoint import ModelFiles
 from ..errors import EXIT_USAGE, JobError
+from ..rows.columns import Columns
 from ..rows.lines import BatchRow
 from ..rows.row_files import check_input, open_rows, unit_of
 from ..rows.scan import ScannedRow, scan
-from ..rows.tables import Columns
 from ..structured.structures import Structures
 from .finished_lengths import AnsweredRow, FinishedJob, LengthForecast, read_finished_job
 from .length_table import read_table
@@ -118,16 +118,16 @@ def read_workload(
     rows_of_file = open_rows(path, Columns(), folder, note=lambda message: None)
     adapters = [name for name in (models or {}).values() if name is not None]
     opened = open_text(files, structures=structures, adapters=adapters)
-    with rows_of_file as (file, digest), opened as text:
+    with rows_of_file as source_rows, opened as text:
         summary = scan(
-            file,
+            source_rows.file,
             text.encode,
             defaults=files.generation_defaults.sampling,
             models=models,
             unit=unit_of(path),
             on_encoded=note_kind,
         )
-    input_sha256 = digest.sha256 if digest else summary.input_sha256
+    input_sha256 = source_rows.digest.sha256 if source_rows.digest else summary.input_sha256
     scanned = [row for row in summary.rows if row.requirements is not None]
     num_bad = len(summary.rows) - len(scanned)
     errors = (str(row.bad) for row in summary.rows if row.bad)

@@ -256,15 +256,19 @@ def request_of(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         raise joined([unknown_parameter(key, _ENVELOPE) for key in unknown])
     if str(record.get("method")).upper() != "POST":
         raise wrong_value("method", "'POST'", record.get("method"))
-    url = _endpoint(record.get("url"))
+    url = endpoint_of(record.get("url"))
     body = record.get("body")
     if not isinstance(body, dict):
         raise wrong_value("body", "an object", body)
     return url, body
 
 
-def _endpoint(url: object) -> str:
-    """The endpoint that a url names; services write it with a host, a last slash or without /v1."""
+def endpoint_of(url: object) -> str:
+    """The endpoint that a url names; services write it with a host, a last slash or without /v1.
+
+    Raises:
+        RowError: It names no endpoint.
+    """
     if isinstance(url, str):
         path = _NOT_PATH.sub("", url).rstrip("/")
         for endpoint in (path, "/v1/" + path.rpartition("/v1/")[2].lstrip("/")):
@@ -276,6 +280,8 @@ def _endpoint(url: object) -> str:
 
 def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     if (task := POOLED_URLS.get(url)) is not None:
+        if "structured_outputs" in defaults:
+            raise wrong_value("url", "a chat or a completion beside --form", url)
         params = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=0)
         pooled = read_pooled(task, body)
         return {"kind": "pooled", "params": params, "model": _model(body), "pooled": pooled}

@@ -42,10 +42,11 @@ _KEYS: Mapping[Task, tuple[str, ...]] = {
     "rerank": ("query", "documents", "top_n", "use_activation", *_COMMON),
     "classify": ("input", "use_activation", *_COMMON),
 }
-_PAIR_KEYS: Mapping[Task, tuple[str, str]] = {
+PAIR_KEYS: Mapping[Task, tuple[str, str]] = {
     "score": ("text_1", "text_2"),
     "rerank": ("query", "documents"),
 }
+"""The keys of the two texts of a pair."""
 _INTEGERS = ("dimensions", "top_n", "truncate_prompt_tokens")
 _OTHERS: Mapping[str, AcceptedValues] = {
     **HINTS,
@@ -92,7 +93,7 @@ class PooledRequest:
         """The place in the body of each text, or pair of texts, that the model reads."""
         if self.task not in ("score", "rerank"):
             return _places("input", num_texts)
-        first, second = _PAIR_KEYS[self.task]
+        first, second = PAIR_KEYS[self.task]
         others = _places(second, len(self.others))
         # a pair is named by its second text, as the first one may be the same for all
         return others if num_texts == len(self.others) else _places(first, len(self.texts)) + others
@@ -135,7 +136,7 @@ def unknown_pooled_keys(task: Task, body: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:
-    first, second = _PAIR_KEYS[task]
+    first, second = PAIR_KEYS[task]
     if task == "rerank" and not isinstance(given.get(first), str):
         raise wrong_value(first, "a string", given.get(first))
     seconds = given.get(second)

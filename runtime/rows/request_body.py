@@ -147,7 +147,9 @@ def read_params(
         asked = "tool_choice" if forced else next((key for key in FORM_KEYS if key in given), "")
         if tools is not None and forced is not None and form is not None:
             raise wrong_value("tool_choice", "none or auto beside a form of answers", tools.choice)
-        fields["structured_outputs"] = forced or form
+        # the form of the job is for answers of rows that say nothing about theirs
+        if forced or any(key in given for key in FORM_KEYS) or fields.get("max_tokens") == 0:
+            fields["structured_outputs"] = forced or form
         params = SamplingParams(**fields)
     except RowError as error:
         keys = {"max_tokens": limit_key, "stopping": _RULE}

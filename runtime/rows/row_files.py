@@ -3,7 +3,7 @@
 Names end in `.jsonl` or anything else for lines, in `.csv` or `.tsv` and `.parquet` for tables, and
 lines and CSV may be compressed: `.jsonl.gz`, `.csv.zst`. An input that is not plain lines is
 converted once into a file without a name, on the disk of the output, because rows are read a second
-time by their offset there.
+time by their offset there. Cells that are carried to the output are in a second such file.
 
 Does not know about requests. Guarantees: memory does not grow with the number of rows; an output is
 a function of its lines; a file that cannot be converted whole is an error before any row runs.
@@ -14,6 +14,7 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
@@ -28,10 +29,24 @@ from ..files.compression import (
 from ..files.disk import Disk, FileDigest, digest_file, open_nameless
 from ..files.file_facts import FileFacts
 from ..files.strict_json import Unit
+from .answer_tables import AddedColumns, from_parquet, to_parquet
+from .carried import CarriedCells
+from .columns import Columns
 from .input_format import other_format
-from .tables import Columns, check_parquet, csv_lines, from_parquet, parquet_lines, to_parquet
+from .tables import TableRow, csv_rows, parquet_package, parquet_rows
 
 _PIECE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class OpenRows:
+    """An input, open as the lines of a batch file."""
+
+    file: BinaryIO
+    digest: FileDigest | None = None
+    """The digest of the input's own bytes; None if the input needs no conversion."""
+    carried: CarriedCells = field(default_factory=CarriedCells)
+    """The cells to carry to the output."""
 
 
 def table_of(path: Path) -> Literal["lines", "csv", "parquet"]:
@@ -71,8 +86,8 @@ def check_input(path: Path, columns: Columns | None = None) -> None:
         )
     if columns not in (None, Columns()) and table_of(path) == "lines":
         raise InputError(
-            f"{path}: expected a table (.csv, .tsv or .parquet) with --prompt-column or "
-            "--id-column, got JSON Lines, which have keys. Leave the options out."
+            f"{path}: expected a table (.csv, .tsv or .parquet) with --prompt-column, --id-column, "
+            "--url or --carry, got JSON Lines, which have keys. Leave the options out."
         )
     if is_plain(path):
         with path.open("rb") as file:
@@ -81,11 +96,15 @@ def check_input(path: Path, columns: Columns | None = None) -> None:
         _check_packages(path)
 
 
-def check_output(path: Path) -> None:
+def check_output(path: Path, added: AddedColumns) -> None:
     """Check that an output's format can be written.
 
+    Args:
+        path: The output.
+        added: The columns that the job adds to a table.
+
     Raises:
-        UnusableFile: It cannot, or the package for it is missing.
+        UnusableFile: It cannot, the package for it is missing, or two columns have one name.
     """
     if table_of(path) == "csv":
         raise UnusableFile(
@@ -94,6 +113,8 @@ def check_output(path: Path) -> None:
             "Choose another suffix."
         )
     _check_packages(path)
+    if table_of(path) == "parquet":
+        added.check(path)
 
 
 def is_plain(path: Path) -> bool:
@@ -109,7 +130,7 @@ def open_rows(
     *,
     note: Callable[[str], None],
     on_progress: Callable[[int], None] = lambda num_bytes: None,
-) -> Iterator[tuple[BinaryIO, FileDigest | None]]:
+) -> Iterator[OpenRows]:
     """Open an input as lines.
 
     Args:
@@ -119,36 +140,39 @@ def open_rows(
         note: Shows a message.
         on_progress: Called with the number of bytes of lines so far.
 
-    Yields:
-        The open lines, and the digest of the input's own bytes. The digest is None if the input
-        needs no conversion.
-
     Raises:
         InputError: The input cannot be converted, or the disk has no room for its lines.
     """
     if is_plain(path):
         with path.open("rb") as file:
-            yield file, None
+            yield OpenRows(file)
         return
     before = FileFacts.of(path)
-    with open_nameless(folder) as file:
-        _write_lines(path, columns, file, note, on_progress)
+    with open_nameless(folder) as file, open_nameless(folder) as cells:
+        _write_lines(path, columns, _Pieces(file, on_progress), _Pieces(cells), note)
         digest = digest_file(path)
         if FileFacts.of(path) != before:
             raise InputError(f"{path}: changed while it was read. Run the same command again.")
-        lines = cast(BinaryIO, io.BufferedReader(cast(io.FileIO, file)))
-        lines.seek(0)
+        lines = _buffered(file)
         if table_of(path) == "lines":
             _check_lines(path, lines)
             lines.seek(0)
-        yield lines, digest
+        yield OpenRows(lines, digest, CarriedCells(_buffered(cells) if columns.carried else None))
 
 
-def encoded(path: Path, lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The content of an output file with these lines, in the format of its name."""
+def encoded(
+    path: Path, lines_of: Callable[[], Iterable[bytes]], added: AddedColumns
+) -> Iterator[bytes]:
+    """The content of an output file, in the format of its name.
+
+    Args:
+        path: The output.
+        lines_of: Reads the lines of the output, from the first on.
+        added: The columns that the job adds to a table.
+    """
     if table_of(path) == "parquet":
-        return to_parquet(path, lines)
-    return compress(path, lines)
+        return to_parquet(path, lines_of, added)
+    return compress(path, lines_of())
 
 
 def output_lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
@@ -175,7 +199,7 @@ def _check_packages(path: Path) -> None:
             "it. Leave the second suffix out."
         )
     else:
-        check_parquet(path)
+        parquet_package(path)
 
 
 def _check_lines(path: Path, file: BinaryIO) -> None:
@@ -184,53 +208,68 @@ def _check_lines(path: Path, file: BinaryIO) -> None:
         raise InputError(f"{path}: expected plain JSON Lines, got {name}. {remedy}")
 
 
-def _lines_of(path: Path, columns: Columns, note: Callable[[str], None]) -> Iterator[bytes]:
-    """The lines of an input in any format, in pieces that need not end with a line."""
+class _Pieces:
+    """Writes lines to an unbuffered file in large pieces."""
+
+    def __init__(self, file: BinaryIO, on_progress: Callable[[int], None] = lambda num_bytes: None):
+        self.descriptor = file.fileno()
+        self.num_bytes = 0
+        self._disk = Disk()
+        self._pending = bytearray()
+        self._on_progress = on_progress
+
+    def add(self, lines: bytes) -> None:
+        self._pending += lines
+        if len(self._pending) >= _PIECE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        self._disk.write(self.descriptor, bytes(self._pending))
+        self.num_bytes += len(self._pending)
+        self._pending.clear()
+        self._on_progress(self.num_bytes)
+
+
+def _rows_of(path: Path, columns: Columns, note: Callable[[str], None]) -> Iterator[TableRow]:
+    """The lines of an input in any format, in pieces that need not end with a line, and cells."""
     if table_of(path) == "parquet":
-        yield from parquet_lines(path, columns, note)
+        yield from parquet_rows(path, columns, note)
         return
     with path.open("rb") as file:
         content = decompressed(path, file)
         if table_of(path) == "csv":
-            yield from csv_lines(path, content, columns, note)
+            yield from csv_rows(path, content, columns, note)
         else:
-            yield from iter(lambda: content.read(_PIECE_BYTES), b"")
+            yield from ((piece, b"") for piece in iter(lambda: content.read(_PIECE_BYTES), b""))
 
 
 def _write_lines(
-    path: Path,
-    columns: Columns,
-    file: BinaryIO,
-    note: Callable[[str], None],
-    on_progress: Callable[[int], None],
+    path: Path, columns: Columns, lines: _Pieces, cells: _Pieces, note: Callable[[str], None]
 ) -> None:
-    """Write the lines of an input to an unbuffered file."""
-    disk, descriptor = Disk(), file.fileno()
-    pending, num_bytes = bytearray(), 0
-
-    def flush() -> None:
-        nonlocal num_bytes
-        disk.write(descriptor, bytes(pending))
-        num_bytes += len(pending)
-        pending.clear()
-        on_progress(num_bytes)
-
+    """Write the lines of an input, and the cells that it carries."""
     try:
         # a Parquet table may be large through columns that are not read
         if table_of(path) != "parquet":
-            _check_room(path, descriptor)
-        for piece in _lines_of(path, columns, note):
-            pending += piece
-            if len(pending) >= _PIECE_BYTES:
-                flush()
-        flush()
+            _check_room(path, lines.descriptor)
+        for line, carried in _rows_of(path, columns, note):
+            lines.add(line)
+            cells.add(carried)
+        lines.flush()
+        cells.flush()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise InputError(
             f"{path}: expected room for its lines on the disk of the output, got none after "
-            f"{num_bytes} bytes. Free disk space, or choose an output on another disk."
+            f"{lines.num_bytes} bytes. Free disk space, or choose an output on another disk."
         ) from None
+
+
+def _buffered(file: BinaryIO) -> BinaryIO:
+    """An unbuffered file, buffered and open at its beginning."""
+    lines = cast(BinaryIO, io.BufferedReader(cast(io.FileIO, file)))
+    lines.seek(0)
+    return lines
 
 
 def _check_room(path: Path, descriptor: int) -> None:

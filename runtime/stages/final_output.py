@@ -1,8 +1,8 @@
 """Writes the output and the manifest of a job with stages from its finished stages.
 
 Each row of the job's part is one line: the answer of the last stage, or the error with which the
-row ended. Does not know about models. Guarantees: the lines are those of the stages, byte for byte;
-the manifest can be merged with those of other parts.
+row ended. Does not know about models. Guarantees: the lines are those of the stages, byte for byte,
+with the carried cells of their rows; the manifest can be merged with those of other parts.
 """
 
 import platform
@@ -23,7 +23,7 @@ from ..batch.manifest import (
 from ..batch.output import write_outputs
 from ..errors import EXIT_RESUMABLE, JobError
 from ..files.disk import Disk, digest_file
-from ..files.strict_json import read_lines
+from ..rows.carried import CarriedCells, with_carried
 from ..rows.results import CUT, STOPPED_SAMPLES, TEXTS_CUT, TOKENS_LEFT, error_of_line
 from .stage_rows import FollowedRow, StageFiles
 
@@ -46,6 +46,8 @@ def write_final(
     stages: Sequence[StageFiles],
     manifests: Sequence[Mapping[str, Any]],
     follow: Follow,
+    carried: CarriedCells,
+    num_rows: int,
     disk: Disk,
 ) -> dict[str, Any]:
     """Write the outputs and the manifest.
@@ -55,6 +57,8 @@ def write_final(
         stages: The files of its stages.
         manifests: The manifests of its stages.
         follow: Follows its rows.
+        carried: The cells of the input that output lines have.
+        num_rows: The number of rows of the whole input.
         disk: Disk operations.
 
     Returns:
@@ -64,10 +68,10 @@ def write_final(
         JobError: The disk refused a file; every answer is kept in the files of the stages.
     """
     try:
-        lines_of = partial(_output_lines, settings, follow)
-        outputs = write_outputs(disk, settings.outputs, lines_of)
+        lines_of = partial(_output_lines, settings, follow, carried)
+        outputs = write_outputs(disk, settings.outputs, lines_of, settings.added_columns)
         manifest = {
-            **_job_facts(settings, manifests),
+            **_job_facts(settings, manifests, num_rows),
             "outputs": outputs,
             **_outcomes(stages, manifests, follow),
             **_totals(manifests),
@@ -82,17 +86,19 @@ def write_final(
     return manifest
 
 
-def _output_lines(settings: JobSettings, follow: Follow, path: Path) -> Iterator[bytes]:
+def _output_lines(
+    settings: JobSettings, follow: Follow, carried: CarriedCells, path: Path
+) -> Iterator[bytes]:
     is_split = settings.error_file is not None
-    for row in follow():
+    for row, cells in zip(follow(), carried.of(settings.part), strict=False):
         if not is_split or (row.stage is not None) == (path == settings.error_file):
-            yield row.line + b"\n"
+            yield with_carried(row.line, cells) + b"\n"
 
 
-def _job_facts(settings: JobSettings, manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _job_facts(
+    settings: JobSettings, manifests: Sequence[Mapping[str, Any]], num_rows: int
+) -> dict[str, Any]:
     """The facts of the job: those that its stages have in common, and its own input."""
-    with settings.input_path.open("rb") as file:
-        num_rows = sum(1 for _ in read_lines(file))
     # a stage that ran no row has neither plan nor weights
     job = next((m for m in manifests if m["plan"] is not None), manifests[0])
     return {

@@ -18,6 +18,7 @@ from ..errors import ConfigError, RowError
 from ..files.run_config import read_toml
 from ..rows.lines import CHAT_URL, COMPLETION_URL
 from ..rows.request_body import read_params
+from ..rows.structured_body import FORM_KEYS
 from ..text.chat_messages import ROLES
 
 ROW = "row"
@@ -76,13 +77,25 @@ class Pipeline:
     """The content of the file as canonical JSON, which decides the answers."""
 
 
-def read_pipeline(path: Path) -> Pipeline:
+def read_pipeline(path: Path, form: Mapping[str, Any] | None = None) -> Pipeline:
     """Read the file of a pipeline.
+
+    Args:
+        path: The file.
+        form: The keys of a body that ask for the form of the last stage's answers; None for those
+            of the file.
 
     Raises:
         ConfigError: The file cannot be read, or a key of it is unknown or invalid.
     """
-    return pipeline_from(path, read_toml(path))
+    table = read_toml(path)
+    pipeline = pipeline_from(path, table)
+    if form is None:
+        return pipeline
+    last = pipeline.stages[-1]
+    if given := [key for key in FORM_KEYS if key in last.fields]:
+        raise wrong_key(path, last.name, given[0], "none beside --form", last.fields[given[0]])
+    return pipeline_from(path, {"stages": [*table["stages"][:-1], {**table["stages"][-1], **form}]})
 
 
 def pipeline_from(path: Path, table: Mapping[str, Any]) -> Pipeline:

@@ -46,17 +46,18 @@ from ..batch.stop_signals import EXIT_CODES, StopSignals
 from ..console import plural
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, OtherConfiguration, UnusableFile
 from ..files.disk import Disk, digest_file
+from ..rows.columns import Columns
 from ..rows.lines import BadRow
 from ..rows.part import WHOLE, Part
 from ..rows.results import OutputLines, error_text
-from ..rows.row_files import check_input, check_output, is_plain
+from ..rows.row_files import OpenRows, check_input, check_output, open_rows, unit_of
 from ..rows.scan import ScanSummary
 from .final_output import write_final
 from .pipeline_file import Pipeline, changed_keys
 from .stage_bounds import measure_stages
 from .stage_input import write_input
-from .stage_renderer import StageRenderer, open_renderers
-from .stage_rows import FollowedRow, StageFiles, follow_rows, read_rows
+from .stage_renderer import StageRenderer, check_columns, open_renderers
+from .stage_rows import FollowedRow, InputRow, StageFiles, follow_rows, read_rows
 from .staged_model import StagedModel
 
 _INPUT = "input of the stages"
@@ -96,7 +97,7 @@ def run_stages(
         JobError: The job cannot continue; finished rows are kept.
     """
     progress, disk = progress or Progress(), disk or Disk()
-    check_input(settings.input_path)
+    check_input(settings.input_path, settings.columns)
     folder = stages_folder(settings.output_path)
     stages = [
         StageFiles(folder, number, stage.name)
@@ -118,17 +119,29 @@ def run_stages(
         if _is_foreign(settings, stages[0]):
             refuse_foreign_outputs(settings)
         renderers = open_renderers(pipeline, opened, keeps_model=settings.models is not None)
+        source = opened.enter_context(
+            open_rows(
+                settings.input_path,
+                replace(settings.columns, are_variables=True),
+                settings.output_path.parent,
+                note=progress.note,
+                on_progress=progress.show_reading,
+            )
+        )
         folder.mkdir(exist_ok=True)
 
         def measure() -> ScanSummary:
-            show = progress.show_scan
-            summary = measure_stages(settings, model, renderers, max_position(), show)
+            show, rows = progress.show_scan, run.rows()
+            summary = measure_stages(settings, model, renderers, rows, max_position(), show)
             progress.finish()
             return summary
 
         staged = StagedModel(model, measure, seed)
-        run = _StagesRun(settings, staged, pipeline, renderers, stages, progress, disk, stop)
+        run = _StagesRun(
+            settings, source, staged, pipeline, renderers, stages, progress, disk, stop
+        )
         try:
+            run.check_columns()
             code = run.run()
         except Exception:
             if not run.has_begun:
@@ -150,6 +163,7 @@ class _StagesRun:
     """One run of a job with stages, whose output is locked."""
 
     settings: JobSettings
+    source: OpenRows
     model: StagedModel
     pipeline: Pipeline
     renderers: Sequence[StageRenderer]
@@ -191,6 +205,14 @@ class _StagesRun:
                 # prompts of all stages show the same time
                 self.settings = replace(self.settings, now=datetime.fromisoformat(shown))
         return None
+
+    def check_columns(self) -> None:
+        """Refuse a table without columns that a template writes for every row; ConfigError."""
+        if unit_of(self.settings.input_path) == "row":
+            # all rows of a table have all of its columns
+            table = next((row.data for row in self.rows() if isinstance(row, InputRow)), None)
+            if table is not None:
+                check_columns(self.pipeline, self.renderers, table)
 
     @property
     def has_begun(self) -> bool:
@@ -241,8 +263,14 @@ class _StagesRun:
             self.stages,
             manifests,
             partial(self._follow, len(self.stages)),
+            self.source.carried,
+            sum(1 for _ in self.rows()),
             self.disk,
         )
+
+    def rows(self) -> Iterator[InputRow | BadRow]:
+        """Read all rows of the input, from its beginning; one reader at a time."""
+        return read_rows(self.source.file, unit_of(self.settings.input_path))
 
     def _settings_of(self, files: StageFiles) -> JobSettings:
         """The settings of a stage's own job, whose input has the rows of the part alone."""
@@ -257,6 +285,7 @@ class _StagesRun:
                 _INPUT: self._input,
             },
             error_file=None,
+            columns=Columns(),
             restart=False,
             part=WHOLE,
             part_of_stages=self.settings.part,
@@ -271,10 +300,9 @@ class _StagesRun:
 
     def _follow(self, num_stages: int) -> Iterator[FollowedRow]:
         """Follow every row of the job's part through the first stages."""
-        with self.settings.input_path.open("rb") as file:
-            part = self.settings.part
-            rows = (row for row in read_rows(file) if part.has(row.row))
-            yield from follow_rows(rows, self.stages[:num_stages])
+        part = self.settings.part
+        rows = (row for row in self.rows() if part.has(row.row))
+        return follow_rows(rows, self.stages[:num_stages])
 
     def _manifest_of(self, files: StageFiles) -> dict[str, Any]:
         manifest = read_manifest(files.output)
@@ -289,14 +317,8 @@ class _StagesRun:
 
 def _check_files(settings: JobSettings, folder: Path) -> None:
     """Check that the outputs can be written, and that no input is among the files of stages."""
-    for path in (settings.input_path, settings.output_path):
-        if not is_plain(path):
-            raise UnusableFile(
-                f"{path}: expected plain lines with --pipeline, as .jsonl, got {path.suffix}. "
-                f"Convert the file, or run the stages as jobs of their own."
-            )
     for path in settings.outputs:
-        check_output(path)
+        check_output(path, settings.added_columns)
     read = [("the input", settings.input_path), *settings.also_read]
     side = side_files(settings.output_path)
     check_job_files(settings.output_path, settings.error_file, read, side)

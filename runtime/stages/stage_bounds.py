@@ -20,12 +20,11 @@ from dataclasses import replace
 from datetime import datetime
 from functools import cache
 from itertools import islice
-from typing import BinaryIO
 
 from ..batch.job import JobModel, JobSettings, JobText
 from ..errors import RowError
 from ..files.disk import open_nameless
-from ..rows.lines import BatchRow
+from ..rows.lines import BadRow, BatchRow
 from ..rows.prompt_encoder import Encoded
 from ..rows.scan import ScanSummary, scan
 from ..text.chat_messages import iterate_strings
@@ -33,7 +32,7 @@ from ..text.tokenizer import Tokenizer
 from .pipeline_file import ROW, Stage
 from .stage_input import CHUNK_ROWS, request_line
 from .stage_renderer import Context, StageRenderer, answers_table
-from .stage_rows import InputRow, read_rows
+from .stage_rows import InputRow
 
 _FIRST_MARK = 0x10FF00
 """The placeholder of the first stage; the others follow. All are private, so no text has them."""
@@ -49,6 +48,7 @@ def measure_stages(
     settings: JobSettings,
     model: JobModel,
     renderers: Sequence[StageRenderer],
+    rows: Iterator[InputRow | BadRow],
     max_position: int,
     on_progress: Callable[[int, int, int], None],
 ) -> ScanSummary:
@@ -58,6 +58,7 @@ def measure_stages(
         settings: The job.
         model: Its model.
         renderers: The renderers of all stages.
+        rows: All rows of the input.
         max_position: The number of positions of the model; no bound is longer.
         on_progress: Called with the numbers of measured rows and bytes, and of all bytes, now and
             then.
@@ -65,11 +66,10 @@ def measure_stages(
     stages = [renderer.stage for renderer in renderers]
     line_numbers: list[int] = []
     with (
-        settings.input_path.open("rb") as source,
         closing(open_nameless(settings.output_path.parent)) as requests,
         model.open_text(settings.now or datetime.now()) as text,
     ):
-        for content, number in _requests(source, renderers):
+        for content, number in _requests(rows, renderers):
             requests.write(content)
             line_numbers += number
         total_bytes = requests.tell()
@@ -78,24 +78,24 @@ def measure_stages(
         summary = scan(
             requests,
             encoder.encode,
-            defaults=settings.sampling_defaults,
+            defaults=settings.request_defaults,
             ignores_unknown=settings.ignores_unknown,
             models=settings.models,
             on_progress=lambda rows, num_bytes: on_progress(rows, num_bytes, total_bytes),
         )
-    rows = [
+    scanned = [
         replace(row, line_number=number)
         for row, number in zip(summary.rows, line_numbers, strict=True)
     ]
-    return replace(summary, rows=rows)
+    return replace(summary, rows=scanned)
 
 
 def _requests(
-    source: BinaryIO, renderers: Sequence[StageRenderer]
+    rows: Iterator[InputRow | BadRow], renderers: Sequence[StageRenderer]
 ) -> Iterator[tuple[bytes, list[int]]]:
     """The request lines of some rows for each stage, and their line numbers in the input."""
-    rows = (row for row in read_rows(source) if isinstance(row, InputRow))
-    while chunk := list(islice(rows, CHUNK_ROWS)):
+    readable = (row for row in rows if isinstance(row, InputRow))
+    while chunk := list(islice(readable, CHUNK_ROWS)):
         contexts = [_placeholders(row, renderers) for row in chunk]
         lines, numbers = [], []
         for renderer in renderers:

@@ -12,6 +12,7 @@ Does not know about files or tokens. Guarantees: a request or a `RowError` for e
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 from ..errors import RowError
@@ -60,6 +61,21 @@ class StageRenderer:
     def variables(self, place: str) -> frozenset[str]:
         """The names that the template at a place of the body reads; raises TemplateFailure."""
         return self._processes[place].variables()
+
+    def keys_of_rows(self, place: str) -> frozenset[str]:
+        """The keys of rows that the template at a place of the body writes for every row.
+
+        Keys inside blocks, and keys with a filter such as `default`, are not among them.
+        """
+        import jinja2.nodes
+
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+        tree = environment.parse(self.stage.templates[place])
+        if any((n.name, n.ctx) == (ROW, "store") for n in tree.find_all(jinja2.nodes.Name)):
+            return frozenset()  # the template gives the name to another value
+        written = (node.nodes for node in tree.body if isinstance(node, jinja2.nodes.Output))
+        names = map(_key_of_row, chain.from_iterable(written))
+        return frozenset(name for name in names if name is not None)
 
     def render(
         self, contexts: Sequence[Context], *, is_measured: bool = False
@@ -182,6 +198,40 @@ def _connect(
         for read in sorted(names - {ROW}):
             _check_answers(pipeline, earlier[read].stage, name)
             earlier[read].is_read = True
+
+
+def check_columns(pipeline: Pipeline, renderers: Sequence[StageRenderer], table: Mapping) -> None:
+    """Check that a table has the columns that templates write for every row.
+
+    Args:
+        pipeline: The stages.
+        renderers: The renderers of all stages.
+        table: A row of the table, which has all of its columns.
+
+    Raises:
+        ConfigError: A column is missing.
+    """
+    for renderer in renderers:
+        for place in renderer.stage.templates:
+            if missing := sorted(renderer.keys_of_rows(place) - set(table)):
+                expected = f"columns of the table ({', '.join(table)})"
+                raise wrong_key(
+                    pipeline.path, renderer.stage.name, place, expected, f"{ROW}.{missing[0]}"
+                )
+
+
+def _key_of_row(node: Any) -> str | None:
+    """The key in an expression `row.key` or `row['key']`; None for other expressions."""
+    import jinja2.nodes as nodes
+
+    if not isinstance(node, nodes.Getattr | nodes.Getitem):
+        return None
+    if not isinstance(node.node, nodes.Name) or node.node.name != ROW:
+        return None
+    if isinstance(node, nodes.Getattr):
+        return node.attr
+    key = node.arg.value if isinstance(node.arg, nodes.Const) else None
+    return key if isinstance(key, str) else None
 
 
 def _check_answers(pipeline: Pipeline, stage: Stage, reader: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import RowError
-from ..files.strict_json import MAX_LINE_BYTES, Line, parse_object, read_lines
+from ..files.strict_json import MAX_LINE_BYTES, Line, Unit, parse_object, read_lines
 from ..rows.lines import BadRow, custom_id_of, duplicate_error, written_id
 from ..rows.results import error_of_line
 from .stage_renderer import answers_table, calls_text
@@ -37,11 +37,12 @@ class InputRow:
     request_hash: str
     """The hash of its line."""
     data: Mapping[str, Any]
+    unit: Unit = "line"
 
     def failed(self, error: RowError) -> BadRow:
         """The row, ended by an error."""
         place = (self.row, self.line_number, self.offset, self.custom_id, self.request_hash)
-        return BadRow(*place, error)
+        return BadRow(*place, error, self.unit)
 
 
 @dataclass(frozen=True)
@@ -84,15 +85,21 @@ class FollowedRow:
     """The last output line, without a line end; empty before the first stage."""
 
 
-def read_rows(file: BinaryIO) -> Iterator[InputRow | BadRow]:
-    """Read all rows of an input; later rows with the custom_id of an earlier row are errors."""
+def read_rows(file: BinaryIO, unit: Unit = "line") -> Iterator[InputRow | BadRow]:
+    """Read all rows of an input; later rows with the custom_id of an earlier row are errors.
+
+    Args:
+        file: The input; it is read from its beginning.
+        unit: The unit in which errors count places.
+    """
+    file.seek(0)
     first_lines: dict[str, int] = {}
-    for index, line in enumerate(read_lines(file)):
+    for index, line in enumerate(read_lines(file, unit=unit)):
         row = _read_row(line, index)
         if row.custom_id is not None:
             first = first_lines.setdefault(row.custom_id, line.number)
             if first != line.number:
-                row = row.failed(duplicate_error(line.place, row.custom_id, f"line {first}"))
+                row = row.failed(duplicate_error(line.place, row.custom_id, f"{unit} {first}"))
         yield row
 
 
@@ -112,10 +119,11 @@ def _read_row(line: Line, index: int) -> InputRow | BadRow:
         if not isinstance(data, dict):
             raise RowError("invalid_line", "body: expected an object, got another value.", "body")
     except RowError as error:
-        message = f"line {line.number}: {error.message}"
+        message = f"{line.place}: {error.message}"
         custom_id = custom_id or written_id(content)
-        return BadRow(*place, custom_id, line_hash, RowError(error.code, message, error.param))
-    return InputRow(*place, custom_id, line_hash, data)
+        failure = RowError(error.code, message, error.param)
+        return BadRow(*place, custom_id, line_hash, failure, line.unit)
+    return InputRow(*place, custom_id, line_hash, data, line.unit)
 
 
 def follow_rows(

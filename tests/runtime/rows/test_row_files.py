@@ -23,10 +23,11 @@ from noria.runtime.errors import InputError, UnusableFile
 from noria.runtime.files import compression
 from noria.runtime.files.disk import digest_file
 from noria.runtime.rows import row_files
+from noria.runtime.rows.answer_tables import AddedColumns
+from noria.runtime.rows.columns import Columns
 from noria.runtime.rows.part import Part
 from noria.runtime.rows.results import error_of_line
 from noria.runtime.rows.row_files import encoded, open_rows, output_lines, table_of
-from noria.runtime.rows.tables import Columns
 
 QUIET = Progress(is_quiet=True)
 PROMPTS = ['say "hello", twice', "two\nlines", "é\u2028ü", "nan", "plain"] * 5
@@ -63,9 +64,10 @@ def lines_of(path: Path) -> list[bytes]:
 
 
 def rows_of(path: Path, columns: Columns = DEFAULT_COLUMNS) -> list[dict[str, object]]:
-    """The rows of an input as the simple lines into which it is converted."""
-    with open_rows(path, columns, path.parent, note=lambda message: None) as (file, _):
-        return [json.loads(line) for line in file]
+    """The ids and the bodies of the requests into which an input is converted."""
+    with open_rows(path, columns, path.parent, note=lambda message: None) as rows:
+        records = [json.loads(line) for line in rows.file]
+    return [{"id": record["custom_id"], **record["body"]} for record in records]
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -135,21 +137,25 @@ def test_an_output_of_any_format_has_the_lines_and_merges(tmp_path, name):
 
 
 def test_token_ids_and_messages_are_columns_too(tmp_path):
-    messages = [[{"role": "user", "content": prompt, "name": None}] for prompt in PROMPTS]
+    # keys that some messages or parts lack are null in others
+    parts = [{"type": "text", "text": "a", "image_url": None}]
+    messages = [[{"role": "user", "content": parts, "name": None}] for _ in PROMPTS]
     write_parquet(tmp_path / "in.parquet", messages=messages, ids=[[1, 2]] * len(PROMPTS))
     for column, key, value in [
-        ("messages", "messages", [{"role": "user", "content": PROMPTS[0]}]),
+        (
+            "messages",
+            "messages",
+            [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        ),
         ("ids", "prompt", [1, 2]),
     ]:
-        with open_rows(tmp_path / "in.parquet", Columns(column, "label"), tmp_path, note=print) as (
-            file,
-            _,
-        ):
-            first = json.loads(file.readline())
+        first, *_ = rows_of(tmp_path / "in.parquet", Columns((column,), "label"))
         assert first == {"id": PROMPTS[0], key: value}
 
 
-@pytest.mark.parametrize("columns", [Columns("text"), Columns(None, "key")])
+@pytest.mark.parametrize(
+    "columns", [Columns(("text",)), Columns(id="key"), Columns(carried={"a": "a"})]
+)
 @pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz"])
 def test_lines_have_no_columns(tmp_path, name, columns):
     (tmp_path / name).write_text('{"prompt": "a"}\n')
@@ -164,11 +170,11 @@ def test_a_text_of_messages_is_a_conversation_and_no_prompt(tmp_path):
     with (tmp_path / "in.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["messages"], *([text] for text in texts)])
     parquet.write_table(pyarrow.table({"messages": texts}), tmp_path / "in.parquet")
-    expected = [{"messages": value} for value in [chat, *texts[1:]]]
+    expected = [{"id": f"row-{i}", "messages": v} for i, v in enumerate([chat, *texts[1:]])]
     assert rows_of(tmp_path / "in.csv") == rows_of(tmp_path / "in.parquet") == expected
-    assert rows_of(tmp_path / "in.csv", Columns("messages", None)) == expected
+    assert rows_of(tmp_path / "in.csv", Columns(("messages",))) == expected
     (tmp_path / "other.csv").write_text('text\n"[]"\n')
-    assert rows_of(tmp_path / "other.csv", Columns("text")) == [{"prompt": "[]"}]
+    assert rows_of(tmp_path / "other.csv", Columns(("text",))) == [{"id": "row-0", "prompt": "[]"}]
     run(tmp_path / "in.csv", tmp_path / "out.jsonl")
     errors = [error_of_line(line) for line in lines_of(tmp_path / "out.jsonl")[1:]]
     assert [error and error.param for error in errors] == ["messages"] * 3
@@ -177,15 +183,17 @@ def test_a_text_of_messages_is_a_conversation_and_no_prompt(tmp_path):
 def test_conversations_that_are_missing_or_empty_are_no_prompts(tmp_path):
     chats = [[{"role": "user", "content": "a"}], None, [], [None]]
     parquet.write_table(pyarrow.table({"messages": chats}), tmp_path / "in.parquet")
-    assert rows_of(tmp_path / "in.parquet") == [{"messages": chat} for chat in chats]
+    assert rows_of(tmp_path / "in.parquet") == [
+        {"id": f"row-{i}", "messages": chat} for i, chat in enumerate(chats)
+    ]
 
 
 def test_a_column_of_floats_has_integers_and_nulls(tmp_path):
     table = {"id": [1.0, float("nan"), 2.5], "prompt": ["a", "b", "c"]}
     parquet.write_table(pyarrow.table(table), tmp_path / "in.parquet")
     assert rows_of(tmp_path / "in.parquet") == [
-        {"id": 1, "prompt": "a"},
-        {"prompt": "b"},
+        {"id": "1", "prompt": "a"},
+        {"id": "row-1", "prompt": "b"},
         {"id": 2.5, "prompt": "c"},
     ]
 
@@ -282,8 +290,8 @@ def test_content_of_any_size_comes_back_from_its_compressed_form(
     monkeypatch.setattr(compression, "_PIECE_BYTES", piece)
     path = tmp_path / f"a{suffix}"
     chunks = [b"", b"a", os.urandom(3000), b"b" * 100000]
-    path.write_bytes(b"".join(encoded(path, chunks)))
-    assert b"".join(encoded(path, chunks)) == path.read_bytes()
+    path.write_bytes(b"".join(encoded(path, lambda: chunks, AddedColumns())))
+    assert b"".join(encoded(path, lambda: chunks, AddedColumns())) == path.read_bytes()
     with path.open("rb") as file:
         assert compression.decompressed(path, file).read() == b"".join(chunks)
 

@@ -348,7 +348,8 @@ def bounds(source: Path, text: str, **changes) -> ScanSummary:
     job = settings(source, source.with_name("out.jsonl"), **changes)
     with ExitStack() as opened:
         renderers = open_renderers(read_pipeline(path), opened)
-        return measure_stages(job, fake.FakeModel(), renderers, 512, lambda *counts: None)
+        rows = read_rows(opened.enter_context(source.open("rb")))
+        return measure_stages(job, fake.FakeModel(), renderers, rows, 512, lambda *counts: None)
 
 
 def test_rows_of_an_adapter_share_the_prefixes_of_the_adapter(source):

@@ -130,10 +130,12 @@ def test_a_last_message_that_cannot_go_on_is_refused(renderer):
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     with pytest.raises(RowError, match="continue_final_message: expected a text in the last"):
         chat.encode([{"role": "assistant", "content": None, "tool_calls": [call]}], **options)
-    for template in ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "none"):
-        with pytest.raises(RowError, match="it does not show the last message as it is") as caught:
-            renderer(template).encode(CONVERSATION[:2], **options)
-        assert caught.value.code == "chat_template_error"
+    shown = "{{ m.content | upper if m.role == 'assistant' else m.content }}"
+    messages = [CONVERSATION[0], {"role": "assistant", "content": "The answer is"}]
+    with pytest.raises(RowError, match="it does not show the last message as it is") as caught:
+        chat = renderer(f"{{% for m in messages %}}{shown}{{% endfor %}}")
+        chat.encode(messages, **options)
+    assert caught.value.code == "chat_template_error"
 
 
 def test_embedded_model_renders_its_published_template(smollm2):
