@@ -7,7 +7,7 @@ know plans, grids or rows.
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -144,13 +144,12 @@ def _settings(
         source = "--sampling" if source == "noria" else f"--sampling, {source}"
         defaults |= read_sampling(options.sampling)
     package_versions = versions()
-    # the evidence of a plan changes no answer
-    plan = plan_table and {key: plan_table[key] for key in plan_table if key != "evidence"}
     configuration = {
         "model": files.fingerprint(),
-        "plan": "derived" if plan is None else json.dumps(plan, sort_keys=True),
+        "plan": "derived" if plan_table is None else _given_plan(plan_table, options.set),
         "layout": "" if layout_table is None else json.dumps(layout_table, sort_keys=True),
-        "overrides": " ".join(options.set),
+        # a given plan has them already
+        "overrides": " ".join(options.set) if plan_table is None else "",
         "dtype": options.dtype,
         "target": target_name(options, plan_table),
         "seed": str(options.seed),
@@ -208,6 +207,16 @@ def _settings(
         models=adapter_of_models(options, files, adapters),
     )
     return settings, outputs
+
+
+def _given_plan(plan_table: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """The facts of a given plan, which are those of a bundle that was compiled from it."""
+    from ..planning.plan_facts import plan_facts
+    from .job_plan import given_plan
+
+    plan = given_plan(plan_table, overrides)
+    # a bundle has the published formats of the model, which is part of the configuration
+    return plan_facts(replace(plan, numbers=replace(plan.numbers, published={})))
 
 
 def _check_places(options: argparse.Namespace, peers: Peers) -> None:

@@ -123,7 +123,7 @@ class BatchModel:
         plan, target = self._resolve_plan(make_plan, stored_plan)
         check_kind(plan, lengths)
         text = plan.to_toml()
-        bundle = self._agree_on_plan(text)
+        bundle = self._agree_on_plan(plan)
         weights = self.files.weights_digest(self.peers)
         weights.start()
         warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
@@ -202,17 +202,14 @@ class BatchModel:
             raise JobError(str(error), EXIT_USAGE) from error
         return plan, target
 
-    def _agree_on_plan(self, text: str) -> Path | None:
+    def _agree_on_plan(self, plan: "Plan") -> Path | None:
         """Check that all processes have the same plan; return the bundle, if one was given."""
+        from ..planning.plan_facts import plan_facts
+
         given = self.options.plan
-        is_bundle = given is not None and given.is_dir()
-        facts = {
-            "plan": text,
-            "--plan": "bundle" if is_bundle else "file",
-            "--no-sharing": str(not self.options.shares),
-        }
+        facts = {"plan": plan_facts(plan), "--no-sharing": str(not self.options.shares)}
         self.peers.agree(lambda: facts)
-        return given if is_bundle else None
+        return given if given is not None and given.is_dir() else None
 
     def _make_plan(
         self,

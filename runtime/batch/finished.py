@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import EXIT_BUILD, EXIT_MODEL, EXIT_OK, EXIT_ROWS_FAILED, JobError, UnusableFile
 from ..files.disk import digest_file, temporary_name
+from .differences import differences
 from .job import JobModel, JobSettings
-from .journal import differences
 from .manifest import (
     digest_table,
     digest_text,

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 from ..errors import JournalError, JournalWriteError, OtherConfiguration
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
+from .differences import differences
 from .journal_records import FORMAT, OUTPUTS, PLAN, SETUP, BadRecord, read_record
 
 SYNC_ROWS = 64
@@ -388,20 +389,3 @@ _SETUP_REMEDY = (
     " Other processes and devices add numbers in another order; with --allow-different-numerics "
     "the job continues anyway, and the manifest says so."
 )
-
-
-def differences(
-    first: Mapping[str, object], second: Mapping[str, object], names: tuple[str, str]
-) -> list[str]:
-    """One line for each key whose values differ, with both values after the two `names`."""
-    return [
-        f"  {key}: {names[0]} {_shown(first.get(key))}, {names[1]} {_shown(second.get(key))}"
-        for key in sorted({*first, *second})
-        if first.get(key) != second.get(key)
-    ]
-
-
-def _shown(value: object) -> object:
-    if value is None:
-        return "nothing"
-    return "none" if value == "" else value

@@ -61,9 +61,7 @@ class WarmStart:
         if cache is not None:
             own = own_folder(cache, peers.rank, peers.size)
             self._cache = ExecutableCache(own, plan, target, config, on_note)
-        dumped: dict[str, bytes] | None = None
-        if bundle is not None:
-            dumped = self._open(bundle, plan, target, files)
+        dumped = self._open(bundle, plan, target, files)
         self._source = "compile cache" if dumped is None else f"bundle {bundle}"
         if dumped is None:
             dumped = self._cache.read() if self._cache else {}
@@ -109,19 +107,26 @@ class WarmStart:
             self._cache.keep(name, executable)
 
     def _open(
-        self, folder: Path, plan: Plan, target: Target, files: ModelFiles
+        self, folder: Path | None, plan: Plan, target: Target, files: ModelFiles
     ) -> dict[str, bytes] | None:
         """The bytes of a bundle's executables; None unless all processes can use their bundles."""
-        own = own_folder(folder, self._peers.rank, self._peers.size)
-        try:
-            bundle, refusal = Bundle.open(own, plan, target, files.spec.config, files.path), None
-        except BundleUnusable as error:
-            bundle, refusal = None, str(error)
-        refusals = self._peers.gather(refusal)
+        bundle, refusal = None, "its --plan is no bundle"
+        if folder is not None:
+            own = own_folder(folder, self._peers.rank, self._peers.size)
+            try:
+                bundle = Bundle.open(own, plan, target, files.spec.config, files.path)
+                refusal = None
+            except BundleUnusable as error:
+                refusal = str(error)
+        given, refusals = zip(
+            *self._peers.gather([None if folder is None else str(folder), refusal]), strict=True
+        )
+        if not any(given):
+            return None
         for rank, reason in enumerate(refusals):
             if reason:
                 process = f"process {rank}: " if self._peers.size > 1 else ""
-                self._on_note(f"bundle {folder}: {process}{reason}. {_NOT_USED}")
+                self._on_note(f"bundle {next(filter(None, given))}: {process}{reason}. {_NOT_USED}")
         return None if bundle is None or any(refusals) else dict(bundle.dumped)
 
     def _names_on_all_processes(self, names: set[str]) -> set[str]:

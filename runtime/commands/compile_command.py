@@ -63,6 +63,7 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     from ..checkpoint import open_model
     from ..checkpoint.published_numbers import keep_published
     from ..devices.graph_memory import required_bytes
+    from ..planning.plan_facts import plan_facts
 
     def say(message: object) -> None:
         if peers.is_leader:
@@ -81,7 +82,7 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
         bundle.check_folder(options.output, files.path, peers)
         config = files.spec.config
         plan = replace(plan, numbers=keep_published(plan.numbers, files))
-        facts = {"plan": plan.to_toml(), "model": digest(repr(config))}
+        facts = {"plan": plan_facts(plan), "model": digest(repr(config))}
         peers.agree(lambda: facts)
         target, placement, definition = _prepared(plan, files, peers)
         started = time.monotonic()

@@ -100,6 +100,21 @@ def test_an_edited_plan_is_compiled_with_a_word(noria, source, bundle):
     assert all(row["response"]["status_code"] == 200 for row in read_rows(output))
 
 
+def test_a_bundle_is_the_plan_that_it_was_made_from(noria, source, plan, bundle):
+    """Defaults that the compiler writes out are no difference, and other keys are named."""
+    short, output = source.with_name("short.toml"), source.with_name("short.jsonl")
+    lines = plan.read_text("utf-8").splitlines(keepends=True)
+    short.write_text("".join(line for line in lines if not line.startswith("score = false")))
+    assert len(short.read_text("utf-8")) < len(plan.read_text("utf-8"))
+    noria.batch(source, output, "--plan", short)
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model)
+    said = noria.run(*arguments, "--plan", bundle).stderr
+    assert "complete already" in said
+    said = noria.refuse(*arguments, "--plan", bundle, "--set", "buckets.steps_per_call=4")
+    assert "plan buckets.steps_per_call: there 8, now 4\n" in said
+    assert not any(len(line) > 200 for line in said.splitlines())
+
+
 def test_a_folder_without_a_plan_is_refused(noria, source, tmp_path):
     arguments = ("-i", source, "-o", source.with_name("no.jsonl"), "--model", noria.model)
     said = noria.refuse("batch", *arguments, "--plan", tmp_path)

@@ -205,6 +205,12 @@ def test_a_pod_takes_its_executables_all_together_or_not_at_all(job, tmp_path):
     assert "executables taken" in leader
     assert "compile [" not in leader + follower and "instead" not in leader + follower
     assert answers(output) == answers(job.whole)
+    # a bundle is its plan, so a process without one agrees, and all compile
+    output = tmp_path / "mixed.jsonl"
+    mixed = wait(job.start(output, 2, each=lambda rank: ("--plan", bundle) if rank else ()))
+    assert [code for code, _ in mixed] == [0, 0], mixed
+    assert "process 0: its --plan is no bundle. The bundle is not used" in mixed[0][1]
+    assert answers(output) == answers(job.whole)
     # one process lacks an executable: all compile, or one compiler might wait for the others
     next((bundle / "process-1-of-2" / "graphs").iterdir()).unlink()
     output = tmp_path / "compiled.jsonl"
