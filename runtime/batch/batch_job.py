@@ -67,6 +67,11 @@ def run_with_options(options: argparse.Namespace) -> int:
             "--update: expected no --pipeline beside it, as only single jobs keep the answers of "
             "equal rows, got one. Choose another output, or replace it with --restart."
         )
+    if options.require_bundle and not (options.plan is not None and options.plan.is_dir()):
+        raise ConfigError(
+            f"--require-bundle: expected the folder of a bundle as --plan, got "
+            f"{options.plan or 'none'}. Make a bundle with noria compile."
+        )
     if options.keep_stages and options.pipeline is None:
         raise ConfigError("--keep-stages: expected --pipeline beside it, got none.")
     with pod_options.peers(options, target_name(options, plan_table)) as peers:
@@ -81,11 +86,11 @@ def _run(
     phases: PhaseClock,
 ) -> int:
     _check_places(options, peers)
-    progress, disk = Progress(is_quiet=options.quiet or not peers.is_leader), Disk()
+    progress, disk = Progress(is_quiet=options.quiet, is_silent=not peers.is_leader), Disk()
     with open_merged(options.model, options.merge_adapter) as files, ExitStack() as copies:
-        files.unread.report(progress.note, is_strict=options.strict_config)
+        files.unread.report(progress.warn, is_strict=options.strict_config)
         if options.generation_config == "model":
-            files.generation_defaults.report(progress.note)
+            files.generation_defaults.report(progress.warn)
         adapters = open_adapters(options, files)
         settings, outputs = _settings(
             options, files, plan_table, layout_table, peers.setup, adapters

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ...modelzoo.config import DecoderConfig
     from ...modelzoo.pooling_config import Pooling
     from ...sharding.layout import Layout
+    from ..bundles.warm_start import WarmStart
     from ..engine.shared_prefixes import RowLengths, Submission
     from ..structured.token_automaton import TokenTrie
 
@@ -117,7 +118,7 @@ class BatchModel:
         rows = [row_shape(needs, self.structures) for needs in summary.requirements]
         shared = summary.prefixes.of_rows([row.row for row in can_run])
         table = shared if self.options.shares else NOTHING_SHARED
-        cache = compilation_cache.enable(progress.note)
+        cache = compilation_cache.enable(progress.warn)
         forms = {row.structure for row in summary.requirements if row.structure is not None}
         make_plan = partial(self._make_plan, rows, table, forms, lengths)
         plan, target = self._resolve_plan(make_plan, stored_plan)
@@ -126,7 +127,17 @@ class BatchModel:
         bundle = self._agree_on_plan(plan)
         weights = self.files.weights_digest(self.peers)
         weights.start()
-        warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
+        warm = WarmStart(
+            bundle,
+            cache,
+            plan,
+            target,
+            self.files,
+            progress.note,
+            self.peers,
+            on_warning=progress.warn,
+            requires_bundle=self.options.require_bundle,
+        )
         # with --no-sharing, rows still read the prefixes of a given plan
         noted = table if plan.buckets.prefixes is None else shared
         work = work_of(config, plan.numbers, plan.layout, target, plan.buckets.adapters)
@@ -160,7 +171,7 @@ class BatchModel:
         with naming_rows(summary.rows):
             if plan.buckets.embed:
                 embedder = session.start_embedding(model, plan, on_graph=report, warm=warm)
-                return Build(embedder, text, digest, _longest_first, waste)
+                return Build(embedder, text, digest, _longest_first, waste, _use_of(warm))
             generator = session.start(
                 model, plan, seed=seed, on_graph=report, warm=warm, structures=self.structures
             )
@@ -171,7 +182,7 @@ class BatchModel:
         submission = partial(plan_submission, grid=plan.buckets, shares=shares)
         shapes = {row.row: shape for row, shape in zip(can_run, rows, strict=True)}
         better = partial(better_plan, plan, work, config.max_position, shapes, summary.prefixes)
-        return Build(generator, text, digest, submission, waste, better)
+        return Build(generator, text, digest, submission, waste, _use_of(warm), better)
 
     def _resolve_plan(
         self, make_plan: "Callable[[Target], Plan]", stored_plan: str | None
@@ -250,6 +261,11 @@ class BatchModel:
         return derived_plan(
             rows, target, model, numbers, config, layout, overrides, self.peers, *sizes
         )
+
+
+def _use_of(warm: "WarmStart") -> Mapping[str, Any] | None:
+    """The use of a bundle as the manifest has it."""
+    return None if warm.bundle is None else warm.bundle._asdict()
 
 
 def _longest_first(rows: "Sequence[RowLengths]", table: "PrefixTable") -> "Submission":

@@ -45,6 +45,8 @@ class Build:
     """Plans the order in which to submit rows, and the prefixes that they share."""
     with_waste: Callable[[dict[str, Any]], dict[str, Any]] = lambda statistics: statistics
     """Adds the wasted work of each bucket to the statistics of the run."""
+    bundle: Mapping[str, Any] | None = None
+    """The use of the bundle's executables, for the manifest; None without a bundle."""
     better_plan: Callable[[Mapping[int, int], float], str | None] = lambda outputs, seconds: None
     """A note on a plan that saves much of a run, if there is one.
 

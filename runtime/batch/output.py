@@ -50,6 +50,7 @@ def finalise(
     num_kept: int,
     num_tokens: int,
     ignored: Mapping[str, int],
+    bundle: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Write the outputs and the manifest, and remove the journal.
 
@@ -64,6 +65,7 @@ def finalise(
         num_kept: Rows that earlier runs finished.
         num_tokens: Tokens that this run emitted.
         ignored: The number of rows with each unknown key that was ignored.
+        bundle: The use of the bundle's executables; None without a bundle, or without a build.
 
     Returns:
         The manifest.
@@ -89,6 +91,7 @@ def finalise(
                 num_stopping=sum(STOPPED_SAMPLES in row.metrics for row in finished),
             ),
             "ignored_keys": dict(ignored),
+            "bundle": bundle,
             **_run_facts(phases, statistics, finished, num_tokens),
             **_price(settings, phases),
         }

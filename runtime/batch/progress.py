@@ -3,8 +3,9 @@
 On a terminal one line is redrawn; otherwise (a log file, a pod) lines are written at growing
 intervals. The clock and the stream are arguments, so tests need neither time nor a terminal.
 
-Does not know where its numbers come from. Guarantees: nothing is written in quiet mode, and the job
-continues if the stream can no longer be written to, for example after the terminal was closed.
+Does not know where its numbers come from. Guarantees: quiet mode hides progress and no warning, and
+the job continues if the stream can no longer be written to, for example after the terminal was
+closed.
 """
 
 import os
@@ -30,7 +31,14 @@ RATE_SECONDS = 10.0
 
 
 class Progress:
-    """The progress display of one job on a text stream."""
+    """The progress display of one job on a text stream.
+
+    Args:
+        stream: The stream; by default stderr.
+        clock: Monotonic seconds.
+        is_quiet: Whether only warnings are shown.
+        is_silent: Whether nothing is shown, as another process of the job shows it.
+    """
 
     def __init__(
         self,
@@ -38,10 +46,12 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         is_quiet: bool = False,
+        is_silent: bool = False,
     ):
         self._stream = stream or sys.stderr
         self._clock = clock
-        self._is_quiet = is_quiet
+        self._is_silent = is_silent
+        self._is_quiet = is_quiet or is_silent
         self._is_terminal = self._stream.isatty()
         self._width = 0
         self._has_shown_error = False
@@ -50,8 +60,13 @@ class Progress:
         self._start_clock()
 
     def note(self, message: str) -> None:
-        """Write a message on a separate line."""
+        """Write a message about the progress on a separate line."""
         if not self._is_quiet:
+            self.warn(message)
+
+    def warn(self, message: str) -> None:
+        """Write a message that quiet mode shows too: an error, a warning, the reason of a stop."""
+        if not self._is_silent:
             self._clear()
             self._say(f"{printable(message)}\n")
 
@@ -59,7 +74,7 @@ class Progress:
         """Show the error if it is the first one; many other rows may have the same error."""
         if not self._has_shown_error:
             self._has_shown_error = True
-            self.note(f"first error: {message}")
+            self.warn(f"first error: {message}")
 
     def start_rows(
         self, total: int, *, done: int, errors: int, max_tokens: int | None = None
@@ -190,8 +205,7 @@ class Progress:
 
     def finish(self) -> None:
         """Clear the redrawn line."""
-        if not self._is_quiet:
-            self._clear()
+        self._clear()
 
     def _clear(self) -> None:
         if self._width:
@@ -199,7 +213,8 @@ class Progress:
             self._width = 0
 
     def _say(self, text: str) -> None:
-        self._is_quiet = not say(self._stream, text)
+        if not say(self._stream, text):
+            self._is_silent = self._is_quiet = True
 
 
 def _rate(rate: float) -> str:

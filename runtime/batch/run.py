@@ -208,7 +208,7 @@ class _JobRun:
             self._show_kept_error(row for row in rows if row.row in kept)
 
         statistics: dict[str, Any] = {}
-        num_tokens, better_plan = 0, None
+        num_tokens, better_plan, bundle = 0, None, None
         if waiting:
             computed, repeats = self.source.digests.split(waiting)
             self._note_repeats(len(waiting) - len(computed))
@@ -233,12 +233,12 @@ class _JobRun:
             if stopped_by is not None:
                 return self._stopped(stopped_by, len(rows))
             statistics = built.with_waste(built.generator.statistics())
-            num_tokens = runner.num_tokens
+            num_tokens, bundle = runner.num_tokens, built.bundle
             better_plan = partial(built.better_plan, self._output_lengths(computed))
         elif self.journal is not None:
             check_finished_by(self.settings, self.journal.facts.get(WEIGHTS), self.model)
         self.phases.enter("run")
-        return self._finish(summary, statistics, num_kept, num_tokens, better_plan)
+        return self._finish(summary, statistics, num_kept, num_tokens, better_plan, bundle)
 
     def _bind_to_time(self, journal: Journal) -> None:
         """Record the time that prompts show, as later runs of the job must show the same time."""
@@ -246,7 +246,7 @@ class _JobRun:
         part = self.settings.part_of_stages or self.settings.part
         if part.num_parts > 1 and self.settings.now is None:
             # before the rows run, so that the user can restart with the option
-            self.progress.note(
+            self.progress.warn(
                 f"prompts show the time, and parts with different times cannot be merged: "
                 f"run every part with --now {self.source.now}"
             )
@@ -316,7 +316,7 @@ class _JobRun:
     def _stopped(self, signal_name: str, num_rows: int) -> int:
         """Say how many rows are kept; return the exit code of the signal."""
         num_kept = len(self.journal.rows) if self.journal is not None else 0
-        self.progress.note(
+        self.progress.warn(
             f"stopped by {signal_name}: {num_kept} of {plural(num_rows, 'row')} finished, kept in "
             f"{self.settings.journal_path}; run the same command again to continue"
         )
@@ -339,6 +339,7 @@ class _JobRun:
         num_kept: int,
         num_tokens: int,
         better_plan: Callable[[float], str | None] | None,
+        bundle: Mapping[str, Any] | None,
     ) -> int:
         """Write the outputs on the leader; return the exit code."""
         if self.journal is None:
@@ -355,6 +356,7 @@ class _JobRun:
             num_kept=num_kept,
             num_tokens=num_tokens,
             ignored=self.source.ignored,
+            bundle=bundle,
         )
         self.progress.note(summarise(self.settings.output_path, manifest))
         if better_plan is not None and (note := better_plan(manifest["run_seconds"])):

@@ -60,6 +60,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="plan file or bundle to use (default: a plan derived from the input)",
     )
+    add(
+        "--require-bundle",
+        action="store_true",
+        help="end before weights load, with exit code 2, unless every executable of the bundle "
+        "that --plan names can be used",
+    )
     add_dtype(parser)
     add(
         "--target",

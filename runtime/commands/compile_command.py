@@ -69,6 +69,10 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
         if peers.is_leader:
             note(options, message)
 
+    def warn(message: object) -> None:
+        if peers.is_leader:
+            tell(sys.stderr, message)
+
     seconds: dict[str, float] = {}
 
     def on_graph(built: "BuildProgress") -> None:
@@ -78,7 +82,7 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     folder = bundle.own_folder(options.output, peers.rank, peers.size)
     check_files({}, [("the plan that is read", options.plan)], bundle.tables_in(folder))
     with open_model(options.model, needs_weights=False) as files:
-        files.unread.report(say, is_strict=options.strict_config)
+        files.unread.report(warn, is_strict=options.strict_config)
         bundle.check_folder(options.output, files.path, peers)
         config = files.spec.config
         plan = replace(plan, numbers=keep_published(plan.numbers, files))

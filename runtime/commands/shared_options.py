@@ -134,4 +134,6 @@ def add_work_folder(parser: argparse.ArgumentParser) -> None:
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     """Add `--quiet`."""
-    parser.add_argument("--quiet", action="store_true", help="print no progress on stderr")
+    parser.add_argument(
+        "--quiet", action="store_true", help="print no progress on stderr, only errors and warnings"
+    )

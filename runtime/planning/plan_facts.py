@@ -1,4 +1,4 @@
-"""The facts of a plan: what it decides, however its file is written.
+"""The facts of a plan, which are the same however its file is written.
 
 Two files are one plan if they resolve to the same keys: defaults that are written out, the order of
 tables and the schema make no difference. Does not know about jobs or bundles.
@@ -12,7 +12,7 @@ from ...compile.plan import Plan
 
 
 def plan_facts(plan: Plan) -> str:
-    """What a plan decides, as JSON.
+    """The keys of a plan that decide its graphs and its answers, as JSON.
 
     The evidence is left out, as it changes no answer.
     """

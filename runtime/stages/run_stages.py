@@ -227,7 +227,7 @@ class _StagesRun:
     def _stopped(self, requested: signal.Signals) -> int:
         """Say that a signal ended the job between two stages; return its exit code."""
         folder = self.stages[0].folder
-        self.progress.note(
+        self.progress.warn(
             f"stopped by {requested.name}: finished stages are kept in {folder}; run the same "
             f"command again to continue"
         )
