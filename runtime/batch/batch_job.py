@@ -93,7 +93,7 @@ def _run(
             files.generation_defaults.report(progress.warn)
         adapters = open_adapters(options, files)
         settings, outputs = _settings(
-            options, files, plan_table, layout_table, peers.setup, adapters
+            options, files, plan_table, layout_table, _setup(options, plan_table, peers), adapters
         )
         outputs.check([("the input", settings.input_path), *settings.also_read])
         copies.enter_context(outputs.mirrored(disk, progress.note, restarts=options.restart))
@@ -212,6 +212,11 @@ def _settings(
         models=adapter_of_models(options, files, adapters),
     )
     return settings, outputs
+
+
+def _setup(options: argparse.Namespace, plan_table: Mapping[str, Any] | None, peers: Peers) -> str:
+    """The processes and the devices of a job, as manifests name them."""
+    return f"{peers.setup} on {target_name(options, plan_table)}"
 
 
 def _given_plan(plan_table: Mapping[str, Any], overrides: Sequence[str]) -> str:

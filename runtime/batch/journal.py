@@ -14,6 +14,7 @@ about a second (the job calls `sync_if_due` at every step), or on `close`. An in
 the end is removed on opening; damage anywhere else is an error that gives the byte.
 """
 
+import json
 import os
 import time
 import zlib
@@ -27,7 +28,16 @@ from ..errors import JournalError, JournalWriteError, OtherConfiguration
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
 from .differences import differences
-from .journal_records import FORMAT, OUTPUTS, PLAN, SETUP, BadRecord, read_record
+from .journal_records import (
+    DEVICES,
+    FORMAT,
+    OF_DEVICES,
+    OUTPUTS,
+    PLAN,
+    SETUP,
+    BadRecord,
+    read_record,
+)
 
 SYNC_ROWS = 64
 SYNC_SECONDS = 1.0
@@ -74,6 +84,8 @@ class Journal:
         self.rows: dict[tuple[str, str], JournalRow] = {}
         self.setups: list[str] = []
         """All set-ups of processes that have run the job, the current one last."""
+        self.plan_before: str | None = None
+        """The plan of the job on other devices, until a plan for the present ones is recorded."""
         self._disk = disk
         self._clock = clock
         self._size = 0
@@ -97,7 +109,7 @@ class Journal:
             path: The journal's file.
             configuration: The configuration of the job.
             may_differ: Keys of the configuration whose values may differ from the stored ones. A
-              new set-up of processes is recorded.
+              new set-up of processes is recorded. On other devices, the journal has no plan.
             disk: Disk operations.
             clock: Monotonic seconds.
 
@@ -130,7 +142,7 @@ class Journal:
         """
         self._append({"kind": "fact", "name": name, "value": value})
         self.sync()
-        self.facts[name] = value
+        self._take_fact(name, value)
 
     def record_row(
         self,
@@ -240,11 +252,11 @@ class Journal:
             self._discard()
             header, damaged_at = None, None
         if header is not None:
-            stored = {**header["configuration"], SETUP: self.setups[-1]}
+            devices = json.loads(self.facts.get(DEVICES, "{}"))
+            stored = {**header["configuration"], **devices, SETUP: self.setups[-1]}
             wanted = {SETUP: "", **configuration}
-            for key in may_differ:
-                stored[key] = wanted[key]
-            check_same_configuration(self.path, stored, wanted)
+            changed = {key: wanted[key] for key in may_differ if stored.get(key) != wanted[key]}
+            check_same_configuration(self.path, stored | changed, wanted)
         if damaged_at is not None:
             self._refuse_foreign_file(header)
             self._disk.truncate(self._descriptor, self._size)
@@ -252,6 +264,8 @@ class Journal:
             self._append({"kind": "header", "format": FORMAT, "configuration": configuration})
             self.sync()
             self._disk.sync_folder(self.path.parent)
+        elif changed := {key: changed[key] for key in OF_DEVICES if key in changed}:
+            self.record_fact(DEVICES, json.dumps(devices | changed))
         self._record_setup(configuration.get(SETUP, ""))
 
     def _read_records(self) -> tuple[dict[str, Any] | None, int | None]:
@@ -287,11 +301,17 @@ class Journal:
             case "header":
                 self.setups.append(facts["configuration"].get(SETUP, ""))
             case "fact":
-                self.facts[facts["name"]] = facts["value"]
+                self._take_fact(facts["name"], facts["value"])
             case "setup":
                 self.setups.append(facts["setup"])
             case _:
                 self._remember(facts, offset, length)
+
+    def _take_fact(self, name: str, value: str) -> None:
+        """Take a fact into memory; the plan of other devices is no longer the plan."""
+        if name == DEVICES:
+            self.plan_before = self.facts.pop(PLAN, self.plan_before)
+        self.facts[name] = value
 
     def _discard(self) -> None:
         """Empty the file, and forget its records."""
@@ -380,12 +400,25 @@ def check_same_configuration(
             f"{path}: expected the configuration of this job, got another one:\n"
             + "\n".join(lines)
             + "\nRun with the settings it was begun with, choose another output, or discard it "
-            f"with --restart.{_SETUP_REMEDY if stored.get(SETUP) != wanted.get(SETUP) else ''}",
+            f"with --restart.{_devices_remedy(stored, wanted)}",
             stored,
         )
 
 
-_SETUP_REMEDY = (
-    " Other processes and devices add numbers in another order; with --allow-different-numerics "
-    "the job continues anyway, and the manifest says so."
-)
+def _devices_remedy(stored: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """The remedy if nothing but the processes and the devices differ."""
+    differing = {key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key)}
+    if not differing & {SETUP, "target"} or differing - {SETUP, *OF_DEVICES}:
+        return ""
+    if differing == {SETUP}:
+        return (
+            " Other processes add numbers in another order; with --allow-different-numerics the "
+            "job continues anyway, and the manifest names both set-ups."
+        )
+    if "pipeline" in wanted:
+        return ""
+    given = " The --plan must be for these devices." if wanted.get("plan") != "derived" else ""
+    return (
+        " With --allow-different-numerics the job continues on these devices by another plan: "
+        f"finished rows are kept, and the manifest names both set-ups.{given}"
+    )

@@ -35,6 +35,7 @@ from ..rows.row_files import check_input
 from ..rows.scan import ScannedRow, ScanSummary
 from .finished import (
     check_finished_by,
+    check_same_answers,
     check_weights,
     exit_code_of,
     finished_manifest,
@@ -286,13 +287,19 @@ class _JobRun:
             code = getattr(error, "exit_code", default_code)
             raise JobError(str(error) or type(error).__name__, code) from error
         if self.journal is not None:
-            self._record_build(self.journal, stored_plan, built)
+            self._record_build(self.journal, stored_plan, built, summary)
         return built
 
-    def _record_build(self, journal: Journal, stored_plan: str | None, built: Build) -> None:
+    def _record_build(
+        self, journal: Journal, stored_plan: str | None, built: Build, summary: ScanSummary
+    ) -> None:
         """Record the plan and the weights, or check that they equal the stored ones."""
         check_weights(self.settings, journal.facts.get(WEIGHTS), built.weights)
-        if stored_plan is None:
+        if journal.plan_before is not None:
+            is_open = any(need.max_tokens is None for need in summary.requirements)
+            before, plan = journal.plan_before, built.plan
+            check_same_answers(self.settings, before, plan, has_open_rows=is_open)
+        elif stored_plan is None:
             journal.record_fact(MODEL, self.settings.model_name)
             journal.record_fact(WEIGHTS, built.weights)
         elif stored_plan != built.plan and _schema(stored_plan) == _schema(built.plan):

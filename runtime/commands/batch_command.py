@@ -174,7 +174,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--allow-different-numerics",
         action="store_true",
-        help="continue a job that another number of processes or hosts began; the manifest says so",
+        help="continue a job that other processes or devices began, on those that are there; "
+        "finished rows are kept, and the manifest names every set-up",
     )
 
 

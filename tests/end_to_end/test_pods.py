@@ -178,8 +178,8 @@ def test_two_processes_answer_as_one_does_and_compile_nothing_in_the_run(job, tm
     experts = manifest["generator"]["experts"]
     assert experts == read_manifest(output)["generator"]["experts"]
     assert experts["prefill"]["choices"] and experts["decode"]["choices"]
-    assert manifest["setups"] == ["2 processes of 4 devices, gloo"]
-    assert read_manifest(output)["setups"] == ["1 process"]
+    assert manifest["setups"] == ["2 processes of 4 devices, gloo on cpu:8"]
+    assert read_manifest(output)["setups"] == ["1 process on cpu:8"]
 
 
 @pytest.mark.slow
@@ -346,10 +346,13 @@ def test_another_set_up_is_refused_and_allowed_with_its_flag_which_the_manifest_
 ):
     output = copy_of(stopped, tmp_path)
     refused = job.noria.refuse(*job.arguments(output))
-    assert "processes: there 2 processes of 4 devices, gloo, now 1 process" in refused
+    assert "processes: there 2 processes of 4 devices, gloo on cpu:8, now 1 process on" in refused
     assert "--allow-different-numerics" in refused
     job.noria.run(*job.arguments(output, "--allow-different-numerics"))
-    assert read_manifest(output)["setups"] == ["2 processes of 4 devices, gloo", "1 process"]
+    assert read_manifest(output)["setups"] == [
+        "2 processes of 4 devices, gloo on cpu:8",
+        "1 process on cpu:8",
+    ]
     assert masked(output) == masked(job.whole)
 
 
