@@ -7,8 +7,9 @@ know plans, grids or rows.
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from ..adapters.adapter import Adapter
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.merged_model import open_merged
 from ..checkpoint import ModelFiles
+from ..devices.compiler_messages import without_alarms
+from ..devices.standard_streams import is_closed
 from ..errors import (
     EXIT_OK,
     EXIT_ROWS_FAILED,
     ConfigError,
+    exit_code,
 )
 from ..files.disk import Disk
 from ..files.layout_files import layout_file, read_layout_table
@@ -33,9 +37,11 @@ from ..rows.request_body import read_sampling
 from ..rows.tables import Columns
 from .batch_model import BatchModel, target_name
 from .job import JobSettings
+from .job_files import check_files, job_outputs, side_files
 from .manifest import PhaseClock, fingerprint, versions
 from .pipes import PIPE, copy_path, write_to_stdout
 from .progress import Progress
+from .progress_file import ProgressFile, path_of
 from .remote_files import Outputs, input_copied, input_copy_path
 from .run import run_job
 
@@ -74,7 +80,11 @@ def run_with_options(options: argparse.Namespace) -> int:
         )
     if options.keep_stages and options.pipeline is None:
         raise ConfigError("--keep-stages: expected --pipeline beside it, got none.")
-    with pod_options.peers(options, target_name(options, plan_table)) as peers:
+    in_pod = pod_options.are_given(options)
+    with (
+        without_alarms() if in_pod else nullcontext(),
+        pod_options.peers(options, target_name(options, plan_table)) as peers,
+    ):
         return _run(options, plan_table, layout_table, peers, phases)
 
 
@@ -96,6 +106,8 @@ def _run(
             options, files, plan_table, layout_table, _setup(options, plan_table, peers), adapters
         )
         outputs.check([("the input", settings.input_path), *settings.also_read])
+        if options.progress_file is not None and peers.is_leader:
+            copies.enter_context(_progress_recorded(options, settings, progress))
         copies.enter_context(outputs.mirrored(disk, progress.note, restarts=options.restart))
         copies.enter_context(input_copied(options.input, settings.input_path, disk))
         if settings.sampling_defaults:
@@ -106,9 +118,29 @@ def _run(
             code = _run_stages(options, files, settings, model, progress)
         else:
             code = run_job(settings, model, peers=peers, progress=progress, phases=phases)
+        progress.end(code)
         if options.output == PIPE and code in (EXIT_OK, EXIT_ROWS_FAILED):
             write_to_stdout(settings.output_path, disk)
         return code
+
+
+@contextmanager
+def _progress_recorded(
+    options: argparse.Namespace, settings: JobSettings, progress: Progress
+) -> Iterator[None]:
+    """Write the progress of the job and its end to the progress file."""
+    place = options.progress_file
+    if (path := path_of(place)) is not None:
+        files = {**side_files(settings.output_path), "the progress file": path}
+        read = [("the input", settings.input_path), *settings.also_read]
+        check_files(job_outputs(settings.output_path, settings.error_file), read, files)
+    with closing(ProgressFile(place, progress.warn)) as progress.file:
+        progress.begin()
+        try:
+            yield
+        except BaseException as error:
+            progress.end(exit_code(error))
+            raise
 
 
 def _run_stages(
@@ -241,6 +273,10 @@ def _check_places(options: argparse.Namespace, peers: Peers) -> None:
         raise ConfigError(
             f"{options.input}: expected two URLs, got the input as an output. Choose another "
             "output; a file that is read is never written."
+        )
+    if options.output == PIPE and is_closed(sys.stdout):
+        raise ConfigError(
+            "-o -: expected standard output, got none, as it is closed (>&-). Name an output."
         )
     if options.output == PIPE and isinstance(options.error_file, Url):
         raise ConfigError(

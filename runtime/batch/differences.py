@@ -25,7 +25,9 @@ def differences(
 
 
 def flat(name: str, value: object) -> dict[str, object]:
-    """A nested table as one level of dotted keys."""
+    """A nested table as one level of dotted keys; tables in a list have their index as key."""
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        value = dict(enumerate(value))
     if not isinstance(value, Mapping):
         return {name: value}
     return {

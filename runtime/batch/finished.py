@@ -171,14 +171,16 @@ def check_same_answers(
     Raises:
         JobError: The numbers or the experts of the plans differ, or the length of such rows.
     """
-    facts = []
-    for text in (before, plan):
+
+    def kept_facts(text: str) -> dict[str, str]:
         table = tomllib.loads(text)
         kept = {key: json.dumps(table.get(key, {})) for key in ("numbers", "experts")}
         if has_open_rows:
             kept["buckets.max_length"] = str(table.get("buckets", {}).get("max_length"))
-        facts.append(kept)
-    if lines := differences(*facts, ("finished rows have", "now")):
+        return kept
+
+    names = ("finished rows have", "now")
+    if lines := differences(kept_facts(before), kept_facts(plan), names):
         raise JobError(
             f"{settings.output_path}: expected a plan for these devices that answers as the plan "
             "of the finished rows, got another one:\n" + "\n".join(lines) + "\nGive the plan the "

@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import JournalError, JournalWriteError, OtherConfiguration
+from ..errors import JournalError, JournalWriteError
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
-from .differences import differences
+from .begun_job import check_same_configuration
 from .journal_records import (
     DEVICES,
     FORMAT,
@@ -251,6 +251,7 @@ class Journal:
             # nothing depends on this journal, so it does not bind the job to its configuration
             self._discard()
             header, damaged_at = None, None
+        changed, devices = {}, {}
         if header is not None:
             devices = json.loads(self.facts.get(DEVICES, "{}"))
             stored = {**header["configuration"], **devices, SETUP: self.setups[-1]}
@@ -384,41 +385,3 @@ class Journal:
 
 RETRIED_CODES = frozenset({"internal_error"})
 """Error codes of noria or the machine, not of the request: a resumed job runs these rows again."""
-
-
-def check_same_configuration(
-    path: Path, stored: Mapping[str, str], wanted: Mapping[str, str]
-) -> None:
-    """Check that a journal has the configuration of this job.
-
-    Raises:
-        OtherConfiguration: They differ; the error has one line for each difference.
-    """
-    lines = differences(stored, wanted, ("there", "now"))
-    if lines:
-        raise OtherConfiguration(
-            f"{path}: expected the configuration of this job, got another one:\n"
-            + "\n".join(lines)
-            + "\nRun with the settings it was begun with, choose another output, or discard it "
-            f"with --restart.{_devices_remedy(stored, wanted)}",
-            stored,
-        )
-
-
-def _devices_remedy(stored: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """The remedy if nothing but the processes and the devices differ."""
-    differing = {key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key)}
-    if not differing & {SETUP, "target"} or differing - {SETUP, *OF_DEVICES}:
-        return ""
-    if differing == {SETUP}:
-        return (
-            " Other processes add numbers in another order; with --allow-different-numerics the "
-            "job continues anyway, and the manifest names both set-ups."
-        )
-    if "pipeline" in wanted:
-        return ""
-    given = " The --plan must be for these devices." if wanted.get("plan") != "derived" else ""
-    return (
-        " With --allow-different-numerics the job continues on these devices by another plan: "
-        f"finished rows are kept, and the manifest names both set-ups.{given}"
-    )

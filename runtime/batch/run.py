@@ -89,6 +89,8 @@ def run_job(
         StopNow: A signal ended the job immediately.
     """
     progress, disk, phases = progress or Progress(), disk or Disk(), phases or PhaseClock()
+    progress.enter(phases.phase)
+    phases.on_enter = progress.enter
     if not settings.reads_stdin:
         check_input(settings.input_path, settings.columns)
     services = {"peers": peers, "disk": disk, "progress": progress, "phases": phases}

@@ -169,6 +169,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--verbose", action="store_true", help="print the whole plan as TOML")
     add_quiet(parser)
+    add(
+        "--progress-file",
+        metavar="FILE",
+        help="file, or open descriptor fd:N, that takes the progress as lines of JSON",
+    )
     several = parser.add_argument_group("several processes over one mesh")
     pod_options.add_options(several)
     several.add_argument(

@@ -1,8 +1,9 @@
-"""`--quiet` hides progress, and neither errors nor warnings."""
+"""Messages of jobs: `--quiet` hides progress alone, and `--progress-file` has it as JSON."""
 
 import json
 import shutil
 import signal
+from datetime import datetime
 
 import pytest
 from command import completion, wait_for_records, write_lines
@@ -53,3 +54,20 @@ def test_other_commands_are_not_quiet_about_ignored_keys(noria, model, tmp_path,
     arguments = (command, "--model", model, "-o", tmp_path / "made", *options, "--quiet")
     said = noria.refuse(*arguments, expect=0)
     assert "favourite_colour" in said and said.count("\n") == 1
+
+
+def test_the_progress_file_has_every_phase_and_the_end(noria, tmp_path):
+    source, output = rows(tmp_path / "in.jsonl", max_tokens=4), tmp_path / "out.jsonl"
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model, "--progress-file")
+    progress = tmp_path / "progress.jsonl"
+    noria.run(*arguments, progress)
+    lines = [json.loads(line) for line in progress.read_text("utf-8").splitlines()]
+    phases = [line["phase"] for line in lines]
+    assert list(dict.fromkeys(phases)) == ["scan", "load", "build", "run", "end"]
+    assert (lines[-1]["exit_code"], lines[-1]["rows_done"], lines[-1]["rows_total"]) == (0, 4, 4)
+    assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines)
+    before = source.read_bytes()
+    for path in (source, output, output.with_name("out.jsonl.journal")):
+        said = noria.refuse(*arguments, path)
+        assert "the progress file" in said
+    assert source.read_bytes() == before

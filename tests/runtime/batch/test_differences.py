@@ -46,3 +46,4 @@ def test_a_text_that_only_looks_like_a_table_is_a_text():
 
 def test_a_nested_table_has_dotted_keys():
     assert flat("plan", {"a": {"b": 1, "c": {"d": 2}}}) == {"plan.a.b": 1, "plan.a.c.d": 2}
+    assert flat("plan", {"a": [{"b": 1}], "c": [[2, 3]]}) == {"plan.a.0.b": 1, "plan.c": [[2, 3]]}
