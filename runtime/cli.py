@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from . import errors
 from .batch.stop_signals import StopSignals
 from .console import tell
+from .devices.standard_streams import prepare_streams
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +57,7 @@ def _tell_pod(arguments: Sequence[str], reason: str, code: int, is_stop: bool = 
 
 def main_of_process() -> int:
     """Run the command line of this process, whose signals are handled until it has ended."""
+    prepare_streams()
     StopSignals().__enter__()
     return main()
 

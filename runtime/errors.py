@@ -142,6 +142,12 @@ class BundleUnusable(ValueError):
     """The reason why a file of a bundle is not used."""
 
 
+class BundleRequired(ValueError):
+    """A bundle that the user requires, and that cannot be used."""
+
+    exit_code = EXIT_USAGE
+
+
 class OutOfStep(RuntimeError):
     """A process of a pod that has run other calls than process 0, so its rows may be wrong."""
 

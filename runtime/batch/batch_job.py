@@ -7,8 +7,9 @@ know plans, grids or rows.
 import argparse
 import json
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ from ..adapters.adapter import Adapter
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.merged_model import open_merged
 from ..checkpoint import ModelFiles
+from ..devices.compiler_messages import without_alarms
+from ..devices.standard_streams import is_closed
 from ..errors import (
     EXIT_OK,
     EXIT_ROWS_FAILED,
     ConfigError,
     RowError,
+    exit_code,
 )
 from ..files.disk import Disk
 from ..files.layout_files import layout_file, read_layout_table
@@ -37,9 +41,11 @@ from ..rows.request_body import read_sampling
 from ..rows.structured_body import read_form
 from .batch_model import BatchModel, target_name
 from .job import JobSettings
+from .job_files import check_files, job_outputs, side_files
 from .manifest import PhaseClock, fingerprint, versions
 from .pipes import PIPE, copy_path, write_to_stdout
 from .progress import Progress
+from .progress_file import ProgressFile, path_of
 from .remote_files import Outputs, input_copied, input_copy_path
 from .run import run_job
 
@@ -76,9 +82,18 @@ def run_with_options(options: argparse.Namespace) -> int:
             "--pipeline: expected neither --prompt-column nor --url beside it, as templates read "
             "every column of a table, got one. Leave it out."
         )
+    if options.require_bundle and not (options.plan is not None and options.plan.is_dir()):
+        raise ConfigError(
+            f"--require-bundle: expected the folder of a bundle as --plan, got "
+            f"{options.plan or 'none'}. Make a bundle with noria compile."
+        )
     if options.keep_stages and options.pipeline is None:
         raise ConfigError("--keep-stages: expected --pipeline beside it, got none.")
-    with pod_options.peers(options, target_name(options, plan_table)) as peers:
+    in_pod = pod_options.are_given(options)
+    with (
+        without_alarms() if in_pod else nullcontext(),
+        pod_options.peers(options, target_name(options, plan_table)) as peers,
+    ):
         return _run(options, plan_table, layout_table, peers, phases)
 
 
@@ -90,16 +105,18 @@ def _run(
     phases: PhaseClock,
 ) -> int:
     _check_places(options, peers)
-    progress, disk = Progress(is_quiet=options.quiet or not peers.is_leader), Disk()
+    progress, disk = Progress(is_quiet=options.quiet, is_silent=not peers.is_leader), Disk()
     with open_merged(options.model, options.merge_adapter) as files, ExitStack() as copies:
-        files.unread.report(progress.note, is_strict=options.strict_config)
+        files.unread.report(progress.warn, is_strict=options.strict_config)
         if options.generation_config == "model":
-            files.generation_defaults.report(progress.note)
+            files.generation_defaults.report(progress.warn)
         adapters = open_adapters(options, files)
         settings, outputs = _settings(
-            options, files, plan_table, layout_table, peers.setup, adapters
+            options, files, plan_table, layout_table, _setup(options, plan_table, peers), adapters
         )
         outputs.check([("the input", settings.input_path), *settings.also_read])
+        if options.progress_file is not None and peers.is_leader:
+            copies.enter_context(_progress_recorded(options, settings, progress))
         copies.enter_context(outputs.mirrored(disk, progress.note, restarts=options.restart))
         copies.enter_context(input_copied(options.input, settings.input_path, disk))
         if settings.sampling_defaults:
@@ -110,9 +127,29 @@ def _run(
             code = _run_stages(options, files, settings, model, progress)
         else:
             code = run_job(settings, model, peers=peers, progress=progress, phases=phases)
+        progress.end(code)
         if options.output == PIPE and code in (EXIT_OK, EXIT_ROWS_FAILED):
             write_to_stdout(settings.output_path, disk)
         return code
+
+
+@contextmanager
+def _progress_recorded(
+    options: argparse.Namespace, settings: JobSettings, progress: Progress
+) -> Iterator[None]:
+    """Write the progress of the job and its end to the progress file."""
+    place = options.progress_file
+    if (path := path_of(place)) is not None:
+        files = {**side_files(settings.output_path), "the progress file": path}
+        read = [("the input", settings.input_path), *settings.also_read]
+        check_files(job_outputs(settings.output_path, settings.error_file), read, files)
+    with closing(ProgressFile(place, progress.warn)) as progress.file:
+        progress.begin()
+        try:
+            yield
+        except BaseException as error:
+            progress.end(exit_code(error))
+            raise
 
 
 def _run_stages(
@@ -154,13 +191,12 @@ def _settings(
         source = "--sampling" if source == "noria" else f"--sampling, {source}"
         defaults |= read_sampling(options.sampling)
     package_versions = versions()
-    # the evidence of a plan changes no answer
-    plan = plan_table and {key: plan_table[key] for key in plan_table if key != "evidence"}
     configuration = {
         "model": files.fingerprint(),
-        "plan": "derived" if plan is None else json.dumps(plan, sort_keys=True),
+        "plan": "derived" if plan_table is None else _given_plan(plan_table, options.set),
         "layout": "" if layout_table is None else json.dumps(layout_table, sort_keys=True),
-        "overrides": " ".join(options.set),
+        # a given plan has them already
+        "overrides": " ".join(options.set) if plan_table is None else "",
         "dtype": options.dtype,
         "target": target_name(options, plan_table),
         "seed": str(options.seed),
@@ -249,6 +285,21 @@ def _columns(options: argparse.Namespace) -> Columns:
     return Columns(tuple(options.prompt_column), options.id_column, url, carried)
 
 
+def _setup(options: argparse.Namespace, plan_table: Mapping[str, Any] | None, peers: Peers) -> str:
+    """The processes and the devices of a job, as manifests name them."""
+    return f"{peers.setup} on {target_name(options, plan_table)}"
+
+
+def _given_plan(plan_table: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """The facts of a given plan, which are those of a bundle that was compiled from it."""
+    from ..planning.plan_facts import plan_facts
+    from .job_plan import given_plan
+
+    plan = given_plan(plan_table, overrides)
+    # a bundle has the published formats of the model, which is part of the configuration
+    return plan_facts(replace(plan, numbers=replace(plan.numbers, published={})))
+
+
 def _check_places(options: argparse.Namespace, peers: Peers) -> None:
     """Refuse pipes and URLs where files are needed."""
     places = [options.input, options.output, options.error_file]
@@ -261,6 +312,10 @@ def _check_places(options: argparse.Namespace, peers: Peers) -> None:
         raise ConfigError(
             f"{options.input}: expected two URLs, got the input as an output. Choose another "
             "output; a file that is read is never written."
+        )
+    if options.output == PIPE and is_closed(sys.stdout):
+        raise ConfigError(
+            "-o -: expected standard output, got none, as it is closed (>&-). Name an output."
         )
     if options.output == PIPE and isinstance(options.error_file, Url):
         raise ConfigError(

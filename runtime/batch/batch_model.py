@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ...modelzoo.config import DecoderConfig
     from ...modelzoo.pooling_config import Pooling
     from ...sharding.layout import Layout
+    from ..bundles.warm_start import WarmStart
     from ..engine.shared_prefixes import RowLengths, Submission
     from ..structured.token_automaton import TokenAutomaton, TokenTrie
 
@@ -119,16 +120,26 @@ class BatchModel:
         rows = [row_shape(needs, self.structures) for needs in summary.requirements]
         shared = summary.prefixes.of_rows([row.row for row in can_run])
         table = shared if self.options.shares else NOTHING_SHARED
-        cache = compilation_cache.enable(progress.note)
+        cache = compilation_cache.enable(progress.warn)
         forms = {row.structure for row in summary.requirements if row.structure is not None}
         make_plan = partial(self._make_plan, rows, table, forms, lengths)
         plan, target = self._resolve_plan(make_plan, stored_plan)
         check_kind(plan, lengths)
         text = plan.to_toml()
-        bundle = self._agree_on_plan(text)
+        bundle = self._agree_on_plan(plan)
         weights = self.files.weights_digest(self.peers)
         weights.start()
-        warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
+        warm = WarmStart(
+            bundle,
+            cache,
+            plan,
+            target,
+            self.files,
+            progress.note,
+            self.peers,
+            on_warning=progress.warn,
+            requires_bundle=self.options.require_bundle,
+        )
         # with --no-sharing, rows still read the prefixes of a given plan
         noted = table if plan.buckets.prefixes is None else shared
         work = work_of(config, plan.numbers, plan.layout, target, plan.buckets.adapters)
@@ -162,7 +173,7 @@ class BatchModel:
         with naming_rows(summary.rows):
             if plan.buckets.embed:
                 embedder = session.start_embedding(model, plan, on_graph=report, warm=warm)
-                return Build(embedder, text, digest, _longest_first, waste)
+                return Build(embedder, text, digest, _longest_first, waste, _use_of(warm))
             generator = session.start(
                 model, plan, seed=seed, on_graph=report, warm=warm, structures=self.structures
             )
@@ -173,7 +184,7 @@ class BatchModel:
         submission = partial(plan_submission, grid=plan.buckets, shares=shares)
         shapes = {row.row: shape for row, shape in zip(can_run, rows, strict=True)}
         better = partial(better_plan, plan, work, config.max_position, shapes, summary.prefixes)
-        return Build(generator, text, digest, submission, waste, better)
+        return Build(generator, text, digest, submission, waste, _use_of(warm), better)
 
     def _resolve_plan(
         self, make_plan: "Callable[[Target], Plan]", stored_plan: str | None
@@ -204,17 +215,14 @@ class BatchModel:
             raise JobError(str(error), EXIT_USAGE) from error
         return plan, target
 
-    def _agree_on_plan(self, text: str) -> Path | None:
+    def _agree_on_plan(self, plan: "Plan") -> Path | None:
         """Check that all processes have the same plan; return the bundle, if one was given."""
+        from ..planning.plan_facts import plan_facts
+
         given = self.options.plan
-        is_bundle = given is not None and given.is_dir()
-        facts = {
-            "plan": text,
-            "--plan": "bundle" if is_bundle else "file",
-            "--no-sharing": str(not self.options.shares),
-        }
+        facts = {"plan": plan_facts(plan), "--no-sharing": str(not self.options.shares)}
         self.peers.agree(lambda: facts)
-        return given if is_bundle else None
+        return given if given is not None and given.is_dir() else None
 
     def _make_plan(
         self,
@@ -255,6 +263,11 @@ class BatchModel:
         return derived_plan(
             rows, target, model, numbers, config, layout, overrides, self.peers, *sizes
         )
+
+
+def _use_of(warm: "WarmStart") -> Mapping[str, Any] | None:
+    """The use of a bundle as the manifest has it."""
+    return None if warm.bundle is None else warm.bundle._asdict()
 
 
 def _longest_first(rows: "Sequence[RowLengths]", table: "PrefixTable") -> "Submission":

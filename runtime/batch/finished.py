@@ -3,13 +3,23 @@
 Does not know how rows run. Guarantees: no function here changes a file.
 """
 
+import json
+import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import EXIT_BUILD, EXIT_MODEL, EXIT_OK, EXIT_ROWS_FAILED, JobError, UnusableFile
+from ..errors import (
+    EXIT_BUILD,
+    EXIT_MODEL,
+    EXIT_OK,
+    EXIT_ROWS_FAILED,
+    EXIT_USAGE,
+    JobError,
+    UnusableFile,
+)
 from ..files.disk import digest_file, temporary_name
+from .differences import differences
 from .job import JobModel, JobSettings
-from .journal import differences
 from .manifest import (
     digest_table,
     digest_text,
@@ -144,4 +154,36 @@ def check_weights(settings: JobSettings, stored: str | None, digest: str) -> Non
             f"now {digest}\nRun with the original weights, choose another output, or begin again "
             f"with --restart.",
             EXIT_MODEL,
+        )
+
+
+def check_same_answers(
+    settings: JobSettings, before: str, plan: str, *, has_open_rows: bool
+) -> None:
+    """Refuse a plan for other devices that changes more than the order of sums.
+
+    Args:
+        settings: The job.
+        before: The plan of the finished rows, as TOML.
+        plan: The plan for the devices of this run.
+        has_open_rows: Whether rows without `max_tokens` end at the plan's `max_length`.
+
+    Raises:
+        JobError: The numbers or the experts of the plans differ, or the length of such rows.
+    """
+
+    def kept_facts(text: str) -> dict[str, str]:
+        table = tomllib.loads(text)
+        kept = {key: json.dumps(table.get(key, {})) for key in ("numbers", "experts")}
+        if has_open_rows:
+            kept["buckets.max_length"] = str(table.get("buckets", {}).get("max_length"))
+        return kept
+
+    names = ("finished rows have", "now")
+    if lines := differences(kept_facts(before), kept_facts(plan), names):
+        raise JobError(
+            f"{settings.output_path}: expected a plan for these devices that answers as the plan "
+            "of the finished rows, got another one:\n" + "\n".join(lines) + "\nGive the plan the "
+            "values of the finished rows, with --set or in the file of --plan.",
+            EXIT_USAGE,
         )

@@ -21,7 +21,7 @@ from ..structured.params import StructuredOutputsParams
 from ..text.tokenizer import Tokenizer
 from .job_files import check_job_files, job_outputs, side_files
 from .journal import journal_path
-from .journal_records import SETUP
+from .journal_records import OF_DEVICES, SETUP
 from .lock import lock_path
 from .manifest import PhaseClock
 from .progress import Progress
@@ -47,6 +47,8 @@ class Build:
     """Plans the order in which to submit rows, and the prefixes that they share."""
     with_waste: Callable[[dict[str, Any]], dict[str, Any]] = lambda statistics: statistics
     """Adds the wasted work of each bucket to the statistics of the run."""
+    bundle: Mapping[str, Any] | None = None
+    """The use of the bundle's executables, for the manifest; None without a bundle."""
     better_plan: Callable[[Mapping[int, int], float], str | None] = lambda outputs, seconds: None
     """A note on a plan that saves much of a run, if there is one.
 
@@ -185,7 +187,12 @@ class JobSettings:
     @property
     def may_differ(self) -> frozenset[str]:
         """The keys of `stored_configuration` whose values may differ from the stored ones."""
-        return frozenset({SETUP} if self.allow_other_setup else ())
+        if not self.allow_other_setup:
+            return frozenset()
+        # a job with stages, and an update, keep the plan of what is finished
+        keeps_plan = self.part_of_stages is not None or self.updates
+        devices = () if keeps_plan else OF_DEVICES
+        return frozenset({SETUP, *(key for key in devices if key in self.configuration)})
 
     @property
     def journal_path(self) -> Path:

@@ -157,9 +157,9 @@ class JobInput:
             )
         if self.ignored:
             counts = ", ".join(f"{key!r} in {plural(n, 'row')}" for key, n in self.ignored.items())
-            progress.note(f"ignored keys that noria does not know: {counts}")
+            progress.warn(f"ignored keys that noria does not know: {counts}")
         if (reason := self.text.gave_up()) is not None:
-            progress.note(f"chat template in {reason}; rows that need it end as errors")
+            progress.warn(f"chat template in {reason}; rows that need it end as errors")
         if num_dropped := self.token_ids.num_dropped:
             rows = plural(num_dropped, "row")
             progress.note(f"no room to keep the token ids of {rows}; they are encoded again")

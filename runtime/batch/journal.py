@@ -14,6 +14,7 @@ about a second (the job calls `sync_if_due` at every step), or on `close`. An in
 the end is removed on opening; damage anywhere else is an error that gives the byte.
 """
 
+import json
 import os
 import time
 import zlib
@@ -23,10 +24,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import JournalError, JournalWriteError, OtherConfiguration
+from ..errors import JournalError, JournalWriteError
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
-from .journal_records import FORMAT, OUTPUTS, PLAN, SETUP, BadRecord, read_record
+from .begun_job import check_same_configuration
+from .journal_records import (
+    DEVICES,
+    FORMAT,
+    OF_DEVICES,
+    OUTPUTS,
+    PLAN,
+    SETUP,
+    BadRecord,
+    read_record,
+)
 
 SYNC_ROWS = 64
 SYNC_SECONDS = 1.0
@@ -73,6 +84,8 @@ class Journal:
         self.rows: dict[tuple[str, str], JournalRow] = {}
         self.setups: list[str] = []
         """All set-ups of processes that have run the job, the current one last."""
+        self.plan_before: str | None = None
+        """The plan of the job on other devices, until a plan for the present ones is recorded."""
         self._disk = disk
         self._clock = clock
         self._size = 0
@@ -96,7 +109,7 @@ class Journal:
             path: The journal's file.
             configuration: The configuration of the job.
             may_differ: Keys of the configuration whose values may differ from the stored ones. A
-              new set-up of processes is recorded.
+              new set-up of processes is recorded. On other devices, the journal has no plan.
             disk: Disk operations.
             clock: Monotonic seconds.
 
@@ -129,7 +142,7 @@ class Journal:
         """
         self._append({"kind": "fact", "name": name, "value": value})
         self.sync()
-        self.facts[name] = value
+        self._take_fact(name, value)
 
     def record_row(
         self,
@@ -238,12 +251,13 @@ class Journal:
             # nothing depends on this journal, so it does not bind the job to its configuration
             self._discard()
             header, damaged_at = None, None
+        changed, devices = {}, {}
         if header is not None:
-            stored = {**header["configuration"], SETUP: self.setups[-1]}
+            devices = json.loads(self.facts.get(DEVICES, "{}"))
+            stored = {**header["configuration"], **devices, SETUP: self.setups[-1]}
             wanted = {SETUP: "", **configuration}
-            for key in may_differ:
-                stored[key] = wanted[key]
-            check_same_configuration(self.path, stored, wanted)
+            changed = {key: wanted[key] for key in may_differ if stored.get(key) != wanted[key]}
+            check_same_configuration(self.path, stored | changed, wanted)
         if damaged_at is not None:
             self._refuse_foreign_file(header)
             self._disk.truncate(self._descriptor, self._size)
@@ -251,6 +265,8 @@ class Journal:
             self._append({"kind": "header", "format": FORMAT, "configuration": configuration})
             self.sync()
             self._disk.sync_folder(self.path.parent)
+        elif changed := {key: changed[key] for key in OF_DEVICES if key in changed}:
+            self.record_fact(DEVICES, json.dumps(devices | changed))
         self._record_setup(configuration.get(SETUP, ""))
 
     def _read_records(self) -> tuple[dict[str, Any] | None, int | None]:
@@ -286,11 +302,17 @@ class Journal:
             case "header":
                 self.setups.append(facts["configuration"].get(SETUP, ""))
             case "fact":
-                self.facts[facts["name"]] = facts["value"]
+                self._take_fact(facts["name"], facts["value"])
             case "setup":
                 self.setups.append(facts["setup"])
             case _:
                 self._remember(facts, offset, length)
+
+    def _take_fact(self, name: str, value: str) -> None:
+        """Take a fact into memory; the plan of other devices is no longer the plan."""
+        if name == DEVICES:
+            self.plan_before = self.facts.pop(PLAN, self.plan_before)
+        self.facts[name] = value
 
     def _discard(self) -> None:
         """Empty the file, and forget its records."""
@@ -363,45 +385,3 @@ class Journal:
 
 RETRIED_CODES = frozenset({"internal_error"})
 """Error codes of noria or the machine, not of the request: a resumed job runs these rows again."""
-
-
-def check_same_configuration(
-    path: Path, stored: Mapping[str, str], wanted: Mapping[str, str]
-) -> None:
-    """Check that a journal has the configuration of this job.
-
-    Raises:
-        OtherConfiguration: They differ; the error has one line for each difference.
-    """
-    lines = differences(stored, wanted, ("there", "now"))
-    if lines:
-        raise OtherConfiguration(
-            f"{path}: expected the configuration of this job, got another one:\n"
-            + "\n".join(lines)
-            + "\nRun with the settings it was begun with, choose another output, or discard it "
-            f"with --restart.{_SETUP_REMEDY if stored.get(SETUP) != wanted.get(SETUP) else ''}",
-            stored,
-        )
-
-
-_SETUP_REMEDY = (
-    " Other processes and devices add numbers in another order; with --allow-different-numerics "
-    "the job continues anyway, and the manifest says so."
-)
-
-
-def differences(
-    first: Mapping[str, object], second: Mapping[str, object], names: tuple[str, str]
-) -> list[str]:
-    """One line for each key whose values differ, with both values after the two `names`."""
-    return [
-        f"  {key}: {names[0]} {_shown(first.get(key))}, {names[1]} {_shown(second.get(key))}"
-        for key in sorted({*first, *second})
-        if first.get(key) != second.get(key)
-    ]
-
-
-def _shown(value: object) -> object:
-    if value is None:
-        return "nothing"
-    return "none" if value == "" else value

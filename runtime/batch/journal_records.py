@@ -21,6 +21,10 @@ PLAN, MODEL, WEIGHTS, INSTANT = "plan", "model", "weights", "instant"
 """Names of facts: the resolved plan as TOML, the model's name in output lines, the digest of its
 weights, and the local time that prompts show, as ISO 8601.
 """
+DEVICES = "devices"
+"""The name of the fact that other devices continue the job: the configuration that they changed."""
+OF_DEVICES = ("target", "layout", "plan", "overrides")
+"""The keys of the configuration that other devices may change: what a plan is made for and from."""
 OUTPUTS = "outputs"
 """The name of the fact that the outputs are being written.
 
@@ -63,6 +67,8 @@ def read_record(payload: bytes) -> tuple[dict[str, Any], bytes]:
         raise BadRecord(f"expected no output line in a {kind}, got one")
     if kind == "fact" and facts["name"] == PLAN:
         _check_toml(facts["value"])
+    if kind == "fact" and facts["name"] == DEVICES:
+        _table("the devices", facts["value"].encode())
     if kind == "fact" and facts["name"] == INSTANT:
         _check_time(facts["value"])
     return facts, line

@@ -47,6 +47,8 @@ class PhaseClock:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
+        self.on_enter: Callable[[Phase], object] = lambda phase: None
+        """Called with every phase that begins."""
         self.start = self._since = clock()
         self.phase: Phase = "scan"
         self._seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
@@ -56,6 +58,7 @@ class PhaseClock:
         now = self._clock()
         self._seconds[self.phase] += now - self._since
         self.phase, self._since = phase, now
+        self.on_enter(phase)
 
     def seconds(self) -> dict[Phase, float]:
         """The seconds of every phase until now."""

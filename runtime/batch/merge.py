@@ -25,8 +25,9 @@ from ..rows.answer_tables import AddedColumns
 from ..rows.part import WHOLE, Part
 from ..rows.results import CUT, STOPPED_SAMPLES, TEXTS_CUT, TOKENS_LEFT, error_of_line
 from ..rows.row_files import check_output, encoded, is_plain, output_lines
+from .differences import differences, flat
 from .job_files import check_job_files, job_outputs, side_files
-from .journal import differences, journal_path
+from .journal import journal_path
 from .lock import JobLock, lock_path
 from .manifest import (
     COMMON_KEYS,
@@ -92,7 +93,7 @@ def merge(
     read += [("the manifest of a part", manifest_path(path)) for path in paths]
     check_job_files(output, error_file, read, side_files(output))
     outputs = list(job_outputs(output, error_file).values())
-    with JobLock(lock_path(output), progress.note), ExitStack() as files:
+    with JobLock(lock_path(output), progress.warn), ExitStack() as files:
         parts = [_open_part(path, files) for path in paths]
         _refuse_other_jobs(parts)
         parts = _in_order(parts)
@@ -177,27 +178,16 @@ def _job_facts(part: FinishedPart) -> dict[str, object]:
     content = {key: value for key, value in manifest["input"].items() if key != "name"}
     return {
         "model": manifest["model"],
-        **_flat("versions", manifest["versions"]),
-        **_flat("configuration", configuration),
-        **_flat("input", content),
+        **flat("versions", manifest["versions"]),
+        **flat("configuration", configuration),
+        **flat("input", content),
         "instant": manifest["instant"],
     }
 
 
 def _plan_facts(part: FinishedPart) -> dict[str, object]:
     plan = tomllib.loads(part.manifest["plan"])
-    return {"weights": part.manifest["weights"], **_flat("plan", plan)}
-
-
-def _flat(name: str, value: object) -> dict[str, object]:
-    """A nested table as one level of dotted keys."""
-    if not isinstance(value, Mapping):
-        return {name: value}
-    return {
-        key: leaf
-        for inner, content in value.items()
-        for key, leaf in _flat(f"{name}.{inner}", content).items()
-    }
+    return {"weights": part.manifest["weights"], **flat("plan", plan)}
 
 
 def _in_order(parts: Sequence[FinishedPart]) -> list[FinishedPart]:

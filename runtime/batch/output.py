@@ -61,6 +61,7 @@ def finalise(
     num_tokens: int,
     ignored: Mapping[str, int],
     carried: CarriedCells,
+    bundle: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Write the outputs and the manifest, and remove the journal.
 
@@ -76,6 +77,7 @@ def finalise(
         num_tokens: Tokens that this run emitted.
         ignored: The number of rows with each unknown key that was ignored.
         carried: The cells of the input that output lines have.
+        bundle: The use of the bundle's executables; None without a bundle, or without a build.
 
     Returns:
         The manifest.
@@ -101,6 +103,7 @@ def finalise(
                 num_stopping=sum(STOPPED_SAMPLES in row.metrics for row in finished),
             ),
             "ignored_keys": dict(ignored),
+            "bundle": bundle,
             **_run_facts(phases, statistics, finished, num_tokens),
             **_price(settings, phases),
         }

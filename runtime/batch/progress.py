@@ -3,8 +3,9 @@
 On a terminal one line is redrawn; otherwise (a log file, a pod) lines are written at growing
 intervals. The clock and the stream are arguments, so tests need neither time nor a terminal.
 
-Does not know where its numbers come from. Guarantees: nothing is written in quiet mode, and the job
-continues if the stream can no longer be written to, for example after the terminal was closed.
+Does not know where its numbers come from. Guarantees: quiet mode hides progress and no warning, and
+the job continues if the stream can no longer be written to, for example after the terminal was
+closed.
 """
 
 import os
@@ -12,9 +13,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..console import plural, printable, say
+from .progress_file import ProgressFile
 
 if TYPE_CHECKING:
     from ..engine.metrics import RunFigures
@@ -25,12 +27,21 @@ MAX_LOG_SECONDS = 300.0
 LOG_SHARE = 0.2
 """Seconds between later lines of a log, as a share of the seconds that have passed."""
 REDRAW_SECONDS = 0.1
+RECORD_SECONDS = 5.0
+"""Seconds between the lines of a progress file."""
 RATE_SECONDS = 10.0
 """The seconds over which the present rate of tokens is measured."""
 
 
 class Progress:
-    """The progress display of one job on a text stream."""
+    """The progress display of one job on a text stream.
+
+    Args:
+        stream: The stream; by default stderr.
+        clock: Monotonic seconds.
+        is_quiet: Whether only warnings are shown.
+        is_silent: Whether nothing is shown, as another process of the job shows it.
+    """
 
     def __init__(
         self,
@@ -38,10 +49,15 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         is_quiet: bool = False,
+        is_silent: bool = False,
     ):
         self._stream = stream or sys.stderr
         self._clock = clock
-        self._is_quiet = is_quiet
+        self._is_silent = is_silent
+        self._is_quiet = is_quiet or is_silent
+        self.file: ProgressFile | None = None
+        """A file that takes the progress as lines of JSON too."""
+        self._phase = "scan"
         self._is_terminal = self._stream.isatty()
         self._width = 0
         self._has_shown_error = False
@@ -50,8 +66,13 @@ class Progress:
         self._start_clock()
 
     def note(self, message: str) -> None:
-        """Write a message on a separate line."""
+        """Write a message about the progress on a separate line."""
         if not self._is_quiet:
+            self.warn(message)
+
+    def warn(self, message: str) -> None:
+        """Write a message that quiet mode shows too: an error, a warning, the reason of a stop."""
+        if not self._is_silent:
             self._clear()
             self._say(f"{printable(message)}\n")
 
@@ -59,7 +80,7 @@ class Progress:
         """Show the error if it is the first one; many other rows may have the same error."""
         if not self._has_shown_error:
             self._has_shown_error = True
-            self.note(f"first error: {message}")
+            self.warn(f"first error: {message}")
 
     def start_rows(
         self, total: int, *, done: int, errors: int, max_tokens: int | None = None
@@ -75,10 +96,27 @@ class Progress:
         self._total, self._kept, self._done, self._errors = total, done, done, errors
         self._max_tokens = max_tokens
         self._start_clock()
+        self._record()
+
+    def begin(self) -> None:
+        """Record the beginning of the job."""
+        self._record()
+
+    def enter(self, phase: str) -> None:
+        """Take the phase that begins, for the progress file."""
+        if phase != self._phase:
+            self._phase = phase
+            self._record()
+
+    def end(self, exit_code: int | None) -> None:
+        """Record the end of the job; the code is None for an error of noria itself."""
+        self._phase = "end"
+        self._record(exit_code=exit_code)
 
     def _start_clock(self) -> None:
         self._start = self._clock()
         self._next_line = self._start + (REDRAW_SECONDS if self._is_terminal else LOG_SECONDS)
+        self._next_record = self._start + RECORD_SECONDS
         self._counts: deque[tuple[float, int]] = deque([(self._start, 0)])
         self._before_tokens = self._start
 
@@ -93,6 +131,8 @@ class Progress:
 
     def show_scan(self, num_rows: int, num_bytes: int, total_bytes: int) -> None:
         """Show the rows and the share of the input that the scan has read, if a line is due."""
+        if self._is_record_due():
+            self._record(rows_scanned=num_rows, share_scanned=num_bytes / total_bytes)
         self._show(lambda: self._scan_line(num_rows, num_bytes / total_bytes))
 
     def show_search(self, num_grids: int, done: int, left: int) -> None:
@@ -124,7 +164,38 @@ class Progress:
             self._counts.append((now, figures.tokens))
             while now - self._counts[1][0] >= RATE_SECONDS:
                 self._counts.popleft()
+        if self._is_record_due():
+            self._record(figures)
         self._show(lambda: self.line(figures))
+
+    def _is_record_due(self) -> bool:
+        return self.file is not None and self._clock() >= self._next_record
+
+    def _record(self, figures: "RunFigures | None" = None, **others: Any) -> None:
+        """Write a line to the progress file, with nulls for what is not known."""
+        if self.file is None:
+            return
+        now = self._clock()
+        self._next_record = now + RECORD_SECONDS
+        record: dict[str, Any] = {
+            "phase": self._phase,
+            "rows_done": self._done,
+            "rows_total": self._total or None,
+            "errors": self._errors,
+            **dict.fromkeys(("tokens", "tokens_per_second", "seconds_left")),
+        }
+        if figures is not None:
+            record["tokens"] = figures.tokens
+            record["seconds_left"] = _rounded(self._seconds_left(figures.tokens, now))
+            if figures.tokens and now > self._before_tokens:
+                rate = self._present_rate(figures.tokens, now)
+                record["tokens_per_second"] = _rounded(rate)
+        self.file.write(record | others)
+
+    def _present_rate(self, tokens: int, now: float) -> float:
+        """The present rate of tokens."""
+        since, before = self._counts[0]
+        return (tokens - before) / (now - since)
 
     def _show(self, line_of: Callable[[], str]) -> None:
         now = self._clock()
@@ -159,10 +230,11 @@ class Progress:
         parts, now = [f"{self._done}/{self._total} rows"], self._clock()
         if self._errors:
             parts.append(plural(self._errors, "error"))
-        parts += self._remaining(figures.tokens, now)
+        if (seconds := self._seconds_left(figures.tokens, now)) is not None:
+            is_bound = self._done == self._kept
+            parts.append(f"ETA {'at most ' if is_bound else ''}{_duration(seconds)}")
         if figures.tokens and now > self._before_tokens:
-            since, tokens = self._counts[0]
-            rate = (figures.tokens - tokens) / (now - since)
+            rate = self._present_rate(figures.tokens, now)
             average = figures.tokens / (now - self._before_tokens)
             parts.append(f"{_rate(rate)} tokens/s, {_rate(average)} since the first")
         if figures.slots:
@@ -171,7 +243,7 @@ class Progress:
             parts.append(f"padding {figures.padding_waste:.0%}")
         return "  ".join(parts)
 
-    def _remaining(self, tokens: int, now: float) -> list[str]:
+    def _seconds_left(self, tokens: int, now: float) -> float | None:
         """The remaining time, if it is known: the smaller one of two estimates.
 
         One estimate follows the rate of finished rows. It is too large at first, because all slots
@@ -184,14 +256,11 @@ class Progress:
         if self._max_tokens is not None and tokens:
             left = max(0, self._max_tokens - tokens)
             seconds.append(left * (now - self._before_tokens) / tokens)
-        if not seconds:
-            return []
-        return [f"ETA {'' if ran else 'at most '}{_duration(min(seconds))}"]
+        return min(seconds, default=None)
 
     def finish(self) -> None:
         """Clear the redrawn line."""
-        if not self._is_quiet:
-            self._clear()
+        self._clear()
 
     def _clear(self) -> None:
         if self._width:
@@ -199,11 +268,16 @@ class Progress:
             self._width = 0
 
     def _say(self, text: str) -> None:
-        self._is_quiet = not say(self._stream, text)
+        if not say(self._stream, text):
+            self._is_silent = self._is_quiet = True
 
 
 def _rate(rate: float) -> str:
     return f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
 
 
 def _duration(seconds: float) -> str:

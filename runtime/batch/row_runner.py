@@ -117,7 +117,7 @@ class RowRunner:
         self._record_finished(generator)
         if generator.unfinished:
             generator.drain()
-            self.progress.note(
+            self.progress.warn(
                 f"{directive.signal}: finishing {plural(generator.unfinished, 'row')} in flight, "
                 f"at most {self.settings.grace_seconds:g} s"
             )

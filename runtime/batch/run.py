@@ -35,6 +35,7 @@ from ..rows.row_files import check_input
 from ..rows.scan import ScannedRow, ScanSummary
 from .finished import (
     check_finished_by,
+    check_same_answers,
     check_weights,
     exit_code_of,
     finished_manifest,
@@ -88,6 +89,8 @@ def run_job(
         StopNow: A signal ended the job immediately.
     """
     progress, disk, phases = progress or Progress(), disk or Disk(), phases or PhaseClock()
+    progress.enter(phases.phase)
+    phases.on_enter = progress.enter
     if not settings.reads_stdin:
         check_input(settings.input_path, settings.columns)
     services = {"peers": peers, "disk": disk, "progress": progress, "phases": phases}
@@ -101,7 +104,7 @@ def run_job(
     settings.check_files()
     with (
         _handled(stop) as stop,
-        JobLock(settings.lock_path, progress.note) as lock,
+        JobLock(settings.lock_path, progress.warn) as lock,
         stdin_copied(settings, disk),
     ):
         # the next run may be on another host, which cannot detect that this process has ended
@@ -208,7 +211,7 @@ class _JobRun:
             self._show_kept_error(row for row in rows if row.row in kept)
 
         statistics: dict[str, Any] = {}
-        num_tokens, better_plan = 0, None
+        num_tokens, better_plan, bundle = 0, None, None
         if waiting:
             computed, repeats = self.source.digests.split(waiting)
             self._note_repeats(len(waiting) - len(computed))
@@ -233,12 +236,12 @@ class _JobRun:
             if stopped_by is not None:
                 return self._stopped(stopped_by, len(rows))
             statistics = built.with_waste(built.generator.statistics())
-            num_tokens = runner.num_tokens
+            num_tokens, bundle = runner.num_tokens, built.bundle
             better_plan = partial(built.better_plan, self._output_lengths(computed))
         elif self.journal is not None:
             check_finished_by(self.settings, self.journal.facts.get(WEIGHTS), self.model)
         self.phases.enter("run")
-        return self._finish(summary, statistics, num_kept, num_tokens, better_plan)
+        return self._finish(summary, statistics, num_kept, num_tokens, better_plan, bundle)
 
     def _bind_to_time(self, journal: Journal) -> None:
         """Record the time that prompts show, as later runs of the job must show the same time."""
@@ -246,7 +249,7 @@ class _JobRun:
         part = self.settings.part_of_stages or self.settings.part
         if part.num_parts > 1 and self.settings.now is None:
             # before the rows run, so that the user can restart with the option
-            self.progress.note(
+            self.progress.warn(
                 f"prompts show the time, and parts with different times cannot be merged: "
                 f"run every part with --now {self.source.now}"
             )
@@ -286,13 +289,19 @@ class _JobRun:
             code = getattr(error, "exit_code", default_code)
             raise JobError(str(error) or type(error).__name__, code) from error
         if self.journal is not None:
-            self._record_build(self.journal, stored_plan, built)
+            self._record_build(self.journal, stored_plan, built, summary)
         return built
 
-    def _record_build(self, journal: Journal, stored_plan: str | None, built: Build) -> None:
+    def _record_build(
+        self, journal: Journal, stored_plan: str | None, built: Build, summary: ScanSummary
+    ) -> None:
         """Record the plan and the weights, or check that they equal the stored ones."""
         check_weights(self.settings, journal.facts.get(WEIGHTS), built.weights)
-        if stored_plan is None:
+        if journal.plan_before is not None:
+            is_open = any(need.max_tokens is None for need in summary.requirements)
+            before, plan = journal.plan_before, built.plan
+            check_same_answers(self.settings, before, plan, has_open_rows=is_open)
+        elif stored_plan is None:
             journal.record_fact(MODEL, self.settings.model_name)
             journal.record_fact(WEIGHTS, built.weights)
         elif stored_plan != built.plan and _schema(stored_plan) == _schema(built.plan):
@@ -316,7 +325,7 @@ class _JobRun:
     def _stopped(self, signal_name: str, num_rows: int) -> int:
         """Say how many rows are kept; return the exit code of the signal."""
         num_kept = len(self.journal.rows) if self.journal is not None else 0
-        self.progress.note(
+        self.progress.warn(
             f"stopped by {signal_name}: {num_kept} of {plural(num_rows, 'row')} finished, kept in "
             f"{self.settings.journal_path}; run the same command again to continue"
         )
@@ -339,6 +348,7 @@ class _JobRun:
         num_kept: int,
         num_tokens: int,
         better_plan: Callable[[float], str | None] | None,
+        bundle: Mapping[str, Any] | None,
     ) -> int:
         """Write the outputs on the leader; return the exit code."""
         if self.journal is None:
@@ -356,6 +366,7 @@ class _JobRun:
             num_tokens=num_tokens,
             ignored=self.source.ignored,
             carried=self.source.carried,
+            bundle=bundle,
         )
         self.progress.note(summarise(self.settings.output_path, manifest))
         if better_plan is not None and (note := better_plan(manifest["run_seconds"])):

@@ -6,7 +6,6 @@ Reads the sources of the library, but no file of a bundle.
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,9 +16,11 @@ from ... import modelzoo, sharding
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
+from ..batch.differences import differences
 from ..batch.manifest import versions
 from ..devices.machine import processor_flags
 from ..errors import BundleUnusable
+from ..planning.plan_facts import plan_facts
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _HARMLESS = ("cache", "log", "platforms", "traceback")
@@ -28,8 +29,7 @@ _HARMLESS = ("cache", "log", "platforms", "traceback")
 
 def key_of(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
     """Everything that the executables of a plan depend on."""
-    without_evidence = replace(plan, evidence=None)
-    return surroundings(target, config) | {"plan": digest(without_evidence.to_toml())}
+    return surroundings(target, config) | {"plan": plan_facts(plan)}
 
 
 def surroundings(target: Target, config: DecoderConfig) -> dict[str, str]:
@@ -56,11 +56,8 @@ def check_key(built_for: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     Raises:
       BundleUnusable: The keys differ; the error lists every difference.
     """
-    names = sorted(set(built_for) | set(wanted))
-    if differing := [name for name in names if built_for.get(name) != wanted.get(name)]:
-        listed = "; ".join(
-            f"{name}: {built_for.get(name)!r} then, {wanted.get(name)!r} now" for name in differing
-        )
+    if lines := differences(built_for, wanted, ("then", "now")):
+        listed = "; ".join(line.strip() for line in lines)
         raise BundleUnusable(f"it was built for something else ({listed})")
 
 

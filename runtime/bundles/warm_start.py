@@ -9,6 +9,7 @@ compiled.
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -18,13 +19,20 @@ from ...compile.plan import Plan
 from ...compile.targets import Target
 from ..checkpoint import ModelFiles
 from ..console import plural
-from ..errors import BundleUnusable
+from ..errors import BundleRequired, BundleUnusable
 from ..pods.peers import ALONE, Peers
 from .bundle import Bundle, own_folder
 from .executable_cache import ExecutableCache
 from .loading import LoadError, load_in_background
 
 _NOT_USED = "The bundle is not used; make one in a new folder with noria compile."
+
+
+class BundleUse(NamedTuple):
+    """The executables that a start has from a bundle, and why it has not all of them."""
+
+    executables: int
+    reason: str | None
 
 
 class WarmStart:
@@ -43,6 +51,9 @@ class WarmStart:
         files: ModelFiles,
         on_note: Callable[[str], None],
         peers: Peers = ALONE,
+        *,
+        on_warning: Callable[[str], None] | None = None,
+        requires_bundle: bool = False,
     ):
         """Read the bundle if one is given and usable, else the cache.
 
@@ -52,19 +63,28 @@ class WarmStart:
           plan: The plan of the graphs.
           target: The devices of the executables.
           files: The model.
-          on_note: Called with lines for the user.
+          on_note: Called with lines about the progress.
           peers: The processes of the job.
+          on_warning: Called with the reasons why executables are not used; by default `on_note`.
+          requires_bundle: Whether to refuse a start from anything else than the bundle.
+
+        Raises:
+          BundleRequired: The bundle is required, and one of its executables cannot be used.
         """
         self._on_note, self._peers = on_note, peers
+        self._on_warning = on_warning or on_note
+        self._requires_bundle = requires_bundle
+        self.bundle: BundleUse | None = None
+        """The use of the bundle; None if no process was given one."""
+        self._loaded: dict[str, jax.stages.Compiled] | None = None
         config = files.spec.config
         self._cache: ExecutableCache | None = None
         if cache is not None:
             own = own_folder(cache, peers.rank, peers.size)
-            self._cache = ExecutableCache(own, plan, target, config, on_note)
-        dumped: dict[str, bytes] | None = None
-        if bundle is not None:
-            dumped = self._open(bundle, plan, target, files)
+            self._cache = ExecutableCache(own, plan, target, config, self._on_warning)
+        dumped = self._open(bundle, plan, target, files)
         self._source = "compile cache" if dumped is None else f"bundle {bundle}"
+        self._reads_bundle = dumped is not None
         if dumped is None:
             dumped = self._cache.read() if self._cache else {}
         names = self._names_on_all_processes(set(dumped))
@@ -75,18 +95,30 @@ class WarmStart:
             background = ThreadPoolExecutor(max_workers=1)
             self._state = background.submit(self._empty_state)
             background.shutdown(wait=False)
+        if requires_bundle:
+            self.executables()  # before the weights load
 
     def executables(self) -> dict[str, jax.stages.Compiled]:
         """The loaded executables, by the name of their graph; waits until all have loaded."""
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded
+
+    def _load(self) -> dict[str, jax.stages.Compiled]:
         errors = {name: future.exception() for name, future in self._loading.items()}
         for error in errors.values():
             if error is not None:
-                self._say(f"{error}. It is compiled instead.")
+                remedy = "" if self._requires_bundle else " It is compiled instead."
+                self._on_warning(f"{self._source}: {error}.{remedy}")
         names = self._names_on_all_processes(
             {name for name, error in errors.items() if error is None}
         )
         if names:
-            self._say(f"{plural(len(names), 'executable')} taken")
+            self._on_note(f"{self._source}: {plural(len(names), 'executable')} taken")
+        if self._reads_bundle:
+            lost = sorted(set(errors) - names)
+            reason = f"{', '.join(lost)} cannot be loaded" if lost else None
+            self._use(len(names), reason)
         return {name: self._loading[name].result() for name in sorted(names)}
 
     def state(self) -> DecodeState | None:
@@ -109,24 +141,43 @@ class WarmStart:
             self._cache.keep(name, executable)
 
     def _open(
-        self, folder: Path, plan: Plan, target: Target, files: ModelFiles
+        self, folder: Path | None, plan: Plan, target: Target, files: ModelFiles
     ) -> dict[str, bytes] | None:
         """The bytes of a bundle's executables; None unless all processes can use their bundles."""
-        own = own_folder(folder, self._peers.rank, self._peers.size)
-        try:
-            bundle, refusal = Bundle.open(own, plan, target, files.spec.config, files.path), None
-        except BundleUnusable as error:
-            bundle, refusal = None, str(error)
-        refusals = self._peers.gather(refusal)
-        for rank, reason in enumerate(refusals):
-            if reason:
-                process = f"process {rank}: " if self._peers.size > 1 else ""
-                self._on_note(f"bundle {folder}: {process}{reason}. {_NOT_USED}")
-        return None if bundle is None or any(refusals) else dict(bundle.dumped)
+        bundle, refusal = None, "its --plan is no bundle"
+        if folder is not None:
+            own = own_folder(folder, self._peers.rank, self._peers.size)
+            try:
+                bundle = Bundle.open(own, plan, target, files.spec.config, files.path)
+                refusal = None
+            except BundleUnusable as error:
+                refusal = str(error)
+        given, refusals = zip(
+            *self._peers.gather([None if folder is None else str(folder), refusal]), strict=True
+        )
+        if not any(given):
+            return None
+        found = [
+            f"process {rank}: {reason}" if self._peers.size > 1 else reason
+            for rank, reason in enumerate(refusals)
+            if reason
+        ]
+        if found:
+            self._use(0, "; ".join(found))
+        for reason in found:
+            self._on_warning(f"bundle {next(filter(None, given))}: {reason}. {_NOT_USED}")
+        return None if bundle is None or found else dict(bundle.dumped)
 
     def _names_on_all_processes(self, names: set[str]) -> set[str]:
         """The names that all processes have in common."""
         return set.intersection(*map(set, self._peers.gather(sorted(names))))
 
-    def _say(self, message: str) -> None:
-        self._on_note(f"{self._source}: {message}")
+    def _use(self, num_executables: int, reason: str | None) -> None:
+        """Note how the bundle is used, and why not wholly."""
+        self.bundle = BundleUse(num_executables, reason)
+        if self._requires_bundle and reason is not None:
+            raise BundleRequired(
+                f"--require-bundle: expected a bundle of which every executable can be used, got "
+                f"another: {reason}. Make one in a new folder with noria compile, or run without "
+                f"the option, and the graphs are compiled."
+            )

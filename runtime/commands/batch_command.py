@@ -83,6 +83,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="plan file or bundle to use (default: a plan derived from the input)",
     )
+    add(
+        "--require-bundle",
+        action="store_true",
+        help="end before weights load, with exit code 2, unless every executable of the bundle "
+        "that --plan names can be used",
+    )
     add_dtype(parser)
     add(
         "--target",
@@ -192,12 +198,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--verbose", action="store_true", help="print the whole plan as TOML")
     add_quiet(parser)
+    add(
+        "--progress-file",
+        metavar="FILE",
+        help="file, or open descriptor fd:N, that takes the progress as lines of JSON",
+    )
     several = parser.add_argument_group("several processes over one mesh")
     pod_options.add_options(several)
     several.add_argument(
         "--allow-different-numerics",
         action="store_true",
-        help="continue a job that another number of processes or hosts began; the manifest says so",
+        help="continue a job that other processes or devices began, on those that are there; "
+        "finished rows are kept, and the manifest names every set-up",
     )
 
 

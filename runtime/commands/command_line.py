@@ -7,11 +7,14 @@ nothing heavy before `run`, so that `noria --help` and the rerun of a finished j
 import argparse
 import itertools
 import re
+import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from types import ModuleType
 from typing import NamedTuple, NoReturn
 
 from ..console import printable
+from ..devices.standard_streams import TimedLines
 from ..errors import ConfigError
 from ..files.remote import Url, is_url
 from . import (
@@ -33,6 +36,8 @@ from . import (
 def run_command(arguments: Sequence[str]) -> int:
     """Parse the options of a subcommand, run it, and return its exit code."""
     options = command_parser().parse_args(arguments)
+    if getattr(options, "log_times", False):
+        sys.stderr = TimedLines(sys.stderr)
     _refuse_urls(arguments, options)
     return options.run(options)
 
@@ -143,7 +148,7 @@ _COMMANDS = {
         "report the hardware and software of this machine",
         "Report the hardware and software that noria can use on this machine, and what to install "
         "for more.",
-        "noria doctor",
+        "noria doctor --json",
     ),
 }
 _EXIT_CODES = """exit codes:
@@ -171,6 +176,7 @@ def command_parser() -> argparse.ArgumentParser:
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"noria {version('noria')}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():

@@ -90,10 +90,10 @@ def run(options: argparse.Namespace) -> int:
     check_files({}, [("an input", path) for path in read], files)
     session.prepare_jax(options.target)
     with open_model(options.model) as opened:
-        opened.unread.report(say, is_strict=options.strict_config)
+        opened.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         opened.check_generates()
         rows = read_row_ids(options.input, opened)[: options.rows]
-    compilation_cache.enable(say)
+    compilation_cache.enable(partial(tell, sys.stderr))
     comparison = compare(
         models,
         rows,

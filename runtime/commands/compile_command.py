@@ -63,10 +63,15 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     from ..checkpoint import open_model
     from ..checkpoint.published_numbers import keep_published
     from ..devices.graph_memory import required_bytes
+    from ..planning.plan_facts import plan_facts
 
     def say(message: object) -> None:
         if peers.is_leader:
             note(options, message)
+
+    def warn(message: object) -> None:
+        if peers.is_leader:
+            tell(sys.stderr, message)
 
     seconds: dict[str, float] = {}
 
@@ -77,11 +82,11 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     folder = bundle.own_folder(options.output, peers.rank, peers.size)
     check_files({}, [("the plan that is read", options.plan)], bundle.tables_in(folder))
     with open_model(options.model, needs_weights=False) as files:
-        files.unread.report(say, is_strict=options.strict_config)
+        files.unread.report(warn, is_strict=options.strict_config)
         bundle.check_folder(options.output, files.path, peers)
         config = files.spec.config
         plan = replace(plan, numbers=keep_published(plan.numbers, files))
-        facts = {"plan": plan.to_toml(), "model": digest(repr(config))}
+        facts = {"plan": plan_facts(plan), "model": digest(repr(config))}
         peers.agree(lambda: facts)
         target, placement, definition = _prepared(plan, files, peers)
         started = time.monotonic()

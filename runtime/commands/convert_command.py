@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..batch.job_files import check_new_folder
 from ..console import note, plural, tell
-from .shared_options import add_model, add_stored_dtype, stored_dtype
+from .shared_options import add_model, add_quiet, add_stored_dtype, stored_dtype
 
 if TYPE_CHECKING:
     from ..checkpoint import ModelFiles
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add("-o", "--output", type=Path, required=True, help="new folder for the checkpoint")
     add_stored_dtype(parser, "the stored weights")
-    add("--quiet", action="store_true", help="print nothing on stderr")
+    add_quiet(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     with open_model(options.model) as files:
         check_new_folder(options.output, files.path)
         session.prepare_jax("cpu")
-        files.unread.report(say, is_strict=options.strict_config)
+        files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         _convert(files, options.output, options.dtype, say)
     return 0
 

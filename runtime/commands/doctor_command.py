@@ -8,13 +8,14 @@ compiled programs cannot be kept.
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 from ..bundles.compilation_cache import check_trusted, default_directory
 from ..console import tell
@@ -70,12 +71,15 @@ class Requirement:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add no options: the subcommand has none."""
+    """Add the options of the subcommand."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report; return 0 if nothing is broken, else 2."""
     findings = list(examine())
+    if options.json:
+        return _print_json(findings)
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
         mark = "  " if finding.ok else "! "
@@ -87,8 +91,21 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _print_json(findings: Sequence[Finding]) -> int:
+    """Print the report as one JSON object; return the exit code."""
+    is_sound = all(finding.ok for finding in findings)
+    report = {
+        "noria": _version("noria"),
+        "ok": is_sound,
+        "findings": [asdict(finding) for finding in findings],
+    }
+    tell(sys.stdout, json.dumps(report, indent=2))
+    return EXIT_OK if is_sound else EXIT_USAGE
+
+
 def examine() -> Iterator[Finding]:
     """Yield the lines of the report, the most important ones first."""
+    yield Finding("noria", _version("noria") or "not installed")
     yield _python()
     requirements = parse_requirements(importlib.metadata.requires("noria") or [])
     yield from _required_packages(requirements)

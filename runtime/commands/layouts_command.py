@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     read = [Path(options.model), *layouts]
     check_files({}, [("an input", path) for path in read], _files_in(options.output))
     with open_model(options.model, needs_weights=options.verify) as files:
-        files.unread.report(partial(note, options), is_strict=options.strict_config)
+        files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         files.check_generates()
         return _run(options, files)
 
@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     from ..bundles import compilation_cache
     from ..layouts.table import format_table
 
-    compilation_cache.enable(partial(note, options))
+    compilation_cache.enable(partial(tell, sys.stderr))
     session.prepare_jax(options.target)
     target = (present_target if options.verify else find_target)(options.target)
     dtype = session.resolve_dtype(options.dtype, target)

@@ -3,7 +3,7 @@
 import argparse
 
 from ..files.remote import path_or_url
-from .shared_options import add_work_folder
+from .shared_options import add_quiet, add_work_folder
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=path_or_url,
         help="file or URL for error rows, which are then left out of the output",
     )
-    add("--quiet", action="store_true", help="print nothing on stderr")
+    add_quiet(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..console import note, tell
+from ..console import tell
 from ..devices.default_target import default_target
 from ..errors import ConfigError
 from ..files.remote import path_or_url
@@ -227,7 +227,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     # the shapes of adapters are compared with those of the weights
     with open_model(options.model, needs_weights=bool(options.adapters)) as files:
-        files.unread.report(partial(note, options), is_strict=options.strict_config)
+        files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         adapters = open_adapters(options, files)
         workload = workload_of(options, files, adapter_of_models(options, files, adapters))
         if workload.text_lengths:

@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         stamp = ModelStamp(files)
         check_new_folder(options.output, files.path)
         session.prepare_jax("cpu")
-        files.unread.report(say, is_strict=options.strict_config)
+        files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         files.check_generates()
         rows = []
         if options.calibration is not None:

@@ -133,5 +133,10 @@ def add_work_folder(parser: argparse.ArgumentParser) -> None:
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
-    """Add `--quiet`."""
-    parser.add_argument("--quiet", action="store_true", help="print no progress on stderr")
+    """Add `--quiet`, and `--log-times`, which `command_line` reads."""
+    parser.add_argument(
+        "--log-times", action="store_true", help="begin every line on stderr with the time of day"
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="print no progress on stderr, only errors and warnings"
+    )

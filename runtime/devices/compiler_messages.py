@@ -5,8 +5,11 @@ setting silences them alone. So after a moment of compiling, this descriptor lea
 process, which passes on everything else (`alarm_filter`). A thread could not do it: what a crash
 writes last would be lost with the thread.
 
-Does not know what is compiled. Guarantees: nothing but alarms is lost; afterwards the descriptor is
-what it was.
+In a pod, messages take this way from the start to the end, because Gloo and jax's client write
+there too.
+
+Does not know what is compiled. Guarantees: nothing is lost but what the filter removes; afterwards
+the descriptor is what it was.
 """
 
 import os
@@ -17,17 +20,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .standard_streams import native_outputs
+
 START_SECONDS = 0.5
 """The time after which the child is started. No alarm comes within a second, and most compiles are
 faster."""
-_STDERR = 2
 _END_SECONDS = 1.0
 _ONE_AT_A_TIME = threading.Lock()
 
 
 @contextmanager
 def without_alarms() -> Iterator[None]:
-    """Compile without alarms. Calls within others, or at the same time, have no effect."""
+    """Compile, or run a pod, without alarms.
+
+    Calls within others, or at the same time, have no effect.
+    """
     if not _ONE_AT_A_TIME.acquire(blocking=False):
         yield
         return
@@ -51,7 +58,7 @@ class _Detour:
 
     def begin(self) -> None:
         with suppress(OSError):  # without standard error, or without room for a process
-            self._terminal = os.dup(_STDERR)
+            self._terminal = os.dup(2)
             script = str(Path(__file__).with_name("alarm_filter.py"))
             self._child = subprocess.Popen(
                 [sys.executable, "-I", "-S", script],
@@ -60,12 +67,14 @@ class _Detour:
                 start_new_session=True,  # it passes on what comes after Ctrl-C
             )
             assert self._child.stdin is not None
-            os.dup2(self._child.stdin.fileno(), _STDERR)
+            for descriptor in native_outputs:
+                os.dup2(self._child.stdin.fileno(), descriptor)
 
     def end(self) -> None:
         if self._child is not None:
             assert self._child.stdin is not None
-            os.dup2(self._terminal, _STDERR)
+            for descriptor in native_outputs:
+                os.dup2(self._terminal, descriptor)
             self._child.stdin.close()
             # a process that was started meanwhile may still write to the child
             with suppress(subprocess.TimeoutExpired):

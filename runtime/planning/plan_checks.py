@@ -77,7 +77,7 @@ def check_target(plan: Plan, target: Target) -> None:
     if target.name != plan.target and (planned.platform, planned.num_devices) != devices:
         raise ValueError(
             f"plan target: expected {target.name}, got {plan.target}. Use the target of the plan, "
-            f"or plan again."
+            f"or give another plan with --plan: noria plan --target {target.name} makes one."
         )
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .. import errors
-from ..batch.journal import differences
+from ..batch.differences import differences
 from ..batch.manifest import versions
 from ..batch.stop_signals import at_forced_end
 from ..console import plural

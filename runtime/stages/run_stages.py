@@ -104,7 +104,7 @@ def run_stages(
         for number, stage in enumerate(pipeline.stages, start=1)
     ]
     _check_files(settings, folder)
-    lock = JobLock(settings.lock_path, progress.note)
+    lock = JobLock(settings.lock_path, progress.warn)
     with StopSignals() as stop, lock, ExitStack() as opened:
         if settings.restart:
             disk.remove(manifest_path(settings.output_path))
@@ -249,7 +249,7 @@ class _StagesRun:
     def _stopped(self, requested: signal.Signals) -> int:
         """Say that a signal ended the job between two stages; return its exit code."""
         folder = self.stages[0].folder
-        self.progress.note(
+        self.progress.warn(
             f"stopped by {requested.name}: finished stages are kept in {folder}; run the same "
             f"command again to continue"
         )

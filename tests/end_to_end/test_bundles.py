@@ -40,6 +40,9 @@ def test_a_job_starts_from_a_bundle_without_compiling(noria, source, plan, bundl
     said = noria.run("batch", *arguments).stderr
     assert "executables taken" in said
     assert "compile [" not in said
+    num_graphs = len(json.loads((bundle / "bundle.json").read_text("utf-8"))["graphs"])
+    assert read_manifest(output)["bundle"] == {"executables": num_graphs, "reason": None}
+    assert read_manifest(source.with_name("plain.jsonl"))["bundle"] is None
     for ours, theirs in zip(read_rows(output), compiled, strict=True):
         assert answer(ours) == answer(theirs)
 
@@ -69,9 +72,16 @@ def test_an_executable_that_cannot_be_loaded_is_compiled_in_the_build(noria, sou
         assert said.count("compile [") == (plan is folder)
         manifest = read_manifest(output)
         assert manifest["compiles_during_run"] == 0
+        reason = f"{name} cannot be loaded" if plan is folder else None
+        assert manifest["bundle"]["reason"] == reason
         assert "compiles_announced" not in manifest["generator"]
         answers.append([answer(row) for row in read_rows(output)])
     assert answers[0] == answers[1]
+    arguments = ("-i", source, "-o", folder.with_name("required.jsonl"), "--model", noria.model)
+    required = ("--plan", folder, "--require-bundle", "--quiet")
+    said = noria.run("batch", *arguments, *required, expect=2).stderr
+    assert f"bundle {folder}: its executable {name} cannot be loaded" in said
+    assert "noria: --require-bundle: expected a bundle of which every executable" in said
 
 
 def test_a_script_starts_from_a_bundle(noria, bundle):
@@ -98,6 +108,38 @@ def test_an_edited_plan_is_compiled_with_a_word(noria, source, bundle):
     assert "The bundle is not used" in said
     assert "compile [1/" in said
     assert all(row["response"]["status_code"] == 200 for row in read_rows(output))
+
+
+def test_a_bundle_is_the_plan_that_it_was_made_from(noria, source, plan, bundle):
+    """Defaults that the compiler writes out are no difference, and other keys are named."""
+    short, output = source.with_name("short.toml"), source.with_name("short.jsonl")
+    lines = plan.read_text("utf-8").splitlines(keepends=True)
+    short.write_text("".join(line for line in lines if not line.startswith("score = false")))
+    assert len(short.read_text("utf-8")) < len(plan.read_text("utf-8"))
+    noria.batch(source, output, "--plan", short)
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model)
+    said = noria.run(*arguments, "--plan", bundle).stderr
+    assert "complete already" in said
+    said = noria.refuse(*arguments, "--plan", bundle, "--set", "buckets.steps_per_call=4")
+    assert "plan buckets.steps_per_call: there 8, now 4\n" in said
+    assert not any(len(line) > 200 for line in said.splitlines())
+
+
+def test_a_required_bundle_that_is_of_another_plan_ends_the_job(noria, source, plan, bundle):
+    output = source.with_name("must.jsonl")
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model, "--quiet")
+    change = ("--set", "buckets.steps_per_call=4")
+    said = noria.refuse(*arguments, "--plan", bundle, "--require-bundle", *change)
+    assert "plan buckets.steps_per_call: then 8, now 4" in said and "compile [" not in said
+    assert not output.exists()
+    # without the option, the job runs, and says why it compiles although it is quiet
+    said = noria.run(*arguments, "--plan", bundle, *change).stderr
+    assert said.startswith(f"bundle {bundle}: it was built for something else (")
+    assert said.count("\n") == 1
+    assert read_manifest(output)["bundle"]["executables"] == 0
+    assert "buckets.steps_per_call" in read_manifest(output)["bundle"]["reason"]
+    said = noria.refuse(*arguments, "--plan", plan, "--require-bundle")
+    assert f"expected the folder of a bundle as --plan, got {plan}" in said
 
 
 def test_a_folder_without_a_plan_is_refused(noria, source, tmp_path):

@@ -178,8 +178,8 @@ def test_two_processes_answer_as_one_does_and_compile_nothing_in_the_run(job, tm
     experts = manifest["generator"]["experts"]
     assert experts == read_manifest(output)["generator"]["experts"]
     assert experts["prefill"]["choices"] and experts["decode"]["choices"]
-    assert manifest["setups"] == ["2 processes of 4 devices, gloo"]
-    assert read_manifest(output)["setups"] == ["1 process"]
+    assert manifest["setups"] == ["2 processes of 4 devices, gloo on cpu:8"]
+    assert read_manifest(output)["setups"] == ["1 process on cpu:8"]
 
 
 @pytest.mark.slow
@@ -204,6 +204,12 @@ def test_a_pod_takes_its_executables_all_together_or_not_at_all(job, tmp_path):
     leader, follower = job.run(output, 2, "--plan", bundle)
     assert "executables taken" in leader
     assert "compile [" not in leader + follower and "instead" not in leader + follower
+    assert answers(output) == answers(job.whole)
+    # a bundle is its plan, so a process without one agrees, and all compile
+    output = tmp_path / "mixed.jsonl"
+    mixed = wait(job.start(output, 2, each=lambda rank: ("--plan", bundle) if rank else ()))
+    assert [code for code, _ in mixed] == [0, 0], mixed
+    assert "process 0: its --plan is no bundle. The bundle is not used" in mixed[0][1]
     assert answers(output) == answers(job.whole)
     # one process lacks an executable: all compile, or one compiler might wait for the others
     next((bundle / "process-1-of-2" / "graphs").iterdir()).unlink()
@@ -251,6 +257,7 @@ def test_a_killed_process_is_named_and_the_job_goes_on_later(job, tmp_path, vict
     # a lock that is left behind would stop a run on another host
     assert victim == 0 or not output.with_name("out.jsonl.lock").exists()
     assert f"noria: process {1 - victim}: process {victim}" in said
+    assert "stack trace" not in said and "    @ " not in said and "[Gloo]" not in said
     job.run(output)
     assert masked(output) == masked(job.whole)
 
@@ -340,10 +347,13 @@ def test_another_set_up_is_refused_and_allowed_with_its_flag_which_the_manifest_
 ):
     output = copy_of(stopped, tmp_path)
     refused = job.noria.refuse(*job.arguments(output))
-    assert "processes: there 2 processes of 4 devices, gloo, now 1 process" in refused
+    assert "processes: there 2 processes of 4 devices, gloo on cpu:8, now 1 process on" in refused
     assert "--allow-different-numerics" in refused
     job.noria.run(*job.arguments(output, "--allow-different-numerics"))
-    assert read_manifest(output)["setups"] == ["2 processes of 4 devices, gloo", "1 process"]
+    assert read_manifest(output)["setups"] == [
+        "2 processes of 4 devices, gloo on cpu:8",
+        "1 process on cpu:8",
+    ]
     assert masked(output) == masked(job.whole)
 
 

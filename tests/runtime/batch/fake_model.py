@@ -154,6 +154,7 @@ class FakeModel:
         self.digest = digest
         self.num_builds = self.num_texts = 0
         self.stored_plans: list[str | None] = []
+        self.plan: str | None = None
         self._failure = failure
         self._failure_phase = failure_phase
 
@@ -179,7 +180,7 @@ class FakeModel:
         if self._failure is not None:
             raise self._failure
         longest = max(need.prompt_length for need in summary.requirements)
-        plan = stored_plan or f"max_length = {longest}\n"
+        plan = stored_plan or self.plan or f"max_length = {longest}\n"
         return Build(self.generator, plan, self.digest, plan_submission)
 
 

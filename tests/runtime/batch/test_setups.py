@@ -9,8 +9,8 @@ from faulty_disk import Crash, FaultyDisk
 from file_identity import identity
 
 from noria.runtime.batch.journal import Journal
-from noria.runtime.batch.journal_records import PLAN, SETUP
-from noria.runtime.errors import JournalError
+from noria.runtime.batch.journal_records import OF_DEVICES, PLAN, SETUP
+from noria.runtime.errors import JobError, JournalError
 
 TWO, FOUR = "2 processes of 4 devices, gloo", "4 processes of 2 devices, gloo"
 
@@ -84,3 +84,62 @@ def test_a_complete_job_is_complete_under_another_set_up_where_that_is_allowed(t
     model = fake.FakeModel()
     run(source, output, model, setup=FOUR, allow_other_setup=True)
     assert model.num_builds == 0 and identity(output) == before
+
+
+EIGHT = {"model": "m", "target": "cpu:8", "layout": "{}", "plan": "derived", "overrides": ""}
+ONE = EIGHT | {"target": "cpu", "layout": ""}
+ALL = {SETUP, *OF_DEVICES}
+
+
+def test_other_devices_have_no_plan_until_one_is_recorded_for_them(tmp_path):
+    path = tmp_path / "out.jsonl.journal"
+    journal = Journal.open(path, EIGHT)
+    journal.record_fact(PLAN, "devices = 8")
+    journal.record_row(row=0, custom_id="a", request_hash="h", line={"id": "x"})
+    journal.close()
+    for _ in range(2):  # also after a kill before the new plan
+        journal = Journal.open(path, ONE, may_differ=ALL)
+        assert (journal.plan, journal.plan_before) == (None, "devices = 8")
+        assert journal.binds and len(journal.rows) == 1
+        journal.close()
+    journal = Journal.open(path, ONE)
+    journal.record_fact(PLAN, "devices = 1")
+    journal.close()
+    journal = Journal.open(path, ONE)
+    assert journal.plan == "devices = 1" and len(journal.rows) == 1
+    journal.close()
+    with pytest.raises(JournalError, match="target: there cpu, now cpu:8"):
+        Journal.open(path, EIGHT)
+
+
+def test_the_option_is_advised_only_where_it_works(tmp_path):
+    path, advice = tmp_path / "out.jsonl.journal", "--allow-different-numerics"
+    begin(path, TWO)
+
+    def refusal(**changes) -> str:
+        with pytest.raises(JournalError) as caught:
+            Journal.open(path, {"model": "m", SETUP: TWO} | changes)
+        return str(caught.value)
+
+    assert "by another plan" not in refusal(**{SETUP: FOUR})
+    assert advice in refusal(**{SETUP: FOUR})
+    assert f"With {advice} the job continues on these devices" in refusal(target="cpu:4")
+    assert "The --plan must be for these devices." in refusal(target="cpu:4", plan="{}")
+    assert advice not in refusal(target="cpu:4", model="other")
+    assert advice not in refusal(plan="{}")
+    assert advice not in refusal(target="cpu:4", pipeline="p")
+
+
+def test_a_plan_that_answers_otherwise_is_refused_on_other_devices(tmp_path):
+    source, output = write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    begun = {"configuration": EIGHT, "setup": TWO}
+    with pytest.raises(Crash):
+        run(source, output, disk=FaultyDisk(30, Crash()), **begun)
+    model = fake.FakeModel()
+    model.plan = 'max_length = 9\n[numbers]\ndtype = "bfloat16"\n'
+    goes_on = {"configuration": ONE, "setup": FOUR, "allow_other_setup": True}
+    with pytest.raises(JobError, match="numbers dtype: finished rows have nothing, now bfloat16"):
+        run(source, output, model, **goes_on)
+    run(source, output, **goes_on)
+    manifest = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())
+    assert manifest["setups"] == [TWO, FOUR] and manifest["configuration"]["target"] == "cpu"

@@ -101,7 +101,7 @@ def test_a_bundle_says_what_each_graph_took_and_needs(folder):
 def test_executables_of_another_build_are_refused_by_what_differs(folder, target, name):
     assert name in key_of(PLAN, target, CONFIG)
     edit_contents(folder, lambda contents: contents["key"].update({name: "other"}))
-    assert f"{name}: 'other' then" in refusal(folder, target)
+    assert f"{name}: then other, now" in refusal(folder, target)
 
 
 def test_flags_of_this_process_count(folder, target, monkeypatch):
@@ -109,9 +109,10 @@ def test_flags_of_this_process_count(folder, target, monkeypatch):
     assert "XLA_FLAGS" in refusal(folder, target)
 
 
-def test_another_plan_is_refused(folder, target):
+def test_another_plan_is_refused_by_the_keys_that_differ(folder, target):
     other = Plan("cpu", PlannedModel("tiny", ""), Numbers("bfloat16"), GRID)
-    assert "plan" in refusal(folder, target, other)
+    said = refusal(folder, target, other)
+    assert "(plan numbers.dtype: then float32, now bfloat16)" in said
 
 
 def test_the_evidence_of_a_plan_is_part_of_no_key(target):

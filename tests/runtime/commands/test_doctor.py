@@ -13,7 +13,7 @@ def _findings() -> dict[str, doctor.Finding]:
 
 
 def test_the_machine_that_runs_the_tests_is_sound(capsys):
-    assert doctor.run(Namespace()) == 0
+    assert doctor.run(Namespace(json=False)) == 0
     report = capsys.readouterr().out
     assert f"jax                {importlib.metadata.version('jax')}" in report
     assert "8 x cpu, platform cpu" in report
@@ -30,7 +30,7 @@ def test_every_subject_is_reported_once():
 def test_a_version_outside_the_supported_range_is_broken_and_names_the_range(monkeypatch, capsys):
     real = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: "0.9.1" if name == "jax" else real(name))
-    assert doctor.run(Namespace()) == 2
+    assert doctor.run(Namespace(json=False)) == 2
     report = capsys.readouterr().out
     assert "! jax " in report
     assert "0.9.1: expected" in report and ">=0.10.2" in report

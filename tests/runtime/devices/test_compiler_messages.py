@@ -99,3 +99,26 @@ def test_the_last_words_of_a_crash_are_seen():
     code, said = run("crash")
     assert code < 0
     assert said.endswith("] a real error\nprogress\n")
+
+
+CONNECTION = (
+    b"[Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks\n"
+)
+LOSS = (
+    b"F1127 09:54:39.112966   11024 client.h:80] Terminating process because the JAX distributed "
+    b"service detected fatal errors. absl::Status: UNAVAILABLE\n"
+)
+TRACE = (
+    b"*** Check failure stack trace: ***\n"
+    b"    @     0x7f7307258634  absl::lts_20260107::log_internal::LogMessage::SendToLog()\n"
+    b"    @     0x7f73144a71f5  (unknown)\n"
+)
+
+
+def test_a_lost_process_has_a_reason_and_no_trace():
+    text = CONNECTION + OTHERS[1] + LOSS + TRACE + b"noria: process 0 is gone\n"
+    assert AlarmFilter().pass_on(text) == OTHERS[1] + LOSS + b"noria: process 0 is gone\n"
+
+
+def test_the_trace_of_another_failure_stays():
+    assert AlarmFilter().pass_on(OTHERS[-1] + TRACE) == OTHERS[-1] + TRACE

@@ -187,7 +187,9 @@ def test_a_complete_job_does_nothing_and_a_changed_one_is_refused(source, tmp_pa
     assert run(source, output, model) == 1
     assert (model.num_texts, model.num_builds) == (0, 0) and output.read_bytes() == before
     changed = STAGES.replace("max_tokens = 4", "max_tokens = 5")
-    with pytest.raises(UnusableFile, match=r"pipeline: there[\s\S]*--restart"):
+    with pytest.raises(
+        UnusableFile, match=r"stages\.1\.max_tokens: there 4, now 5\n[\s\S]*--restart"
+    ):
         run(source, output, text=changed)
     source.write_text(source.read_text() + '\n{"prompt": "new"}')
     with pytest.raises(UnusableFile, match=r"the input: there[\s\S]*output, or replace it with"):

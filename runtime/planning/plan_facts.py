@@ -1,0 +1,21 @@
+"""The facts of a plan, which are the same however its file is written.
+
+Two files are one plan if they resolve to the same keys: defaults that are written out, the order of
+tables and the schema make no difference. Does not know about jobs or bundles.
+"""
+
+import json
+import tomllib
+from dataclasses import replace
+
+from ...compile.plan import Plan
+
+
+def plan_facts(plan: Plan) -> str:
+    """The keys of a plan that decide its graphs and its answers, as JSON.
+
+    The evidence is left out, as it changes no answer.
+    """
+    table = tomllib.loads(replace(plan, evidence=None).to_toml())
+    # not sorted: the axes of a mesh and the rules of weights have an order
+    return json.dumps(table)
