@@ -287,7 +287,7 @@ def test_an_output_that_another_host_writes_is_refused(parts, tmp_path, monkeypa
 
     (tmp_path / "out.jsonl.lock").write_text(json.dumps(lock))
     progress = Progress(is_quiet=True)
-    progress.note = beat
+    progress.warn = beat
     with pytest.raises(OutputIsLocked, match="elsewhere"):
         merge_parts(parts, tmp_path / "out.jsonl", progress=progress)
 
