@@ -33,11 +33,12 @@ from ..files.remote import RemoteFile, Url
 from ..files.run_config import read_instant, read_plan_table
 from ..pods import pod_options
 from ..pods.peers import ALONE, Peers
-from ..rows.columns import Columns
+from ..rows.columns import INPUT, Columns
 from ..rows.form_file import read_form_file
 from ..rows.lines import endpoint_of
 from ..rows.part import Part
 from ..rows.request_body import read_sampling
+from ..rows.row_files import table_of
 from ..rows.structured_body import read_form
 from .batch_model import BatchModel, target_name
 from .job import JobSettings
@@ -217,8 +218,8 @@ def _settings(
         configuration["unknown keys"] = "ignored"
     if options.strict_length:
         configuration["long texts"] = "refused"
-    columns = _columns(options)
-    if columns != Columns(carried=columns.carried):
+    columns = _columns(options, files)
+    if columns.contents or columns.id or columns.url:
         configuration["columns"] = json.dumps([columns.contents, columns.id, columns.url])
     if columns.carried:
         configuration["carried"] = json.dumps(columns.carried)
@@ -267,22 +268,27 @@ def _settings(
     return settings, outputs
 
 
-def _columns(options: argparse.Namespace) -> Columns:
-    """The columns of a table that the options name."""
+def _columns(options: argparse.Namespace, files: ModelFiles) -> Columns:
+    """The columns of a table that the options name, or that the model suggests."""
     carried: dict[str, str] = {}
     for given in options.carry:
         column, equals, name = given.rpartition("=")
         if name in ("", *carried):
             raise ConfigError(
                 f"--carry {given}: expected COLUMN or COLUMN=NAME, with a name that no other "
-                f"carried column has."
+                f"carried column has, got {name or 'no name'!r}. Write --carry COLUMN=NAME."
             )
         carried[name] = column if equals else name
     try:
         url = None if options.url is None else endpoint_of(options.url)
     except RowError as error:
         raise ConfigError(f"--{error.message}") from None
-    return Columns(tuple(options.prompt_column), options.id_column, url, carried)
+    contents = tuple(options.prompt_column)
+    generates = True
+    if url is None and contents in ((), INPUT):
+        is_table = table_of(Path(str(options.input))) != "lines"
+        generates = not is_table or files.spec.config.lacks_generation is None
+    return Columns(contents, options.id_column, url, carried, generates=generates)
 
 
 def _setup(options: argparse.Namespace, plan_table: Mapping[str, Any] | None, peers: Peers) -> str:

@@ -185,13 +185,16 @@ class JobSettings:
         return AddedColumns.of(self.configuration)
 
     @property
+    def keeps_plan(self) -> bool:
+        """Whether the job keeps the plan of what is finished: one with stages, or an update."""
+        return self.part_of_stages is not None or self.updates
+
+    @property
     def may_differ(self) -> frozenset[str]:
         """The keys of `stored_configuration` whose values may differ from the stored ones."""
         if not self.allow_other_setup:
             return frozenset()
-        # a job with stages, and an update, keep the plan of what is finished
-        keeps_plan = self.part_of_stages is not None or self.updates
-        devices = () if keeps_plan else OF_DEVICES
+        devices = () if self.keeps_plan else OF_DEVICES
         return frozenset({SETUP, *(key for key in devices if key in self.configuration)})
 
     @property

@@ -100,6 +100,7 @@ class Journal:
         configuration: Mapping[str, str],
         *,
         may_differ: Collection[str] = (),
+        keeps_plan: bool = False,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> "Journal":
@@ -110,6 +111,7 @@ class Journal:
             configuration: The configuration of the job.
             may_differ: Keys of the configuration whose values may differ from the stored ones. A
               new set-up of processes is recorded. On other devices, the journal has no plan.
+            keeps_plan: Whether the job cannot continue on other devices.
             disk: Disk operations.
             clock: Monotonic seconds.
 
@@ -119,7 +121,7 @@ class Journal:
         """
         journal = cls(path, disk or Disk(), clock)
         try:
-            journal._recover(dict(configuration), may_differ)
+            journal._recover(dict(configuration), may_differ, keeps_plan)
         except BaseException:
             journal._disk.close(journal._descriptor)
             raise
@@ -244,7 +246,9 @@ class Journal:
             "continue",
         )
 
-    def _recover(self, configuration: dict[str, str], may_differ: Collection[str]) -> None:
+    def _recover(
+        self, configuration: dict[str, str], may_differ: Collection[str], keeps_plan: bool
+    ) -> None:
         """Read the stored records, check the configuration, and repair or begin the file."""
         header, damaged_at = self._read_records()
         if header is not None and not self.binds:
@@ -257,7 +261,7 @@ class Journal:
             stored = {**header["configuration"], **devices, SETUP: self.setups[-1]}
             wanted = {SETUP: "", **configuration}
             changed = {key: wanted[key] for key in may_differ if stored.get(key) != wanted[key]}
-            check_same_configuration(self.path, stored | changed, wanted)
+            check_same_configuration(self.path, stored | changed, wanted, keeps_plan=keeps_plan)
         if damaged_at is not None:
             self._refuse_foreign_file(header)
             self._disk.truncate(self._descriptor, self._size)
@@ -312,14 +316,17 @@ class Journal:
         """Take a fact into memory; the plan of other devices is no longer the plan."""
         if name == DEVICES:
             self.plan_before = self.facts.pop(PLAN, self.plan_before)
+        elif name == PLAN:
+            self.plan_before = None
         self.facts[name] = value
 
     def _discard(self) -> None:
         """Empty the file, and forget its records."""
         self._disk.truncate(self._descriptor, 0)
-        self._size = 0
+        self._size, self.plan_before = 0, None
         self.setups.clear()
         self.facts.clear()
+        self.rows.clear()
 
     def _record_setup(self, setup: str) -> None:
         """Record the set-up of processes of this run, if the last run had another one."""

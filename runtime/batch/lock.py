@@ -33,7 +33,7 @@ from typing import Any
 
 from ..errors import EXIT_RESUMABLE, OutputIsLocked, UnusableFile
 from ..files.disk import open_in_place
-from .stop_signals import at_forced_end, end_process
+from .stop_signals import END_SECONDS, at_forced_end, end_process
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
@@ -44,7 +44,7 @@ _START = b'{"pid": '
 """The beginning of every lock of noria; an incomplete lock has a prefix of it."""
 _MAX_BYTES = 4096
 _owned: set[str] = set()
-"""The tokens of the locks that this process holds."""
+"""The paths of the locks that this process holds."""
 
 
 def lock_path(output: Path) -> Path:
@@ -100,10 +100,27 @@ class JobLock:
         self._descriptor: int | None = None
         self._registered = ExitStack()
         self._released = threading.Event()
+        # the file is not changed while it is removed; reentrant, as a beat may end the process
+        self._changing = threading.RLock()
         self._facts = {**_this_process(), "token": uuid.uuid4().hex, "beat": 0}
         self._last_beat = 0.0
 
     def __enter__(self) -> "JobLock":
+        # before the file is opened: to close it again would release the record lock
+        if self._place in _owned:
+            raise self._refusal("this process", "is running")
+        try:
+            self._take()
+            _owned.add(self._place)
+            self._registered.enter_context(at_forced_end(self.release))
+            threading.Thread(target=self._beat, name="noria lock", daemon=True).start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _take(self) -> None:
+        """Create the lock file, after the end of its owner if there is one."""
         seen, since, has_said = None, 0.0, False
         while self._descriptor is None:
             now, found = time.monotonic(), self._newest()
@@ -115,7 +132,7 @@ class JobLock:
             elif found != seen:
                 raise self._refusal(found, "is running")
             silence = now - since
-            if is_dead := self._is_dead(found):
+            if is_dead := self._is_dead(found, silence):
                 self._try_to_create(found.number + 1, found)
             elif silence >= SILENCE_SECONDS:
                 self.took_over = self._try_to_create(found.number + 1, found)
@@ -127,10 +144,6 @@ class JobLock:
                 )
             if self._descriptor is None:
                 time.sleep(_POLL_SECONDS)
-        _owned.add(self._facts["token"])
-        self._registered.enter_context(at_forced_end(self.release))
-        threading.Thread(target=self._beat, name="noria lock", daemon=True).start()
-        return self
 
     def __exit__(
         self,
@@ -144,10 +157,14 @@ class JobLock:
     def release(self) -> None:
         """Remove the lock file if this process holds it, and no other file has replaced it."""
         self._released.set()
+        # a beat may hang in a file system, and must not keep the process alive
+        is_alone = self._changing.acquire(timeout=END_SECONDS / 3)
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            _owned.discard(self._facts["token"])
+            _owned.discard(self._place)
             self._remove(descriptor)
+        if is_alone:
+            self._changing.release()
 
     def check(self) -> None:
         """Check that no other process has taken the lock over; call it before files are replaced.
@@ -158,17 +175,19 @@ class JobLock:
         if (loss := self._loss()) is not None:
             raise OutputIsLocked(loss)
 
+    @property
+    def _place(self) -> str:
+        return os.path.realpath(self.path)
+
     def _path(self, number: int) -> Path:
         return self.path if number == 1 else self.path.with_name(f"{self.path.name}.{number}")
 
     def _numbers(self) -> list[int]:
         """The numbers of all lock files, in order."""
-        names = os.listdir(self.path.parent)
-        ends = [name.removeprefix(f"{self.path.name}.") for name in names if name != self.path.name]
+        first, names = self.path.name, os.listdir(self.path.parent)
+        ends = [name[len(first) + 1 :] for name in names if name.startswith(f"{first}.")]
         numbers = [int(end) for end in ends if end.isdecimal() and str(int(end)) == end]
-        return sorted(
-            [1] * (self.path.name in names) + [number for number in numbers if number > 1]
-        )
+        return sorted([1] * (first in names) + [number for number in numbers if number > 1])
 
     def _newest(self) -> _Found | None:
         """The lock file with the highest number, if there is any."""
@@ -194,24 +213,30 @@ class JobLock:
             )
         return _Found(number, content)
 
-    def _is_dead(self, found: _Found) -> bool:
+    def _is_dead(self, found: _Found, silence: float) -> bool:
         """Whether the owner was a process of this machine that has ended."""
         owner = found.owner
-        if owner.get("token") in _owned:
-            raise self._refusal(found, "is this one")
+        if "beat" not in owner and "pid" in owner and self._is_held(found):
+            raise self._refusal(found, "is running")  # a lock of an older noria, which has no beats
         if not owner or owner.get("machine") != self._facts["machine"]:
             return False
+        # containers of one machine may see record locks of their own only
+        is_certain = owner.get("host") == self._facts["host"] or silence > 3 * BEAT_SECONDS
+        return is_certain and not self._is_held(found)
+
+    def _is_held(self, found: _Found) -> bool:
+        """Whether a process that this system sees holds the record lock of a lock file."""
         try:
             descriptor = open_in_place(self._path(found.number), flags=0)
         except FileNotFoundError:
-            return False
+            return True  # its owner or a successor has just removed it
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return False
+            return True
         finally:
             os.close(descriptor)
-        return True
+        return False
 
     def _try_to_create(self, number: int, before: _Found | None) -> bool:
         """Create the lock file of a number, unless another process does or the lock has changed."""
@@ -267,7 +292,8 @@ class JobLock:
     def _beat(self) -> None:
         """Change the file at intervals, and end the process if another one has the lock."""
         while not self._released.wait(BEAT_SECONDS):
-            with suppress(OSError, UnusableFile):  # the next beat may succeed
+            # the next beat may succeed
+            with self._changing, suppress(OSError, UnusableFile):
                 loss, descriptor = self._loss(), self._descriptor
                 if loss is not None:
                     end_process(loss, EXIT_RESUMABLE)
@@ -292,10 +318,10 @@ class JobLock:
             "the output. Rows that were finished before are kept; this process ends."
         )
 
-    def _refusal(self, found: _Found, state: str) -> OutputIsLocked:
+    def _refusal(self, owner: object, state: str) -> OutputIsLocked:
         return OutputIsLocked(
-            f"{self._path(found.number)}: expected to be the only writer of this output, but "
-            f"{found} holds it and {state}. Wait for it, or write to another output."
+            f"{self.path}: expected to be the only writer of this output, but {owner} holds it and "
+            f"{state}. Wait for it, or write to another output."
         )
 
 

@@ -245,7 +245,8 @@ def _merged_manifest(parts: Sequence[FinishedPart]) -> dict[str, Any]:
         **{key: job[key] for key in COMMON_KEYS if key in job},
         "configuration": {**job["configuration"], "rows": str(WHOLE)},
         "rows": add_outcomes([manifest["rows"] for manifest in manifests]),
-        **{key: sum(manifest[key] for manifest in manifests) for key in totals},
+        # parts of an earlier noria do not count cut texts
+        **{key: sum(manifest.get(key, 0) for manifest in manifests) for key in totals},
         "ignored_keys": dict(
             sum((Counter(m.get("ignored_keys", ())) for m in manifests), Counter())
         ),

@@ -46,12 +46,14 @@ class ProgressFile:
             if given:
                 self._descriptor: int | None = os.dup(int(given.group(1)))
             else:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                # a pipe without a reader is an error, and no wait
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
                 self._descriptor = os.open(place, flags, 0o666)
+                os.set_blocking(self._descriptor, True)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"--progress-file {place}: expected a file or an open descriptor fd:N that can be "
-                f"written, got none ({message(error)})."
+                f"written, got none ({message(error)}). Name a file in a folder that you can write."
             ) from None
 
     def write(self, figures: Mapping[str, Any]) -> None:

@@ -132,6 +132,7 @@ def run_job(
             settings.journal_path,
             settings.stored_configuration,
             may_differ=settings.may_differ,
+            keeps_plan=settings.keeps_plan,
             disk=disk,
         )
         with closing(journal):

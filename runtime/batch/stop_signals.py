@@ -52,7 +52,10 @@ class StopNow(BaseException):
 
 @contextmanager
 def at_forced_end(action: Callable[[], object]) -> Iterator[None]:
-    """Run an action before the process is ended from another thread while the context is open."""
+    """Run an action before the process is ended from another thread while the context is open.
+
+    Actions run in the order of their contexts: a pod is told before a lock is released.
+    """
     _at_forced_end.append(action)
     try:
         yield
@@ -126,7 +129,7 @@ class StopSignals:
 
 def end_process(message: str, code: int) -> NoReturn:
     """End the process from any thread, with a message, after the actions of `at_forced_end`."""
-    for action in reversed(_at_forced_end):
+    for action in list(_at_forced_end):
         with suppress(Exception):
             action()
     tell(sys.stderr, f"noria: {message}")

@@ -78,7 +78,7 @@ def find_unread(
         where,
         tensors=grouped(unread - repeating, used | repeating),
         repeating=grouped(repeating, used | (unread - repeating)),
-        only_text=any(name.startswith(spec.ignored_prefixes) for name in unread),
+        only_text=all(name.startswith(spec.ignored_prefixes) for name in unread - repeating),
     )
 
 

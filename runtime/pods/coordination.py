@@ -20,7 +20,7 @@ from typing import Any
 from ..console import tell
 from .meeting import Address, meet
 
-CONNECT_SECONDS = 300
+CONNECT_SECONDS = 60
 """The time within which jax connects processes that have met."""
 _LONG_MS = 7 * 24 * 3600 * 1000
 _ABORTED = 75

@@ -141,6 +141,10 @@ class _Connection:
             return None
         return messages if all(isinstance(one, dict) for one in messages) else None
 
+    def has_gone(self) -> bool:
+        """Whether the other side has closed the connection."""
+        return bool(select.select([self], [], [], 0)[0]) and self.receive() is None
+
 
 class _Patience:
     """Says, after every `QUIET_SECONDS`, whom a process waits for and how long yet."""
@@ -234,7 +238,7 @@ def _gather(address: Address, limit: float) -> None:
         _wait_for_ends(list(members.values()))
 
 
-def _rank_of(hello: Mapping[str, Any], address: Address, members: Mapping[int, Any]) -> int:
+def _rank_of(hello: Mapping[str, Any], address: Address, members: Mapping[Any, _Connection]) -> int:
     """The number of a process that has come.
 
     Raises:
@@ -252,10 +256,12 @@ def _rank_of(hello: Mapping[str, Any], address: Address, members: Mapping[int, A
             f"expected one version of noria on all processes, got {version('noria')} on process 0 "
             f"and {release} on process {rank}."
         )
-    if not isinstance(rank, int) or rank in members or not 0 < rank < address.num_processes:
+    known = members.get(rank)
+    is_twice = rank == 0 or (known is not None and not known.has_gone())
+    if is_twice or rank not in range(address.num_processes):
         raise StartFailed(
             f"--process-id: expected every number from 0 to {address.num_processes - 1} once, got "
-            f"{rank} twice."
+            f"{rank}{' twice' if is_twice else ''}. {_REMEDY}"
         )
     return rank
 
@@ -304,12 +310,13 @@ def _is_let_go(connection: _Connection, address: Address, patience: _Patience) -
                 what = message.get("waits_for", what)
                 if "go" in message:
                     return True
-    except StartFailed:
-        raise
+        raise StartFailed(
+            f"expected all {size} processes to come to {address.coordinator} in time, but "
+            f"{'not all came' if what == 'process 0' else f'{what} did not'}. {_REMEDY}"
+        )
     except BaseException as error:
         connection.fail(_failure_of(error, address))
         raise
-    return False
 
 
 def _raise_failure(messages: Iterable[Mapping[str, Any]]) -> None:

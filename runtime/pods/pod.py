@@ -81,7 +81,8 @@ def join(
     watchdog = Watchdog(store, store.rank, store.size, limit)
     watchdog.start()
     try:
-        with at_forced_end(lambda: watchdog.fail("it was stopped by a signal", EXIT_RESUMABLE)):
+        reason = "it was stopped by a signal"
+        with at_forced_end(lambda: watchdog.fail(reason, EXIT_RESUMABLE, linger=0.2)):
             pod = Pod(store, watchdog)
             pod.agree(lambda: _facts_for_one_mesh(store.size, target))
             session.prepare_jax(target, store.size)

@@ -30,7 +30,7 @@ from .coordination import Coordination
 MARGIN_SECONDS = 5.0
 MAX_INTERVAL_SECONDS = 0.5
 _FOLDER = "alive"
-_LINGER_SECONDS = 3.0
+LINGER_SECONDS = 3.0
 
 
 class Verdict(NamedTuple):
@@ -109,9 +109,12 @@ class Watchdog:
         """Report that this process ends normally; the others no longer watch it."""
         self._announce({"failed": None})
 
-    def fail(self, reason: str, exit_code: int) -> None:
-        """Report why this process ends; the others end too."""
-        self._end_all(f"process {self._rank} ended: {reason}", exit_code)
+    def fail(self, reason: str, exit_code: int, *, linger: float = LINGER_SECONDS) -> None:
+        """Report why this process ends; the others end too.
+
+        Process 0 waits for at most `linger` seconds until the others have read it.
+        """
+        self._end_all(f"process {self._rank} ended: {reason}", exit_code, linger)
 
     def await_verdict(self) -> None:
         """Wait long enough to detect a lost process; if one is lost, this process ends here."""
@@ -169,7 +172,7 @@ class Watchdog:
                 tell(sys.stderr, f"noria: process {self._rank}: {verdict.reason}")
                 with suppress(OSError):  # a full disk must not keep this process alive
                     self.on_abort()
-                self._end_all(verdict.reason, verdict.exit_code)
+                self._end_all(verdict.reason, verdict.exit_code, LINGER_SECONDS)
                 self._end(verdict.exit_code)
 
     def _lost(self, what: str) -> Verdict:
@@ -179,10 +182,10 @@ class Watchdog:
             EXIT_RESUMABLE,
         )
 
-    def _end_all(self, reason: str, exit_code: int) -> None:
+    def _end_all(self, reason: str, exit_code: int, linger: float) -> None:
         """Report the reason. Process 0 runs the store, so it waits for the others to read it."""
         self._announce({"failed": reason, "exit_code": exit_code})
-        deadline = self._clock() + _LINGER_SECONDS
+        deadline = self._clock() + linger
         while self._rank == 0 and self._has_live_member() and self._clock() < deadline:
             time.sleep(self._interval / 4)
 

@@ -44,9 +44,13 @@ class ColumnType:
             return None
         if self._kinds == {"list"} and self._items is not None:
             return list(map(self._items.form, value))
-        if self._scalar() != "string" or isinstance(value, str):
+        if self._scalar() == "float64":
+            return float(value)
+        if self._scalar() != "string":
             return value
-        return json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        # JSON may escape half of a pair of surrogates, which no encoding has
+        return text.encode("utf-8", "replace").decode()
 
     def _scalar(self) -> str:
         if self._kinds == {"int64", "float64"}:

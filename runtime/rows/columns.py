@@ -18,10 +18,12 @@ from .lines import CHAT_URL, COMPLETION_URL
 from .pooled_body import PAIR_KEYS, POOLED_URLS
 
 _IDS = ("custom_id", "id")
+INPUT = ("input",)
+"""The column of texts whose vectors are asked for."""
 _CONTENTS: Mapping[str, tuple[str, ...]] = {
     COMPLETION_URL: ("prompt",),
     CHAT_URL: ("messages",),
-    **{url: PAIR_KEYS.get(task, ("input",)) for url, task in POOLED_URLS.items()},
+    **{url: PAIR_KEYS.get(task, INPUT) for url, task in POOLED_URLS.items()},
 }
 """The keys of the contents of requests to each endpoint; columns may have these names."""
 
@@ -78,6 +80,8 @@ class Columns:
         url: The endpoint of requests; None to derive it from the columns.
         carried: The column of each name in the output.
         are_variables: Whether all columns are variables of templates.
+        generates: Whether the model generates tokens. If it does, only `url` makes inputs for
+            vectors of a column.
     """
 
     contents: tuple[str, ...] = ()
@@ -85,6 +89,7 @@ class Columns:
     url: str | None = None
     carried: Mapping[str, str] = field(default_factory=dict)
     are_variables: bool = False
+    generates: bool = True
 
     def find(self, path: Path, present: Sequence[str]) -> RequestColumns:
         """The columns of a table with some names.
@@ -113,6 +118,8 @@ class Columns:
         if self.url is not None:
             return self.url
         for url, keys in _CONTENTS.items():
+            if keys == INPUT and self.generates:
+                continue
             if self.contents == keys or (not self.contents and set(keys) <= set(present)):
                 return url
         return COMPLETION_URL
@@ -128,8 +135,8 @@ class Columns:
         if not self.contents and (missing := [key for key in keys if key not in present]):
             raise InputError(
                 f"{path}: expected a column {missing[0]!r}, got {', '.join(present) or 'none'}. "
-                "Name the column of the prompts with --prompt-column, and separate cells "
-                "by commas in CSV and by tabs in TSV."
+                "Name the column of the prompts with --prompt-column, and say with --url what its "
+                "cells are. Separate cells by commas in CSV and by tabs in TSV."
             )
         for name in names:
             _check(path, "--prompt-column", name, present)

@@ -28,7 +28,10 @@ def read_form_file(path: Path) -> dict[str, Any]:
         if read_form(form) is None:
             raise ValueError("the form text, which asks for nothing")
     except OSError as error:
-        raise ConfigError(f"--form {path}: cannot be read ({error.strerror}).") from None
+        raise ConfigError(
+            f"--form {path}: expected a file that can be read, got none ({error.strerror}). Check "
+            "the path."
+        ) from None
     except RowError as error:
         raise ConfigError(f"--form {path}: {error.message}") from None
     except ValueError as error:

@@ -124,7 +124,7 @@ def too_long(max_length: int, kept: int) -> RowError:
     return RowError(
         "invalid_request",
         f"truncate_prompt_tokens: expected -1 or at most {max_length}, the maximum length of the "
-        f"model, got {kept}.",
+        f"model, got {kept}. Keep fewer tokens.",
         "truncate_prompt_tokens",
     )
 

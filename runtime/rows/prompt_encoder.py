@@ -3,8 +3,8 @@
 Token ids are taken as they are. The text of a completions prompt is encoded with special tokens
 parsed and the model's BOS rule applied. Chat messages are rendered by the model's template. Without
 a tokenizer only token ids are accepted; other rows get an error. A row may ask for the last tokens
-of its prompt only. The form that a row asks for is
-compiled here, because its errors are errors of the row.
+of its prompt only. The form that a row asks for is compiled here, because its errors are errors of
+the row.
 
 Does not know about files or buckets. Guarantees: token ids or a `RowError` for each row.
 """

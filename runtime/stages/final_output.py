@@ -158,7 +158,7 @@ def _totals(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     prices = [m["price"] for m in manifests if "price" in m]
     price = {**prices[-1], "of_this_run": sum(p["of_this_run"] for p in prices)} if prices else None
     return {
-        **{key: sum(m[key] for m in manifests) for key in (*phases, *_TOTALS)},
+        **{key: sum(m.get(key, 0) for m in manifests) for key in (*phases, *_TOTALS)},
         "output_tokens_per_second": tokens / seconds if seconds else None,
         "ignored_keys": dict(sum((Counter(m["ignored_keys"]) for m in manifests), Counter())),
         **({"price": price} if price else {}),

@@ -92,7 +92,7 @@ def _automaton(sequences: Collection[tuple[int, ...]], is_allowed_V: np.ndarray)
     is_forbidden_SC[:, class_of_token[[token for token in tokens if not is_allowed_V[token]]]] = (
         True
     )
-    if is_forbidden_SC.all(axis=1).any():
+    if any(is_forbidden_SC[state].all() for state in _reachable(next_SC, is_forbidden_SC)):
         key = "bad_words" if is_allowed_V.all() else "allowed_token_ids"
         raise _wrong(key, "a token that may follow everywhere", "sequences after which none may")
     next_SC[is_forbidden_SC] = 0
@@ -103,6 +103,17 @@ def _automaton(sequences: Collection[tuple[int, ...]], is_allowed_V: np.ndarray)
     return TokenAutomaton(
         class_of_token, move_block_SI, blocks.stacked(), *levels_of(class_of_token, need_SC)
     )
+
+
+def _reachable(next_SC: np.ndarray, is_forbidden_SC: np.ndarray) -> set[int]:
+    """The states that an answer may come to."""
+    found, waiting = {0}, [0]
+    while waiting:
+        state = waiting.pop()
+        new = set(next_SC[state][~is_forbidden_SC[state]].tolist()) - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _moves(

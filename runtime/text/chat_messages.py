@@ -136,6 +136,8 @@ def parsed_arguments(text: str, where: str) -> Any:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
         raise invalid_value(where, "a JSON object in a string", text) from None
+    if not isinstance(arguments, dict):
+        raise invalid_value(where, "a JSON object in a string", text)
     return normalise_json(arguments, where)
 
 

@@ -133,7 +133,11 @@ class ModelTemplate:
     ) -> list[str | TemplateFailure]:
         tools = _PROBE_TOOLS if has_tools else None
         made = [self.context(self._with_nulls(messages), {}, tools) for messages in conversations]
-        return self.process.render(made)
+        reads_clock = self.process.reads_clock
+        rendered = self.process.render(made)
+        # rows may give the variables without which the template reads the clock
+        self.process.reads_clock = reads_clock
+        return rendered
 
     def _with_nulls(self, messages: Sequence[Message]) -> list[Message]:
         if not self._tests_null:

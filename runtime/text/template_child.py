@@ -148,6 +148,7 @@ def _send(stream: IO[bytes], value: object) -> None:
 
 def _reply(template, context: bytes, setup: dict, clock: _Clock) -> dict[str, object]:
     _limit_processor_time(setup["cpu_seconds"])
+    clock.was_read = False
     try:
         outcome = {"text": _render(template, json.loads(context), setup["max_characters"])}
     except MemoryError:

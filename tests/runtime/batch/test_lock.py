@@ -82,7 +82,7 @@ def test_the_lock_of_a_dead_owner_of_another_host_is_taken_over_after_its_silenc
         assert time.monotonic() - start >= SILENCE
         assert lock.took_over
         assert not path.exists() and (tmp_path / "lock.2").exists()
-        with pytest.raises(OutputIsLocked, match="is this one"):
+        with pytest.raises(OutputIsLocked, match="this process holds it"):
             JobLock(path).__enter__()
     assert not list(tmp_path.iterdir())
     (note,) = notes

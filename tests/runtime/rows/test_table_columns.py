@@ -76,7 +76,6 @@ def test_columns_are_the_contents_of_requests(tmp_path, suffix, columns, url, bo
     ("names", "url"),
     [
         (("messages",), "chat/completions"),
-        (("input",), "embeddings"),
         (("text_2", "text_1"), "score"),
         (("documents", "query"), "rerank"),
     ],
@@ -84,6 +83,15 @@ def test_columns_are_the_contents_of_requests(tmp_path, suffix, columns, url, bo
 def test_usual_names_need_no_option(tmp_path, names, url):
     path = write(tmp_path / "in.csv", {name: ["a"] for name in names})
     assert [row["url"] for row in requests(path, Columns())] == [f"/v1/{url}"]
+
+
+def test_inputs_are_for_vectors_only_if_the_model_generates_nothing(tmp_path):
+    path = write(tmp_path / "in.csv", {"input": ["a"], "output": ["b"]})
+    for columns in (Columns(generates=False), Columns(("input",), generates=False)):
+        assert [row["url"] for row in requests(path, columns)] == ["/v1/embeddings"]
+    assert [row["url"] for row in requests(path, Columns(("input",)))] == ["/v1/completions"]
+    with pytest.raises(InputError, match="expected a column 'prompt', got input, output"):
+        requests(path, Columns())
 
 
 def test_ids_are_texts_and_rows_without_an_id_are_numbered(tmp_path):

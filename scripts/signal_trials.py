@@ -1,0 +1,233 @@
+"""Send signals to jobs at random moments, and check exit codes, seconds and the resumed files.
+
+    python scripts/signal_trials.py model --trials 300 --output benchmarks/signal_trials
+
+`model` is a small model on disk. Each trial draws a signal, one process or two, and a compile cache
+that is warm or empty. The moment is uniform between the moment at which the process handles signals
+and the end of an undisturbed run. If the job was stopped, the same command runs again to its end.
+A trial fails if a process ends with another code than promised, if it takes longer than the limit,
+or if the output differs from that of the undisturbed run.
+
+SIGHUP is also sent to jobs that `nohup` started: these must run to their ends.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from noria.runtime.devices.machine import describe_machine
+
+COMMAND = "import sys; from noria.runtime import cli; sys.exit(cli.main_of_process())"
+CODES = {"SIGTERM": 75, "SIGHUP": 75, "SIGINT": 130, "SIGHUP under nohup": 0}
+LIMIT_SECONDS = 2.0
+"""The time for the end of a process before rows run; with rows in flight, a call comes on top."""
+CALL_SECONDS = 2.0
+ROWS, MAX_TOKENS = 400, 24
+SETTINGS = ("--dtype", "float32", "--set", "buckets.prefill=[[32, 4]]")
+SLOTS = ("--set", "buckets.decode_slots=4")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One signal, and what came of it."""
+
+    signal: str
+    processes: int
+    is_cold: bool
+    after: float
+    """Seconds from the moment at which the process handles signals."""
+    codes: list[int]
+    seconds: float
+    """Seconds from the signal to the end of the last process."""
+    is_equal: bool
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the promise was kept; a job may also have been complete before the signal."""
+        allowed = {CODES[self.signal], 0}
+        in_time = self.signal.endswith("nohup") or self.seconds <= LIMIT_SECONDS + CALL_SECONDS
+        return set(self.codes) <= allowed and in_time and self.is_equal
+
+
+class Jobs:
+    """Starts one job with new outputs and a cache, in one process or in two."""
+
+    def __init__(self, model: Path, folder: Path, rows: int):
+        self._model, self._folder = model, folder
+        self._source = folder / "in.jsonl"
+        draw = random.Random(1)
+        with self._source.open("w") as file:
+            for row in range(rows):
+                prompt = [draw.randrange(3, 200) for _ in range(draw.randint(1, 24))]
+                body = {
+                    "model": "m",
+                    "prompt": prompt,
+                    "max_tokens": MAX_TOKENS,
+                    "ignore_eos": True,
+                }
+                url = {"method": "POST", "url": "/v1/completions"}
+                file.write(json.dumps({"custom_id": f"row-{row}", **url, "body": body}) + "\n")
+
+    def start(
+        self, output: Path, cache: Path, processes: int, before: Sequence[str] = ()
+    ) -> list[subprocess.Popen[str]]:
+        """Start all processes of a job; `before` is a command that starts the job's command."""
+        job = ["batch", "-i", self._source, "-o", output, "--model", self._model]
+        target = ("--target", f"cpu:{processes}", "--layout", "data-parallel")
+        pod = [() for _ in range(processes)]
+        if processes > 1:
+            with socket.create_server(("localhost", 0)) as free:
+                place = f"localhost:{free.getsockname()[1]}"
+            shared = ("--coordinator", place, "--num-processes", processes)
+            pod = [(*shared, "--process-id", rank) for rank in range(processes)]
+        environment = os.environ | {"XDG_CACHE_HOME": str(cache), "JAX_PLATFORMS": "cpu"}
+        python = [*before, sys.executable, "-c", COMMAND]
+        return [
+            subprocess.Popen(
+                [*python, *map(str, (*job, *SETTINGS, *SLOTS, *target, *one))],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for one in pod
+        ]
+
+    def run(self, output: Path, cache: Path, processes: int) -> float:
+        """Run a job to its end; return its seconds from the moment at which it handles signals."""
+        started = self.start(output, cache, processes)
+        for process in started:
+            wait_for_handlers(process)
+        start = time.monotonic()
+        codes = [process.wait(timeout=300) for process in started]
+        if set(codes) != {0}:
+            raise RuntimeError(f"expected an undisturbed job to end with 0, got {codes}.")
+        return time.monotonic() - start
+
+
+def wait_for_handlers(process: subprocess.Popen[str]) -> None:
+    """Wait until a process handles SIGTERM, or has ended."""
+    status = Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status.read_text(), re.MULTILINE)
+        if caught is not None and int(caught[1], 16) >> (signal.SIGTERM - 1) & 1:
+            return
+        time.sleep(0.001)
+
+
+def masked(output: Path) -> str:
+    """The text of an output without its times."""
+    return re.sub(r'"created":\d+', '"created":0', output.read_text("utf-8"))
+
+
+def run_trials(
+    model: Path, count: int, rows: int, seed: int, processes: Sequence[int]
+) -> list[Trial]:
+    """Run trials, and print each one that breaks a promise."""
+    trials, draw = [], random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        jobs, warm = Jobs(model, folder, rows), folder / "warm"
+        whole, longest = {}, {}
+        for size in processes:
+            output = folder / f"whole{size}.jsonl"
+            longest[size, True] = jobs.run(output, warm, size)
+            whole[size] = masked(output)
+            longest[size, False] = jobs.run(folder / f"again{size}.jsonl", warm, size)
+        for number in range(count):
+            size, is_cold = draw.choice(processes), draw.random() < 0.3
+            output = folder / f"out{number}.jsonl"
+            cache = folder / f"cache{number}" if is_cold else warm
+            kind, after = draw.choice(list(CODES)), draw.uniform(0, longest[size, is_cold])
+            codes, seconds = _disturbed(jobs, output, cache, size, kind, after)
+            if not output.exists():
+                jobs.run(output, cache, size)
+            equal = masked(output) == whole[size]
+            trials.append(Trial(kind, size, is_cold, after, codes, seconds, equal))
+            if not trials[-1].is_kept:
+                print("broken:", trials[-1], flush=True)
+    return trials
+
+
+def _disturbed(
+    jobs: Jobs, output: Path, cache: Path, size: int, kind: str, after: float
+) -> tuple[list[int], float]:
+    """Start a job and send a signal to its last process; return exit codes and seconds."""
+    before = ("nohup",) if kind.endswith("nohup") else ()
+    started = jobs.start(output, cache, size, before)
+    for process in started:
+        wait_for_handlers(process)
+    time.sleep(after)
+    start = time.monotonic()
+    started[-1].send_signal(signal.Signals[kind.partition(" ")[0]])
+    codes = [process.wait(timeout=300) for process in started]
+    return codes, time.monotonic() - start
+
+
+def report(trials: Sequence[Trial]) -> str:
+    """The record as Markdown."""
+    machine = describe_machine()
+    lines = [
+        "# Signals at random moments",
+        "",
+        f"{sum(trial.is_kept for trial in trials)} of {len(trials)} signals were answered as "
+        f"promised, by `scripts/signal_trials.py`, on {machine['processor']} with "
+        f"{machine['cores']} cores, Python {machine['python']}.",
+        "",
+        "| signal | processes | trials | stopped | complete | median seconds | most seconds |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for kind in CODES:
+        for size in sorted({trial.processes for trial in trials}):
+            some = [t for t in trials if t.signal == kind and t.processes == size]
+            if not some:
+                continue
+            stopped = [t for t in some if set(t.codes) != {0}]
+            seconds = [t.seconds for t in (stopped or some)]
+            figures = f"{statistics.median(seconds):.2f} | {max(seconds):.2f}"
+            counts = f"{len(some)} | {len(stopped)} | {len(some) - len(stopped)}"
+            lines.append(f"| {kind} | {size} | {counts} | {figures} |")
+    lines += [
+        "",
+        "Seconds are from the signal to the end of all processes, of the stopped jobs.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("model", type=Path)
+    add("--trials", type=int, default=300)
+    add("--rows", type=int, default=ROWS)
+    add("--seed", type=int, default=7)
+    add("--processes", type=int, nargs="*", default=[1, 2])
+    add("--output", type=Path, help="path without suffix of .json and .md")
+    options = parser.parse_args()
+    sizes = options.processes
+    trials = run_trials(options.model, options.trials, options.rows, options.seed, sizes)
+    text = report(trials)
+    print(text)
+    if options.output is not None:
+        found = json.dumps([asdict(trial) for trial in trials], indent=1)
+        options.output.with_suffix(".json").write_text(found + "\n")
+        options.output.with_suffix(".md").write_text(text)
+    if not all(trial.is_kept for trial in trials):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
