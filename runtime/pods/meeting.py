@@ -256,13 +256,12 @@ def _rank_of(hello: Mapping[str, Any], address: Address, members: Mapping[Any, _
             f"expected one version of noria on all processes, got {version('noria')} on process 0 "
             f"and {release} on process {rank}."
         )
+    expected = f"--process-id: expected every number from 0 to {address.num_processes - 1} once"
+    if not isinstance(rank, int) or rank not in range(address.num_processes):
+        raise StartFailed(f"{expected}, got {rank}. {_REMEDY}")
     known = members.get(rank)
-    is_twice = rank == 0 or (known is not None and not known.has_gone())
-    if is_twice or rank not in range(address.num_processes):
-        raise StartFailed(
-            f"--process-id: expected every number from 0 to {address.num_processes - 1} once, got "
-            f"{rank}{' twice' if is_twice else ''}. {_REMEDY}"
-        )
+    if rank == 0 or (known is not None and not known.has_gone()):
+        raise StartFailed(f"{expected}, got {rank} twice. {_REMEDY}")
     return rank
 
 

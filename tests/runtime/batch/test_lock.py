@@ -186,3 +186,25 @@ def test_a_successor_stops_an_owner_before_it_replaces_files(tmp_path):
         lock._last_beat -= SILENCE
         with pytest.raises(OutputIsLocked, match="another process has taken over the output"):
             lock.check()
+
+
+def test_files_with_numbers_as_names_are_no_locks(tmp_path):
+    for name in ("2", "100", "lock.x", "lock.07", "other.3"):
+        (tmp_path / name).touch()
+    with JobLock(tmp_path / "lock") as lock:
+        assert lock._numbers() == [1]
+
+
+def test_a_lock_of_an_older_version_is_kept_while_its_process_lives(tmp_path):
+    program = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); file.write('{\"pid\": 1}'); "
+        "file.flush(); fcntl.lockf(file, fcntl.LOCK_EX); print('holds', flush=True); time.sleep(60)"
+    )
+    process = started(program, tmp_path / "lock")
+    assert process.stdout is not None and process.stdout.readline() == "holds\n"
+    with pytest.raises(OutputIsLocked, match="process 1 on None holds it and is running"):
+        JobLock(tmp_path / "lock").__enter__()
+    process.kill()
+    process.communicate()
+    with JobLock(tmp_path / "lock") as lock:
+        assert lock.took_over

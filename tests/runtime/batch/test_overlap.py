@@ -21,6 +21,7 @@ class Bytes(fake.ByteTokens):
     vocab_size = fake.VOCAB_SIZE
     special_ids = frozenset()
     strips_leading_space = False
+    add_bos = False
 
     def encode_prompts(self, texts):
         assert not texts

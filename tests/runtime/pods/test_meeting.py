@@ -226,3 +226,19 @@ def outcomes_of(place: str, process: subprocess.Popen[str]) -> list[BaseExceptio
     process.communicate(timeout=60)
     assert process.returncode == 2
     return found
+
+
+def test_a_number_that_is_taken_is_free_when_its_process_has_gone(place):
+    """A process whose connection is lost comes again before process 0 has seen the loss."""
+    with socket.create_server(("localhost", 0)) as server:
+        gone = socket.create_connection(server.getsockname())
+        first = meeting._Connection(server.accept()[0])
+        hello = {"rank": 1, "size": 3, "noria": meeting.version("noria")}
+        with pytest.raises(StartFailed, match="got 1 twice"):
+            meeting._rank_of(hello, Address(place, 3, 0), {1: first})
+        gone.close()
+        assert meeting._rank_of(hello, Address(place, 3, 0), {1: first}) == 1
+        first.socket.close()
+    for rank in (3, -1, "1", [1], None):
+        with pytest.raises(StartFailed, match="expected every number from 0 to 2 once, got"):
+            meeting._rank_of(hello | {"rank": rank}, Address(place, 3, 0), {})

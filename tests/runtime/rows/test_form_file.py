@@ -33,7 +33,7 @@ def test_a_file_has_a_schema_a_key_of_rows_or_a_grammar(tmp_path, name, text, fo
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "cannot be read"),
+        (None, "a file that can be read"),
         ("{", "expected a JSON Schema, an object with one of response_format"),
         ("[1]", r"structured_outputs.json: expected a JSON Schema"),
         ('{"guided_choice": ["a"], "title": "x"}', "got the keys guided_choice, title"),

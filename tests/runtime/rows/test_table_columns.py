@@ -52,7 +52,7 @@ CELLS = {"prompt": [TEXT], "input": [TEXT], "text": [TEXT], "text_1": [TEXT], "t
     ("columns", "url", "body"),
     [
         (Columns(), "completions", {"prompt": TEXT}),
-        (Columns(("input",)), "embeddings", {"input": TEXT}),
+        (Columns(("input",), generates=False), "embeddings", {"input": TEXT}),
         (Columns(("text_1", "text_2")), "score", {"text_1": TEXT, "text_2": "b"}),
         (Columns(("text",)), "completions", {"prompt": TEXT}),
         (Columns(("text",), url="/v1/embeddings"), "embeddings", {"input": TEXT}),
