@@ -85,7 +85,7 @@ class Jobs:
     ) -> list[subprocess.Popen[str]]:
         """Start all processes of a job; `before` is a command that starts the job's command."""
         job = ["batch", "-i", self._source, "-o", output, "--model", self._model]
-        target = ("--target", f"cpu:{processes}", "--layout", "data-parallel")
+        target = ("--target", f"cpu:{processes}", "--layout", f"data-parallel@data={processes}")
         pod = [() for _ in range(processes)]
         if processes > 1:
             with socket.create_server(("localhost", 0)) as free:

@@ -234,3 +234,14 @@ def test_adapters_are_measured_beside_none(run, model):
     sizes = ("--adapters", 1, "--rank", 2, "--slots", 2, "--tokens", 4, "--repeats", 1)
     said = run("adapter_speed.py", *sizes, MODEL=str(model), IDS=(10, 250))
     assert re.fullmatch(r"(.+: [\d.]+ ms a step\n){3}", said), said
+
+
+def test_signals_at_random_moments_end_jobs_as_promised(run, tmp_path):
+    model, output = tmp_path / "model", tmp_path / "signals"
+    write_model(model)
+    sizes = ("--trials", 4, "--rows", 60, "--processes", 1)
+    said = run("signal_trials.py", model, *sizes, "--output", output)
+    assert "4 of 4 signals were answered as promised" in said
+    trials = json.loads(output.with_suffix(".json").read_text())
+    assert len(trials) == 4 and all(trial["is_equal"] for trial in trials)
+    assert "| processes | trials | stopped |" in output.with_suffix(".md").read_text()
