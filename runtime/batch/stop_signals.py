@@ -37,7 +37,7 @@ EXIT_CODES = {
     signal.SIGHUP: EXIT_RESUMABLE,
     signal.SIGINT: EXIT_INTERRUPTED,
 }
-END_SECONDS = 1.5
+END_SECONDS = 1.0
 """The time for a normal end after a signal; after it, the process ends wherever it is."""
 _at_forced_end: list[Callable[[], object]] = []
 

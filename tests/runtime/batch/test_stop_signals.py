@@ -13,7 +13,7 @@ from noria.runtime.batch.stop_signals import END_SECONDS, StopSignals, at_forced
 from noria.runtime.files.disk import Disk
 from noria.runtime.rows.part import Part
 
-LIMIT_SECONDS = END_SECONDS + 0.5
+LIMIT_SECONDS = 2.0
 START = """
 import gc, hashlib, threading, time
 from pathlib import Path
