@@ -189,7 +189,7 @@ def test_options_of_tables_that_cannot_work_are_refused(noria, tmp_path):
         ((*stages, "--carry", "a=text"), "several for 'text'"),
         ((*stages, *schema, "--carry", "a=mood"), "several for 'mood'"),
         (("--prompt-column", "question", "--carry", "e"), "expected one column 'e', got 0"),
-        (("--form", tmp_path / "no.json"), "no.json: cannot be read"),
+        (("--form", tmp_path / "no.json"), "no.json: expected a file that can be read"),
     ]:
         assert message in noria.refuse(*command, *options)
     assert not list(tmp_path.iterdir())
