@@ -250,11 +250,11 @@ class JobLock:
             with suppress(OSError):  # without record locks, a dead owner is found by its silence
                 fcntl.lockf(descriptor, fcntl.LOCK_EX)
             self._write(descriptor)
-            *earlier, newest = self._numbers()
+            numbers = self._numbers()  # a successor may have removed the file of this process
             if before is None:
-                is_ours = not earlier and newest == number
+                is_ours = numbers == [number]
             else:
-                is_ours = (earlier[-1:], newest) == ([before.number], number)
+                is_ours = numbers[-2:] == [before.number, number]
                 is_ours = is_ours and self._read(before.number) == before
         except BaseException as error:
             self._remove(descriptor)
@@ -265,7 +265,7 @@ class JobLock:
             self._remove(descriptor)
             time.sleep(random.uniform(0, _POLL_SECONDS))
             return False
-        for old in earlier:
+        for old in numbers[:-1]:
             self._path(old).unlink(missing_ok=True)
         self._descriptor, self._last_beat = descriptor, time.monotonic()
         return True

@@ -208,3 +208,17 @@ def test_a_lock_of_an_older_version_is_kept_while_its_process_lives(tmp_path):
     process.communicate()
     with JobLock(tmp_path / "lock") as lock:
         assert lock.took_over
+
+
+def test_a_process_whose_new_file_another_one_removes_begins_again(tmp_path, monkeypatch):
+    """A taker removes the files before its own, and may release its own at once."""
+    find, removed = JobLock._numbers, []
+
+    def remove_once(lock):
+        if lock.path.exists() and not removed:
+            removed.append(lock.path.unlink())
+        return find(lock)
+
+    monkeypatch.setattr(JobLock, "_numbers", remove_once)
+    with JobLock(tmp_path / "lock"):
+        assert removed and (tmp_path / "lock").exists()
