@@ -43,7 +43,8 @@ from ..rows.structured_body import read_form
 from .batch_model import BatchModel, target_name
 from .job import JobSettings
 from .job_files import check_files, job_outputs, side_files
-from .manifest import PhaseClock, fingerprint, versions
+from .job_runs import PhaseClock
+from .manifest import fingerprint, versions
 from .pipes import PIPE, copy_path, write_to_stdout
 from .progress import Progress
 from .progress_file import ProgressFile, path_of

@@ -37,7 +37,7 @@ from ..text.load_tokenizer import load_tokenizer
 from ..text.tokenizer import Tokenizer
 from .graph_rows import naming_rows
 from .job import Build, JobText
-from .manifest import PhaseClock
+from .job_runs import PhaseClock
 from .progress import Progress
 from .row_kinds import check_kind, refusal, text_lengths
 

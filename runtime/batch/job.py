@@ -20,10 +20,10 @@ from ..rows.scan import Encode, ScanSummary
 from ..structured.params import StructuredOutputsParams
 from ..text.tokenizer import Tokenizer
 from .job_files import check_job_files, job_outputs, side_files
+from .job_runs import PhaseClock
 from .journal import journal_path
 from .journal_records import OF_DEVICES, SETUP
 from .lock import lock_path
-from .manifest import PhaseClock
 from .progress import Progress
 
 if TYPE_CHECKING:

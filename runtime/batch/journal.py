@@ -3,8 +3,9 @@
 Each line is one record: CRC-32 of the rest in eight hexadecimal digits, a space, the record's facts
 as JSON, and for a row a tab and its output line as in the final file. JSON has no raw tab or
 newline, so neither needs escaping. The kinds of records are `header` (format, configuration),
-`fact` (a decision that all later runs of the job keep, such as the resolved plan), `row`, and
-`setup` (other processes than before continue the job).
+`fact` (a decision that all later runs of the job keep, such as the resolved plan), `row`, `setup`
+(other processes than before continue the job), and `run` (the figures of a run; the last record of
+a run counts, together with the rows after it).
 
 A row is found again by custom_id and request hash, so an edited input keeps its unchanged rows.
 
@@ -19,7 +20,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +29,7 @@ from ..errors import JournalError, JournalWriteError
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
 from .begun_job import check_same_configuration
+from .job_runs import JobRun
 from .journal_records import (
     DEVICES,
     FORMAT,
@@ -36,6 +38,7 @@ from .journal_records import (
     PLAN,
     SETUP,
     BadRecord,
+    is_foreign,
     read_record,
 )
 
@@ -84,6 +87,8 @@ class Journal:
         self.rows: dict[tuple[str, str], JournalRow] = {}
         self.setups: list[str] = []
         """All set-ups of processes that have run the job, the current one last."""
+        self.runs: list[JobRun] = []
+        """All runs of the job, the current one last once it is recorded."""
         self.plan_before: str | None = None
         """The plan of the job on other devices, until a plan for the present ones is recorded."""
         self._disk = disk
@@ -145,6 +150,10 @@ class Journal:
         self._append({"kind": "fact", "name": name, "value": value})
         self.sync()
         self._take_fact(name, value)
+
+    def record_run(self, number: int) -> None:
+        """Store the present figures of a run; without a sync, as they bind nothing."""
+        self._append({"kind": "run", "number": number, "run": asdict(self.runs[number])})
 
     def record_row(
         self,
@@ -253,7 +262,9 @@ class Journal:
         header, damaged_at = self._read_records()
         if header is not None and not self.binds:
             # nothing depends on this journal, so it does not bind the job to its configuration
+            runs = self.runs if header["configuration"] == configuration else []
             self._discard()
+            self.runs = runs
             header, damaged_at = None, None
         changed, devices = {}, {}
         if header is not None:
@@ -267,6 +278,8 @@ class Journal:
             self._disk.truncate(self._descriptor, self._size)
         if header is None:
             self._append({"kind": "header", "format": FORMAT, "configuration": configuration})
+            for number in range(len(self.runs)):
+                self.record_run(number)
             self.sync()
             self._disk.sync_folder(self.path.parent)
         elif changed := {key: changed[key] for key in OF_DEVICES if key in changed}:
@@ -309,6 +322,9 @@ class Journal:
                 self._take_fact(facts["name"], facts["value"])
             case "setup":
                 self.setups.append(facts["setup"])
+            case "run":
+                # a later record of a run replaces the earlier one
+                self.runs[facts["number"] :] = [JobRun(**facts["run"])]
             case _:
                 self._remember(facts, offset, length)
 
@@ -372,16 +388,16 @@ class Journal:
         """Refuse to cut a file that has no header and is not the beginning of one."""
         if header is not None:
             return
-        start = os.pread(self._descriptor, 32, 0)
-        # an interrupted first write has the beginning of a header
-        if b"\n" in start or (len(start) > 9 and not b'{"kind":"header"'.startswith(start[9:25])):
+        if is_foreign(os.pread(self._descriptor, 32, 0)):
             raise JournalError(
                 f"{self.path}: damaged at byte 0, or not a journal. Move it away, or discard it "
                 "with --restart."
             )
 
     def _remember(self, facts: Mapping[str, Any], offset: int, length: int) -> None:
-        """Keep the figures and the place of a row."""
+        """Keep the figures and the place of a row, and count it for the last run."""
+        if self.runs:
+            self.runs[-1].count(facts["metrics"])
         key = (facts["custom_id"], facts["request"])
         row = JournalRow(*key, facts["code"], facts["metrics"], offset, length)
         # the first record of a row counts, unless it is an error that later runs try again

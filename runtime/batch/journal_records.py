@@ -32,8 +32,11 @@ It is recorded only if there is no plan and no finished row, because no row coul
 """
 REPEATED = "repeated"
 """The key in a row's figures that says that the row got the output of another row."""
+FINISHED_AT = "finished_at"
+"""The key in a row's figures for the time of its end, in seconds since the epoch."""
 _LARGEST = 1e18
 """A bound above all counts and measurements."""
+_HEADER_START = b'{"kind":"header"'
 
 
 class BadRecord(ValueError):
@@ -72,6 +75,12 @@ def read_record(payload: bytes) -> tuple[dict[str, Any], bytes]:
     if kind == "fact" and facts["name"] == INSTANT:
         _check_time(facts["value"])
     return facts, line
+
+
+def is_foreign(start: bytes) -> bool:
+    """Whether a file without a header is not the beginning of a journal, by its first bytes."""
+    # an interrupted first write has the beginning of a header, after its checksum
+    return b"\n" in start or (len(start) > 9 and not _HEADER_START.startswith(start[9:25]))
 
 
 def _table(name: str, content: bytes) -> dict[str, Any]:
@@ -117,6 +126,29 @@ def _is_number(value: object) -> bool:
     return -_LARGEST < value < _LARGEST  # false for NaN
 
 
+def _is_run(value: object) -> bool:
+    """Whether a value has the fields of a `JobRun`, each of the right type."""
+    if not isinstance(value, dict) or value.keys() != _RUN.keys():
+        return False
+    return all(is_right(value[key]) for key, is_right in _RUN.items())
+
+
+_RUN: Mapping[str, Callable[[Any], bool]] = {
+    "started": _is_number,
+    "until": _is_number,
+    "host": _is_text,
+    "processes": _is_text,
+    "price_per_hour": lambda value: value is None or _is_number(value),
+    "seconds": lambda value: (
+        isinstance(value, dict)
+        and value.keys() == {"scan", "load", "build", "run"}
+        and all(map(_is_number, value.values()))
+    ),
+    "phase": lambda value: value in ("scan", "load", "build", "run"),
+    "rows": _is_count,
+    "output_tokens": _is_count,
+    "end": _is_text,
+}
 _TEXT = ("a string", _is_text)
 _FIELDS: Mapping[str, Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
     "header": {
@@ -127,6 +159,7 @@ _FIELDS: Mapping[str, Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
     },
     "fact": {"name": _TEXT, "value": _TEXT},
     "setup": {"setup": _TEXT},
+    "run": {"number": ("a number from 0", _is_count), "run": ("the figures of a run", _is_run)},
     "row": {
         "row": ("a number from 0", _is_count),
         "custom_id": _TEXT,

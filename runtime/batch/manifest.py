@@ -3,19 +3,17 @@
 The manifest also proves that a job is complete: it has the hashes of the input, the configuration
 and the output, and is written after the output is durable.
 
-Does not know how rows run. Guarantees: scan, load, build and run seconds add up to the wall time,
-as the clock is in exactly one phase at any time.
+Does not know how rows run.
 """
 
 import hashlib
 import json
 import statistics
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ..files.disk import Disk, FileDigest, digest_file, replace_file
 from .journal import JournalRow
@@ -39,31 +37,6 @@ COMMON_KEYS = (
     "input",
 )
 """The keys of a manifest that all parts of a job have in common; the others describe one part."""
-Phase = Literal["scan", "load", "build", "run"]
-
-
-class PhaseClock:
-    """A stopwatch that is always in exactly one phase; it starts in `scan`."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self.on_enter: Callable[[Phase], object] = lambda phase: None
-        """Called with every phase that begins."""
-        self.start = self._since = clock()
-        self.phase: Phase = "scan"
-        self._seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
-
-    def enter(self, phase: Phase) -> None:
-        """End the current phase and begin another phase."""
-        now = self._clock()
-        self._seconds[self.phase] += now - self._since
-        self.phase, self._since = phase, now
-        self.on_enter(phase)
-
-    def seconds(self) -> dict[Phase, float]:
-        """The seconds of every phase until now."""
-        self.enter(self.phase)
-        return dict(self._seconds)
 
 
 def versions() -> dict[str, str]:

@@ -27,6 +27,7 @@ from ..rows.results import CUT, STOPPED_SAMPLES, TEXTS_CUT, TOKENS_LEFT, error_o
 from ..rows.row_files import check_output, encoded, is_plain, output_lines
 from .differences import differences, flat
 from .job_files import check_job_files, job_outputs, side_files
+from .job_runs import runs_of, sums_of_runs
 from .journal import journal_path
 from .lock import JobLock, lock_path
 from .manifest import (
@@ -240,6 +241,7 @@ def _merged_manifest(parts: Sequence[FinishedPart]) -> dict[str, Any]:
     manifests = [part.manifest for part in parts]
     job = next((m for m in manifests if m["plan"] is not None), manifests[0])
     samples = (STOPPED_SAMPLES, TOKENS_LEFT)
+    runs = [run for manifest in manifests for run in runs_of(manifest)]
     totals = ("prompt_tokens", CUT, TEXTS_CUT, "output_tokens", *samples, "compiles_during_run")
     return {
         **{key: job[key] for key in COMMON_KEYS if key in job},
@@ -247,6 +249,7 @@ def _merged_manifest(parts: Sequence[FinishedPart]) -> dict[str, Any]:
         "rows": add_outcomes([manifest["rows"] for manifest in manifests]),
         # parts of an earlier noria do not count cut texts
         **{key: sum(manifest.get(key, 0) for manifest in manifests) for key in totals},
+        **sums_of_runs(runs),
         "ignored_keys": dict(
             sum((Counter(m.get("ignored_keys", ())) for m in manifests), Counter())
         ),

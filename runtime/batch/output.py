@@ -33,11 +33,11 @@ from ..rows.results import (
 from ..rows.row_files import encoded
 from ..rows.scan import ScannedRow, ScanSummary
 from .job import JobSettings
+from .job_runs import FINISHED, PhaseClock, sums_of_runs
 from .journal import Journal, JournalRow
 from .journal_records import INSTANT, MODEL, OUTPUTS, REPEATED, WEIGHTS
 from .manifest import (
     SCHEMA,
-    PhaseClock,
     count_outcomes,
     digest_table,
     fingerprint,
@@ -58,7 +58,6 @@ def finalise(
     phases: PhaseClock,
     statistics: Mapping[str, Any],
     num_kept: int,
-    num_tokens: int,
     ignored: Mapping[str, int],
     carried: CarriedCells,
     bundle: Mapping[str, Any] | None,
@@ -71,10 +70,9 @@ def finalise(
         journal: The journal, which has every row of the job's part that the scan accepted.
         lines: Makes the lines of rows that the scan found in error.
         disk: Disk operations.
-        phases: The clock of the run.
+        phases: The clock of the run, which is the journal's last one.
         statistics: The counters of the run; empty if it ran no rows.
         num_kept: Rows that earlier runs finished.
-        num_tokens: Tokens that this run emitted.
         ignored: The number of rows with each unknown key that was ignored.
         carried: The cells of the input that output lines have.
         bundle: The use of the bundle's executables; None without a bundle, or without a build.
@@ -104,8 +102,8 @@ def finalise(
             ),
             "ignored_keys": dict(ignored),
             "bundle": bundle,
-            **_run_facts(phases, statistics, finished, num_tokens),
-            **_price(settings, phases),
+            **_figures(statistics, finished),
+            **_runs(journal, phases),
         }
         write_manifest(disk, settings.output_path, manifest)
         disk.remove(journal.path)
@@ -154,21 +152,12 @@ def _job_facts(
     }
 
 
-def _run_facts(
-    phases: PhaseClock,
-    statistics: Mapping[str, Any],
-    finished: Sequence[JournalRow],
-    num_tokens: int,
-) -> dict[str, Any]:
-    """Seconds and tokens; `num_tokens` is the number of tokens that this run emitted."""
-    seconds = phases.seconds()
+def _figures(statistics: Mapping[str, Any], finished: Sequence[JournalRow]) -> dict[str, Any]:
+    """The figures of the rows from all runs, and the counters of this run."""
     return {
-        **{f"{phase}_seconds": value for phase, value in seconds.items()},
-        "wall_seconds": sum(seconds.values()),
         "prompt_tokens": total(finished, "prompt_tokens"),
         "output_tokens": total(finished, "output_tokens"),
         **{key: total(finished, key) for key in (CUT, TEXTS_CUT, STOPPED_SAMPLES, TOKENS_LEFT)},
-        "output_tokens_per_second": num_tokens / seconds["run"] if num_tokens else None,
         "time_to_first_token_seconds": spread(finished, "time_to_first_token"),
         "inter_token_latency_seconds": spread(finished, "inter_token_latency"),
         "end_to_end_latency_seconds": spread(finished, "latency"),
@@ -178,13 +167,11 @@ def _run_facts(
     }
 
 
-def _price(settings: JobSettings, phases: PhaseClock) -> dict[str, Any]:
-    """The price of this run, if the price of its devices is known."""
-    if settings.price_per_hour is None:
-        return {}
-    hours = sum(phases.seconds().values()) / 3600
-    price = {"per_hour": settings.price_per_hour, "of_this_run": settings.price_per_hour * hours}
-    return {"price": price}
+def _runs(journal: Journal, phases: PhaseClock) -> dict[str, Any]:
+    """The runs of the job, of which the last one ends now, and their sums."""
+    journal.runs[-1].take(phases, FINISHED)
+    runs = [run.figures() for run in journal.runs]
+    return {**sums_of_runs(runs), "runs": runs}
 
 
 def write_outputs(
@@ -215,6 +202,9 @@ def summarise(output: Path, manifest: Mapping[str, Any]) -> str:
         message += f", {rows['ok_with_stopped_samples']} with samples that stopped early"
     if rate:
         message += f", {rate:.1f} output tokens/s with prefill"
+    # a job with stages has runs of its stages instead
+    if (num_runs := len(manifest.get("runs", ()))) > 1:
+        message += f" in {num_runs} runs"
     phases = ("scan", "load", "build", "run")
     seconds = (f"{phase} {manifest[f'{phase}_seconds']:.1f} s" for phase in phases)
     return f"{message}  ({', '.join(seconds)})"

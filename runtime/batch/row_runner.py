@@ -8,6 +8,7 @@ Guarantees: each row is recorded exactly once; the processes of a pod record the
 same order, and compare it before every call.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from ..rows.scan import ScannedRow
 from .job import Build, JobSettings
 from .job_input import JobInput
 from .journal import Journal
-from .journal_records import REPEATED
+from .journal_records import FINISHED_AT, REPEATED
 from .progress import Progress
 from .stop_signals import Drain, StopSignals
 
@@ -56,8 +57,6 @@ class RowRunner:
     stop: StopSignals
     repeats: Repeats
     """Rows that are answered by the outputs of other rows."""
-    num_tokens: int = 0
-    """Output tokens of the rows that this run computed."""
     _in_flight: dict[str, BatchRow] = field(default_factory=dict)
     _answers: list[Answer] = field(default_factory=list)
     """Outputs that answer more rows in the next steps."""
@@ -197,7 +196,9 @@ class RowRunner:
             error = output.error
         except RowError as row_error:  # a log-probability is NaN
             line, error = self.lines.error(row, row_error), row_error
-        metrics = row_metrics(row, output) | ({REPEATED: 1} if is_repeat else {})
+        metrics = {**row_metrics(row, output), FINISHED_AT: round(time.time(), 3)}
+        if is_repeat:
+            metrics[REPEATED] = 1
         self.journal.record_row(
             row=row.row,
             custom_id=row.custom_id,
@@ -206,9 +207,6 @@ class RowRunner:
             code=error.code if error else None,
             metrics=metrics,
         )
-        # rates count the tokens that the run emitted, and a repeat's tokens were emitted before
-        num_tokens = 0 if is_repeat else int(metrics.get("output_tokens", 0))
-        self.num_tokens += num_tokens
         self.progress.count_row(is_error=error is not None)
         if error is not None:
             self.progress.show_error(error_text(row, error))

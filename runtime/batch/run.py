@@ -10,50 +10,37 @@ run again writes the same file as an uninterrupted job; a complete job that is r
 nothing.
 """
 
-import signal
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ..console import plural
 from ..errors import (
-    EXIT_BUILD,
-    EXIT_MODEL,
-    EXIT_OK,
     EXIT_RESUMABLE,
-    EXIT_ROWS_FAILED,
-    JobError,
     exit_code,
 )
 from ..files.disk import Disk
 from ..pods.peers import ALONE, Peers
-from ..rows.lines import BadRow
-from ..rows.results import OutputLines, error_of_line, error_text
 from ..rows.row_files import check_input
-from ..rows.scan import ScannedRow, ScanSummary
+from .execution import Execution
 from .finished import (
     check_finished_by,
-    check_same_answers,
-    check_weights,
     exit_code_of,
     finished_manifest,
     refuse_foreign_outputs,
     updatable_manifest,
 )
-from .job import Build, JobModel, JobSettings, facts_to_agree_on
-from .job_input import JobInput, decide_instant, open_input, record_instant
-from .journal import RETRIED_CODES, Journal, renew
-from .journal_records import MODEL, PLAN, WEIGHTS
+from .job import JobModel, JobSettings
+from .job_input import decide_instant, open_input
+from .job_runs import PhaseClock, new_run, recorded_run
+from .journal import Journal, renew
 from .lock import JobLock
-from .manifest import PhaseClock, fingerprint, manifest_path
-from .output import finalise, summarise
+from .manifest import manifest_path
 from .pipes import stdin_copied
 from .progress import Progress
-from .row_runner import RowRunner
-from .stop_signals import EXIT_CODES, StopSignals
-from .update import keep_answers, keep_facts
+from .stop_signals import StopSignals
+from .update import keep_facts
 
 
 def run_job(
@@ -93,295 +80,122 @@ def run_job(
     phases.on_enter = progress.enter
     if not settings.reads_stdin:
         check_input(settings.input_path, settings.columns)
-    services = {"peers": peers, "disk": disk, "progress": progress, "phases": phases}
-    if not peers.is_leader:
-        with _handled(stop) as stop:
-            # process 0 sends an exit code if it has nothing to do
-            if (code := peers.broadcast(None)) is not None:
-                return code
-            with open_input(settings, model, peers.broadcast(""), progress) as source:
-                return _JobRun(settings, model, source, None, stop=stop, **services).run()
-    settings.check_files()
-    with (
-        _handled(stop) as stop,
-        JobLock(settings.lock_path, progress.warn) as lock,
-        stdin_copied(settings, disk),
-    ):
-        # the next run may be on another host, which cannot detect that this process has ended
-        peers.on_abort(lock.release)
-        if settings.reads_stdin:
-            check_input(settings.input_path, settings.columns)
-        if lock.took_over:
-            renew(settings.journal_path, disk)
-        earlier = None
-        if settings.restart:
-            # first the manifest: without it the old output no longer counts as complete
-            disk.remove(manifest_path(settings.output_path))
-            disk.remove(settings.journal_path)
-        elif (manifest := finished_manifest(settings)) is not None:
-            check_finished_by(settings, manifest.get("weights"), model)
-            disk.remove(settings.journal_path)
-            errors = plural(manifest["rows"]["errors"], "error")
-            progress.note(f"{settings.output_path}: complete already, {errors}, nothing to do")
-            return peers.broadcast(exit_code_of(settings, manifest))
-        if settings.updates:
-            earlier = updatable_manifest(settings)
-        if earlier is None and not settings.journal_path.exists():
-            refuse_foreign_outputs(settings)
-        journal = Journal.open(
-            settings.journal_path,
-            settings.stored_configuration,
-            may_differ=settings.may_differ,
-            keeps_plan=settings.keeps_plan,
-            disk=disk,
-        )
-        with closing(journal):
-            if earlier is not None:
-                keep_facts(earlier, journal)
-            elif not journal.binds:
-                # a run that ended before its build left the journal, so no output is this job's
-                refuse_foreign_outputs(settings)
-            now = decide_instant(settings, journal)
-            peers.broadcast(None)
-            try:
-                with open_input(settings, model, peers.broadcast(now), progress) as source:
-                    services["check_lock"] = lock.check
-                    run = _JobRun(settings, model, source, journal, stop=stop, **services)
-                    return run.run(keeps_answers=earlier is not None)
-            except Exception as error:
-                if not journal.binds and exit_code(error) != EXIT_RESUMABLE:
-                    # nothing has finished, so the next run may be another job
-                    with suppress(OSError):
-                        disk.remove(journal.path)
-                raise
+    with StopSignals() if stop is None else nullcontext(stop) as stop:
+        job = _Job(settings, model, peers, disk, progress, phases, stop)
+        return job.lead() if peers.is_leader else job.follow()
 
 
-def _handled(stop: StopSignals | None) -> AbstractContextManager[StopSignals]:
-    """The signals of a job, whose handlers the caller may have installed."""
-    return StopSignals() if stop is None else nullcontext(stop)
-
-
-@dataclass
-class _JobRun:
-    """One run of a job; on the leader the journal is open and the output is locked."""
+@dataclass(frozen=True)
+class _Job:
+    """A job in one of its processes, before its input is read."""
 
     settings: JobSettings
     model: JobModel
-    source: JobInput
-    journal: Journal | None
-    """The journal; None on processes other than the leader, which records all rows."""
     peers: Peers
     disk: Disk
     progress: Progress
     phases: PhaseClock
     stop: StopSignals
-    check_lock: Callable[[], None] = lambda: None
-    """Raises an error if another process has taken over the output."""
 
-    def __post_init__(self):
-        facts = {} if self.journal is None else self.journal.facts
-        self.lines = OutputLines(
-            # the first run's name, as the model's folder may have been renamed since
-            model_name=facts.get(MODEL, self.settings.model_name),
-            fingerprint=fingerprint(self.settings.configuration),
-            tokens=self.source.text.tokens,
-            pooling=lambda: self.model.pooling(),
+    def follow(self) -> int:
+        """Run the job in a process that has no files; return the exit code."""
+        # process 0 sends an exit code if it has nothing to do
+        if (code := self.peers.broadcast(None)) is not None:
+            return code
+        return self._execute(None, "")
+
+    def lead(self) -> int:
+        """Run the job in the process that has its files; return the exit code."""
+        settings = self.settings
+        settings.check_files()
+        with (
+            JobLock(settings.lock_path, self.progress.warn) as lock,
+            stdin_copied(settings, self.disk),
+        ):
+            # the next run may be on another host, which cannot detect that this process has ended
+            self.peers.on_abort(lock.release)
+            if settings.reads_stdin:
+                check_input(settings.input_path, settings.columns)
+            if lock.took_over:
+                renew(settings.journal_path, self.disk)
+            if settings.restart:
+                # first the manifest: without it the old output no longer counts as complete
+                self.disk.remove(manifest_path(settings.output_path))
+                self.disk.remove(settings.journal_path)
+            elif (manifest := finished_manifest(settings)) is not None:
+                return self.peers.broadcast(self._do_nothing(manifest))
+            earlier = updatable_manifest(settings) if settings.updates else None
+            with closing(self._open_journal(earlier)) as journal:
+                if earlier is not None:
+                    keep_facts(earlier, journal)
+                elif not journal.binds:
+                    # a run that ended before its build left the journal, so no output is this job's
+                    refuse_foreign_outputs(settings)
+                now = decide_instant(settings, journal)
+                self.peers.broadcast(None)
+                return self._run_and_record(journal, now, earlier is not None, lock.check)
+
+    def _do_nothing(self, manifest: Mapping[str, Any]) -> int:
+        """Check that the finished outputs are those of this job; return their exit code."""
+        check_finished_by(self.settings, manifest.get("weights"), self.model)
+        self.disk.remove(self.settings.journal_path)
+        errors = plural(manifest["rows"]["errors"], "error")
+        self.progress.note(
+            f"{self.settings.output_path}: complete already, {errors}, nothing to do"
         )
+        return exit_code_of(self.settings, manifest)
 
-    def run(self, *, keeps_answers: bool = False) -> int:
-        """Run the job; return the exit code.
-
-        Args:
-            keeps_answers: Whether rows keep the answers that the finished outputs have.
-        """
-        summary = self.source.scan(self._show_bad_row, self.progress)
-        if keeps_answers and self.journal is not None:
-            keep_answers(self.settings, summary, self.journal, self.lines)
-        if self.journal is not None and self.source.text.reads_clock():
-            self._bind_to_time(self.journal)
-        self.peers.agree(lambda: facts_to_agree_on(self.settings, summary))
-        # the whole input was scanned, so a part has the duplicates and the plan of the whole job
-        rows = self.settings.part.take(summary.rows)
-        kept = set(self.peers.broadcast([row.row for row in rows if self._is_kept(row)]))
-        waiting = [row for row in rows if row.requirements is not None and row.row not in kept]
-        num_bad = sum(row.bad is not None for row in rows)
-        num_kept = len(rows) - num_bad - len(waiting)
-        if num_kept:
-            kept_rows = plural(num_kept, "finished row")
-            self.progress.note(f"resumed: {kept_rows}, {len(waiting)} to go")
-            self._show_kept_error(row for row in rows if row.row in kept)
-
-        statistics: dict[str, Any] = {}
-        num_tokens, better_plan, bundle = 0, None, None
-        if waiting:
-            computed, repeats = self.source.digests.split(waiting)
-            self._note_repeats(len(waiting) - len(computed))
-            built = self._build(summary)
-            self.phases.enter("run")
-            self.progress.start_rows(
-                len(rows), done=num_bad + num_kept, errors=num_bad, max_tokens=_max_tokens(computed)
-            )
-            table = summary.prefixes.of_rows([row.row for row in computed])
-            runner = RowRunner(
-                self.settings,
-                self.source,
-                self.journal,
-                self.lines,
-                self.peers,
-                self.progress,
-                self.stop,
-                repeats,
-            )
-            stopped_by = runner.run(built, computed, table)
-            self.progress.finish()
-            if stopped_by is not None:
-                return self._stopped(stopped_by, len(rows))
-            statistics = built.with_waste(built.generator.statistics())
-            num_tokens, bundle = runner.num_tokens, built.bundle
-            better_plan = partial(built.better_plan, self._output_lengths(computed))
-        elif self.journal is not None:
-            check_finished_by(self.settings, self.journal.facts.get(WEIGHTS), self.model)
-        self.phases.enter("run")
-        return self._finish(summary, statistics, num_kept, num_tokens, better_plan, bundle)
-
-    def _bind_to_time(self, journal: Journal) -> None:
-        """Record the time that prompts show, as later runs of the job must show the same time."""
-        record_instant(self.source.now, journal)
-        part = self.settings.part_of_stages or self.settings.part
-        if part.num_parts > 1 and self.settings.now is None:
-            # before the rows run, so that the user can restart with the option
-            self.progress.warn(
-                f"prompts show the time, and parts with different times cannot be merged: "
-                f"run every part with --now {self.source.now}"
-            )
-
-    def _is_kept(self, row: ScannedRow) -> bool:
-        """Whether an earlier run has finished the row, and this run need not try it again."""
-        known = self.journal and row.requirements and self.journal.rows.get(row.key)
-        return bool(known) and known.code not in RETRIED_CODES
-
-    def _show_kept_error(self, rows: Iterable[ScannedRow]) -> None:
-        """Show the first error among rows that earlier runs of the job have finished."""
-        known = self.journal.rows if self.journal is not None else {}
-        for row in rows:
-            if self.journal is not None and row.key in known and known[row.key].code is not None:
-                error = error_of_line(self.journal.output_line(known[row.key]))
-                if error is not None:
-                    self.progress.show_error(error_text(row, error))
-                return
-
-    def _note_repeats(self, num_repeats: int) -> None:
-        if num_repeats:
-            repeat = "repeats an earlier row" if num_repeats == 1 else "repeat earlier rows"
-            self.progress.note(f"{plural(num_repeats, 'row')} {repeat}")
-
-    def _build(self, summary: ScanSummary) -> Build:
-        """Build the model, and record the plan and the weights in the journal."""
-        self.phases.enter("load")
-        stored_plan = self.peers.broadcast(self.journal and self.journal.plan)
-        try:
-            built = self.model.build(
-                summary, stored_plan, phases=self.phases, progress=self.progress
-            )
-        except JobError:
-            raise
-        except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
-            default_code = EXIT_MODEL if self.phases.phase == "load" else EXIT_BUILD
-            code = getattr(error, "exit_code", default_code)
-            raise JobError(str(error) or type(error).__name__, code) from error
-        if self.journal is not None:
-            self._record_build(self.journal, stored_plan, built, summary)
-        return built
-
-    def _record_build(
-        self, journal: Journal, stored_plan: str | None, built: Build, summary: ScanSummary
-    ) -> None:
-        """Record the plan and the weights, or check that they equal the stored ones."""
-        check_weights(self.settings, journal.facts.get(WEIGHTS), built.weights)
-        if journal.plan_before is not None:
-            is_open = any(need.max_tokens is None for need in summary.requirements)
-            before, plan = journal.plan_before, built.plan
-            check_same_answers(self.settings, before, plan, has_open_rows=is_open)
-        elif stored_plan is None:
-            journal.record_fact(MODEL, self.settings.model_name)
-            journal.record_fact(WEIGHTS, built.weights)
-        elif stored_plan != built.plan and _schema(stored_plan) == _schema(built.plan):
-            raise JobError(
-                f"{self.settings.journal_path}: expected the plan that the job was begun with, "
-                f"got another one from the build. Discard the journal with --restart.",
-                EXIT_BUILD,
-            )
-        if stored_plan != built.plan:
-            # recorded last, as a journal with a plan binds later runs. A stored plan of an older
-            # schema is the same plan, and is recorded again in the current schema
-            journal.record_fact(PLAN, built.plan)
-
-    def _show_bad_row(self, bad: BadRow) -> None:
-        """Show a row that the scan found in error, or end the job if the settings say so."""
-        if self.settings.on_error == "raise":
-            raise JobError(error_text(bad, bad.error), EXIT_ROWS_FAILED)
-        if self.settings.part.has(bad.row):
-            self.progress.show_error(error_text(bad, bad.error))
-
-    def _stopped(self, signal_name: str, num_rows: int) -> int:
-        """Say how many rows are kept; return the exit code of the signal."""
-        num_kept = len(self.journal.rows) if self.journal is not None else 0
-        self.progress.warn(
-            f"stopped by {signal_name}: {num_kept} of {plural(num_rows, 'row')} finished, kept in "
-            f"{self.settings.journal_path}; run the same command again to continue"
-        )
-        return EXIT_CODES[signal.Signals[signal_name]]
-
-    def _output_lengths(self, rows: Iterable[ScannedRow]) -> dict[int, int]:
-        """The average number of output tokens of a sequence, for each row that has a result."""
-        known, lengths = {} if self.journal is None else self.journal.rows, {}
-        for row in rows:
-            done = known.get(row.key)
-            if done is not None and done.code is None and row.requirements is not None:
-                tokens = int(done.metrics.get("output_tokens", 0))
-                lengths[row.row] = tokens // row.requirements.n
-        return lengths
-
-    def _finish(
-        self,
-        summary: ScanSummary,
-        statistics: Mapping[str, Any],
-        num_kept: int,
-        num_tokens: int,
-        better_plan: Callable[[float], str | None] | None,
-        bundle: Mapping[str, Any] | None,
-    ) -> int:
-        """Write the outputs on the leader; return the exit code."""
-        if self.journal is None:
-            return self.peers.broadcast(EXIT_OK)
-        self.check_lock()
-        manifest = finalise(
-            self.settings,
-            summary,
-            self.journal,
-            self.lines,
+    def _open_journal(self, earlier: Mapping[str, Any] | None) -> Journal:
+        """Open the journal; `earlier` is the manifest of finished outputs that are updated."""
+        settings = self.settings
+        if earlier is None and not settings.journal_path.exists():
+            refuse_foreign_outputs(settings)
+        return Journal.open(
+            settings.journal_path,
+            settings.stored_configuration,
+            may_differ=settings.may_differ,
+            keeps_plan=settings.keeps_plan,
             disk=self.disk,
-            phases=self.phases,
-            statistics=statistics,
-            num_kept=num_kept,
-            num_tokens=num_tokens,
-            ignored=self.source.ignored,
-            carried=self.source.carried,
-            bundle=bundle,
         )
-        self.progress.note(summarise(self.settings.output_path, manifest))
-        if better_plan is not None and (note := better_plan(manifest["run_seconds"])):
-            self.progress.note(note)
-        return self.peers.broadcast(exit_code_of(self.settings, manifest))
 
+    def _run_and_record(
+        self, journal: Journal, now: str, keeps_answers: bool, check_lock: Callable[[], None]
+    ) -> int:
+        """Run the job, and record the run in the journal."""
+        run = new_run(self.phases, self.peers.setup, self.settings.price_per_hour)
+        number = len(journal.runs)
+        journal.runs.append(run)
+        try:
+            with recorded_run(run, self.phases, lambda: journal.record_run(number), self.stop):
+                return self._execute(
+                    journal, now, keeps_answers=keeps_answers, check_lock=check_lock
+                )
+        except Exception as error:
+            if not journal.binds and exit_code(error) != EXIT_RESUMABLE:
+                # nothing has finished, so the next run may be another job
+                with suppress(OSError):
+                    self.disk.remove(journal.path)
+            raise
 
-def _max_tokens(rows: Iterable[ScannedRow]) -> int | None:
-    """The tokens that rows can have together; None if one has no `max_tokens`."""
-    needs = [row.requirements for row in rows if row.requirements is not None]
-    limits = [need.max_tokens * need.n for need in needs if need.max_tokens is not None]
-    return sum(limits) if len(limits) == len(needs) else None
-
-
-def _schema(plan: str) -> str:
-    """The line of a plan that has its schema."""
-    return plan.partition("\n")[0]
+    def _execute(
+        self,
+        journal: Journal | None,
+        now: str,
+        *,
+        keeps_answers: bool = False,
+        check_lock: Callable[[], None] = lambda: None,
+    ) -> int:
+        now = self.peers.broadcast(now)
+        with open_input(self.settings, self.model, now, self.progress) as source:
+            return Execution(
+                self.settings,
+                self.model,
+                source,
+                journal,
+                peers=self.peers,
+                disk=self.disk,
+                progress=self.progress,
+                phases=self.phases,
+                stop=self.stop,
+                check_lock=check_lock,
+            ).run(keeps_answers=keeps_answers)

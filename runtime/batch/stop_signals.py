@@ -51,12 +51,13 @@ class StopNow(BaseException):
 
 
 @contextmanager
-def at_forced_end(action: Callable[[], object]) -> Iterator[None]:
+def at_forced_end(action: Callable[[], object], *, is_first: bool = False) -> Iterator[None]:
     """Run an action before the process is ended from another thread while the context is open.
 
-    Actions run in the order of their contexts: a pod is told before a lock is released.
+    Actions run in the order of their contexts: a pod is told before a lock is released. An action
+    that uses a locked file runs first, with `is_first`.
     """
-    _at_forced_end.append(action)
+    _at_forced_end.insert(0 if is_first else len(_at_forced_end), action)
     try:
         yield
     finally:
@@ -122,6 +123,7 @@ class StopSignals:
             if num_signals > 1 or not self.can_drain:
                 time.sleep(END_SECONDS)
                 if self._writer is not None:
+                    self.requested = self.requested or signal.Signals(number)
                     error = StopNow(number)
                     end_process(str(error), error.exit_code)
         os.close(reader)

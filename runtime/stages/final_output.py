@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..batch.job import JobSettings
+from ..batch.job_runs import runs_of, sums_of_runs
 from ..batch.manifest import (
     COMMON_KEYS,
     count_outcomes,
@@ -148,18 +149,9 @@ def _outcomes(
 
 
 def _totals(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Seconds, tokens, ignored keys and the price.
-
-    Seconds and the price are those of the runs in which the stages ended.
-    """
-    phases = [f"{phase}_seconds" for phase in ("scan", "load", "build", "run", "wall")]
-    seconds = sum(m["run_seconds"] for m in manifests)
-    tokens = sum((m["output_tokens_per_second"] or 0.0) * m["run_seconds"] for m in manifests)
-    prices = [m["price"] for m in manifests if "price" in m]
-    price = {**prices[-1], "of_this_run": sum(p["of_this_run"] for p in prices)} if prices else None
+    """Tokens, ignored keys, and the sums of all runs of the stages."""
     return {
-        **{key: sum(m.get(key, 0) for m in manifests) for key in (*phases, *_TOTALS)},
-        "output_tokens_per_second": tokens / seconds if seconds else None,
+        **{key: sum(m.get(key, 0) for m in manifests) for key in _TOTALS},
+        **sums_of_runs([run for manifest in manifests for run in runs_of(manifest)]),
         "ignored_keys": dict(sum((Counter(m["ignored_keys"]) for m in manifests), Counter())),
-        **({"price": price} if price else {}),
     }

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from ..batch.job import Build, JobModel, JobText
-from ..batch.manifest import PhaseClock
+from ..batch.job_runs import PhaseClock
 from ..batch.progress import Progress
 from ..rows.scan import ScanSummary
 

@@ -90,12 +90,18 @@ class Noria:
 
 
 def wait_for_records(process: subprocess.Popen[str], output: Path, count: int) -> None:
-    """Wait until a job has written more than `count` lines of its journal."""
+    """Wait until a job has written more than `count` lines of its journal, besides its runs."""
     journal = output.with_name(f"{output.name}.journal")
     deadline = time.monotonic() + 120
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > count):
-        assert process.poll() is None and time.monotonic() < deadline
+    while not (journal.exists() and num_records(journal) > count):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.005)
+
+
+def num_records(journal: Path) -> int:
+    """Count the whole lines of a journal that are not the figures of a run."""
+    lines = journal.read_bytes().split(b"\n")[:-1]
+    return sum(b'{"kind":"run"' not in line for line in lines)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

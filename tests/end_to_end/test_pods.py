@@ -21,6 +21,7 @@ from command import (
     Noria,
     answer,
     completion,
+    num_records,
     plan_text,
     read_manifest,
     read_rows,
@@ -109,9 +110,8 @@ def wait_for_rows(processes: list[subprocess.Popen[str]], output: Path, count: i
     """Wait until the pod is in the middle of its rows."""
     deadline = time.monotonic() + 120
     # a header and a plan stand before the rows
-    while not (
-        journal_of(output).exists() and journal_of(output).read_bytes().count(b"\n") >= count + 2
-    ):
+    journal = journal_of(output)
+    while not (journal.exists() and num_records(journal) >= count + 2):
         is_running = all(process.poll() is None for process in processes)
         assert is_running and time.monotonic() < deadline, wait(processes)
         time.sleep(0.01)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
-from command import Noria, read_manifest
+from command import Noria, num_records, read_manifest
 from model_on_disk import EMBED, write_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -125,7 +125,7 @@ def test_a_killed_job_from_table_to_table_ends_as_if_undisturbed(tiny, undisturb
 
 def wait_for(process, journal: Path, count: int) -> None:
     deadline = time.monotonic() + 120
-    while not (journal.exists() and journal.read_bytes().count(b"\n") >= count):
+    while not (journal.exists() and num_records(journal) >= count):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
 

@@ -16,8 +16,9 @@ from noria.runtime.batch.journal_records import PLAN
 from noria.runtime.batch.stop_signals import StopNow
 from noria.runtime.errors import JournalError
 
-HEADER, THE_PLAN, ROW = 0, 3, 4
-"""Positions in a journal's records, which are header, model name, weights, plan and rows."""
+HEADER, RUN, THE_PLAN, ROW = 0, 1, 6, 8
+"""Positions in a journal's records, of which a run has one when each of its phases begins."""
+KINDS = ["header", "run", "run", "run", "fact", "fact", "fact", "run", "row"]
 
 WORDS = st.text(st.characters(codec="utf-8"), max_size=6)
 VALUES = st.recursive(
@@ -69,7 +70,7 @@ def unfinished(tmp_path_factory) -> tuple[Path, list[bytes]]:
         run(source, folder / "out.jsonl", Stopping())
     records = (folder / "out.jsonl.journal").read_bytes().splitlines(keepends=True)
     kinds = [json.loads(parted(whole)[0])["kind"] for whole in records]
-    assert kinds[: ROW + 1] == ["header", "fact", "fact", "fact", "row"] and len(records) > 7
+    assert kinds[: ROW + 1] == KINDS and len(records) > 10
     assert json.loads(parted(records[THE_PLAN])[0])["name"] == PLAN
     return source, records
 
@@ -151,7 +152,13 @@ def test_a_wrong_record_is_one_error_that_names_its_byte_or_does_no_harm(
         (THE_PLAN, {"value": 7}, "value: expected a string in a fact, got 7"),
         (THE_PLAN, {"name": "instant", "value": "no"}, "the instant: expected a time, got 'no'"),
         (THE_PLAN, {"value": "= no"}, "the plan: expected TOML, got '= no'"),
-        (THE_PLAN, {"kind": "note"}, "kind: expected one of header, fact, setup, row, got 'note'"),
+        (
+            THE_PLAN,
+            {"kind": "note"},
+            "kind: expected one of header, fact, setup, run, row, got 'note'",
+        ),
+        (RUN, {"number": -1}, "number: expected a number from 0 in a run, got -1"),
+        (RUN, {"run": {}}, r"run: expected the figures of a run in a run, got \{\}"),
         (ROW, {"row": -1}, "row: expected a number from 0 in a row, got -1"),
         (ROW, {"row": True}, "row: expected a number from 0 in a row, got True"),
         (ROW, {"custom_id": None}, "custom_id: expected a string in a row, got none"),
@@ -183,7 +190,7 @@ def test_an_error_says_what_was_expected_where_and_what_to_do(
     ("spoil", "message"),
     [
         (lambda r: [*r, r[0]], "expected one header, got 'header'"),
-        (lambda r: r[1:], "expected a header first, got 'fact'"),
+        (lambda r: r[1:], "expected a header first, got 'run'"),
         (lambda r: [*r, record(b"{", None)], r"facts: expected a JSON object, got b'\{'"),
         (lambda r: [*r, record(b"[" * 10**5, None)], "facts: expected a JSON object"),
         (lambda r: [*r, record(b"[]", None)], r"facts: expected a JSON object, got \[\]"),

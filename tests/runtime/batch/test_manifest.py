@@ -51,6 +51,6 @@ def test_rows_of_earlier_runs_count_as_those_of_the_last(tmp_path):
     whole = latencies(source, tmp_path / "whole.jsonl")
     output = tmp_path / "out.jsonl"
     with pytest.raises(Crash):
-        run(source, output, disk=FaultyDisk(20, Crash()))
+        run(source, output, disk=FaultyDisk(24, Crash()))
     assert latencies(source, output) == whole
     assert manifest_of(output)["rows"]["kept_from_earlier_runs"] > 5

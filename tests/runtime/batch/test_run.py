@@ -740,7 +740,7 @@ def test_a_resumed_job_tries_rows_again_that_may_pass_and_no_others(tmp_path, co
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(Crash):
-        run(source, output, fake.FakeModel(FailingGenerator(code)), FaultyDisk(18, Crash()))
+        run(source, output, fake.FakeModel(FailingGenerator(code)), FaultyDisk(22, Crash()))
     journal = tmp_path / "out.jsonl.journal"
     failed = {r["id"] for r in rows if f'"custom_id":"{r["id"]}"' in journal.read_text()}
     assert 5 < len(failed) < 25

@@ -17,7 +17,8 @@ from faulty_disk import Crash, FaultyDisk
 
 from noria.compile.grids.prefix_grid import hash_tokens
 from noria.runtime.batch import job_input
-from noria.runtime.batch.manifest import PhaseClock, read_manifest
+from noria.runtime.batch.job_runs import PhaseClock
+from noria.runtime.batch.manifest import read_manifest
 from noria.runtime.batch.merge import merge
 from noria.runtime.batch.progress import Progress
 from noria.runtime.errors import ConfigError, JobError, UnusableFile
@@ -197,7 +198,7 @@ def test_a_complete_job_does_nothing_and_a_changed_one_is_refused(source, tmp_pa
     assert run(source, output, text=changed, restart=True) == 1
 
 
-@pytest.mark.parametrize("operations", [36, 90])
+@pytest.mark.parametrize("operations", [44, 100])
 def test_an_input_or_a_stage_that_changes_in_between_is_refused(source, tmp_path, operations):
     output = tmp_path / "out.jsonl"
     with pytest.raises(Crash):
@@ -210,10 +211,10 @@ def test_an_input_or_a_stage_that_changes_in_between_is_refused(source, tmp_path
         run(source, output)
     assert str(caught.value).startswith(f"{source}: ")
     has_answers = read_manifest(tmp_path / "out.jsonl.stages" / "1-draft.jsonl") is not None
-    assert has_answers == (operations == 90)
+    assert has_answers == (operations == 100)
 
 
-@pytest.mark.parametrize("operations", [36, 90])
+@pytest.mark.parametrize("operations", [44, 100])
 def test_stages_of_another_part_are_refused(source, tmp_path, operations):
     output = tmp_path / "out.jsonl"
     with pytest.raises(Crash):
@@ -283,8 +284,8 @@ def test_unknown_keys_that_are_ignored_are_planned_and_counted(source, tmp_path)
     manifest = read_manifest(output)
     assert manifest["rows"]["ok"] == 2 and manifest["ignored_keys"] == {"extra": 1}
     assert "max_length = 42" in manifest["plan"]  # the longest prompt of the second stage
-    prices = [stage["price"]["of_this_run"] for stage in manifest["stages"]]
-    assert manifest["price"] == {"per_hour": 3600.0, "of_this_run": sum(prices)}
+    prices = [stage["price"] for stage in manifest["stages"]]
+    assert manifest["price"] == pytest.approx(sum(prices)) and manifest["price"] > 0
 
 
 def test_calls_are_part_of_the_answer_that_later_stages_read(source, tmp_path):

@@ -1,0 +1,271 @@
+"""Executes one run of a job in one process: scan, build, run the rows, write the outputs.
+
+Does not know about locks or about finished jobs: `run.py` opens the files. Guarantees: all
+processes of a pod take the same steps in the same order.
+"""
+
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..console import plural
+from ..errors import (
+    EXIT_BUILD,
+    EXIT_MODEL,
+    EXIT_OK,
+    EXIT_ROWS_FAILED,
+    JobError,
+)
+from ..files.disk import Disk
+from ..pods.peers import Peers
+from ..rows.lines import BadRow
+from ..rows.results import OutputLines, error_of_line, error_text
+from ..rows.scan import ScannedRow, ScanSummary
+from .finished import (
+    check_finished_by,
+    check_same_answers,
+    check_weights,
+    exit_code_of,
+)
+from .job import Build, JobModel, JobSettings, facts_to_agree_on
+from .job_input import JobInput, record_instant
+from .job_runs import PhaseClock
+from .journal import RETRIED_CODES, Journal
+from .journal_records import MODEL, PLAN, WEIGHTS
+from .manifest import fingerprint
+from .output import finalise, summarise
+from .progress import Progress
+from .row_runner import RowRunner
+from .stop_signals import EXIT_CODES, StopSignals
+from .update import keep_answers
+
+
+@dataclass
+class Execution:
+    """One run of a job; on the leader the journal is open and the output is locked."""
+
+    settings: JobSettings
+    model: JobModel
+    source: JobInput
+    journal: Journal | None
+    """The journal; None on processes other than the leader, which records all rows."""
+    peers: Peers
+    disk: Disk
+    progress: Progress
+    phases: PhaseClock
+    stop: StopSignals
+    check_lock: Callable[[], None] = lambda: None
+    """Raises an error if another process has taken over the output."""
+
+    def __post_init__(self):
+        facts = {} if self.journal is None else self.journal.facts
+        self.lines = OutputLines(
+            # the first run's name, as the model's folder may have been renamed since
+            model_name=facts.get(MODEL, self.settings.model_name),
+            fingerprint=fingerprint(self.settings.configuration),
+            tokens=self.source.text.tokens,
+            pooling=lambda: self.model.pooling(),
+        )
+
+    def run(self, *, keeps_answers: bool = False) -> int:
+        """Run the job; return the exit code.
+
+        Args:
+            keeps_answers: Whether rows keep the answers that the finished outputs have.
+        """
+        summary = self.source.scan(self._show_bad_row, self.progress)
+        if keeps_answers and self.journal is not None:
+            keep_answers(self.settings, summary, self.journal, self.lines)
+        if self.journal is not None and self.source.text.reads_clock():
+            self._bind_to_time(self.journal)
+        self.peers.agree(lambda: facts_to_agree_on(self.settings, summary))
+        # the whole input was scanned, so a part has the duplicates and the plan of the whole job
+        rows = self.settings.part.take(summary.rows)
+        kept = set(self.peers.broadcast([row.row for row in rows if self._is_kept(row)]))
+        waiting = [row for row in rows if row.requirements is not None and row.row not in kept]
+        num_bad = sum(row.bad is not None for row in rows)
+        num_kept = len(rows) - num_bad - len(waiting)
+        if num_kept:
+            kept_rows = plural(num_kept, "finished row")
+            self.progress.note(f"resumed: {kept_rows}, {len(waiting)} to go")
+            self._show_kept_error(row for row in rows if row.row in kept)
+
+        statistics: dict[str, Any] = {}
+        better_plan, bundle = None, None
+        if waiting:
+            computed, repeats = self.source.digests.split(waiting)
+            self._note_repeats(len(waiting) - len(computed))
+            built = self._build(summary)
+            self.phases.enter("run")
+            self.progress.start_rows(
+                len(rows), done=num_bad + num_kept, errors=num_bad, max_tokens=_max_tokens(computed)
+            )
+            table = summary.prefixes.of_rows([row.row for row in computed])
+            runner = RowRunner(
+                self.settings,
+                self.source,
+                self.journal,
+                self.lines,
+                self.peers,
+                self.progress,
+                self.stop,
+                repeats,
+            )
+            stopped_by = runner.run(built, computed, table)
+            self.progress.finish()
+            if stopped_by is not None:
+                return self._stopped(stopped_by, len(rows))
+            statistics = built.with_waste(built.generator.statistics())
+            bundle = built.bundle
+            better_plan = partial(built.better_plan, self._output_lengths(computed))
+        elif self.journal is not None:
+            check_finished_by(self.settings, self.journal.facts.get(WEIGHTS), self.model)
+        self.phases.enter("run")
+        return self._finish(summary, statistics, num_kept, better_plan, bundle)
+
+    def _bind_to_time(self, journal: Journal) -> None:
+        """Record the time that prompts show, as later runs of the job must show the same time."""
+        record_instant(self.source.now, journal)
+        part = self.settings.part_of_stages or self.settings.part
+        if part.num_parts > 1 and self.settings.now is None:
+            # before the rows run, so that the user can restart with the option
+            self.progress.warn(
+                f"prompts show the time, and parts with different times cannot be merged: "
+                f"run every part with --now {self.source.now}"
+            )
+
+    def _is_kept(self, row: ScannedRow) -> bool:
+        """Whether an earlier run has finished the row, and this run need not try it again."""
+        known = self.journal and row.requirements and self.journal.rows.get(row.key)
+        return bool(known) and known.code not in RETRIED_CODES
+
+    def _show_kept_error(self, rows: Iterable[ScannedRow]) -> None:
+        """Show the first error among rows that earlier runs of the job have finished."""
+        known = self.journal.rows if self.journal is not None else {}
+        for row in rows:
+            if self.journal is not None and row.key in known and known[row.key].code is not None:
+                error = error_of_line(self.journal.output_line(known[row.key]))
+                if error is not None:
+                    self.progress.show_error(error_text(row, error))
+                return
+
+    def _note_repeats(self, num_repeats: int) -> None:
+        if num_repeats:
+            repeat = "repeats an earlier row" if num_repeats == 1 else "repeat earlier rows"
+            self.progress.note(f"{plural(num_repeats, 'row')} {repeat}")
+
+    def _build(self, summary: ScanSummary) -> Build:
+        """Build the model, and record the plan and the weights in the journal."""
+        self.phases.enter("load")
+        stored_plan = self.peers.broadcast(self.journal and self.journal.plan)
+        try:
+            built = self.model.build(
+                summary, stored_plan, phases=self.phases, progress=self.progress
+            )
+        except JobError:
+            raise
+        except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
+            default_code = EXIT_MODEL if self.phases.phase == "load" else EXIT_BUILD
+            code = getattr(error, "exit_code", default_code)
+            raise JobError(str(error) or type(error).__name__, code) from error
+        if self.journal is not None:
+            self._record_build(self.journal, stored_plan, built, summary)
+        return built
+
+    def _record_build(
+        self, journal: Journal, stored_plan: str | None, built: Build, summary: ScanSummary
+    ) -> None:
+        """Record the plan and the weights, or check that they equal the stored ones."""
+        check_weights(self.settings, journal.facts.get(WEIGHTS), built.weights)
+        if journal.plan_before is not None:
+            is_open = any(need.max_tokens is None for need in summary.requirements)
+            before, plan = journal.plan_before, built.plan
+            check_same_answers(self.settings, before, plan, has_open_rows=is_open)
+        elif stored_plan is None:
+            journal.record_fact(MODEL, self.settings.model_name)
+            journal.record_fact(WEIGHTS, built.weights)
+        elif stored_plan != built.plan and _schema(stored_plan) == _schema(built.plan):
+            raise JobError(
+                f"{self.settings.journal_path}: expected the plan that the job was begun with, "
+                f"got another one from the build. Discard the journal with --restart.",
+                EXIT_BUILD,
+            )
+        if stored_plan != built.plan:
+            # recorded last, as a journal with a plan binds later runs. A stored plan of an older
+            # schema is the same plan, and is recorded again in the current schema
+            journal.record_fact(PLAN, built.plan)
+
+    def _show_bad_row(self, bad: BadRow) -> None:
+        """Show a row that the scan found in error, or end the job if the settings say so."""
+        if self.settings.on_error == "raise":
+            raise JobError(error_text(bad, bad.error), EXIT_ROWS_FAILED)
+        if self.settings.part.has(bad.row):
+            self.progress.show_error(error_text(bad, bad.error))
+
+    def _stopped(self, signal_name: str, num_rows: int) -> int:
+        """Say how many rows are kept; return the exit code of the signal."""
+        num_kept = 0
+        if self.journal is not None:
+            num_kept = len(self.journal.rows)
+            self.journal.runs[-1].take(self.phases, signal_name)
+            self.journal.record_run(len(self.journal.runs) - 1)
+        self.progress.warn(
+            f"stopped by {signal_name}: {num_kept} of {plural(num_rows, 'row')} finished, kept in "
+            f"{self.settings.journal_path}; run the same command again to continue"
+        )
+        return EXIT_CODES[signal.Signals[signal_name]]
+
+    def _output_lengths(self, rows: Iterable[ScannedRow]) -> dict[int, int]:
+        """The average number of output tokens of a sequence, for each row that has a result."""
+        known, lengths = {} if self.journal is None else self.journal.rows, {}
+        for row in rows:
+            done = known.get(row.key)
+            if done is not None and done.code is None and row.requirements is not None:
+                tokens = int(done.metrics.get("output_tokens", 0))
+                lengths[row.row] = tokens // row.requirements.n
+        return lengths
+
+    def _finish(
+        self,
+        summary: ScanSummary,
+        statistics: Mapping[str, Any],
+        num_kept: int,
+        better_plan: Callable[[float], str | None] | None,
+        bundle: Mapping[str, Any] | None,
+    ) -> int:
+        """Write the outputs on the leader; return the exit code."""
+        if self.journal is None:
+            return self.peers.broadcast(EXIT_OK)
+        self.check_lock()
+        manifest = finalise(
+            self.settings,
+            summary,
+            self.journal,
+            self.lines,
+            disk=self.disk,
+            phases=self.phases,
+            statistics=statistics,
+            num_kept=num_kept,
+            ignored=self.source.ignored,
+            carried=self.source.carried,
+            bundle=bundle,
+        )
+        self.progress.note(summarise(self.settings.output_path, manifest))
+        run_seconds = manifest["runs"][-1]["run_seconds"]
+        if better_plan is not None and (note := better_plan(run_seconds)):
+            self.progress.note(note)
+        return self.peers.broadcast(exit_code_of(self.settings, manifest))
+
+
+def _max_tokens(rows: Iterable[ScannedRow]) -> int | None:
+    """The tokens that rows can have together; None if one has no `max_tokens`."""
+    needs = [row.requirements for row in rows if row.requirements is not None]
+    limits = [need.max_tokens * need.n for need in needs if need.max_tokens is not None]
+    return sum(limits) if len(limits) == len(needs) else None
+
+
+def _schema(plan: str) -> str:
+    """The line of a plan that has its schema."""
+    return plan.partition("\n")[0]
