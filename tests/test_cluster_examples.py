@@ -1,4 +1,4 @@
-"""The example files for Slurm and Kubernetes: their syntax, their fields, and their commands."""
+"""The example files for clusters: their syntax, their fields, and their commands."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from noria.runtime.commands.command_line import command_parser
 yaml = pytest.importorskip("yaml")
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "cluster"
-SCRIPTS = sorted(FOLDER.glob("*.sh"))
+SCRIPTS = sorted(FOLDER.glob("slurm_*.sh"))
 MANIFESTS = sorted(FOLDER.glob("*.yaml"))
 VALUES = {
     "SLURM_ARRAY_TASK_ID": "1",
@@ -27,7 +27,9 @@ def commands(text: str) -> list:
     for line in text.replace("\\\n", " ").splitlines():
         if not re.match(r"\s*(srun )?noria ", line):
             continue
-        words = shlex.split(re.sub(r"\$\{?(\w+)\}?", lambda name: VALUES[name[1]], line))
+        words = shlex.split(
+            re.sub(r"\$\{?(\w+)\}?", lambda name: VALUES[name[1]], line.rstrip(" &"))
+        )
         found.append(command_parser().parse_args(words[words.index("noria") + 1 :]))
     return found
 
