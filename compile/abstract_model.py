@@ -17,7 +17,7 @@ from ..modelzoo.attention.blockwise import attend_blockwise
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.decoder import Decoder
 from ..modelzoo.layer_groups import block_layers, layers_name, single_layer_names
-from ..modelzoo.moe.config import LOSSLESS, Dispatch
+from ..modelzoo.moe_config import LOSSLESS, Dispatch
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.weights.adapted_weight import AdaptedWeight, down_axes, down_shape
 from ..modelzoo.weights.quantised_weight import QuantisedWeight

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ..modelzoo.cache.prompt_pieces import PromptPieces
+from ..modelzoo.attention.prompt_pieces import PromptPieces
 from ..modelzoo.sampling import SamplingState
 from ..modelzoo.structure import StructureTables
 from .graphs.embed_step import EmbedOutput

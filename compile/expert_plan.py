@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from ..modelzoo.config import DecoderConfig
-from ..modelzoo.moe.config import LOSSLESS, Dispatch
+from ..modelzoo.moe_config import LOSSLESS, Dispatch
 from ..sharding.layout import PHASES
 from .plan_tables import check_keys, table_lines
 from .targets import EXPERT_TILES, TILES_BY_KIND

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
-from ..modelzoo.moe.config import Tiles
+from ..modelzoo.moe_config import Tiles
 from ..sharding.layout import Layout
 from ..sharding.placement import Placement
 from .device_kinds import kind_of

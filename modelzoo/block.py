@@ -15,8 +15,8 @@ from .gqa import GroupedHeads
 from .layers import GatedMlp, NoNorm, Norm, PlainMlp, scale_by
 from .mla import LatentHeads
 from .moe.call import ExpertCall
-from .moe.config import MoeConfig
 from .moe.layer import SparseMlp
+from .moe_config import MoeConfig
 from .operations import Operations
 from .rope import PositionCode
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from .config_values import check_count, check_positive
 from .latent_config import LatentAttention
-from .moe.config import MoeConfig
+from .moe_config import MoeConfig
 from .pooling_config import MEAN, Pooling
 from .rope_config import NoRope, RopeConfig
 

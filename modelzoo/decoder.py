@@ -27,24 +27,24 @@ from .attention.layer_attention import (
     TokenRows,
     WriteCache,
 )
-from .block import make_block
-from .cache.kv_cache import KVCache, Positions, append_position
-from .cache.layer_cache import LayerCache, NewEntries
-from .cache.prefixes import Prefixes
-from .cache.prompt_pieces import (
+from .attention.prompt_pieces import (
     PromptPieces,
     positions_below,
     rows_of_positions,
     write_piece,
     write_positions,
 )
+from .block import make_block
+from .cache.kv_cache import KVCache, Positions, append_position
+from .cache.layer_cache import LayerCache, NewEntries
+from .cache.prefixes import Prefixes
 from .cache.segments import EMPTY_POSITION, IN_ORDER, change_stripes
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window
 from .layer_groups import Group, block_layers, layer_groups, layers_name
 from .layer_scan import Cache, scan_group
 from .layers import Embedding, InputSum, NoNorm, Norm, scale_by
 from .moe.call import ExpertCall, ExpertReport
-from .moe.config import LOSSLESS, Dispatch
+from .moe_config import LOSSLESS, Dispatch
 from .operations import ON_ONE_DEVICE, Operations
 from .pooling import Pooler
 from .rope import position_code

@@ -22,10 +22,10 @@ from .cache.layer_cache import PromptKeysValues, PromptLatents
 from .config import Arrangement, DecoderConfig
 from .layers import Embedding
 from .moe.call import ExpertCall
-from .moe.config import Dispatch
 from .moe.experts import ExpertWeights
 from .moe.mix import Mixture, MoeOutput
 from .moe.routing import Router
+from .moe_config import Dispatch
 from .operations import Operations
 from .rope import position_code
 from .weights.weight_products import Axes, Product, axes_of

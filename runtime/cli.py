@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Sequence
 
 from . import errors
-from .batch.stop_signals import StopSignals
 from .console import tell
-from .devices.standard_streams import prepare_streams
+from .process.standard_streams import prepare_streams
+from .process.stop_signals import StopSignals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

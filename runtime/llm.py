@@ -27,22 +27,23 @@ from .bundles import compilation_cache
 from .bundles.warm_start import WarmStart
 from .checkpoint.published_numbers import keep_published
 from .console import tell
+from .devices import backends
 from .devices.default_target import default_target
 from .embedding.outputs import EmbeddingOutput, EmbeddingRequestOutput
-from .embedding.session import EmbeddingSession
 from .embedding.texts import pack
 from .embedding.vectors import shortened
+from .engine.embedding import EmbeddingSession
 from .engine.generation import GenerationSession
 from .errors import RowError, check_process
 from .files.run_config import read_instant, read_plan_table
-from .planning import plan_checks
+from .parameters.vllm_options import CALL, CHAT, EMBED, MODEL, also_accepts
 from .planning.plan_arguments import PlanArguments, check_kinds
+from .plans import plan_checks
 from .request import Request, RequestOutput, SamplingParams
 from .structured.params import AllowedTokens, StructuredOutputsParams
 from .text.chat_messages import read_messages
 from .text.prompts import Prompt, PromptReader, as_conversations, as_list, one_each
 from .text.tokenizer import Tokenizer
-from .vllm_options import CALL, CHAT, EMBED, MODEL, also_accepts
 
 AdapterName = str | Sequence[str | None] | None
 """The name of an adapter for all prompts of a call, or a name or None for each."""
@@ -124,7 +125,7 @@ class LLM:
             plan = Plan.from_table(read_plan_table(Path(plan)))
         say = partial(tell, sys.stderr)
         target = target or (plan.target if plan else default_target())
-        session.prepare_jax(target)
+        backends.prepare_jax(target)
         cache = compilation_cache.enable(say)
         device = present_target(target)
         with open_merged(model, merge_adapter) as files:

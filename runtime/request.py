@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import RowError
-from .rows.parameter_checks import (
+from .parameters.checks import (
     PLAIN,
     as_tuple,
     check_integer,
@@ -21,9 +21,9 @@ from .rows.parameter_checks import (
     plain_number,
     wrong_value,
 )
+from .parameters.vllm_options import SAMPLING, also_accepts
+from .structured.answer_pattern import compile_answer
 from .structured.params import AllowedTokens, StructuredOutputsParams
-from .text.answer_pattern import compile_answer
-from .vllm_options import SAMPLING, also_accepts
 
 if TYPE_CHECKING:
     import numpy as np

@@ -3,9 +3,8 @@
 `LLM`, the batch job and the benchmarks all use this path. Does not know about request files.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ from ..compile.expert_plan import LOSSLESS_EXPERTS
 from ..compile.graph_failures import is_out_of_memory, naming_graph, reason
 from ..compile.grids.adapter_grid import AdapterGrid
 from ..compile.plan import DTYPES, Plan
-from ..compile.target_names import TargetName
 from ..compile.targets import Target
 from ..compile.weight_rules import ALL_FLOAT, WeightRules
 from ..sharding.device_bytes import array_bytes
@@ -31,13 +29,13 @@ from .devices import machine
 from .devices.compiler_messages import without_alarms
 from .devices.graph_memory import check_memory
 from .devices.host_arrays import HostArrays
-from .embedding.session import EmbeddingSession
 from .engine.admission import Admission
+from .engine.embedding import EmbeddingSession
 from .engine.engine import Engine
 from .engine.expert_use import ExpertSetup
 from .engine.generation import GenerationSession
-from .errors import CheckpointMismatch, InvalidConfig, OutOfMemory, note_start
-from .planning import plan_checks
+from .errors import CheckpointMismatch, InvalidConfig, OutOfMemory
+from .plans import plan_checks
 from .structured.form_compiler import make_trie
 from .structured.params import AllowedTokens
 from .structured.structures import Structures
@@ -76,48 +74,6 @@ class LoadedModel:
     target: Target
     placement: Placement
     adapters: tuple[str, ...] = ()
-
-
-def prepare_jax(target: str, num_processes: int = 1) -> None:
-    """Configure jax before it starts: disable backends that a CPU does not use, and simulate CPUs.
-
-    Unused backends start slowly and print warnings. Has no effect if a backend runs already, or if
-    the user has chosen platforms or devices.
-
-    Args:
-      target: The target's name.
-      num_processes: The number of processes, which simulate an equal number of devices each.
-
-    Raises:
-      ValueError: jax is configured for 64 bits, or the processes cannot share the devices evenly.
-      ForkedProcess: This process was forked from a process that runs jax.
-    """
-    note_start()
-    if jax.dtypes.canonicalize_dtype("int64") != "int32":
-        raise ValueError(
-            "JAX_ENABLE_X64: expected off, as graphs count in 32 bits, got on. Unset it; in a "
-            "script call jax.config.update('jax_enable_x64', False) before constructing the LLM."
-        )
-    named = TargetName.parse(target)
-    if named.platform != "cpu":
-        return
-    if not jax.config.values["jax_platforms"]:
-        jax.config.update("jax_platforms", "cpu")
-    _simulate_devices(target, named.num_devices, num_processes)
-
-
-def _simulate_devices(target: str, total: int, num_processes: int) -> None:
-    count, left_over = divmod(total, num_processes)
-    if left_over:
-        raise ValueError(
-            f"target {target}: expected a number of devices that {num_processes} processes share "
-            f"evenly, got {total}. Ask for --target cpu:{(count + 1) * num_processes}."
-        )
-    is_chosen = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    is_chosen |= jax.config.values["jax_num_cpu_devices"] > 0
-    if (count > 1 or num_processes > 1) and not is_chosen:
-        with suppress(RuntimeError):  # a backend runs already; its devices are counted later
-            jax.config.update("jax_num_cpu_devices", count)
 
 
 def resolve_dtype(dtype: str, target: Target) -> str:

@@ -31,10 +31,11 @@ from noria.compile.plan import Numbers, PlannedModel
 from noria.compile.targets import find_target
 from noria.runtime import session
 from noria.runtime.checkpoint import open_model
+from noria.runtime.devices import backends
 from noria.runtime.devices.machine import describe_machine
-from noria.runtime.embedding.plan import embedding_plan
-from noria.runtime.embedding.session import EmbeddingSession
 from noria.runtime.embedding.texts import pack, whole_text
+from noria.runtime.engine.embedding import EmbeddingSession
+from noria.runtime.planning.embedding_plan import embedding_plan
 from noria.runtime.request import Request, SamplingParams
 
 SHAPES = {
@@ -135,7 +136,7 @@ class Noria(NamedTuple):
     def built(cls, folder: Path, lengths: list[int], dtype: str) -> Self:
         """Build the graphs for all texts."""
         started = time.perf_counter()
-        session.prepare_jax("cpu")
+        backends.prepare_jax("cpu")
         target = find_target("cpu")
         with open_model(folder) as files:
             planned = PlannedModel("random", files.fingerprint())

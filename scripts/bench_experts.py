@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from noria.modelzoo.moe.config import LOSSLESS, Dispatch, Routing
 from noria.modelzoo.moe.dispatch import sort_choices
 from noria.modelzoo.moe.experts import ExpertWeights
 from noria.modelzoo.moe.mix import Mixture
 from noria.modelzoo.moe.routing import Choices, Router
+from noria.modelzoo.moe_config import LOSSLESS, Dispatch, Routing
 from noria.runtime.devices.machine import describe_machine
 
 EXPERTS, CHOSEN, EMBED, HIDDEN = 8, 2, 1024, 3584

@@ -30,18 +30,19 @@ from noria.compile.graphs.prefill_steps import PrefillOutput
 from noria.compile.graphs.steps import NO_TOKEN, DecodeOutput
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
-from noria.runtime.batch.job import Build, JobSettings, JobText
-from noria.runtime.batch.progress import Progress
+from noria.runtime.batch.job import Build, JobSettings
 from noria.runtime.batch.run import run_job
 from noria.runtime.checkpoint.model_files import open_model
+from noria.runtime.devices.backends import prepare_jax
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.engine.admission import Admission
 from noria.runtime.engine.engine import Engine
 from noria.runtime.engine.generation import GenerationSession
 from noria.runtime.engine.shared_prefixes import plan_submission
+from noria.runtime.progress.progress import Progress
+from noria.runtime.rows.job_text import JobText
 from noria.runtime.rows.prompt_encoder import PromptEncoder
-from noria.runtime.session import prepare_jax
 from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.tokenizer import Tokenizer
 

@@ -17,13 +17,13 @@ import numpy as np
 
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.weights.weight_formats import Quantisation, WeightFormat
-from noria.runtime.batch.row_ids import read_row_ids
 from noria.runtime.checkpoint import ModelFiles, open_model
 from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.quantiser import dequantise
 from noria.runtime.quantisation.calibration import Calibration
 from noria.runtime.quantisation.gptq import MIN_TOKENS
 from noria.runtime.quantisation.rounding import GPTQ, round_weight
+from noria.runtime.rows.row_ids import read_row_ids
 
 ROWS = Path("benchmarks/workloads/peers64.jsonl")
 LAYERS = (2, 12, 22)

@@ -28,9 +28,9 @@ from noria.compile.expert_plan import LOSSLESS_EXPERTS
 from noria.compile.program_cache import without_program_cache
 from noria.compile.target_names import TargetName
 from noria.compile.targets import find_target
-from noria.runtime import session
 from noria.runtime.checkpoint import ModelFiles, open_model
 from noria.runtime.commands import plan_command as command
+from noria.runtime.devices import backends
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.errors import NoPlanFits
 from noria.runtime.planning.prediction import Prediction, predict
@@ -147,7 +147,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     # before jax starts: its CUDA plugin cannot start without a GPU
-    session.prepare_jax("cpu")
+    backends.prepare_jax("cpu")
     path = options.output.with_suffix(".json")
     report: dict = json.loads(path.read_text("utf-8")) if path.exists() else {"cases": {}}
     command = f"python {sys.argv[0]} --output {options.output}"

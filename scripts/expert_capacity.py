@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from noria.modelzoo.moe.call import rows_of_tiles
-from noria.modelzoo.moe.config import LOSSLESS, Dispatch
 from noria.modelzoo.moe.dispatch import load
+from noria.modelzoo.moe_config import LOSSLESS, Dispatch
 from noria.runtime.devices.machine import describe_machine
 
 EXPERTS = ((8, 2), (64, 6), (128, 8), (256, 8))

@@ -30,7 +30,7 @@ from noria.compile.plan_evidence import PlanEvidence
 from noria.compile.planning.efficiency import AT_PEAKS, Efficiency
 from noria.compile.planning.hardware import Hardware
 from noria.modelzoo import axes
-from noria.modelzoo.moe.config import Dispatch
+from noria.modelzoo.moe_config import Dispatch
 from noria.sharding.layout import Layout
 from noria.sharding.legality import RULE_AXES
 

@@ -35,6 +35,7 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.runtime import session
 from noria.runtime.checkpoint import open_model
+from noria.runtime.devices import backends
 from noria.runtime.devices.machine import describe_machine, usable_cores
 from noria.runtime.engine.padding import pack_greedy
 
@@ -50,7 +51,7 @@ def main() -> None:
     add("--prompt", type=int, default=352)
     add("--output", type=Path)
     options = parser.parse_args()
-    session.prepare_jax("cpu")
+    backends.prepare_jax("cpu")
     machine, rate = describe_machine(), read_rate()
     versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("jax", "jaxlib"))
     page = [

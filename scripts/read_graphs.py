@@ -32,8 +32,8 @@ from noria.compile.target_names import TargetName
 from noria.compile.targets import find_target
 from noria.compile.weight_rules import ALL_FLOAT, WeightRules
 from noria.modelzoo.config import DecoderConfig
-from noria.runtime import session
 from noria.runtime.checkpoint import open_model
+from noria.runtime.devices import backends
 from noria.runtime.files.hardware_files import known_hardware
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
@@ -142,7 +142,7 @@ class GraphReader:
         weight_rules: WeightRules = ALL_FLOAT,
         cache_codes: str | None = None,
     ):
-        session.prepare_jax(target)
+        backends.prepare_jax(target)
         self._name, self._target, self._dtype = TargetName.parse(target), find_target(target), dtype
         placed = Layout.from_table(read_layout_table(layout), layout) if layout else None
         self._placement = self._target.placement(placed)

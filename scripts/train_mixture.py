@@ -20,7 +20,7 @@ import optax
 
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import DecoderConfig
-from noria.modelzoo.moe.config import Dispatch, MoeConfig, Routing
+from noria.modelzoo.moe_config import Dispatch, MoeConfig, Routing
 from noria.runtime.checkpoint import save_orbax
 
 V = 64

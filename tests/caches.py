@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from noria.modelzoo.attention.prompt_pieces import PromptPieces, write_piece, write_positions
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.kv_cache import KVCache
 from noria.modelzoo.cache.layer_cache import NewEntries, PromptKeysValues
-from noria.modelzoo.cache.prompt_pieces import PromptPieces, write_piece, write_positions
 from noria.modelzoo.cache.segments import EMPTY_POSITION
 from noria.modelzoo.config import DecoderConfig, Window
 from noria.modelzoo.operations import ON_ONE_DEVICE

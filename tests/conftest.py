@@ -51,7 +51,7 @@ NOT_OPTIMIZED = (
     "modelzoo/cache/test_kv_cache.py",
     "modelzoo/test_embedders.py",
     "modelzoo/test_mla.py",
-    "modelzoo/cache/test_prompt_pieces.py",
+    "modelzoo/attention/test_prompt_pieces.py",
     "modelzoo/cache/test_rolling_cache.py",
     "runtime/bundles/",
     "runtime/adapters/",
@@ -124,6 +124,9 @@ FAST = (
     "runtime/rows/",
     "runtime/planning/test_length_table.py",
     "runtime/planning/test_plan_files.py",
+    "runtime/plans/",
+    "runtime/process/",
+    "runtime/progress/",
     "runtime/planning/test_search.py",
     "runtime/engine/test_generation.py::test_greedy_tokens_equal_a_whole_forward_pass_per_token[chunks]",
     "runtime/files/test_layout_files.py",
@@ -144,8 +147,8 @@ KEEP_PROGRAMS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-"""Settings that keep the programs of one module, also small and quick ones: the most recently used
-100 MiB stay."""
+"""Settings that keep the programs of one module: the most recently used 100 MiB stay. To write and
+read a program that compiles in less than a tenth of a second takes as long as to compile it."""
 
 NEW_LIBTPU = (0, 0, 52)
 """The libtpu that tests marked `newest_libtpu` need."""
@@ -204,6 +207,9 @@ def pytest_collection_finish() -> None:
     # modules and test items live to the end, so garbage collections can skip them
     gc.collect()
     gc.freeze()
+    # traces and programs make many objects in each test: by default a tenth of the time is spent on
+    # collections
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """Rules for the library's folders, checked on syntax trees: allowed imports, and allowed I/O.
 
 `modelzoo <- sharding <- compile <- runtime`: a folder imports itself and the folders to its left.
-Inside the library imports are relative; only `compile` lowers; only `runtime` does I/O.
+The places inside a folder, its files and its own folders, have an order, too. Inside the library
+imports are relative; only `compile` lowers; only `runtime` does I/O.
 """
 
 import ast
@@ -12,6 +13,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("modelzoo", "sharding", "compile", "runtime")
+PLACES = {
+    "modelzoo": """axes config_values moe_config pooling_config rope_config latent_config weights
+        rope structure config layer_groups cache operations attention kernels sampling layers pooling moe
+        layer_scan gqa mla block decoder products families""",
+    "runtime": """console errors files parameters embedding process devices structured request pods
+        text checkpoint engine adapters plans progress quantisation bundles session layouts rows
+        comparison planning llm batch evaluation stages commands cli __init__""",
+}
+"""The order of places: one imports those before it, also inside a function or for a type."""
+ONLY_TYPES = {
+    ("modelzoo/operations.py", "attention"),
+    ("modelzoo/operations.py", "moe"),
+    ("modelzoo/layers.py", "moe"),
+}
+"""Files that name types of a place after theirs; this set only shrinks."""
 WORLD_MODULES = {"socket", "subprocess", "shutil", "sys", "tempfile", "urllib"}
 HARMLESS_OS = {"cpu_count"}
 WORLD_CALLS = {"open", "print", "input"}
@@ -52,16 +68,39 @@ def _import_problems(node: ast.AST, path: Path) -> Iterator[str]:
                 yield f"imports {floor!r} from above the four floors"
             elif FLOORS.index(floor) > FLOORS.index(path.parts[0]):
                 yield f"{path.parts[0]} imports {floor}; allowed: {' <- '.join(FLOORS)}"
+        yield from _place_problems(node, path)
+
+
+def _place_problems(node: ast.ImportFrom, path: Path) -> Iterator[str]:
+    order = PLACES.get(path.parts[0], "").split()
+    place = path.parts[1].removesuffix(".py")
+    if place not in order:
+        return
+    for module in _imported_modules(node, path):
+        if (
+            module[0] != path.parts[0]
+            or len(module) < 2
+            or (path.as_posix(), module[1]) in ONLY_TYPES
+        ):
+            continue
+        if module[1] in order and order.index(module[1]) > order.index(place):
+            yield f"{place} imports {module[1]}, which comes after it in the order of {module[0]}"
 
 
 def _imported_floors(node: ast.ImportFrom, path: Path) -> list[str]:
     """`from ..sharding.rules import x` in modelzoo/a.py -> ["sharding"]."""
+    return sorted({module[0] for module in _imported_modules(node, path)})
+
+
+def _imported_modules(node: ast.ImportFrom, path: Path) -> list[tuple[str, ...]]:
+    """`from . import a, b` in runtime/batch/c.py -> [(runtime, batch, a), (runtime, batch, b)]."""
     package = path.parts[:-1]
     base = package[: len(package) - (node.level - 1)]
     if len(package) < node.level - 1:
-        return ["."]
-    module = (*base, *(node.module.split(".") if node.module else ()))
-    return [module[0]] if module else [alias.name for alias in node.names]
+        return [(".",)]
+    if node.module:
+        return [(*base, *node.module.split("."))]
+    return [(*base, alias.name) for alias in node.names]
 
 
 def _effect_problems(node: ast.AST, floor: str) -> Iterator[str]:
@@ -107,6 +146,20 @@ def test_every_floor_has_files():
     assert {path.parts[0] for path in _library_files()} == set(FLOORS)
 
 
+@pytest.mark.parametrize("floor", PLACES)
+def test_every_place_has_its_place_in_the_order(floor):
+    here = {
+        path.parts[1].removesuffix(".py") for path in _library_files() if path.parts[0] == floor
+    }
+    assert here - {"__init__"} == set(PLACES[floor].split()) - {"__init__"}
+
+
+def test_every_file_that_names_types_of_a_later_place_does_so():
+    for file, place in ONLY_TYPES:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert "if TYPE_CHECKING:" in text and f"from .{place}." in text
+
+
 @pytest.mark.parametrize("path", _library_files(), ids=str)
 def test_the_file_keeps_to_its_floor(path):
     found = violations((ROOT / path).read_text(encoding="utf-8"), path)
@@ -131,6 +184,11 @@ def test_the_file_keeps_to_its_floor(path):
         ("compile/a.py", "path.read_text()"),
         ("compile/a.py", "import os\nos.environ['A'] = '1'"),
         ("sharding/a.py", "from socket import create_connection"),
+        ("modelzoo/config.py", "from .moe.call import ExpertCall"),
+        ("modelzoo/cache/a.py", "from ..attention import attend"),
+        ("runtime/request.py", "from .text.tokenizer import Tokenizer"),
+        ("runtime/pods/a.py", "def f():\n    from .. import session"),
+        ("runtime/batch/a.py", "from ..stages.run_stages import run_stages"),
     ],
 )
 def test_a_breach_is_found_and_named_with_its_line(path, source):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from noria.runtime.bundles.compilation_cache import default_directory
+from noria.runtime.files.folders import default_directory
 
 HERE = Path(__file__).parent
 

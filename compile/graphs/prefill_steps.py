@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from ...modelzoo import axes
+from ...modelzoo.attention.prompt_pieces import PromptPieces, put_blocks
 from ...modelzoo.cache.prefixes import Prefixes
-from ...modelzoo.cache.prompt_pieces import PromptPieces, put_blocks
 from ...modelzoo.cache.segments import EMPTY_POSITION, Segments
 from ...modelzoo.moe.call import ExpertReport
 from ...modelzoo.operations import Operations

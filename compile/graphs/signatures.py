@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from ...modelzoo.attention.prompt_pieces import PromptPieces
 from ...modelzoo.cache import kv_cache
 from ...modelzoo.cache.prefixes import Prefixes
-from ...modelzoo.cache.prompt_pieces import PromptPieces
 from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import BITS, StructureTables
 from ..grids.adapter_grid import AdapterGrid

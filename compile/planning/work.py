@@ -24,7 +24,7 @@ from ...modelzoo.attention.blockwise import block_sizes
 from ...modelzoo.cache.kv_cache import num_cache_entries
 from ...modelzoo.config import BothSides, Window
 from ...modelzoo.layer_groups import block_layers
-from ...modelzoo.moe.config import LOSSLESS
+from ...modelzoo.moe_config import LOSSLESS
 from ...modelzoo.products import WeightProduct, record_logits
 from ...sharding import communication
 from ...sharding.axis_rules import AxisRules

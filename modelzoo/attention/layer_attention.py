@@ -25,11 +25,11 @@ from ..cache.layer_cache import (
     read_layer,
     without_segments,
 )
-from ..cache.prompt_pieces import PromptPieces, layer_of_slots, write_piece
 from ..cache.segments import IN_ORDER, Segments
 from ..config import Window
 from ..operations import Operations
 from .attend import Attend, Queries, Slots, Visibility, with_sinks
+from .prompt_pieces import PromptPieces, layer_of_slots, write_piece
 from .segment_attention import Entries, EntrySlots, attend_segments, join_segments
 
 Caches = tuple[Any, ...]

@@ -10,7 +10,7 @@ from functools import partial
 
 from ..config import Scores
 from ..latent_config import LatentAttention
-from ..moe.config import ExpertGroups, MoeConfig, Routing
+from ..moe_config import ExpertGroups, MoeConfig, Routing
 from . import deepseek_gguf
 from .config_reader import ConfigReader
 from .family import Family, Options

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ..config import Scores
 from ..latent_config import LatentAttention
-from ..moe.config import ExpertGroups, MoeConfig
+from ..moe_config import ExpertGroups, MoeConfig
 from ..rope_config import RopeConfig, YarnScaling
 from .config_reader import ConfigReader
 from .expert_options import read_gguf_experts

@@ -4,7 +4,7 @@ Knows nothing of tensors. Guarantees: every count is within bounds, and at most 
 chosen; otherwise the error names the key.
 """
 
-from ..moe.config import MoeConfig, Routing, Scoring
+from ..moe_config import MoeConfig, Routing, Scoring
 from .config_reader import ConfigReader
 from .hugging_face import MAX_EXPERTS, MAX_LAYERS, MAX_MLP
 

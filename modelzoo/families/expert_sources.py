@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from ..moe.config import MoeConfig
+from ..moe_config import MoeConfig
 from .mapping import ParameterSource, TensorPart
 
 

@@ -24,7 +24,7 @@ from ..config import (
     Window,
 )
 from ..latent_config import LatentAttention
-from ..moe.config import MoeConfig
+from ..moe_config import MoeConfig
 from ..rope_config import NoRope, RopeConfig
 from .classifiers import LAST_STATE, Classifier
 from .config_reader import ConfigReader

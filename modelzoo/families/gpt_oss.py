@@ -9,7 +9,7 @@ published ones (llama.cpp rounds).
 
 from dataclasses import replace
 
-from ..moe.config import ClampedUnit, MoeConfig, Scoring
+from ..moe_config import ClampedUnit, MoeConfig, Scoring
 from ..rope_config import RopeConfig, YarnScaling
 from . import gguf
 from .config_reader import ConfigReader

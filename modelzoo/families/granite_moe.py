@@ -5,7 +5,7 @@ Names and meanings are those of `granitemoe` in transformers and, for GGUF, of l
 
 from dataclasses import replace
 
-from ..moe.config import MoeConfig
+from ..moe_config import MoeConfig
 from .config_reader import ConfigReader
 from .expert_options import read_gguf_experts, read_routing
 from .expert_sources import ExpertNames

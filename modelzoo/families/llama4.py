@@ -10,7 +10,7 @@ in transformers. Published models also have a vision tower, which is not read.
 from dataclasses import replace
 
 from ..config import Chunk
-from ..moe.config import MoeConfig
+from ..moe_config import MoeConfig
 from ..rope_config import NoRope, RopeConfig
 from .config_reader import ConfigReader
 from .expert_options import read_routing

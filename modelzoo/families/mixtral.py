@@ -6,7 +6,7 @@ architecture `llama`.
 
 from dataclasses import replace
 
-from ..moe.config import MoeConfig
+from ..moe_config import MoeConfig
 from .config_reader import ConfigReader
 from .expert_options import read_routing
 from .family import Family, Options

@@ -4,7 +4,7 @@ Source: "OLMoE: Open Mixture-of-Experts Language Models" (2409.02060), section 4
 defaults are those of `olmoe` in transformers.
 """
 
-from ..moe.config import MoeConfig
+from ..moe_config import MoeConfig
 from .config_reader import ConfigReader
 from .expert_options import read_gguf_experts, read_routing
 from .family import Family, Options

@@ -7,7 +7,7 @@ one.
 
 from dataclasses import replace
 
-from ..moe.config import MoeConfig
+from ..moe_config import MoeConfig
 from .config_reader import ConfigReader
 from .expert_options import read_gguf_experts, read_routing, sparse_layers
 from .family import Family, Options

@@ -4,7 +4,7 @@ Source: "Qwen3 Technical Report" (2505.09388), section 2. Options and defaults a
 `qwen3_moe` in transformers, where either all layers have a window or none.
 """
 
-from ..moe.config import MoeConfig
+from ..moe_config import MoeConfig
 from .config_reader import ConfigReader
 from .expert_options import read_gguf_experts, read_routing, sparse_layers
 from .family import Family, Options

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .config import LOSSLESS, Dispatch
+from ..moe_config import LOSSLESS, Dispatch
 from .dispatch import load
 
 

@@ -10,10 +10,10 @@ from flax import nnx
 from .. import axes
 from ..config import DecoderConfig
 from ..layers import ACTIVATIONS, GatedMlp, constant, weight
+from ..moe_config import ClampedUnit, MoeConfig
 from ..operations import Operations
 from ..weights.weight_products import einsum
 from .call import ExpertCall
-from .config import ClampedUnit, MoeConfig
 from .experts import (
     DOWN_AXES,
     DOWN_BIAS_AXES,

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..moe_config import Dispatch, Routing
 from ..weights.weight_products import Project, multiply
 from .call import ExpertUse, count_use, rows_of_tiles
-from .config import Dispatch, Routing
 from .dispatch import (
     RowAssignment,
     assign_capacity_rows,

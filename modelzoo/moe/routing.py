@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import axes
+from ..moe_config import ExpertGroups, Routing
 from ..weights.weight_products import Project, einsum, multiply
-from .config import ExpertGroups, Routing
 
 if TYPE_CHECKING:
     from ..weights.weight_products import Weight

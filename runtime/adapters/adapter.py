@@ -18,9 +18,9 @@ from ...modelzoo.families.family import ModelSpec
 from ...modelzoo.families.registry import head_prefix, text_prefixes
 from ..checkpoint.axis_pattern import AxisPattern
 from ..checkpoint.formats.safetensors import PICKLES, SafetensorsFile
-from ..checkpoint.small_files import file_inside, has_file, read_json_object, read_small
 from ..checkpoint.tensor_source import TensorSource
 from ..errors import InvalidAdapter, InvalidSafetensors
+from ..files.small_files import file_inside, has_file, read_json_object, read_small
 from .adapter_config import AdapterConfig, read_adapter_config
 
 _HEADS = {"classifier", "score"}

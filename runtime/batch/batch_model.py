@@ -5,8 +5,8 @@ tokenizer is opened for the scan, and jax is imported only if there is something
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -17,29 +17,20 @@ from ..adapters.adapter_set import AdapterSet
 from ..checkpoint import ModelFiles
 from ..devices.default_target import default_target
 from ..errors import (
-    EXIT_MODEL,
     EXIT_USAGE,
     CheckpointError,
-    InvalidTokenizer,
     JobError,
-    RowError,
 )
 from ..pods.peers import ALONE, Peers
-from ..rows.lines import BatchRow
+from ..progress.progress import Progress
+from ..rows.job_text import JobText, open_text, row_shape
 from ..rows.part import Part
-from ..rows.pooled_encoder import PooledEncoder
-from ..rows.prompt_encoder import PromptEncoder
+from ..rows.row_kinds import check_kind, text_lengths
 from ..rows.scan import RowRequirements, ScanSummary
-from ..structured.params import AllowedTokens
 from ..structured.structures import Structures
-from ..text.chat_template import ChatRenderer
-from ..text.load_tokenizer import load_tokenizer
-from ..text.tokenizer import Tokenizer
 from .graph_rows import naming_rows
-from .job import Build, JobText
+from .job import Build
 from .job_runs import PhaseClock
-from .progress import Progress
-from .row_kinds import check_kind, refusal, text_lengths
 
 if TYPE_CHECKING:
     from ...compile.build import BuildProgress
@@ -52,7 +43,6 @@ if TYPE_CHECKING:
     from ...sharding.layout import Layout
     from ..bundles.warm_start import WarmStart
     from ..engine.shared_prefixes import RowLengths, Submission
-    from ..structured.token_automaton import TokenAutomaton, TokenTrie
 
 
 @dataclass(frozen=True)
@@ -191,13 +181,13 @@ class BatchModel:
     ) -> "tuple[Plan, Target]":
         """The plan to run and its target, both checked; starts jax."""
         from ...compile.targets import present_target
-        from .. import session
         from ..checkpoint.published_numbers import keep_published
-        from ..planning import plan_checks
+        from ..devices import backends
+        from ..plans import plan_checks
 
         name = target_name(self.options, self.plan_table)
         try:
-            session.prepare_jax(name, self.peers.size)
+            backends.prepare_jax(name, self.peers.size)
             target = present_target(name)
             if stored_plan is not None:
                 plan = plan_checks.read_stored(stored_plan)
@@ -217,7 +207,7 @@ class BatchModel:
 
     def _agree_on_plan(self, plan: "Plan") -> Path | None:
         """Check that all processes have the same plan; return the bundle, if one was given."""
-        from ..planning.plan_facts import plan_facts
+        from ..plans.plan_facts import plan_facts
 
         given = self.options.plan
         facts = {"plan": plan_facts(plan), "--no-sharing": str(not self.options.shares)}
@@ -236,7 +226,7 @@ class BatchModel:
         from ...compile.plan import Numbers, PlannedModel
         from .. import session
         from ..checkpoint.published_numbers import keep_published, overridden_numbers
-        from ..embedding.plan import embedding_plan
+        from ..planning.embedding_plan import embedding_plan
         from .job_plan import derived_plan, given_plan
 
         overrides = self.options.set
@@ -287,8 +277,8 @@ def _note_embeddings(
     progress: Progress,
 ) -> None:
     """Show the padding of the plan, the pooling and the kernels."""
-    from ..embedding.plan import padding_note
-    from ..planning import plan_checks
+    from ..planning.embedding_plan import padding_note
+    from ..plans import plan_checks
 
     progress.note(padding_note(lengths, plan, config))
     progress.note(str(plan_checks.attention_kernels(plan, config, target)))
@@ -303,7 +293,7 @@ def _note_plan(
     progress: Progress,
 ) -> None:
     """Show the padding of the plan, what rows share, rows that end early, and the kernels."""
-    from ..planning import plan_checks
+    from ..plans import plan_checks
     from .job_plan import limit_note, padding_note, rows_after_prefixes, sharing_note
 
     own_rows = rows_after_prefixes(rows, table, plan.buckets)
@@ -313,80 +303,6 @@ def _note_plan(
     if note := limit_note(plan, rows, config.max_position):
         progress.note(note)
     progress.note(str(plan_checks.attention_kernels(plan, config, target)))
-
-
-@contextmanager
-def open_text(
-    files: ModelFiles,
-    now: datetime | None = None,
-    structures: Structures | None = None,
-    adapters: Sequence[str] = (),
-    *,
-    is_strict: bool = False,
-) -> Iterator[JobText]:
-    """Open the tokenizer of a model, and the process that renders its chat template.
-
-    Args:
-        files: The model; without a tokenizer, rows must have token ids.
-        now: The time that templates see; by default the time of this call.
-        structures: Compiles the forms of answers that rows ask for.
-        adapters: The names of the adapters that rows may use.
-        is_strict: Whether texts to embed that are too long are refused instead of cut.
-
-    Raises:
-        JobError: The tokenizer's files are invalid, also if this is found in the `with` block.
-    """
-    try:
-        yield from _open_text(files, now, structures or Structures(), adapters, is_strict=is_strict)
-    except InvalidTokenizer as error:
-        raise JobError(str(error), EXIT_MODEL) from error
-
-
-def _open_text(
-    files: ModelFiles,
-    now: datetime | None,
-    structures: Structures,
-    adapters: Sequence[str],
-    *,
-    is_strict: bool,
-) -> Iterator[JobText]:
-    tokenizer = load_tokenizer(files.tokenizer_files, files.path)
-
-    def refuse(row: BatchRow) -> RowError | None:
-        return refusal(row, files.spec.config, adapters)
-
-    structures.compile_allowed = partial(_allowed_tokens, files, tokenizer)
-    options: dict[str, Any] = {
-        "structures": structures,
-        "encode_pooled": PooledEncoder(tokenizer, lambda: files.spec.config, is_strict=is_strict),
-        "refuse": refuse,
-        "max_length": lambda: files.spec.config.max_position,
-    }
-    if tokenizer is None:
-        yield JobText(PromptEncoder(None, **options), None)
-        return
-    structures.make_trie = partial(_vocabulary, files, tokenizer)
-    with ChatRenderer(tokenizer, now=now) as chat:
-        yield JobText(
-            PromptEncoder(tokenizer, chat.encode_all, **options),
-            tokenizer,
-            reads_clock=lambda: chat.reads_clock,
-            gave_up=lambda: chat.gave_up,
-        )
-
-
-def _vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> "TokenTrie":
-    from .. import session
-
-    return session.vocabulary_trie(files, tokenizer)
-
-
-def _allowed_tokens(
-    files: ModelFiles, tokenizer: Tokenizer | None, allowed: AllowedTokens
-) -> "TokenAutomaton":
-    from .. import session
-
-    return session.allowed_tokens(files, tokenizer, allowed)
 
 
 def _sets_dtype(overrides: Sequence[str]) -> bool:
@@ -399,20 +315,6 @@ def is_served(row: RowRequirements, plan: "Plan") -> bool:
     grid = plan.buckets
     forms = () if grid.structured is None else grid.structured.schemas
     return row.structure in (None, *forms) and (grid.score or row.prompt_logprobs is None)
-
-
-def row_shape(row: RowRequirements, structures: Structures) -> "RowShape":
-    """The requirements of a scanned row as the grid derivation takes them.
-
-    Args:
-      row: The requirements.
-      structures: The forms of answers, which the scan compiled.
-    """
-    from ...compile.grids.default_grid import RowShape
-
-    is_scored = row.prompt_logprobs is not None
-    shortest = structures.shortest(row.structure)
-    return RowShape(row.prompt_length, row.max_tokens, row.n, is_scored, shortest)
 
 
 def target_name(options: argparse.Namespace, plan_table: Mapping[str, Any] | None) -> str:

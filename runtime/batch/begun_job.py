@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import OtherConfiguration
-from .differences import differences
+from ..files.differences import differences
 from .journal_records import OF_DEVICES, SETUP
 
 

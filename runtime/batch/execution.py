@@ -19,7 +19,10 @@ from ..errors import (
     JobError,
 )
 from ..files.disk import Disk
+from ..files.manifest import fingerprint
 from ..pods.peers import Peers
+from ..process.stop_signals import EXIT_CODES, StopSignals
+from ..progress.progress import Progress
 from ..rows.lines import BadRow
 from ..rows.results import OutputLines, error_of_line, error_text
 from ..rows.scan import ScannedRow, ScanSummary
@@ -34,11 +37,8 @@ from .job_input import JobInput, record_instant
 from .job_runs import PhaseClock
 from .journal import RETRIED_CODES, Journal
 from .journal_records import MODEL, PLAN, WEIGHTS
-from .manifest import fingerprint
 from .output import finalise, summarise
-from .progress import Progress
 from .row_runner import RowRunner
-from .stop_signals import EXIT_CODES, StopSignals
 from .update import keep_answers
 
 

@@ -17,10 +17,9 @@ from ..errors import (
     JobError,
     UnusableFile,
 )
+from ..files.differences import differences
 from ..files.disk import digest_file, temporary_name
-from .differences import differences
-from .job import JobModel, JobSettings
-from .manifest import (
+from ..files.manifest import (
     digest_table,
     digest_text,
     manifest_path,
@@ -28,6 +27,7 @@ from .manifest import (
     read_manifest,
     table_in,
 )
+from .job import JobModel, JobSettings
 
 
 def finished_manifest(settings: JobSettings) -> dict[str, Any] | None:

@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..pods.peers import ALONE
+from ..progress.progress import Progress
 from ..rows.answer_tables import AddedColumns
 from ..rows.columns import Columns
+from ..rows.job_text import JobText
 from ..rows.part import WHOLE, Part
 from ..rows.row_files import check_output
-from ..rows.scan import Encode, ScanSummary
+from ..rows.scan import ScanSummary
 from ..structured.params import StructuredOutputsParams
-from ..text.tokenizer import Tokenizer
 from .job_files import check_job_files, job_outputs, side_files
 from .job_runs import PhaseClock
 from .journal import journal_path
 from .journal_records import OF_DEVICES, SETUP
 from .lock import lock_path
-from .progress import Progress
 
 if TYPE_CHECKING:
     from ...compile.grids.prefix_table import PrefixTable
     from ...modelzoo.pooling_config import Pooling
-    from ..embedding.session import EmbeddingSession
+    from ..engine.embedding import EmbeddingSession
     from ..engine.generation import GenerationSession
     from ..engine.shared_prefixes import RowLengths, Submission
 
@@ -55,20 +55,6 @@ class Build:
     It takes, for each row by its number, the average number of output tokens of its sequences; and
     the seconds of the run.
     """
-
-
-@dataclass(frozen=True)
-class JobText:
-    """The tokenizer side of a model."""
-
-    encode: Encode
-    """Turns rows into token ids."""
-    tokens: Tokenizer | None
-    """Names the token ids in output lines; None without a tokenizer."""
-    reads_clock: Callable[[], bool] = lambda: False
-    """Whether an encoded prompt shows the time."""
-    gave_up: Callable[[], str | None] = lambda: None
-    """The chat template's file and the reason, if the template is no longer used; else None."""
 
 
 class JobModel(Protocol):

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import ConfigError, UnusableFile
+from ..errors import UnusableFile
 from ..files.disk import check_replaceable, temporary_name
+from ..files.manifest import manifest_path
 from .journal import journal_path
 from .lock import lock_path
-from .manifest import manifest_path
 
 
 def side_files(output: Path) -> dict[str, Path]:
@@ -98,44 +98,6 @@ def check_files(
             raise UnusableFile(f"{path}: {description} is {other} too. Choose two files.")
     for path in written.values():
         check_replaceable(path)
-
-
-def check_fillable(folder: Path) -> None:
-    """Check that a folder exists or can be created, and can be written to.
-
-    Raises:
-        ConfigError: The path is a file, or the user may not write to it.
-    """
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    if not existing.is_dir():
-        raise ConfigError(
-            f"{folder}: expected a folder, got the file {existing}. Choose another name."
-        )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"{folder}: expected a folder to write to, got {existing}, where this user may not "
-            f"write. Choose another folder."
-        )
-
-
-def check_new_folder(folder: Path, model: Path) -> None:
-    """Check that a folder is new or empty, and outside a model's directory.
-
-    Raises:
-        ConfigError: The folder has files, is in the model's directory, or cannot be created.
-    """
-    if model.is_dir() and folder.resolve().is_relative_to(model.resolve()):
-        raise ConfigError(
-            f"{folder}: expected a folder outside the model's directory, which is only read. "
-            f"Choose another folder."
-        )
-    check_fillable(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(
-            f"{folder}: expected a new or empty folder, got one with files, and no file is "
-            f"overwritten. Choose another folder, or remove this one if an earlier command did "
-            f"not finish it."
-        )
 
 
 def _check_folder(path: Path) -> None:

@@ -23,16 +23,17 @@ from ..console import plural
 from ..errors import JournalError, RowError
 from ..files.disk import FileDigest, open_nameless
 from ..files.strict_json import Unit
+from ..progress.progress import Progress
 from ..rows.carried import CarriedCells
+from ..rows.job_text import JobText
 from ..rows.lines import BadRow, BatchRow
 from ..rows.part import Part
 from ..rows.repeats import RowDigests
 from ..rows.row_files import open_rows, unit_of
 from ..rows.scan import ScannedRow, ScanSummary, read_again, scan
-from .job import JobModel, JobSettings, JobText
+from .job import JobModel, JobSettings
 from .journal import Journal
 from .journal_records import INSTANT
-from .progress import Progress
 
 MAX_TOKEN_BYTES = 4 * 2**30
 SHARE_OF_DISK = 0.1

@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from typing import Any, Literal, get_args
 
 from ..errors import JobError
+from ..process.stop_signals import StopSignals, at_forced_end
 from .journal_records import FINISHED_AT, REPEATED
-from .stop_signals import StopSignals, at_forced_end
 
 FINISHED, KILLED = "finished", "killed"
 _MAX_REASON = 200

@@ -33,7 +33,7 @@ from typing import Any
 
 from ..errors import EXIT_RESUMABLE, OutputIsLocked, UnusableFile
 from ..files.disk import open_in_place
-from .stop_signals import END_SECONDS, at_forced_end, end_process
+from ..process.stop_signals import END_SECONDS, at_forced_end, end_process
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0

@@ -20,20 +20,11 @@ from typing import Any, BinaryIO
 
 from ..console import plural
 from ..errors import EXIT_OK, EXIT_RESUMABLE, EXIT_ROWS_FAILED, JobError, MergeError
+from ..files.differences import differences, flat
 from ..files.disk import Disk, digest_chunks, digest_file
-from ..rows.answer_tables import AddedColumns
-from ..rows.part import WHOLE, Part
-from ..rows.results import CUT, STOPPED_SAMPLES, TEXTS_CUT, TOKENS_LEFT, error_of_line
-from ..rows.row_files import check_output, encoded, is_plain, output_lines
-from .differences import differences, flat
-from .job_files import check_job_files, job_outputs, side_files
-from .job_runs import runs_of, sums_of_runs
-from .journal import journal_path
-from .lock import JobLock, lock_path
-from .manifest import (
+from ..files.manifest import (
     COMMON_KEYS,
     SCHEMA,
-    add_outcomes,
     digest_table,
     manifest_path,
     output_differences,
@@ -41,8 +32,17 @@ from .manifest import (
     table_in,
     write_manifest,
 )
+from ..progress.progress import Progress
+from ..rows.answer_tables import AddedColumns
+from ..rows.part import WHOLE, Part
+from ..rows.results import CUT, STOPPED_SAMPLES, TEXTS_CUT, TOKENS_LEFT, error_of_line
+from ..rows.row_files import check_output, encoded, is_plain, output_lines
+from .job_files import check_job_files, job_outputs, side_files
+from .job_runs import runs_of, sums_of_runs
+from .journal import journal_path
+from .lock import JobLock, lock_path
+from .outcomes import add_outcomes
 from .output import write_outputs
-from .progress import Progress
 
 _TABLES = ("configuration", "input", "outputs", "rows", "versions")
 """The tables of a manifest that a merge reads."""

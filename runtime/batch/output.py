@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ..console import plural
+from ..devices.machine import versions
 from ..errors import EXIT_RESUMABLE, JobError
 from ..files.disk import Disk, replace_file
+from ..files.manifest import SCHEMA, digest_table, fingerprint, write_manifest
 from ..files.strict_json import dump_line
 from ..rows.answer_tables import AddedColumns
 from ..rows.carried import CarriedCells, with_carried
@@ -36,16 +38,7 @@ from .job import JobSettings
 from .job_runs import FINISHED, PhaseClock, sums_of_runs
 from .journal import Journal, JournalRow
 from .journal_records import INSTANT, MODEL, OUTPUTS, REPEATED, WEIGHTS
-from .manifest import (
-    SCHEMA,
-    count_outcomes,
-    digest_table,
-    fingerprint,
-    spread,
-    total,
-    versions,
-    write_manifest,
-)
+from .outcomes import count_outcomes, spread, total
 
 
 def finalise(

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from ..errors import EXIT_RESUMABLE, JobError, UnusableFile
 from ..files.disk import Disk, replace_file
+from ..files.manifest import manifest_path
 from .job import JobSettings
-from .manifest import manifest_path
 
 PIPE = Path("-")
 """The path that stands for standard input or standard output."""

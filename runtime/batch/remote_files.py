@@ -26,10 +26,10 @@ from ..errors import (
     UnusableFile,
 )
 from ..files.disk import Disk, replace_file
+from ..files.manifest import manifest_path, output_differences, read_manifest
 from ..files.remote import RemoteFile, Url
 from .job_files import check_files, stages_folder
 from .journal import journal_path
-from .manifest import manifest_path, output_differences, read_manifest
 from .pipes import PIPE
 
 Place = Path | Url

@@ -19,21 +19,22 @@ from ..console import plural
 from ..embedding.texts import num_texts
 from ..errors import EXIT_BUILD, EXIT_RESUMABLE, EXIT_ROWS_FAILED, InputError, JobError, RowError
 from ..pods.peers import GO, Peers, StepDirective
+from ..process.stop_signals import StopSignals
+from ..progress.progress import Progress
 from ..request import Request, RequestOutput
 from ..rows.lines import BatchRow
 from ..rows.repeats import Answer, Repeats
 from ..rows.results import OutputLines, error_text, row_metrics
 from ..rows.scan import ScannedRow
+from .drain import Drain
 from .job import Build, JobSettings
 from .job_input import JobInput
 from .journal import Journal
 from .journal_records import FINISHED_AT, REPEATED
-from .progress import Progress
-from .stop_signals import Drain, StopSignals
 
 if TYPE_CHECKING:
     from ...compile.grids.prefix_table import PrefixTable
-    from ..embedding.session import EmbeddingSession
+    from ..engine.embedding import EmbeddingSession
     from ..engine.generation import GenerationSession
     from ..engine.shared_prefixes import RowLengths, SharedPrefix
 

@@ -21,7 +21,10 @@ from ..errors import (
     exit_code,
 )
 from ..files.disk import Disk
+from ..files.manifest import manifest_path
 from ..pods.peers import ALONE, Peers
+from ..process.stop_signals import StopSignals
+from ..progress.progress import Progress
 from ..rows.row_files import check_input
 from .execution import Execution
 from .finished import (
@@ -36,10 +39,7 @@ from .job_input import decide_instant, open_input
 from .job_runs import PhaseClock, new_run, recorded_run
 from .journal import Journal, renew
 from .lock import JobLock
-from .manifest import manifest_path
 from .pipes import stdin_copied
-from .progress import Progress
-from .stop_signals import StopSignals
 from .update import keep_facts
 
 

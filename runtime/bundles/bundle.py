@@ -23,10 +23,10 @@ from ...compile.compiled_graphs import CompiledGraphs, graph_names
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
-from ..batch.job_files import check_fillable
 from ..devices.graph_memory import memory_facts
 from ..errors import BundleUnusable, ConfigError
 from ..files.disk import Disk, digest_file, replace_file, temporary_name
+from ..files.folders import check_fillable
 from ..files.own_files import RecordedFile, open_own_folder, read_file, read_recorded
 from ..files.run_config import PLAN
 from ..pods.peers import ALONE, Peers

@@ -16,24 +16,12 @@ from pathlib import Path
 
 from .. import errors
 from ..errors import BundleUnusable, CacheUnusable
+from ..files.folders import default_directory
 from ..files.own_files import open_own_folder
 
 _OWN = 0o700
 MAX_BYTES = 4 * 2**30
 """Maximum size of the folder of graphs; above it, the least recently used graphs are removed."""
-
-
-def default_directory() -> Path:
-    """The user's cache directory for jax's compiled programs.
-
-    Raises:
-      CacheUnusable: The user has no home folder and XDG_CACHE_HOME is not set.
-    """
-    try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no HOME, and no entry of the user in the password database
-        raise CacheUnusable("there is no home folder; set XDG_CACHE_HOME to a folder") from None
-    return root / "noria" / "xla"
 
 
 def check_trusted(directory: Path) -> None:

@@ -16,11 +16,10 @@ from ... import modelzoo, sharding
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
-from ..batch.differences import differences
-from ..batch.manifest import versions
-from ..devices.machine import processor_flags
+from ..devices.machine import processor_flags, versions
 from ..errors import BundleUnusable
-from ..planning.plan_facts import plan_facts
+from ..files.differences import differences
+from ..plans.plan_facts import plan_facts
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _HARMLESS = ("cache", "log", "platforms", "traceback")

@@ -14,11 +14,11 @@ from typing import Any
 from ...modelzoo.families.config_reader import listing
 from ..console import plural
 from ..errors import InvalidConfig, InvalidTokenizer
+from ..files.small_files import has_file, read_json_object
 from ..text.tokenizer import DEFAULT
 from ..text.tokenizer_directory import read_chat_templates
 from .formats.published_formats import CodedSource
 from .model_files import ModelFiles
-from .small_files import has_file, read_json_object
 from .tensor_source import TensorSource
 from .unread_parts import counted
 

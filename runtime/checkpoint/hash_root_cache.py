@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..bundles.compilation_cache import default_directory
 from ..files.file_facts import FileFacts
+from ..files.folders import default_directory
 from ..files.own_files import open_own_folder, read_file
 
 MAX_FILES = 4096

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
 from ...modelzoo.families.quantisation import read_quantisation
 from ..errors import CheckpointError, InvalidConfig, ModelNotFound
+from ..files.small_files import has_file, read_json_object, read_small
 from ..pods.peers import ALONE, Peers
 from .formats.dequantised_tensors import DequantisedTensors, dequantise
 from .formats.gguf import GGUFFile
@@ -40,7 +41,6 @@ from .orbax_store import (
 )
 from .own_head import with_own_head
 from .sentence_modules import dense_folders, module_files, read_pooling
-from .small_files import has_file, read_json_object, read_small
 from .tensor_source import TensorSource
 from .unread_parts import UnreadParts, find_unread
 from .weights_digest import WeightsDigest

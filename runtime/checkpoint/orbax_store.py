@@ -28,8 +28,14 @@ from ...modelzoo.families.mapping import ParameterSource, TensorPart
 from ...modelzoo.layer_groups import single_layer_names
 from ..console import plural
 from ..errors import InvalidOrbax
+from ..files.small_files import (
+    MORE_TEMPLATES,
+    has_file,
+    read_json_object,
+    read_small,
+    template_files,
+)
 from .generation_defaults import GenerationDefaults
-from .small_files import MORE_TEMPLATES, has_file, read_json_object, read_small, template_files
 from .tensor_source import Index, TensorInfo
 
 if TYPE_CHECKING:
@@ -276,7 +282,7 @@ def encode_config(value: Any) -> Any:
 def decode_config(value: Any) -> Any:
     """Restore a tree of a decoder's configuration dataclasses; other classes are refused."""
     from ...modelzoo import config, latent_config, pooling_config, rope_config
-    from ...modelzoo.moe import config as moe
+    from ...modelzoo import moe_config as moe
 
     if isinstance(value, list):
         return tuple(decode_config(item) for item in value)

@@ -12,7 +12,7 @@ from typing import Any
 from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
 from ...modelzoo.pooling_config import Pooling, PoolingKind, Projection, ProjectionActivation
 from ..errors import InvalidConfig
-from .small_files import has_file, parse_json_object, read_json_object, read_small
+from ..files.small_files import has_file, parse_json_object, read_json_object, read_small
 
 MODULES, OPTIONS = "modules.json", "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"

@@ -215,7 +215,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
-    from ..batch.batch_job import run_with_options
+    from .batch_job import run_with_options
 
     return run_with_options(options)
 

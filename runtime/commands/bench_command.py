@@ -304,18 +304,18 @@ def _cases(options: argparse.Namespace, max_position: int) -> list[Case]:
 def _target(options: argparse.Namespace) -> "Target":
     """Start jax, and find the devices that run the cases."""
     from ...compile.targets import present_target
-    from .. import session
     from ..bundles import compilation_cache
+    from ..devices import backends
 
     compilation_cache.enable(partial(tell, sys.stderr))
-    session.prepare_jax(options.target)
+    backends.prepare_jax(options.target)
     return present_target(options.target)
 
 
 def _layout(options: argparse.Namespace, files: "ModelFiles", target: "Target") -> "Layout | None":
     """The layout of all cases, which is legal for the model."""
     from ...sharding.layout import Layout
-    from ..planning import plan_checks
+    from ..plans import plan_checks
 
     table = None if options.layout is None else read_layout_table(options.layout)
     layout = None if table is None else Layout.from_table(table)

@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import NamedTuple, NoReturn
 
 from ..console import printable
-from ..devices.standard_streams import TimedLines
 from ..errors import ConfigError
 from ..files.remote import Url, is_url
+from ..process.standard_streams import TimedLines
 from . import (
     batch_command,
     bench_command,

@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..batch.job_files import check_files, check_fillable
+from ..batch.job_files import check_files
 from ..console import note, tell
 from ..devices.default_target import default_target
 from ..errors import ConfigError
+from ..files.folders import check_fillable
 from ..files.layout_files import layout_file
 from .shared_options import (
     add_dtype,
@@ -71,24 +72,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare the models, write the report, and print the table."""
-    from .. import session
-    from ..batch.row_ids import read_row_ids
     from ..bundles import compilation_cache
     from ..checkpoint import open_model
     from ..comparison import report
     from ..comparison.compare import compare
-    from ..planning import pictures
+    from ..devices import backends
+    from ..files import png_figure
+    from ..rows.row_ids import read_row_ids
 
     models = _models(options)
     _check(options)
     say = partial(note, options)
-    pictures.matplotlib()
+    png_figure.matplotlib()
     check_fillable(options.output)
     read = [options.input, layout_file(options.layout or "")]
     read += [Path(model.model) for model in models]
     files = report.files_in(options.output)
     check_files({}, [("an input", path) for path in read], files)
-    session.prepare_jax(options.target)
+    backends.prepare_jax(options.target)
     with open_model(options.model) as opened:
         opened.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         opened.check_generates()

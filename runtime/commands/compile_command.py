@@ -63,7 +63,7 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     from ..checkpoint import open_model
     from ..checkpoint.published_numbers import keep_published
     from ..devices.graph_memory import required_bytes
-    from ..planning.plan_facts import plan_facts
+    from ..plans.plan_facts import plan_facts
 
     def say(message: object) -> None:
         if peers.is_leader:
@@ -111,10 +111,10 @@ def _prepared(
 ) -> "tuple[Target, Placement, AbstractModel]":
     """The target, placement and model of a plan; raises an error if the plan is illegal."""
     from ...compile.abstract_model import AbstractModel
-    from .. import session
-    from ..planning import plan_checks
+    from ..devices import backends
+    from ..plans import plan_checks
 
-    session.prepare_jax(plan.target)
+    backends.prepare_jax(plan.target)
     target = _target(plan.target, peers)
     plan_checks.check_model(plan, files)
     config, weight_rules = files.spec.config, plan.numbers.weight_rules

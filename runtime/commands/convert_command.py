@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..batch.job_files import check_new_folder
 from ..console import note, plural, tell
+from ..files.folders import check_new_folder
 from .shared_options import add_model, add_quiet, add_stored_dtype, stored_dtype
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the model, write the checkpoint, and print its size."""
-    from .. import session
     from ..checkpoint import open_model
+    from ..devices import backends
 
     say = partial(note, options)
     with open_model(options.model) as files:
         check_new_folder(options.output, files.path)
-        session.prepare_jax("cpu")
+        backends.prepare_jax("cpu")
         files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         _convert(files, options.output, options.dtype, say)
     return 0

@@ -17,10 +17,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from ..bundles.compilation_cache import check_trusted, default_directory
+from ..bundles.compilation_cache import check_trusted
 from ..console import tell
 from ..devices.machine import usable_cores
 from ..errors import EXIT_OK, EXIT_USAGE, CacheUnusable
+from ..files.folders import default_directory
 
 OLDEST_PYTHON = (3, 11)
 USER_EXTRAS = ("hf", "gguf")

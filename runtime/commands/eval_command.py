@@ -4,9 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..batch.job_files import check_fillable
 from ..console import tell
 from ..errors import ConfigError
+from ..files.folders import check_fillable
 from .shared_options import add_dtype, add_layout, add_model
 
 

@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..batch.job_files import check_files, check_fillable
+from ..batch.job_files import check_files
 from ..console import note, plural, tell
 from ..devices.compiler_messages import without_alarms
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError
+from ..files.folders import check_fillable
 from ..files.layout_files import (
     layout_file,
     named_layout_tables,
@@ -111,10 +112,11 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     from ...compile.targets import find_target, present_target
     from .. import session
     from ..bundles import compilation_cache
+    from ..devices import backends
     from ..layouts.table import format_table
 
     compilation_cache.enable(partial(tell, sys.stderr))
-    session.prepare_jax(options.target)
+    backends.prepare_jax(options.target)
     target = (present_target if options.verify else find_target)(options.target)
     dtype = session.resolve_dtype(options.dtype, target)
     config, grid = _config(options, files), _grid(options)

@@ -35,9 +35,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Merge the parts and return the exit code."""
     from ..batch.merge import merge
-    from ..batch.progress import Progress
     from ..batch.remote_files import Outputs, files_copied
     from ..files.disk import Disk
+    from ..progress.progress import Progress
 
     progress = Progress(is_quiet=options.quiet)
     outputs = Outputs.at(options.output, options.error_file, options.work_folder)

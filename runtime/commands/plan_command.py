@@ -212,17 +212,17 @@ def run(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     """Make the plan from files of this machine."""
     from ...compile.targets import find_target
-    from .. import session
-    from ..batch.batch_job import adapter_of_models, open_adapters
     from ..checkpoint import open_model
+    from ..devices import backends
     from ..files.disk import Disk, replace_file
     from ..planning import report
     from ..planning.prediction import predict, workload_of
     from ..planning.summary import summary
+    from .batch_job import adapter_of_models, open_adapters
 
     _check_files(options)
     if options.compile_layouts:
-        session.prepare_jax(options.target)
+        backends.prepare_jax(options.target)
         find_target(options.target)
 
     # the shapes of adapters are compared with those of the weights
@@ -266,9 +266,11 @@ def _plan_texts(options: argparse.Namespace, files: "ModelFiles", workload: "Wor
 
 def _check_files(options: argparse.Namespace) -> None:
     """Refuse output files that cannot be written, before any work is done."""
-    from ..batch.job_files import check_files, check_fillable
+    from ..batch.job_files import check_files
+    from ..files import png_figure
+    from ..files.folders import check_fillable
     from ..files.layout_files import split_spellings
-    from ..planning import pictures, report
+    from ..planning import report
 
     read = [options.workload, options.from_output, options.calibration, options.hardware]
     read += map(Path, [options.model, *split_spellings(options.layout or "")])
@@ -276,7 +278,7 @@ def _check_files(options: argparse.Namespace) -> None:
     report_files = {}
     if options.report is not None:
         check_fillable(options.report)
-        pictures.matplotlib()
+        png_figure.matplotlib()
         report_files = report.files_in(options.report)
     check_files({"the plan": options.output}, [("an input", path) for path in read], report_files)
 

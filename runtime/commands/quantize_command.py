@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..batch.job_files import check_new_folder
 from ..console import note, tell
 from ..errors import ConfigError
+from ..files.folders import check_new_folder
 from .shared_options import (
     add_model,
     add_quiet,
@@ -75,11 +75,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Quantise the model, and print its size, the time and the peak memory."""
-    from .. import session
-    from ..batch.row_ids import read_row_ids
     from ..checkpoint import open_model
     from ..checkpoint.model_stamp import ModelStamp
+    from ..devices import backends
     from ..quantisation.quantise import quantise
+    from ..rows.row_ids import read_row_ids
 
     say = partial(note, options)
     started = time.monotonic()
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     with open_model(options.model) as files:
         stamp = ModelStamp(files)
         check_new_folder(options.output, files.path)
-        session.prepare_jax("cpu")
+        backends.prepare_jax("cpu")
         files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         files.check_generates()
         rows = []

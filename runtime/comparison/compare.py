@@ -21,14 +21,15 @@ from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.targets import Target, present_target
 from ...sharding.layout import Layout
 from .. import session
-from ..batch.row_ids import read_row_ids
 from ..checkpoint import ModelFiles, open_model
 from ..checkpoint.published_numbers import keep_published, override_plan
+from ..devices import backends
 from ..devices.compiler_messages import without_alarms
 from ..devices.default_target import default_target
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
-from ..planning import plan_checks
+from ..plans import plan_checks
+from ..rows.row_ids import read_row_ids
 from .forced_model import ForcedModel, forced_grid
 from .statistics import PairFigures
 
@@ -109,7 +110,7 @@ def compare(
         if not isinstance(model, ComparedModel):
             raise ConfigError(f"models[{index}]: expected a ComparedModel, got {model!r}.")
     target = target or default_target()
-    session.prepare_jax(target)
+    backends.prepare_jax(target)
     if isinstance(rows, str | Path):
         with open_model(models[0].model) as files:
             rows = read_row_ids(Path(rows), files)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..devices.machine import describe_machine
-from ..planning.pictures import png_figure
+from ..files.png_figure import png_figure
 from .compare import ComparedModel, Comparison
 from .statistics import Estimate, decimal
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .standard_streams import native_outputs
+from ..process.standard_streams import native_outputs
 
 START_SECONDS = 0.5
 """The time after which the child is started. No alarm comes within a second, and most compiles are

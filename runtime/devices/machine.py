@@ -8,10 +8,9 @@ import os
 import platform
 import sys
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-from ..batch.manifest import versions
 
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
@@ -80,3 +79,15 @@ def usable_cores() -> int | None:
 def _devices() -> list[str]:
     jax = sys.modules.get("jax")
     return [] if jax is None else [device.device_kind for device in jax.devices()]
+
+
+def versions() -> dict[str, str]:
+    """The versions of installed packages that affect results; imports none of them."""
+    names = ("noria", "jax", "jaxlib", "flax", "numpy", "tokenizers", "sentencepiece")
+    installed = {}
+    for name in names:
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed

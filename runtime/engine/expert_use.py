@@ -14,7 +14,7 @@ import numpy as np
 
 from ...compile.expert_plan import ExpertPlan
 from ...modelzoo.moe.call import ExpertUse
-from ...modelzoo.moe.config import Dispatch, MoeConfig
+from ...modelzoo.moe_config import Dispatch, MoeConfig
 
 
 @dataclass

@@ -15,7 +15,7 @@ from ...compile.graphs.signatures import MAX_BIASES, MAX_STOP_IDS
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PrefixGrid
-from ...modelzoo.cache.prompt_pieces import PromptPieces
+from ...modelzoo.attention.prompt_pieces import PromptPieces
 from ...modelzoo.sampling import SamplingState
 from ..request import SamplingParams
 from .actions import PromptPiece, ScheduledRequest, ScheduledSequence

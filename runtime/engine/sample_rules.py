@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..request import SampleRule
-from ..text.answer_pattern import compile_answer, find_answer
+from ..structured.answer_pattern import compile_answer, find_answer
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...compile.layout_measure import LayoutResult
-from ..planning.pictures import png_figure
+from ..files.png_figure import png_figure
 from .table import unconditional_collectives
 
 _MEMORY = {"params": "#4c72b0", "cache": "#dd8452", "temp": "#937860"}

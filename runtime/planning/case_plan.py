@@ -18,7 +18,7 @@ from ...sharding.layout import Layout
 from ..checkpoint import ModelFiles
 from ..checkpoint.published_numbers import keep_published, overridden_numbers, override_plan
 from ..devices.graph_memory import device_bytes
-from .plan_checks import check_plan
+from ..plans.plan_checks import check_plan
 from .target_work import room_on_accelerator, work_of
 
 

@@ -14,9 +14,9 @@ from ...sharding.layout import Layout
 from ...sharding.legality import require
 from ..checkpoint import ModelFiles
 from ..console import plural
-from ..embedding.plan import embedding_plan, padding_note
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table, split_spellings
+from .embedding_plan import embedding_plan, padding_note
 from .prediction import numbers_of, planned_model
 from .workload import Workload
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..batch.manifest import read_manifest
 from ..console import plural
 from ..errors import EXIT_USAGE, JobError
 from ..files.disk import digest_file
+from ..files.manifest import read_manifest
 from ..rows.part import WHOLE
 from ..rows.row_files import output_lines
 

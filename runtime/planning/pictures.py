@@ -3,16 +3,15 @@
 Does not know about planning. Each picture is a PNG, as bytes.
 """
 
-import io
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from ..files.png_figure import png_figure
+
 _PREFILL, _DECODE, _WASTE = "#4c72b0", "#dd8452", "#c44e52"
-_SIZE, _DPI = (7.2, 3.6), 110
 
 
 def draw_workload(prompts: Sequence[int], outputs: Sequence[int], lengths: Sequence[int]) -> bytes:
@@ -71,36 +70,3 @@ def _ticker() -> ModuleType:
     from matplotlib import ticker
 
     return ticker
-
-
-def matplotlib() -> ModuleType:
-    """Import matplotlib, or raise an ImportError with the remedy."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError(
-            "pictures need matplotlib. Install it with: pip install 'noria[report]'"
-        ) from error
-    return matplotlib
-
-
-@contextmanager
-def png_figure(size: tuple[float, float] = _SIZE, num_panels: int = 1):
-    """Open a figure: yields the figure, its panel or panels, and a buffer.
-
-    On exit the buffer holds the figure as a PNG. Dollar signs, as paths of models may have, are
-    drawn as they are.
-    """
-    matplotlib().use("agg")
-    from matplotlib import pyplot
-
-    with pyplot.rc_context({"text.parse_math": False}):
-        figure, panel = pyplot.subplots(
-            1, num_panels, figsize=size, sharey=num_panels > 1, layout="constrained"
-        )
-        png = io.BytesIO()
-        try:
-            yield figure, panel, png
-            figure.savefig(png, dpi=_DPI, format="png")
-        finally:
-            pyplot.close(figure)

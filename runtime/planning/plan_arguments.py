@@ -27,11 +27,11 @@ from ..adapters.adapter_set import AdapterSet
 from ..checkpoint import ModelFiles
 from ..checkpoint.published_numbers import keep_published
 from ..devices.graph_memory import device_bytes
-from ..embedding.plan import aims
 from ..files.layout_files import read_layout_table
+from ..plans import plan_checks
 from ..structured.structures import Form, Structures
 from ..text.load_tokenizer import load_tokenizer
-from . import plan_checks
+from .embedding_plan import aims
 from .target_work import room_on_accelerator, work_of
 
 DEFAULT_MAX_LENGTH = 2048

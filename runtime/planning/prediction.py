@@ -25,7 +25,6 @@ from ...modelzoo.config import Arrangement, DecoderConfig
 from ...modelzoo.layer_groups import block_layers
 from ...sharding.layout import Layout
 from ...sharding.legality import IllegalLayout, require
-from ..batch.progress import Progress
 from ..checkpoint import ModelFiles
 from ..checkpoint.published_numbers import keep_published
 from ..console import note, plural
@@ -34,11 +33,12 @@ from ..devices.machine import faster_dtype
 from ..errors import CheckpointError, ConfigError, NoPlanFits
 from ..files.hardware_files import known_hardware
 from ..files.layout_files import named_layout_tables, read_layout_table, split_spellings
+from ..plans.plan_checks import read_stored
+from ..progress.progress import Progress
 from .calibration_file import read_calibration
 from .compiled_layouts import LayoutCompiler, PlannedLayout, describe_problems
 from .fitting_plan import suggest_fitting_plan
 from .layout_ranking import RankedLayout, Ranking, all_layouts
-from .plan_checks import read_stored
 from .planner import Planner, PlanResult
 from .sample import ROWS_TO_SIMULATE, SimulatedRows
 from .search_progress import SearchProgress

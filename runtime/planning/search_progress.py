@@ -7,8 +7,8 @@ bound at the rate so far. Does not know how grids are chosen.
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..batch.progress import Progress
 from ..console import plural
+from ..progress.progress import Progress
 from .planner import Planner, PlanResult
 from .search import SimulatedGrid
 

@@ -16,13 +16,13 @@ from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.planning.run_bounds import ExpectedRow
-from ..batch.batch_model import open_text, row_shape
-from ..batch.row_kinds import text_lengths
 from ..checkpoint import ModelFiles
 from ..errors import EXIT_USAGE, JobError
 from ..rows.columns import Columns
+from ..rows.job_text import open_text, row_shape
 from ..rows.lines import BatchRow
 from ..rows.row_files import check_input, open_rows, unit_of
+from ..rows.row_kinds import text_lengths
 from ..rows.scan import ScannedRow, scan
 from ..structured.structures import Structures
 from .finished_lengths import AnsweredRow, FinishedJob, LengthForecast, read_finished_job

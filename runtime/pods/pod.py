@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from .. import errors
-from ..batch.differences import differences
-from ..batch.manifest import versions
-from ..batch.stop_signals import at_forced_end
 from ..console import plural
+from ..devices.machine import versions
 from ..errors import EXIT_RESUMABLE, OutOfStep
+from ..files.differences import differences
+from ..process.stop_signals import at_forced_end
 from . import coordination
 from .meeting import START_SECONDS, Address
 from .peers import Peers, StepDirective, Value
@@ -57,7 +57,7 @@ def join(
       StartFailed: Not all processes have come in time, or one of them failed.
       Disagreement: The processes have different targets or versions.
     """
-    from .. import session
+    from ..devices import backends
 
     if not 0 < limit <= LONGEST_TIMEOUT:
         raise ValueError(
@@ -70,7 +70,7 @@ def join(
             f"got {start_seconds:g}."
         )
     if address is not None:  # refuses an impossible number of devices before connecting
-        session.prepare_jax(target, address.num_processes)
+        backends.prepare_jax(target, address.num_processes)
     store = coordination.connect(
         address,
         start_seconds=start_seconds,
@@ -85,7 +85,7 @@ def join(
         with at_forced_end(lambda: watchdog.fail(reason, EXIT_RESUMABLE, linger=0.2)):
             pod = Pod(store, watchdog)
             pod.agree(lambda: _facts_for_one_mesh(store.size, target))
-            session.prepare_jax(target, store.size)
+            backends.prepare_jax(target, store.size)
             pod.setup = _setup(target, store.size)
             yield pod
     except BaseException as error:

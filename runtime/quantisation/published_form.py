@@ -27,8 +27,8 @@ from ..checkpoint.formats.compressed_tensors import Layout, Matrix, quantisation
 from ..checkpoint.orbax_store import tokenizer_file_names
 from ..checkpoint.published_tensors import publish
 from ..checkpoint.sentence_modules import module_files
-from ..checkpoint.small_files import read_small
 from ..errors import InvalidConfig
+from ..files.small_files import read_small
 from ..files.strict_json import dump_line
 from ..text.gguf_vocabulary import files_from_gguf
 

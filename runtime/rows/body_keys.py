@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import RowError, joined, unknown_parameter
-from ..vllm_options import ANY, CHAT, SAMPLING, AcceptedValues
-from .parameter_checks import whole_number, wrong_value
+from ..parameters.checks import whole_number, wrong_value
+from ..parameters.vllm_options import ANY, CHAT, SAMPLING, AcceptedValues
 
 _NOT_OFFERED = "noria has no such feature: leave it out"
 _OFF, _ON, _NONE = (

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from ..errors import RowError, joined, unknown_parameter
 from ..files.strict_json import MAX_LINE_BYTES, Line, Unit, dump_line, parse_object
+from ..parameters.checks import wrong_value
 from ..request import SamplingParams
 from ..text.chat_messages import read_messages
-from .parameter_checks import wrong_value
 from .pooled_body import EMBEDDING_URL, POOLED_URLS, PooledRequest, read_pooled, unknown_pooled_keys
 from .request_body import read_params, unknown_keys
 from .tools import Tools

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import RowError
-from ..vllm_options import AcceptedValues
+from ..parameters.checks import wrong_value
+from ..parameters.vllm_options import AcceptedValues
 from .body_keys import HINTS, check_keys, given_values, max_prompt_tokens, refused, unknown_among
-from .parameter_checks import wrong_value
 
 Task = Literal["embed", "score", "rerank", "classify"]
 Text = str | tuple[int, ...]

@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any
 
 from ..errors import ConfigError, RowError, joined, unknown_parameter
+from ..parameters.checks import whole_number, wrong_value
+from ..parameters.vllm_options import AcceptedValues
 from ..request import MAX_LOGPROBS, SampleRule, SamplingParams
-from ..vllm_options import AcceptedValues
 from .body_keys import (
     OF_CHAT,
     OF_COMPLETIONS,
@@ -26,7 +27,6 @@ from .body_keys import (
     max_prompt_tokens,
     unknown_among,
 )
-from .parameter_checks import whole_number, wrong_value
 from .structured_body import FORM_KEYS, read_form
 from .tools import TOOL_KEYS, Tools, read_tools
 

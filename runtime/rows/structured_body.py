@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import RowError
+from ..parameters.checks import wrong_value
 from ..structured.params import StructuredOutputsParams
-from .parameter_checks import wrong_value
 
 _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 FORM_KEYS = ("response_format", "structured_outputs", *_GUIDED)

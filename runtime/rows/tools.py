@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import RowError
+from ..parameters.checks import wrong_value
 from ..structured.params import StructuredOutputsParams
-from .parameter_checks import wrong_value
 
 TOOL_KEYS = ("tools", "tool_choice", "parallel_tool_calls")
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")

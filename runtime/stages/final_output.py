@@ -14,16 +14,11 @@ from typing import Any
 
 from ..batch.job import JobSettings
 from ..batch.job_runs import runs_of, sums_of_runs
-from ..batch.manifest import (
-    COMMON_KEYS,
-    count_outcomes,
-    digest_table,
-    fingerprint,
-    write_manifest,
-)
+from ..batch.outcomes import count_outcomes
 from ..batch.output import write_outputs
 from ..errors import EXIT_RESUMABLE, JobError
 from ..files.disk import Disk, digest_file
+from ..files.manifest import COMMON_KEYS, digest_table, fingerprint, write_manifest
 from ..rows.carried import CarriedCells, with_carried
 from ..rows.results import CUT, STOPPED_SAMPLES, TEXTS_CUT, TOKENS_LEFT, error_of_line
 from .stage_rows import FollowedRow, StageFiles

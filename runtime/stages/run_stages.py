@@ -31,7 +31,12 @@ from ..batch.job import JobModel, JobSettings
 from ..batch.job_files import check_job_files, side_files, stages_folder
 from ..batch.journal import journal_path
 from ..batch.lock import JobLock
-from ..batch.manifest import (
+from ..batch.output import summarise
+from ..batch.run import run_job
+from ..console import plural
+from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, OtherConfiguration, UnusableFile
+from ..files.disk import Disk, digest_file
+from ..files.manifest import (
     digest_table,
     digest_text,
     fingerprint,
@@ -39,13 +44,8 @@ from ..batch.manifest import (
     read_manifest,
     table_in,
 )
-from ..batch.output import summarise
-from ..batch.progress import Progress
-from ..batch.run import run_job
-from ..batch.stop_signals import EXIT_CODES, StopSignals
-from ..console import plural
-from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, OtherConfiguration, UnusableFile
-from ..files.disk import Disk, digest_file
+from ..process.stop_signals import EXIT_CODES, StopSignals
+from ..progress.progress import Progress
 from ..rows.columns import Columns
 from ..rows.lines import BadRow
 from ..rows.part import WHOLE, Part

@@ -21,9 +21,10 @@ from datetime import datetime
 from functools import cache
 from itertools import islice
 
-from ..batch.job import JobModel, JobSettings, JobText
+from ..batch.job import JobModel, JobSettings
 from ..errors import RowError
 from ..files.disk import open_nameless
+from ..rows.job_text import JobText
 from ..rows.lines import BadRow, BatchRow
 from ..rows.prompt_encoder import Encoded
 from ..rows.scan import ScanSummary, scan

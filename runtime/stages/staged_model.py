@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from ..batch.job import Build, JobModel, JobText
+from ..batch.job import Build, JobModel
 from ..batch.job_runs import PhaseClock
-from ..batch.progress import Progress
+from ..progress.progress import Progress
+from ..rows.job_text import JobText
 from ..rows.scan import ScanSummary
 
 if TYPE_CHECKING:

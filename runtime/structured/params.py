@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any
 
 from ..errors import RowError
-from ..vllm_options import STRUCTURED, also_accepts
+from ..parameters.vllm_options import STRUCTURED, also_accepts
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 

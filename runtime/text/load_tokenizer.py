@@ -6,8 +6,8 @@ The module of a format is imported when it is needed. Does not know about reques
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..checkpoint.small_files import has_file
 from ..errors import InvalidTokenizer
+from ..files.small_files import has_file
 from .tokenizer import Tokenizer
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from ..checkpoint.small_files import read_small
 from ..embedding.texts import EncodedText, whole_text
 from ..errors import InvalidTokenizer, RowError
+from ..files.small_files import read_small
 from .special_tokens import SpecialTokens
 from .tokenizer import TextOrPair, TextSettings, Tokenizer, Vocabulary, no_room
 from .tokenizer_directory import AddedToken, DirectorySettings, read_directory

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from ..checkpoint.small_files import has_file, read_small, template_files
 from ..errors import InvalidTokenizer
+from ..files.small_files import has_file, read_small, template_files
 from .tokenizer import DEFAULT, ChatTemplate, TextSettings
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")

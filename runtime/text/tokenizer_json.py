@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint.small_files import read_small
 from ..embedding.texts import EncodedText
 from ..errors import InvalidTokenizer, RowError
+from ..files.small_files import read_small
 from .special_tokens import SpecialTokens
 from .tokenizer import TextOrPair, TextSettings, Tokenizer, Vocabulary, no_room
 from .tokenizer_directory import AddedToken, DirectorySettings, read_directory

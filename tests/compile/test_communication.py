@@ -19,7 +19,7 @@ from noria.compile.programs.collectives import Collective, read_collectives
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
-from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.runtime.files.layout_files import named_layout_tables
 from noria.sharding.call import Call
 from noria.sharding.communication import predict_collectives

@@ -16,7 +16,7 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import read_collectives
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
-from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.runtime.files.layout_files import named_layout_tables
 from noria.sharding.layout import Layout
 

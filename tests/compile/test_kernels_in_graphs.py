@@ -19,8 +19,8 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.modelzoo.attention.attend import attend_dense
+from noria.modelzoo.attention.prompt_pieces import PromptPieces
 from noria.modelzoo.cache import kv_cache
-from noria.modelzoo.cache.prompt_pieces import PromptPieces
 from noria.modelzoo.config import Chunk, DecoderConfig, Scores
 from noria.modelzoo.kernels.flash import attend_flash
 from noria.modelzoo.kernels.splash import attend_splash

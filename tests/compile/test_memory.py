@@ -22,7 +22,7 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
-from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 

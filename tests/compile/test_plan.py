@@ -14,7 +14,7 @@ from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel, published_format, published_table
 from noria.compile.plan_evidence import PlanEvidence
 from noria.compile.plan_tables import table_lines
-from noria.modelzoo.moe.config import LOSSLESS, Dispatch, Tiles
+from noria.modelzoo.moe_config import LOSSLESS, Dispatch, Tiles
 from noria.modelzoo.weights.weight_formats import WeightFormat
 
 GRID = BucketGrid(64, ((16, 4), (48, 1)), 8, (32, 64), steps_per_call=4, score=True)

@@ -186,7 +186,7 @@ def test_another_dispatch_is_another_job(mixtral, lossless, tmp_path):
 
 def test_llm_takes_the_same(noria, mixtral, monkeypatch):
     from noria.compile.expert_plan import ExpertPlan
-    from noria.modelzoo.moe.config import Dispatch
+    from noria.modelzoo.moe_config import Dispatch
     from noria.runtime import LLM, SamplingParams
 
     monkeypatch.setenv("XDG_CACHE_HOME", mixtral.environment["XDG_CACHE_HOME"])

@@ -20,9 +20,9 @@ from conformance import CASES, TRUE_LENGTHS, Case, prompts, save_reference
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
+from noria.modelzoo.attention.prompt_pieces import PromptPieces
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.kv_cache import KVCache
-from noria.modelzoo.cache.prompt_pieces import PromptPieces
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement
 from noria.modelzoo.families.registry import FAMILIES
 from noria.modelzoo.operations import ON_ONE_DEVICE

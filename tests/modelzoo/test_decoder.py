@@ -12,8 +12,8 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from unoptimized import set_optimized
 
 from noria.modelzoo import axes
+from noria.modelzoo.attention.prompt_pieces import PromptPieces
 from noria.modelzoo.cache import kv_cache
-from noria.modelzoo.cache.prompt_pieces import PromptPieces
 from noria.modelzoo.config import Arrangement, Chunk, DecoderConfig, Multipliers, Scores
 from noria.modelzoo.decoder import Decoder
 from noria.modelzoo.operations import ON_ONE_DEVICE

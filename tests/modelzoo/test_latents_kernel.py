@@ -13,9 +13,9 @@ from tolerances import FLOAT32_ELEMENTWISE, FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.attention.attend import Attend, Visibility, attend_dense
+from noria.modelzoo.attention.prompt_pieces import PromptPieces
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.entry_codes import EntryCodes
-from noria.modelzoo.cache.prompt_pieces import PromptPieces
 from noria.modelzoo.cache.segments import EMPTY_POSITION
 from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig, LatentAttention, Scores
 from noria.modelzoo.kernels import latents

@@ -4,7 +4,7 @@ import pytest
 
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.modelzoo.layer_groups import block_layers, layer_groups, layers_name, single_layer_names
-from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.moe_config import MoeConfig, Routing
 
 SCANNED = Arrangement(scan_layers=True)
 KINDS = {

@@ -9,11 +9,11 @@ import pytest
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.config import DecoderConfig
-from noria.modelzoo.moe.config import LOSSLESS, Dispatch, ExpertGroups, MoeConfig, Routing, Tiles
 from noria.modelzoo.moe.dispatch import assign_capacity_rows, sort_choices
 from noria.modelzoo.moe.experts import ExpertWeights
 from noria.modelzoo.moe.mix import Mixture, MoeOutput
 from noria.modelzoo.moe.routing import Choices, Router, route
+from noria.modelzoo.moe_config import LOSSLESS, Dispatch, ExpertGroups, MoeConfig, Routing, Tiles
 
 B, T, D, F = 3, 5, 16, 24
 PLAIN = Routing(num_experts=6, num_chosen=2)

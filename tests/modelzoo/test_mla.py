@@ -14,10 +14,10 @@ from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
+from noria.modelzoo.attention.prompt_pieces import PromptPieces
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.kv_cache import KVCache
 from noria.modelzoo.cache.layer_cache import PromptLatents
-from noria.modelzoo.cache.prompt_pieces import PromptPieces
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.decoder import Decoder
 from noria.modelzoo.latent_config import LatentAttention

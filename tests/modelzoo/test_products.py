@@ -9,7 +9,7 @@ from noria.modelzoo import axes
 from noria.modelzoo.block import make_block
 from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
-from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.modelzoo.products import LayerRecord, record_layer, record_logits
 
 PLAIN = DecoderConfig(

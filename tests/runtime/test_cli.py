@@ -7,12 +7,12 @@ import sys
 import pytest
 
 from noria.runtime import cli
-from noria.runtime.batch.stop_signals import StopNow
 from noria.runtime.commands import inspect_command
+from noria.runtime.process.stop_signals import StopNow
 
 _IMPORTS = """
 import sys
-import noria.runtime.cli, noria.runtime.batch.run, noria.runtime.batch.batch_job
+import noria.runtime.cli, noria.runtime.batch.run, noria.runtime.commands.batch_job
 import noria.runtime.batch.merge
 heavy = {"jax", "flax", "optax", "orbax", "transformers", "tokenizers", "jinja2", "gguf"}
 print(sorted(heavy & set(sys.modules)))

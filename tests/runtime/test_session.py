@@ -12,9 +12,10 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.targets import Target, find_target
 from noria.runtime.checkpoint import GenerationDefaults, open_model
+from noria.runtime.devices.backends import prepare_jax
 from noria.runtime.errors import InvalidConfig
-from noria.runtime.planning.plan_checks import check_layout, check_target
-from noria.runtime.session import eos_ids, load_model, prepare_jax
+from noria.runtime.plans.plan_checks import check_layout, check_target
+from noria.runtime.session import eos_ids, load_model
 
 
 def plan_for(target: str) -> Plan:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numerics_helpers import script
 
-from noria.modelzoo.moe.config import LOSSLESS, Dispatch
+from noria.modelzoo.moe_config import LOSSLESS, Dispatch
 from noria.runtime import cli
 
 CAPACITY = script("scripts/expert_capacity.py")

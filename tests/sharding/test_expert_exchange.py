@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding
 from tolerances import BFLOAT16_ELEMENTWISE_RELATIVE, FLOAT32_ELEMENTWISE
 
 from noria.compile.targets import find_target
-from noria.modelzoo.moe.config import LOSSLESS, Dispatch, Routing, Tiles
 from noria.modelzoo.moe.experts import ExpertWeights
 from noria.modelzoo.moe.mix import Mixture, MoeOutput
 from noria.modelzoo.moe.routing import Router
+from noria.modelzoo.moe_config import LOSSLESS, Dispatch, Routing, Tiles
 from noria.sharding.axis_rules import AxisRules
 from noria.sharding.layout import Layout
 from noria.sharding.sharded_operations import ShardedOperations

@@ -16,7 +16,7 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.monitor import compile_monitor
 from noria.modelzoo.config import DecoderConfig
-from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.sharding.layout import Layout
 from noria.sharding.legality import IllegalLayout, check, require
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import ModelNotFound
-from ..small_files import file_inside, has_file
+from ...files.small_files import file_inside, has_file
 from ..tensor_source import Index, TensorInfo, TensorSource
 from .safetensors import PICKLES, SINGLE, SafetensorsFile
 

@@ -22,7 +22,7 @@ from ...console import plural
 from ...errors import CheckpointError, InvalidSafetensors, ModelNotFound
 from ...files.file_facts import FileStamp
 from ...files.optional_packages import require
-from ..small_files import file_inside, has_file, parse_json_object, read_json_object
+from ...files.small_files import file_inside, has_file, parse_json_object, read_json_object
 from ..tensor_source import Box, Index, TensorInfo, intervals
 
 MAX_HEADER_BYTES = 32 * 2**20

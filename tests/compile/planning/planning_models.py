@@ -5,7 +5,7 @@ from dataclasses import replace
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig
-from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.sharding.layout import Layout
 
 PLAIN = DecoderConfig(

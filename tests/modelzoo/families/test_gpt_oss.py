@@ -8,7 +8,7 @@ from memory_tensors import Arrays
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.families.family import ModelSpec
 from noria.modelzoo.families.registry import UnsupportedModel, from_gguf_metadata, from_hf_config
-from noria.modelzoo.moe.config import ClampedUnit, Routing
+from noria.modelzoo.moe_config import ClampedUnit, Routing
 from noria.modelzoo.rope_config import RopeConfig, YarnScaling
 from noria.runtime.checkpoint.axis_pattern import AxisPattern
 

@@ -23,7 +23,7 @@ from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4, read_quanti
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
 from noria.modelzoo.families.rope_options import MAX_POSITION
 from noria.modelzoo.latent_config import LatentAttention
-from noria.modelzoo.moe.config import ExpertGroups, Routing
+from noria.modelzoo.moe_config import ExpertGroups, Routing
 from noria.modelzoo.rope_config import (
     FactorScaling,
     LinearScaling,

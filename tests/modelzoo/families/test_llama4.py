@@ -10,7 +10,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import Chunk
 from noria.modelzoo.families.mapping import TensorPrefix
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
-from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.modelzoo.rope_config import Llama3Scaling, NoRope, RopeConfig
 from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.loader import load_params

@@ -14,7 +14,7 @@ from noria.modelzoo.families.registry import (
     from_gguf_metadata,
     from_hf_config,
 )
-from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.modelzoo.rope_config import RopeConfig
 
 SHARED = {

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-from noria.runtime.batch.job import Build, JobSettings, JobText
-from noria.runtime.batch.progress import Progress
+from noria.runtime.batch.job import Build, JobSettings
 from noria.runtime.batch.run import run_job
 from noria.runtime.engine.shared_prefixes import plan_submission
 from noria.runtime.errors import RowError
+from noria.runtime.progress.progress import Progress
 from noria.runtime.request import CompletionOutput, Request, RequestMetrics, RequestOutput
+from noria.runtime.rows.job_text import JobText
 
 VOCAB_SIZE = 256
 

@@ -9,9 +9,9 @@ from fake_model import FakeModel, run, write_input
 from noria.runtime.batch import job_files
 from noria.runtime.batch.job_files import side_files
 from noria.runtime.batch.merge import merge
-from noria.runtime.batch.progress import Progress
 from noria.runtime.errors import UnusableFile
 from noria.runtime.files.disk import Disk, replace_file
+from noria.runtime.progress.progress import Progress
 from noria.runtime.rows.part import Part
 
 SIDES = ("manifest.json", "journal", "lock")

@@ -12,10 +12,10 @@ from fake_model import FakeGenerator, FakeModel, masked, run, settings, write_in
 from noria.runtime.batch import job_input
 from noria.runtime.batch.job_input import TokenSpill
 from noria.runtime.batch.merge import merge
-from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.errors import ConfigError, JobError, JournalError, MergeError
 from noria.runtime.files.run_config import read_instant
+from noria.runtime.progress.progress import Progress
 from noria.runtime.rows.part import Part
 from noria.runtime.rows.scan import MAX_AHEAD, map_ahead
 

@@ -16,10 +16,10 @@ from faulty_disk import Crash, FaultyDisk
 from noria.runtime.batch import job_runs, row_runner
 from noria.runtime.batch.job_runs import PhaseClock, runs_of, sums_of_runs
 from noria.runtime.batch.merge import merge
-from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
-from noria.runtime.batch.stop_signals import StopNow, StopSignals
 from noria.runtime.errors import JobError
+from noria.runtime.process.stop_signals import StopNow, StopSignals
+from noria.runtime.progress.progress import Progress
 from noria.runtime.rows.part import Part
 
 NUM_TOKENS = 13
@@ -171,7 +171,7 @@ def test_a_run_that_is_ended_from_another_thread_has_its_signal(
         """Stands for the end of the process."""
 
     actions: list = []
-    monkeypatch.setattr("noria.runtime.batch.stop_signals._at_forced_end", actions)
+    monkeypatch.setattr("noria.runtime.process.stop_signals._at_forced_end", actions)
     stop = StopSignals()
 
     class Ending(Model):

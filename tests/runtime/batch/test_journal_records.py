@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from noria.runtime.batch.journal import Journal
 from noria.runtime.batch.journal_records import PLAN
-from noria.runtime.batch.stop_signals import StopNow
 from noria.runtime.errors import JournalError
+from noria.runtime.process.stop_signals import StopNow
 
 HEADER, RUN, THE_PLAN, ROW = 0, 1, 6, 8
 """Positions in a journal's records, of which a run has one when each of its phases begins."""

@@ -12,10 +12,10 @@ from faulty_disk import Crash, FaultyDisk
 
 from noria.runtime.batch import lock as locks
 from noria.runtime.batch.merge import merge as merge_parts
-from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.errors import JobError, MergeError, OutputIsLocked, UnusableFile
 from noria.runtime.files.disk import Disk
+from noria.runtime.progress.progress import Progress
 from noria.runtime.rows.part import Part
 
 

@@ -23,9 +23,7 @@ from fake_model import masked, run, write_input
 from faulty_disk import Crash, FaultyDisk
 from file_identity import identity
 
-from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
-from noria.runtime.batch.stop_signals import StopSignals
 from noria.runtime.engine.metrics import RunFigures
 from noria.runtime.errors import (
     EXIT_RESUMABLE,
@@ -38,6 +36,8 @@ from noria.runtime.errors import (
 )
 from noria.runtime.errors import message as message_of
 from noria.runtime.pods.peers import Peers
+from noria.runtime.process.stop_signals import StopSignals
+from noria.runtime.progress.progress import Progress
 from noria.runtime.request import RequestOutput
 from noria.runtime.rows.part import Part
 

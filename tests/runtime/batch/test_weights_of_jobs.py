@@ -9,8 +9,8 @@ from faulty_disk import Crash, FaultyDisk
 from file_identity import identity
 
 from noria.runtime.batch.merge import merge
-from noria.runtime.batch.progress import Progress
 from noria.runtime.errors import EXIT_MODEL, JobError, MergeError
+from noria.runtime.progress.progress import Progress
 from noria.runtime.rows.part import Part
 
 OTHER = "sha256:other"

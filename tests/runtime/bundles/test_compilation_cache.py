@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from noria.runtime.bundles import compilation_cache
-from noria.runtime.bundles.compilation_cache import default_directory
+from noria.runtime.files.folders import default_directory
 
 DIRECTORY = "jax_compilation_cache_dir"
 

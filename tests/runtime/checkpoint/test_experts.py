@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import save_file
 
 from noria.compile.abstract_model import AbstractModel
-from noria.modelzoo.moe.config import ClampedUnit, ExpertGroups
+from noria.modelzoo.moe_config import ClampedUnit, ExpertGroups
 from noria.runtime.checkpoint import load_params, open_model, save_orbax
 from noria.runtime.checkpoint.formats import gguf
 from noria.runtime.checkpoint.formats.gguf import GGUFFile

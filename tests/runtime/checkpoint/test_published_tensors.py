@@ -12,7 +12,7 @@ from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.families.hugging_face import NAMES
 from noria.modelzoo.families.registry import FAMILIES
 from noria.modelzoo.families.sources import parameter_sources
-from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.modelzoo.weights.weight_formats import SCALES, WeightFormat
 from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.published_tensors import publish

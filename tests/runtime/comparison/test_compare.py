@@ -13,7 +13,6 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.graphs.comparison_steps import compare_step
 from noria.compile.graphs.steps import NO_TOKEN
-from noria.runtime.batch.row_ids import read_row_ids
 from noria.runtime.checkpoint import load_params, open_model
 from noria.runtime.cli import main
 from noria.runtime.comparison import compare as module
@@ -22,6 +21,7 @@ from noria.runtime.comparison.forced_model import forced_grid
 from noria.runtime.errors import ConfigError, InputError
 from noria.runtime.files import disk
 from noria.runtime.files.layout_files import read_layout_table
+from noria.runtime.rows.row_ids import read_row_ids
 from noria.sharding.layout import Layout
 
 RNG = np.random.default_rng(0)

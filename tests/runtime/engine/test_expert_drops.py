@@ -11,7 +11,7 @@ from unoptimized import set_optimized
 from noria.compile.expert_plan import ExpertPlan
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.modelzoo.moe.call import ExpertUse
-from noria.modelzoo.moe.config import LOSSLESS, Dispatch, MoeConfig, Routing
+from noria.modelzoo.moe_config import LOSSLESS, Dispatch, MoeConfig, Routing
 from noria.runtime.engine.actions import DecodeAction, ForkAction, PrefillAction
 from noria.runtime.engine.expert_use import ExpertSetup, ExpertTotals
 from noria.runtime.request import Request, SamplingParams

@@ -4,11 +4,11 @@ import io
 from dataclasses import dataclass
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.runtime.batch.progress import LOG_SECONDS, Progress
 from noria.runtime.planning.planner import Planner
 from noria.runtime.planning.search import SimulatedGrid
 from noria.runtime.planning.search_progress import SearchProgress
 from noria.runtime.planning.simulator import Simulation
+from noria.runtime.progress.progress import LOG_SECONDS, Progress
 
 GRID = BucketGrid(64, ((16, 2),), 4, (64,))
 SIMULATED = SimulatedGrid(GRID, Simulation(), build_seconds=9.0)

@@ -118,7 +118,7 @@ def test_a_limit_of_no_time_or_of_more_than_a_day_is_refused(seconds):
 
 def test_a_job_of_one_process_imports_nothing_of_pods():
     program = (
-        "import sys, noria.runtime.cli, noria.runtime.batch.batch_job; "
+        "import sys, noria.runtime.cli, noria.runtime.commands.batch_job; "
         "print([name for name in ('pod', 'coordination', 'watchdog') "
         "if f'noria.runtime.pods.{name}' in sys.modules])"
     )

@@ -15,7 +15,7 @@ from tiny import CONFIG
 
 from noria.compile.graphs import layer_steps
 from noria.compile.graphs.layer_steps import CalibrationLayer
-from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.modelzoo.weights.weight_formats import Quantisation, WeightFormat
 from noria.runtime.checkpoint.quantiser import dequantise
 from noria.runtime.cli import main

@@ -13,7 +13,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import DecoderConfig, Multipliers
 from noria.modelzoo.latent_config import LatentAttention
-from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.runtime.errors import InvalidConfig
 from noria.runtime.quantisation.rotation import Rotation
 from noria.runtime.quantisation.smoothing import smooth_layer

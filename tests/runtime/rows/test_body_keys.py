@@ -3,10 +3,10 @@
 import pytest
 
 from noria.runtime.errors import RowError
+from noria.runtime.parameters.vllm_options import ANY
 from noria.runtime.rows.body_keys import HINTS, OF_CHAT, OF_COMPLETIONS
 from noria.runtime.rows.request_body import BodyParams, read_params, read_sampling, unknown_keys
 from noria.runtime.structured.params import AllowedTokens
-from noria.runtime.vllm_options import ANY
 
 PLAIN = {"max_tokens": 3, "temperature": 0}
 

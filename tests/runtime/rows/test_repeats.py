@@ -14,11 +14,11 @@ from faulty_disk import Crash, FaultyDisk
 from noria.runtime.batch import job_input
 from noria.runtime.batch.journal import Journal
 from noria.runtime.batch.merge import merge
-from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.errors import JobError, RowError
 from noria.runtime.files.strict_json import Line
 from noria.runtime.pods.peers import Peers
+from noria.runtime.progress.progress import Progress
 from noria.runtime.request import RequestOutput
 from noria.runtime.rows import repeats
 from noria.runtime.rows.lines import BatchRow, read_row

@@ -17,11 +17,11 @@ from fake_model import FakeModel, masked, run, settings, write_input
 from faulty_disk import Crash, FaultyDisk
 
 from noria.runtime.batch.merge import merge
-from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.errors import InputError, UnusableFile
 from noria.runtime.files import compression
 from noria.runtime.files.disk import digest_file
+from noria.runtime.progress.progress import Progress
 from noria.runtime.rows import row_files
 from noria.runtime.rows.answer_tables import AddedColumns
 from noria.runtime.rows.columns import Columns

@@ -16,9 +16,9 @@ from fake_model import FakeModel, masked, run, settings
 from faulty_disk import Crash, FaultyDisk
 
 from noria.runtime.batch.merge import merge
-from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.errors import InputError, UnusableFile
+from noria.runtime.progress.progress import Progress
 from noria.runtime.rows.columns import Columns
 from noria.runtime.rows.part import Part
 from noria.runtime.rows.row_files import open_rows

@@ -18,10 +18,10 @@ from faulty_disk import Crash, FaultyDisk
 from noria.compile.grids.prefix_grid import hash_tokens
 from noria.runtime.batch import job_input
 from noria.runtime.batch.job_runs import PhaseClock
-from noria.runtime.batch.manifest import read_manifest
 from noria.runtime.batch.merge import merge
-from noria.runtime.batch.progress import Progress
 from noria.runtime.errors import ConfigError, JobError, UnusableFile
+from noria.runtime.files.manifest import read_manifest
+from noria.runtime.progress.progress import Progress
 from noria.runtime.rows.part import Part
 from noria.runtime.rows.scan import ScanSummary
 from noria.runtime.stages.pipeline_file import read_pipeline

@@ -10,11 +10,11 @@ import pytest
 from fake_model import FakeModel, settings
 from faulty_disk import Crash, FaultyDisk
 
-from noria.runtime.batch.manifest import read_manifest
 from noria.runtime.batch.merge import merge
-from noria.runtime.batch.progress import Progress
 from noria.runtime.errors import ConfigError, InputError
 from noria.runtime.files.disk import digest_file
+from noria.runtime.files.manifest import read_manifest
+from noria.runtime.progress.progress import Progress
 from noria.runtime.rows.columns import Columns
 from noria.runtime.rows.part import Part
 from noria.runtime.rows.row_files import output_lines

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from tiny_llama import CONFIG, random_tensors, save
 
-from noria.runtime.checkpoint import open_model, small_files
-from noria.runtime.checkpoint.small_files import has_file, read_small
+from noria.runtime.checkpoint import open_model
 from noria.runtime.errors import CheckpointError
+from noria.runtime.files import small_files
+from noria.runtime.files.small_files import has_file, read_small
 from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.sentencepiece_model import tokenizer_from_sentencepiece
 from noria.runtime.text.tokenizer_directory import read_directory

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from ..checkpoint import ModelFiles
 from ..errors import InputError
-from ..rows.columns import Columns
-from ..rows.lines import BadRow, BatchRow
-from ..rows.row_files import check_input, open_rows, unit_of
-from ..rows.scan import scan
-from .batch_model import open_text
+from .columns import Columns
+from .job_text import open_text
+from .lines import BadRow, BatchRow
+from .row_files import check_input, open_rows, unit_of
+from .scan import scan
 
 
 def read_row_ids(path: Path, files: ModelFiles) -> list[list[int]]:

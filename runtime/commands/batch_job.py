@@ -17,9 +17,16 @@ from typing import Any
 from ..adapters.adapter import Adapter
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.merged_model import open_merged
+from ..batch.batch_model import BatchModel, target_name
+from ..batch.job import JobSettings
+from ..batch.job_files import check_files, job_outputs, side_files
+from ..batch.job_runs import PhaseClock
+from ..batch.pipes import PIPE, copy_path, write_to_stdout
+from ..batch.remote_files import Outputs, input_copied, input_copy_path
+from ..batch.run import run_job
 from ..checkpoint import ModelFiles
 from ..devices.compiler_messages import without_alarms
-from ..devices.standard_streams import is_closed
+from ..devices.machine import versions
 from ..errors import (
     EXIT_OK,
     EXIT_ROWS_FAILED,
@@ -29,10 +36,14 @@ from ..errors import (
 )
 from ..files.disk import Disk
 from ..files.layout_files import layout_file, read_layout_table
+from ..files.manifest import fingerprint
 from ..files.remote import RemoteFile, Url
 from ..files.run_config import read_instant, read_plan_table
 from ..pods import pod_options
 from ..pods.peers import ALONE, Peers
+from ..process.standard_streams import is_closed
+from ..progress.progress import Progress
+from ..progress.progress_file import ProgressFile, path_of
 from ..rows.columns import INPUT, Columns
 from ..rows.form_file import read_form_file
 from ..rows.lines import endpoint_of
@@ -40,16 +51,6 @@ from ..rows.part import Part
 from ..rows.request_body import read_sampling
 from ..rows.row_files import table_of
 from ..rows.structured_body import read_form
-from .batch_model import BatchModel, target_name
-from .job import JobSettings
-from .job_files import check_files, job_outputs, side_files
-from .job_runs import PhaseClock
-from .manifest import fingerprint, versions
-from .pipes import PIPE, copy_path, write_to_stdout
-from .progress import Progress
-from .progress_file import ProgressFile, path_of
-from .remote_files import Outputs, input_copied, input_copy_path
-from .run import run_job
 
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 
@@ -299,8 +300,8 @@ def _setup(options: argparse.Namespace, plan_table: Mapping[str, Any] | None, pe
 
 def _given_plan(plan_table: Mapping[str, Any], overrides: Sequence[str]) -> str:
     """The facts of a given plan, which are those of a bundle that was compiled from it."""
-    from ..planning.plan_facts import plan_facts
-    from .job_plan import given_plan
+    from ..batch.job_plan import given_plan
+    from ..plans.plan_facts import plan_facts
 
     plan = given_plan(plan_table, overrides)
     # a bundle has the published formats of the model, which is part of the configuration

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from noria.compile.plan import Plan
 from noria.compile.plan_evidence import PlanEvidence
-from noria.runtime.planning.plan_facts import plan_facts
+from noria.runtime.plans.plan_facts import plan_facts
 
 SHORT = """\
 schema = 2

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, InvalidConfig, RowError
-from ..files.strict_json import parse_object
+from .strict_json import parse_object
 
 MAX_JSON_BYTES = 32 * 2**20
 MAX_VOCABULARY_BYTES = 256 * 2**20

@@ -2,7 +2,7 @@
 
 import json
 
-from noria.runtime.batch.differences import differences, flat
+from noria.runtime.files.differences import differences, flat
 
 NAMES = ("there", "now")
 

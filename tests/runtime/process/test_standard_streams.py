@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from noria.runtime.devices.standard_streams import TimedLines
+from noria.runtime.process.standard_streams import TimedLines
 
 COMMAND = f"{sys.executable} -m noria.runtime.cli"
 PRINT_AS_A_LIBRARY_DOES = """
 import os, sys
-from noria.runtime.devices.standard_streams import prepare_streams
+from noria.runtime.process.standard_streams import prepare_streams
 prepare_streams()
 os.write(1, b"library")
 print("result")

@@ -24,11 +24,11 @@ from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.monitor import compile_monitor
 from ..devices.host_arrays import HostArrays
-from ..engine.metrics import EngineMetrics, RunFigures
-from ..engine.shared_prefixes import SharedPrefix
+from ..embedding.texts import EncodedText, unpack
 from ..errors import RowError, check_process
 from ..request import Request, RequestMetrics, RequestOutput
-from .texts import EncodedText, unpack
+from .metrics import EngineMetrics, RunFigures
+from .shared_prefixes import SharedPrefix
 
 
 @dataclass

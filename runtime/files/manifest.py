@@ -3,24 +3,18 @@
 The manifest also proves that a job is complete: it has the hashes of the input, the configuration
 and the output, and is written after the output is durable.
 
-Does not know how rows run.
+Does not know how rows run or how they are counted.
 """
 
 import hashlib
 import json
-import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files.disk import Disk, FileDigest, digest_file, replace_file
-from .journal import JournalRow
+from .disk import Disk, FileDigest, digest_file, replace_file
 
 SCHEMA = 2
-_BY_CODE = "errors_by_code"
-PERCENTILES = (50, 90, 95, 99)
 COMMON_KEYS = (
     "schema",
     "model",
@@ -37,18 +31,6 @@ COMMON_KEYS = (
     "input",
 )
 """The keys of a manifest that all parts of a job have in common; the others describe one part."""
-
-
-def versions() -> dict[str, str]:
-    """The versions of installed packages that affect results; imports none of them."""
-    names = ("noria", "jax", "jaxlib", "flax", "numpy", "tokenizers", "sentencepiece")
-    installed = {}
-    for name in names:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
 
 
 def fingerprint(configuration: Mapping[str, str]) -> str:
@@ -109,61 +91,3 @@ def write_manifest(disk: Disk, output: Path, content: Mapping[str, Any]) -> None
     """Write the manifest of an output; it is complete or absent."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     replace_file(disk, manifest_path(output), [text.encode("utf-8", "backslashreplace")])
-
-
-def count_outcomes(
-    codes: Iterable[str | None],
-    *,
-    num_kept: int,
-    num_repeated: int,
-    num_dropping: int,
-    num_at_max_length: int,
-    num_stopping: int,
-) -> dict[str, Any]:
-    """The numbers of rows by outcome.
-
-    Args:
-        codes: The error code of every row; None for a result.
-        num_kept: Rows that earlier runs of the job finished.
-        num_repeated: Rows that were answered with the output of an equal row.
-        num_dropping: Rows with a result although expert choices were dropped.
-        num_at_max_length: Rows without `max_tokens` that ended at the plan's `max_length`.
-        num_stopping: Rows with samples that a rule stopped early.
-    """
-    counts = Counter(codes)
-    num_ok = counts.pop(None, 0)
-    return {
-        "total": num_ok + counts.total(),
-        "ok": num_ok,
-        "errors": counts.total(),
-        _BY_CODE: {str(code): counts[code] for code in sorted(counts, key=str)},
-        "kept_from_earlier_runs": num_kept,
-        "repeated": num_repeated,
-        "ok_with_dropped_choices": num_dropping,
-        "ok_at_max_length": num_at_max_length,
-        "ok_with_stopped_samples": num_stopping,
-    }
-
-
-def add_outcomes(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The sums of the row counts of several parts."""
-    codes = sum((Counter(rows[_BY_CODE]) for rows in parts), Counter())
-    by_code = dict(sorted(codes.items()))
-    return {
-        key: by_code if key == _BY_CODE else sum(rows[key] for rows in parts) for key in parts[0]
-    }
-
-
-def total(finished: Sequence[JournalRow], name: str) -> int:
-    """The sum of a figure over rows; rows without it count as zero."""
-    return int(sum(row.metrics.get(name, 0) for row in finished))
-
-
-def spread(finished: Sequence[JournalRow], name: str) -> dict[str, float] | None:
-    """Mean and percentiles of a figure over the rows that have it, from all runs of the job."""
-    values = sorted(row.metrics[name] for row in finished if name in row.metrics)
-    if not values:
-        return None
-    # nearest rank, so that every percentile is the figure of a row
-    ranks = {f"p{p}": values[-(-p * len(values) // 100) - 1] for p in PERCENTILES}
-    return {"mean": statistics.fmean(values), **ranks}

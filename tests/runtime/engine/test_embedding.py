@@ -13,8 +13,8 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.pooling_config import Pooling
 from noria.runtime.devices.host_arrays import HostArrays
-from noria.runtime.embedding.session import EmbeddingSession
 from noria.runtime.embedding.texts import pack, whole_text
+from noria.runtime.engine.embedding import EmbeddingSession
 from noria.runtime.errors import RowError
 from noria.runtime.request import Request, SamplingParams
 

@@ -4,7 +4,12 @@ import time
 
 import pytest
 
-from noria.runtime.text.answer_pattern import MAX_PATTERN, MAX_TEXT, compile_answer, find_answer
+from noria.runtime.structured.answer_pattern import (
+    MAX_PATTERN,
+    MAX_TEXT,
+    compile_answer,
+    find_answer,
+)
 
 
 def find(pattern: str, text: str) -> str | None:

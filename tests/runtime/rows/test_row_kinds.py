@@ -7,9 +7,9 @@ import pytest
 from tiny import TWO_LAYERS
 
 from noria.modelzoo.pooling_config import MEAN, Pooling, Projection
-from noria.runtime.batch.row_kinds import refusal
 from noria.runtime.files.strict_json import Line
 from noria.runtime.rows.lines import BatchRow, read_row
+from noria.runtime.rows.row_kinds import refusal
 
 ONE_CLASS = Pooling(projections=(Projection(1),), labels=("good",))
 TWO_CLASSES = Pooling(projections=(Projection(2),), labels=("good", "bad"))

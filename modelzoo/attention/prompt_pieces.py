@@ -27,12 +27,10 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from .. import axes
-from ..operations import Operations, rows_of
-from ..weights.weight_products import Axes
-from .entry_codes import is_rotated
-from .kv_cache import Positions, match_head_dim, match_heads
-from .layer_cache import LayerCache, NewEntries, Splits
-from .segments import (
+from ..cache.entry_codes import is_rotated
+from ..cache.kv_cache import Positions, match_head_dim, match_heads
+from ..cache.layer_cache import LayerCache, NewEntries, Splits
+from ..cache.segments import (
     Segments,
     Stripe,
     arrange_at_entries,
@@ -43,6 +41,8 @@ from .segments import (
     segment_starts,
     split_blocks,
 )
+from ..operations import Operations, rows_of
+from ..weights.weight_products import Axes
 
 
 class PromptPieces(NamedTuple):

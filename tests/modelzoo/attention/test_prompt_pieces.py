@@ -12,10 +12,10 @@ from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
+from noria.modelzoo.attention.prompt_pieces import PromptPieces, layer_of_slots
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.entry_codes import INT4_IN_BYTES
 from noria.modelzoo.cache.kv_cache import KVCache
-from noria.modelzoo.cache.prompt_pieces import PromptPieces, layer_of_slots
 from noria.modelzoo.cache.segments import join_blocks
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from noria.runtime import LLM, SamplingParams
-from noria.runtime.vllm_options import ANY, CALL, CHAT, MODEL, SAMPLING
+from noria.runtime.parameters.vllm_options import ANY, CALL, CHAT, MODEL, SAMPLING
 
 
 def test_sampling_parameters_that_change_nothing_are_accepted():

@@ -9,8 +9,8 @@ import fake_model as fake
 import pytest
 
 from noria.runtime import cli
-from noria.runtime.batch.stop_signals import END_SECONDS, StopSignals, at_forced_end
 from noria.runtime.files.disk import Disk
+from noria.runtime.process.stop_signals import END_SECONDS, StopSignals, at_forced_end
 from noria.runtime.rows.part import Part
 
 LIMIT_SECONDS = 2.0
@@ -18,7 +18,7 @@ START = """
 import gc, hashlib, threading, time
 from pathlib import Path
 from noria.runtime.batch.lock import JobLock
-from noria.runtime.batch.stop_signals import StopSignals
+from noria.runtime.process.stop_signals import StopSignals
 
 def native():
     threading.Timer(0.3, print, ("waits",), {"flush": True}).start()  # when it has begun
@@ -92,7 +92,7 @@ def test_an_action_runs_only_while_its_context_is_open():
     ran = []
     program = (
         f"{START}"
-        "from noria.runtime.batch.stop_signals import at_forced_end\n"
+        "from noria.runtime.process.stop_signals import at_forced_end\n"
         "with StopSignals():\n"
         "    with at_forced_end(lambda: print('closed')): pass\n"
         "    with at_forced_end(lambda: 1 / 0), at_forced_end(lambda: print('open', flush=True)):\n"

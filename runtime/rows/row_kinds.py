@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from ..embedding.vectors import too_many_dimensions
 from ..errors import EXIT_USAGE, JobError, RowError
-from ..rows.lines import BatchRow
-from ..rows.pooled_body import PooledRequest
-from ..rows.scan import RowRequirements
+from .lines import BatchRow
+from .pooled_body import PooledRequest
+from .scan import RowRequirements
 
 if TYPE_CHECKING:
     from ...compile.plan import Plan

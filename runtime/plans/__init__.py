@@ -1,0 +1,1 @@
+"""Plans against models and devices: what a plan resolves to, and whether a model can run it."""

@@ -1,0 +1,1 @@
+"""This process: the signals that end it, and its standard streams."""

@@ -1,0 +1,130 @@
+"""Opens the tokenizer side of a model: what turns the rows of a job into token ids.
+
+Does not know about weights or devices.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint import ModelFiles
+from ..errors import EXIT_MODEL, InvalidTokenizer, JobError, RowError
+from ..structured.params import AllowedTokens
+from ..structured.structures import Structures
+from ..text.chat_template import ChatRenderer
+from ..text.load_tokenizer import load_tokenizer
+from ..text.tokenizer import Tokenizer
+from .lines import BatchRow
+from .pooled_encoder import PooledEncoder
+from .prompt_encoder import PromptEncoder
+from .row_kinds import refusal
+from .scan import Encode, RowRequirements
+
+if TYPE_CHECKING:
+    from ...compile.grids.default_grid import RowShape
+    from ..structured.token_automaton import TokenAutomaton, TokenTrie
+
+
+@dataclass(frozen=True)
+class JobText:
+    """The tokenizer side of a model."""
+
+    encode: Encode
+    """Turns rows into token ids."""
+    tokens: Tokenizer | None
+    """Names the token ids in output lines; None without a tokenizer."""
+    reads_clock: Callable[[], bool] = lambda: False
+    """Whether an encoded prompt shows the time."""
+    gave_up: Callable[[], str | None] = lambda: None
+    """The chat template's file and the reason, if the template is no longer used; else None."""
+
+
+@contextmanager
+def open_text(
+    files: ModelFiles,
+    now: datetime | None = None,
+    structures: Structures | None = None,
+    adapters: Sequence[str] = (),
+    *,
+    is_strict: bool = False,
+) -> Iterator[JobText]:
+    """Open the tokenizer of a model, and the process that renders its chat template.
+
+    Args:
+        files: The model; without a tokenizer, rows must have token ids.
+        now: The time that templates see; by default the time of this call.
+        structures: Compiles the forms of answers that rows ask for.
+        adapters: The names of the adapters that rows may use.
+        is_strict: Whether texts to embed that are too long are refused instead of cut.
+
+    Raises:
+        JobError: The tokenizer's files are invalid, also if this is found in the `with` block.
+    """
+    try:
+        yield from _open_text(files, now, structures or Structures(), adapters, is_strict=is_strict)
+    except InvalidTokenizer as error:
+        raise JobError(str(error), EXIT_MODEL) from error
+
+
+def _open_text(
+    files: ModelFiles,
+    now: datetime | None,
+    structures: Structures,
+    adapters: Sequence[str],
+    *,
+    is_strict: bool,
+) -> Iterator[JobText]:
+    tokenizer = load_tokenizer(files.tokenizer_files, files.path)
+
+    def refuse(row: BatchRow) -> RowError | None:
+        return refusal(row, files.spec.config, adapters)
+
+    structures.compile_allowed = partial(_allowed_tokens, files, tokenizer)
+    options: dict[str, Any] = {
+        "structures": structures,
+        "encode_pooled": PooledEncoder(tokenizer, lambda: files.spec.config, is_strict=is_strict),
+        "refuse": refuse,
+        "max_length": lambda: files.spec.config.max_position,
+    }
+    if tokenizer is None:
+        yield JobText(PromptEncoder(None, **options), None)
+        return
+    structures.make_trie = partial(_vocabulary, files, tokenizer)
+    with ChatRenderer(tokenizer, now=now) as chat:
+        yield JobText(
+            PromptEncoder(tokenizer, chat.encode_all, **options),
+            tokenizer,
+            reads_clock=lambda: chat.reads_clock,
+            gave_up=lambda: chat.gave_up,
+        )
+
+
+def _vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> "TokenTrie":
+    from .. import session
+
+    return session.vocabulary_trie(files, tokenizer)
+
+
+def _allowed_tokens(
+    files: ModelFiles, tokenizer: Tokenizer | None, allowed: AllowedTokens
+) -> "TokenAutomaton":
+    from .. import session
+
+    return session.allowed_tokens(files, tokenizer, allowed)
+
+
+def row_shape(row: RowRequirements, structures: Structures) -> "RowShape":
+    """The requirements of a scanned row as the grid derivation takes them.
+
+    Args:
+      row: The requirements.
+      structures: The forms of answers, which the scan compiled.
+    """
+    from ...compile.grids.default_grid import RowShape
+
+    is_scored = row.prompt_logprobs is not None
+    shortest = structures.shortest(row.structure)
+    return RowShape(row.prompt_length, row.max_tokens, row.n, is_scored, shortest)
