@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("modelzoo", "sharding", "compile", "runtime")
 PLACES = {
     "modelzoo": """axes config_values moe_config pooling_config rope_config latent_config weights
-        rope structure config layer_groups cache operations attention kernels sampling layers pooling moe
-        layer_scan gqa mla block decoder products families""",
+        rope structure config layer_groups cache operations attention kernels sampling layers
+        pooling moe layer_scan gqa mla block decoder products families""",
     "runtime": """console errors files parameters embedding process devices structured request pods
         text checkpoint engine adapters plans progress quantisation bundles session layouts rows
         comparison planning llm batch evaluation stages commands cli __init__""",
