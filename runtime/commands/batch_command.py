@@ -18,6 +18,22 @@ from .shared_options import (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
+    _add_files(parser)
+    _add_model(parser)
+    _add_requests(parser)
+    _add_run(parser)
+    several = parser.add_argument_group("several processes over one mesh")
+    pod_options.add_options(several)
+    several.add_argument(
+        "--allow-different-numerics",
+        action="store_true",
+        help="continue a job that other processes or devices began, on those that are there; "
+        "finished rows are kept, and the manifest names every set-up",
+    )
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the input, of the outputs, and of the columns of tables."""
     add = parser.add_argument
     add(
         "-i",
@@ -64,86 +80,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="column of a table to copy to the output, there called NAME",
     )
     add(
-        "--form",
-        type=Path,
-        metavar="FILE",
-        help="JSON Schema, or another form, of the answers to rows that ask for none; with "
-        "--pipeline, of the answers of its last stage",
-    )
-    add_model(parser)
-    add(
-        "--merge-adapter",
-        type=Path,
-        metavar="DIR",
-        help="adapter of peft (LoRA, rsLoRA, DoRA) to merge into the weights while they load",
-    )
-    add_adapters(parser)
-    add(
-        "--plan",
-        type=Path,
-        help="plan file or bundle to use (default: a plan derived from the input)",
-    )
-    add(
-        "--require-bundle",
-        action="store_true",
-        help="end before weights load, with exit code 2, unless every executable of the bundle "
-        "that --plan names can be used",
-    )
-    add_dtype(parser)
-    add(
-        "--target",
-        help="hardware to run on (default: the target of the plan, else this machine's "
-        "accelerator, else cpu)",
-    )
-    add_layout(parser)
-    add("--seed", type=int, default=0, help="seed for rows without a seed (default: 0)")
-    add_overrides(parser)
-    add(
-        "--generation-config",
-        choices=("model", "none"),
-        default="model",
-        help="source of sampling defaults: model, its generation_config.json; none, noria's own "
-        "defaults (default: model)",
-    )
-    add(
-        "--sampling",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="sampling parameter of rows that do not have it, such as max_tokens=64",
-    )
-    add(
-        "--ignore-unknown",
-        action="store_true",
-        help="ignore keys of requests that noria does not know; by default such rows are errors",
-    )
-    add(
-        "--strict-length",
-        action="store_true",
-        help="refuse texts to embed that are longer than the max_seq_length of the model; by "
-        "default they are cut, as in sentence-transformers",
-    )
-    add(
-        "--now",
-        metavar="TIME",
-        help="local time that chat templates see, such as 2026-01-31T12:00:00 (default: the start "
-        "of the job); give all parts of a job the same time",
-    )
-    add(
-        "--grace-seconds",
-        type=_seconds,
-        default=20.0,
-        metavar="SECONDS",
-        help="seconds to finish running rows after SIGTERM, SIGHUP or Ctrl-C (default: 20)",
-    )
-    add(
-        "--on-error",
-        choices=("row", "raise"),
-        default="row",
-        help="what a bad row does: row, it becomes an error row; raise, it stops the job "
-        "(default: row)",
-    )
-    add(
         "--error-file",
         type=path_or_url,
         help="file or URL for error rows, which are then left out of the output",
@@ -165,6 +101,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep the files of all stages, in the folder OUTPUT.stages",
     )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the model and of its plan."""
+    add = parser.add_argument
+    add_model(parser)
+    add(
+        "--merge-adapter",
+        type=Path,
+        metavar="DIR",
+        help="adapter of peft (LoRA, rsLoRA, DoRA) to merge into the weights while they load",
+    )
+    add_adapters(parser)
     add(
         "--expect-weights",
         type=_weights_digest,
@@ -172,11 +121,93 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="digest that the weights must have; noria inspect --weights-digest prints it",
     )
     add(
+        "--plan",
+        type=Path,
+        help="plan file or bundle to use (default: a plan derived from the input)",
+    )
+    add(
+        "--require-bundle",
+        action="store_true",
+        help="end before weights load, with exit code 2, unless every executable of the bundle "
+        "that --plan names can be used",
+    )
+    add_dtype(parser)
+    add(
+        "--target",
+        help="hardware to run on (default: the target of the plan, else this machine's "
+        "accelerator, else cpu)",
+    )
+    add_layout(parser)
+    add_overrides(parser)
+    add(
         "--no-sharing",
         dest="shares",
         action="store_false",
         help="compute every prompt whole, even if prompts begin with the same tokens; a given "
         "plan keeps its prefixes",
+    )
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    """Add the options of what requests leave out, and of what they may have."""
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="seed for rows without a seed (default: 0)")
+    add(
+        "--generation-config",
+        choices=("model", "none"),
+        default="model",
+        help="source of sampling defaults: model, its generation_config.json; none, noria's own "
+        "defaults (default: model)",
+    )
+    add(
+        "--sampling",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="sampling parameter of rows that do not have it, such as max_tokens=64",
+    )
+    add(
+        "--form",
+        type=Path,
+        metavar="FILE",
+        help="JSON Schema, or another form, of the answers to rows that ask for none; with "
+        "--pipeline, of the answers of its last stage",
+    )
+    add(
+        "--ignore-unknown",
+        action="store_true",
+        help="ignore keys of requests that noria does not know; by default such rows are errors",
+    )
+    add(
+        "--strict-length",
+        action="store_true",
+        help="refuse texts to embed that are longer than the max_seq_length of the model; by "
+        "default they are cut, as in sentence-transformers",
+    )
+    add(
+        "--now",
+        metavar="TIME",
+        help="local time that chat templates see, such as 2026-01-31T12:00:00 (default: the start "
+        "of the job); give all parts of a job the same time",
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how the job runs, stops, and shows its progress."""
+    add = parser.add_argument
+    add(
+        "--grace-seconds",
+        type=_seconds,
+        default=20.0,
+        metavar="SECONDS",
+        help="seconds to finish running rows after SIGTERM, SIGHUP or Ctrl-C (default: 20)",
+    )
+    add(
+        "--on-error",
+        choices=("row", "raise"),
+        default="row",
+        help="what a bad row does: row, it becomes an error row; raise, it stops the job "
+        "(default: row)",
     )
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument(
@@ -202,14 +233,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--progress-file",
         metavar="FILE",
         help="file, or open descriptor fd:N, that takes the progress as lines of JSON",
-    )
-    several = parser.add_argument_group("several processes over one mesh")
-    pod_options.add_options(several)
-    several.add_argument(
-        "--allow-different-numerics",
-        action="store_true",
-        help="continue a job that other processes or devices began, on those that are there; "
-        "finished rows are kept, and the manifest names every set-up",
     )
 
 

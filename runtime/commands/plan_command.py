@@ -61,6 +61,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_adapters(parser)
     add_dtype(parser)
+    _add_numbers(parser)
+    _add_lengths(parser)
+    add(
+        "--calibration",
+        type=Path,
+        help="calibration file that noria bench --calibration wrote on the target",
+    )
+    add(
+        "--hardware",
+        type=Path,
+        help="TOML file with device tables, in addition to the published ones",
+    )
+    _add_search_options(parser)
+    add_quiet(parser)
+
+
+def _add_numbers(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the formats of weights, keys and values, and activations."""
+    add = parser.add_argument
     add(
         "--weights",
         choices=("float", "int8", "float8", "int4", "as_published"),
@@ -88,6 +107,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="format of activations, numbers.activations of the plan; int8 needs int8 weights "
         "(default: %(default)s)",
     )
+
+
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the expected output lengths."""
+    add = parser.add_argument
     add(
         "--from-output",
         type=path_or_url,
@@ -110,18 +134,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="largest number of tokens of prompt and output together, for rows without max_tokens "
         "(default: the longest of their prompts plus the expected output)",
     )
-    add(
-        "--calibration",
-        type=Path,
-        help="calibration file that noria bench --calibration wrote on the target",
-    )
-    add(
-        "--hardware",
-        type=Path,
-        help="TOML file with device tables, in addition to the published ones",
-    )
-    _add_search_options(parser)
-    add_quiet(parser)
 
 
 def _add_search_options(parser: argparse.ArgumentParser) -> None:
@@ -138,6 +150,33 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compile the layers as a loop: faster to compile, and slower to run on the CPU",
     )
+    _add_limits(parser)
+    add(
+        "--compile-layouts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compile the costliest graphs of the best N layouts, and choose the layout by the "
+        "compiled graphs (default: 0)",
+    )
+    add(
+        "--max-memory-gb",
+        type=float,
+        metavar="GB",
+        help="memory for weights and cache on each device, in GB (default: 90 %% of the device)",
+    )
+    add(
+        "--tries",
+        type=int,
+        default=24,
+        metavar="N",
+        help="largest number of grids to simulate for each layout (default: 24)",
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the options that limit padding, graphs, and the time to compile them."""
+    add = parser.add_argument
     add(
         "--max-padding",
         type=float,
@@ -172,27 +211,6 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help="expected seconds to compile one graph (default: predicted by phase and layers)",
-    )
-    add(
-        "--compile-layouts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="compile the costliest graphs of the best N layouts, and choose the layout by the "
-        "compiled graphs (default: 0)",
-    )
-    add(
-        "--max-memory-gb",
-        type=float,
-        metavar="GB",
-        help="memory for weights and cache on each device, in GB (default: 90 %% of the device)",
-    )
-    add(
-        "--tries",
-        type=int,
-        default=24,
-        metavar="N",
-        help="largest number of grids to simulate for each layout (default: 24)",
     )
 
 
