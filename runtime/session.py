@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.expert_plan import LOSSLESS_EXPERTS
 from ..compile.graph_failures import is_out_of_memory, naming_graph, reason
+from ..compile.graphs.graph_key import EMPTY_STATE
 from ..compile.grids.adapter_grid import AdapterGrid
 from ..compile.plan import DTYPES, Plan
 from ..compile.targets import Target
@@ -240,20 +241,20 @@ def compile_plan(
     Raises:
       GraphFailed: A graph does not compile.
     """
-    from ..compile.build import build
+    from ..compile.build import build, plan_graphs
 
-    return build(
+    graphs = plan_graphs(
         definition,
         plan.buckets,
         placement,
         jnp.dtype(plan.numbers.dtype),
-        on_graph,
         plan.experts or LOSSLESS_EXPERTS,
         plan.attention,
         plan.compiler,
-        warm.executables() if warm else {},
-        warm.keep if warm else None,
     )
+    if warm is None:
+        return build(plan.buckets, graphs, on_graph)
+    return build(plan.buckets, graphs, on_graph, warm.executables(), warm.keep)
 
 
 def start_embedding(
@@ -314,7 +315,7 @@ def start(
     experts = plan.experts or LOSSLESS_EXPERTS
     graphs = compile_plan(definition, plan, placement, on_graph, warm)
     check_memory(graphs, model.target.devices)
-    with naming_graph(graphs.EMPTY_STATE, grid, "failed as it ran"):
+    with naming_graph(EMPTY_STATE, grid, "failed as it ran"):
         state = (warm and warm.state()) or graphs.empty_state()
     host = HostArrays(placement.replicated)
     packed = None
