@@ -208,23 +208,17 @@ class _GraphPlanner:
             return GraphSpec(key, self._make_state, (), _shardings(self._state), (), {})
         body = kind.body(self._grid, key.shape, self._operations["decode"])
         arguments = tuple(self._replicated(kind.arguments(self._model, self._grid, key.shape)))
-        results, donated = [], ()
+        results, donated = replicated, ()
         if kind.num_segments is not None:
             head = self._head(kind.num_segments(self._grid, key.shape))
-            arguments, donated = (head, *arguments), (0 if kind.call is None else 1,)
-            results.append(_shardings(head))
+            arguments, results, donated = (head, *arguments), (_shardings(head), replicated), (0,)
         if kind.call is not None:
-            phase, kernel = (
-                kind.call(self._grid, key.shape).phase,
-                kind.kernel(self._kernels, key.shape),
-            )
+            kernel = kind.kernel(self._kernels, key.shape)
             assert kernel is not None
-            body = self._bind(body, phase, kernel)
-            arguments = (self._parameters, *arguments)
-            results.append(replicated)
-        shardings = results[0] if len(results) == 1 else tuple(results)
+            body = self._bind(body, kind.call(self._grid, key.shape).phase, kernel)
+            arguments, donated = (self._parameters, *arguments), tuple(n + 1 for n in donated)
         own = options.get(kind.options or "", {})
-        return GraphSpec(key, body, arguments, shardings, donated, own)
+        return GraphSpec(key, body, arguments, results, donated, own)
 
     def _head(self, num_segments: int) -> DecodeState:
         """The state with the first segments of the cache."""

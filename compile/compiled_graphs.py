@@ -53,8 +53,7 @@ class CompiledGraphs:
         if kind.num_segments is None:
             return state, executable(*model, *arguments)
         head = state._replace(cache=state.cache.head(kind.num_segments(self.grid, key.shape)))
-        results = executable(*model, head, *arguments)
-        new, output = (results, None) if kind.call is None else results
+        new, output = executable(*model, head, *arguments)
         return new._replace(cache=state.cache.with_head(new.cache)), output
 
     def executable(self, key: GraphKey) -> Any:

@@ -135,7 +135,7 @@ class StandInDevice:
 
     def _fork(self, name: str, state: StandInState, source: Any, slot: Any, sampling: Any):
         self._left_B[int(slot)] = self._left_B[int(source)]
-        return state
+        return state, None
 
     def _prefill(self, name: str, parameters: Any, state: Any, rows: Any, asked: Any, tokens: Any):
         pending = self._start(name)

@@ -41,8 +41,8 @@ class GraphKind:
     """One kind of graph.
 
     A graph takes the parameters if it runs the model, the state if it has segments of the cache,
-    and then its own arguments. It returns the state if it takes it, and an output if it runs the
-    model.
+    and then its own arguments. It returns its output, which may be None, or a new state and its
+    output if it takes a state.
     """
 
     per: type
