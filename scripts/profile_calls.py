@@ -84,7 +84,7 @@ class Profiler:
         target = find_target("cpu")
         self.placement, self.options = target.placement(), options
         with open_model("smollm2") as files:
-            self.model = session.load_model(files, target, dtype)
+            self.model = session.load_model(files, target, session.LoadOptions(dtype))
         longest, slots = options.spans[-1], options.slots
         self.grid = BucketGrid(longest, ((options.prompt, 1),), slots, tuple(options.spans))
 

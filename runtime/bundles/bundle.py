@@ -33,7 +33,7 @@ from ..files.disk import Disk, digest_file, replace_file, temporary_name
 from ..files.folders import check_fillable
 from ..files.own_files import RecordedFile, open_own_folder, read_file, read_recorded
 from ..files.run_config import PLAN
-from ..planning.plan_facts import plan_table
+from ..plans.plan_facts import plan_table
 from ..pods.peers import ALONE, Peers
 from .key import check_key, key_of
 from .loading import dump

@@ -24,7 +24,7 @@ from ...compile.graphs.graph_kinds import graph_keys, read_values
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
-from ..planning.plan_facts import plan_table
+from ..plans.plan_facts import plan_table
 from .compilation_cache import remove_oldest
 from .key import digest, surroundings
 from .loading import dump

@@ -78,9 +78,8 @@ class Verification:
 
     def _logits(self, layout: Layout | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Chosen token ids [B] and logits [B, V], after prefill and after each decode step."""
-        model = session.load_model(
-            self.files, self.target, self.dtype, layout, scan_layers=self.scan_layers
-        )
+        options = session.LoadOptions(self.dtype, layout, self.scan_layers)
+        model = session.load_model(self.files, self.target, options)
         grid, dtype = _grid(layout, self.length), jnp.dtype(self.dtype)
         placement = model.placement
         planned = plan_graphs(model.definition, grid, placement, dtype, attention=self.attention)
