@@ -4,12 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from .graphs.graph_kinds import GRAPH_KINDS
 from .plan_tables import check_keys
 
 CompilerOptions = Mapping[str, Mapping[str, str | int | float | bool]]
-"""Values by kind of graph, then by name of the option."""
+"""Values by `GraphKind.options`, then by name of the option."""
 NO_OPTIONS: CompilerOptions = {}
-KINDS = ("prefill", "score", "embed", "fork", "decode")
+KINDS = tuple(dict.fromkeys(kind.options for kind in GRAPH_KINDS.values() if kind.options))
 PLATFORM_OPTIONS: Mapping[str, CompilerOptions] = {
     "tpu": {"decode": {"xla_tpu_msa_inefficient_use_to_copy_ratio": 0.55}},
     "cpu": {"embed": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}},
@@ -86,6 +87,7 @@ def with_defaults(
     if platform == "gpu":
         of_groups = GPU_OPTIONS_FOR_GROUPS if has_groups else {}
         of_cache = GPU_OPTIONS_FOR_CODED_CACHES if has_coded_cache else {}
-        defaults = {kind: {**of_groups, **of_cache} for kind in KINDS if kind != "fork"}
+        of_models = {kind.options for kind in GRAPH_KINDS.values() if kind.call and kind.options}
+        defaults = {kind: {**of_groups, **of_cache} for kind in of_models}
     merged = {kind: {**defaults.get(kind, {}), **options.get(kind, {})} for kind in KINDS}
     return {kind: dict(sorted(values.items())) for kind, values in merged.items() if values}

@@ -20,6 +20,8 @@ from ..sharding.legality import check
 from .abstract_model import AbstractModel, model_sizes
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
 from .build import compile_with_text, plan_graphs
+from .graphs.graph_key import GraphKey
+from .graphs.graph_kinds import call_of
 from .grids.bucket_grid import BucketGrid
 from .planning.evidence import read_evidence
 from .planning.hardware import Hardware
@@ -133,30 +135,24 @@ def measure(
     result.bytes_per_device = {"params": work.parameter_bytes, "cache": work.grid_bytes(grid)}
     kernels = choose_kernels(config, grid, placement, jnp.dtype(dtype), attention)
     result.attention = kernels.report()
-    graphs = {}
-    for graph in plan_graphs(model, grid, placement, jnp.dtype(dtype), attention=attention):
-        phase = graph.kind
-        # decode graphs come in rising order of spans, prefill graphs in falling order of lengths
-        if phase == "decode" or (phase == "prefill" and phase not in graphs):
-            graphs[phase] = graph
-    for phase in PHASES:
+    planned = plan_graphs(model, grid, placement, jnp.dtype(dtype), attention=attention)
+    graphs = {graph.key: graph for graph in planned}
+    longest = GraphKey("prefill", grid.prefill[-1]), GraphKey("decode", grid.max_length)
+    for phase, key in zip(PHASES, longest, strict=True):
         try:
-            compiled, text, seconds = compile_with_text(graphs[phase])
+            compiled, text, seconds = compile_with_text(graphs[key])
         except RuntimeError as error:
             # a comparison of layouts should report a device whose memory is too small
             reason = str(error).strip().partition("\n")[0]
             result.verdict = "does not compile"
             result.findings.append(
-                f"{graphs[phase].name} does not compile for {target.name}: {reason} Try more "
+                f"{key} does not compile for {target.name}: {reason} Try more "
                 f"devices, fewer slots, shorter rows or a layout that splits more."
             )
             return result
-        on_graph(graphs[phase].name, seconds)
+        on_graph(str(key), seconds)
         result.compile_seconds += seconds
-        is_decode = phase == "decode"
-        call = (
-            grid.decode_call(grid.max_length) if is_decode else grid.prefill_call(grid.prefill[-1])
-        )
+        call = call_of(grid, key)
         _read(result, compiled, text, call, work)
         if text is not None:
             evidence = read_evidence(text, target.platform, call, work, hardware, torus)

@@ -15,6 +15,7 @@ from ..sharding.layout import PHASES, Layout
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .compiler_options import CompilerOptions, read_options
 from .expert_plan import ExpertPlan
+from .graphs.graph_kinds import GRAPH_KINDS
 from .grids.adapter_grid import AdapterGrid
 from .grids.bucket_grid import BucketGrid
 from .grids.prefix_grid import PrefixGrid
@@ -287,10 +288,8 @@ class Plan:
                 'the other rows of a call decide what a prefix loses. Set dispatch = "lossless" in '
                 "[experts.prefill], or leave [prefixes] out."
             )
-        has_slots, scores = self.buckets.decode_slots > 0, self.buckets.score
-        is_built = {"prefill": has_slots, "score": scores, "fork": has_slots, "decode": has_slots}
-        is_built["embed"] = self.buckets.embed
-        if unused := [kind for kind in self.compiler if not is_built[kind]]:
+        built = {kind.options for kind in GRAPH_KINDS.values() if kind.is_built(self.buckets)}
+        if unused := [kind for kind in self.compiler if kind not in built]:
             raise ValueError(
                 f"plan [compiler]: expected options for graphs that the plan has, got {unused}. "
                 f"Remove them."

@@ -150,18 +150,8 @@ class LLM:
             self.plan = plan
             bundle = path if path is not None and path.is_dir() else None
             warm = WarmStart(bundle, cache, plan, device, files, say)
-            loaded = session.load_model(
-                files,
-                device,
-                plan.numbers.dtype,
-                plan.layout,
-                plan.model.scan_layers,
-                say,
-                plan.numbers.weight_rules,
-                plan.numbers.cache_codes,
-                plan.buckets.adapters,
-                own_adapters,
-            )
+            options = session.LoadOptions.of_plan(plan)
+            loaded = session.load_model(files, device, options, own_adapters, say)
         self._prompts = PromptReader(loaded.tokenizer, instant)
         self._generator: GenerationSession | EmbeddingSession | None
         if plan.buckets.embed:

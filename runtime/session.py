@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.expert_plan import LOSSLESS_EXPERTS
 from ..compile.graph_failures import is_out_of_memory, naming_graph, reason
+from ..compile.graphs.graph_key import EMPTY_STATE
 from ..compile.grids.adapter_grid import AdapterGrid
 from ..compile.plan import DTYPES, Plan
 from ..compile.targets import Target
@@ -89,32 +90,47 @@ def resolve_dtype(dtype: str, target: Target) -> str:
     return dtype
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """The formats and the arrangement of a model's arrays."""
+
+    dtype: str
+    """The dtype of the parameters, or `auto`."""
+    layout: Layout | None = None
+    """The layout on several devices; None for one device."""
+    scan_layers: bool = False
+    """Whether graphs scan over layers, so that their weights are stacked."""
+    weight_rules: WeightRules = ALL_FLOAT
+    """The formats of weights; weights that are not published in codes are rounded to them while
+    they load."""
+    cache_codes: str | None = None
+    """The dtype of cache entries in codes; None for float entries."""
+    adapters: AdapterGrid | None = None
+    """The room for adapters."""
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> "LoadOptions":
+        """The options that a plan fixes."""
+        numbers, scan_layers = plan.numbers, plan.model.scan_layers
+        formats = numbers.weight_rules, numbers.cache_codes
+        return cls(numbers.dtype, plan.layout, scan_layers, *formats, plan.buckets.adapters)
+
+
 def load_model(
     files: ModelFiles,
     target: Target,
-    dtype: str,
-    layout: Layout | None = None,
-    scan_layers: bool = False,
-    say: Callable[[str], object] = lambda note: None,
-    weight_rules: WeightRules = ALL_FLOAT,
-    cache_codes: str | None = None,
-    adapter_grid: AdapterGrid | None = None,
+    options: LoadOptions,
     adapters: AdapterSet | None = None,
+    say: Callable[[str], object] = lambda note: None,
 ) -> LoadedModel:
     """Read the parameters, slice by slice, directly into their placement on the target.
 
     Args:
       files: The model's files.
       target: The devices.
-      dtype: The dtype of the parameters, or `auto`.
-      layout: The layout on several devices; None for one device.
-      scan_layers: Whether graphs scan over layers, so that their weights are stacked.
+      options: The formats and the arrangement of the arrays.
+      adapters: The adapters, which fit into the room of the options.
       say: Called with a line about tokens without an embedding, if there are any.
-      weight_rules: The formats of weights; weights that are not published in codes are rounded
-        to them while they load.
-      cache_codes: The dtype of cache entries in codes; None for float entries.
-      adapter_grid: The plan's room for adapters.
-      adapters: The adapters, which fit into it.
 
     Raises:
       CheckpointError: The model's files cannot be used.
@@ -123,15 +139,15 @@ def load_model(
     # imported here, because importing flax takes time in which executables load in threads
     from ..compile.abstract_model import DOWN, UP, AbstractModel
 
-    dtype = resolve_dtype(dtype, target)
+    dtype, config = resolve_dtype(options.dtype, target), files.spec.config
     # before the weights, so that an error of the tokenizer comes early
     tokenizer = load_tokenizer(files.tokenizer_files, files.path)
     ends = eos_ids(files, tokenizer)
     if note := lacking_tokens(files, tokenizer):
         say(note)
-    placement = target.placement(layout)
-    arrangement = placement.arrangement(files.spec.config, scan_layers, cache_codes)
-    definition = AbstractModel(files.spec.config, arrangement, weight_rules, adapter_grid)
+    placement = target.placement(options.layout)
+    arrangement = placement.arrangement(config, options.scan_layers, options.cache_codes)
+    definition = AbstractModel(config, arrangement, options.weight_rules, options.adapters)
     abstract = definition.abstract_parameters(jnp.dtype(dtype))
     logical_axes = definition.logical_axes()
     shardings = placement.parameters(logical_axes)
@@ -240,20 +256,14 @@ def compile_plan(
     Raises:
       GraphFailed: A graph does not compile.
     """
-    from ..compile.build import build
+    from ..compile.build import build, plan_graphs
 
-    return build(
-        definition,
-        plan.buckets,
-        placement,
-        jnp.dtype(plan.numbers.dtype),
-        on_graph,
-        plan.experts or LOSSLESS_EXPERTS,
-        plan.attention,
-        plan.compiler,
-        warm.executables() if warm else {},
-        warm.keep if warm else None,
-    )
+    grid, dtype = plan.buckets, jnp.dtype(plan.numbers.dtype)
+    options = plan.experts or LOSSLESS_EXPERTS, plan.attention, plan.compiler
+    graphs = plan_graphs(definition, grid, placement, dtype, *options)
+    if warm is None:
+        return build(grid, graphs, on_graph)
+    return build(grid, graphs, on_graph, warm.executables(), warm.keep)
 
 
 def start_embedding(
@@ -314,7 +324,7 @@ def start(
     experts = plan.experts or LOSSLESS_EXPERTS
     graphs = compile_plan(definition, plan, placement, on_graph, warm)
     check_memory(graphs, model.target.devices)
-    with naming_graph(graphs.EMPTY_STATE, grid, "failed as it ran"):
+    with naming_graph(EMPTY_STATE, grid, "failed as it ran"):
         state = (warm and warm.state()) or graphs.empty_state()
     host = HostArrays(placement.replicated)
     packed = None

@@ -196,7 +196,7 @@ def graph_cost(length: int, kernel: str) -> Cost:
     asked = AttentionPlan(prefill=kernel)
     dtype = jnp.dtype(jnp.bfloat16)
     graphs = plan_graphs(definition, grid, placement, dtype, attention=asked)
-    compiled, _ = compile_graph(next(graph for graph in graphs if graph.name.startswith("prefill")))
+    compiled, _ = compile_graph(next(graph for graph in graphs if graph.key.kind == "prefill"))
     return cost_of(compiled)
 
 

@@ -204,7 +204,7 @@ class DeviceBench:
         from noria.compile.build import compile_graph, plan_graphs
 
         graphs = plan_graphs(self.definition, grid, self.placement, self.dtype)
-        (graph,) = (graph for graph in graphs if graph.name.startswith(kind))
+        (graph,) = (graph for graph in graphs if graph.key.kind == kind)
         compiled, seconds = compile_graph(graph)
         return compiled, seconds
 

@@ -142,7 +142,7 @@ class Noria(NamedTuple):
             planned = PlannedModel("random", files.fingerprint())
             config = files.spec.config
             plan = embedding_plan(lengths, target.name, planned, Numbers(dtype), config, None)
-            model = session.load_model(files, target, dtype)
+            model = session.load_model(files, target, session.LoadOptions(dtype))
         embedder = session.start_embedding(model, plan)
         return cls(embedder, time.perf_counter() - started)
 

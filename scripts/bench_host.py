@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from noria.compile.compiled_graphs import CompiledGraphs, graph_names
+from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.graphs.graph_key import GraphKey
+from noria.compile.graphs.graph_kinds import graph_keys
 from noria.compile.graphs.prefill_steps import PrefillOutput
 from noria.compile.graphs.steps import NO_TOKEN, DecodeOutput
 from noria.compile.grids.bucket_grid import BucketGrid
@@ -121,19 +123,19 @@ class StandInDevice:
         self._vocab_size, self._steps = vocab_size, grid.steps_per_call
         # one more slot for the dummy rows of prefill
         self._left_B = np.zeros(grid.decode_slots + 1, np.int32)
-        executables = {name: partial(self._executable_of(name), name) for name in graph_names(grid)}
+        executables = {key: partial(self._executable_of(key), str(key)) for key in graph_keys(grid)}
         self.graphs = CompiledGraphs(grid, executables)
 
-    def _executable_of(self, name: str):
+    def _executable_of(self, key: GraphKey):
         kinds = {"decode": self._decode, "prefill": self._prefill, "fork": self._fork}
-        return kinds.get(name.split()[0], self._empty_state)
+        return kinds.get(key.kind, self._empty_state)
 
     def _empty_state(self, name: str) -> StandInState:
         return StandInState(StandInCache())
 
     def _fork(self, name: str, state: StandInState, source: Any, slot: Any, sampling: Any):
         self._left_B[int(slot)] = self._left_B[int(source)]
-        return state
+        return state, None
 
     def _prefill(self, name: str, parameters: Any, state: Any, rows: Any, asked: Any, tokens: Any):
         pending = self._start(name)

@@ -262,9 +262,9 @@ def compile_all(case: Case, files: ModelFiles, prediction: Prediction, record: d
     )
     done = record.setdefault("graphs", {})
     for graph in graphs:
-        if graph.name not in done:
-            done[graph.name] = compiled(graph)
-            print(case.name, graph.name, done[graph.name], flush=True)
+        if (name := str(graph.key)) not in done:
+            done[name] = compiled(graph)
+            print(case.name, name, done[name], flush=True)
             keep()
 
 

@@ -138,7 +138,7 @@ def measure(case: Case) -> dict:
     placement = target.placement(case.layout)
     definition = AbstractModel(case.config, placement.arrangement(case.config))
     graphs = plan_graphs(definition, case.grid, placement, jnp.dtype(jnp.bfloat16))
-    graph = next(graph for graph in graphs if graph.name.startswith(case.phase))
+    graph = next(graph for graph in graphs if graph.key.kind == case.phase)
     compiled, text, seconds = compile_with_text(graph)
     memory = compiled.memory_analysis()
     assert memory is not None, "compilers for TPU say what they allocate"
@@ -146,7 +146,7 @@ def measure(case: Case) -> dict:
     counted = ProgramCounts.from_executable(
         compiled, text, target.platform, cost, steps=case.grid.steps_per_call
     )
-    found, estimate = compiled_call(case.name, case.call, counted, cost), cost.estimate(case.call)
+    found, estimate = compiled_call(graph.key, case.call, counted, cost), cost.estimate(case.call)
     return {
         "name": case.name,
         "target": case.target,

@@ -84,7 +84,7 @@ class Profiler:
         target = find_target("cpu")
         self.placement, self.options = target.placement(), options
         with open_model("smollm2") as files:
-            self.model = session.load_model(files, target, dtype)
+            self.model = session.load_model(files, target, session.LoadOptions(dtype))
         longest, slots = options.spans[-1], options.slots
         self.grid = BucketGrid(longest, ((options.prompt, 1),), slots, tuple(options.spans))
 
@@ -93,7 +93,7 @@ class Profiler:
         dtype = jnp.dtype(self.model.dtype)
         cache_dtype = self.placement.cache_dtype(dtype)
         graphs = plan_graphs(self.model.definition, self.grid, self.placement, dtype)
-        graph, _ = compile_graph([graph for graph in graphs if graph.kind == kind][-1])
+        graph, _ = compile_graph([graph for graph in graphs if graph.key.kind == kind][-1])
         steps = self.grid.steps_per_call if kind == "decode" else 1
         groups = Groups(graph.as_text(), steps)
         state, arguments = jax.jit(partial(self._state, cache_dtype))(), self._arguments(kind)

@@ -157,7 +157,7 @@ class GraphReader:
         """Compile and read the longest decode or prefill graph of a grid."""
         dtype = jnp.dtype(self._dtype)
         graphs = plan_graphs(self._definition, grid, self._placement, dtype, attention=attention)
-        of_kind = [graph for graph in graphs if graph.kind == kind]
+        of_kind = [graph for graph in graphs if graph.key.kind == kind]
         # decode graphs are in ascending order of spans, prefill graphs in descending order
         graph = of_kind[-1 if kind == "decode" else 0]
         is_decode = kind == "decode"
@@ -165,7 +165,7 @@ class GraphReader:
         call = grid.decode_call(grid.max_length) if is_decode else prefill_call
         executable, text, seconds = compile_with_text(graph)
         if text is None:
-            raise RuntimeError(f"{graph.name}: XLA cannot write this program as text")
+            raise RuntimeError(f"{graph.key}: XLA cannot write this program as text")
         platform, torus = self._target.platform, self._name.torus
         found = read_evidence(text, platform, call, self._work, self._hardware, torus)
         return ReadGraph(executable, text, seconds, found)

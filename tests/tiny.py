@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from noria.compile.abstract_model import AbstractModel
-from noria.compile.build import build
+from noria.compile.build import build, plan_graphs
 from noria.compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from noria.compile.graphs import signatures
 from noria.compile.grids.bucket_grid import BucketGrid
@@ -89,7 +89,10 @@ class TinyModel:
         self.definition = AbstractModel(config)
         self.parameters = random_parameters(self.definition)
         self.experts = config.moe and ExpertSetup(config.moe, experts)
-        self.graphs = build(self.definition, grid, self.placement, jnp.float32, experts=experts)
+        planned = plan_graphs(
+            self.definition, grid, self.placement, jnp.dtype(jnp.float32), experts
+        )
+        self.graphs = build(grid, planned)
         self._empty = partial(signatures.decode_state, self.definition, grid, jnp.float32)
         self._forward = jax.jit(self._logits)
 

@@ -108,7 +108,7 @@ def fork_step(
     sampling: SamplingState,
     *,
     cache_operations: Operations,
-) -> DecodeState:
+) -> tuple[DecodeState, None]:
     """Copy slot `source` to `slot`, with other sampling parameters. Donated: state.
 
     A source past all slots clears the slot: it then has zeros and empty positions.
@@ -131,7 +131,7 @@ def fork_step(
         return put((old,), (new,), _BY_SLOT)[0]
 
     sampling = jax.tree.map(put_sampling, state.sampling, sampling)
-    return state.map(copy)._replace(sampling=sampling)
+    return state.map(copy)._replace(sampling=sampling), None
 
 
 def prefix_step(
@@ -172,7 +172,7 @@ def prefix_step(
 
 def clear_prefix_step(
     state: DecodeState, row: jax.Array, *, cache_operations: Operations
-) -> DecodeState:
+) -> tuple[DecodeState, None]:
     """Make a prefix empty, with zeros and empty positions. Donated: state."""
     assert state.prefixes is not None
 
@@ -185,7 +185,7 @@ def clear_prefix_step(
         )
         return _put_row(segments, new, row, logical_axes, cache_operations)
 
-    return state._replace(prefixes=state.prefixes.map(clear))
+    return state._replace(prefixes=state.prefixes.map(clear)), None
 
 
 def _put_row(

@@ -6,7 +6,7 @@ the module that lowers turns them into shardings. Knows nothing of devices.
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,8 @@ from ...modelzoo.cache import kv_cache
 from ...modelzoo.cache.prefixes import Prefixes
 from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import BITS, StructureTables
-from ..grids.adapter_grid import AdapterGrid
 from ..grids.bucket_grid import BucketGrid
 from ..grids.prefill_bucket import PrefillBucket
-from ..grids.prefix_grid import PrefixGrid
 from ..grids.structured_grid import CLASSES_OF_BLOCK, MAX_LEVELS, TOKENS_OF_BLOCK, StructuredGrid
 from .prefill_steps import SlotRequests
 from .steps import DecodeState
@@ -116,7 +114,7 @@ def greedy_sampling(B: int, V: int, grid: BucketGrid | None = None) -> SamplingS
 
 
 def prefill_arguments(
-    model: "AbstractModel", bucket: PrefillBucket, grid: BucketGrid
+    model: "AbstractModel", grid: BucketGrid, bucket: PrefillBucket
 ) -> tuple[PromptPieces, SlotRequests, jax.ShapeDtypeStruct]:
     """Arguments of a prefill graph: `rows, requests, tokens_BT`."""
     B = bucket.batch
@@ -135,20 +133,20 @@ def embed_arguments(bucket: PrefillBucket) -> tuple[jax.ShapeDtypeStruct, ...]:
     return jax.ShapeDtypeStruct((bucket.batch, bucket.tokens), jnp.int32), int_B, int_B
 
 
-def score_arguments(model: "AbstractModel", bucket: PrefillBucket, grid: BucketGrid):
+def score_arguments(model: "AbstractModel", grid: BucketGrid, bucket: PrefillBucket):
     """Arguments of a scoring graph: `rows, requests, tokens_BT, next_BT, num_logprobs_B`."""
-    rows, requests, tokens_BT = prefill_arguments(model, bucket, grid)
+    rows, requests, tokens_BT = prefill_arguments(model, grid, bucket)
     return rows, requests, tokens_BT, tokens_BT, rows.count_B
 
 
-def prefix_arguments(
-    prefixes: PrefixGrid, adapters: AdapterGrid | None = None
-) -> tuple[PromptPieces | jax.ShapeDtypeStruct, ...]:
+def prefix_arguments(grid: BucketGrid) -> tuple[PromptPieces | jax.ShapeDtypeStruct, ...]:
     """Arguments of the graph that computes prefixes: `rows, tokens_BT`, and `adapter_B` in a plan
     with adapters."""
+    prefixes = grid.prefixes
+    assert prefixes is not None
     int_B = jax.ShapeDtypeStruct((prefixes.batch,), jnp.int32)
     tokens_BT = jax.ShapeDtypeStruct((prefixes.batch, prefixes.chunk), jnp.int32)
-    own = () if adapters is None else (int_B,)
+    own = () if grid.adapters is None else (int_B,)
     return PromptPieces._make((int_B, int_B, int_B, None)), tokens_BT, *own
 
 
@@ -163,13 +161,16 @@ def fork_arguments(model: "AbstractModel", grid: BucketGrid):
     return number, number, _abstract_sampling(model, grid, 1)
 
 
-def live_mask(grid: BucketGrid) -> jax.ShapeDtypeStruct:
-    """Argument `is_live_B` of a decode graph."""
-    return jax.ShapeDtypeStruct((grid.decode_slots,), jnp.bool_)
+def decode_arguments(model: "AbstractModel", grid: BucketGrid) -> tuple[Any, ...]:
+    """Arguments of a decode graph: `is_live_B`, and `structures` in a plan that has automata."""
+    is_live_B = jax.ShapeDtypeStruct((grid.decode_slots,), jnp.bool_)
+    if grid.structured is None:
+        return (is_live_B,)
+    return is_live_B, _structure_tables(grid.structured, model)
 
 
-def structure_tables(structured: StructuredGrid, model: "AbstractModel") -> StructureTables:
-    """Argument `structures` of a decode graph."""
+def _structure_tables(structured: StructuredGrid, model: "AbstractModel") -> StructureTables:
+    """The abstract tables of the automata of a plan."""
     S, K, V = structured.states, len(structured.schemas) + 1, model.padded_vocab
 
     def table(dtype: jax.typing.DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:

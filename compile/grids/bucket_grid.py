@@ -191,16 +191,6 @@ class BucketGrid:
     def _prefill_lengths(self) -> list[int]:
         return distinct_lengths(self.prefill)
 
-    @cached_property
-    def prefill_kinds(self) -> tuple[bool, ...]:
-        """The kinds of graph of each prefill bucket: for each kind, whether it scores.
-
-        A plan that embeds has one kind, which does not score.
-        """
-        if self.embed:
-            return (False,)
-        return (False,) * bool(self.decode_slots) + (True,) * self.score
-
     def fit(self, prompt_length: int, max_tokens: int | None) -> PrefillBucket:
         """Choose the bucket in which a prompt begins.
 

@@ -19,6 +19,7 @@ from itertools import combinations, product
 import numpy as np
 
 from ...sharding.call import Call
+from ..graphs.graph_kinds import kinds_of
 from ..grids.bucket_grid import BucketGrid
 from ..grids.bucket_search import cheapest_cuts
 from ..grids.default_grid import SPAN_STEP, slot_use
@@ -87,7 +88,7 @@ class Budget:
 
 def num_graphs(grid: BucketGrid) -> int:
     """Number of prefill and decode graphs of a grid."""
-    return len(grid.prefill) * len(grid.prefill_kinds) + len(grid.graph_spans)
+    return len(grid.prefill) * len(kinds_of(grid, PrefillBucket)) + len(grid.graph_spans)
 
 
 def _expected_use(rows: Sequence[ExpectedRow], *, has_chunks: bool) -> SlotUse:

@@ -21,7 +21,9 @@ platforms.
 
 from dataclasses import dataclass
 
+from ..graphs.graph_kinds import kinds_of
 from ..grids.bucket_grid import BucketGrid
+from ..grids.prefill_bucket import PrefillBucket
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class GraphSeconds:
 
     def of_grid(self, grid: BucketGrid) -> float:
         """Seconds to compile all graphs of a grid."""
-        num_prefill = len(grid.prefill) * len(grid.prefill_kinds)
+        num_prefill = len(grid.prefill) * len(kinds_of(grid, PrefillBucket))
         decode = sum(self.of_decode_graph(grid.decode_slots, span) for span in grid.graph_spans)
         return num_prefill * self.prefill + decode
 

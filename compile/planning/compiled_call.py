@@ -18,6 +18,7 @@ import jax
 from ...sharding.call import Call
 from ...sharding.communication import sent_bytes
 from ...sharding.mesh_layout import MeshLayout
+from ..graphs.graph_key import GraphKey
 from ..programs.collectives import Collective, read_collectives
 from ..programs.report import ProgramReport, Totals, read_report
 from .cost import CostModel
@@ -105,7 +106,7 @@ class ProgramCounts:
 class CompiledCall:
     """A graph's call on one device; for decode, one step."""
 
-    graph: str
+    graph: GraphKey
     flops: float
     num_bytes: float
     sent: Sent
@@ -148,7 +149,9 @@ class CompiledCall:
         )
 
 
-def compiled_call(name: str, call: Call, counted: ProgramCounts, cost: CostModel) -> CompiledCall:
+def compiled_call(
+    key: GraphKey, call: Call, counted: ProgramCounts, cost: CostModel
+) -> CompiledCall:
     """Combine the counts of a program with the work of its call."""
     parts = cost.work.parts(call)
     flops, num_bytes = sum(part.flops for part in parts), sum(part.bytes for part in parts)
@@ -159,7 +162,7 @@ def compiled_call(name: str, call: Call, counted: ProgramCounts, cost: CostModel
     by_shapes = cost.roofline(flops, num_bytes, planned, int8_flops)
     by_program = cost.roofline(more_flops, more_bytes, sent, int8_flops)
     return CompiledCall(
-        graph=name,
+        graph=key,
         flops=more_flops,
         num_bytes=more_bytes,
         sent=sent,

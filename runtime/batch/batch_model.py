@@ -144,18 +144,8 @@ class BatchModel:
             ]
             their_rows = [rows[i] for i in served]
             _note_plan(plan, their_rows, noted.of_rows(served), config, target, progress)
-        model = session.load_model(
-            self.files,
-            target,
-            plan.numbers.dtype,
-            plan.layout,
-            plan.model.scan_layers,
-            progress.note,
-            plan.numbers.weight_rules,
-            plan.numbers.cache_codes,
-            plan.buckets.adapters,
-            self.adapters,
-        )
+        options = session.LoadOptions.of_plan(plan)
+        model = session.load_model(self.files, target, options, self.adapters, progress.note)
         digest = weights.result()
         phases.enter("build")
         waste = partial(with_waste, grid=plan.buckets, work=work)

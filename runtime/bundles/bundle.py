@@ -5,7 +5,8 @@
 have written them: the folder and the files must belong to the user, be writable by nobody else, lie
 outside the model's directory, and be exactly the files in `bundle.json`. The executables must also
 have been built by the same versions, sources and flags, for the same devices. If a condition does
-not hold, the bundle is not used, and a note says why.
+not hold, the bundle is not used, and a note says why. Of a bundle of another plan, the executables
+are used whose programs read the same values of the plan.
 
 Each process of a pod has a bundle of its own in `process-I-of-N/` of the folder.
 
@@ -18,8 +19,11 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ...compile.compiled_graphs import CompiledGraphs, graph_names
+from ...compile.compiled_graphs import CompiledGraphs
+from ...compile.graphs.graph_key import GraphKey
+from ...compile.graphs.graph_kinds import graph_keys, read_values
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
@@ -29,6 +33,7 @@ from ..files.disk import Disk, digest_file, replace_file, temporary_name
 from ..files.folders import check_fillable
 from ..files.own_files import RecordedFile, open_own_folder, read_file, read_recorded
 from ..files.run_config import PLAN
+from ..plans.plan_facts import plan_table
 from ..pods.peers import ALONE, Peers
 from .key import check_key, key_of
 from .loading import dump
@@ -45,6 +50,8 @@ class Contents:
     """The part of `bundle.json` that loading needs."""
 
     key: Mapping[str, str]
+    plan: Mapping[str, Any]
+    """The table of the plan in the key."""
     graphs: Mapping[str, RecordedFile]
 
 
@@ -56,8 +63,10 @@ class Bundle:
     plan: Plan
     target: Target
     contents: Contents
-    dumped: Mapping[str, bytes]
-    """The bytes of every executable by the name of its graph."""
+    dumped: Mapping[GraphKey, bytes]
+    """The bytes of the executables that can be used."""
+    refusal: str
+    """The reason why others cannot be used; empty if all can."""
 
     @classmethod
     def open(
@@ -77,16 +86,36 @@ class Bundle:
             raise BundleUnusable("it is a link; give the folder to which it leads")
         with _disk_errors_as_unusable(folder), open_own_folder(folder) as descriptor:
             contents = _contents(read_file(CONTENTS, descriptor))
-            check_key(contents.key, key_of(plan, target, config))
-            if missing := graph_names(plan.buckets) ^ set(contents.graphs):
-                raise BundleUnusable(
-                    f"its executables differ from the graphs of the plan ({sorted(missing)})"
-                )
+            files, refusal = _usable(contents, plan, key_of(plan, target, config))
             with open_own_folder(GRAPHS, descriptor) as graphs:
-                dumped = {
-                    name: read_recorded(file, graphs) for name, file in contents.graphs.items()
-                }
-        return cls(folder, plan, target, contents, dumped)
+                dumped = {key: read_recorded(file, graphs) for key, file in files.items()}
+        return cls(folder, plan, target, contents, dumped, refusal)
+
+
+def _usable(
+    contents: Contents, plan: Plan, wanted: Mapping[str, str]
+) -> tuple[dict[GraphKey, RecordedFile], str]:
+    """The executables for a plan and its key, and the reason why others cannot be used."""
+    graphs = {str(key): key for key in graph_keys(plan.buckets)}
+    files = {key: contents.graphs[name] for name, key in graphs.items() if name in contents.graphs}
+    if contents.key == wanted:
+        if missing := graphs.keys() ^ contents.graphs.keys():
+            raise BundleUnusable(
+                f"its executables differ from the graphs of the plan ({sorted(missing)})"
+            )
+        return files, ""
+    check_key({**contents.key, "plan": wanted["plan"]}, wanted)
+    then, now = contents.plan, plan_table(plan)
+    same = {k: files[k] for k in files if read_values(then, k) == read_values(now, k)}
+    lost = [name for name, key in graphs.items() if key not in same]
+    try:
+        if lost:
+            check_key(contents.key, wanted)
+    except BundleUnusable as error:
+        if not same:
+            raise
+        return same, f"it has no {', '.join(lost)} for this plan: {error}"
+    return same, ""
 
 
 def check_folder(folder: Path, model_path: Path, peers: Peers = ALONE) -> None:
@@ -133,7 +162,7 @@ def write(
     target: Target,
     config: DecoderConfig,
     graphs: CompiledGraphs,
-    seconds: Mapping[str, float],
+    seconds: Mapping[GraphKey, float],
 ) -> None:
     """Write a bundle into a folder that passes `check_folder`; an earlier bundle is replaced.
 
@@ -143,17 +172,18 @@ def write(
       target: The target of the graphs. Executables are stored only if `keeps(target)`.
       config: The model's configuration.
       graphs: The executables.
-      seconds: Compile seconds of each graph, by name.
+      seconds: Compile seconds of each graph.
     """
     disk = Disk()
     _empty(disk, folder)
     described = {}
-    for number, (name, executable) in enumerate(graphs.executables.items()):
-        described[name] = {"compile_seconds": seconds[name], **memory_facts(executable)}
+    for number, (key, executable) in enumerate(graphs.executables.items()):
+        facts = {"compile_seconds": seconds[key], **memory_facts(executable)}
         if keeps(target):
             path = folder / GRAPHS / f"{number:03}.bin"
             replace_file(disk, path, [dump(executable)])
-            described[name] |= RecordedFile(path.name, digest_file(path).sha256).to_table()
+            facts |= RecordedFile(path.name, digest_file(path).sha256).to_table()
+        described[str(key)] = facts
     replace_file(disk, folder / PLAN, [plan.to_toml().encode()])
     contents = {
         "schema": SCHEMA,
@@ -210,7 +240,7 @@ def _contents(text: bytes) -> Contents:
         graphs = {
             str(name): RecordedFile.from_table(graph) for name, graph in contents["graphs"].items()
         }
-        return Contents(dict(contents["key"]), graphs)
+        return Contents(dict(contents["key"]), json.loads(contents["key"]["plan"]), graphs)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, BundleUnusable):
             raise

@@ -1,8 +1,8 @@
 """The user's cache of executables, one file for each graph.
 
 The name of a file is a hash of everything that its executable depends on: versions, sources, flags,
-processor, devices, model, and the parts of the plan that decide the graph. Plans that differ only
-in prefill buckets share all other graphs. Nobody else can write into the folder, so its files are
+processor, devices, model, and the keys of the plan that the graph's program reads. Plans that
+differ in other keys share the executable. Nobody else can write into the folder, so its files are
 trusted. Each file begins with the hash of its content, because a disk may damage it.
 
 Guarantees: a file under its final name is complete; if a file cannot be written or read, the graph
@@ -13,18 +13,18 @@ import hashlib
 import json
 import os
 import tempfile
-import tomllib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import jax
 
-from ...compile.compiled_graphs import graph_names
+from ...compile.graphs.graph_key import GraphKey
+from ...compile.graphs.graph_kinds import graph_keys, read_values
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
+from ..plans.plan_facts import plan_table
 from .compilation_cache import remove_oldest
 from .key import digest, surroundings
 from .loading import dump
@@ -54,34 +54,34 @@ class ExecutableCache:
             folder.mkdir(mode=0o700, exist_ok=True)
             remove_oldest(folder)
         self._paths = {
-            name: folder / f"{key}.bin" for name, key in graph_keys(plan, target, config).items()
+            key: folder / f"{name}.bin" for key, name in digests(plan, target, config).items()
         }
 
-    def read(self) -> dict[str, bytes]:
-        """Read the bytes of every executable in the cache, by the name of its graph."""
+    def read(self) -> dict[GraphKey, bytes]:
+        """Read the bytes of every executable in the cache."""
         serialized = {}
-        for name, path in self._paths.items():
+        for key, path in self._paths.items():
             try:
                 content = path.read_bytes()
                 os.utime(path)
             except FileNotFoundError:
                 continue
             except OSError as error:
-                self._on_note(f"compile cache, {name}: {path}: {error.strerror}")
+                self._on_note(f"compile cache, {key}: {path}: {error.strerror}")
                 continue
             data = content[_HASH_BYTES:]
             if hashlib.sha256(data).digest() == content[:_HASH_BYTES]:
-                serialized[name] = data
+                serialized[key] = data
             else:
-                self._on_note(f"compile cache, {name}: {path} is damaged; compiling it again")
+                self._on_note(f"compile cache, {key}: {path} is damaged; compiling it again")
         return serialized
 
-    def keep(self, name: str, executable: jax.stages.Compiled) -> None:
+    def keep(self, key: GraphKey, executable: jax.stages.Compiled) -> None:
         """Write the executable of a graph; it must have been compiled in this process."""
         try:
-            _write(self._paths[name], dump(executable))
+            _write(self._paths[key], dump(executable))
         except Exception as error:  # the graph is compiled, so the job can run anyway
-            self._on_note(f"compile cache, {name}: not kept ({error})")
+            self._on_note(f"compile cache, {key}: not kept ({error})")
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -101,12 +101,7 @@ def _write(path: Path, data: bytes) -> None:
 _HASH_BYTES = hashlib.sha256().digest_size
 
 
-def graph_keys(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
+def digests(plan: Plan, target: Target, config: DecoderConfig) -> dict[GraphKey, str]:
     """For each graph of a plan, a hash of everything that its executable depends on."""
-    table = tomllib.loads(replace(plan, evidence=None).to_toml())
-    table["model"] = {"scan_layers": plan.model.scan_layers}
-    table.pop("max_length_reason", None)
-    # the name of a prefill graph contains its own bucket; other buckets do not affect it
-    del table["buckets"]["prefill"]
-    common = json.dumps([surroundings(target, config), table], sort_keys=True)
-    return {name: digest(f"{common}\n{name}") for name in graph_names(plan.buckets)}
+    common, table = json.dumps(surroundings(target, config)), plan_table(plan)
+    return {key: digest(f"{common}\n{read_values(table, key)}") for key in graph_keys(plan.buckets)}

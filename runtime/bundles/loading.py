@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
+from ...compile.graphs.graph_key import GraphKey
 from ...compile.targets import Target
 
 
@@ -28,25 +29,25 @@ def dump(executable: jax.stages.Compiled) -> bytes:
 
 
 def load_in_background(
-    dumped: Mapping[str, bytes], target: Target
-) -> dict[str, Future[jax.stages.Compiled]]:
+    dumped: Mapping[GraphKey, bytes], target: Target
+) -> dict[GraphKey, Future[jax.stages.Compiled]]:
     """Start to load executables in threads, small executables first.
 
     Args:
-      dumped: Trusted bytes from `dump`, by the name of the graph.
+      dumped: Trusted bytes from `dump`.
       target: The devices that the executables were compiled for.
 
     Returns:
-      Futures by the same names; a future raises `LoadError` if its executable cannot be loaded.
+      Futures of the executables; a future raises `LoadError` if its executable cannot be loaded.
     """
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     by_size = sorted(dumped.items(), key=lambda item: len(item[1]))
-    loading = {name: pool.submit(_load, name, data, target) for name, data in by_size}
+    loading = {key: pool.submit(_load, key, data, target) for key, data in by_size}
     pool.shutdown(wait=False)
     return loading
 
 
-def _load(name: str, dumped: bytes, target: Target) -> jax.stages.Compiled:
+def _load(key: GraphKey, dumped: bytes, target: Target) -> jax.stages.Compiled:
     try:
         return deserialize_and_load(
             *pickle.loads(dumped),
@@ -54,4 +55,4 @@ def _load(name: str, dumped: bytes, target: Target) -> jax.stages.Compiled:
             execution_devices=list(target.devices),
         )
     except Exception as error:  # a pickle may raise anything
-        raise LoadError(f"its executable {name} cannot be loaded ({error})") from error
+        raise LoadError(f"its executable {key} cannot be loaded ({error})") from error

@@ -6,14 +6,14 @@ A note says why a bundle cannot be used. Executables that are missing or cannot 
 compiled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
-from ...compile.compiled_graphs import CompiledGraphs
+from ...compile.graphs.graph_key import EMPTY_STATE, GraphKey
 from ...compile.graphs.steps import DecodeState
 from ...compile.plan import Plan
 from ...compile.targets import Target
@@ -76,50 +76,56 @@ class WarmStart:
         self._requires_bundle = requires_bundle
         self.bundle: BundleUse | None = None
         """The use of the bundle; None if no process was given one."""
-        self._loaded: dict[str, jax.stages.Compiled] | None = None
+        self._loaded: dict[GraphKey, jax.stages.Compiled] | None = None
         config = files.spec.config
         self._cache: ExecutableCache | None = None
         if cache is not None:
             own = own_folder(cache, peers.rank, peers.size)
             self._cache = ExecutableCache(own, plan, target, config, self._on_warning)
-        dumped = self._open(bundle, plan, target, files)
-        self._source = "compile cache" if dumped is None else f"bundle {bundle}"
-        self._reads_bundle = dumped is not None
-        if dumped is None:
-            dumped = self._cache.read() if self._cache else {}
-        names = self._names_on_all_processes(set(dumped))
-        self._loading = load_in_background({name: dumped[name] for name in names}, target)
+        self._folder, self._opened = bundle, (opened := self._open(bundle, plan, target, files))
+        dumped = {} if opened is None else dict(opened.dumped)
+        if self._cache is not None and (opened is None or opened.refusal):
+            dumped = self._cache.read() | dumped
+        keys = self._on_all_processes(set(dumped))
+        self._loading = load_in_background({key: dumped[key] for key in keys}, target)
         self._state: Future[DecodeState | None] | None = None
         # several processes must start the same programs in the same order, so not in a thread
-        if CompiledGraphs.EMPTY_STATE in names and peers.size == 1:
+        if EMPTY_STATE in keys and peers.size == 1:
             background = ThreadPoolExecutor(max_workers=1)
             self._state = background.submit(self._empty_state)
             background.shutdown(wait=False)
         if requires_bundle:
             self.executables()  # before the weights load
 
-    def executables(self) -> dict[str, jax.stages.Compiled]:
-        """The loaded executables, by the name of their graph; waits until all have loaded."""
+    def executables(self) -> dict[GraphKey, jax.stages.Compiled]:
+        """The loaded executables; waits until all have loaded."""
         if self._loaded is None:
             self._loaded = self._load()
         return self._loaded
 
-    def _load(self) -> dict[str, jax.stages.Compiled]:
-        errors = {name: future.exception() for name, future in self._loading.items()}
+    def _load(self) -> dict[GraphKey, jax.stages.Compiled]:
+        bundle = self._opened
+        of_bundle = set() if bundle is None else self._loading.keys() & bundle.dumped.keys()
+        taken = self._take(f"bundle {self._folder}", of_bundle)
+        if bundle is not None:
+            lost = sorted(map(str, of_bundle - taken))
+            reasons = [bundle.refusal, f"{', '.join(lost)} cannot be loaded" if lost else ""]
+            self._use(len(taken), "; ".join(filter(None, reasons)) or None)
+            if bundle.refusal:
+                self._on_warning(f"bundle {self._folder}: {bundle.refusal}. Others are used.")
+        taken |= self._take("compile cache", self._loading.keys() - of_bundle)
+        return {key: self._loading[key].result() for key in sorted(taken, key=str)}
+
+    def _take(self, source: str, keys: Set[GraphKey]) -> set[GraphKey]:
+        """The graphs among these that could be loaded by all processes; waits for them."""
+        errors = {key: error for key in keys if (error := self._loading[key].exception())}
+        remedy = "" if self._requires_bundle else " It is compiled instead."
         for error in errors.values():
-            if error is not None:
-                remedy = "" if self._requires_bundle else " It is compiled instead."
-                self._on_warning(f"{self._source}: {error}.{remedy}")
-        names = self._names_on_all_processes(
-            {name for name, error in errors.items() if error is None}
-        )
-        if names:
-            self._on_note(f"{self._source}: {plural(len(names), 'executable')} taken")
-        if self._reads_bundle:
-            lost = sorted(set(errors) - names)
-            reason = f"{', '.join(lost)} cannot be loaded" if lost else None
-            self._use(len(names), reason)
-        return {name: self._loading[name].result() for name in sorted(names)}
+            self._on_warning(f"{source}: {error}.{remedy}")
+        taken = self._on_all_processes(keys - errors.keys())
+        if taken:
+            self._on_note(f"{source}: {plural(len(taken), 'executable')} taken")
+        return taken
 
     def state(self) -> DecodeState | None:
         """An empty decode state, made in the background; None if it was not made.
@@ -130,20 +136,20 @@ class WarmStart:
 
     def _empty_state(self) -> DecodeState | None:
         try:
-            executable = self._loading[CompiledGraphs.EMPTY_STATE].result()
+            executable = self._loading[EMPTY_STATE].result()
         except LoadError:
             return None
         return executable()
 
-    def keep(self, name: str, executable: jax.stages.Compiled) -> None:
+    def keep(self, key: GraphKey, executable: jax.stages.Compiled) -> None:
         """Store a newly compiled executable in the cache, for the next start."""
         if self._cache is not None:
-            self._cache.keep(name, executable)
+            self._cache.keep(key, executable)
 
     def _open(
         self, folder: Path | None, plan: Plan, target: Target, files: ModelFiles
-    ) -> dict[str, bytes] | None:
-        """The bytes of a bundle's executables; None unless all processes can use their bundles."""
+    ) -> Bundle | None:
+        """The bundle; None unless all processes can use their bundles."""
         bundle, refusal = None, "its --plan is no bundle"
         if folder is not None:
             own = own_folder(folder, self._peers.rank, self._peers.size)
@@ -166,11 +172,12 @@ class WarmStart:
             self._use(0, "; ".join(found))
         for reason in found:
             self._on_warning(f"bundle {next(filter(None, given))}: {reason}. {_NOT_USED}")
-        return None if bundle is None or found else dict(bundle.dumped)
+        return None if found else bundle
 
-    def _names_on_all_processes(self, names: set[str]) -> set[str]:
-        """The names that all processes have in common."""
-        return set.intersection(*map(set, self._peers.gather(sorted(names))))
+    def _on_all_processes(self, keys: Set[GraphKey]) -> set[GraphKey]:
+        """The graphs that all processes have in common."""
+        names = set.intersection(*map(set, self._peers.gather(sorted(map(str, keys)))))
+        return {key for key in keys if str(key) in names}
 
     def _use(self, num_executables: int, reason: str | None) -> None:
         """Note how the bundle is used, and why not wholly."""

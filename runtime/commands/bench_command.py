@@ -164,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
         files.check_generates()
         layout = _layout(options, files, target)
         if hardware is not None:
-            model = session.load_model(files, target, options.dtype, layout)
+            model = session.load_model(files, target, session.LoadOptions(options.dtype, layout))
             return _calibrate(model, hardware, options)
         cases = _cases(options, files.spec.config.max_position)
         dtype = session.resolve_dtype(options.dtype, target)
@@ -327,9 +327,7 @@ def _load(files: "ModelFiles", target: "Target", plan: "Plan") -> "LoadedModel":
     """The model with the numbers and the layout of a plan; the plans of all cases have the same."""
     from .. import session
 
-    numbers, layout, scan = plan.numbers, plan.layout, plan.model.scan_layers
-    formats = {"weight_rules": numbers.weight_rules, "cache_codes": numbers.cache_codes}
-    return session.load_model(files, target, numbers.dtype, layout, scan, **formats)
+    return session.load_model(files, target, session.LoadOptions.of_plan(plan))
 
 
 def _hardware(options: argparse.Namespace, target: "Target") -> "Hardware":

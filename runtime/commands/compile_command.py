@@ -26,6 +26,7 @@ from .shared_options import add_model, add_overrides, add_quiet
 if TYPE_CHECKING:
     from ...compile.abstract_model import AbstractModel
     from ...compile.build import BuildProgress
+    from ...compile.graphs.graph_key import GraphKey
     from ...compile.plan import Plan
     from ...compile.targets import Target
     from ...sharding.placement import Placement
@@ -73,10 +74,10 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
         if peers.is_leader:
             tell(sys.stderr, message)
 
-    seconds: dict[str, float] = {}
+    seconds: dict[GraphKey, float] = {}
 
     def on_graph(built: "BuildProgress") -> None:
-        seconds[built.name] = built.seconds
+        seconds[built.key] = built.seconds
         say(built)
 
     folder = bundle.own_folder(options.output, peers.rank, peers.size)

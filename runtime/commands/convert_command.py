@@ -53,7 +53,7 @@ def _convert(files: "ModelFiles", folder: Path, dtype: str, say: Callable[[objec
     dtype = stored_dtype(files, dtype)
     digest = files.weights_digest()
     digest.start()
-    loaded = session.load_model(files, find_target("cpu"), dtype, say=say)
+    loaded = session.load_model(files, find_target("cpu"), session.LoadOptions(dtype), say=say)
     # raises an error if a file has changed since it was opened
     digest.result()
     save_orbax(

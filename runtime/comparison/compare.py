@@ -226,16 +226,8 @@ class _Setup:
         """Load a model and compile the graphs of its plan."""
         with open_model(named.model) as files:
             plan_checks.check_model(plan, files)
-            loaded = session.load_model(
-                files,
-                self.target,
-                plan.numbers.dtype,
-                plan.layout,
-                plan.model.scan_layers,
-                self.say,
-                plan.numbers.weight_rules,
-                plan.numbers.cache_codes,
-            )
+            options = session.LoadOptions.of_plan(plan)
+            loaded = session.load_model(files, self.target, options, say=self.say)
 
         def report(built: "BuildProgress") -> None:
             self.say(f"{named}: {built}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from ...compile.graphs.graph_key import GraphKey
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import ladder_grid
 from ...compile.grids.grid_defaults import GridDefaults, round_up
@@ -91,11 +92,12 @@ class ForcedModel:
                 stop += 1
             rows = pack_greedy(prompts[start:stop], start, bucket, self._grid, self._padded_vocab)
             arguments = self.host.put(rows)
-            self.state, _ = self._graphs.prefill(self._parameters, self.state, bucket, *arguments)
+            key = GraphKey("prefill", bucket)
+            self.state, _ = self._graphs.call(key, self._parameters, self.state, *arguments)
             start = stop
 
     def read(self, forced_BV: jax.Array, is_live_B: np.ndarray) -> None:
         """Read the token that `forced_BV` chooses in each live slot."""
         state = self.state._replace(logits_BV=forced_BV)
-        live, span = self.host.put(is_live_B), self._grid.max_length
-        self.state, _ = self._graphs.decode(self._parameters, state, live, span)
+        key, live_B = GraphKey("decode", self._grid.max_length), self.host.put(is_live_B)
+        self.state, _ = self._graphs.call(key, self._parameters, state, live_B)

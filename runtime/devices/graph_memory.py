@@ -43,10 +43,10 @@ def check_memory(graphs: CompiledGraphs, devices: Iterable[Any]) -> None:
     limits = [facts["bytes_limit"] for facts in statistics if facts and "bytes_limit" in facts]
     if not limits:
         return
-    for name, executable in graphs.executables.items():
+    for key, executable in graphs.executables.items():
         if (needed := required_bytes(executable)) > min(limits):
             raise GraphFailed(
-                name,
+                key,
                 graphs.grid,
                 f"does not fit: expected at most {min(limits) / 1e9:.2f} GB, the memory of a "
                 f"device that jax may use, got {needed / 1e9:.2f} GB, with weights and cache",

@@ -21,6 +21,7 @@ import numpy as np
 
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.graph_failures import naming_graph
+from ...compile.graphs.graph_key import CLEAR_PREFIX, FORK, PREFIX, GraphKey
 from ...compile.graphs.prefill_steps import PrefillOutput
 from ...compile.graphs.steps import DecodeOutput, DecodeState
 from ...compile.grids.prefix_grid import PlannedPrefix
@@ -49,7 +50,7 @@ class _InFlight:
     """A call that was dispatched and not yet received."""
 
     action: PrefillAction | PrefixAction | DecodeAction
-    graph: str
+    key: GraphKey
     output: Any
     start: float
 
@@ -164,8 +165,8 @@ class Engine:
         assert self._in_flight is None
         if (action := self.scheduler.next_action()) is None:
             return None
-        start, graph = self._clock(), _graph_of(action)
-        with naming_graph(graph, self._graphs.grid, "failed as it ran"):
+        start, key = self._clock(), _key_of(action)
+        with naming_graph(key, self._graphs.grid, "failed as it ran"):
             match action:
                 case PrefillAction():
                     output = self._prefill(action)
@@ -180,7 +181,7 @@ class Engine:
                     self._fork(action)
                     self.metrics.count_fork(action.num_copied, self._clock() - start)
                     return action
-        self._in_flight = _InFlight(action, graph, output, start)
+        self._in_flight = _InFlight(action, key, output, start)
         return action
 
     def receive(self) -> CallResults | None:
@@ -194,7 +195,7 @@ class Engine:
         """
         if (call := self._in_flight) is None:
             return None
-        with naming_graph(call.graph, self._graphs.grid, "failed as it ran"):
+        with naming_graph(call.key, self._graphs.grid, "failed as it ran"):
             output = self._host.fetch(self._results_to_fetch(call))
         self._in_flight = None
         seconds = self._clock() - call.start
@@ -236,16 +237,12 @@ class Engine:
             bucket.batch,
         )
         arguments = (pieces, slot_requests, tokens_BT)
-        run = self._graphs.prefill
         if action.is_scored:
             # -1 for dummy rows
             num_logprobs_B = np.full(bucket.batch, -1, np.int32)
             num_logprobs_B[: len(rows)] = [num_alternatives(x.request) for x in requests]
             arguments = (*arguments, next_BT, num_logprobs_B)
-            run = self._graphs.score
-        arguments = self._host.put(arguments)
-        self._state, output = run(self._parameters, self._state, bucket, *arguments)
-        return output
+        return self._call(_key_of(action), *self._host.put(arguments))
 
     def _events_of_prefill(self, action: PrefillAction, results: CallResults) -> list[Event]:
         rows, output = action.rows, results.output
@@ -276,13 +273,10 @@ class Engine:
         ids = self.prefix_ids[action.prefix][action.start : action.start + action.count]
         adapter = self._prefix_adapters.get(action.prefix)
         packed = pack_prefix(action.group, action.start, ids, prefixes, adapter)
-        arguments = self._host.put(packed)
-        self._state, output = self._graphs.prefix(self._parameters, self._state, *arguments)
-        return output
+        return self._call(PREFIX, *self._host.put(packed))
 
     def _clear_prefix(self, group: int) -> None:
-        row = self._host.put(np.int32(group))
-        self._state = self._graphs.clear_prefix(self._state, row)
+        self._call(CLEAR_PREFIX, self._host.put(np.int32(group)))
         self._unclean_prefixes.discard(group)
 
     def _count_prefix(self, num_tokens: int, results: CallResults) -> None:
@@ -326,20 +320,18 @@ class Engine:
         sampling = greedy_sampling(self._padded_vocab, self._graphs.grid)
         if sequence is not None:
             sampling = self._sampling_of(sequence)
-        arguments = self._host.put((np.int32(source), np.int32(slot), sampling))
-        self._state = self._graphs.fork(self._state, *arguments)
+        self._call(FORK, *self._host.put((np.int32(source), np.int32(slot), sampling)))
         self._unclean.discard(slot)
 
     def _decode(self, action: DecodeAction) -> DecodeOutput:
         is_live_B = np.zeros(self._graphs.grid.decode_slots, bool)
         is_live_B[list(action.slots)] = True
-        self._state, output = self._graphs.decode(
-            self._parameters,
-            self._state,
-            self._host.put(is_live_B),
-            action.span,
-            self._structures,
-        )
+        tables = () if self._structures is None else (self._structures,)
+        return self._call(_key_of(action), self._host.put(is_live_B), *tables)
+
+    def _call(self, key: GraphKey, *arguments: Any) -> Any:
+        """Start a graph on the state, and return its output."""
+        self._state, output = self._graphs.call(key, self._parameters, self._state, *arguments)
         return output
 
     def _results_to_fetch(self, call: _InFlight) -> PrefillOutput | DecodeOutput:
@@ -386,14 +378,14 @@ class Engine:
         return events
 
 
-def _graph_of(action: Action) -> str:
-    """The name of the graph that runs an action."""
+def _key_of(action: Action) -> GraphKey:
+    """The graph that runs an action."""
     match action:
         case PrefillAction(bucket=bucket, is_scored=is_scored):
-            return CompiledGraphs.prefill_name(bucket, is_scored)
+            return GraphKey("score" if is_scored else "prefill", bucket)
         case PrefixAction(prefix=prefix):
-            return CompiledGraphs.PREFIX if prefix else CompiledGraphs.CLEAR_PREFIX
+            return PREFIX if prefix else CLEAR_PREFIX
         case ForkAction():
-            return CompiledGraphs.FORK
+            return FORK
         case DecodeAction(span=span):
-            return CompiledGraphs.decode_name(span)
+            return GraphKey("decode", span)

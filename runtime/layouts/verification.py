@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
-from ...compile.build import build
+from ...compile.build import build, plan_graphs
+from ...compile.graphs.graph_key import GraphKey
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults, round_up
 from ...compile.grids.prefill_bucket import PrefillBucket
@@ -77,12 +78,12 @@ class Verification:
 
     def _logits(self, layout: Layout | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Chosen token ids [B] and logits [B, V], after prefill and after each decode step."""
-        model = session.load_model(
-            self.files, self.target, self.dtype, layout, scan_layers=self.scan_layers
-        )
+        options = session.LoadOptions(self.dtype, layout, self.scan_layers)
+        model = session.load_model(self.files, self.target, options)
         grid, dtype = _grid(layout, self.length), jnp.dtype(self.dtype)
         placement = model.placement
-        graphs = build(model.definition, grid, placement, dtype, attention=self.attention)
+        planned = plan_graphs(model.definition, grid, placement, dtype, attention=self.attention)
+        graphs = build(grid, planned)
         state = graphs.empty_state()
         put = HostArrays(model.placement.replicated).put
         vocab_size, padded_vocab = model.definition.config.vocab_size, model.definition.padded_vocab
@@ -91,12 +92,13 @@ class Verification:
         for start in range(0, NUM_PROMPTS, bucket.batch):
             rows = prompts[start : start + bucket.batch]
             arguments = put(pack_greedy(rows, start, bucket, grid, padded_vocab))
-            state, _ = graphs.prefill(model.parameters, state, bucket, *arguments)
+            state, _ = graphs.call(GraphKey("prefill", bucket), model.parameters, state, *arguments)
         no_tokens_B = np.zeros(NUM_PROMPTS, np.int32)
         yield no_tokens_B, np.asarray(state.logits_BV)[:NUM_PROMPTS, :vocab_size]
         is_live_B = put(np.arange(grid.decode_slots) < NUM_PROMPTS)
+        decode = GraphKey("decode", grid.max_length)
         for _ in range(NUM_STEPS):
-            state, output = graphs.decode(model.parameters, state, is_live_B, grid.max_length)
+            state, output = graphs.call(decode, model.parameters, state, is_live_B)
             tokens_B = jax.device_get(output.tokens_BQ)[:NUM_PROMPTS, 0]
             yield tokens_B, np.asarray(state.logits_BV)[:NUM_PROMPTS, :vocab_size]
 

@@ -20,16 +20,17 @@ import jax.numpy as jnp
 
 from ...compile.abstract_model import AbstractModel
 from ...compile.build import compile_with_text, plan_graphs
-from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.expert_plan import LOSSLESS_EXPERTS, default_experts
+from ...compile.graphs.graph_key import GraphKey
+from ...compile.graphs.graph_kinds import call_of, kinds_of
 from ...compile.grids.adapter_grid import AdapterGrid
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.plan import Numbers
 from ...compile.planning.compiled_call import CompiledCall, ProgramCounts, compiled_call
 from ...compile.planning.cost import CostModel
 from ...compile.targets import find_target
 from ...modelzoo.config import DecoderConfig
 from ...modelzoo.layer_groups import longest_repeat
-from ...sharding.call import Call
 from ...sharding.layout import Layout
 from ..devices.compiler_messages import without_alarms
 from ..devices.graph_memory import required_bytes
@@ -105,30 +106,32 @@ class LayoutCompiler:
 
     def _compiled(self, layout_plan: PlannedLayout) -> PlannedLayout:
         compiled = {}
-        for phase, (name, call) in _costliest(layout_plan).items():
+        for phase, key in _costliest(layout_plan).items():
+            call = call_of(layout_plan.result.best.grid, key)
             try:
-                compiled[phase] = compiled_call(
-                    name, call, self._counted(layout_plan, name), layout_plan.cost
-                )
+                counted = self._counted(layout_plan, key)
+                compiled[phase] = compiled_call(key, call, counted, layout_plan.cost)
             except RuntimeError as error:
                 # not enough memory on a device is the most common reason
                 reason = str(error).strip().partition("\n")[0]
-                return replace(layout_plan, problem=f"{name} does not compile: {reason}")
+                return replace(layout_plan, problem=f"{key} does not compile: {reason}")
         return replace(layout_plan, compiled=compiled, problem=_too_large(layout_plan, compiled))
 
-    def _counted(self, layout_plan: PlannedLayout, name: str) -> ProgramCounts:
+    def _counted(self, layout_plan: PlannedLayout, key: GraphKey) -> ProgramCounts:
         """The counts of a compiled graph, extrapolated to all layers."""
         first, period, turns = longest_repeat(self.config.block_kinds)
         if turns <= 2:
-            return self._read(layout_plan, name, self.config)
+            return self._read(layout_plan, key, self.config)
         shorter, longer = (
-            self._read(layout_plan, name, self.config.first_layers(first + count * period))
+            self._read(layout_plan, key, self.config.first_layers(first + count * period))
             for count in (1, 2)
         )
         # layers that do not fill the pattern count as their share of a repetition
         return longer.with_more_turns((self.config.num_layers - first) / period - 2, shorter)
 
-    def _read(self, layout_plan: PlannedLayout, name: str, config: DecoderConfig) -> ProgramCounts:
+    def _read(
+        self, layout_plan: PlannedLayout, key: GraphKey, config: DecoderConfig
+    ) -> ProgramCounts:
         target = find_target(self.target)
         placement = target.placement(layout_plan.layout)
         arrangement = placement.arrangement(config, cache_codes=self.numbers.cache_codes)
@@ -136,30 +139,31 @@ class LayoutCompiler:
         experts = default_experts(config) or LOSSLESS_EXPERTS
         grid = replace(layout_plan.result.best.grid, adapters=self.adapters)
         graphs = plan_graphs(definition, grid, placement, jnp.dtype(self.numbers.dtype), experts)
-        graph = next(graph for graph in graphs if graph.name == name)
+        graph = next(graph for graph in graphs if graph.key == key)
         executable, text, seconds = compile_with_text(graph)
         layers = f"{config.num_layers} of {self.config.num_layers} layers"
-        self.on_note(f"{layout_plan.name}: {name}, {layers}, compiled in {seconds:.1f} s")
+        self.on_note(f"{layout_plan.name}: {key}, {layers}, compiled in {seconds:.1f} s")
         memory, steps = required_bytes(executable), grid.steps_per_call
         return ProgramCounts.from_executable(
             executable, text, target.platform, layout_plan.cost, memory, steps
         )
 
 
-def _costliest(layout_plan: PlannedLayout) -> dict[str, tuple[str, Call]]:
-    """The name and the call of the graph of each phase on which a plan spends most seconds."""
+def _costliest(layout_plan: PlannedLayout) -> dict[str, GraphKey]:
+    """The graph of each phase on which a plan spends most seconds."""
     grid, metrics = layout_plan.result.best.grid, layout_plan.result.best.simulation.metrics
 
     def seconds(uses: dict, name: object) -> float:
         return uses[str(name)].seconds if str(name) in uses else 0.0
 
-    is_scored, kind = not grid.decode_slots, "" if grid.decode_slots else " scored"
-    bucket = max(grid.prefill, key=lambda bucket: seconds(metrics.prefill, f"{bucket}{kind}"))
-    name = CompiledGraphs.prefill_name(bucket, is_scored)
-    costliest = {"prefill": (name, grid.prefill_call(bucket, is_scored=is_scored))}
+    # the first kind is the one that all rows have
+    kind = kinds_of(grid, PrefillBucket)[0]
+    suffix = "" if grid.decode_slots else " scored"
+    bucket = max(grid.prefill, key=lambda bucket: seconds(metrics.prefill, f"{bucket}{suffix}"))
+    costliest = {"prefill": GraphKey(kind, bucket)}
     if grid.decode_slots:
         span = max(grid.graph_spans, key=lambda span: seconds(metrics.decode, span))
-        costliest["decode"] = CompiledGraphs.decode_name(span), grid.decode_call(span)
+        costliest["decode"] = GraphKey("decode", span)
     return costliest
 
 

@@ -11,13 +11,13 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...compile.compiled_graphs import CompiledGraphs
+from ...compile.graphs.graph_key import PREFIX, GraphKey
+from ...compile.graphs.graph_kinds import call_of, kinds_of
 from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.planning.candidates import num_graphs
-from ...compile.planning.cost import CostModel
 from ...compile.planning.work import sent_by_axes
-from ...sharding.call import Call
-from ..engine.metrics import DecodeUse, PrefillUse, prefix_bucket
+from ..engine.metrics import DecodeUse, PrefillUse, prefill_name, prefix_bucket
 from ..files.disk import Disk, replace_file
 from . import pictures
 from .compiled_layouts import PlannedLayout
@@ -77,31 +77,26 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
     entries = []
     if (prefixes := grid.prefixes) is not None:
         use = metrics.prefill.get(str(prefix_bucket(prefixes)), PrefillUse())
-        figures = _graph(CompiledGraphs.PREFIX, use, use.calls, use.real_tokens)
-        evidence = _evidence(prediction, CompiledGraphs.PREFIX)
-        entries.append(figures | _estimate(cost, prefixes.call) | evidence)
-    for bucket, is_scored in product(grid.prefill, grid.prefill_kinds):
-        kind = " scored" * is_scored
-        use = metrics.prefill.get(f"{bucket}{kind}", PrefillUse())
-        figures = _graph(f"prefill {bucket}{kind}", use, use.calls, use.real_tokens)
-        call, name = (
-            grid.prefill_call(bucket, is_scored=is_scored),
-            CompiledGraphs.prefill_name(bucket, is_scored),
-        )
-        entries.append(figures | _estimate(cost, call) | _evidence(prediction, name))
+        figures = _graph(str(PREFIX), use, use.calls, use.real_tokens)
+        entries.append(figures | _estimate(prediction, PREFIX))
+    for bucket, kind in product(grid.prefill, kinds_of(grid, PrefillBucket)):
+        key = GraphKey(kind, bucket)
+        name = prefill_name(bucket, is_scored=call_of(grid, key).is_scored)
+        use = metrics.prefill.get(name, PrefillUse())
+        figures = _graph(f"prefill {name}", use, use.calls, use.real_tokens)
+        entries.append(figures | _estimate(prediction, key))
     for span in grid.graph_spans:
-        use = metrics.decode.get(str(span), DecodeUse())
-        name, call = CompiledGraphs.decode_name(span), grid.decode_call(span)
-        figures = _graph(name, use, use.steps, use.emitted_tokens)
+        use, key = metrics.decode.get(str(span), DecodeUse()), GraphKey("decode", span)
+        figures = _graph(str(key), use, use.steps, use.emitted_tokens)
         figures["seconds_beside_steps"] = use.calls * cost.decode_call_seconds()
-        entries.append(figures | _estimate(cost, call) | _evidence(prediction, name))
+        entries.append(figures | _estimate(prediction, key))
     return entries
 
 
-def _evidence(prediction: "Prediction", name: str) -> dict[str, Any]:
+def _evidence(prediction: "Prediction", key: GraphKey) -> dict[str, Any]:
     """The figures of a graph's program, if the graph was compiled under the chosen layout."""
     calls = prediction.searched[0].compiled.values()
-    call = next((call for call in calls if call.graph == name), None)
+    call = next((call for call in calls if call.graph == key), None)
     if call is None:
         return {"compiled": None}
     figures = {
@@ -189,7 +184,9 @@ def _ranked(ranked_layout: "RankedLayout") -> dict[str, Any]:
     }
 
 
-def _estimate(cost: CostModel, call: Call) -> dict[str, Any]:
+def _estimate(prediction: "Prediction", key: GraphKey) -> dict[str, Any]:
+    """The predicted seconds of a graph's call with their causes, and the figures of its program."""
+    cost, call = prediction.cost, call_of(prediction.result.best.grid, key)
     parts, estimate = cost.work.parts(call), cost.estimate(call)
     return {
         "flops": sum(part.flops for part in parts),
@@ -200,6 +197,7 @@ def _estimate(cost: CostModel, call: Call) -> dict[str, Any]:
         "network_seconds": estimate.limits["network"],
         "by_part": dict(estimate.parts),
         "binds": estimate.binds,
+        **_evidence(prediction, key),
     }
 
 
@@ -254,6 +252,7 @@ def _searched(searched: Sequence[PlannedLayout]) -> list[dict[str, Any]]:
             "compiled": {
                 phase: {
                     **asdict(call),
+                    "graph": str(call.graph),
                     "sent": sent_by_axes([call.sent]),
                     "factor": call.factor,
                     "difference": call.difference,

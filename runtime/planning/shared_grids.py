@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...compile.graphs.graph_kinds import kinds_of
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import RowShape, with_chunks
 from ...compile.grids.grid_defaults import GridDefaults, round_up
@@ -175,7 +176,7 @@ def _batches(grid: BucketGrid, batch: int) -> Iterator[BucketGrid]:
 
 def _build_seconds(grid: BucketGrid, prices: GraphPrices) -> float:
     num_graphs = len(grid.prefill) + (grid.prefixes is not None)
-    prefill = num_graphs * prices.of_prefill_bucket(len(grid.prefill_kinds))
+    prefill = num_graphs * prices.of_prefill_bucket(len(kinds_of(grid, PrefillBucket)))
     return prefill + sum(
         prices.of_decode_graph(grid.decode_slots, span) for span in grid.graph_spans
     )

@@ -7,6 +7,7 @@ tables and the schema make no difference. Does not know about jobs or bundles.
 import json
 import tomllib
 from dataclasses import replace
+from typing import Any
 
 from ...compile.plan import Plan
 
@@ -16,6 +17,10 @@ def plan_facts(plan: Plan) -> str:
 
     The evidence is left out, as it changes no answer.
     """
-    table = tomllib.loads(replace(plan, evidence=None).to_toml())
     # not sorted: the axes of a mesh and the rules of weights have an order
-    return json.dumps(table)
+    return json.dumps(plan_table(plan))
+
+
+def plan_table(plan: Plan) -> dict[str, Any]:
+    """The same keys as a table."""
+    return tomllib.loads(replace(plan, evidence=None).to_toml())

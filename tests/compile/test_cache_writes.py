@@ -69,7 +69,7 @@ def graph_of(
     placement = find_target(TPU).placement(by)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype("bfloat16"))
-    return [graph for graph in graphs if graph.kind == kind][-1]
+    return [graph for graph in graphs if graph.key.kind == kind][-1]
 
 
 def report_of(graph: GraphSpec) -> ProgramReport:

@@ -123,7 +123,7 @@ def collectives(
     placement = find_target(target).placement(layout)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(DTYPES[target]))
-    (graph,) = (graph for graph in graphs if graph.name.startswith(name))
+    (graph,) = (graph for graph in graphs if str(graph.key).startswith(name))
     shards = layout.mesh.num_devices // layout.mesh.sizes.get("tensor", 1)
     of_counts = config.num_layers * shards * 8 * 4
     for one in read_collectives(compile_graph(graph)[0].as_text(), layout.mesh.sizes):

@@ -10,7 +10,9 @@ import pytest
 from tiny import CHUNK_GRID, GRID, TWO_LAYERS, TinyModel
 
 from noria.compile.build import plan_graphs
-from noria.compile.compiled_graphs import GraphNotPlanned, graph_names
+from noria.compile.compiled_graphs import GraphNotPlanned
+from noria.compile.graphs.graph_key import GraphKey
+from noria.compile.graphs.graph_kinds import graph_keys
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.monitor import compile_monitor
 from noria.runtime.engine.padding import pack_greedy
@@ -26,7 +28,7 @@ def test_a_bucket_outside_the_plan_is_refused_by_name(model):
     bucket, state = PrefillBucket(9, 1), model.graphs.empty_state()
     arguments = pack_greedy([[5] * 9], 0, bucket, GRID, model.config.vocab_size)
     with pytest.raises(GraphNotPlanned, match=r"no graph 'prefill 9x1' in this plan"):
-        model.graphs.prefill(model.parameters, state, bucket, *arguments)
+        model.graphs.call(GraphKey("prefill", bucket), model.parameters, state, *arguments)
 
 
 def test_another_shape_than_the_buckets_cannot_run_and_does_not_compile(model):
@@ -34,7 +36,8 @@ def test_another_shape_than_the_buckets_cannot_run_and_does_not_compile(model):
     before = compile_monitor().num_compiles
     arguments = pack_greedy([[5] * 9] * 3, 0, PrefillBucket(9, 3), GRID, model.config.vocab_size)
     with pytest.raises(TypeError):
-        model.graphs.prefill(model.parameters, state, GRID.prefill[0], *arguments)
+        key = GraphKey("prefill", GRID.prefill[0])
+        model.graphs.call(key, model.parameters, state, *arguments)
     assert compile_monitor().num_compiles == before
 
 
@@ -65,7 +68,7 @@ def test_every_graph_of_the_grid_is_planned(model, grid, buckets):
     prefill = {f"{kind} {bucket}" for bucket in buckets for kind in ("prefill", "score")}
     spans = {f"decode span {span}" for span in grid.decode_spans}
     names = prefill | spans | {"fork", "empty state"}
-    assert {graph.name for graph in planned} == names == graph_names(grid)
+    assert {str(graph.key) for graph in planned} == names == set(map(str, graph_keys(grid)))
 
 
 def test_a_row_has_the_same_bits_under_every_span(model):
@@ -78,11 +81,13 @@ def test_a_row_has_the_same_bits_under_every_span(model):
     outcomes = []
     for span in GRID.decode_spans:
         state = model.graphs.empty_state()
-        state, _ = model.graphs.prefill(model.parameters, state, bucket, pieces, asked, tokens_BT)
+        arguments = GraphKey("prefill", bucket), model.parameters, state, pieces, asked, tokens_BT
+        state, _ = model.graphs.call(*arguments)
         is_live_B = np.arange(GRID.decode_slots) < bucket.batch
         # two calls stay within the shortest span
         for _ in range(2):
-            state, output = model.graphs.decode(model.parameters, state, is_live_B, span)
+            key = GraphKey("decode", span)
+            state, output = model.graphs.call(key, model.parameters, state, is_live_B)
         outcomes.append(jax.device_get((output, state.logits_BV)))
     for other in outcomes[1:]:
         for a, b in zip(jax.tree.leaves(outcomes[0]), jax.tree.leaves(other), strict=True):

@@ -17,6 +17,7 @@ from noria.compile.compiler_options import (
     with_defaults,
 )
 from noria.compile.graph_failures import CompilerOptionRefused, naming_option
+from noria.compile.graphs.graph_key import GraphKey
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.compile.weight_rules import WeightRules
@@ -26,7 +27,7 @@ from noria.modelzoo.pooling_config import Pooling
 def test_the_option_with_the_longest_name_is_named():
     with (
         pytest.raises(CompilerOptionRefused, match=r"plan compiler\.decode\.xla_a_b: .* got 2"),
-        naming_option("decode span 64", {"xla_a": 1, "xla_a_b": 2}),
+        naming_option(GraphKey("decode", 64), {"xla_a": 1, "xla_a_b": 2}),
     ):
         raise RuntimeError("INVALID_ARGUMENT: No such compile option: 'xla_a_b'")
 
@@ -35,7 +36,7 @@ def test_the_option_with_the_longest_name_is_named():
 def test_other_errors_stay_as_they_are(problem):
     with (
         pytest.raises(RuntimeError, match=problem) as caught,
-        naming_option("decode span 64", {"xla_a": 1}),
+        naming_option(GraphKey("decode", 64), {"xla_a": 1}),
     ):
         raise RuntimeError(problem)
     assert not isinstance(caught.value, CompilerOptionRefused)
@@ -86,4 +87,4 @@ def test_products_of_embeddings_in_float32_have_their_own_library_on_a_cpu(
     )
     graphs = plan_graphs(model, grid, find_target("cpu").placement(), jnp.dtype(dtype))
     expected = PLATFORM_OPTIONS["cpu"]["embed"] if has_option else {}
-    assert [graph.options for graph in graphs if graph.kind == "embed"] == [expected]
+    assert [graph.options for graph in graphs if graph.key.kind == "embed"] == [expected]

@@ -31,7 +31,7 @@ SMALLEST_WEIGHT = 2 * 256 * 256
 def graphs():
     placement = find_target("cpu").placement(None)
     graphs = plan_graphs(AbstractModel(CONFIG), GRID, placement, jnp.dtype("bfloat16"))
-    return {graph.name: graph for graph in graphs}
+    return {str(graph.key): graph for graph in graphs}
 
 
 @pytest.mark.parametrize("name", ["decode span 256", "prefill 64x1", "prefill 192x2", "score 64x1"])
@@ -58,7 +58,7 @@ def test_a_chunk_computes_rotations_once_and_attends_once_in_each_layer(batch):
     grid = BucketGrid(384, tuple((span, batch, 32) for span in (128, 256, 384)), 4, (128, 256, 384))
     placement = find_target("cpu").placement(None)
     graphs = plan_graphs(AbstractModel(CONFIG), grid, placement, jnp.dtype("float32"))
-    (graph,) = (one for one in graphs if one.name == f"prefill 32x{batch} span 384")
+    (graph,) = (one for one in graphs if str(one.key) == f"prefill 32x{batch} span 384")
     text = compile_graph(graph)[0].as_text()
     assert text.count(" cosine(") == 1
     attention = re.findall(r' dot\(.*op_name="[^"]*layers\.\d+/dot_general"', text)

@@ -50,7 +50,7 @@ def compiled(layout: Layout, phase: str, num_layers: int):
     placement = find_target(TARGET).placement(layout)
     definition = AbstractModel(config, placement.arrangement(config))
     graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.bfloat16))
-    (graph,) = (graph for graph in graphs if graph.name.startswith(phase))
+    (graph,) = (graph for graph in graphs if graph.key.kind == phase)
     return compile_graph(graph)[0]
 
 

@@ -18,6 +18,7 @@ from layers_of_8b import LAYERS_OF_8B
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.build import compile_with_text, plan_graphs
+from noria.compile.graphs.graph_key import GraphKey
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.layout_measure import COMPILER, SHAPES, measure
 from noria.compile.planning.work import ONE_DEVICE, Work
@@ -143,7 +144,7 @@ def test_decode_reads_weights_and_cache_as_they_lie(name, layout):
     (graph,) = (
         graph
         for graph in plan_graphs(definition, GRID, placement, jnp.dtype("bfloat16"))
-        if graph.name == "decode span 256"
+        if graph.key == GraphKey("decode", 256)
     )
     _, text, _ = compile_with_text(graph)
     sizes = {"data": 1} if layout is None else layout.mesh.sizes
@@ -163,7 +164,9 @@ def compile_8b(
     arrangement = placement.arrangement(config, cache_codes=cache_codes)
     model, dtype = AbstractModel(config, arrangement, rules), jnp.dtype("bfloat16")
     graphs = plan_graphs(model, GRID_OF_8B, placement, dtype, attention=WITHOUT_CUDNN)
-    executable, text, _ = compile_with_text([graph for graph in graphs if graph.kind == kind][-1])
+    executable, text, _ = compile_with_text(
+        [graph for graph in graphs if graph.key.kind == kind][-1]
+    )
     assert text is not None
     return executable, text, model
 
@@ -264,7 +267,7 @@ def test_gathered_weights_in_int4_are_sent_as_two_codes_a_byte():
         model = AbstractModel(CONFIG, placement.arrangement(CONFIG), rules)
         dtype = jnp.dtype("bfloat16")
         graphs = plan_graphs(model, grid, placement, dtype, attention=WITHOUT_CUDNN)
-        (prefill,) = (graph for graph in graphs if graph.kind == "prefill")
+        (prefill,) = (graph for graph in graphs if graph.key.kind == "prefill")
         _, text, _ = compile_with_text(prefill)
         assert text is not None
         found = read_collectives(text, layout.mesh.sizes)

@@ -5,23 +5,24 @@ from dataclasses import replace
 import pytest
 from tiny import CHUNK_GRID, GRID, RAGGED_GRID
 
-from noria.compile.compiled_graphs import graph_names
 from noria.compile.graph_failures import GraphFailed, naming_graph
+from noria.compile.graphs.graph_key import EMPTY_STATE, FORK, GraphKey
+from noria.compile.graphs.graph_kinds import graph_keys
 from noria.compile.grids.bucket_grid import BucketGrid
 
 
-def said(name: str, grid: BucketGrid = GRID, error: Exception | None = None) -> str:
+def said(key: GraphKey, grid: BucketGrid = GRID, error: Exception | None = None) -> str:
     with (
         pytest.raises(GraphFailed) as caught,
-        naming_graph(name, grid, "does not compile"),
+        naming_graph(key, grid, "does not compile"),
     ):
         raise error or RuntimeError("INTERNAL: no such thing.\na table of buffers")
-    assert caught.value.exit_code == 4 and caught.value.name == name
+    assert caught.value.exit_code == 4 and caught.value.key == key
     return str(caught.value)
 
 
 def test_the_graph_the_first_line_of_the_reason_and_the_change_are_named():
-    assert said("prefill 16x2") == (
+    assert said(GraphKey("prefill", GRID.prefill[1])) == (
         "graph 'prefill 16x2' does not compile: INTERNAL: no such thing. Change the bucket 16x2: "
         "give it fewer rows with --set 'buckets.prefill=[[8, 3], [16, 1], [48, 1]]', or leave it "
         "to the next longer one with --set 'buckets.prefill=[[8, 3], [48, 1]]'."
@@ -29,22 +30,24 @@ def test_the_graph_the_first_line_of_the_reason_and_the_change_are_named():
 
 
 def test_memory_that_the_host_lacks_has_a_name():
-    assert "does not compile: MemoryError. Change" in said("fork", error=MemoryError())
+    assert "does not compile: MemoryError. Change" in said(FORK, error=MemoryError())
 
 
 def test_the_longest_bucket_of_one_row_has_no_other_to_go_to():
-    assert "spread the model over more devices, or take shorter rows" in said("score 48x1")
+    assert "spread the model over more devices, or take shorter rows" in said(
+        GraphKey("score", GRID.prefill[-1])
+    )
 
 
 def test_a_graph_of_slots_gets_fewer_of_them():
-    assert "with --set buckets.decode_slots=2" in said("decode span 16")
-    assert "buckets.span_slots" in said("empty state", RAGGED_GRID)
+    assert "with --set buckets.decode_slots=2" in said(GraphKey("decode", 16))
+    assert "buckets.span_slots" in said(EMPTY_STATE, RAGGED_GRID)
 
 
 @pytest.mark.parametrize("grid", [GRID, CHUNK_GRID])
 def test_every_graph_has_advice_that_is_a_plan(grid):
-    for name in graph_names(grid):
-        text = said(name, grid)
+    for key in graph_keys(grid):
+        text = said(key, grid)
         if "buckets.prefill=" in text:
             entries = eval(text.split("buckets.prefill=")[1].split("'")[0])
             table = grid.to_table() | {"prefill": entries}
@@ -55,5 +58,5 @@ def test_every_graph_has_advice_that_is_a_plan(grid):
 
 
 def test_other_errors_pass():
-    with pytest.raises(KeyError), naming_graph("fork", GRID, "does not compile"):
+    with pytest.raises(KeyError), naming_graph(FORK, GRID, "does not compile"):
         raise KeyError("a bug")

@@ -14,7 +14,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import choose_kernels
 from noria.compile.build import GraphSpec, compile_graph, compile_with_text, plan_graphs
-from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.graphs.graph_key import GraphKey
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
@@ -123,8 +123,8 @@ def placed(layout: str | None = None) -> Placement:
 def longest_prefill(config: DecoderConfig, grid: BucketGrid, placement: Placement) -> GraphSpec:
     definition = AbstractModel(config, placement.arrangement(config))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.bfloat16))
-    name = CompiledGraphs.prefill_name(grid.prefill[-1])
-    return next(graph for graph in graphs if graph.name == name)
+    key = GraphKey("prefill", grid.prefill[-1])
+    return next(graph for graph in graphs if graph.key == key)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ import pytest
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
-from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.graphs.graph_key import GraphKey
 from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
@@ -45,11 +46,11 @@ ALONE_OR_WITH_RINGS, DEEP_ALONE_OR_WITH_RINGS = (
 
 
 def decode_graph(target: str, span: int, dtype: str, *given: Any, **options: Any) -> GraphSpec:
-    return graph_of(CompiledGraphs.decode_name(span), target, dtype, *given, **options)
+    return graph_of(GraphKey("decode", span), target, dtype, *given, **options)
 
 
 def graph_of(
-    name: str,
+    key: GraphKey,
     target: str,
     dtype: str,
     windows: Windows = WHOLE,
@@ -73,7 +74,7 @@ def graph_of(
     placement = find_target(target).placement(layout)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
-    return next(graph for graph in graphs if graph.name == name)
+    return next(graph for graph in graphs if graph.key == key)
 
 
 def temporary_bound(graph: GraphSpec) -> float:
@@ -140,27 +141,28 @@ OF_16_EXPERTS = partial(MoeConfig, Routing(num_experts=16, num_chosen=2), QWEN3_
 
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize(
-    ("name", "spelling", "shape", "moe"),
+    ("key", "spelling", "shape", "moe"),
     [
         pytest.param(
-            "decode span 1536", "weight-stationary-1d@tensor=8", LLAMA_8B, None,
+            GraphKey("decode", 1536), "weight-stationary-1d@tensor=8", LLAMA_8B, None,
             marks=pytest.mark.slow, id="1d",
         ),
         pytest.param(
-            "decode span 1536", "weight-stationary-2d@data=2,tensor=4", LLAMA_8B, None, id="2d"
+            GraphKey("decode", 1536), "weight-stationary-2d@data=2,tensor=4", LLAMA_8B, None,
+            id="2d",
         ),
         pytest.param(
-            "decode span 1536", "expert-tensor@data=1,expert=2,tensor=4", QWEN3_235B,
+            GraphKey("decode", 1536), "expert-tensor@data=1,expert=2,tensor=4", QWEN3_235B,
             OF_16_EXPERTS, id="experts",
         ),
         # a device has one head, whose keys have another memory layout
         pytest.param(
-            "prefill 256x1 span 1536", "weight-stationary-1d@tensor=8", LLAMA_8B, None,
-            id="chunks 1d",
+            GraphKey("prefill", PrefillBucket(1536, 1, 256)), "weight-stationary-1d@tensor=8",
+            LLAMA_8B, None, id="chunks 1d",
         ),
     ],
 )  # fmt: skip
-def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(name, spelling, shape, moe):
+def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(key, spelling, shape, moe):
     """Keys and weights of all layers keep their memory layout."""
     layout = Layout.from_table(read_layout_table(spelling))
     grid = BucketGrid(1536, ((512, 1, 256), (1536, 1, 256)), 256, (512, 1536))
@@ -169,7 +171,7 @@ def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(name, spelling
     def of_layers(num_layers: int) -> GraphSpec:
         windows = (None,) * num_layers
         experts = {} if moe is None else {"moe": moe(layers=(True,) * num_layers)}
-        return graph_of(name, TPU, "bfloat16", windows, grid, scan_layers=True, **shape, **experts)
+        return graph_of(key, TPU, "bfloat16", windows, grid, scan_layers=True, **shape, **experts)
 
     graph = of_layers(4)
     of_turns = graph.arguments[0]["layers.0:4.attention.output"]

@@ -50,7 +50,7 @@ def prefill_graph(
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     dtype = "bfloat16" if target == TPU else "float32"
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
-    return next(graph for graph in graphs if graph.name.startswith("prefill"))
+    return next(graph for graph in graphs if graph.key.kind == "prefill")
 
 
 def temporaries(graph: GraphSpec) -> int:
@@ -123,7 +123,7 @@ def test_the_first_chunk_of_a_prompt_is_as_much_work_as_a_whole_prompt():
 
     def flops(grid: BucketGrid) -> float:
         graphs = plan_graphs(definition, grid, placement, jnp.dtype("float32"))
-        graph = next(graph for graph in graphs if graph.name.startswith("prefill"))
+        graph = next(graph for graph in graphs if graph.key.kind == "prefill")
         return compile_graph(graph)[0].cost_analysis()["flops"]
 
     chunks = BucketGrid(128, ((128, 2, 128),), 2, (128,))

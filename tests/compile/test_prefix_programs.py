@@ -45,7 +45,7 @@ def evidence_of(num_groups: int) -> Evidence:
         prefixes = PrefixGrid(num_groups, SHARED, 256, listed)
     grid = BucketGrid(OWN, ((64, 8),), SLOTS, (OWN,), prefixes=prefixes)
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.bfloat16))
-    graph = next(graph for graph in graphs if graph.kind == "decode")
+    graph = next(graph for graph in graphs if graph.key.kind == "decode")
     _, text, _ = compile_with_text(graph)
     assert text is not None
     report = read_report(text, target.platform, dict(placement.mesh.shape))

@@ -13,7 +13,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.graphs.graph_key import FORK, GraphKey
 from noria.compile.graphs.prefill_steps import last_hidden
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import read_collectives
@@ -41,18 +41,18 @@ ON_BOTH = pytest.mark.parametrize(
 
 @cache
 def compiled(
-    target: str, num_devices: int, name: str, grid: BucketGrid, config: DecoderConfig = CONFIG
+    target: str, num_devices: int, key: GraphKey, grid: BucketGrid, config: DecoderConfig = CONFIG
 ) -> jax.stages.Compiled:
     placement = find_target(target).placement(layout_of(f"ring@sequence={num_devices}"))
     graphs = plan_graphs(AbstractModel(config), grid, placement, jnp.dtype(jnp.float32))
-    return compile_graph(next(graph for graph in graphs if graph.name == name))[0]
+    return compile_graph(next(graph for graph in graphs if graph.key == key))[0]
 
 
 @ON_BOTH
 def test_a_short_span_costs_two_sums_a_layer_and_no_permute(target):
     """The cache has entries of the span and beyond it on every device."""
     grid = BucketGrid(LONG, ((64, 1),), SLOTS, (SHORT, LONG), steps_per_call=4)
-    program = compiled(target, 8, CompiledGraphs.decode_name(SHORT), grid)
+    program = compiled(target, 8, GraphKey("decode", SHORT), grid)
     found = read_collectives(program.as_text(), {"sequence": 8})
     lse = SLOTS * CONFIG.num_query_heads * 4
     each = {("all-reduce", lse): 2, ("all-reduce", lse * (CONFIG.head_dim + 1)): 2}
@@ -64,9 +64,9 @@ def test_the_next_keys_are_in_flight_while_a_device_attends():
     """In the ring's loop, both permutes start before the loop of attention, and end after it."""
     length = 8192
     grid = BucketGrid(length, ((length, 1),), 8, (length,))
-    name = CompiledGraphs.prefill_name(grid.prefill[0])
+    key = GraphKey("prefill", grid.prefill[0])
     config = replace(CONFIG, windows=(None,))
-    program = compiled("tpu:v5e:2x4", 8, name, grid, config)
+    program = compiled("tpu:v5e:2x4", 8, key, grid, config)
     computations = read_program(program.as_text()).computations
     order = [
         [one.opcode for one in computation.instructions.values() if one.opcode in RING_OPCODES]
@@ -80,7 +80,7 @@ def test_the_next_keys_are_in_flight_while_a_device_attends():
 def test_a_fork_moves_nothing():
     """Each device copies its own entries."""
     grid = BucketGrid(LONG, ((64, 2),), SLOTS, (SHORT, LONG))
-    program = compiled("cpu:8", 8, CompiledGraphs.FORK, grid)
+    program = compiled("cpu:8", 8, FORK, grid)
     assert read_collectives(program.as_text(), {"sequence": 8}) == []
 
 
@@ -91,8 +91,8 @@ def test_what_a_device_holds_of_a_prompt_falls_with_the_devices():
     travel.
     """
     grid = BucketGrid(PROMPT, ((PROMPT, 1),), 1, (PROMPT,))
-    name = CompiledGraphs.prefill_name(grid.prefill[0])
-    memory = {n: compiled(f"cpu:{n}", n, name, grid).memory_analysis() for n in (1, 2, 4, 8)}
+    key = GraphKey("prefill", grid.prefill[0])
+    memory = {n: compiled(f"cpu:{n}", n, key, grid).memory_analysis() for n in (1, 2, 4, 8)}
     kept = (PROMPT + 24) * (2 * CONFIG.num_kv_heads * CONFIG.head_dim + 1) * 4
     num_own = 2 * CONFIG.num_layers * PROMPT * CONFIG.num_kv_heads * CONFIG.head_dim * 4
     for n, of_device in memory.items():
@@ -106,8 +106,8 @@ def test_what_a_device_holds_of_the_cache_beside_a_chunk_falls_with_the_devices(
     """The cache falls exactly, in place; so do temporaries, except those of the chunk itself."""
     span, slots = 1 << 14, 2
     grid = BucketGrid(span, ((span, 1, 256),), slots, (span,))
-    name = CompiledGraphs.prefill_name(grid.prefill[0])
-    memory = {n: compiled(f"cpu:{n}", n, name, grid).memory_analysis() for n in (1, 8)}
+    key = GraphKey("prefill", grid.prefill[0])
+    memory = {n: compiled(f"cpu:{n}", n, key, grid).memory_analysis() for n in (1, 8)}
     entries = slots * (span + 24)
     kept = entries * (2 * CONFIG.num_kv_heads * CONFIG.head_dim + 1) * 4
     saved = memory[1].alias_size_in_bytes - memory[8].alias_size_in_bytes
@@ -123,8 +123,8 @@ def test_the_work_of_a_chunk_is_shared_out():
     """
     T = 256
     grid = BucketGrid(LONG, ((LONG, 1, T),), 1, (LONG,))
-    name = CompiledGraphs.prefill_name(grid.prefill[0])
-    one, shared = (compiled(f"cpu:{n}", n, name, grid).cost_analysis()["flops"] for n in (1, 8))
+    key = GraphKey("prefill", grid.prefill[0])
+    one, shared = (compiled(f"cpu:{n}", n, key, grid).cost_analysis()["flops"] for n in (1, 8))
     left_out = 4 * T * T * CONFIG.num_query_heads * CONFIG.head_dim * CONFIG.num_layers
     assert shared < 1.02 * (one + left_out) / 8
 

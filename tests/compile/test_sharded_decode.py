@@ -15,7 +15,7 @@ from laid_out import layout_of
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.graphs.graph_key import GraphKey
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import Collective, read_collectives
 from noria.compile.targets import find_target
@@ -71,9 +71,9 @@ def compiled_decode(
     laid = layout_of(layout)
     placement = find_target(target).placement(laid)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
-    name = CompiledGraphs.decode_name(GRID.max_length)
+    key = GraphKey("decode", GRID.max_length)
     graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.float32))
-    graph = next(graph for graph in graphs if graph.name == name)
+    graph = next(graph for graph in graphs if graph.key == key)
     compiled, _ = compile_graph(graph)
     _, state, _ = graph.arguments
     segments = [num_bytes(leaf) for leaf in jax.tree.leaves(state.cache.layers)]

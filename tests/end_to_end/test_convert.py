@@ -22,7 +22,7 @@ def convert(*arguments: object) -> int:
 
 def parameters_of(path: Path, dtype: str) -> dict[str, np.ndarray]:
     with open_model(path) as files:
-        loaded = session.load_model(files, find_target("cpu"), dtype)
+        loaded = session.load_model(files, find_target("cpu"), session.LoadOptions(dtype))
     return {name: np.asarray(array) for name, array in loaded.parameters.items()}
 
 

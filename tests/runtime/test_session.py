@@ -15,7 +15,7 @@ from noria.runtime.checkpoint import GenerationDefaults, open_model
 from noria.runtime.devices.backends import prepare_jax
 from noria.runtime.errors import InvalidConfig
 from noria.runtime.plans.plan_checks import check_layout, check_target
-from noria.runtime.session import eos_ids, load_model
+from noria.runtime.session import LoadOptions, eos_ids, load_model
 
 
 def plan_for(target: str) -> Plan:
@@ -123,12 +123,12 @@ def test_tokens_beyond_the_embedding_are_named_once_as_the_model_is_loaded(tmp_p
     backend = tokenizers.Tokenizer.from_file(str(path))
     target, said = find_target("cpu"), []
     with open_model(str(path.parent)) as files:
-        load_model(files, target, "float32", say=said.append)
+        load_model(files, target, LoadOptions("float32"), say=said.append)
     assert not said
     backend.add_special_tokens(["<image>", "<audio>"])
     backend.save(str(path))
     with open_model(str(path.parent)) as files:
-        model = load_model(files, target, "float32", say=said.append)
+        model = load_model(files, target, LoadOptions("float32"), say=said.append)
     assert said == [
         f"tokenizer: 2 tokens beyond the {vocab_size} ids of the model, such as '<image>' "
         f"({vocab_size}); rows that need such a token end as errors"

@@ -20,6 +20,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import DOWN, UP, AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.graphs.graph_key import FORK, PREFIX, GraphKey
 from noria.compile.graphs.prefill_steps import PrefillOutput
 from noria.compile.graphs.steps import NO_TOKEN, DecodeOutput, DecodeState
 from noria.compile.grids.adapter_grid import AdapterGrid
@@ -341,16 +342,16 @@ def adapter_matrices(config: DecoderConfig, grid: AdapterGrid) -> dict[str, np.n
     }
 
 
-class _CompiledWhenCalled(dict[str, jax.stages.Compiled]):
-    """Executables by name, compiled on first use: few tests call all graphs."""
+class _CompiledWhenCalled(dict[GraphKey, jax.stages.Compiled]):
+    """Executables, compiled on first use: few tests call all graphs."""
 
     def __init__(self, planned: Iterable[GraphSpec]):
         super().__init__()
-        self._planned = {graph.name: graph for graph in planned}
+        self._planned = {graph.key: graph for graph in planned}
 
-    def __missing__(self, name: str) -> jax.stages.Compiled:
-        self[name], _ = compile_graph(self._planned[name])
-        return self[name]
+    def __missing__(self, key: GraphKey) -> jax.stages.Compiled:
+        self[key], _ = compile_graph(self._planned[key])
+        return self[key]
 
 
 @dataclass
@@ -443,7 +444,8 @@ class LaidOut:
         state, outputs = self.empty_state() if state is None else state, []
         for bucket, pieces in self._calls(rows, start):
             arguments = self._packed(rows, bucket, pieces)[:3]
-            state, output = self.graphs.prefill(self.parameters, state, bucket, *arguments)
+            key = GraphKey("prefill", bucket)
+            state, output = self.graphs.call(key, self.parameters, state, *arguments)
             outputs.append(jax.device_get(output))
         return state, outputs
 
@@ -457,7 +459,7 @@ class LaidOut:
             for start, count in self.prefixes.pieces(len(prefix)):
                 ids = prefix[start : start + count]
                 arguments = self.put(pack_prefix(group, start, ids, self.prefixes))
-                state, _ = self.graphs.prefix(self.parameters, state, *arguments)
+                state, _ = self.graphs.call(PREFIX, self.parameters, state, *arguments)
         return state
 
     def score(self, rows: Mapping[int, Row], num_logprobs: int) -> dict[int, TokenScores]:
@@ -466,8 +468,8 @@ class LaidOut:
         found: dict[int, list[TokenScores]] = {slot: [] for slot in rows}
         for bucket, pieces in self._calls(rows):
             wanted_B = self.put(np.full(bucket.batch, num_logprobs, np.int32))
-            arguments = self._packed(rows, bucket, pieces)
-            state, output = self.graphs.score(self.parameters, state, bucket, *arguments, wanted_B)
+            arguments, key = self._packed(rows, bucket, pieces), GraphKey("score", bucket)
+            state, output = self.graphs.call(key, self.parameters, state, *arguments, wanted_B)
             for i, piece in enumerate(pieces):
                 of_piece = jax.tree.map(lambda x, i=i, n=piece.count: x[i, :n], output.scores)
                 found[piece.slot].append(jax.device_get(of_piece))
@@ -479,7 +481,7 @@ class LaidOut:
     def fork(self, state: DecodeState, source: int, slot: int, row: Row) -> DecodeState:
         """Copy one slot to another, with `row`'s sampling options; return the state."""
         arguments = self.put((np.int32(source), np.int32(slot), self._sampling(row)))
-        return self.graphs.fork(state, *arguments)
+        return self.graphs.call(FORK, self.parameters, state, *arguments)[0]
 
     def clear(self, state: DecodeState, slot: int) -> DecodeState:
         return self.fork(state, self.grid.decode_slots, slot, Row(()))
@@ -548,9 +550,8 @@ class LaidOut:
         is_live_B[list(slots)] = True
         outputs = []
         for _ in range(num_calls):
-            state, output = self.graphs.decode(
-                self.parameters, state, self.put(is_live_B), self.grid.decode_spans[-1]
-            )
+            key = GraphKey("decode", self.grid.decode_spans[-1])
+            state, output = self.graphs.call(key, self.parameters, state, self.put(is_live_B))
             outputs.append(jax.device_get(output))
         joined = jax.tree.map(lambda *calls: np.concatenate(calls, axis=1), *map(_steps, outputs))
         is_finite_B, is_clean_B = (

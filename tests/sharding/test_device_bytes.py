@@ -9,7 +9,7 @@ from laid_out import layout_of
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import plan_graphs
-from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.graphs.graph_key import FORK
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig
@@ -102,7 +102,7 @@ def test_the_cache_takes_the_bytes_of_its_shards(name, codes):
     definition = AbstractModel(WINDOWED, arrangement)
     grid = BucketGrid(16, ((8, 8),), 8, (8, 16))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.float32))
-    (state,) = (graph.arguments[0] for graph in graphs if graph.name == CompiledGraphs.FORK)
+    (state,) = (graph.arguments[0] for graph in graphs if graph.key == FORK)
     arrays = jax.tree.leaves(state.cache.layers)
     expected = sum(jnp.zeros(x.sharding.shard_shape(x.shape), x.dtype).nbytes for x in arrays)
     got = cache_bytes_per_device(WINDOWED, layout, 8, 16, jnp.float32, arrangement)

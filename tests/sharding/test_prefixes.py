@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from laid_out import VOCAB, LaidOut, Row, config_of, expected, layout_of
 
+from noria.compile.graphs.graph_key import CLEAR_PREFIX
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 
 CASES = pytest.mark.parametrize(
@@ -90,7 +91,8 @@ def test_a_cleared_prefix_is_empty(family, layout, scan_layers):
     model = compiled(family, layout, scan_layers)
     prefixes, rows = prefixes_of(model), own_rows(model)
     state = model.prefill_prefixes(prefixes)
-    state = model.graphs.clear_prefix(state, model.put(np.int32(0)))
+    row = model.put(np.int32(0))
+    state, _ = model.graphs.call(CLEAR_PREFIX, model.parameters, state, row)
     got = model.answer(rows, state)
     prefixes[0] = ()
     expected(model.config, whole_rows(model, prefixes, rows)).assert_equals(got, rows)

@@ -117,8 +117,6 @@ def test_a_grid_without_slots_scores_whole_prompts_alone():
     assert BucketGrid.from_table(SCORING.to_table()) == SCORING
     assert SCORING.fit(17, 0) == PrefillBucket(64, 2)
     assert SCORING.segments(96) == ()
-    assert (SCORING.prefill_kinds, GRID.prefill_kinds) == ((True,), (False,))
-    assert replace(GRID, score=True).prefill_kinds == (False, True)
     for max_tokens in (None, 1):
         with pytest.raises(NoDecodeSlots, match=r"the plan has no decode slots \(.* max_tokens 0"):
             SCORING.fit(17, max_tokens)

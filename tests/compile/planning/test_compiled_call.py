@@ -7,6 +7,7 @@ import pytest
 from hlo_snippets import NARROW_BYTES, WIDE, WIDE_BYTES, loop, program
 from planning_models import PLAIN, work_of
 
+from noria.compile.graphs.graph_key import GraphKey
 from noria.compile.planning.compiled_call import ProgramCounts, compiled_call
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
@@ -56,17 +57,21 @@ def test_what_runs_once_a_call_counts_with_its_share_of_a_step():
 
 def test_cycles_count_where_they_take_longer_and_none_take_less_than_shapes():
     call = Call.of_step(4, 64)
-    untold = compiled_call("decode", call, ProgramCounts(0.0, 0.0, {}, 0), COST)
+    untold = compiled_call(GraphKey("decode"), call, ProgramCounts(0.0, 0.0, {}, 0), COST)
     for seconds, factor in ((0.5 * untold.seconds, 1), (3 * untold.seconds, 3)):
-        found = compiled_call("decode", call, ProgramCounts(0.0, 0.0, {}, 0, seconds=seconds), COST)
+        found = compiled_call(
+            GraphKey("decode"), call, ProgramCounts(0.0, 0.0, {}, 0, seconds=seconds), COST
+        )
         assert found.factor == pytest.approx(factor)
 
 
 def test_a_program_that_takes_much_longer_than_predicted_says_why():
     call = Call.of_step(4, 64)
     needed = COST.work.needed(call).total
-    near = compiled_call("decode", call, ProgramCounts(0.0, 1.1 * needed, {}, 0), COST)
-    far = compiled_call("decode", call, ProgramCounts(0.0, 5e9, {}, 0, 4352, 2e9, 1e9), COST)
+    near = compiled_call(GraphKey("decode"), call, ProgramCounts(0.0, 1.1 * needed, {}, 0), COST)
+    far = compiled_call(
+        GraphKey("decode"), call, ProgramCounts(0.0, 5e9, {}, 0, 4352, 2e9, 1e9), COST
+    )
     assert (near.difference, far.needed_bytes) == ("", needed)
     assert far.difference == (
         f"decode takes {far.factor:.1f} times the time predicted from its shapes: it moves "
@@ -84,7 +89,7 @@ def test_turns_of_layers_add_up_in_every_figure():
 def test_bytes_of_shapes_stand_where_none_are_told_and_more_make_a_call_longer():
     call, cost = Call.of_step(4, 64), CostModel(work_of(PLAIN), HARDWARE)
     shapes = sum(part.bytes for part in cost.work.parts(call))
-    untold = compiled_call("decode", call, ProgramCounts(0.0, 0.0, {}, 0), cost)
+    untold = compiled_call(GraphKey("decode"), call, ProgramCounts(0.0, 0.0, {}, 0), cost)
     assert (untold.num_bytes, untold.factor) == (shapes, 1)
-    double = compiled_call("decode", call, ProgramCounts(0.0, 2 * shapes, {}, 0), cost)
+    double = compiled_call(GraphKey("decode"), call, ProgramCounts(0.0, 2 * shapes, {}, 0), cost)
     assert (double.num_bytes, double.factor) == (2 * shapes, 2)

@@ -9,6 +9,7 @@ from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
+from noria.compile.graphs.graph_key import GraphKey
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.planning.work import Work, sent_by_axes
@@ -27,11 +28,11 @@ def test_operations_are_near_those_that_the_compiler_counts(config):
     placement = find_target("cpu").placement()
     work = work_of(config)
     calls = {
-        "prefill 32x4": grid.prefill[0].call(),
-        "decode span 64": Call.of_step(16, 64),
+        GraphKey("prefill", grid.prefill[0]): grid.prefill[0].call(),
+        GraphKey("decode", 64): Call.of_step(16, 64),
     }
     for graph in plan_graphs(AbstractModel(config), grid, placement, jnp.dtype("float32")):
-        if (call := calls.pop(graph.name, None)) is None:
+        if (call := calls.pop(graph.key, None)) is None:
             continue
         compiled, _ = compile_graph(graph)
         counted = compiled.cost_analysis()["flops"]

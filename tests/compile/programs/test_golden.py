@@ -120,7 +120,7 @@ def read(row: dict[str, Any]) -> Evidence:
     placement = target.placement(layout)
     definition = AbstractModel(config, placement.arrangement(config, row["layers"] == "scanned"))
     graphs = plan_graphs(definition, GRID, placement, jnp.dtype(row["dtype"]))
-    graph = [graph for graph in graphs if graph.kind == row["graph"]][-1]
+    graph = [graph for graph in graphs if graph.key.kind == row["graph"]][-1]
     _, text, _ = compile_with_text(graph)
     assert text is not None
     work = Work(definition, row["dtype"], layout or ONE_DEVICE)

@@ -13,19 +13,21 @@ import numpy as np
 import pytest
 from tiny import CONFIG, GRID
 
-from noria.compile.compiled_graphs import CompiledGraphs, graph_names
+from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.graphs.graph_key import EMPTY_STATE, GraphKey
+from noria.compile.graphs.graph_kinds import graph_keys
 from noria.compile.monitor import compile_monitor
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.plan_evidence import PlanEvidence
 from noria.compile.targets import Target
 from noria.modelzoo.rope_config import RopeConfig
 from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder, write
-from noria.runtime.bundles.executable_cache import graph_keys
+from noria.runtime.bundles.executable_cache import digests
 from noria.runtime.bundles.key import key_of
 from noria.runtime.bundles.loading import LoadError, load_in_background
 from noria.runtime.bundles.warm_start import WarmStart
 from noria.runtime.engine.padding import pack_greedy
-from noria.runtime.errors import BundleUnusable, ConfigError
+from noria.runtime.errors import BundleRequired, BundleUnusable, ConfigError
 
 PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
 ELSEWHERE = Path("/nonexistent/model")
@@ -54,7 +56,7 @@ def refusal(
     return str(error.value)
 
 
-def opened(folder: Path, target: Target) -> dict[str, Future]:
+def opened(folder: Path, target: Target) -> dict[GraphKey, Future]:
     """Load the executables of a bundle in the background."""
     bundle = Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE)
     return load_in_background(bundle.dumped, target)
@@ -64,18 +66,20 @@ def test_what_is_loaded_computes_the_same_bits_and_nothing_is_compiled(model, ta
     before = compile_monitor().num_compiles
     loading = opened(folder, target)
     assert set(loading) == set(model.graphs.executables)
-    loaded = CompiledGraphs(GRID, {name: one.result() for name, one in loading.items()})
+    loaded = CompiledGraphs(GRID, {key: one.result() for key, one in loading.items()})
     bucket = GRID.prefill[1]
     rows = [list(range(3, 10)), list(range(3, 3 + bucket.length))]
     arguments = pack_greedy(rows, 0, bucket, GRID, CONFIG.vocab_size)
+    key = GraphKey("prefill", bucket)
     made = [
-        graphs.prefill(model.parameters, graphs.empty_state(), bucket, *arguments)
+        graphs.call(key, model.parameters, graphs.empty_state(), *arguments)
         for graphs in (model.graphs, loaded)
     ]
     for ours, theirs in zip(*map(jax.tree.leaves, made), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     live_B = np.zeros(GRID.decode_slots, bool)
-    loaded.decode(model.parameters, loaded.empty_state(), live_B, GRID.decode_spans[0])
+    key = GraphKey("decode", GRID.decode_spans[0])
+    loaded.call(key, model.parameters, loaded.empty_state(), live_B)
     assert compile_monitor().num_compiles == before
 
 
@@ -119,12 +123,47 @@ def test_the_evidence_of_a_plan_is_part_of_no_key(target):
     """It changes no program."""
     other = replace(PLAN, evidence=PlanEvidence("published peaks", 1.0, 2.0, 3.0, 4.0))
     assert key_of(other, target, CONFIG) == key_of(PLAN, target, CONFIG)
-    assert graph_keys(other, target, CONFIG) == graph_keys(PLAN, target, CONFIG)
+    assert digests(other, target, CONFIG) == digests(PLAN, target, CONFIG)
 
 
-def test_options_of_the_compiler_are_part_of_the_key(folder, target):
-    other = replace(PLAN, compiler={"decode": {"xla_backend_optimization_level": 1}})
-    assert "plan" in refusal(folder, target, other)
+def test_a_plan_that_differs_where_no_program_reads_it_has_all_executables(folder, target):
+    other = replace(PLAN, max_length_reason="to save memory")
+    bundle = Bundle.open(folder, other, target, CONFIG, ELSEWHERE)
+    assert bundle.dumped.keys() == set(graph_keys(GRID)) and not bundle.refusal
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"buckets": replace(GRID, steps_per_call=5)}, "buckets.steps_per_call: then 4, now 5"),
+        ({"compiler": {"decode": {"xla_a": 1}}}, "compiler.decode.xla_a: then nothing, now 1"),
+    ],
+)
+def test_a_plan_that_differs_has_the_executables_that_do_not_read_it(folder, target, change, named):
+    bundle = Bundle.open(folder, replace(PLAN, **change), target, CONFIG, ELSEWHERE)
+    lost = {key for key in graph_keys(GRID) if key.kind == "decode"}
+    assert bundle.dumped.keys() == set(graph_keys(GRID)) - lost
+    assert all(str(key) in bundle.refusal for key in lost) and f"(plan {named})" in bundle.refusal
+
+
+def test_graphs_that_a_bundle_lacks_come_from_the_cache_or_are_compiled(
+    model, folder, target, tmp_path
+):
+    other = replace(PLAN, buckets=replace(GRID, steps_per_call=5))
+    files = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), path=ELSEWHERE)
+    (cache := tmp_path / "cache").mkdir()
+    first, *others = (GraphKey("decode", span) for span in GRID.decode_spans)
+    WarmStart(None, cache, other, target, files, pytest.fail).keep(
+        first, model.graphs.executables[first]
+    )
+    warm = WarmStart(folder, cache, other, target, files, (notes := []).append)
+    assert warm.executables().keys() == set(graph_keys(GRID)) - set(others)
+    assert warm.bundle is not None
+    assert warm.bundle.executables == len(graph_keys(GRID)) - len(GRID.decode_spans)
+    assert "it has no decode span 16, decode span 32" in (warm.bundle.reason or "")
+    assert notes[-1] == "compile cache: 1 executable taken"
+    with pytest.raises(BundleRequired, match="steps_per_call"):
+        WarmStart(folder, cache, other, target, files, notes.append, requires_bundle=True)
 
 
 def test_a_truncated_or_changed_executable_is_refused(folder, target):
@@ -138,13 +177,13 @@ def test_a_truncated_or_changed_executable_is_refused(folder, target):
     assert "No such file" in refusal(folder, target)
 
 
-def break_an_executable(folder: Path) -> str:
+def break_an_executable(folder: Path) -> GraphKey:
     """Replace an executable by other bytes, with the correct digest of those bytes."""
-    broken, content = CompiledGraphs.decode_name(GRID.decode_spans[0]), b"\0"
+    broken, content = GraphKey("decode", GRID.decode_spans[0]), b"\0"
     graphs = json.loads((folder / CONTENTS).read_text())["graphs"]
-    (folder / GRAPHS / graphs[broken]["file"]).write_bytes(content)
+    (folder / GRAPHS / graphs[str(broken)]["file"]).write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
-    edit_contents(folder, lambda contents: contents["graphs"][broken].update(sha256=digest))
+    edit_contents(folder, lambda contents: contents["graphs"][str(broken)].update(sha256=digest))
     return broken
 
 
@@ -165,16 +204,14 @@ def test_a_start_has_executables_loaded_and_says_which_are_to_be_compiled(
     notes = []
     files = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), path=ELSEWHERE)
     warm = WarmStart(folder, None, PLAN, target, files, notes.append)
-    assert warm.executables().keys() == graph_names(GRID) - broken
+    assert warm.executables().keys() == set(graph_keys(GRID)) - broken
     *refusals, note = notes
-    assert note.endswith(f"{len(graph_names(GRID) - broken)} executables taken")
-    for name, refusal in zip(broken, refusals, strict=True):
+    assert note.endswith(f"{len(set(graph_keys(GRID)) - broken)} executables taken")
+    for key, refusal in zip(broken, refusals, strict=True):
         assert (
-            f"executable {name} cannot be loaded" in refusal and "It is compiled instead" in refusal
+            f"executable {key} cannot be loaded" in refusal and "It is compiled instead" in refusal
         )
-    assert jax.tree.structure(warm.state()) == jax.tree.structure(
-        warm.executables()["empty state"]()
-    )
+    assert jax.tree.structure(warm.state()) == jax.tree.structure(warm.executables()[EMPTY_STATE]())
 
 
 def test_what_others_can_write_is_refused(folder, target):

@@ -7,17 +7,18 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from tiny import CONFIG, GRID
+from tiny import CHUNK_GRID, CONFIG, GRID
 
-from noria.compile.compiled_graphs import graph_names
+from noria.compile.graphs.graph_key import FORK, GraphKey
+from noria.compile.graphs.graph_kinds import graph_keys
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.modelzoo.rope_config import RopeConfig
 from noria.runtime.bundles.compilation_cache import remove_oldest
-from noria.runtime.bundles.executable_cache import ExecutableCache, graph_keys
+from noria.runtime.bundles.executable_cache import ExecutableCache, digests
 from noria.runtime.bundles.warm_start import WarmStart
 
 PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
-DECODE = {f"decode span {span}" for span in GRID.decode_spans}
+DECODE = {GraphKey("decode", span) for span in GRID.decode_spans}
 
 
 def start(folder, target, notes=None, plan=PLAN) -> WarmStart:
@@ -30,20 +31,20 @@ def start(folder, target, notes=None, plan=PLAN) -> WarmStart:
 def folder(model, target, tmp_path):
     """A folder with all executables that a job with an empty cache keeps."""
     warm = start(tmp_path, target)
-    for name, executable in model.graphs.executables.items():
-        warm.keep(name, executable)
+    for key, executable in model.graphs.executables.items():
+        warm.keep(key, executable)
     return tmp_path
 
 
 def test_the_next_start_takes_every_graph_and_computes_the_same_bits(model, target, folder):
     warm = start(folder, target, notes := [])
     executables = warm.executables()
-    assert executables.keys() == graph_names(GRID)
+    assert executables.keys() == set(graph_keys(GRID))
     assert notes == [f"compile cache: {len(executables)} executables taken"]
     live_B = np.zeros(GRID.decode_slots, bool)
-    name = f"decode span {GRID.decode_spans[-1]}"
-    ours = executables[name](model.parameters, warm.state(), live_B)
-    theirs = model.graphs.executables[name](model.parameters, model.graphs.empty_state(), live_B)
+    key = GraphKey("decode", GRID.decode_spans[-1])
+    ours = executables[key](model.parameters, warm.state(), live_B)
+    theirs = model.graphs.executables[key](model.parameters, model.graphs.empty_state(), live_B)
     for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -59,10 +60,10 @@ def test_an_empty_cache_has_nothing_ready(target, tmp_path):
     ids=["empty", "cut", "a byte"],
 )
 def test_a_damaged_file_is_named_and_its_graph_compiled_again(target, folder, damage):
-    key = graph_keys(PLAN, target, CONFIG)["fork"]
-    path = folder / f"{key}.bin"
+    path = folder / f"{digests(PLAN, target, CONFIG)[FORK]}.bin"
     path.write_bytes(damage(path.read_bytes()))
-    assert start(folder, target, notes := []).executables().keys() == graph_names(GRID) - {"fork"}
+    executables = start(folder, target, notes := []).executables()
+    assert executables.keys() == set(graph_keys(GRID)) - {FORK}
     assert "fork" in notes[0] and "damaged" in notes[0]
 
 
@@ -70,39 +71,35 @@ def test_a_folder_that_is_gone_costs_a_note_and_no_job(model, target, tmp_path):
     kept = ExecutableCache(tmp_path / "gone", PLAN, target, CONFIG, (notes := []).append)
     (tmp_path / "gone").rmdir()
     assert kept.read() == {} and not notes
-    kept.keep("fork", model.graphs.executables["fork"])
+    kept.keep(FORK, model.graphs.executables[FORK])
     (note,) = notes
     assert note.startswith("compile cache, fork: not kept")
 
 
-CHANGES = {
-    "dtype": lambda plan: replace(plan, numbers=Numbers("bfloat16")),
-    "steps": lambda plan: replace(plan, buckets=replace(plan.buckets, steps_per_call=5)),
-    "slots": lambda plan: replace(plan, buckets=replace(plan.buckets, decode_slots=7)),
-    "options": lambda plan: replace(
-        plan, compiler={"decode": {"xla_backend_optimization_level": 1}}
-    ),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_decides_a_graph_is_part_of_its_key(target, change):
-    before, after = (graph_keys(plan, target, CONFIG) for plan in (PLAN, change(PLAN)))
-    assert not set(before.values()) & set(after.values())
-
-
 def test_the_model_and_flags_are_part_of_every_key(target, monkeypatch):
-    before = set(graph_keys(PLAN, target, CONFIG).values())
+    before = set(digests(PLAN, target, CONFIG).values())
     other = replace(CONFIG, rope=RopeConfig(theta=500_000.0))
-    assert not before & set(graph_keys(PLAN, target, other).values())
+    assert not before & set(digests(PLAN, target, other).values())
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    assert not before & set(graph_keys(PLAN, target, CONFIG).values())
+    assert not before & set(digests(PLAN, target, CONFIG).values())
+
+
+def test_a_key_that_no_program_reads_keeps_all_executables(target):
+    plan = replace(PLAN, buckets=CHUNK_GRID)
+    other = replace(plan, buckets=replace(CHUNK_GRID, chunks_per_decode=7), max_length_reason="x")
+    assert digests(other, target, CONFIG) == digests(plan, target, CONFIG)
+
+
+def test_a_key_that_programs_read_throws_away_those_alone(target):
+    other = replace(PLAN, buckets=replace(GRID, steps_per_call=5))
+    before, after = (digests(plan, target, CONFIG) for plan in (PLAN, other))
+    assert {key for key in before if before[key] != after[key]} == DECODE
 
 
 def test_plans_with_other_prefill_buckets_share_their_other_graphs(target):
     fewer = replace(PLAN, buckets=replace(GRID, prefill=GRID.prefill[-1:]))
     named = replace(fewer, model=PlannedModel("elsewhere", "sha256:0"))
-    before, after = (graph_keys(plan, target, CONFIG) for plan in (PLAN, named))
+    before, after = (digests(plan, target, CONFIG) for plan in (PLAN, named))
     assert after.items() <= before.items()
     assert DECODE <= after.keys() < before.keys()
 

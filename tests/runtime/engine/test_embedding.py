@@ -8,7 +8,7 @@ import pytest
 from tiny import TWO_LAYERS, random_parameters
 
 from noria.compile.abstract_model import AbstractModel
-from noria.compile.build import build
+from noria.compile.build import build, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.pooling_config import Pooling
@@ -27,8 +27,8 @@ PARAMS = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=0)
 def model():
     placement = find_target("cpu").placement()
     definition = AbstractModel(CONFIG)
-    graphs = build(definition, GRID, placement, jnp.float32)
-    assert set(graphs.executables) == {"embed 6x4", "embed 24x2"}
+    graphs = build(GRID, plan_graphs(definition, GRID, placement, jnp.dtype(jnp.float32)))
+    assert set(map(str, graphs.executables)) == {"embed 6x4", "embed 24x2"}
     return graphs, random_parameters(definition), HostArrays(placement.replicated)
 
 

@@ -78,26 +78,19 @@ class Reports:
                 self._slots[slot] = sequence
         return self._action
 
-    def prefill(self, *arguments):
-        return self._noted(self._graphs.prefill(*arguments))
-
-    def score(self, *arguments):
-        return self._noted(self._graphs.score(*arguments))
-
-    def decode(self, *arguments):
-        state, output = self._graphs.decode(*arguments)
-        assert isinstance(self._action, DecodeAction)
-        for slot in self._action.slots:
-            sequence = self._slots[slot]
-            dropped = int(output.experts.num_dropped_B[slot])
-            self.of_tokens[sequence.request.number, sequence.sample] += dropped
+    def call(self, *arguments):
+        state, output = self._graphs.call(*arguments)
+        match self._action:
+            case PrefillAction(rows=rows):
+                for i, row in enumerate(rows):
+                    dropped = int(output.experts.num_dropped_B[i])
+                    self.of_prompt[row.sequence.request.number] += dropped
+            case DecodeAction(slots=slots):
+                for slot in slots:
+                    sequence = self._slots[slot]
+                    dropped = int(output.experts.num_dropped_B[slot])
+                    self.of_tokens[sequence.request.number, sequence.sample] += dropped
         return state, output
-
-    def _noted(self, made):
-        assert isinstance(self._action, PrefillAction)
-        for i, row in enumerate(self._action.rows):
-            self.of_prompt[row.sequence.request.number] += int(made[1].experts.num_dropped_B[i])
-        return made
 
 
 def test_every_row_has_the_count_that_the_graphs_gave_it(lossy):

@@ -19,8 +19,9 @@ from tiny import (
 from tiny import TWO_LAYERS as CONFIG
 from unoptimized import set_optimized
 
-from noria.compile.compiled_graphs import graph_names
 from noria.compile.graph_failures import GraphFailed
+from noria.compile.graphs.graph_key import EMPTY_STATE, FORK, GraphKey
+from noria.compile.graphs.graph_kinds import graph_keys
 from noria.compile.monitor import compile_monitor
 from noria.runtime.batch.graph_rows import needs_graph
 from noria.runtime.engine.admission import Admission
@@ -433,13 +434,13 @@ def test_a_step_that_the_device_fails_names_its_graph(model, monkeypatch):
         generator.run()
 
 
-def graphs_called(model: TinyModel, request: Request, monkeypatch) -> set[str]:
-    called: set[str] = set()
-    of_name = type(model.graphs).executable
+def graphs_called(model: TinyModel, request: Request, monkeypatch) -> set[GraphKey]:
+    called: set[GraphKey] = set()
+    of_key = type(model.graphs).executable
 
-    def executable(name: str):
-        called.add(name)
-        return of_name(model.graphs, name)
+    def executable(key: GraphKey):
+        called.add(key)
+        return of_key(model.graphs, key)
 
     monkeypatch.setattr(model.graphs, "executable", executable)
     generator = model.generator()
@@ -458,9 +459,9 @@ def test_the_rows_that_need_a_graph_are_those_that_call_it(model, monkeypatch):
     for ids, params in zip([*prompts(7, seed=3), [5]], asked * 2, strict=True):
         called = graphs_called(model, Request("row", ids, params), monkeypatch)
         need = RowRequirements(len(ids), params.max_tokens, params.n, params.prompt_logprobs)
-        wanted = {name for name in graph_names(model.grid) if needs_graph(name, model.grid, need)}
+        wanted = {key for key in graph_keys(model.grid) if needs_graph(key, model.grid, need)}
         # a call may end on the next span, and free slots for all samples may be scattered
         assert called <= wanted, called - wanted
-        assert wanted - called <= {"empty state", "fork"} | {
-            name for name in wanted if name.startswith("decode")
+        assert wanted - called <= {EMPTY_STATE, FORK} | {
+            key for key in wanted if key.kind == "decode"
         }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny import CONFIG, EOS_ID, GRID, TWO_LAYERS, TinyModel, prompts
 
-from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.graphs.graph_key import GraphKey
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
 from noria.runtime import StructuredOutputsParams
 from noria.runtime.errors import RowError
@@ -187,8 +187,8 @@ def test_rows_without_a_form_keep_their_bits(outputs, plain):
 
 
 def test_a_plan_without_forms_has_no_state_of_automata(plain, model):
-    name = CompiledGraphs.decode_name(64)
-    num_without, num_with = (m.graphs.executable(name).in_tree.num_leaves for m in (plain, model))
+    key = GraphKey("decode", 64)
+    num_without, num_with = (m.graphs.executable(key).in_tree.num_leaves for m in (plain, model))
     assert plain.graphs.empty_state().sampling.structure_B is None
     # the state of each slot, and nine tables
     assert num_with == num_without + 10

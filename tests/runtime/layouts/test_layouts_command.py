@@ -8,7 +8,7 @@ from model_on_disk import write_model
 
 from noria.compile import layout_measure
 from noria.compile.attention_kernels import AUTO_ATTENTION
-from noria.compile.build import build
+from noria.compile.build import plan_graphs
 from noria.compile.targets import find_target
 from noria.runtime.checkpoint import open_model
 from noria.runtime.cli import main
@@ -154,7 +154,7 @@ def test_a_layout_that_does_not_compile_is_reported_beside_the_others(report, ca
     """If a device lacks memory, the compiler raises; the comparison reports it and continues."""
 
     def run_out(graph):
-        raise RuntimeError(f"RESOURCE_EXHAUSTED: 17 GB of 16 GB\nin {graph.name}")
+        raise RuntimeError(f"RESOURCE_EXHAUSTED: 17 GB of 16 GB\nin {graph.key}")
 
     monkeypatch.setattr(layout_measure, "compile_with_text", run_out)
     folder = report / "full"
@@ -204,11 +204,11 @@ def test_a_logit_that_is_not_a_number_leaves_the_figures_of_other_layouts(
 def test_the_kernel_that_is_asked_for_is_the_one_that_is_verified(report, monkeypatch):
     asked = []
 
-    def built(*arguments, attention=AUTO_ATTENTION):
+    def planned(*arguments, attention=AUTO_ATTENTION):
         asked.append((attention.prefill, arguments[1].prefill[0].length))
-        return build(*arguments, attention=attention)
+        return plan_graphs(*arguments, attention=attention)
 
-    monkeypatch.setattr(verification, "build", built)
+    monkeypatch.setattr(verification, "plan_graphs", planned)
     arguments = ["--model", str(report / "model"), "-o", str(report / "named")]
     arguments += ["--layouts", "data-parallel", *OPTIONS, "--verify"]
     arguments += ["--attention", "xla", "--length", "64", "--prompt", "48"]

@@ -1,0 +1,224 @@
+"""The table of graph kinds: everything that planning, build, calls and errors know of a graph.
+
+A new kind of graph needs its body and one entry of `GRAPH_KINDS`. The functions of an entry get the
+grid and the shape of a graph: a bucket, a span, or None. Knows nothing of devices or files.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+from ...modelzoo.operations import Operations
+from ...sharding.call import Call
+from ..grids.bucket_grid import BucketGrid
+from ..grids.prefill_bucket import PrefillBucket
+from ..grids.prefix_grid import PrefixGrid
+from . import signatures
+from .embed_step import embed_step
+from .graph_key import CLEAR_PREFIX, EMPTY_STATE, FORK, PREFIX, GraphKey
+from .graph_rules import (
+    RowNeed,
+    change_bucket,
+    change_slots,
+    decodes_in,
+    embeds_in,
+    prefills_in,
+    scores_in,
+)
+from .prefill_steps import clear_prefix_step, fork_step, prefill_step, prefix_step, score_step
+from .steps import decode_step
+
+if TYPE_CHECKING:
+    from ..abstract_model import AbstractModel
+    from ..attention_kernels import AttentionChoices, Choice
+
+
+@dataclass(frozen=True)
+class GraphKind:
+    """One kind of graph.
+
+    A graph takes the parameters if it runs the model, the state if it has segments of the cache,
+    and then its own arguments. It returns its output, which may be None, or a new state and its
+    output if it takes a state.
+    """
+
+    per: type
+    """The type of its shapes: `PrefillBucket`, `int` for spans, or `NoneType` for one graph."""
+    is_built: Callable[[BucketGrid], bool]
+    """Whether a grid has graphs of this kind, one for each shape."""
+    reads: tuple[str, ...]
+    """The keys of a plan that its programs depend on besides their shapes. A table stands for all
+    of its keys. A stored executable is used again if the values of these keys are the same."""
+    body: Callable[[BucketGrid, Any, Operations], Callable[..., Any]] | None = None
+    """The function that is compiled, with its static arguments. The operations are those of decode,
+    which define how slots are sharded. None for the graph that makes the empty state."""
+    arguments: Callable[["AbstractModel", BucketGrid, Any], Sequence[Any]] = lambda *_: ()
+    """Its own abstract arguments."""
+    num_segments: Callable[[BucketGrid, Any], int] | None = None
+    """The number of cache segments that it takes and returns, from the first one on. None for a
+    graph that takes no state."""
+    call: Callable[[BucketGrid, Any], Call] | None = None
+    """The shape of a call, from which phase and costs follow. None for a graph that does not run
+    the model."""
+    kernel: Callable[["AttentionChoices", Any], "Choice | None"] = lambda *_: None
+    """The attention kernel, for a graph that runs the model."""
+    options: str | None = None
+    """The name of its compiler options: `decode` for the table `[compiler.decode]`. None for a
+    graph without options."""
+    advice: Callable[[BucketGrid, Any], str] = change_slots
+    """The change to the plan that removes a failed graph, or makes it smaller."""
+    serves: Callable[[BucketGrid, Any, RowNeed], bool] = lambda *_: True
+    """Whether a row that fits the grid needs the graph."""
+
+
+_PROGRAM = ("target", "model.scan_layers", "numbers.dtype", "numbers.cache", "mesh", "rules")
+_STATE = (
+    *_PROGRAM,
+    "decode.rules",
+    "buckets.max_length",
+    "buckets.chunk",
+    "buckets.decode_slots",
+    "buckets.decode_spans",
+    "buckets.span_slots",
+    "prefixes.groups",
+    "prefixes.length",
+)
+_MODEL = ("numbers", "adapters")
+_PREFILL = (*_MODEL, "prefill.rules", "attention.prefill", "experts.prefill", "buckets.prefill")
+
+
+def _prefill_kind(body: Callable[..., Any], *, is_scored: bool, **entries: Any) -> GraphKind:
+    """A kind of graph that writes prompts into slots, with or without scores."""
+    arguments = signatures.score_arguments if is_scored else signatures.prefill_arguments
+    options = "score" if is_scored else "prefill"
+    return GraphKind(
+        per=PrefillBucket,
+        reads=(*_STATE, *_PREFILL, f"compiler.{options}"),
+        body=lambda grid, bucket, operations: partial(body, cache_operations=operations),
+        arguments=arguments,
+        num_segments=lambda grid, bucket: grid.num_segments(bucket.length),
+        call=lambda grid, bucket: grid.prefill_call(bucket, is_scored=is_scored),
+        kernel=lambda kernels, bucket: kernels.prefill[bucket.tokens],
+        options=options,
+        advice=change_bucket,
+        **entries,
+    )
+
+
+def _prefixes(grid: BucketGrid) -> PrefixGrid:
+    assert grid.prefixes is not None
+    return grid.prefixes
+
+
+GRAPH_KINDS: Mapping[str, GraphKind] = {
+    "prefill": _prefill_kind(
+        prefill_step,
+        is_scored=False,
+        is_built=lambda grid: grid.decode_slots > 0,
+        serves=prefills_in,
+    ),
+    "score": _prefill_kind(
+        score_step, is_scored=True, is_built=lambda grid: grid.score, serves=scores_in
+    ),
+    "embed": GraphKind(
+        per=PrefillBucket,
+        is_built=lambda grid: grid.embed,
+        reads=(*_PROGRAM, *_PREFILL, "compiler.embed"),
+        body=lambda *_: embed_step,
+        arguments=lambda model, grid, bucket: signatures.embed_arguments(bucket),
+        call=BucketGrid.prefill_call,
+        kernel=lambda kernels, bucket: kernels.prefill[bucket.tokens],
+        options="embed",
+        advice=change_bucket,
+        serves=embeds_in,
+    ),
+    FORK.kind: GraphKind(
+        per=NoneType,
+        is_built=lambda grid: grid.decode_slots > 0,
+        reads=(*_STATE, "compiler.fork"),
+        body=lambda grid, _, operations: partial(fork_step, cache_operations=operations),
+        arguments=lambda model, grid, _: signatures.fork_arguments(model, grid),
+        num_segments=lambda grid, _: len(grid.decode_spans),
+        options="fork",
+        serves=lambda grid, _, row: row.n > 1,
+    ),
+    "decode": GraphKind(
+        per=int,
+        is_built=lambda grid: grid.decode_slots > 0,
+        reads=(
+            *_STATE,
+            *_MODEL,
+            "attention.decode",
+            "experts.decode",
+            "buckets.steps_per_call",
+            "structured",
+            "compiler.decode",
+        ),
+        body=lambda grid, span, _: partial(decode_step, span=span, num_steps=grid.steps_per_call),
+        arguments=lambda model, grid, span: signatures.decode_arguments(model, grid),
+        num_segments=BucketGrid.num_segments,
+        call=BucketGrid.decode_call,
+        kernel=lambda kernels, span: kernels.decode,
+        options="decode",
+        serves=decodes_in,
+    ),
+    PREFIX.kind: GraphKind(
+        per=NoneType,
+        is_built=lambda grid: grid.prefixes is not None,
+        reads=(*_STATE, *_PREFILL, "prefixes.chunk", "prefixes.batch", "compiler.prefill"),
+        body=lambda grid, _, operations: partial(prefix_step, cache_operations=operations),
+        arguments=lambda model, grid, _: signatures.prefix_arguments(grid),
+        num_segments=lambda grid, _: 0,
+        call=lambda grid, _: _prefixes(grid).call,
+        kernel=lambda kernels, _: kernels.prefix,
+        options="prefill",
+    ),
+    CLEAR_PREFIX.kind: GraphKind(
+        per=NoneType,
+        is_built=lambda grid: grid.prefixes is not None,
+        reads=_STATE,
+        body=lambda grid, _, operations: partial(clear_prefix_step, cache_operations=operations),
+        arguments=lambda *_: (signatures.prefix_row(),),
+        num_segments=lambda grid, _: 0,
+    ),
+    EMPTY_STATE.kind: GraphKind(per=NoneType, is_built=lambda grid: not grid.embed, reads=_STATE),
+}
+"""The kinds by name."""
+
+
+def kinds_of(grid: BucketGrid, per: type) -> list[str]:
+    """The kinds of which a grid has a graph for each shape of a type."""
+    return [name for name, kind in GRAPH_KINDS.items() if kind.per is per and kind.is_built(grid)]
+
+
+def graph_keys(grid: BucketGrid) -> list[GraphKey]:
+    """The graphs of a grid: decode, then prefill by falling length, so that long compiles come
+    first."""
+    shapes = (*grid.graph_spans, *reversed(grid.prefill), None)
+    return [GraphKey(name, shape) for shape in shapes for name in kinds_of(grid, type(shape))]
+
+
+def call_of(grid: BucketGrid, key: GraphKey) -> Call:
+    """The shape of a call of a graph that runs the model; for decode, of one step."""
+    call = GRAPH_KINDS[key.kind].call
+    assert call is not None, key
+    return call(grid, key.shape)
+
+
+def read_values(plan: Mapping[str, Any], key: GraphKey) -> str:
+    """The values in a plan's table of all keys that a graph's program depends on, as JSON."""
+    values: list[Any] = [name in plan for name in ("prefixes", "structured", "adapters")]
+    for path in GRAPH_KINDS[key.kind].reads:
+        value: Any = plan
+        for name in path.split("."):
+            value = (value or {}).get(name)
+        if path == "buckets.prefill":
+            # the other buckets change no program, except that the longest span of prompts in chunks
+            # decides which kernel all spans of a chunk have
+            value = value[-1][0] if "chunk" in plan["buckets"] else None
+        values.append(value)
+    # not sorted: the axes of a mesh and the rules of weights have an order
+    return json.dumps([str(key), *values])

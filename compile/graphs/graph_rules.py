@@ -1,0 +1,75 @@
+"""Rules of `GRAPH_KINDS`: the rows that need a graph, and the changes to a plan if it fails.
+
+Every rule gets the grid and the shape of the graph. Knows nothing of requests, files or devices.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..grids.bucket_grid import BucketGrid
+from ..grids.prefill_bucket import PrefillBucket
+
+
+class RowNeed(Protocol):
+    """The facts of a row that decide which graphs it needs."""
+
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def max_tokens(self) -> int | None: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def prompt_logprobs(self) -> int | None: ...
+    @property
+    def text_lengths(self) -> Sequence[int]: ...
+
+
+def prefills_in(grid: BucketGrid, bucket: PrefillBucket, row: RowNeed) -> bool:
+    """Whether a piece of the row's prompt is prefilled in a bucket, without scores."""
+    return row.prompt_logprobs is None and bucket in grid.buckets_of(row.prompt_length)
+
+
+def scores_in(grid: BucketGrid, bucket: PrefillBucket, row: RowNeed) -> bool:
+    """Whether a piece of the row's prompt is scored in a bucket."""
+    return row.prompt_logprobs is not None and bucket in grid.buckets_of(row.prompt_length)
+
+
+def embeds_in(grid: BucketGrid, bucket: PrefillBucket, row: RowNeed) -> bool:
+    """Whether one of the row's texts is embedded in a bucket."""
+    longest = grid.prefill[-1].length
+    return bucket in {grid.bucket_of(n) for n in row.text_lengths if n <= longest}
+
+
+def decodes_in(grid: BucketGrid, span: int, row: RowNeed) -> bool:
+    """Whether the row has a length at which it is decoded in a span."""
+    shorter = max((other for other in grid.graph_spans if other < span), default=0)
+    longest = grid.max_total_length(row.prompt_length, row.max_tokens)
+    return row.max_tokens != 0 and row.prompt_length < span and shorter < longest
+
+
+def change_bucket(grid: BucketGrid, bucket: PrefillBucket) -> str:
+    """The changes that make the graphs of a bucket smaller, or remove them."""
+    entries = grid.to_table()["prefill"]
+    fewer = [
+        [length, *(max(1, batch // 2) if length == bucket.length else batch for batch in batches)]
+        for length, *batches in entries
+    ]
+    others = [entry for entry in entries if entry[0] != bucket.length]
+    ways = [f"give it fewer rows with --set 'buckets.prefill={fewer}'"] if fewer != entries else []
+    if not grid.chunks and bucket != grid.prefill[-1]:
+        ways.append(f"leave it to the next longer one with --set 'buckets.prefill={others}'")
+    ways = ways or ["spread the model over more devices, or take shorter rows"]
+    return f"Change the bucket {bucket}: {', or '.join(ways)}."
+
+
+def change_slots(grid: BucketGrid, _: object) -> str:
+    """The changes that make graphs of slots smaller."""
+    slots, fewer = grid.decode_slots, max(1, grid.decode_slots // 2)
+    keys = f"buckets.decode_slots ({slots}){' and buckets.span_slots' if grid.span_slots else ''}"
+    if (prefixes := grid.prefixes) is not None:
+        keys, fewer = f"[prefixes], buckets.decode_slots ({slots})", prefixes.groups
+    return (
+        f"Change {keys} or buckets.decode_spans ({list(grid.decode_spans)}), as with --set "
+        f"buckets.decode_slots={fewer}, or spread the model over more devices."
+    )
