@@ -17,7 +17,6 @@ from ..compile.expert_plan import LOSSLESS_EXPERTS
 from ..compile.graph_failures import is_out_of_memory, naming_graph, reason
 from ..compile.grids.adapter_grid import AdapterGrid
 from ..compile.plan import DTYPES, Plan
-from ..compile.target_names import TargetName
 from ..compile.targets import Target
 from ..compile.weight_rules import ALL_FLOAT, WeightRules
 from ..sharding.device_bytes import array_bytes
@@ -29,6 +28,7 @@ from .checkpoint import ModelFiles, load_params
 from .console import plural
 from .devices import machine
 from .devices.compiler_messages import without_alarms
+from .devices.device_shares import simulated_devices
 from .devices.graph_memory import check_memory
 from .devices.host_arrays import HostArrays
 from .embedding.session import EmbeddingSession
@@ -98,21 +98,11 @@ def prepare_jax(target: str, num_processes: int = 1) -> None:
             "JAX_ENABLE_X64: expected off, as graphs count in 32 bits, got on. Unset it; in a "
             "script call jax.config.update('jax_enable_x64', False) before constructing the LLM."
         )
-    named = TargetName.parse(target)
-    if named.platform != "cpu":
+    count = simulated_devices(target, num_processes)
+    if count is None:
         return
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
-    _simulate_devices(target, named.num_devices, num_processes)
-
-
-def _simulate_devices(target: str, total: int, num_processes: int) -> None:
-    count, left_over = divmod(total, num_processes)
-    if left_over:
-        raise ValueError(
-            f"target {target}: expected a number of devices that {num_processes} processes share "
-            f"evenly, got {total}. Ask for --target cpu:{(count + 1) * num_processes}."
-        )
     is_chosen = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     is_chosen |= jax.config.values["jax_num_cpu_devices"] > 0
     if (count > 1 or num_processes > 1) and not is_chosen:

@@ -6,8 +6,8 @@
 `stand-in` is the whole job (`run_job`: its lock, journal and output) with the stand-in of the tests
 for model and device, and without jax. Otherwise the words are a command of noria.
 
-A line of EVENTS has a moment, a word (`take` or `release` for the lock, `row` for a row in the
-journal), the process, and for a row the number of the journal's file.
+A line of EVENTS has a moment, a word (`ask`, `take` or `release` for the lock, `row` for a row in
+the journal), the process, and for a row the number of the journal's file.
 """
 
 import os
@@ -32,6 +32,7 @@ def note_events(path: Path) -> None:
         os.write(log, f"{time.monotonic()} {word} {os.getpid()} {file}\n".encode())
 
     def take(lock: JobLock) -> JobLock:
+        note("ask")
         entered = enter(lock)
         note("take")
         return entered

@@ -93,7 +93,7 @@ class Trial:
     codes: list[int] = field(default_factory=list)
     """The exit codes of the takers."""
     seconds: float | None = None
-    """Seconds from the start of the takers until one had the lock; None if the owner finished."""
+    """Seconds until the first taker had the lock that it asked for; None if the owner finished."""
     late_rows: int = 0
     """Rows that the paused owner wrote after its successor had the lock."""
     broken: list[str] = field(default_factory=list)
@@ -152,6 +152,11 @@ class Folder:
         )
         return draw.uniform(0, seconds)
 
+    def moment(self, word: str, pid: int) -> float:
+        """The moment of the first event of a kind in a process."""
+        events = self.events()
+        return next(event.moment for event in events if (event.word, event.pid) == (word, pid))
+
     def taken_by(self, pids: Collection[int]) -> Event | None:
         """The first take of the lock by one of some processes."""
         takes = (event for event in self.events() if event.word == "take" and event.pid in pids)
@@ -175,6 +180,8 @@ def find_breaches(events: Iterable[Event], gone: int | None) -> tuple[list[str],
             owner = event.pid
         elif event.word == "release":
             owner = None if owner == event.pid else owner
+        elif event.word != "row":
+            continue
         elif event.pid == owner:
             files.setdefault(event.pid, set()).add(event.file)
         elif event.pid == gone:
@@ -198,7 +205,6 @@ def run_trial(folder: Folder, job: Job, kind: Owner, takers: int, draw: random.R
         owner.send_signal(stop)
     if stop == signal.SIGKILL:
         owner.wait()
-    started = time.monotonic()
     host = "host0" if kind.takers == "here" else "host{}"
     machine = "machine{}" if kind.takers == "elsewhere" else "machine0"
     numbers = range(1, takers + 1)
@@ -209,9 +215,9 @@ def run_trial(folder: Folder, job: Job, kind: Owner, takers: int, draw: random.R
         owner.send_signal(signal.SIGCONT)
     said = [other.communicate(timeout=END_SECONDS)[1] for other in others]
     last = owner.communicate(timeout=END_SECONDS)[1]
-    if (take := folder.taken_by(pids)) is not None:
-        trial.seconds = round(take.moment - started, 2)
     trial.owner_code, trial.codes = owner.returncode, [other.returncode for other in others]
+    if owner.returncode != job.code and (take := folder.taken_by(pids)) is not None:
+        trial.seconds = round(take.moment - folder.moment("ask", take.pid), 2)
     trial.broken, trial.late_rows = find_breaches(folder.events(), owner.pid if stop else None)
     ends = [
         (kind, trial.owner_code, last),
@@ -332,10 +338,10 @@ def report(trials: Sequence[Trial], silence: float) -> str:
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += [
         "",
-        "Seconds are from the start of the takers, imports included, to the moment at which one of "
-        "them has the lock. Late rows are those that an owner wrote after its successor had the "
-        "lock; none of them is in a journal that is read. After each trial, the same command ended "
-        "with the code and the output of an undisturbed job.",
+        "Seconds are from the moment at which a process asks for the lock to the moment at which "
+        "it has it. Owners with code 0 had finished. Late rows are those that an owner wrote after "
+        "its successor had the lock; none of them is in a journal that is read. After each trial, "
+        "the same command ended with the code and the output of an undisturbed job.",
         "",
     ]
     return "\n".join(lines)

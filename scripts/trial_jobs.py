@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from noria.runtime.devices.machine import describe_machine
 
@@ -62,7 +63,7 @@ def start(
     variables: Mapping[str, str],
     before: Sequence[str] = (),
     program: Sequence[str] = ("-c", COMMAND),
-    stderr: int = subprocess.PIPE,
+    stderr: int | TextIO = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
     """Start a process of Python.
 
@@ -111,7 +112,7 @@ def share(values: Sequence[float], part: float) -> float:
     return sorted(values)[max(0, -int(-part * len(values) // 1) - 1)]
 
 
-def wait_until(condition, seconds: float, what: str) -> None:
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
     """Wait until a condition holds.
 
     Raises:

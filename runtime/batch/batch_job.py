@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from ..adapters.adapter import Adapter
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.merged_model import open_merged
 from ..checkpoint import ModelFiles
-from ..devices.compiler_messages import without_alarms
 from ..devices.standard_streams import is_closed
 from ..errors import (
     EXIT_OK,
@@ -91,11 +90,7 @@ def run_with_options(options: argparse.Namespace) -> int:
         )
     if options.keep_stages and options.pipeline is None:
         raise ConfigError("--keep-stages: expected --pipeline beside it, got none.")
-    in_pod = pod_options.are_given(options)
-    with (
-        without_alarms() if in_pod else nullcontext(),
-        pod_options.peers(options, target_name(options, plan_table)) as peers,
-    ):
+    with pod_options.peers(options, target_name(options, plan_table)) as peers:
         return _run(options, plan_table, layout_table, peers, phases)
 
 

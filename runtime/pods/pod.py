@@ -23,6 +23,7 @@ from ..batch.differences import differences
 from ..batch.manifest import versions
 from ..batch.stop_signals import at_forced_end
 from ..console import plural
+from ..devices.device_shares import simulated_devices
 from ..errors import EXIT_RESUMABLE, OutOfStep
 from . import coordination
 from .meeting import START_SECONDS, Address
@@ -57,8 +58,6 @@ def join(
       StartFailed: Not all processes have come in time, or one of them failed.
       Disagreement: The processes have different targets or versions.
     """
-    from .. import session
-
     if not 0 < limit <= LONGEST_TIMEOUT:
         raise ValueError(
             f"--peer-timeout-seconds: expected more than 0 and at most {LONGEST_TIMEOUT}, a day, "
@@ -69,8 +68,8 @@ def join(
             f"--start-timeout-seconds: expected more than 0 and at most {LONGEST_TIMEOUT}, a day, "
             f"got {start_seconds:g}."
         )
-    if address is not None:  # refuses an impossible number of devices before connecting
-        session.prepare_jax(target, address.num_processes)
+    if address is not None:  # refuses an impossible number of devices before the meeting
+        simulated_devices(target, address.num_processes)
     store = coordination.connect(
         address,
         start_seconds=start_seconds,
@@ -83,6 +82,8 @@ def join(
     try:
         reason = "it was stopped by a signal"
         with at_forced_end(lambda: watchdog.fail(reason, EXIT_RESUMABLE, linger=0.2)):
+            from .. import session
+
             pod = Pod(store, watchdog)
             pod.agree(lambda: _facts_for_one_mesh(store.size, target))
             session.prepare_jax(target, store.size)

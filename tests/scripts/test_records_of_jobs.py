@@ -274,3 +274,16 @@ def test_trials_of_restarts_see_two_writers_and_late_rows_that_are_read(monkeypa
     late = "take 1 0, row 1 7, take 2 0, row 1 7, row 2 {}, release 1 0, row 2 {}, release 2 0"
     assert found(late.format(8, 8), gone=1) == ([], 1)
     assert found(late.format(7, 7), gone=1) == (["a late row is in a journal that is read"], 1)
+
+
+def test_starts_of_pods_that_are_wrong_end_as_promised(run, tmp_path):
+    model, output = tmp_path / "model", tmp_path / "starts"
+    write_model(model)
+    cases = ("a typo in an option", "another version of noria")
+    said = run("pod_start_trials.py", model, "--cases", *cases, "--output", output)
+    assert "2 of 2 starts ended as promised" in said
+    trials = json.loads(output.with_suffix(".json").read_text())["trials"]
+    assert [(trial["case"], trial["process"]) for trial in trials] == [
+        (case, process) for case in cases for process in range(2)
+    ]
+    assert re.search(r"\n\| another version of noria \| 1 \| [\d.]+ \| 2 \| noria: ", said)
