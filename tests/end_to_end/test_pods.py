@@ -201,7 +201,6 @@ def test_a_pod_takes_its_executables_all_together_or_not_at_all(job, tmp_path):
     ended = wait(compiling)
     assert [code for code, _ in ended] == [0, 0], ended
     assert "compile [1/" in ended[0][1] and "compile [" not in ended[1][1]
-    assert "[Gloo]" not in ended[0][1] + ended[1][1]
     leader, follower = job.run(output, 2, "--plan", bundle)
     assert "executables taken" in leader
     assert "compile [" not in leader + follower and "instead" not in leader + follower
