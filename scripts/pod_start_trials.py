@@ -154,7 +154,13 @@ class Pods:
                 starts = [killed, *starts[1:]]
             ends = wait(processes)
         return [
-            judge(case, expected, process.returncode, end - begun, path.read_text())
+            judge(
+                case,
+                expected,
+                process.returncode,
+                end - begun,
+                path.read_text().replace(f"{folder}/", ""),
+            )
             for expected, process, begun, end, path in zip(
                 case.expected, processes, starts, ends, messages, strict=True
             )
