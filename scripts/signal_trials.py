@@ -4,7 +4,9 @@
 
 `model` is a small model on disk. Each trial draws a signal, one process or two, and a compile cache
 that is warm or empty. The moment is uniform between the moment at which the process handles signals
-and the end of an undisturbed run. If the job was stopped, the same command runs again to its end.
+and the end of an undisturbed run. If the job was stopped, the same command runs again to its end,
+unless the job has left no file, as then nothing is resumed. `--early` adds signals in the first
+second, in which modules are imported: such a trial costs little.
 A trial fails if a process ends with another code than promised, if it takes longer than the limit,
 or if the output differs from that of the undisturbed run.
 
@@ -31,6 +33,7 @@ CODES = {"SIGTERM": 75, "SIGHUP": 75, "SIGINT": 130, "SIGHUP under nohup": 0}
 LIMIT_SECONDS = 2.0
 """The time for the end of a process before rows run; with rows in flight, a call comes on top."""
 CALL_SECONDS = 2.0
+EARLY_SECONDS = 1.0
 ROWS = 400
 
 
@@ -99,9 +102,9 @@ def wait_for_handlers(process: subprocess.Popen[str]) -> None:
 
 
 def run_trials(
-    model: Path, count: int, rows: int, seed: int, processes: Sequence[int]
+    model: Path, count: int, early: int, rows: int, seed: int, processes: Sequence[int]
 ) -> list[Trial]:
-    """Run trials, and print each one that breaks a promise."""
+    """Run trials, the early ones first, and print each one that breaks a promise."""
     trials, draw = [], random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -112,15 +115,18 @@ def run_trials(
             longest[size, True] = jobs.run(output, warm, size)
             whole[size] = masked(output)
             longest[size, False] = jobs.run(folder / f"again{size}.jsonl", warm, size)
-        for number in range(count):
+        for number in range(-early, count):
             size, is_cold = draw.choice(processes), draw.random() < 0.3
             output = folder / f"out{number}.jsonl"
             cache = folder / f"cache{number}" if is_cold else warm
             kind, after = draw.choice(list(CODES)), draw.uniform(0, longest[size, is_cold])
+            if number < 0:
+                kind, after = draw.choice(list(CODES)[:3]), draw.uniform(0, EARLY_SECONDS)
             codes, seconds = _disturbed(jobs, output, cache, size, kind, after)
-            if not output.exists():
+            is_begun = any(folder.glob(f"{output.name}*"))
+            if is_begun and not output.exists():
                 jobs.run(output, cache, size)
-            equal = masked(output) == whole[size]
+            equal = not is_begun or masked(output) == whole[size]
             trials.append(Trial(kind, size, is_cold, after, codes, seconds, equal))
             if not trials[-1].is_kept:
                 print("broken:", trials[-1], flush=True)
@@ -176,13 +182,15 @@ def main() -> None:
     add = parser.add_argument
     add("model", type=Path)
     add("--trials", type=int, default=300)
+    add("--early", type=int, default=0, help="further trials, with signals during imports")
     add("--rows", type=int, default=ROWS)
     add("--seed", type=int, default=7)
     add("--processes", type=int, nargs="*", default=[1, 2])
     add("--output", type=Path, help="path without suffix of .json and .md")
     options = parser.parse_args()
     sizes = options.processes
-    trials = run_trials(options.model, options.trials, options.rows, options.seed, sizes)
+    counts = options.trials, options.early, options.rows
+    trials = run_trials(options.model, *counts, options.seed, sizes)
     trial_jobs.write_record(options.output, report(trials), [*map(asdict, trials)])
     if not all(trial.is_kept for trial in trials):
         sys.exit(1)
