@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -103,9 +104,9 @@ def wait_for_handlers(process: subprocess.Popen[str]) -> None:
 
 def run_trials(
     model: Path, count: int, early: int, rows: int, seed: int, processes: Sequence[int]
-) -> list[Trial]:
-    """Run trials, the early ones first, and print each one that breaks a promise."""
-    trials, draw = [], random.Random(seed)
+) -> Iterator[Trial]:
+    """Run trials, the early ones first."""
+    draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         jobs, warm = Jobs(model, folder, rows), folder / "warm"
@@ -127,10 +128,7 @@ def run_trials(
             if is_begun and not output.exists():
                 jobs.run(output, cache, size)
             equal = not is_begun or masked(output) == whole[size]
-            trials.append(Trial(kind, size, is_cold, after, codes, seconds, equal))
-            if not trials[-1].is_kept:
-                print("broken:", trials[-1], flush=True)
-    return trials
+            yield Trial(kind, size, is_cold, after, codes, seconds, equal)
 
 
 def _disturbed(
@@ -190,7 +188,12 @@ def main() -> None:
     options = parser.parse_args()
     sizes = options.processes
     counts = options.trials, options.early, options.rows
-    trials = run_trials(options.model, *counts, options.seed, sizes)
+    trials: list[Trial] = []
+    with suppress(KeyboardInterrupt):  # the record then has the trials so far
+        for trial in run_trials(options.model, *counts, options.seed, sizes):
+            trials.append(trial)
+            if not trial.is_kept:
+                print("broken:", trial, flush=True)
     trial_jobs.write_record(options.output, report(trials), [*map(asdict, trials)])
     if not all(trial.is_kept for trial in trials):
         sys.exit(1)
