@@ -4,7 +4,9 @@
 
 `model` is a small model on disk. Each trial draws a signal, one process or two, and a compile cache
 that is warm or empty. The moment is uniform between the moment at which the process handles signals
-and the end of an undisturbed run. If the job was stopped, the same command runs again to its end.
+and the end of an undisturbed run. If the job was stopped, the same command runs again to its end,
+unless the job has left no file, as then nothing is resumed. `--early` adds signals in the first
+second, in which modules are imported: such a trial costs little.
 A trial fails if a process ends with another code than promised, if it takes longer than the limit,
 or if the output differs from that of the undisturbed run.
 
@@ -12,31 +14,28 @@ SIGHUP is also sent to jobs that `nohup` started: these must run to their ends.
 """
 
 import argparse
-import json
-import os
 import random
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from noria.runtime.devices.machine import describe_machine
+import trial_jobs
+from trial_jobs import masked
 
-COMMAND = "import sys; from noria.runtime import cli; sys.exit(cli.main_of_process())"
 CODES = {"SIGTERM": 75, "SIGHUP": 75, "SIGINT": 130, "SIGHUP under nohup": 0}
 LIMIT_SECONDS = 2.0
 """The time for the end of a process before rows run; with rows in flight, a call comes on top."""
 CALL_SECONDS = 2.0
-ROWS, MAX_TOKENS = 400, 24
-SETTINGS = ("--dtype", "float32", "--set", "buckets.prefill=[[32, 4]]")
-SLOTS = ("--set", "buckets.decode_slots=4")
+EARLY_SECONDS = 1.0
+ROWS = 400
 
 
 @dataclass(frozen=True)
@@ -65,45 +64,21 @@ class Jobs:
     """Starts one job with new outputs and a cache, in one process or in two."""
 
     def __init__(self, model: Path, folder: Path, rows: int):
-        self._model, self._folder = model, folder
-        self._source = folder / "in.jsonl"
-        draw = random.Random(1)
-        with self._source.open("w") as file:
-            for row in range(rows):
-                prompt = [draw.randrange(3, 200) for _ in range(draw.randint(1, 24))]
-                body = {
-                    "model": "m",
-                    "prompt": prompt,
-                    "max_tokens": MAX_TOKENS,
-                    "ignore_eos": True,
-                }
-                url = {"method": "POST", "url": "/v1/completions"}
-                file.write(json.dumps({"custom_id": f"row-{row}", **url, "body": body}) + "\n")
+        self._model = model
+        self._source = trial_jobs.write_rows(folder / "in.jsonl", rows)
 
     def start(
         self, output: Path, cache: Path, processes: int, before: Sequence[str] = ()
     ) -> list[subprocess.Popen[str]]:
         """Start all processes of a job; `before` is a command that starts the job's command."""
-        job = ["batch", "-i", self._source, "-o", output, "--model", self._model]
-        target = ("--target", f"cpu:{processes}", "--layout", f"data-parallel@data={processes}")
-        pod = [() for _ in range(processes)]
+        job = trial_jobs.batch(self._model, self._source, output, processes)
+        pod: list[list[str]] = [[]]
         if processes > 1:
-            with socket.create_server(("localhost", 0)) as free:
-                place = f"localhost:{free.getsockname()[1]}"
-            shared = ("--coordinator", place, "--num-processes", processes)
-            pod = [(*shared, "--process-id", rank) for rank in range(processes)]
-        environment = os.environ | {"XDG_CACHE_HOME": str(cache), "JAX_PLATFORMS": "cpu"}
-        python = [*before, sys.executable, "-c", COMMAND]
-        return [
-            subprocess.Popen(
-                [*python, *map(str, (*job, *SETTINGS, *SLOTS, *target, *one))],
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            for one in pod
-        ]
+            place = trial_jobs.free_address()
+            pod = [trial_jobs.member(place, processes, rank) for rank in range(processes)]
+        variables = trial_jobs.environment(cache)
+        silent = subprocess.DEVNULL
+        return [trial_jobs.start([*job, *one], variables, before, stderr=silent) for one in pod]
 
     def run(self, output: Path, cache: Path, processes: int) -> float:
         """Run a job to its end; return its seconds from the moment at which it handles signals."""
@@ -127,16 +102,11 @@ def wait_for_handlers(process: subprocess.Popen[str]) -> None:
         time.sleep(0.001)
 
 
-def masked(output: Path) -> str:
-    """The text of an output without its times."""
-    return re.sub(r'"created":\d+', '"created":0', output.read_text("utf-8"))
-
-
 def run_trials(
-    model: Path, count: int, rows: int, seed: int, processes: Sequence[int]
-) -> list[Trial]:
-    """Run trials, and print each one that breaks a promise."""
-    trials, draw = [], random.Random(seed)
+    model: Path, count: int, early: int, rows: int, seed: int, processes: Sequence[int]
+) -> Iterator[Trial]:
+    """Run trials, the early ones first."""
+    draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         jobs, warm = Jobs(model, folder, rows), folder / "warm"
@@ -146,19 +116,19 @@ def run_trials(
             longest[size, True] = jobs.run(output, warm, size)
             whole[size] = masked(output)
             longest[size, False] = jobs.run(folder / f"again{size}.jsonl", warm, size)
-        for number in range(count):
+        for number in range(-early, count):
             size, is_cold = draw.choice(processes), draw.random() < 0.3
             output = folder / f"out{number}.jsonl"
             cache = folder / f"cache{number}" if is_cold else warm
             kind, after = draw.choice(list(CODES)), draw.uniform(0, longest[size, is_cold])
+            if number < 0:
+                kind, after = draw.choice(list(CODES)[:3]), draw.uniform(0, EARLY_SECONDS)
             codes, seconds = _disturbed(jobs, output, cache, size, kind, after)
-            if not output.exists():
+            is_begun = any(folder.glob(f"{output.name}*"))
+            if is_begun and not output.exists():
                 jobs.run(output, cache, size)
-            equal = masked(output) == whole[size]
-            trials.append(Trial(kind, size, is_cold, after, codes, seconds, equal))
-            if not trials[-1].is_kept:
-                print("broken:", trials[-1], flush=True)
-    return trials
+            equal = not is_begun or masked(output) == whole[size]
+            yield Trial(kind, size, is_cold, after, codes, seconds, equal)
 
 
 def _disturbed(
@@ -178,13 +148,11 @@ def _disturbed(
 
 def report(trials: Sequence[Trial]) -> str:
     """The record as Markdown."""
-    machine = describe_machine()
     lines = [
         "# Signals at random moments",
         "",
         f"{sum(trial.is_kept for trial in trials)} of {len(trials)} signals were answered as "
-        f"promised, by `scripts/signal_trials.py`, on {machine['processor']} with "
-        f"{machine['cores']} cores, Python {machine['python']}.",
+        f"promised, {trial_jobs.made_by('signal_trials.py')}.",
         "",
         "| signal | processes | trials | stopped | complete | median seconds | most seconds |",
         "|---|--:|--:|--:|--:|--:|--:|",
@@ -212,19 +180,21 @@ def main() -> None:
     add = parser.add_argument
     add("model", type=Path)
     add("--trials", type=int, default=300)
+    add("--early", type=int, default=0, help="further trials, with signals during imports")
     add("--rows", type=int, default=ROWS)
     add("--seed", type=int, default=7)
     add("--processes", type=int, nargs="*", default=[1, 2])
     add("--output", type=Path, help="path without suffix of .json and .md")
     options = parser.parse_args()
     sizes = options.processes
-    trials = run_trials(options.model, options.trials, options.rows, options.seed, sizes)
-    text = report(trials)
-    print(text)
-    if options.output is not None:
-        found = json.dumps([asdict(trial) for trial in trials], indent=1)
-        options.output.with_suffix(".json").write_text(found + "\n")
-        options.output.with_suffix(".md").write_text(text)
+    counts = options.trials, options.early, options.rows
+    trials: list[Trial] = []
+    with suppress(KeyboardInterrupt):  # the record then has the trials so far
+        for trial in run_trials(options.model, *counts, options.seed, sizes):
+            trials.append(trial)
+            if not trial.is_kept:
+                print("broken:", trial, flush=True)
+    trial_jobs.write_record(options.output, report(trials), [*map(asdict, trials)])
     if not all(trial.is_kept for trial in trials):
         sys.exit(1)
 

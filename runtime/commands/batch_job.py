@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from ..batch.pipes import PIPE, copy_path, write_to_stdout
 from ..batch.remote_files import Outputs, input_copied, input_copy_path
 from ..batch.run import run_job
 from ..checkpoint import ModelFiles
-from ..devices.compiler_messages import without_alarms
 from ..devices.machine import versions
 from ..errors import (
     EXIT_OK,
@@ -92,11 +91,7 @@ def run_with_options(options: argparse.Namespace) -> int:
         )
     if options.keep_stages and options.pipeline is None:
         raise ConfigError("--keep-stages: expected --pipeline beside it, got none.")
-    in_pod = pod_options.are_given(options)
-    with (
-        without_alarms() if in_pod else nullcontext(),
-        pod_options.peers(options, target_name(options, plan_table)) as peers,
-    ):
+    with pod_options.peers(options, target_name(options, plan_table)) as peers:
         return _run(options, plan_table, layout_table, peers, phases)
 
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import jax
 
-from ...compile.target_names import TargetName
 from ..errors import note_start
+from .device_shares import simulated_devices
 
 
 def prepare_jax(target: str, num_processes: int = 1) -> None:
@@ -32,21 +32,11 @@ def prepare_jax(target: str, num_processes: int = 1) -> None:
             "JAX_ENABLE_X64: expected off, as graphs count in 32 bits, got on. Unset it; in a "
             "script call jax.config.update('jax_enable_x64', False) before constructing the LLM."
         )
-    named = TargetName.parse(target)
-    if named.platform != "cpu":
+    count = simulated_devices(target, num_processes)
+    if count is None:
         return
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
-    _simulate_devices(target, named.num_devices, num_processes)
-
-
-def _simulate_devices(target: str, total: int, num_processes: int) -> None:
-    count, left_over = divmod(total, num_processes)
-    if left_over:
-        raise ValueError(
-            f"target {target}: expected a number of devices that {num_processes} processes share "
-            f"evenly, got {total}. Ask for --target cpu:{(count + 1) * num_processes}."
-        )
     is_chosen = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     is_chosen |= jax.config.values["jax_num_cpu_devices"] > 0
     if (count > 1 or num_processes > 1) and not is_chosen:

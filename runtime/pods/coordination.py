@@ -20,8 +20,9 @@ from typing import Any
 from ..console import tell
 from .meeting import Address, meet
 
-CONNECT_SECONDS = 60
-"""The time within which jax connects processes that have met."""
+CONNECT_SECONDS = 300
+"""The time within which processes that have met import jax and connect. If one of them ends, the
+others do not wait."""
 _LONG_MS = 7 * 24 * 3600 * 1000
 _ABORTED = 75
 
@@ -79,11 +80,17 @@ def connect(
       StartFailed: Not all processes have come in time, or one of them failed.
       ValueError: The coordinator's port is not free, or jax detects no cluster.
     """
+    address = address or _detected(start_seconds)
+    # an import of jax takes seconds, so the others are met before, and watched during it
+    with meet(address, start_seconds):
+        return _connect(address, int(farewell_seconds), int(patience))
+
+
+def _connect(address: Address, farewell_seconds: int, patience: int) -> Coordination:
+    """Connect processes that have met."""
     import jax
     from jax._src import distributed
 
-    address = address or _detected(start_seconds)
-    meet(address, start_seconds)
     # jax would handle SIGTERM itself, without telling which process received it
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -91,8 +98,8 @@ def connect(
     jax.distributed.initialize(
         *astuple(address),
         initialization_timeout=CONNECT_SECONDS,
-        heartbeat_timeout_seconds=int(patience),
-        shutdown_timeout_seconds=int(farewell_seconds),
+        heartbeat_timeout_seconds=patience,
+        shutdown_timeout_seconds=farewell_seconds,
     )
     state = distributed.global_state
     rank, size = state.process_id, state.num_processes

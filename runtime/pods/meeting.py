@@ -2,21 +2,21 @@
 
 Process 0 listens at the coordinator's address, and every other process connects and says its
 number. While they wait, all of them say which processes are missing. When all have come, process 0
-lets them go, and jax's service takes the port. A process that fails tells process 0, which tells
-all others. `report_failure` does so for a process that fails before it comes to the meeting.
-Messages are lines of JSON.
+lets them go, and jax's service takes the port. Until jax has connected them, their connections stay
+open, so that the end of one ends all. A process that fails tells process 0, which tells all others.
+`report_failure` does so for a process that fails before it comes to the meeting.
 
 Does not know about jobs or jax. Guarantees: after the limit, every process ends with a message that
 names what is missing.
 """
 
-import json
 import os
 import select
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -24,15 +24,15 @@ from typing import Any
 
 from .. import errors
 from ..console import plural, tell
-from ..errors import StartFailed
+from ..errors import EXIT_RESUMABLE, StartFailed
+from ..process.stop_signals import at_forced_end, end_process
+from .connection import POLL_SECONDS, Connection, raise_failure, wait_for_ends
 
 START_SECONDS = 300.0
 QUIET_SECONDS = 10.0
 """The time after which processes say whom they wait for, and again after each such time."""
 LINGER_SECONDS = 10.0
 """The time for which a process that failed before the meeting waits for the others."""
-_POLL_SECONDS = 0.2
-_MAX_BYTES = 2**16
 _REMEDY = (
     "Start the same command exactly once for every --process-id, and check that every host reaches "
     "the coordinator's address and port."
@@ -67,8 +67,9 @@ class Address:
         return host.strip("[]"), int(port)
 
 
-def meet(address: Address, limit: float) -> None:
-    """Wait until all processes of the pod have come.
+@contextmanager
+def meet(address: Address, limit: float) -> Iterator[None]:
+    """Wait until all processes of the pod have come; in the context, the end of one ends all.
 
     Args:
       address: The meeting's place, and the number of this process.
@@ -80,10 +81,11 @@ def meet(address: Address, limit: float) -> None:
     """
     global _begun
     _begun = True
-    if address.process_id == 0:
-        _gather(address, limit)
-    else:
-        _attend(address, limit)
+    with ExitStack() as opened:
+        come = _gather if address.process_id == 0 else _attend
+        others = come(address, limit, opened)
+        with _watched(address, others):
+            yield
 
 
 def report_failure(address: Address, message: str, code: int, seconds: float) -> None:
@@ -105,45 +107,6 @@ def report_failure(address: Address, message: str, code: int, seconds: float) ->
                 _refuse(listener, failure, until, address.num_processes - 1)
         else:
             _send_failure(address, failure, until)
-
-
-class _Connection:
-    """A socket that carries lines of JSON."""
-
-    def __init__(self, sock: socket.socket):
-        self.socket = sock
-        self._received = b""
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, unless the other side has gone."""
-        with suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def fail(self, failure: StartFailed) -> None:
-        """Send the reason why the pod does not start."""
-        self.send({"failed": str(failure), "exit_code": failure.exit_code})
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have arrived; None if the other side has gone or is no noria."""
-        try:
-            received = self.socket.recv(_MAX_BYTES)
-        except OSError:
-            return None
-        *lines, self._received = (self._received + received).split(b"\n")
-        if not received or len(self._received) > _MAX_BYTES:
-            return None
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
-            return None
-        return messages if all(isinstance(one, dict) for one in messages) else None
-
-    def has_gone(self) -> bool:
-        """Whether the other side has closed the connection."""
-        return bool(select.select([self], [], [], 0)[0]) and self.receive() is None
 
 
 class _Patience:
@@ -186,14 +149,14 @@ def _listening(address: Address) -> Iterator[socket.socket]:
         yield listener
 
 
-def _gather(address: Address, limit: float) -> None:
-    """Wait for all other processes, as process 0."""
+def _gather(address: Address, limit: float, opened: ExitStack) -> dict[int, Connection]:
+    """Wait for all other processes, as process 0; return their connections."""
     patience = _Patience(address, limit)
     others = set(range(1, address.num_processes))
-    members: dict[int, _Connection] = {}
-    strangers: list[_Connection] = []
-    everyone: list[_Connection] = []
-    with _listening(address) as listener, ExitStack() as opened:
+    members: dict[int, Connection] = {}
+    strangers: list[Connection] = []
+    everyone: list[Connection] = []
+    with _listening(address) as listener:
         try:
             while missing := sorted(others - members.keys()):
                 if patience.left <= 0:
@@ -206,7 +169,7 @@ def _gather(address: Address, limit: float) -> None:
                     for member in members.values():
                         member.send({"waits_for": _listed(missing)})
                 ready, _, _ = select.select(
-                    [listener, *strangers, *members.values()], [], [], _POLL_SECONDS
+                    [listener, *strangers, *members.values()], [], [], POLL_SECONDS
                 )
                 for rank, member in list(members.items()):
                     # a process says no more than hello, but for a failure
@@ -214,10 +177,10 @@ def _gather(address: Address, limit: float) -> None:
                     if said is None:
                         del members[rank]
                     else:
-                        _raise_failure(said)
+                        raise_failure(said)
                 if listener in ready:
                     accepted = opened.enter_context(listener.accept()[0])
-                    everyone.append(_Connection(accepted))
+                    everyone.append(Connection(accepted))
                     strangers.append(everyone[-1])
                 for stranger in [one for one in strangers if one in ready]:
                     if (hellos := stranger.receive()) != []:
@@ -232,19 +195,19 @@ def _gather(address: Address, limit: float) -> None:
                 until = time.monotonic() + min(LINGER_SECONDS, patience.left)
                 _refuse(listener, failure, until, address.num_processes - 1 - len(everyone))
             raise
-        for member in members.values():
-            member.send({"go": True})
-        # the others close first, so that the port is free for jax at once
-        _wait_for_ends(list(members.values()))
+    # after the port is free for jax
+    for member in members.values():
+        member.send({"go": True})
+    return members
 
 
-def _rank_of(hello: Mapping[str, Any], address: Address, members: Mapping[Any, _Connection]) -> int:
+def _rank_of(hello: Mapping[str, Any], address: Address, members: Mapping[Any, Connection]) -> int:
     """The number of a process that has come.
 
     Raises:
       StartFailed: The process reports a failure, or does not belong to this pod.
     """
-    _raise_failure([hello])
+    raise_failure([hello])
     rank, size, release = (hello.get(key) for key in ("rank", "size", "noria"))
     if size != address.num_processes:
         raise StartFailed(
@@ -265,8 +228,8 @@ def _rank_of(hello: Mapping[str, Any], address: Address, members: Mapping[Any, _
     return rank
 
 
-def _attend(address: Address, limit: float) -> None:
-    """Connect to process 0 and wait until it lets this process go, as another process."""
+def _attend(address: Address, limit: float, opened: ExitStack) -> dict[int, Connection]:
+    """Connect to process 0 and wait until it lets this process go; return the connection."""
     patience = _Patience(address, limit)
     reason = "nothing listens there"
     while patience.left > 0:
@@ -275,19 +238,21 @@ def _attend(address: Address, limit: float) -> None:
         except OSError as error:
             reason = error.strerror or str(error)
         else:
-            with connected:
-                if _is_let_go(_Connection(connected), address, patience):
-                    return
+            opened.enter_context(connected)
+            connection = Connection(connected)
+            if _is_let_go(connection, address, patience):
+                return {0: connection}
+            connected.close()
             reason = "the program there ends the connection"
         patience.remind(f"process 0 at {address.coordinator} ({reason})")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
     raise StartFailed(
         f"expected process 0 to answer at {address.coordinator} within {limit:g} s, but it did not "
         f"({reason}). {_REMEDY}"
     )
 
 
-def _is_let_go(connection: _Connection, address: Address, patience: _Patience) -> bool:
+def _is_let_go(connection: Connection, address: Address, patience: _Patience) -> bool:
     """Wait until process 0 lets this process go; return False if it is gone itself.
 
     Raises:
@@ -298,14 +263,14 @@ def _is_let_go(connection: _Connection, address: Address, patience: _Patience) -
     what = "process 0"
     try:
         # process 0 has the same limit, and names whoever is missing
-        while patience.left > -_POLL_SECONDS * 10:
+        while patience.left > -POLL_SECONDS * 10:
             patience.remind(what)
-            if not select.select([connection], [], [], _POLL_SECONDS)[0]:
+            if not select.select([connection], [], [], POLL_SECONDS)[0]:
                 continue
             if (messages := connection.receive()) is None:
                 return False
             for message in messages:
-                _raise_failure([message])
+                raise_failure([message])
                 what = message.get("waits_for", what)
                 if "go" in message:
                     return True
@@ -318,12 +283,52 @@ def _is_let_go(connection: _Connection, address: Address, patience: _Patience) -
         raise
 
 
-def _raise_failure(messages: Iterable[Mapping[str, Any]]) -> None:
-    """Raise the failure that a process reports, if any does."""
-    for message in messages:
-        if "failed" in message:
-            code = message.get("exit_code")
-            raise StartFailed(str(message["failed"]), code if isinstance(code, int) else 1)
+@contextmanager
+def _watched(address: Address, others: Mapping[int, Connection]) -> Iterator[None]:
+    """End this process if another one ends in the context, and tell the others if this one does."""
+    done = threading.Event()
+    watch = threading.Thread(target=_watch, args=(address, others, done), daemon=True)
+
+    def fail(error: BaseException) -> None:
+        for other in others.values():
+            other.fail(_failure_of(error, address))
+
+    stop = StartFailed(f"process {address.process_id} was stopped by a signal", EXIT_RESUMABLE)
+    with at_forced_end(lambda: fail(stop)):
+        watch.start()
+        try:
+            yield
+        except BaseException as error:
+            fail(error)
+            raise
+        finally:
+            done.set()
+            watch.join()
+    for other in others.values():
+        other.send({"connected": True})
+
+
+def _watch(address: Address, others: Mapping[int, Connection], done: threading.Event) -> None:
+    """Wait until all others are connected, and end this process if one of them ends before."""
+    left = dict(others)
+    while left and not done.is_set():
+        ready = select.select(list(left.values()), [], [], POLL_SECONDS)[0]
+        for rank, other in [item for item in left.items() if item[1] in ready]:
+            messages = other.receive()
+            try:
+                if messages is None:
+                    raise StartFailed(
+                        f"process {rank} ended while the processes connected. Run the same "
+                        "commands again.",
+                        EXIT_RESUMABLE,
+                    )
+                raise_failure(messages)
+            except StartFailed as failure:
+                for one in others.values():
+                    one.fail(failure)
+                end_process(f"process {address.process_id}: {failure}", failure.exit_code)
+            if any("connected" in message for message in messages):
+                del left[rank]
 
 
 def _failure_of(error: BaseException, address: Address) -> StartFailed:
@@ -336,32 +341,24 @@ def _failure_of(error: BaseException, address: Address) -> StartFailed:
 
 def _refuse(listener: socket.socket, failure: StartFailed, until: float, count: int) -> None:
     """Tell a number of processes that come later, as process 0."""
-    told: list[_Connection] = []
+    told: list[Connection] = []
     with ExitStack() as opened:
         while len(told) < count and time.monotonic() < until:
-            if select.select([listener], [], [], _POLL_SECONDS)[0]:
-                told.append(_Connection(opened.enter_context(listener.accept()[0])))
+            if select.select([listener], [], [], POLL_SECONDS)[0]:
+                told.append(Connection(opened.enter_context(listener.accept()[0])))
                 told[-1].fail(failure)
-        _wait_for_ends(told)
+        wait_for_ends(told)
 
 
 def _send_failure(address: Address, failure: StartFailed, until: float) -> None:
     """Tell process 0, as another process, as soon as it listens."""
     while time.monotonic() < until:
         with suppress(OSError), socket.create_connection(address.host_and_port, 1) as connected:
-            connection = _Connection(connected)
+            connection = Connection(connected)
             connection.fail(failure)
-            _wait_for_ends([connection])
+            wait_for_ends([connection])
             return
-        time.sleep(_POLL_SECONDS)
-
-
-def _wait_for_ends(connections: list[_Connection], seconds: float = 2.0) -> None:
-    """Wait until the other sides have closed their connections, but not for long."""
-    until = time.monotonic() + seconds
-    while connections and time.monotonic() < until:
-        ready, _, _ = select.select(connections, [], [], _POLL_SECONDS)
-        connections = [one for one in connections if one not in ready or one.receive() is not None]
+        time.sleep(POLL_SECONDS)
 
 
 def _listed(ranks: list[int]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from .. import errors
 from ..console import plural
+from ..devices.device_shares import simulated_devices
 from ..devices.machine import versions
 from ..errors import EXIT_RESUMABLE, OutOfStep
 from ..files.differences import differences
@@ -57,8 +58,6 @@ def join(
       StartFailed: Not all processes have come in time, or one of them failed.
       Disagreement: The processes have different targets or versions.
     """
-    from ..devices import backends
-
     if not 0 < limit <= LONGEST_TIMEOUT:
         raise ValueError(
             f"--peer-timeout-seconds: expected more than 0 and at most {LONGEST_TIMEOUT}, a day, "
@@ -69,8 +68,8 @@ def join(
             f"--start-timeout-seconds: expected more than 0 and at most {LONGEST_TIMEOUT}, a day, "
             f"got {start_seconds:g}."
         )
-    if address is not None:  # refuses an impossible number of devices before connecting
-        backends.prepare_jax(target, address.num_processes)
+    if address is not None:  # refuses an impossible number of devices before the meeting
+        simulated_devices(target, address.num_processes)
     store = coordination.connect(
         address,
         start_seconds=start_seconds,
@@ -83,6 +82,8 @@ def join(
     try:
         reason = "it was stopped by a signal"
         with at_forced_end(lambda: watchdog.fail(reason, EXIT_RESUMABLE, linger=0.2)):
+            from ..devices import backends
+
             pod = Pod(store, watchdog)
             pod.agree(lambda: _facts_for_one_mesh(store.size, target))
             backends.prepare_jax(target, store.size)

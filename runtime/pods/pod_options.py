@@ -57,12 +57,14 @@ def peers(options: argparse.Namespace, target: str) -> Iterator[Peers]:
     if address.count(None) == 3 and not options.distributed:
         yield ALONE
         return
+    from ..devices.compiler_messages import without_alarms
     from .meeting import Address
     from .pod import join
 
     given = None if options.distributed else Address(*address)
     start = options.start_timeout_seconds
-    with join(given, options.peer_timeout_seconds, target, start_seconds=start) as pod:
+    joined = join(given, options.peer_timeout_seconds, target, start_seconds=start)
+    with without_alarms(), joined as pod:
         yield pod
 
 

@@ -239,9 +239,52 @@ def test_adapters_are_measured_beside_none(run, model):
 def test_signals_at_random_moments_end_jobs_as_promised(run, tmp_path):
     model, output = tmp_path / "model", tmp_path / "signals"
     write_model(model)
-    sizes = ("--trials", 4, "--rows", 60, "--processes", 1)
+    # signals during imports cost little
+    sizes = ("--trials", 4, "--early", 8, "--rows", 60, "--processes", 1)
     said = run("signal_trials.py", model, *sizes, "--output", output)
-    assert "4 of 4 signals were answered as promised" in said
-    trials = json.loads(output.with_suffix(".json").read_text())
-    assert len(trials) == 4 and all(trial["is_equal"] for trial in trials)
+    assert "12 of 12 signals were answered as promised" in said
+    trials = json.loads(output.with_suffix(".json").read_text())["trials"]
+    assert len(trials) == 12 and all(trial["is_equal"] for trial in trials)
     assert "| processes | trials | stopped |" in output.with_suffix(".md").read_text()
+
+
+def test_restarts_beside_owners_of_a_lock_keep_all_promises(run, tmp_path):
+    output = tmp_path / "restarts"
+    # one of each owner, without a model
+    sizes = ("--trials", 6, "--commands", 0, "--silence", 1.5)
+    said = run("restart_trials.py", tmp_path, *sizes, "--output", output, STEP_SECONDS=0.04)
+    assert "6 of 6 restarts kept all promises" in said
+    trials = json.loads(output.with_suffix(".json").read_text())["trials"]
+    assert len({trial["owner"] for trial in trials}) == 6
+    assert not any(trial["broken"] for trial in trials)
+    assert "\n| killed, on this machine | stand-in | 1 | 0 | 1 | " in said
+
+
+def test_trials_of_restarts_see_two_writers_and_late_rows_that_are_read(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+    trials = script("scripts/restart_trials.py")
+
+    def found(text: str, gone: int | None = None):
+        words = [line.split() for line in text.split(", ")]
+        events = [trials.Event(0.0, word, int(pid), int(file)) for word, pid, file in words]
+        return trials.find_breaches(events, gone)
+
+    assert found("take 1 0, row 1 7, release 1 0, take 2 0, row 2 7, release 2 0") == ([], 0)
+    assert found("take 1 0, take 2 0, release 2 0")[0] == ["processes 1 and 2 had the lock"]
+    assert found("take 1 0, row 2 7")[0] == ["process 2 wrote a row without the lock"]
+    late = "take 1 0, row 1 7, take 2 0, row 1 7, row 2 {}, release 1 0, row 2 {}, release 2 0"
+    assert found(late.format(8, 8), gone=1) == ([], 1)
+    assert found(late.format(7, 7), gone=1) == (["a late row is in a journal that is read"], 1)
+
+
+def test_starts_of_pods_that_are_wrong_end_as_promised(run, tmp_path):
+    model, output = tmp_path / "model", tmp_path / "starts"
+    write_model(model)
+    cases = ("a typo in an option", "another version of noria")
+    said = run("pod_start_trials.py", model, "--cases", *cases, "--output", output)
+    assert "2 of 2 starts ended as promised" in said
+    trials = json.loads(output.with_suffix(".json").read_text())["trials"]
+    assert [(trial["case"], trial["process"]) for trial in trials] == [
+        (case, process) for case in cases for process in range(2)
+    ]
+    assert re.search(r"\n\| another version of noria \| 1 \| [\d.]+ \| 2 \| noria: ", said)

@@ -13,6 +13,7 @@ import pytest
 
 from noria.runtime.errors import StartFailed
 from noria.runtime.pods import meeting
+from noria.runtime.pods.connection import Connection
 from noria.runtime.pods.meeting import Address, meet, report_failure
 
 
@@ -39,7 +40,8 @@ def attend(place: str, size: int, rank: int, limit: float = 20.0, after: float =
 
     def come():
         time.sleep(after)
-        meet(Address(place, size, rank), limit)
+        with meet(Address(place, size, rank), limit):
+            pass
 
     return come
 
@@ -162,7 +164,7 @@ def test_strangers_and_processes_that_die_do_not_disturb_the_meeting(place):
 
     program = (
         "from noria.runtime.pods.meeting import Address, meet; print('comes', flush=True); "
-        f"meet(Address({place!r}, 3, 1), 60)"
+        f"meet(Address({place!r}, 3, 1), 60).__enter__()"
     )
     pool = ThreadPoolExecutor(2)
     first = pool.submit(attend(place, 3, 0))
@@ -232,7 +234,7 @@ def test_a_number_that_is_taken_is_free_when_its_process_has_gone(place):
     """A process whose connection is lost comes again before process 0 has seen the loss."""
     with socket.create_server(("localhost", 0)) as server:
         gone = socket.create_connection(server.getsockname())
-        first = meeting._Connection(server.accept()[0])
+        first = Connection(server.accept()[0])
         hello = {"rank": 1, "size": 3, "noria": meeting.version("noria")}
         with pytest.raises(StartFailed, match="got 1 twice"):
             meeting._rank_of(hello, Address(place, 3, 0), {1: first})
@@ -242,3 +244,40 @@ def test_a_number_that_is_taken_is_free_when_its_process_has_gone(place):
     for rank in (3, -1, "1", [1], None):
         with pytest.raises(StartFailed, match="expected every number from 0 to 2 once, got"):
             meeting._rank_of(hello | {"rank": rank}, Address(place, 3, 0), {})
+
+
+CONNECTS = """
+import sys, time
+from noria.runtime.batch.stop_signals import StopSignals
+from noria.runtime.console import tell
+from noria.runtime.pods.meeting import Address, meet
+with StopSignals():
+    with meet(Address(sys.argv[1], 3, int(sys.argv[2])), 60):
+        tell(sys.stdout, "met")
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "message"),
+    [
+        (0, signal.SIGKILL, "process 0 ended while the processes connected"),
+        (1, signal.SIGKILL, "process 1 ended while the processes connected"),
+        (2, signal.SIGTERM, "process 2 ended: stopped by SIGTERM"),
+    ],
+)
+def test_the_end_of_a_process_ends_all_that_connect(place, victim, number, message):
+    """jax itself would wait for a process that is gone for a minute."""
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    arguments = [[sys.executable, "-c", CONNECTS, place, str(rank)] for rank in range(3)]
+    processes = [subprocess.Popen(words, **pipe) for words in arguments]
+    for process in processes:
+        assert process.stdout.readline() == "met\n"
+    start = time.monotonic()
+    processes[victim].send_signal(number)
+    for rank, process in enumerate(processes):
+        _, said = process.communicate(timeout=30)
+        if rank != victim:
+            assert process.returncode == 75
+            assert f"noria: process {rank}: {message}" in said
+    assert time.monotonic() - start < 5

@@ -1,13 +1,19 @@
 """Messages between the processes of a pod, over a store in memory."""
 
+import argparse
 import math
+import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 
 import pytest
 
+from noria.runtime.devices import compiler_messages
 from noria.runtime.errors import OutOfStep
+from noria.runtime.pods import pod_options
 from noria.runtime.pods.coordination import Address
 from noria.runtime.pods.peers import GO, StepDirective
 from noria.runtime.pods.pod import DIRECTIVES_PER_FOLDER, Disagreement, Pod, join
@@ -137,3 +143,28 @@ def test_an_abort_of_native_code_is_explained_if_there_is_a_reason(message, code
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_lines_about_connections_are_removed_in_every_command(monkeypatch, capfd):
+    begun = []
+
+    @contextmanager
+    def join(*arguments, **options):
+        until = time.monotonic() + 10
+        while not begun and time.monotonic() < until:
+            time.sleep(0.01)
+        os.write(2, b"[Gloo] Rank 0 is connected to 1 peer ranks\nanother message\n")
+        yield
+
+    begin = compiler_messages._Detour.begin
+    monkeypatch.setattr(
+        compiler_messages._Detour, "begin", lambda detour: begun.append(begin(detour))
+    )
+    monkeypatch.setattr(compiler_messages, "START_SECONDS", 0)
+    monkeypatch.setattr("noria.runtime.pods.pod.join", join)
+    parser = argparse.ArgumentParser()
+    pod_options.add_options(parser.add_argument_group())
+    words = ["--coordinator", "x:1", "--num-processes", "2", "--process-id", "0"]
+    with pod_options.peers(parser.parse_args(words), "cpu:2"):
+        pass
+    assert capfd.readouterr().err == "another message\n"
