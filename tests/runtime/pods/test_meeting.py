@@ -248,7 +248,7 @@ def test_a_number_that_is_taken_is_free_when_its_process_has_gone(place):
 
 CONNECTS = """
 import sys, time
-from noria.runtime.batch.stop_signals import StopSignals
+from noria.runtime.process.stop_signals import StopSignals
 from noria.runtime.console import tell
 from noria.runtime.pods.meeting import Address, meet
 with StopSignals():
