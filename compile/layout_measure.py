@@ -23,8 +23,8 @@ from .build import compile_with_text, plan_graphs
 from .graphs.graph_key import GraphKey
 from .graphs.graph_kinds import call_of
 from .grids.bucket_grid import BucketGrid
+from .hardware.hardware import Hardware
 from .planning.evidence import read_evidence
-from .planning.hardware import Hardware
 from .planning.work import Work
 from .programs.collectives import Collective, read_collectives
 from .targets import Target

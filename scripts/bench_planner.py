@@ -24,9 +24,9 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_search import cheapest_cuts
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.prefill_bucket import PrefillBucket
+from noria.compile.hardware.hardware import hardware_of
 from noria.compile.planning.candidates import TOKENS_PER_PREFILL, Budget, CandidateGrids, num_graphs
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.hardware import hardware_of
 from noria.compile.planning.other_grids import (
     multiples_of_128,
     powers_of_two,

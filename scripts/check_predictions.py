@@ -26,9 +26,9 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import derive_grid, slot_use
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.span_slots import with_ragged_slots
+from noria.compile.hardware.hardware import hardware_of
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.planning.cost import Calibration, CostModel
-from noria.compile.planning.hardware import hardware_of
 from noria.compile.planning.other_grids import powers_of_two, with_lengths
 from noria.compile.planning.work import Work
 from noria.runtime.checkpoint import open_model

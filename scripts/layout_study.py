@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.grid_defaults import GridDefaults, round_up
+from noria.compile.hardware.hardware import hardware_of
 from noria.compile.layout_measure import measure
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.hardware import hardware_of
 from noria.compile.planning.work import Work
 from noria.compile.target_names import TargetName
 from noria.compile.targets import find_target

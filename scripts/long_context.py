@@ -21,9 +21,9 @@ from noria.compile.abstract_model import AbstractModel, model_sizes
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefill_bucket import PrefillBucket
+from noria.compile.hardware.hardware import Hardware, hardware_of
 from noria.compile.planning.compiled_call import ProgramCounts, compiled_call
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.hardware import Hardware, hardware_of
 from noria.compile.planning.work import Work
 from noria.compile.target_names import TargetName
 from noria.compile.targets import find_target
@@ -187,7 +187,7 @@ def markdown(report: dict) -> str:
         "",
         f"Compiled with jax {report['machine']['versions']['jax']}; nothing ran. Made by "
         f"`{report['command']}`.",
-        "Seconds are predictions from published peaks (`compile/planning/hardware.toml`): by "
+        "Seconds are predictions from published peaks (`compile/hardware/hardware.toml`): by "
         "limit, in total from the shapes, and in total from the compiled program.",
     ]
     for case in report["cases"]:

@@ -25,10 +25,10 @@ from noria.compile.expert_plan import ExpertPlan
 from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.grids.structured_grid import StructuredGrid
+from noria.compile.hardware.efficiency import AT_PEAKS, Efficiency
+from noria.compile.hardware.hardware import Hardware
 from noria.compile.plan import SCHEMA, Numbers, Plan, PlannedModel
 from noria.compile.plan_evidence import PlanEvidence
-from noria.compile.planning.efficiency import AT_PEAKS, Efficiency
-from noria.compile.planning.hardware import Hardware
 from noria.modelzoo import axes
 from noria.modelzoo.moe_config import Dispatch
 from noria.sharding.layout import Layout
@@ -100,7 +100,7 @@ and `[decode.rules]` have the rules that differ in one phase.
 """
 HARDWARE = """\
 `noria plan --hardware FILE` reads tables of your own, one for each kind of device: `[v5e]`,
-`[h100]`. A table replaces the published one of the same name. `compile/planning/hardware.toml`
+`[h100]`. A table replaces the published one of the same name. `compile/hardware/hardware.toml`
 has the published ones with their sources.
 """
 

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from read_graphs import GraphReader, known, read_config
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.planning.interconnect import Interconnect
+from noria.compile.hardware.interconnect import Interconnect
 from noria.compile.programs.collectives import KINDS, read_collectives
 from noria.compile.programs.cycles import Prices
 from noria.compile.programs.executions import Executions

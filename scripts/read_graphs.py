@@ -23,9 +23,9 @@ from noria.compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
+from noria.compile.hardware.hardware import Hardware, UnknownHardware, hardware_of
 from noria.compile.plan import Numbers
 from noria.compile.planning.evidence import Evidence, read_evidence
-from noria.compile.planning.hardware import Hardware, UnknownHardware, hardware_of
 from noria.compile.planning.work import ONE_DEVICE, Work
 from noria.compile.programs.report import read_report
 from noria.compile.target_names import TargetName

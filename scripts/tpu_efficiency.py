@@ -18,10 +18,10 @@ from read_graphs import GraphReader, known, read_config
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.hardware.efficiency import AT_PEAKS
+from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.efficiency import AT_PEAKS
 from noria.compile.planning.evidence import Evidence
-from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
 from noria.modelzoo.config import Arrangement, DecoderConfig
 from noria.sharding.call import Call

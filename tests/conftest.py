@@ -106,6 +106,7 @@ OWN_CACHE = (
 """Tests in which noria keeps executables. The programs of all other tests are kept between runs."""
 
 FAST = (
+    "compile/hardware/",
     "compile/planning/",
     "compile/grids/",
     "compile/test_build.py",

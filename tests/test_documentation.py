@@ -22,8 +22,8 @@ from noria.compile.compiler_options import read_options
 from noria.compile.expert_plan import ExpertPlan
 from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.grids.prefix_grid import PrefixGrid
+from noria.compile.hardware.hardware import read_hardware
 from noria.compile.plan import Numbers, Plan
-from noria.compile.planning.hardware import read_hardware
 from noria.runtime.commands.command_line import command_parser
 from noria.runtime.stages.pipeline_file import pipeline_from
 from noria.sharding.layout import Layout

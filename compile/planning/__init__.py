@@ -1,1 +1,1 @@
-"""From a workload to a plan: hardware, work and cost of graphs, and the search for buckets."""
+"""From a workload to a plan: work and cost of graphs, and the search for buckets."""

@@ -22,11 +22,11 @@ import numpy as np
 from scipy.optimize import nnls
 
 from ...sharding.call import KINDS, Call
+from ..hardware.efficiency import Efficiency
+from ..hardware.hardware import Hardware
+from ..hardware.interconnect import Interconnect
 from ..plan_tables import check_keys, check_number
 from .compile_time import first_call_seconds
-from .efficiency import Efficiency
-from .hardware import Hardware
-from .interconnect import Interconnect
 from .work import Part, Sent, Work
 
 BINDS = ("compute", "memory", "network", "overhead")

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from ...sharding.call import Call
+from ..hardware.hardware import Hardware
 from ..programs.report import ProgramReport, read_report
-from .hardware import Hardware
 from .work import NeededBytes, Work
 
 

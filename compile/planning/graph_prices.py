@@ -24,10 +24,10 @@ from ..grids.bucket_search import cheapest_cuts
 from ..grids.grid_defaults import GridDefaults
 from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefill_ladder import cheapest_prefill
+from ..hardware.hardware import Hardware
 from ..target_names import TargetName
 from .compile_time import NO_TIME, GraphSeconds
 from .cost import CostModel
-from .hardware import Hardware
 from .work import Work
 
 _USUAL_KIND = {"cpu": "cpu", "gpu": "a100", "tpu": "v5e"}

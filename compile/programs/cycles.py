@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...sharding.communication import sent_bytes
-from ..planning.hardware import Hardware
-from ..planning.interconnect import Interconnect
+from ..hardware.hardware import Hardware
+from ..hardware.interconnect import Interconnect
 from .collectives import KINDS, Collective
 from .executions import Execution
 from .hbm_bytes import CALLERS, Traffic

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..planning.hardware import Hardware
-from ..planning.interconnect import Interconnect
+from ..hardware.hardware import Hardware
+from ..hardware.interconnect import Interconnect
 from .arguments import Arguments
 from .collectives import read_collectives
 from .cycles import Prices

@@ -388,7 +388,7 @@ def _price_per_hour(prices: Path | None, target: str) -> float | None:
     """The price of all devices of a target, by the user's hardware tables."""
     if prices is None:
         return None
-    from ...compile.planning.hardware import hardware_of
+    from ...compile.hardware.hardware import hardware_of
     from ...compile.target_names import TargetName
     from ..files.hardware_files import known_hardware
 

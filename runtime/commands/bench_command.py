@@ -34,8 +34,8 @@ from ..request import Request, SamplingParams
 from .shared_options import add_dtype, add_layout, add_model, add_overrides
 
 if TYPE_CHECKING:
+    from ...compile.hardware.hardware import Hardware
     from ...compile.plan import Plan
-    from ...compile.planning.hardware import Hardware
     from ...compile.targets import Target
     from ...sharding.layout import Layout
     from ..checkpoint import ModelFiles
@@ -333,7 +333,7 @@ def _load(files: "ModelFiles", target: "Target", plan: "Plan") -> "LoadedModel":
 def _hardware(options: argparse.Namespace, target: "Target") -> "Hardware":
     """The hardware table that the calibration refers to: that of `--kind`, or of the devices."""
     from ...compile.device_kinds import kind_of
-    from ...compile.planning.hardware import hardware_of
+    from ...compile.hardware.hardware import hardware_of
     from ...compile.target_names import TargetName
     from ..files.hardware_files import known_hardware
 

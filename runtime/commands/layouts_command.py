@@ -28,8 +28,8 @@ from .shared_options import add_dtype, add_model, add_quiet
 
 if TYPE_CHECKING:
     from ...compile.grids.bucket_grid import BucketGrid
+    from ...compile.hardware.hardware import Hardware
     from ...compile.layout_measure import LayoutResult
-    from ...compile.planning.hardware import Hardware
     from ...compile.targets import Target
     from ...modelzoo.config import DecoderConfig
     from ...sharding.layout import Layout
@@ -202,7 +202,7 @@ def _measure(
 
 def _hardware(target: str) -> "Hardware | None":
     """The hardware table of a target's devices; None if no table has their kind."""
-    from ...compile.planning.hardware import UnknownHardware, hardware_of
+    from ...compile.hardware.hardware import UnknownHardware, hardware_of
     from ..files.hardware_files import known_hardware
 
     try:

@@ -7,7 +7,7 @@ import jax
 
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.graph_failures import GraphFailed
-from ...compile.planning.hardware import hardware_of
+from ...compile.hardware.hardware import hardware_of
 from ...compile.targets import Target
 from ..files.hardware_files import known_hardware
 

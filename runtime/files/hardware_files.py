@@ -4,8 +4,8 @@ import tomllib
 from importlib import resources
 from pathlib import Path
 
-from ...compile import planning
-from ...compile.planning.hardware import Hardware, read_hardware
+from ...compile import hardware
+from ...compile.hardware.hardware import Hardware, read_hardware
 from ..errors import ConfigError
 from .run_config import read_toml
 
@@ -19,7 +19,7 @@ def known_hardware(path: Path | None = None) -> dict[str, Hardware]:
     Raises:
       ConfigError: The file cannot be read, or a table in it is invalid.
     """
-    text = (resources.files(planning) / "hardware.toml").read_text(encoding="utf-8")
+    text = (resources.files(hardware) / "hardware.toml").read_text(encoding="utf-8")
     known = read_hardware(tomllib.loads(text))
     if path is None:
         return known

@@ -15,9 +15,9 @@ import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
+from ...compile.hardware.hardware import Hardware
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.cost import Calibration, CallTiming, calibrate
-from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Work
 from ...sharding.call import Call
 from ..console import plural

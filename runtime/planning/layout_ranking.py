@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from ...compile.abstract_model import AbstractModel, model_sizes
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.hardware.hardware import Hardware
 from ...compile.planning.candidates import Budget, CandidateGrids
 from ...compile.planning.cost import Calibration, CostModel
-from ...compile.planning.hardware import Hardware
 from ...compile.planning.run_bounds import ExpectedRow
 from ...compile.planning.work import Work
 from ...compile.weight_rules import ALL_FLOAT, WeightRules

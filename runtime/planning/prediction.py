@@ -14,12 +14,12 @@ from ...compile.expert_plan import default_experts
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.hardware.hardware import Hardware, hardware_of
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.plan_evidence import PlanEvidence
 from ...compile.planning.candidates import Budget
 from ...compile.planning.compile_time import GraphSeconds
 from ...compile.planning.cost import Calibration, CostModel
-from ...compile.planning.hardware import Hardware, hardware_of
 from ...compile.target_names import TargetName
 from ...modelzoo.config import Arrangement, DecoderConfig
 from ...modelzoo.layer_groups import block_layers

@@ -8,9 +8,9 @@ from hlo_snippets import NARROW_BYTES, WIDE, WIDE_BYTES, loop, program
 from planning_models import PLAIN, work_of
 
 from noria.compile.graphs.graph_key import GraphKey
+from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.compiled_call import ProgramCounts, compiled_call
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.hardware import Hardware
 from noria.sharding.call import Call
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e12}, 1e9, 1e8, 1e7, [])

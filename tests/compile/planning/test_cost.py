@@ -8,8 +8,8 @@ import pytest
 from planning_models import PLAIN, SPARSE, work_of
 
 from noria.compile.abstract_model import AbstractModel
+from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.cost import Calibration, CallTiming, CostModel, KindFactors, calibrate
-from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
 from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.weights.weight_formats import WeightFormat

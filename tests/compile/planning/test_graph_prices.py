@@ -11,10 +11,10 @@ from planning_models import PLAIN, work_of
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import RowShape, derive_grid
 from noria.compile.grids.prefill_ladder import prefill_padding
+from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.compile_time import NO_TIME, GraphSeconds
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.graph_prices import GraphPrices
-from noria.compile.planning.hardware import Hardware
 from noria.runtime.files.hardware_files import known_hardware
 from noria.sharding.call import Call
 

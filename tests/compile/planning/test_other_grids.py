@@ -8,8 +8,8 @@ from planning_models import PLAIN, work_of
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefill_ladder import prefill_padding
+from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.other_grids import (
     multiples_of_128,
     powers_of_two,

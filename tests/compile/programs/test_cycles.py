@@ -3,8 +3,8 @@
 import pytest
 from hlo_snippets import CHIP, NARROW_BYTES, WIDE, WIDE_BYTES, loop, program
 
-from noria.compile.planning.hardware import Hardware
-from noria.compile.planning.interconnect import Interconnect
+from noria.compile.hardware.hardware import Hardware
+from noria.compile.hardware.interconnect import Interconnect
 from noria.compile.programs.cycles import Prices
 from noria.compile.programs.hbm_bytes import Traffic
 from noria.compile.programs.hlo_text import read_program

@@ -8,8 +8,8 @@ import pytest
 from tiny import CONFIG, EOS_ID, random_parameters
 
 from noria.compile.abstract_model import AbstractModel
+from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
 from noria.compile.targets import find_target
 from noria.runtime.planning import calibration

@@ -11,10 +11,10 @@ from tolerances import EXTRAPOLATED_LAYERS_RELATIVE
 from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
+from noria.compile.hardware.hardware import Hardware
 from noria.compile.plan import Numbers
 from noria.compile.planning.candidates import Budget
 from noria.compile.planning.compiled_call import CompiledCall
-from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.runtime.files.layout_files import named_layout_tables
 from noria.runtime.planning.compiled_layouts import LayoutCompiler, PlannedLayout, _costliest

@@ -6,8 +6,8 @@ from dataclasses import replace
 from tiny import CONFIG
 
 from noria.compile.grids.default_grid import RowShape
+from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.candidates import Budget
-from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.runtime.files.layout_files import read_layout_table
 from noria.runtime.planning.fitting_plan import suggest_fitting_plan

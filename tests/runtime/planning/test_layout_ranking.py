@@ -6,8 +6,8 @@ import pytest
 from planning_models import SPARSE
 
 from noria.compile.grids.default_grid import RowShape
+from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.candidates import Budget
-from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.runtime.files.layout_files import named_layout_tables
 from noria.runtime.planning.layout_ranking import RankedLayout, Ranking, all_layouts

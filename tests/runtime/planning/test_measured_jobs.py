@@ -11,8 +11,8 @@ from tolerances import MEASURED_JOB
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import RowShape
+from noria.compile.hardware.efficiency import AT_PEAKS
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.efficiency import AT_PEAKS
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work
 from noria.modelzoo.config import Arrangement, DecoderConfig

@@ -14,10 +14,10 @@ from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
 from noria.compile.grids.prefix_table import NOTHING_SHARED
+from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.candidates import Budget, CandidateGrids
 from noria.compile.planning.compile_time import GraphSeconds
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work
 from noria.runtime.planning import planner as planner_module

@@ -15,10 +15,10 @@ from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.prefix_table import PrefixTable
+from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.candidates import Budget, CandidateGrids
 from noria.compile.planning.compile_time import GraphSeconds
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.prefill_calls import rows_by_bucket
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work

@@ -16,9 +16,9 @@ from noria.compile.grids.default_grid import RowShape, derive_grid
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.prefix_choice import prefixes_of_rows
 from noria.compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
+from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.graph_prices import GraphPrices
-from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig

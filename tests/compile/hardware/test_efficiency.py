@@ -9,10 +9,10 @@ import pytest
 from planning_models import PLAIN as DENSE
 from planning_models import work_of
 
-from noria.compile import planning
+from noria.compile import hardware
+from noria.compile.hardware.efficiency import AT_PEAKS, Efficiency, Shares
+from noria.compile.hardware.hardware import Hardware, read_hardware
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.efficiency import AT_PEAKS, Efficiency, Shares
-from noria.compile.planning.hardware import Hardware, read_hardware
 from noria.sharding.call import Call
 
 MINE = Hardware("mine", "made up", {"float32": 1e9, "int8": 1e9}, 1e9, 1e8, 1e7, [])
@@ -27,7 +27,7 @@ FIGURES = {
     "attention": {"decode": 0.5},
     "score_bytes": {"chunk": 12.0},
 }
-PUBLISHED = tomllib.loads((resources.files(planning) / "hardware.toml").read_text("utf-8"))
+PUBLISHED = tomllib.loads((resources.files(hardware) / "hardware.toml").read_text("utf-8"))
 
 
 def cost_of(**figures) -> CostModel:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from noria.compile.planning.hardware import UnknownHardware, hardware_of, read_hardware
+from noria.compile.hardware.hardware import UnknownHardware, hardware_of, read_hardware
 from noria.compile.target_names import TargetName
 from noria.runtime.errors import ConfigError
 from noria.runtime.files.hardware_files import known_hardware

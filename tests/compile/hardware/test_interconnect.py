@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from noria.compile.planning.hardware import Hardware
-from noria.compile.planning.interconnect import Interconnect, Line
+from noria.compile.hardware.hardware import Hardware
+from noria.compile.hardware.interconnect import Interconnect, Line
 
 LINK_RATE, ARRAY = 1e7, 1e6
 

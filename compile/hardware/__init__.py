@@ -1,0 +1,1 @@
+"""The peaks and links of devices, and the shares of the peaks that programs reach."""
