@@ -14,20 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ...modelzoo.operations import Operations
 from ...sharding.call import Call
 from ..grids.bucket_grid import BucketGrid
+from ..grids.default_grid import RowShape
 from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefix_grid import PrefixGrid
 from . import signatures
 from .embed_step import embed_step
 from .graph_key import CLEAR_PREFIX, EMPTY_STATE, FORK, PREFIX, GraphKey
-from .graph_rules import (
-    RowNeed,
-    change_bucket,
-    change_slots,
-    decodes_in,
-    embeds_in,
-    prefills_in,
-    scores_in,
-)
+from .graph_rules import change_bucket, change_slots, decodes_in, prefills_in, scores_in
 from .prefill_steps import clear_prefix_step, fork_step, prefill_step, prefix_step, score_step
 from .steps import decode_step
 
@@ -70,7 +63,7 @@ class GraphKind:
     graph without options."""
     advice: Callable[[BucketGrid, Any], str] = change_slots
     """The change to the plan that removes a failed graph, or makes it smaller."""
-    serves: Callable[[BucketGrid, Any, RowNeed], bool] = lambda *_: True
+    serves: Callable[[BucketGrid, Any, RowShape], bool] = lambda *_: True
     """Whether a row that fits the grid needs the graph."""
 
 
@@ -133,7 +126,7 @@ GRAPH_KINDS: Mapping[str, GraphKind] = {
         kernel=lambda kernels, bucket: kernels.prefill[bucket.tokens],
         options="embed",
         advice=change_bucket,
-        serves=embeds_in,
+        serves=prefills_in,
     ),
     FORK.kind: GraphKind(
         per=NoneType,
@@ -143,7 +136,7 @@ GRAPH_KINDS: Mapping[str, GraphKind] = {
         arguments=lambda model, grid, _: signatures.fork_arguments(model, grid),
         num_segments=lambda grid, _: len(grid.decode_spans),
         options="fork",
-        serves=lambda grid, _, row: row.n > 1,
+        serves=lambda grid, _, row: row.num_sequences > 1,
     ),
     "decode": GraphKind(
         per=int,

@@ -3,45 +3,22 @@
 Every rule gets the grid and the shape of the graph. Knows nothing of requests, files or devices.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from ..grids.bucket_grid import BucketGrid
+from ..grids.default_grid import RowShape
 from ..grids.prefill_bucket import PrefillBucket
 
 
-class RowNeed(Protocol):
-    """The facts of a row that decide which graphs it needs."""
-
-    @property
-    def prompt_length(self) -> int: ...
-    @property
-    def max_tokens(self) -> int | None: ...
-    @property
-    def n(self) -> int: ...
-    @property
-    def prompt_logprobs(self) -> int | None: ...
-    @property
-    def text_lengths(self) -> Sequence[int]: ...
+def prefills_in(grid: BucketGrid, bucket: PrefillBucket, row: RowShape) -> bool:
+    """Whether a piece of the row's prompt, which is not scored, runs in a bucket."""
+    return not row.is_scored and bucket in grid.buckets_of(row.prompt_length)
 
 
-def prefills_in(grid: BucketGrid, bucket: PrefillBucket, row: RowNeed) -> bool:
-    """Whether a piece of the row's prompt is prefilled in a bucket, without scores."""
-    return row.prompt_logprobs is None and bucket in grid.buckets_of(row.prompt_length)
-
-
-def scores_in(grid: BucketGrid, bucket: PrefillBucket, row: RowNeed) -> bool:
+def scores_in(grid: BucketGrid, bucket: PrefillBucket, row: RowShape) -> bool:
     """Whether a piece of the row's prompt is scored in a bucket."""
-    return row.prompt_logprobs is not None and bucket in grid.buckets_of(row.prompt_length)
+    return row.is_scored and bucket in grid.buckets_of(row.prompt_length)
 
 
-def embeds_in(grid: BucketGrid, bucket: PrefillBucket, row: RowNeed) -> bool:
-    """Whether one of the row's texts is embedded in a bucket."""
-    longest = grid.prefill[-1].length
-    return bucket in {grid.bucket_of(n) for n in row.text_lengths if n <= longest}
-
-
-def decodes_in(grid: BucketGrid, span: int, row: RowNeed) -> bool:
+def decodes_in(grid: BucketGrid, span: int, row: RowShape) -> bool:
     """Whether the row has a length at which it is decoded in a span."""
     shorter = max((other for other in grid.graph_spans if other < span), default=0)
     longest = grid.max_total_length(row.prompt_length, row.max_tokens)

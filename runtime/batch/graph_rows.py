@@ -4,7 +4,7 @@ Does not know about devices.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ..console import plural
@@ -46,12 +46,15 @@ def needs_graph(key: "GraphKey", grid: "BucketGrid", row: RowRequirements) -> bo
     """Whether a row needs the graph, judged by its own requirements alone."""
     from ...compile.graphs.graph_kinds import GRAPH_KINDS
     from ...compile.grids.bucket_grid import NoBucketFits
+    from ...compile.grids.default_grid import RowShape
 
-    if bool(row.text_lengths) != grid.embed:
+    shapes = [RowShape(length, 0) for length in row.text_lengths]
+    if bool(shapes) != grid.embed:
         return False
-    if not grid.embed:
-        try:
-            grid.fit(row.prompt_length, row.max_tokens)
-        except NoBucketFits:
-            return False
-    return GRAPH_KINDS[key.kind].serves(grid, key.shape, row)
+    is_scored = row.prompt_logprobs is not None
+    for shape in shapes or [RowShape(row.prompt_length, row.max_tokens, row.n, is_scored)]:
+        with suppress(NoBucketFits):
+            grid.fit(shape.prompt_length, shape.max_tokens)
+            if GRAPH_KINDS[key.kind].serves(grid, key.shape, shape):
+                return True
+    return False

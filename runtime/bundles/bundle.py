@@ -57,12 +57,8 @@ class Contents:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A folder written by `write` for this plan, target and model."""
+    """The executables in a folder written by `write` for a plan, a target and a model."""
 
-    folder: Path
-    plan: Plan
-    target: Target
-    contents: Contents
     dumped: Mapping[GraphKey, bytes]
     """The bytes of the executables that can be used."""
     refusal: str
@@ -89,7 +85,7 @@ class Bundle:
             files, refusal = _usable(contents, plan, key_of(plan, target, config))
             with open_own_folder(GRAPHS, descriptor) as graphs:
                 dumped = {key: read_recorded(file, graphs) for key, file in files.items()}
-        return cls(folder, plan, target, contents, dumped, refusal)
+        return cls(dumped, refusal)
 
 
 def _usable(
