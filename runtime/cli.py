@@ -51,7 +51,7 @@ def _tell_pod(arguments: Sequence[str], reason: str, code: int, is_stop: bool = 
     """Tell the other processes of a pod, if there is one, that this one fails before they meet."""
     # the parser takes the beginnings of options, too
     if any(argument.startswith("--coo") for argument in arguments):
-        from .pods.pod_options import report_failed_start
+        from .commands.pod_arguments import report_failed_start
 
         report_failed_start(arguments, reason, code, is_stop=is_stop)
 

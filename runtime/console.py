@@ -7,7 +7,6 @@ Does not know what messages mean. Guarantees: a missing reader is no error, neit
 Python ends; no message controls the terminal.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -20,9 +19,9 @@ def tell(stream: TextIO, message: object) -> None:
     say(stream, f"{printable(str(message))}\n")
 
 
-def note(options: argparse.Namespace, message: object) -> None:
-    """Write a line of progress to stderr, unless the options of the command say quiet."""
-    if not options.quiet:
+def note(message: object, *, is_quiet: bool) -> None:
+    """Write a line of progress to stderr, unless the user wants no progress."""
+    if not is_quiet:
         tell(sys.stderr, message)
 
 

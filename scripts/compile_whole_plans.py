@@ -29,10 +29,10 @@ from noria.compile.program_cache import without_program_cache
 from noria.compile.target_names import TargetName
 from noria.compile.targets import find_target
 from noria.runtime.checkpoint import ModelFiles, open_model
-from noria.runtime.commands import plan_command as command
 from noria.runtime.devices import backends
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.errors import NoPlanFits
+from noria.runtime.planning.plan_options import PlanOptions
 from noria.runtime.planning.prediction import Prediction, predict
 from noria.sharding.legality import IllegalLayout
 
@@ -214,16 +214,20 @@ def rates(case: Case) -> dict:
     }
 
 
-def plan_options(case: Case) -> argparse.Namespace:
+def plan_options(case: Case) -> PlanOptions:
     """Return the options of `noria plan` for a case."""
-    parser = argparse.ArgumentParser()
-    command.add_options(parser)
-    files = ("--model", str(MODELS / case.model), "--workload", str(WORKLOAD), "-o", "unused")
-    where = ("--target", case.target, *(("--layout", case.layout) if case.layout else ()))
-    few = ("--max-prefill-graphs", str(case.prefill_graphs), "--max-decode-graphs", "1")
-    numbers = ("--weights", case.numbers, "--cache", case.numbers) if case.numbers else ()
-    how = ("--chunks", "never", "--quiet", *["--scan-layers"] * case.scan_layers)
-    return parser.parse_args([*files, *where, *few, *how, *numbers])
+    return PlanOptions(
+        WORKLOAD,
+        case.target,
+        layout=case.layout or None,
+        weights=case.numbers or "float",
+        cache=case.numbers or "float",
+        chunks="never",
+        scan_layers=case.scan_layers,
+        max_prefill_graphs=case.prefill_graphs,
+        max_decode_graphs=1,
+        quiet=True,
+    )
 
 
 def facts(prediction: Prediction) -> dict:

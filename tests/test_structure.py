@@ -13,6 +13,51 @@ CLAUSES = {"How", "Of", "What", "Where", "Those"}
 MAX_FILES = {"runtime": 7}
 """Upper bound for the number of files at a folder's root; other files belong in subfolders."""
 
+MAX_LINES, MAX_PARAMETERS = 60, 7
+"""Upper bounds for the lines and the parameters of a function."""
+LONG = {
+    "compile/graphs/steps.py::decode_step",
+    "compile/layout_measure.py::measure",
+    "modelzoo/cache/kv_cache.py::allocate",
+    "modelzoo/weights/adapted_weight.py::multiply_adapted",
+    "runtime/adapters/adapter_config.py::read_adapter_config",
+    "runtime/batch/batch_model.py::build",
+    "runtime/batch/job_plan.py::derived_plan",
+    "runtime/batch/output.py::finalise",
+    "runtime/checkpoint/orbax_store.py::save_orbax",
+    "runtime/commands/batch_command.py::_add_files",
+    "runtime/commands/batch_job.py::_settings",
+    "runtime/comparison/compare.py::compare",
+    "runtime/llm.py::__init__",
+    "runtime/planning/prediction.py::predict",
+    "runtime/planning/workload.py::read_workload",
+    "runtime/stages/run_stages.py::run_stages",
+}
+"""Functions with more lines; this set only shrinks."""
+WIDE = {
+    "compile/graphs/prefill_steps.py::score_step",
+    "compile/layout_measure.py::measure",
+    "modelzoo/cache/kv_cache.py::allocate",
+    "modelzoo/kernels/flash.py::_attend_block",
+    "modelzoo/weights/adapted_weight.py::multiply_adapted",
+    "modelzoo/weights/weight_products.py::multiply",
+    "runtime/batch/job_plan.py::derived_plan",
+    "runtime/batch/output.py::finalise",
+    "runtime/bundles/warm_start.py::__init__",
+    "runtime/comparison/compare.py::compare",
+    "runtime/engine/metrics.py::count_prefill",
+    "runtime/engine/padding.py::pack_sampling",
+    "runtime/llm.py::__init__",
+    "runtime/planning/better_plan.py::saved_share",
+    "runtime/planning/case_plan.py::case_plan",
+    "runtime/quantisation/quantise.py::quantise",
+    "runtime/rows/scan.py::scan",
+    "runtime/stages/run_stages.py::run_stages",
+}
+"""Functions with more parameters; this set only shrinks."""
+PARSES = ("runtime/commands", "runtime/cli.py")
+"""The places that may import argparse: everything below them takes options with types."""
+
 
 def sources(*folders: str) -> dict[Path, str]:
     """Return the text of every Python file below some folders, by its path in the repository."""
@@ -52,6 +97,40 @@ def clauses(source: str) -> Iterator[str]:
         text = node.value.value
         if isinstance(text, str) and text.split(maxsplit=1)[:1] and text.split()[0] in CLAUSES:
             yield f"{node.lineno}: {text.splitlines()[0]}"
+
+
+def functions(source: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, the number of lines and the number of parameters of every function."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = node.args
+            names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+            count = len(names) - (names[:1] in (["self"], ["cls"]))
+            yield node.name, (node.end_lineno or 0) - node.lineno + 1, count
+
+
+def test_functions_are_short_and_take_few_parameters():
+    long, wide = set(), set()
+    for path, text in sources(*FLOORS).items():
+        for name, num_lines, num_parameters in functions(text):
+            long |= {f"{path.as_posix()}::{name}"} if num_lines > MAX_LINES else set()
+            wide |= {f"{path.as_posix()}::{name}"} if num_parameters > MAX_PARAMETERS else set()
+    assert long == LONG
+    assert wide == WIDE
+
+
+def test_a_long_and_a_wide_function_are_found():
+    body = "\n".join(["    x = 1"] * MAX_LINES)
+    parameters = ", ".join("abcdefgh")
+    (long,) = functions(f"def f(self, a):\n{body}")
+    (wide,) = functions(f"def g(self, *, {parameters}): pass")
+    assert long == ("f", MAX_LINES + 1, 1) and wide == ("g", 1, MAX_PARAMETERS + 1)
+
+
+def test_options_have_types_below_the_commands():
+    texts = sources(*FLOORS)
+    parsing = {path.as_posix() for path, text in texts.items() if "import argparse" in text}
+    assert all(path.startswith(PARSES) for path in parsing) and len(parsing) > 5
 
 
 def test_no_files_import_each_other_in_a_circle():

@@ -1,10 +1,9 @@
-"""The model of a batch job, as the options of `noria batch` describe it.
+"""The model of a batch job, and the options with which it is planned and built.
 
 Work is delayed until the job needs it: the model's files are named and fingerprinted first, its
 tokenizer is opened for the scan, and jax is imported only if there is something to build.
 """
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from ..errors import (
 from ..pods.peers import ALONE, Peers
 from ..progress.progress import Progress
 from ..rows.job_text import JobText, open_text, row_shape
-from ..rows.part import Part
+from ..rows.part import WHOLE, Part
 from ..rows.row_kinds import check_kind, text_lengths
 from ..rows.scan import RowRequirements, ScanSummary
 from ..structured.structures import Structures
@@ -46,11 +45,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class BuildOptions:
+    """The options of a job that decide its plan, and how the plan is built."""
+
+    target: str
+    dtype: str = "auto"
+    """The dtype of a plan that is derived, and the one that a given plan must have; or `auto`."""
+    overrides: tuple[str, ...] = ()
+    """Keys of the plan, as `A.B=V`."""
+    bundle: Path | None = None
+    """The plan or the bundle that the user gave."""
+    requires_bundle: bool = False
+    """Whether the job ends unless every executable of the bundle can be used."""
+    part: Part = WHOLE
+    seed: int = 0
+    shares: bool = True
+    """Whether prompts that begin alike share what they have in common."""
+    is_strict: bool = False
+    """Whether texts to embed that are too long are refused instead of cut."""
+    shows_plan: bool = False
+    """Whether the whole plan is shown as TOML."""
+
+
+@dataclass(frozen=True)
 class BatchModel:
     """The files of a model and the options of a job; implements `JobModel`."""
 
     files: ModelFiles
-    options: argparse.Namespace
+    options: BuildOptions
     plan_table: Mapping[str, Any] | None
     layout_table: Mapping[str, Any] | None
     peers: Peers = ALONE
@@ -68,7 +90,7 @@ class BatchModel:
     def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
         """Open the tokenizer, and the process that renders chat templates."""
         adapters = () if self.adapters is None else self.adapters.names
-        is_strict = self.options.strict_length
+        is_strict = self.options.is_strict
         return open_text(self.files, now, self.structures, adapters, is_strict=is_strict)
 
     def pooling(self) -> "Pooling":
@@ -128,12 +150,12 @@ class BatchModel:
             progress.note,
             self.peers,
             on_warning=progress.warn,
-            requires_bundle=self.options.require_bundle,
+            requires_bundle=self.options.requires_bundle,
         )
         # with --no-sharing, rows still read the prefixes of a given plan
         noted = table if plan.buckets.prefixes is None else shared
         work = work_of(config, plan.numbers, plan.layout, target, plan.buckets.adapters)
-        progress.note(text.rstrip() if self.options.verbose else plan_table(plan, work))
+        progress.note(text.rstrip() if self.options.shows_plan else plan_table(plan, work))
         if plan.buckets.embed:
             _note_embeddings(plan, lengths, config, target, progress)
         else:
@@ -175,7 +197,7 @@ class BatchModel:
         from ..devices import backends
         from ..plans import plan_checks
 
-        name = target_name(self.options, self.plan_table)
+        name = self.options.target
         try:
             backends.prepare_jax(name, self.peers.size)
             target = present_target(name)
@@ -199,7 +221,7 @@ class BatchModel:
         """Check that all processes have the same plan; return the bundle, if one was given."""
         from ..plans.plan_facts import plan_facts
 
-        given = self.options.plan
+        given = self.options.bundle
         facts = {"plan": plan_facts(plan), "--no-sharing": str(not self.options.shares)}
         self.peers.agree(lambda: facts)
         return given if given is not None and given.is_dir() else None
@@ -219,14 +241,14 @@ class BatchModel:
         from ..planning.embedding_plan import embedding_plan
         from .job_plan import derived_plan, given_plan
 
-        overrides = self.options.set
+        overrides = self.options.overrides
         if self.plan_table is not None:
             return given_plan(self.plan_table, overrides)
-        is_part = Part.parse(self.options.rows).num_parts > 1
+        is_part = self.options.part.num_parts > 1
         is_open = self.options.dtype == "auto" and not _sets_dtype(overrides)
         if is_part and is_open and target.platform == "cpu":
             raise ValueError(
-                f"--rows {self.options.rows}: expected a plan or a dtype, got auto, which depends "
+                f"--rows {self.options.part}: expected a plan or a dtype, got auto, which depends "
                 f"on each machine's processor, while all parts need the same dtype. Give all parts "
                 f"the same --plan, --dtype float32 or --dtype bfloat16."
             )
@@ -307,6 +329,6 @@ def is_served(row: RowRequirements, plan: "Plan") -> bool:
     return row.structure in (None, *forms) and (grid.score or row.prompt_logprobs is None)
 
 
-def target_name(options: argparse.Namespace, plan_table: Mapping[str, Any] | None) -> str:
-    """The name of the target: that of the options or the plan, else this machine's."""
-    return options.target or str((plan_table or {}).get("target") or default_target())
+def target_name(target: str | None, plan_table: Mapping[str, Any] | None) -> str:
+    """The name of the target: the given one, that of the plan, or this machine's."""
+    return target or str((plan_table or {}).get("target") or default_target())

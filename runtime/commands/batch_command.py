@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from ..files.remote import path_or_url
-from ..pods import pod_options
+from . import pod_arguments
 from .shared_options import (
     add_adapters,
     add_dtype,
@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_requests(parser)
     _add_run(parser)
     several = parser.add_argument_group("several processes over one mesh")
-    pod_options.add_options(several)
+    pod_arguments.add_options(several)
     several.add_argument(
         "--allow-different-numerics",
         action="store_true",

@@ -17,7 +17,7 @@ from typing import Any
 from ..adapters.adapter import Adapter
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.merged_model import open_merged
-from ..batch.batch_model import BatchModel, target_name
+from ..batch.batch_model import BatchModel, BuildOptions, target_name
 from ..batch.job import JobSettings
 from ..batch.job_files import check_files, job_outputs, side_files
 from ..batch.job_runs import PhaseClock
@@ -38,8 +38,8 @@ from ..files.layout_files import layout_file, read_layout_table
 from ..files.manifest import fingerprint
 from ..files.remote import RemoteFile, Url
 from ..files.run_config import read_instant, read_plan_table
-from ..pods import pod_options
 from ..pods.peers import ALONE, Peers
+from ..pods.pod_options import PodOptions
 from ..process.standard_streams import is_closed
 from ..progress.progress import Progress
 from ..progress.progress_file import ProgressFile, path_of
@@ -50,6 +50,7 @@ from ..rows.part import Part
 from ..rows.request_body import read_sampling
 from ..rows.row_files import table_of
 from ..rows.structured_body import read_form
+from .shared_options import typed
 
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 
@@ -64,7 +65,8 @@ def run_with_options(options: argparse.Namespace) -> int:
             "--layout: expected no layout beside a plan, which has its own, got one. Change it in "
             "the plan, or with --set."
         )
-    if options.pipeline is not None and pod_options.are_given(options):
+    pod = typed(PodOptions, options)
+    if options.pipeline is not None and pod.are_given:
         raise ConfigError(
             "--pipeline: expected one process, as the requests of later stages are on the disk of "
             "one host, got the options of several. Run parts of the rows with --rows i/n."
@@ -91,7 +93,7 @@ def run_with_options(options: argparse.Namespace) -> int:
         )
     if options.keep_stages and options.pipeline is None:
         raise ConfigError("--keep-stages: expected --pipeline beside it, got none.")
-    with pod_options.peers(options, target_name(options, plan_table)) as peers:
+    with pod.peers(target_name(options.target, plan_table)) as peers:
         return _run(options, plan_table, layout_table, peers, phases)
 
 
@@ -120,7 +122,19 @@ def _run(
         if settings.sampling_defaults:
             shown = json.dumps(dict(settings.sampling_defaults))
             progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
-        model = BatchModel(files, options, plan_table, layout_table, peers, adapters)
+        build = BuildOptions(
+            target_name(options.target, plan_table),
+            dtype=options.dtype,
+            overrides=tuple(options.set),
+            bundle=options.plan,
+            requires_bundle=options.require_bundle,
+            part=settings.part,
+            seed=options.seed,
+            shares=options.shares,
+            is_strict=options.strict_length,
+            shows_plan=options.verbose,
+        )
+        model = BatchModel(files, build, plan_table, layout_table, peers, adapters)
         if options.pipeline is not None:
             code = _run_stages(options, files, settings, model, progress)
         else:
@@ -196,7 +210,7 @@ def _settings(
         # a given plan has them already
         "overrides": " ".join(options.set) if plan_table is None else "",
         "dtype": options.dtype,
-        "target": target_name(options, plan_table),
+        "target": target_name(options.target, plan_table),
         "seed": str(options.seed),
         "sampling defaults": json.dumps(defaults, sort_keys=True),
         **{
@@ -258,7 +272,7 @@ def _settings(
         columns=columns,
         ignores_unknown=options.ignore_unknown,
         updates=options.update,
-        price_per_hour=_price_per_hour(options.prices, target_name(options, plan_table)),
+        price_per_hour=_price_per_hour(options.prices, target_name(options.target, plan_table)),
         now=None if options.now is None else read_instant("--now", options.now),
         models=adapter_of_models(options, files, adapters),
     )
@@ -290,7 +304,7 @@ def _columns(options: argparse.Namespace, files: ModelFiles) -> Columns:
 
 def _setup(options: argparse.Namespace, plan_table: Mapping[str, Any] | None, peers: Peers) -> str:
     """The processes and the devices of a job, as manifests name them."""
-    return f"{peers.setup} on {target_name(options, plan_table)}"
+    return f"{peers.setup} on {target_name(options.target, plan_table)}"
 
 
 def _given_plan(plan_table: Mapping[str, Any], overrides: Sequence[str]) -> str:

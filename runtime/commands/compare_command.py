@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
     models = _models(options)
     _check(options)
-    say = partial(note, options)
+    say = partial(note, is_quiet=options.quiet)
     png_figure.matplotlib()
     check_fillable(options.output)
     read = [options.input, layout_file(options.layout or "")]

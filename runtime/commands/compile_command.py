@@ -19,9 +19,10 @@ from ..console import note, plural, tell
 from ..devices.default_target import default_target
 from ..errors import EXIT_BUILD, JobError
 from ..files.run_config import read_plan_table
-from ..pods import pod_options
 from ..pods.peers import Peers
-from .shared_options import add_model, add_overrides, add_quiet
+from ..pods.pod_options import PodOptions
+from . import pod_arguments
+from .shared_options import add_model, add_overrides, add_quiet, typed
 
 if TYPE_CHECKING:
     from ...compile.abstract_model import AbstractModel
@@ -43,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", type=Path, required=True, help="folder for the bundle")
     add_overrides(parser)
     add_quiet(parser)
-    pod_options.add_options(parser.add_argument_group("several processes over one mesh"))
+    pod_arguments.add_options(parser.add_argument_group("several processes over one mesh"))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from ..checkpoint.published_numbers import override_plan
 
     plan = Plan.from_table(override_plan(read_plan_table(options.plan), options.set))
-    with pod_options.peers(options, plan.target) as peers:
+    with typed(PodOptions, options).peers(plan.target) as peers:
         _compile(options, plan, peers)
     return 0
 
@@ -68,7 +69,7 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
 
     def say(message: object) -> None:
         if peers.is_leader:
-            note(options, message)
+            note(message, is_quiet=options.quiet)
 
     def warn(message: object) -> None:
         if peers.is_leader:

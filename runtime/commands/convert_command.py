@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     from ..checkpoint import open_model
     from ..devices import backends
 
-    say = partial(note, options)
+    say = partial(note, is_quiet=options.quiet)
     with open_model(options.model) as files:
         check_new_folder(options.output, files.path)
         backends.prepare_jax("cpu")

@@ -190,13 +190,13 @@ def _measure(
     attention = AttentionPlan(prefill=options.attention)
 
     def report(graph: str, seconds: float) -> None:
-        note(options, f"{layout.name}: {graph}  {seconds:.1f} s")
+        note(f"{layout.name}: {graph}  {seconds:.1f} s", is_quiet=options.quiet)
 
     scan = options.scan_layers
     hardware, torus = _hardware(target.name), TargetName.parse(target.name).torus
     result = measure(config, layout, target, grid, dtype, report, attention, scan, hardware, torus)
     if result.findings:
-        note(options, f"{layout.name}: {result.verdict}")
+        note(f"{layout.name}: {result.verdict}", is_quiet=options.quiet)
     return result
 
 
@@ -238,7 +238,10 @@ def _verify(
             result.verdict = "not finite"
             result.findings.append(str(error))
         else:
-            note(options, f"{layout.name}: worst logit difference {result.max_abs_diff:.2e}")
+            note(
+                f"{layout.name}: worst logit difference {result.max_abs_diff:.2e}",
+                is_quiet=options.quiet,
+            )
 
 
 def _write(

@@ -17,7 +17,8 @@ from ..console import tell
 from ..devices.default_target import default_target
 from ..errors import ConfigError
 from ..files.remote import path_or_url
-from .shared_options import add_adapters, add_dtype, add_model, add_quiet
+from ..planning.plan_options import PlanOptions
+from .shared_options import add_adapters, add_dtype, add_model, add_quiet, typed
 
 if TYPE_CHECKING:
     from ..checkpoint import ModelFiles
@@ -247,12 +248,14 @@ def _plan(options: argparse.Namespace) -> int:
     with open_model(options.model, needs_weights=bool(options.adapters)) as files:
         files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         adapters = open_adapters(options, files)
-        workload = workload_of(options, files, adapter_of_models(options, files, adapters))
+        typed_options = typed(PlanOptions, options)
+        models = adapter_of_models(options, files, adapters)
+        workload = workload_of(typed_options, files, models)
         if workload.text_lengths:
             return _plan_texts(options, files, workload)
         files.check_generates()
         room = None if adapters is None else adapters.grid()
-        prediction = predict(options, files, workload, room)
+        prediction = predict(typed_options, files, workload, room)
         replace_file(Disk(), options.output, [prediction.plan.to_toml().encode()])
     content = report.to_json(prediction)
     if options.report is not None:
@@ -275,7 +278,7 @@ def _plan_texts(options: argparse.Namespace, files: "ModelFiles", workload: "Wor
                 f"--{name.replace('_', '-')}: expected none for vectors of texts, whose plan has "
                 f"no search and no cache, got {getattr(options, name)}. Leave it out."
             )
-    plan = plan_texts(options, files, workload)
+    plan = plan_texts(typed(PlanOptions, options), files, workload)
     replace_file(Disk(), options.output, [plan.to_toml().encode()])
     tell(sys.stdout, text_summary(plan, files, workload))
     tell(sys.stdout, f"plan: {options.output}")

@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     from ..quantisation.quantise import quantise
     from ..rows.row_ids import read_row_ids
 
-    say = partial(note, options)
+    say = partial(note, is_quiet=options.quiet)
     started = time.monotonic()
     weight_format = _weight_format(options.numbers)
     if options.rows is not None and options.rows < 1:

@@ -4,8 +4,6 @@ All lengths are known and there is no decode, so no grid is simulated. Weights a
 nothing is compiled.
 """
 
-import argparse
-
 from ...compile.abstract_model import model_sizes
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.plan import Plan
@@ -17,11 +15,12 @@ from ..console import plural
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table, split_spellings
 from .embedding_plan import embedding_plan, padding_note
+from .plan_options import PlanOptions
 from .prediction import numbers_of, planned_model
 from .workload import Workload
 
 
-def plan_texts(options: argparse.Namespace, files: ModelFiles, workload: Workload) -> Plan:
+def plan_texts(options: PlanOptions, files: ModelFiles, workload: Workload) -> Plan:
     """The plan of a workload with texts.
 
     Raises:

@@ -3,7 +3,6 @@
 All seconds are predictions.
 """
 
-import argparse
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +38,7 @@ from .calibration_file import read_calibration
 from .compiled_layouts import LayoutCompiler, PlannedLayout, describe_problems
 from .fitting_plan import suggest_fitting_plan
 from .layout_ranking import RankedLayout, Ranking, all_layouts
+from .plan_options import PlanOptions
 from .planner import Planner, PlanResult
 from .sample import ROWS_TO_SIMULATE, SimulatedRows
 from .search_progress import SearchProgress
@@ -73,7 +73,7 @@ class Prediction:
 
 
 def workload_of(
-    options: argparse.Namespace, files: ModelFiles, models: Mapping[str, str | None] | None = None
+    options: PlanOptions, files: ModelFiles, models: Mapping[str, str | None] | None = None
 ) -> Workload:
     """The workload that the options name; `models` maps the `model` of a row to its adapter."""
     workload = read_workload(
@@ -87,7 +87,7 @@ def workload_of(
 
 
 def predict(
-    options: argparse.Namespace,
+    options: PlanOptions,
     files: ModelFiles,
     workload: Workload | None = None,
     adapters: AdapterGrid | None = None,
@@ -95,7 +95,7 @@ def predict(
     """Find the best plan that the options allow.
 
     Args:
-      options: The parsed options of `noria plan`.
+      options: The options of the plan.
       files: The model.
       workload: The workload; None to read that of the options.
       adapters: The room for adapters.
@@ -113,9 +113,9 @@ def predict(
             f"sequence, got {asked}. Lower it."
         )
     rows = plural(len(workload.rows), "row")
-    note(options, f"{rows} to plan for, {workload.num_refused} refused")
+    note(f"{rows} to plan for, {workload.num_refused} refused", is_quiet=options.quiet)
     if workload.length_source:
-        note(options, workload.length_source)
+        note(workload.length_source, is_quiet=options.quiet)
     if not workload.rows:
         raise ConfigError(
             f"{options.workload}: expected at least one row of at most {config.max_position} "
@@ -154,7 +154,7 @@ def predict(
     return Prediction(plan, result, workload, best.cost, ranked, searched, seconds)
 
 
-def _evidence(options: argparse.Namespace, workload: Workload, best: PlannedLayout) -> PlanEvidence:
+def _evidence(options: PlanOptions, workload: Workload, best: PlannedLayout) -> PlanEvidence:
     """The prices that a plan was made from, and what they predict for the workload."""
     simulated, hardware = best.result.best, best.cost.hardware
     run_seconds = simulated.simulation.seconds
@@ -176,7 +176,7 @@ def _evidence(options: argparse.Namespace, workload: Workload, best: PlannedLayo
 
 
 def _limit(
-    options: argparse.Namespace, config: DecoderConfig, workload: Workload, grid: BucketGrid
+    options: PlanOptions, config: DecoderConfig, workload: Workload, grid: BucketGrid
 ) -> str:
     """The reason why rows without `max_tokens` end before the model's context, or empty."""
     is_open = any(row.need.max_tokens is None for row in workload.rows)
@@ -186,14 +186,16 @@ def _limit(
 
 
 def _as_compiled(
-    options: argparse.Namespace,
+    options: PlanOptions,
     config: DecoderConfig,
     numbers: Numbers,
     adapters: AdapterGrid | None,
     searched: list[PlannedLayout],
 ) -> list[PlannedLayout]:
     """The layouts in the order of their compiled graphs; at least one of them must run."""
-    compiler = LayoutCompiler(options.target, config, numbers, partial(note, options), adapters)
+    compiler = LayoutCompiler(
+        options.target, config, numbers, partial(note, is_quiet=options.quiet), adapters
+    )
     ordered = compiler.compile_and_rank(searched, options.compile_layouts)
     if ordered[0].problem:
         raise NoPlanFits(
@@ -204,7 +206,7 @@ def _as_compiled(
 
 
 def _planned_layouts(
-    options: argparse.Namespace,
+    options: PlanOptions,
     ranking: Ranking,
     workload: Workload,
     chosen: list[RankedLayout],
@@ -236,7 +238,7 @@ def _planned_layouts(
 
 
 def _ranking(
-    options: argparse.Namespace, files: ModelFiles, workload: Workload, numbers: Numbers
+    options: PlanOptions, files: ModelFiles, workload: Workload, numbers: Numbers
 ) -> Ranking:
     config, hardware = files.spec.config, _hardware(options)
     target = TargetName.parse(options.target)
@@ -255,7 +257,7 @@ def _ranking(
     )
 
 
-def _rank(options: argparse.Namespace, ranking: Ranking) -> list[RankedLayout]:
+def _rank(options: PlanOptions, ranking: Ranking) -> list[RankedLayout]:
     """The ranked layouts to choose from; if `--layout` names a single one, it must be legal."""
     layouts = _layouts(options, ranking.num_devices)
     if not layouts:
@@ -265,12 +267,12 @@ def _rank(options: argparse.Namespace, ranking: Ranking) -> list[RankedLayout]:
     ranked = ranking.rank(layouts)
     if len(layouts) > 1:
         for ranked_layout in ranked:
-            note(options, str(ranked_layout).strip())
+            note(str(ranked_layout).strip(), is_quiet=options.quiet)
     return ranked
 
 
 def _planner(
-    options: argparse.Namespace,
+    options: PlanOptions,
     config: DecoderConfig,
     workload: Workload,
     layout: Layout | None,
@@ -296,7 +298,7 @@ def _planner(
 
 
 def _budget(
-    options: argparse.Namespace, config: DecoderConfig, hardware: Hardware, entry_bytes: float = 0.0
+    options: PlanOptions, config: DecoderConfig, hardware: Hardware, entry_bytes: float = 0.0
 ) -> Budget:
     """The limits on graphs, memory, compile time and padding that the options set.
 
@@ -315,11 +317,11 @@ def _budget(
     )
 
 
-def _hardware(options: argparse.Namespace) -> Hardware:
+def _hardware(options: PlanOptions) -> Hardware:
     return hardware_of(options.target, known_hardware(options.hardware))
 
 
-def _layouts(options: argparse.Namespace, count: int) -> list[Layout | None]:
+def _layouts(options: PlanOptions, count: int) -> list[Layout | None]:
     """The layouts of `--layout`, or else all named layouts over all meshes of `count` devices."""
     if options.layout is not None and options.layout != ALL:
         spellings = split_spellings(options.layout)
@@ -333,12 +335,12 @@ def _require(layout: Layout | None, ranking: Ranking, grid: BucketGrid | None = 
         require(layout, sizes)
 
 
-def planned_model(options: argparse.Namespace, files: ModelFiles) -> PlannedModel:
+def planned_model(options: PlanOptions, files: ModelFiles) -> PlannedModel:
     """The model of a plan, as the options describe it."""
     return PlannedModel(files.name, _fingerprint(files), options.scan_layers)
 
 
-def numbers_of(options: argparse.Namespace, files: ModelFiles) -> Numbers:
+def numbers_of(options: PlanOptions, files: ModelFiles) -> Numbers:
     """The numbers of a plan, as the options and the files of the model describe them."""
     dtype = options.dtype
     if dtype == "auto":
@@ -349,9 +351,7 @@ def numbers_of(options: argparse.Namespace, files: ModelFiles) -> Numbers:
     return keep_published(Numbers(dtype, **formats), files)
 
 
-def _calibration(
-    options: argparse.Namespace, files: ModelFiles, numbers: Numbers
-) -> Calibration | None:
+def _calibration(options: PlanOptions, files: ModelFiles, numbers: Numbers) -> Calibration | None:
     if options.calibration is None:
         return None
     if numbers != Numbers(numbers.dtype):
@@ -380,7 +380,7 @@ def _grids_of_run(workload: Workload) -> "dict[str, BucketGrid]":
     return {PLAN_OF_RUN: grid} if grid.prefixes is None else {}
 
 
-def _memory(options: argparse.Namespace, hardware: Hardware) -> float:
+def _memory(options: PlanOptions, hardware: Hardware) -> float:
     if options.max_memory_gb is not None:
         return options.max_memory_gb * 1e9
     return MEMORY_SHARE * hardware.memory_bytes

@@ -1,92 +1,59 @@
-"""The options of commands that several processes run together over one mesh.
+"""How the processes of a command find each other, and wait for each other.
 
 Imports no jax: jax's distributed service starts when the processes connect.
 """
 
-import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import ConfigError
 from .peers import ALONE, Peers
 
 
-def add_options(group: "argparse._ArgumentGroup") -> None:
-    """Add the options with which the processes find each other."""
-    add = group.add_argument
-    add("--coordinator", metavar="HOST:PORT", help="address on which process 0 listens")
-    add("--num-processes", type=int, metavar="N", help="number of processes of the job")
-    add("--process-id", type=int, metavar="I", help="number of this process, from 0 to N-1")
-    add(
-        "--distributed",
-        choices=("auto",),
-        help="take these three from the cluster (TPU pods, Slurm, Open MPI)",
-    )
-    add(
-        "--peer-timeout-seconds",
-        type=float,
-        default=60.0,
-        help="seconds of silence after which another process counts as lost; this process then "
-        "names it and ends within 5 s (default: 60)",
-    )
-    add(
-        "--start-timeout-seconds",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="seconds within which all processes must have come (default: 300)",
-    )
+@dataclass(frozen=True)
+class PodOptions:
+    """The options with which processes find each other; by default there is one process."""
 
+    coordinator: str | None = None
+    """The address on which process 0 listens."""
+    num_processes: int | None = None
+    process_id: int | None = None
+    distributed: Literal["auto"] | None = None
+    """`auto` takes these three from the cluster."""
+    peer_timeout_seconds: float = 60.0
+    """Seconds of silence after which another process counts as lost."""
+    start_timeout_seconds: float = 300.0
+    """Seconds within which all processes must have come."""
 
-def are_given(options: argparse.Namespace) -> bool:
-    """Whether any option says that several processes run the command."""
-    address = (options.coordinator, options.num_processes, options.process_id)
-    return options.distributed is not None or any(part is not None for part in address)
+    @property
+    def are_given(self) -> bool:
+        """Whether any option says that several processes run the command."""
+        address = (self.coordinator, self.num_processes, self.process_id)
+        return self.distributed is not None or any(part is not None for part in address)
 
+    @contextmanager
+    def peers(self, target: str) -> Iterator[Peers]:
+        """Connect to the other processes of the command, or return `ALONE` if there are none."""
+        address = (self.coordinator, self.num_processes, self.process_id)
+        if address.count(None) not in (0, 3) or (self.distributed and address.count(None) != 3):
+            raise ConfigError(
+                "--coordinator, --num-processes, --process-id: expected all three, or none of "
+                "them, or --distributed auto alone. Give every process the same coordinator and "
+                "number, and an id of its own."
+            )
+        if address.count(None) == 3 and not self.distributed:
+            yield ALONE
+            return
+        from ..devices.compiler_messages import without_alarms
+        from .meeting import Address
+        from .pod import join
 
-@contextmanager
-def peers(options: argparse.Namespace, target: str) -> Iterator[Peers]:
-    """Connect to the other processes of the command, or return `ALONE` without pod options."""
-    address = (options.coordinator, options.num_processes, options.process_id)
-    if address.count(None) not in (0, 3) or (options.distributed and address.count(None) != 3):
-        raise ConfigError(
-            "--coordinator, --num-processes, --process-id: expected all three, or none of them, or "
-            "--distributed auto alone. Give every process the same coordinator and number, and an "
-            "id of its own."
-        )
-    if address.count(None) == 3 and not options.distributed:
-        yield ALONE
-        return
-    from ..devices.compiler_messages import without_alarms
-    from .meeting import Address
-    from .pod import join
-
-    given = None if options.distributed else Address(*address)
-    start = options.start_timeout_seconds
-    joined = join(given, options.peer_timeout_seconds, target, start_seconds=start)
-    with without_alarms(), joined as pod:
-        yield pod
-
-
-def report_failed_start(arguments: Sequence[str], reason: str, code: int, *, is_stop: bool) -> None:
-    """Tell the other processes of a command that this one fails, unless it has met them.
-
-    Args:
-        arguments: The command line, which may be wrong.
-        reason: The reason.
-        code: The exit code of this process.
-        is_stop: Whether a signal ends this process, which then has little time.
-    """
-    from .meeting import LINGER_SECONDS, Address, report_failure
-
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    add_options(parser.add_argument_group())
-    try:
-        given, _ = parser.parse_known_args(arguments)
-        size = given.num_processes
-        # a number that cannot be is no reason to let the others wait
-        rank = given.process_id if given.process_id in range(size) else size - 1
-        address = Address(given.coordinator, size, rank)
-    except (argparse.ArgumentError, ValueError, TypeError, SystemExit):
-        return  # this process does not know where the others are
-    report_failure(address, reason, code, 0.5 if is_stop else LINGER_SECONDS)
+        given = None
+        if not (self.coordinator is None or self.num_processes is None or self.process_id is None):
+            given = Address(self.coordinator, self.num_processes, self.process_id)
+        start = self.start_timeout_seconds
+        joined = join(given, self.peer_timeout_seconds, target, start_seconds=start)
+        with without_alarms(), joined as pod:
+            yield pod

@@ -1,6 +1,5 @@
 """Messages between the processes of a pod, over a store in memory."""
 
-import argparse
 import math
 import os
 import signal
@@ -13,10 +12,10 @@ import pytest
 
 from noria.runtime.devices import compiler_messages
 from noria.runtime.errors import OutOfStep
-from noria.runtime.pods import pod_options
 from noria.runtime.pods.coordination import Address
 from noria.runtime.pods.peers import GO, StepDirective
 from noria.runtime.pods.pod import DIRECTIVES_PER_FOLDER, Disagreement, Pod, join
+from noria.runtime.pods.pod_options import PodOptions
 from noria.runtime.pods.watchdog import Watchdog
 
 
@@ -162,9 +161,6 @@ def test_lines_about_connections_are_removed_in_every_command(monkeypatch, capfd
     )
     monkeypatch.setattr(compiler_messages, "START_SECONDS", 0)
     monkeypatch.setattr("noria.runtime.pods.pod.join", join)
-    parser = argparse.ArgumentParser()
-    pod_options.add_options(parser.add_argument_group())
-    words = ["--coordinator", "x:1", "--num-processes", "2", "--process-id", "0"]
-    with pod_options.peers(parser.parse_args(words), "cpu:2"):
+    with PodOptions("x:1", num_processes=2, process_id=0).peers("cpu:2"):
         pass
     assert capfd.readouterr().err == "another message\n"
