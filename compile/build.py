@@ -28,9 +28,7 @@ from .device_kinds import kind_of
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .graph_failures import naming_graph, naming_option
 from .graphs import signatures
-from .graphs.graph_key import GraphKey
-from .graphs.graph_kinds import GRAPH_KINDS, graph_keys
-from .graphs.steps import DecodeState
+from .graphs.graph_kinds import GRAPH_KINDS, GraphKey, graph_keys
 from .grids.bucket_grid import BucketGrid
 from .program_cache import compile_program
 from .programs.program_text import program_text, text_folder
@@ -188,15 +186,9 @@ class _GraphPlanner:
         }
         if grid.embed:
             return  # such a grid has no state
-        num_heads = placement.num_cache_heads(config)
-        self._make_state = partial(
-            signatures.decode_state,
-            model,
-            grid,
-            placement.cache_dtype(dtype),
-            num_heads,
-            placement.cache_stripes,
-        )
+        of_cache = placement.num_cache_heads(config), placement.cache_stripes
+        cache_dtype = placement.cache_dtype(dtype)
+        self._make_state = partial(signatures.decode_state, model, grid, cache_dtype, *of_cache)
         state = jax.eval_shape(self._make_state)
         prefixes = state.prefixes and state.prefixes.map(self._abstract_segments)
         self._state = state.map(self._abstract_segments)._replace(prefixes=prefixes)
@@ -210,7 +202,8 @@ class _GraphPlanner:
         arguments = tuple(self._replicated(kind.arguments(self._model, self._grid, key.shape)))
         results, donated = replicated, ()
         if kind.num_segments is not None:
-            head = self._head(kind.num_segments(self._grid, key.shape))
+            cache = self._state.cache.head(kind.num_segments(self._grid, key.shape))
+            head = self._state._replace(cache=cache)
             arguments, results, donated = (head, *arguments), (_shardings(head), replicated), (0,)
         if kind.call is not None:
             kernel = kind.kernel(self._kernels, key.shape)
@@ -219,10 +212,6 @@ class _GraphPlanner:
             arguments, donated = (self._parameters, *arguments), tuple(n + 1 for n in donated)
         own = options.get(kind.options or "", {})
         return GraphSpec(key, body, arguments, results, donated, own)
-
-    def _head(self, num_segments: int) -> DecodeState:
-        """The state with the first segments of the cache."""
-        return self._state._replace(cache=self._state.cache.head(num_segments))
 
     def _bind(self, body: Callable[..., Any], phase: str, kernel: Choice) -> Callable[..., Any]:
         options = self._operations[phase], self._dispatch[phase], kernel.attend

@@ -12,7 +12,7 @@ from ..errors import EXIT_BUILD, JobError
 from ..rows.scan import RowRequirements, ScannedRow
 
 if TYPE_CHECKING:
-    from ...compile.graphs.graph_key import GraphKey
+    from ...compile.graphs.graph_kinds import GraphKey
     from ...compile.grids.bucket_grid import BucketGrid
 
 NUM_NAMED = 3

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from ...compile.abstract_model import AbstractModel
 from ...compile.build import compile_with_text, plan_graphs
 from ...compile.expert_plan import LOSSLESS_EXPERTS, default_experts
-from ...compile.graphs.graph_key import GraphKey
-from ...compile.graphs.graph_kinds import call_of, kinds_of
+from ...compile.graphs.graph_kinds import GraphKey, call_of, kinds_of
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.plan import Numbers

@@ -11,8 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...compile.graphs.graph_key import PREFIX, GraphKey
-from ...compile.graphs.graph_kinds import call_of, kinds_of
+from ...compile.graphs.graph_kinds import PREFIX, GraphKey, call_of, kinds_of
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.planning.candidates import num_graphs
