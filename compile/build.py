@@ -197,14 +197,16 @@ class _GraphPlanner:
         """One graph of the grid, with its options among those of all kinds."""
         kind, replicated = GRAPH_KINDS[key.kind], self._placement.replicated
         if kind.body is None:
-            return GraphSpec(key, self._make_state, (), _shardings(self._state), (), {})
+            results = jax.tree.map(lambda leaf: leaf.format, self._state)
+            return GraphSpec(key, self._make_state, (), results, (), {})
         body = kind.body(self._grid, key.shape, self._operations["decode"])
         arguments = tuple(self._replicated(kind.arguments(self._model, self._grid, key.shape)))
         results, donated = replicated, ()
         if kind.num_segments is not None:
             cache = self._state.cache.head(kind.num_segments(self._grid, key.shape))
             head = self._state._replace(cache=cache)
-            arguments, results, donated = (head, *arguments), (_shardings(head), replicated), (0,)
+            results = jax.tree.map(lambda leaf: leaf.format, head), replicated
+            arguments, donated = (head, *arguments), (0,)
         if kind.call is not None:
             kernel = kind.kernel(self._kernels, key.shape)
             assert kernel is not None
@@ -232,10 +234,6 @@ class _GraphPlanner:
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
         )
-
-
-def _shardings(placed: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.format, placed)
 
 
 def compile_graph(

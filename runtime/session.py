@@ -269,9 +269,8 @@ def compile_plan(
     grid, dtype = plan.buckets, jnp.dtype(plan.numbers.dtype)
     options = plan.experts or LOSSLESS_EXPERTS, plan.attention, plan.compiler
     graphs = plan_graphs(definition, grid, placement, dtype, *options)
-    if warm is None:
-        return build(grid, graphs, on_graph)
-    return build(grid, graphs, on_graph, warm.executables(), warm.keep)
+    stored = () if warm is None else (warm.executables(), warm.keep)
+    return build(grid, graphs, on_graph, *stored)
 
 
 def start_embedding(

@@ -245,8 +245,7 @@ def kinds_of(grid: BucketGrid, per: type) -> list[str]:
 
 
 def graph_keys(grid: BucketGrid) -> list[GraphKey]:
-    """The graphs of a grid: decode, then prefill by falling length, so that long compiles come
-    first."""
+    """The graphs of a grid; those that compile longest come first."""
     shapes = (*grid.graph_spans, *reversed(grid.prefill), None)
     return [GraphKey(name, shape) for shape in shapes for name in kinds_of(grid, type(shape))]
 

@@ -155,9 +155,7 @@ def _costliest(layout_plan: PlannedLayout) -> dict[str, GraphKey]:
     def seconds(uses: dict, name: object) -> float:
         return uses[str(name)].seconds if str(name) in uses else 0.0
 
-    # the first kind is the one that all rows have
-    kind = kinds_of(grid, PrefillBucket)[0]
-    suffix = "" if grid.decode_slots else " scored"
+    kind, suffix = kinds_of(grid, PrefillBucket)[0], "" if grid.decode_slots else " scored"
     bucket = max(grid.prefill, key=lambda bucket: seconds(metrics.prefill, f"{bucket}{suffix}"))
     costliest = {"prefill": GraphKey(kind, bucket)}
     if grid.decode_slots:

@@ -96,9 +96,7 @@ def _evidence(prediction: "Prediction", key: GraphKey) -> dict[str, Any]:
     """The figures of a graph's program, if the graph was compiled under the chosen layout."""
     calls = prediction.searched[0].compiled.values()
     call = next((call for call in calls if call.graph == key), None)
-    if call is None:
-        return {"compiled": None}
-    figures = {
+    figures = call and {
         "bytes_moved": call.moved_bytes,
         "bytes_needed": call.needed_bytes,
         "loop_turns": call.loop_turns,
