@@ -28,9 +28,7 @@ from .device_kinds import kind_of
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .graph_failures import naming_graph, naming_option
 from .graphs import signatures
-from .graphs.graph_key import GraphKey
-from .graphs.graph_kinds import GRAPH_KINDS, graph_keys
-from .graphs.steps import DecodeState
+from .graphs.graph_kinds import GRAPH_KINDS, GraphKey, graph_keys
 from .grids.bucket_grid import BucketGrid
 from .program_cache import compile_program
 from .programs.program_text import program_text, text_folder
@@ -188,15 +186,9 @@ class _GraphPlanner:
         }
         if grid.embed:
             return  # such a grid has no state
-        num_heads = placement.num_cache_heads(config)
-        self._make_state = partial(
-            signatures.decode_state,
-            model,
-            grid,
-            placement.cache_dtype(dtype),
-            num_heads,
-            placement.cache_stripes,
-        )
+        of_cache = placement.num_cache_heads(config), placement.cache_stripes
+        cache_dtype = placement.cache_dtype(dtype)
+        self._make_state = partial(signatures.decode_state, model, grid, cache_dtype, *of_cache)
         state = jax.eval_shape(self._make_state)
         prefixes = state.prefixes and state.prefixes.map(self._abstract_segments)
         self._state = state.map(self._abstract_segments)._replace(prefixes=prefixes)
@@ -205,13 +197,16 @@ class _GraphPlanner:
         """One graph of the grid, with its options among those of all kinds."""
         kind, replicated = GRAPH_KINDS[key.kind], self._placement.replicated
         if kind.body is None:
-            return GraphSpec(key, self._make_state, (), _shardings(self._state), (), {})
+            results = jax.tree.map(lambda leaf: leaf.format, self._state)
+            return GraphSpec(key, self._make_state, (), results, (), {})
         body = kind.body(self._grid, key.shape, self._operations["decode"])
         arguments = tuple(self._replicated(kind.arguments(self._model, self._grid, key.shape)))
         results, donated = replicated, ()
         if kind.num_segments is not None:
-            head = self._head(kind.num_segments(self._grid, key.shape))
-            arguments, results, donated = (head, *arguments), (_shardings(head), replicated), (0,)
+            cache = self._state.cache.head(kind.num_segments(self._grid, key.shape))
+            head = self._state._replace(cache=cache)
+            results = jax.tree.map(lambda leaf: leaf.format, head), replicated
+            arguments, donated = (head, *arguments), (0,)
         if kind.call is not None:
             kernel = kind.kernel(self._kernels, key.shape)
             assert kernel is not None
@@ -219,10 +214,6 @@ class _GraphPlanner:
             arguments, donated = (self._parameters, *arguments), tuple(n + 1 for n in donated)
         own = options.get(kind.options or "", {})
         return GraphSpec(key, body, arguments, results, donated, own)
-
-    def _head(self, num_segments: int) -> DecodeState:
-        """The state with the first segments of the cache."""
-        return self._state._replace(cache=self._state.cache.head(num_segments))
 
     def _bind(self, body: Callable[..., Any], phase: str, kernel: Choice) -> Callable[..., Any]:
         options = self._operations[phase], self._dispatch[phase], kernel.attend
@@ -243,10 +234,6 @@ class _GraphPlanner:
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
         )
-
-
-def _shardings(placed: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.format, placed)
 
 
 def compile_graph(

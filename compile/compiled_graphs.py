@@ -8,12 +8,9 @@ from typing import Any
 
 import jax
 
-from .graphs.graph_key import EMPTY_STATE, GraphKey
-from .graphs.graph_kinds import GRAPH_KINDS
+from .graphs.graph_kinds import EMPTY_STATE, GRAPH_KINDS, GraphKey
 from .graphs.steps import DecodeState
 from .grids.bucket_grid import BucketGrid
-
-Parameters = Mapping[str, jax.Array]
 
 
 class GraphNotPlanned(ValueError):
@@ -32,7 +29,7 @@ class CompiledGraphs:
         return self.executable(EMPTY_STATE)()
 
     def call(
-        self, key: GraphKey, parameters: Parameters, state: Any, *arguments: Any
+        self, key: GraphKey, parameters: Mapping[str, jax.Array], state: Any, *arguments: Any
     ) -> tuple[Any, Any]:
         """Call a graph. `state` is donated.
 

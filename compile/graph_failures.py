@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from .graphs.graph_key import GraphKey
-from .graphs.graph_kinds import GRAPH_KINDS
+from .graphs.graph_kinds import GRAPH_KINDS, GraphKey
 from .grids.bucket_grid import BucketGrid
 
 

@@ -20,8 +20,7 @@ from ..sharding.legality import check
 from .abstract_model import AbstractModel, model_sizes
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
 from .build import compile_with_text, plan_graphs
-from .graphs.graph_key import GraphKey
-from .graphs.graph_kinds import call_of
+from .graphs.graph_kinds import GraphKey, call_of
 from .grids.bucket_grid import BucketGrid
 from .hardware.hardware import Hardware
 from .planning.evidence import read_evidence

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.expert_plan import LOSSLESS_EXPERTS
 from ..compile.graph_failures import is_out_of_memory, naming_graph, reason
-from ..compile.graphs.graph_key import EMPTY_STATE
+from ..compile.graphs.graph_kinds import EMPTY_STATE
 from ..compile.grids.adapter_grid import AdapterGrid
 from ..compile.plan import DTYPES, Plan
 from ..compile.targets import Target
 from ..compile.weight_rules import ALL_FLOAT, WeightRules
+from ..modelzoo.config import DecoderConfig
 from ..sharding.device_bytes import array_bytes
 from ..sharding.layout import Layout
 from ..sharding.placement import Placement
@@ -115,6 +116,14 @@ class LoadOptions:
         formats = numbers.weight_rules, numbers.cache_codes
         return cls(numbers.dtype, plan.layout, scan_layers, *formats, plan.buckets.adapters)
 
+    def definition(self, config: DecoderConfig, placement: Placement) -> "AbstractModel":
+        """The model without arrays."""
+        # imported here, because importing flax takes time in which executables load in threads
+        from ..compile.abstract_model import AbstractModel
+
+        arrangement = placement.arrangement(config, self.scan_layers, self.cache_codes)
+        return AbstractModel(config, arrangement, self.weight_rules, self.adapters)
+
 
 def load_model(
     files: ModelFiles,
@@ -137,22 +146,21 @@ def load_model(
       OutOfMemory: The weights do not fit into the memory of the devices.
     """
     # imported here, because importing flax takes time in which executables load in threads
-    from ..compile.abstract_model import DOWN, UP, AbstractModel
+    from ..compile.abstract_model import DOWN, UP
 
-    dtype, config = resolve_dtype(options.dtype, target), files.spec.config
+    dtype = resolve_dtype(options.dtype, target)
     # before the weights, so that an error of the tokenizer comes early
     tokenizer = load_tokenizer(files.tokenizer_files, files.path)
     ends = eos_ids(files, tokenizer)
     if note := lacking_tokens(files, tokenizer):
         say(note)
     placement = target.placement(options.layout)
-    arrangement = placement.arrangement(config, options.scan_layers, options.cache_codes)
-    definition = AbstractModel(config, arrangement, options.weight_rules, options.adapters)
+    definition = options.definition(files.spec.config, placement)
     abstract = definition.abstract_parameters(jnp.dtype(dtype))
     logical_axes = definition.logical_axes()
     shardings = placement.parameters(logical_axes)
     with _naming_weights(files, abstract.values(), dtype, target):
-        spec = files.spec.arranged(arrangement)
+        spec = files.spec.arranged(definition.arrangement)
         own = {path: leaf for path, leaf in abstract.items() if not path.endswith((DOWN, UP))}
         parameters = load_params(spec, files.tensors, own, shardings, definition.quantisations)
         parameters |= load_arrays(definition, adapters, jnp.dtype(dtype), shardings)
@@ -259,8 +267,8 @@ def compile_plan(
     from ..compile.build import build, plan_graphs
 
     grid, dtype = plan.buckets, jnp.dtype(plan.numbers.dtype)
-    options = plan.experts or LOSSLESS_EXPERTS, plan.attention, plan.compiler
-    graphs = plan_graphs(definition, grid, placement, dtype, *options)
+    experts = plan.experts or LOSSLESS_EXPERTS
+    graphs = plan_graphs(definition, grid, placement, dtype, experts, plan.attention, plan.compiler)
     if warm is None:
         return build(grid, graphs, on_graph)
     return build(grid, graphs, on_graph, warm.executables(), warm.keep)
@@ -273,17 +281,7 @@ def start_embedding(
     on_graph: Callable[["BuildProgress"], None] = lambda built: None,
     warm: WarmStart | None = None,
 ) -> EmbeddingSession:
-    """Compile a plan that embeds texts, and start its session.
-
-    Args:
-      model: The loaded model.
-      plan: The plan, checked by `plan_checks.check_plan`.
-      on_graph: Called after each graph.
-      warm: Stored executables, which are not compiled again.
-
-    Raises:
-      GraphFailed: A graph does not compile, or needs more memory than a device has.
-    """
+    """Compile a plan that embeds texts, and start its session; arguments are those of `start`."""
     config = model.definition.config
     graphs = compile_plan(model.definition, plan, model.placement, on_graph, warm)
     check_memory(graphs, model.target.devices)

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.graphs.graph_key import GraphKey
-from noria.compile.graphs.graph_kinds import graph_keys
+from noria.compile.graphs.graph_kinds import GraphKey, graph_keys
 from noria.compile.graphs.prefill_steps import PrefillOutput
 from noria.compile.graphs.steps import NO_TOKEN, DecodeOutput
 from noria.compile.grids.bucket_grid import BucketGrid

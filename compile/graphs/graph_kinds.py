@@ -14,19 +14,78 @@ from typing import TYPE_CHECKING, Any
 from ...modelzoo.operations import Operations
 from ...sharding.call import Call
 from ..grids.bucket_grid import BucketGrid
-from ..grids.default_grid import RowShape
 from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefix_grid import PrefixGrid
+from ..grids.row_shape import RowShape
 from . import signatures
 from .embed_step import embed_step
-from .graph_key import CLEAR_PREFIX, EMPTY_STATE, FORK, PREFIX, GraphKey
-from .graph_rules import change_bucket, change_slots, decodes_in, prefills_in, scores_in
 from .prefill_steps import clear_prefix_step, fork_step, prefill_step, prefix_step, score_step
 from .steps import decode_step
 
 if TYPE_CHECKING:
     from ..abstract_model import AbstractModel
     from ..attention_kernels import AttentionChoices, Choice
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """One graph of a grid. Its text is its name in files and messages, and is never parsed."""
+
+    kind: str
+    """The name of the kind, a key of `GRAPH_KINDS`."""
+    shape: PrefillBucket | int | None = None
+    """The bucket or the span of the graph; None for a kind of which a grid has one graph."""
+
+    def __str__(self) -> str:
+        """The name: `prefill 256x4`, `decode span 1024`, `fork`."""
+        if self.shape is None:
+            return self.kind
+        return f"{self.kind} {'span ' if isinstance(self.shape, int) else ''}{self.shape}"
+
+
+FORK = GraphKey("fork")
+PREFIX = GraphKey("prefill prefix")
+CLEAR_PREFIX = GraphKey("clear prefix")
+EMPTY_STATE = GraphKey("empty state")
+
+
+def _runs_in(grid: BucketGrid, bucket: PrefillBucket, row: RowShape, *, is_scored: bool) -> bool:
+    """Whether a piece of the row's prompt runs in a bucket."""
+    return row.is_scored == is_scored and bucket in grid.buckets_of(row.prompt_length)
+
+
+def _decodes_in(grid: BucketGrid, span: int, row: RowShape) -> bool:
+    """Whether the row has a length at which it is decoded in a span."""
+    shorter = max((other for other in grid.graph_spans if other < span), default=0)
+    longest = grid.max_total_length(row.prompt_length, row.max_tokens)
+    return row.max_tokens != 0 and row.prompt_length < span and shorter < longest
+
+
+def _change_bucket(grid: BucketGrid, bucket: PrefillBucket) -> str:
+    """The changes that make the graphs of a bucket smaller, or remove them."""
+    entries = grid.to_table()["prefill"]
+    fewer = [
+        [length, *(max(1, batch // 2) if length == bucket.length else batch for batch in batches)]
+        for length, *batches in entries
+    ]
+    others = [entry for entry in entries if entry[0] != bucket.length]
+    ways = [f"give it fewer rows with --set 'buckets.prefill={fewer}'"] if fewer != entries else []
+    if not grid.chunks and bucket != grid.prefill[-1]:
+        ways.append(f"leave it to the next longer one with --set 'buckets.prefill={others}'")
+    ways = ways or ["spread the model over more devices, or take shorter rows"]
+    return f"Change the bucket {bucket}: {', or '.join(ways)}."
+
+
+def _change_slots(grid: BucketGrid, _: object) -> str:
+    """The changes that make graphs of slots smaller."""
+    slots, fewer = grid.decode_slots, max(1, grid.decode_slots // 2)
+    keys = f"buckets.decode_slots ({slots}){' and buckets.span_slots' if grid.span_slots else ''}"
+    if (prefixes := grid.prefixes) is not None:
+        keys, fewer = f"[prefixes], buckets.decode_slots ({slots})", prefixes.groups
+    return (
+        f"Change {keys} or buckets.decode_spans ({list(grid.decode_spans)}), as with --set "
+        f"buckets.decode_slots={fewer}, or spread the model over more devices."
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +120,7 @@ class GraphKind:
     options: str | None = None
     """The name of its compiler options: `decode` for the table `[compiler.decode]`. None for a
     graph without options."""
-    advice: Callable[[BucketGrid, Any], str] = change_slots
+    advice: Callable[[BucketGrid, Any], str] = _change_slots
     """The change to the plan that removes a failed graph, or makes it smaller."""
     serves: Callable[[BucketGrid, Any, RowShape], bool] = lambda *_: True
     """Whether a row that fits the grid needs the graph."""
@@ -96,7 +155,8 @@ def _prefill_kind(body: Callable[..., Any], *, is_scored: bool, **entries: Any) 
         call=lambda grid, bucket: grid.prefill_call(bucket, is_scored=is_scored),
         kernel=lambda kernels, bucket: kernels.prefill[bucket.tokens],
         options=options,
-        advice=change_bucket,
+        advice=_change_bucket,
+        serves=partial(_runs_in, is_scored=is_scored),
         **entries,
     )
 
@@ -111,11 +171,8 @@ GRAPH_KINDS: Mapping[str, GraphKind] = {
         prefill_step,
         is_scored=False,
         is_built=lambda grid: grid.decode_slots > 0,
-        serves=prefills_in,
     ),
-    "score": _prefill_kind(
-        score_step, is_scored=True, is_built=lambda grid: grid.score, serves=scores_in
-    ),
+    "score": _prefill_kind(score_step, is_scored=True, is_built=lambda grid: grid.score),
     "embed": GraphKind(
         per=PrefillBucket,
         is_built=lambda grid: grid.embed,
@@ -125,8 +182,8 @@ GRAPH_KINDS: Mapping[str, GraphKind] = {
         call=BucketGrid.prefill_call,
         kernel=lambda kernels, bucket: kernels.prefill[bucket.tokens],
         options="embed",
-        advice=change_bucket,
-        serves=prefills_in,
+        advice=_change_bucket,
+        serves=partial(_runs_in, is_scored=False),
     ),
     FORK.kind: GraphKind(
         per=NoneType,
@@ -156,7 +213,7 @@ GRAPH_KINDS: Mapping[str, GraphKind] = {
         call=BucketGrid.decode_call,
         kernel=lambda kernels, span: kernels.decode,
         options="decode",
-        serves=decodes_in,
+        serves=_decodes_in,
     ),
     PREFIX.kind: GraphKind(
         per=NoneType,
@@ -188,8 +245,7 @@ def kinds_of(grid: BucketGrid, per: type) -> list[str]:
 
 
 def graph_keys(grid: BucketGrid) -> list[GraphKey]:
-    """The graphs of a grid: decode, then prefill by falling length, so that long compiles come
-    first."""
+    """The graphs of a grid; those that compile longest come first."""
     shapes = (*grid.graph_spans, *reversed(grid.prefill), None)
     return [GraphKey(name, shape) for shape in shapes for name in kinds_of(grid, type(shape))]
 

@@ -1,8 +1,7 @@
 """The state of the slots between calls, and the graph bodies of decoding and scoring.
 
-Exactly these functions and those of `prefill_steps` are compiled. Shapes are a function of the
-bucket alone; values that change from call to call are arrays. Knows nothing of requests, text,
-queues or clocks.
+Shapes are a function of the bucket alone; values that change from call to call are arrays. Knows
+nothing of requests, text, queues or clocks.
 """
 
 from collections.abc import Callable

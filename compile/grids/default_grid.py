@@ -6,7 +6,7 @@ The prefill lengths come from `prefill_ladder`. Knows nothing of models or devic
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -19,44 +19,13 @@ from .grid_defaults import GridDefaults, round_up
 from .grid_values import chunk_sizes
 from .prefill_bucket import PrefillBucket
 from .prefill_ladder import cheapest_prefill, with_small_calls
+from .row_shape import RowShape
 from .span_slots import NO_LIMIT, SlotUse
 
 if TYPE_CHECKING:
     from ..planning.graph_prices import GraphPrices
 
 SPAN_STEP = 64
-
-
-@dataclass(frozen=True)
-class RowShape:
-    """Lengths of one admissible row of a job, as the scan found them."""
-
-    prompt_length: int
-    max_tokens: int | None
-    num_sequences: int = 1
-    is_scored: bool = False
-    min_output: int = 0
-    """Number of tokens of the shortest answer of its form; 0 without a form."""
-
-    def num_slots(self, *, has_chunks: bool) -> int:
-        """Number of slots of the row; with chunks, a prompt needs one even without output."""
-        return int(has_chunks) if self.max_tokens == 0 else self.num_sequences
-
-    @property
-    def is_only_scored(self) -> bool:
-        """Whether the row needs no slot if prompts run whole."""
-        return self.is_scored and self.max_tokens == 0
-
-    @property
-    def min_length(self) -> int:
-        """Minimum number of positions with which the row can run."""
-        return self.prompt_length + (1 if self.max_tokens is None else self.max_tokens)
-
-    def fits(self, max_length: int) -> bool:
-        """Whether the row can run with this many positions, and with an answer of its form."""
-        room = max_length - self.prompt_length
-        limit = room if self.max_tokens is None else self.max_tokens
-        return self.min_length <= max_length and self.min_output <= limit
 
 
 def derive_grid(

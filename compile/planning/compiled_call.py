@@ -18,7 +18,7 @@ import jax
 from ...sharding.call import Call
 from ...sharding.communication import sent_bytes
 from ...sharding.mesh_layout import MeshLayout
-from ..graphs.graph_key import GraphKey
+from ..graphs.graph_kinds import GraphKey
 from ..programs.collectives import Collective, read_collectives
 from ..programs.report import ProgramReport, Totals, read_report
 from .cost import CostModel

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..grids.bucket_grid import BucketGrid
-from ..grids.default_grid import RowShape
 from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefix_table import PrefixTable
+from ..grids.row_shape import RowShape
 from .compile_time import GraphSeconds
 from .cost import CostModel
 from .prefill_calls import idle_share, rows_by_bucket

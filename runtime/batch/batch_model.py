@@ -33,8 +33,8 @@ from .job_runs import PhaseClock
 
 if TYPE_CHECKING:
     from ...compile.build import BuildProgress
-    from ...compile.grids.default_grid import RowShape
     from ...compile.grids.prefix_table import PrefixTable
+    from ...compile.grids.row_shape import RowShape
     from ...compile.plan import Plan
     from ...compile.targets import Target
     from ...modelzoo.config import DecoderConfig

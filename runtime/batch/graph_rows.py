@@ -12,7 +12,7 @@ from ..errors import EXIT_BUILD, JobError
 from ..rows.scan import RowRequirements, ScannedRow
 
 if TYPE_CHECKING:
-    from ...compile.graphs.graph_key import GraphKey
+    from ...compile.graphs.graph_kinds import GraphKey
     from ...compile.grids.bucket_grid import BucketGrid
 
 NUM_NAMED = 3
@@ -46,7 +46,7 @@ def needs_graph(key: "GraphKey", grid: "BucketGrid", row: RowRequirements) -> bo
     """Whether a row needs the graph, judged by its own requirements alone."""
     from ...compile.graphs.graph_kinds import GRAPH_KINDS
     from ...compile.grids.bucket_grid import NoBucketFits
-    from ...compile.grids.default_grid import RowShape
+    from ...compile.grids.row_shape import RowShape
 
     shapes = [RowShape(length, 0) for length in row.text_lengths]
     if bool(shapes) != grid.embed:

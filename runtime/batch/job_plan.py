@@ -16,17 +16,12 @@ import numpy as np
 from ...compile.expert_plan import default_experts
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.default_grid import (
-    RowShape,
-    derive_grid,
-    slot_use,
-    with_chunks,
-    with_overrides,
-)
+from ...compile.grids.default_grid import derive_grid, slot_use, with_chunks, with_overrides
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefill_ladder import prefill_padding
 from ...compile.grids.prefix_choice import own_lengths, prefixes_of_rows
 from ...compile.grids.prefix_table import PrefixTable
+from ...compile.grids.row_shape import RowShape
 from ...compile.grids.span_slots import with_ragged_slots
 from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.plan import Numbers, Plan, PlannedModel

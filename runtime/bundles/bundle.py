@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ...compile.compiled_graphs import CompiledGraphs
-from ...compile.graphs.graph_key import GraphKey
-from ...compile.graphs.graph_kinds import graph_keys, read_values
+from ...compile.graphs.graph_kinds import GraphKey, graph_keys, read_values
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
@@ -94,12 +93,10 @@ def _usable(
     """The executables for a plan and its key, and the reason why others cannot be used."""
     graphs = {str(key): key for key in graph_keys(plan.buckets)}
     files = {key: contents.graphs[name] for name, key in graphs.items() if name in contents.graphs}
-    if contents.key == wanted:
-        if missing := graphs.keys() ^ contents.graphs.keys():
-            raise BundleUnusable(
-                f"its executables differ from the graphs of the plan ({sorted(missing)})"
-            )
-        return files, ""
+    missing = graphs.keys() ^ contents.graphs.keys()
+    if missing and contents.key == wanted:
+        names = sorted(missing)
+        raise BundleUnusable(f"its executables differ from the graphs of the plan ({names})")
     check_key({**contents.key, "plan": wanted["plan"]}, wanted)
     then, now = contents.plan, plan_table(plan)
     same = {k: files[k] for k in files if read_values(then, k) == read_values(now, k)}

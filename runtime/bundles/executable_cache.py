@@ -19,8 +19,7 @@ from pathlib import Path
 
 import jax
 
-from ...compile.graphs.graph_key import GraphKey
-from ...compile.graphs.graph_kinds import graph_keys, read_values
+from ...compile.graphs.graph_kinds import GraphKey, graph_keys, read_values
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig

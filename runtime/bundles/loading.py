@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from ...compile.graphs.graph_key import GraphKey
+from ...compile.graphs.graph_kinds import GraphKey
 from ...compile.targets import Target
 
 

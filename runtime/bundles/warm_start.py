@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from ...compile.graphs.graph_key import EMPTY_STATE, GraphKey
+from ...compile.graphs.graph_kinds import EMPTY_STATE, GraphKey
 from ...compile.graphs.steps import DecodeState
 from ...compile.plan import Plan
 from ...compile.targets import Target

@@ -172,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
         for case in cases:
             sizes = case.prompt_length, case.output_length, case.rows
             plans.append(case_plan(files, target, dtype, layout, *sizes, options.set))
-        model = _load(files, target, plans[0])
+        model = session.load_model(files, target, session.LoadOptions.of_plan(plans[0]))
         say = partial(tell, sys.stdout)
         say(_header(model, options))
         results = []
@@ -321,13 +321,6 @@ def _layout(options: argparse.Namespace, files: "ModelFiles", target: "Target") 
     layout = None if table is None else Layout.from_table(table)
     plan_checks.check_layout(layout, files, target)
     return layout
-
-
-def _load(files: "ModelFiles", target: "Target", plan: "Plan") -> "LoadedModel":
-    """The model with the numbers and the layout of a plan; the plans of all cases have the same."""
-    from .. import session
-
-    return session.load_model(files, target, session.LoadOptions.of_plan(plan))
 
 
 def _hardware(options: argparse.Namespace, target: "Target") -> "Hardware":

@@ -27,7 +27,7 @@ from .shared_options import add_model, add_overrides, add_quiet, typed
 if TYPE_CHECKING:
     from ...compile.abstract_model import AbstractModel
     from ...compile.build import BuildProgress
-    from ...compile.graphs.graph_key import GraphKey
+    from ...compile.graphs.graph_kinds import GraphKey
     from ...compile.plan import Plan
     from ...compile.targets import Target
     from ...sharding.placement import Placement
@@ -112,9 +112,9 @@ def _prepared(
     plan: "Plan", files: "ModelFiles", peers: Peers
 ) -> "tuple[Target, Placement, AbstractModel]":
     """The target, placement and model of a plan; raises an error if the plan is illegal."""
-    from ...compile.abstract_model import AbstractModel
     from ..devices import backends
     from ..plans import plan_checks
+    from ..session import LoadOptions
 
     backends.prepare_jax(plan.target)
     target = _target(plan.target, peers)
@@ -122,13 +122,7 @@ def _prepared(
     config, weight_rules = files.spec.config, plan.numbers.weight_rules
     plan_checks.check_layout(plan.layout, files, target, plan.buckets, weight_rules)
     placement = target.placement(plan.layout)
-    options = plan.model.scan_layers, plan.numbers.cache_codes
-    arrangement = placement.arrangement(config, *options)
-    return (
-        target,
-        placement,
-        AbstractModel(config, arrangement, weight_rules, plan.buckets.adapters),
-    )
+    return target, placement, LoadOptions.of_plan(plan).definition(config, placement)
 
 
 def _target(name: str, peers: Peers) -> "Target":

@@ -20,7 +20,7 @@ import numpy as np
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.graph_failures import naming_graph
 from ...compile.graphs.embed_step import EmbedOutput
-from ...compile.graphs.graph_key import GraphKey
+from ...compile.graphs.graph_kinds import GraphKey
 from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.monitor import compile_monitor
@@ -151,7 +151,7 @@ class EmbeddingSession:
         """
         if (call := self._in_flight) is None:
             return b""
-        with naming_graph(_key_of(call.bucket), self.grid, "failed as it ran"):
+        with naming_graph(GraphKey("embed", call.bucket), self.grid, "failed as it ran"):
             output = self.host.fetch(call.output)
         self._in_flight = None
         self._count(call, output, self.clock() - call.start)
@@ -180,8 +180,9 @@ class EmbeddingSession:
         rows = [queue.popleft() for _ in range(min(bucket.batch, len(queue)))]
         start = self.clock()
         arguments = self.host.put(self._pack(bucket, rows))
-        with naming_graph(_key_of(bucket), self.grid, "failed as it ran"):
-            _, output = self.graphs.call(_key_of(bucket), self.parameters, None, *arguments)
+        key = GraphKey("embed", bucket)
+        with naming_graph(key, self.grid, "failed as it ran"):
+            _, output = self.graphs.call(key, self.parameters, None, *arguments)
         self._in_flight = _InFlight(bucket, rows, output, start)
         return bucket
 
@@ -301,7 +302,3 @@ class EmbeddingSession:
                 f"the weights are at fault.",
             )
         return output
-
-
-def _key_of(bucket: PrefillBucket) -> GraphKey:
-    return GraphKey("embed", bucket)

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.graph_failures import naming_graph
-from ...compile.graphs.graph_key import CLEAR_PREFIX, FORK, PREFIX, GraphKey
+from ...compile.graphs.graph_kinds import CLEAR_PREFIX, FORK, PREFIX, GraphKey
 from ...compile.graphs.prefill_steps import PrefillOutput
 from ...compile.graphs.steps import DecodeOutput, DecodeState
 from ...compile.grids.prefix_grid import PlannedPrefix

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
 from ...compile.build import build, plan_graphs
-from ...compile.graphs.graph_key import GraphKey
+from ...compile.graphs.graph_kinds import GraphKey
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults, round_up
 from ...compile.grids.prefill_bucket import PrefillBucket

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...compile.expert_plan import default_experts
-from ...compile.grids.default_grid import RowShape, derive_grid
+from ...compile.grids.default_grid import derive_grid
 from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.grids.row_shape import RowShape
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.targets import Target
 from ...sharding.layout import Layout

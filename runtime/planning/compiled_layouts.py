@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from ...compile.abstract_model import AbstractModel
 from ...compile.build import compile_with_text, plan_graphs
 from ...compile.expert_plan import LOSSLESS_EXPERTS, default_experts
-from ...compile.graphs.graph_key import GraphKey
-from ...compile.graphs.graph_kinds import call_of, kinds_of
+from ...compile.graphs.graph_kinds import GraphKey, call_of, kinds_of
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.plan import Numbers
@@ -156,9 +155,7 @@ def _costliest(layout_plan: PlannedLayout) -> dict[str, GraphKey]:
     def seconds(uses: dict, name: object) -> float:
         return uses[str(name)].seconds if str(name) in uses else 0.0
 
-    # the first kind is the one that all rows have
-    kind = kinds_of(grid, PrefillBucket)[0]
-    suffix = "" if grid.decode_slots else " scored"
+    kind, suffix = kinds_of(grid, PrefillBucket)[0], "" if grid.decode_slots else " scored"
     bucket = max(grid.prefill, key=lambda bucket: seconds(metrics.prefill, f"{bucket}{suffix}"))
     costliest = {"prefill": GraphKey(kind, bucket)}
     if grid.decode_slots:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits
-from ...compile.grids.default_grid import RowShape
 from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.grids.row_shape import RowShape
 from ...compile.planning.run_bounds import ExpectedRow
 from .search import simulate_in_order
 

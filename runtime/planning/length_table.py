@@ -10,7 +10,7 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ...compile.grids.default_grid import RowShape
+from ...compile.grids.row_shape import RowShape
 from ...compile.planning.run_bounds import ExpectedRow
 from ..errors import ConfigError
 

@@ -11,8 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...compile.graphs.graph_key import PREFIX, GraphKey
-from ...compile.graphs.graph_kinds import call_of, kinds_of
+from ...compile.graphs.graph_kinds import PREFIX, GraphKey, call_of, kinds_of
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.planning.candidates import num_graphs
@@ -97,9 +96,7 @@ def _evidence(prediction: "Prediction", key: GraphKey) -> dict[str, Any]:
     """The figures of a graph's program, if the graph was compiled under the chosen layout."""
     calls = prediction.searched[0].compiled.values()
     call = next((call for call in calls if call.graph == key), None)
-    if call is None:
-        return {"compiled": None}
-    figures = {
+    figures = call and {
         "bytes_moved": call.moved_bytes,
         "bytes_needed": call.needed_bytes,
         "loop_turns": call.loop_turns,

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...compile.graphs.graph_kinds import kinds_of
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.default_grid import RowShape, with_chunks
+from ...compile.grids.default_grid import with_chunks
 from ...compile.grids.grid_defaults import GridDefaults, round_up
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_choice import (
@@ -28,6 +28,7 @@ from ...compile.grids.prefix_choice import (
     usual_num_rows,
 )
 from ...compile.grids.prefix_table import PrefixTable
+from ...compile.grids.row_shape import RowShape
 from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.run_bounds import ExpectedRow
 from .forecast import fits_grid

@@ -1,4 +1,4 @@
-"""How the processes of a command find each other, and wait for each other.
+"""The options with which the processes of a command find each other, and wait for each other.
 
 Imports no jax: jax's distributed service starts when the processes connect.
 """

@@ -24,7 +24,7 @@ from .row_kinds import refusal
 from .scan import Encode, RowRequirements
 
 if TYPE_CHECKING:
-    from ...compile.grids.default_grid import RowShape
+    from ...compile.grids.row_shape import RowShape
     from ..structured.token_automaton import TokenAutomaton, TokenTrie
 
 
@@ -123,7 +123,7 @@ def row_shape(row: RowRequirements, structures: Structures) -> "RowShape":
       row: The requirements.
       structures: The forms of answers, which the scan compiled.
     """
-    from ...compile.grids.default_grid import RowShape
+    from ...compile.grids.row_shape import RowShape
 
     is_scored = row.prompt_logprobs is not None
     shortest = structures.shortest(row.structure)

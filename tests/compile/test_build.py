@@ -8,7 +8,7 @@ from tiny import CONFIG, GRID
 
 from noria.compile import build as module
 from noria.compile.abstract_model import AbstractModel
-from noria.compile.graphs.graph_key import EMPTY_STATE, FORK
+from noria.compile.graphs.graph_kinds import EMPTY_STATE, FORK
 from noria.compile.targets import find_target
 
 

@@ -11,8 +11,7 @@ from tiny import CHUNK_GRID, GRID, TWO_LAYERS, TinyModel
 
 from noria.compile.build import plan_graphs
 from noria.compile.compiled_graphs import GraphNotPlanned
-from noria.compile.graphs.graph_key import GraphKey
-from noria.compile.graphs.graph_kinds import graph_keys
+from noria.compile.graphs.graph_kinds import GraphKey, graph_keys
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.monitor import compile_monitor
 from noria.runtime.engine.padding import pack_greedy

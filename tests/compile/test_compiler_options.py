@@ -17,7 +17,7 @@ from noria.compile.compiler_options import (
     with_defaults,
 )
 from noria.compile.graph_failures import CompilerOptionRefused, naming_option
-from noria.compile.graphs.graph_key import GraphKey
+from noria.compile.graphs.graph_kinds import GraphKey
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.compile.weight_rules import WeightRules

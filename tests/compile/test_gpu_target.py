@@ -18,7 +18,7 @@ from layers_of_8b import LAYERS_OF_8B
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.build import compile_with_text, plan_graphs
-from noria.compile.graphs.graph_key import GraphKey
+from noria.compile.graphs.graph_kinds import GraphKey
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.layout_measure import COMPILER, SHAPES, measure
 from noria.compile.planning.work import ONE_DEVICE, Work

@@ -6,8 +6,7 @@ import pytest
 from tiny import CHUNK_GRID, GRID, RAGGED_GRID
 
 from noria.compile.graph_failures import GraphFailed, naming_graph
-from noria.compile.graphs.graph_key import EMPTY_STATE, FORK, GraphKey
-from noria.compile.graphs.graph_kinds import graph_keys
+from noria.compile.graphs.graph_kinds import EMPTY_STATE, FORK, GraphKey, graph_keys
 from noria.compile.grids.bucket_grid import BucketGrid
 
 

@@ -14,8 +14,7 @@ from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.build import GraphSpec, plan_graphs
 from noria.compile.compiler_options import KINDS
 from noria.compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
-from noria.compile.graphs.graph_key import GraphKey
-from noria.compile.graphs.graph_kinds import GRAPH_KINDS, graph_keys, read_values
+from noria.compile.graphs.graph_kinds import GRAPH_KINDS, GraphKey, graph_keys, read_values
 from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_grid import PrefixGrid

@@ -14,7 +14,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import choose_kernels
 from noria.compile.build import GraphSpec, compile_graph, compile_with_text, plan_graphs
-from noria.compile.graphs.graph_key import GraphKey
+from noria.compile.graphs.graph_kinds import GraphKey
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target

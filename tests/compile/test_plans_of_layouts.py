@@ -7,8 +7,9 @@ import pytest
 
 from noria.compile.abstract_model import model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid, NoBucketFits
-from noria.compile.grids.default_grid import RowShape, derive_grid, ladder_grid, with_chunks
+from noria.compile.grids.default_grid import derive_grid, ladder_grid, with_chunks
 from noria.compile.grids.grid_defaults import GridDefaults
+from noria.compile.grids.row_shape import RowShape
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.files.layout_files import named_layout_tables, read_layout_table

@@ -13,7 +13,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.graphs.graph_key import FORK, GraphKey
+from noria.compile.graphs.graph_kinds import FORK, GraphKey
 from noria.compile.graphs.prefill_steps import last_hidden
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import read_collectives

@@ -15,7 +15,7 @@ from laid_out import layout_of
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.graphs.graph_key import GraphKey
+from noria.compile.graphs.graph_kinds import GraphKey
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import Collective, read_collectives
 from noria.compile.targets import find_target

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from noria.compile.graph_failures import GraphFailed
-from noria.compile.graphs.graph_key import GraphKey
+from noria.compile.graphs.graph_kinds import GraphKey
 from noria.compile.grids.default_grid import ladder_grid
 from noria.runtime.errors import EXIT_BUILD, JobError, OtherConfiguration, RowError
 from noria.runtime.files.layout_files import read_layout_table

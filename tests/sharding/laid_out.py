@@ -20,7 +20,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import DOWN, UP, AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.graphs.graph_key import FORK, PREFIX, GraphKey
+from noria.compile.graphs.graph_kinds import FORK, PREFIX, GraphKey
 from noria.compile.graphs.prefill_steps import PrefillOutput
 from noria.compile.graphs.steps import NO_TOKEN, DecodeOutput, DecodeState
 from noria.compile.grids.adapter_grid import AdapterGrid

@@ -9,7 +9,7 @@ from laid_out import layout_of
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import plan_graphs
-from noria.compile.graphs.graph_key import FORK
+from noria.compile.graphs.graph_kinds import FORK
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig

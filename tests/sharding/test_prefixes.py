@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from laid_out import VOCAB, LaidOut, Row, config_of, expected, layout_of
 
-from noria.compile.graphs.graph_key import CLEAR_PREFIX
+from noria.compile.graphs.graph_kinds import CLEAR_PREFIX
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 
 CASES = pytest.mark.parametrize(

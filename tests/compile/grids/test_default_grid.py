@@ -5,10 +5,11 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
-from noria.compile.grids.default_grid import RowShape, derive_grid, ladder_grid, with_overrides
+from noria.compile.grids.default_grid import derive_grid, ladder_grid, with_overrides
 from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.prefill_ladder import _batch_sizes, cheapest_prefill, prefill_padding
+from noria.compile.grids.row_shape import RowShape
 
 
 def rows_of(lengths, max_tokens=16):

@@ -3,8 +3,9 @@
 import pytest
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.default_grid import RowShape, derive_grid, slot_use
+from noria.compile.grids.default_grid import derive_grid, slot_use
 from noria.compile.grids.grid_defaults import GridDefaults
+from noria.compile.grids.row_shape import RowShape
 from noria.compile.grids.span_slots import SPARE, with_ragged_slots
 from noria.sharding.layout import Layout
 

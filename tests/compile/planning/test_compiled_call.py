@@ -7,7 +7,7 @@ import pytest
 from hlo_snippets import NARROW_BYTES, WIDE, WIDE_BYTES, loop, program
 from planning_models import PLAIN, work_of
 
-from noria.compile.graphs.graph_key import GraphKey
+from noria.compile.graphs.graph_kinds import GraphKey
 from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.compiled_call import ProgramCounts, compiled_call
 from noria.compile.planning.cost import CostModel

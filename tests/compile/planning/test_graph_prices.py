@@ -9,8 +9,9 @@ import pytest
 from planning_models import PLAIN, work_of
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.default_grid import RowShape, derive_grid
+from noria.compile.grids.default_grid import derive_grid
 from noria.compile.grids.prefill_ladder import prefill_padding
+from noria.compile.grids.row_shape import RowShape
 from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.compile_time import NO_TIME, GraphSeconds
 from noria.compile.planning.cost import CostModel

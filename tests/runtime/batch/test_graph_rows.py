@@ -2,7 +2,7 @@
 
 from tiny import GRID
 
-from noria.compile.graphs.graph_key import GraphKey
+from noria.compile.graphs.graph_kinds import GraphKey
 from noria.runtime.batch.graph_rows import describe_rows, needs_graph
 from noria.runtime.errors import RowError
 from noria.runtime.rows.lines import BadRow

@@ -13,9 +13,9 @@ from model_on_disk import MAX_POSITION, write_model
 from related_prompts import table_of
 from tiny import CONFIG
 
-from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.prefix_table import NOTHING_SHARED
+from noria.compile.grids.row_shape import RowShape
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.targets import Target, find_target

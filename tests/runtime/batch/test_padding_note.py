@@ -6,8 +6,8 @@ import pytest
 from related_prompts import table_of
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
+from noria.compile.grids.row_shape import RowShape
 from noria.compile.grids.structured_grid import StructuredGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime.batch.batch_model import is_served

@@ -14,8 +14,7 @@ import pytest
 from tiny import CONFIG, GRID
 
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.graphs.graph_key import EMPTY_STATE, GraphKey
-from noria.compile.graphs.graph_kinds import graph_keys
+from noria.compile.graphs.graph_kinds import EMPTY_STATE, GraphKey, graph_keys
 from noria.compile.monitor import compile_monitor
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.plan_evidence import PlanEvidence

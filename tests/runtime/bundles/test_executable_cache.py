@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from tiny import CHUNK_GRID, CONFIG, GRID
 
-from noria.compile.graphs.graph_key import FORK, GraphKey
-from noria.compile.graphs.graph_kinds import graph_keys
+from noria.compile.graphs.graph_kinds import FORK, GraphKey, graph_keys
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.modelzoo.rope_config import RopeConfig
 from noria.runtime.bundles.compilation_cache import remove_oldest

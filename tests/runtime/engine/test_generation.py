@@ -20,8 +20,7 @@ from tiny import TWO_LAYERS as CONFIG
 from unoptimized import set_optimized
 
 from noria.compile.graph_failures import GraphFailed
-from noria.compile.graphs.graph_key import EMPTY_STATE, FORK, GraphKey
-from noria.compile.graphs.graph_kinds import graph_keys
+from noria.compile.graphs.graph_kinds import EMPTY_STATE, FORK, GraphKey, graph_keys
 from noria.compile.monitor import compile_monitor
 from noria.runtime.batch.graph_rows import needs_graph
 from noria.runtime.engine.admission import Admission
@@ -418,12 +417,12 @@ def test_padding_and_tokens_are_counted(model):
 
 def test_a_step_that_the_device_fails_names_its_graph(model, monkeypatch):
     generator = model.generator()
-    of_name = type(model.graphs).executable
+    of_key = type(model.graphs).executable
 
-    def executable(name):
-        if name.startswith("decode"):
+    def executable(key):
+        if key.kind == "decode":
             raise MemoryError
-        return of_name(model.graphs, name)
+        return of_key(model.graphs, key)
 
     monkeypatch.setattr(model.graphs, "executable", executable)
     for request in requests_of(prompts(2, seed=4, longest=8)):

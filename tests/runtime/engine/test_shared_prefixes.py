@@ -13,8 +13,8 @@ from tiny import TWO_LAYERS as CONFIG
 from unoptimized import set_optimized
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.prefix_tree import PrefixNode, count_slots, dissolve
+from noria.compile.grids.row_shape import RowShape
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.runtime.engine.kept_prefixes import keep_best
 from noria.runtime.engine.shared_prefixes import Submission, plan_submission, submission_order

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny import CONFIG, EOS_ID, GRID, TWO_LAYERS, TinyModel, prompts
 
-from noria.compile.graphs.graph_key import GraphKey
+from noria.compile.graphs.graph_kinds import GraphKey
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
 from noria.runtime import StructuredOutputsParams
 from noria.runtime.errors import RowError

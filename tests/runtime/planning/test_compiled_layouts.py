@@ -9,8 +9,8 @@ from planning_models import SPARSE
 from tolerances import EXTRAPOLATED_LAYERS_RELATIVE
 
 from noria.compile.grids.adapter_grid import AdapterGrid
-from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
+from noria.compile.grids.row_shape import RowShape
 from noria.compile.hardware.hardware import Hardware
 from noria.compile.plan import Numbers
 from noria.compile.planning.candidates import Budget

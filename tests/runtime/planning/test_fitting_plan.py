@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tiny import CONFIG
 
-from noria.compile.grids.default_grid import RowShape
+from noria.compile.grids.row_shape import RowShape
 from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.candidates import Budget
 from noria.compile.planning.run_bounds import ExpectedRow

@@ -10,7 +10,7 @@ from tolerances import MEASURED_JOB
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.default_grid import RowShape
+from noria.compile.grids.row_shape import RowShape
 from noria.compile.hardware.efficiency import AT_PEAKS
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.run_bounds import ExpectedRow

@@ -11,10 +11,10 @@ from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.prefix_table import PrefixTable
+from noria.compile.grids.row_shape import RowShape
 from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.candidates import Budget, CandidateGrids
 from noria.compile.planning.compile_time import GraphSeconds

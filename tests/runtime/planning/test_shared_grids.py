@@ -12,10 +12,11 @@ from tiny import CONFIG
 from noria.compile.abstract_model import AbstractModel, model_sizes
 from noria.compile.grids import prefix_choice
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.default_grid import RowShape, derive_grid
+from noria.compile.grids.default_grid import derive_grid
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.prefix_choice import prefixes_of_rows
 from noria.compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
+from noria.compile.grids.row_shape import RowShape
 from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.graph_prices import GraphPrices
