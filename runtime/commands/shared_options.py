@@ -3,23 +3,21 @@
 import argparse
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..errors import ConfigError
 from ..files.run_config import STRICT_CONFIG, apply_overrides
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from ..checkpoint import ModelFiles
 
 
-Options = TypeVar("Options", bound="DataclassInstance")
+Options = TypeVar("Options")
 
 
 def typed(kind: type[Options], options: argparse.Namespace) -> Options:
     """Make the options of a kind, a dataclass with a field of the same name for each of them."""
-    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
+    return kind(**{field.name: getattr(options, field.name) for field in fields(cast(Any, kind))})
 
 
 def add_model(parser: argparse.ArgumentParser, *, reads_weights: bool = True) -> None:
