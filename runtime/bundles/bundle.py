@@ -97,7 +97,8 @@ def _usable(
     if missing and contents.key == wanted:
         names = sorted(missing)
         raise BundleUnusable(f"its executables differ from the graphs of the plan ({names})")
-    check_key({**contents.key, "plan": wanted["plan"]}, wanted)
+    if {**contents.key, "plan": wanted["plan"]} != wanted:
+        check_key(contents.key, wanted)
     then, now = contents.plan, plan_table(plan)
     same = {k: files[k] for k in files if read_values(then, k) == read_values(now, k)}
     lost = [name for name, key in graphs.items() if key not in same]
