@@ -148,8 +148,8 @@ KEEP_PROGRAMS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-"""Settings that keep the programs of one module: the most recently used 100 MiB stay. To write and
-read a program that compiles in less than a tenth of a second takes as long as to compile it."""
+"""Settings that keep the programs of one module, also small and quick ones: the most recently used
+100 MiB stay."""
 
 NEW_LIBTPU = (0, 0, 52)
 """The libtpu that tests marked `newest_libtpu` need."""
@@ -208,8 +208,8 @@ def pytest_collection_finish() -> None:
     # modules and test items live to the end, so garbage collections can skip them
     gc.collect()
     gc.freeze()
-    # traces and programs make many objects in each test: by default a tenth of the time is spent on
-    # collections
+    # traces and programs make many objects that live: with the default thresholds, a tenth of the
+    # processor time goes into collections
     gc.set_threshold(50_000, 20, 50)
 
 
