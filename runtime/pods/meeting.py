@@ -195,7 +195,7 @@ def _gather(address: Address, limit: float, opened: ExitStack) -> dict[int, Conn
                 until = time.monotonic() + min(LINGER_SECONDS, patience.left)
                 _refuse(listener, failure, until, address.num_processes - 1 - len(everyone))
             raise
-    # after the port is free for jax
+    # only now, as the port is free for jax
     for member in members.values():
         member.send({"go": True})
     return members
@@ -269,8 +269,8 @@ def _is_let_go(connection: Connection, address: Address, patience: _Patience) ->
                 continue
             if (messages := connection.receive()) is None:
                 return False
+            raise_failure(messages)
             for message in messages:
-                raise_failure([message])
                 what = message.get("waits_for", what)
                 if "go" in message:
                     return True
