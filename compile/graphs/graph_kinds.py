@@ -16,7 +16,6 @@ from ...sharding.call import Call
 from ..grids.bucket_grid import BucketGrid
 from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefix_grid import PrefixGrid
-from ..grids.row_shape import RowShape
 from . import signatures
 from .embed_step import embed_step
 from .prefill_steps import clear_prefix_step, fork_step, prefill_step, prefix_step, score_step
