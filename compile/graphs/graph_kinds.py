@@ -24,6 +24,7 @@ from .steps import decode_step
 if TYPE_CHECKING:
     from ..abstract_model import AbstractModel
     from ..attention_kernels import AttentionChoices, Choice
+    from ..grids.row_shape import RowShape
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ CLEAR_PREFIX = GraphKey("clear prefix")
 EMPTY_STATE = GraphKey("empty state")
 
 
-def _runs_in(grid: BucketGrid, bucket: PrefillBucket, row: Any, *, is_scored: bool) -> bool:
+def _runs_in(grid: BucketGrid, bucket: PrefillBucket, row: "RowShape", *, is_scored: bool) -> bool:
     """Whether a piece of the row's prompt runs in a bucket."""
     return row.is_scored == is_scored and bucket in grid.buckets_of(row.prompt_length)
 
 
-def _decodes_in(grid: BucketGrid, span: int, row: Any) -> bool:
+def _decodes_in(grid: BucketGrid, span: int, row: "RowShape") -> bool:
     """Whether the row has a length at which it is decoded in a span."""
     shorter = max((other for other in grid.graph_spans if other < span), default=0)
     longest = grid.max_total_length(row.prompt_length, row.max_tokens)
@@ -121,8 +122,8 @@ class GraphKind:
     graph without options."""
     advice: Callable[[BucketGrid, Any], str] = _change_slots
     """The change to the plan that removes a failed graph, or makes it smaller."""
-    serves: Callable[[BucketGrid, Any, Any], bool] = lambda *_: True
-    """Whether a row that fits the grid, a `RowShape`, needs the graph."""
+    serves: Callable[[BucketGrid, Any, "RowShape"], bool] = lambda *_: True
+    """Whether a row that fits the grid needs the graph."""
 
 
 _PROGRAM = ("target", "model.scan_layers", "numbers.dtype", "numbers.cache", "mesh", "rules")

@@ -104,6 +104,70 @@ class AdapterConfig:
         return False
 
 
+@dataclass(frozen=True)
+class _Table:
+    """The table of adapter_config.json, whose values are checked when they are read."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    def refuse(self, key: str, expected: str) -> InvalidAdapter:
+        """The error of a key."""
+        got = repr(self.values[key]) if key in self.values else "no such key"
+        return InvalidAdapter(f"{self.where}: {key}: expected {expected}, got {got[:100]}.")
+
+    def read(self, key: str, kind: type | tuple[type, ...], expected: str, default: Any) -> Any:
+        """A value of a kind; the default for a missing value and for null."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        is_number = kind is not bool and isinstance(value, bool)
+        if not isinstance(value, kind) or is_number:
+            raise self.refuse(key, expected)
+        return value
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """A list of names, or one name."""
+        listed = self.read(key, (list, str), "a list of names", [])
+        listed = [listed] if isinstance(listed, str) else listed
+        if not all(isinstance(name, str) and name for name in listed):
+            raise self.refuse(key, "a list of names")
+        return tuple(listed)
+
+    def numbers(self, key: str) -> dict[str, Any]:
+        """A table of positive numbers by patterns of names."""
+        table = self.read(key, dict, "a table of numbers", {})
+        kinds = int if key == "rank_pattern" else (int, float)
+        for number in table.values():
+            if isinstance(number, bool) or not isinstance(number, kinds) or not number > 0:
+                raise self.refuse(key, "a table of positive numbers")
+        _check_patterns(f"{self.where}: {key}", table)
+        return table
+
+    def layers(self) -> frozenset[int] | None:
+        """The layers that the adapter changes; None for all."""
+        layers = self.read("layers_to_transform", (list, int), "numbers of layers", [])
+        layers = [layers] if isinstance(layers, int) else layers
+        if not all(isinstance(layer, int) for layer in layers):
+            raise self.refuse("layers_to_transform", "numbers of layers")
+        return frozenset(layers) if layers else None
+
+    def check_kind(self) -> None:
+        """Refuse other adapters than LoRA, and options that are not implemented."""
+        if self.values.get("peft_type") != "LORA":
+            raise self.refuse("peft_type", "LORA, as other adapters are not implemented")
+        if self.read("bias", str, "none", "none") != "none":
+            raise self.refuse("bias", "none, as adapters with biases are not implemented")
+        if self.values.get("init_lora_weights", True) not in _KEEPS_BASE:
+            raise self.refuse(
+                "init_lora_weights",
+                "a start that keeps the weights of the model (true, gaussian, orthogonal, eva). "
+                "Save the adapter again with path_initial_model_for_weight_conversion of peft",
+            )
+        for key in sorted(self.values.keys() - _READ - _IGNORED):
+            if self.values[key] not in _NO_EFFECT:
+                raise self.refuse(key, "no such option, as it is not implemented")
+
+
 def read_adapter_config(values: Mapping[str, Any], where: str) -> AdapterConfig:
     """Read the table of adapter_config.json.
 
@@ -111,77 +175,36 @@ def read_adapter_config(values: Mapping[str, Any], where: str) -> AdapterConfig:
       InvalidAdapter: The adapter is no LoRA adapter, a value is malformed, or an option may change
         the answer and is not implemented.
     """
-
-    def refuse(key: str, expected: str) -> InvalidAdapter:
-        got = repr(values[key]) if key in values else "no such key"
-        return InvalidAdapter(f"{where}: {key}: expected {expected}, got {got[:100]}.")
-
-    def read(key: str, kind: type | tuple[type, ...], expected: str, default: Any) -> Any:
-        value = values.get(key)
-        value = default if value is None else value
-        is_number = kind is not bool and isinstance(value, bool)
-        if not isinstance(value, kind) or is_number:
-            raise refuse(key, expected)
-        return value
-
-    def names(key: str) -> tuple[str, ...]:
-        listed = read(key, (list, str), "a list of names", [])
-        listed = [listed] if isinstance(listed, str) else listed
-        if not all(isinstance(name, str) and name for name in listed):
-            raise refuse(key, "a list of names")
-        return tuple(listed)
-
-    def numbers(key: str) -> dict[str, Any]:
-        table = read(key, dict, "a table of numbers", {})
-        kinds = int if key == "rank_pattern" else (int, float)
-        for number in table.values():
-            if isinstance(number, bool) or not isinstance(number, kinds) or not number > 0:
-                raise refuse(key, "a table of positive numbers")
-        _check_patterns(f"{where}: {key}", table)
-        return table
-
-    if values.get("peft_type") != "LORA":
-        raise refuse("peft_type", "LORA, as other adapters are not implemented")
-    if read("bias", str, "none", "none") != "none":
-        raise refuse("bias", "none, as adapters with biases are not implemented")
-    if values.get("init_lora_weights", True) not in _KEEPS_BASE:
-        raise refuse(
-            "init_lora_weights",
-            "a start that keeps the weights of the model (true, gaussian, orthogonal, eva). Save "
-            "the adapter again with path_initial_model_for_weight_conversion of peft",
-        )
-    for key in sorted(values.keys() - _READ - _IGNORED):
-        if values[key] not in _NO_EFFECT:
-            raise refuse(key, "no such option, as it is not implemented")
-    layers = read("layers_to_transform", (list, int), "numbers of layers", [])
-    layers = [layers] if isinstance(layers, int) else layers
-    if not all(isinstance(layer, int) for layer in layers):
-        raise refuse("layers_to_transform", "numbers of layers")
+    table = _Table(values, where)
+    table.check_kind()
+    layers = table.layers()
     targets = values.get("target_modules")
     if not isinstance(targets, str):
-        targets = tuple(sorted(names("target_modules")))
+        targets = tuple(sorted(table.names("target_modules")))
     excluded = values.get("exclude_modules")
-    excluded = excluded if isinstance(excluded, str) and excluded else names("exclude_modules")
+    excluded = (
+        excluded if isinstance(excluded, str) and excluded else table.names("exclude_modules")
+    )
     config = AdapterConfig(
         where,
-        rank=read("r", int, "a rank", 8),
-        alpha=read("lora_alpha", (int, float), "a number", 8),
-        uses_rslora=read("use_rslora", bool, "true or false", False),
-        uses_dora=read("use_dora", bool, "true or false", False),
+        rank=table.read("r", int, "a rank", 8),
+        alpha=table.read("lora_alpha", (int, float), "a number", 8),
+        uses_rslora=table.read("use_rslora", bool, "true or false", False),
+        uses_dora=table.read("use_dora", bool, "true or false", False),
         targets=targets,
         excluded=excluded,
-        layers=frozenset(layers) if layers else None,
-        layers_patterns=names("layers_pattern"),
-        rank_pattern=numbers("rank_pattern"),
-        alpha_pattern=numbers("alpha_pattern"),
-        saved=names("modules_to_save"),
+        layers=layers,
+        layers_patterns=table.names("layers_pattern"),
+        rank_pattern=table.numbers("rank_pattern"),
+        alpha_pattern=table.numbers("alpha_pattern"),
+        saved=table.names("modules_to_save"),
     )
     patterns = [config.targets, excluded, *(config.layers_patterns)]
     _check_patterns(where, (pattern for pattern in patterns if isinstance(pattern, str)))
     if not all(0 < rank <= MAX_RANK for rank in (config.rank, *config.rank_pattern.values())):
-        raise refuse("r", f"a rank from 1 to {MAX_RANK}")
+        raise table.refuse("r", f"a rank from 1 to {MAX_RANK}")
     if not config.targets:
-        raise refuse("target_modules", "names of modules")
+        raise table.refuse("target_modules", "names of modules")
     return config
 
 

@@ -152,20 +152,14 @@ class BatchModel:
             on_warning=progress.warn,
             requires_bundle=self.options.requires_bundle,
         )
-        # with --no-sharing, rows still read the prefixes of a given plan
-        noted = table if plan.buckets.prefixes is None else shared
         work = work_of(config, plan.numbers, plan.layout, target, plan.buckets.adapters)
         progress.note(text.rstrip() if self.options.shows_plan else plan_table(plan, work))
         if plan.buckets.embed:
             _note_embeddings(plan, lengths, config, target, progress)
         else:
-            served = [
-                i
-                for i, need in enumerate(summary.requirements)
-                if is_served(need, plan) and rows[i].fits(config.max_position)
-            ]
-            their_rows = [rows[i] for i in served]
-            _note_plan(plan, their_rows, noted.of_rows(served), config, target, progress)
+            # with --no-sharing, rows still read the prefixes of a given plan
+            noted = table if plan.buckets.prefixes is None else shared
+            _note_served(plan, summary, rows, noted, config, target, progress)
         options = session.LoadOptions.of_plan(plan)
         model = session.load_model(self.files, target, options, self.adapters, progress.note)
         digest = weights.result()
@@ -279,6 +273,25 @@ def _longest_first(rows: "Sequence[RowLengths]", table: "PrefixTable") -> "Submi
     del table
     order = submission_order(rows)
     return Submission(order, [None] * len(order))
+
+
+def _note_served(
+    plan: "Plan",
+    summary: ScanSummary,
+    rows: Sequence["RowShape"],
+    table: "PrefixTable",
+    config: "DecoderConfig",
+    target: "Target",
+    progress: Progress,
+) -> None:
+    """Show what a plan means for the rows that it serves; `table` has what all rows share."""
+    served = [
+        i
+        for i, need in enumerate(summary.requirements)
+        if is_served(need, plan) and rows[i].fits(config.max_position)
+    ]
+    their_rows = [rows[i] for i in served]
+    _note_plan(plan, their_rows, table.of_rows(served), config, target, progress)
 
 
 def _note_embeddings(

@@ -37,7 +37,7 @@ from .job_input import JobInput, record_instant
 from .job_runs import PhaseClock
 from .journal import RETRIED_CODES, Journal
 from .journal_records import MODEL, PLAN, WEIGHTS
-from .output import finalise, summarise
+from .output import FinishedRows, RunOutcome, finalise, summarise
 from .row_runner import RowRunner
 from .update import keep_answers
 
@@ -239,19 +239,11 @@ class Execution:
         if self.journal is None:
             return self.peers.broadcast(EXIT_OK)
         self.check_lock()
-        manifest = finalise(
-            self.settings,
-            summary,
-            self.journal,
-            self.lines,
-            disk=self.disk,
-            phases=self.phases,
-            statistics=statistics,
-            num_kept=num_kept,
-            ignored=self.source.ignored,
-            carried=self.source.carried,
-            bundle=bundle,
+        finished = FinishedRows(
+            self.settings, summary, self.journal, self.lines, self.source.carried
         )
+        outcome = RunOutcome(num_kept, statistics, bundle, self.source.ignored)
+        manifest = finalise(finished, outcome, self.phases, self.disk)
         self.progress.note(summarise(self.settings.output_path, manifest))
         run_seconds = manifest["runs"][-1]["run_seconds"]
         if better_plan is not None and (note := better_plan(run_seconds)):

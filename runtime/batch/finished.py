@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
+from ..console import plural
 from ..errors import (
     EXIT_BUILD,
     EXIT_MODEL,
@@ -100,6 +101,12 @@ def refuse_foreign_outputs(settings: JobSettings) -> None:
                 "settings:\n" + "\n".join(lines) + f"\nChoose another output{remedy}, or "
                 "replace it with --restart."
             )
+
+
+def complete_already(settings: JobSettings, manifest: Mapping[str, Any]) -> str:
+    """The message that a job has nothing to do."""
+    errors = plural(manifest["rows"]["errors"], "error")
+    return f"{settings.output_path}: complete already, {errors}, nothing to do"
 
 
 def exit_code_of(settings: JobSettings, manifest: Mapping[str, Any]) -> int:

@@ -11,7 +11,8 @@ input order.
 import hashlib
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,34 +42,66 @@ from .journal_records import INSTANT, MODEL, OUTPUTS, REPEATED, WEIGHTS
 from .outcomes import count_outcomes, spread, total
 
 
+@dataclass(frozen=True)
+class RunOutcome:
+    """What the last run of a job adds to the manifest; nothing if it ran no rows."""
+
+    num_kept: int
+    """Rows that earlier runs finished."""
+    statistics: Mapping[str, Any]
+    """The counters of the run."""
+    bundle: Mapping[str, Any] | None
+    """The use of the bundle's executables; None without a bundle, or without a build."""
+    ignored: Mapping[str, int]
+    """The number of rows with each unknown key that was ignored."""
+
+
+@dataclass(frozen=True)
+class FinishedRows:
+    """The rows of a job, all of which are finished."""
+
+    settings: JobSettings
+    summary: ScanSummary
+    journal: Journal
+    """The journal, which has every row of the job's part that the scan accepted."""
+    lines: OutputLines
+    """Makes the lines of rows that the scan found in error."""
+    carried: CarriedCells
+    """The cells of the input that output lines have."""
+
+    @cached_property
+    def rows(self) -> Sequence[ScannedRow]:
+        """The rows of the job's part, in input order."""
+        return self.settings.part.take(self.summary.rows)
+
+    def code(self, row: ScannedRow) -> str | None:
+        """The error code of a row; None for a result."""
+        return row.bad.error.code if row.bad is not None else self.journal.rows[row.key].code
+
+    def lines_of(self, path: Path) -> Iterator[bytes]:
+        """The lines of one output file in input order."""
+        error_file = self.settings.error_file
+        for row, cells in zip(self.rows, self.carried.of(self.settings.part), strict=False):
+            is_error = self.code(row) is not None
+            if error_file is not None and is_error != (path == error_file):
+                continue
+            if row.bad is not None:
+                line = dump_line(self.lines.error(row.bad, row.bad.error))
+            else:
+                line = self.journal.output_line(self.journal.rows[row.key])
+            yield with_carried(line, cells) + b"\n"
+
+
 def finalise(
-    settings: JobSettings,
-    summary: ScanSummary,
-    journal: Journal,
-    lines: OutputLines,
-    *,
-    disk: Disk,
-    phases: PhaseClock,
-    statistics: Mapping[str, Any],
-    num_kept: int,
-    ignored: Mapping[str, int],
-    carried: CarriedCells,
-    bundle: Mapping[str, Any] | None,
+    finished: FinishedRows, outcome: RunOutcome, phases: PhaseClock, disk: Disk
 ) -> dict[str, Any]:
     """Write the outputs and the manifest, and remove the journal.
 
     Args:
-        settings: The job.
-        summary: The scanned input.
-        journal: The journal, which has every row of the job's part that the scan accepted.
-        lines: Makes the lines of rows that the scan found in error.
-        disk: Disk operations.
+        finished: The rows.
+        outcome: The figures of the run.
         phases: The clock of the run, which is the journal's last one.
-        statistics: The counters of the run; empty if it ran no rows.
-        num_kept: Rows that earlier runs finished.
-        ignored: The number of rows with each unknown key that was ignored.
-        carried: The cells of the input that output lines have.
-        bundle: The use of the bundle's executables; None without a bundle, or without a build.
+        disk: Disk operations.
 
     Returns:
         The manifest.
@@ -76,28 +109,12 @@ def finalise(
     Raises:
         JobError: The disk refused a file; the message says what is kept.
     """
-    rows = settings.part.take(summary.rows)
-    finished = [journal.rows[row.key] for row in rows if row.bad is None]
+    settings, journal = finished.settings, finished.journal
     try:
         if not journal.binds:
             journal.record_fact(OUTPUTS, "begun")
-        lines_of = partial(_output_lines, settings, rows, journal, lines, carried)
-        outputs = write_outputs(disk, settings.outputs, lines_of, settings.added_columns)
-        manifest = {
-            **_job_facts(settings, summary, journal, outputs),
-            "rows": count_outcomes(
-                (_code(row, journal) for row in rows),
-                num_kept=num_kept,
-                num_repeated=sum(REPEATED in row.metrics for row in finished),
-                num_dropping=sum(DROPPED in row.metrics for row in finished),
-                num_at_max_length=sum(AT_MAX_LENGTH in row.metrics for row in finished),
-                num_stopping=sum(STOPPED_SAMPLES in row.metrics for row in finished),
-            ),
-            "ignored_keys": dict(ignored),
-            "bundle": bundle,
-            **_figures(statistics, finished),
-            **_runs(journal, phases),
-        }
+        outputs = write_outputs(disk, settings.outputs, finished.lines_of, settings.added_columns)
+        manifest = _manifest(finished, outcome, outputs, phases)
         write_manifest(disk, settings.output_path, manifest)
         disk.remove(journal.path)
         disk.sync_folder(journal.path.parent)
@@ -110,6 +127,29 @@ def finalise(
             EXIT_RESUMABLE,
         ) from error
     return manifest
+
+
+def _manifest(
+    finished: FinishedRows, outcome: RunOutcome, outputs: Mapping[str, Any], phases: PhaseClock
+) -> dict[str, Any]:
+    """The manifest of the job, whose run ends now."""
+    journal = finished.journal
+    done = [journal.rows[row.key] for row in finished.rows if row.bad is None]
+    return {
+        **_job_facts(finished.settings, finished.summary, journal, outputs),
+        "rows": count_outcomes(
+            map(finished.code, finished.rows),
+            num_kept=outcome.num_kept,
+            num_repeated=sum(REPEATED in row.metrics for row in done),
+            num_dropping=sum(DROPPED in row.metrics for row in done),
+            num_at_max_length=sum(AT_MAX_LENGTH in row.metrics for row in done),
+            num_stopping=sum(STOPPED_SAMPLES in row.metrics for row in done),
+        ),
+        "ignored_keys": dict(outcome.ignored),
+        "bundle": outcome.bundle,
+        **_figures(outcome.statistics, done),
+        **_runs(journal, phases),
+    }
 
 
 def _job_facts(
@@ -201,28 +241,3 @@ def summarise(output: Path, manifest: Mapping[str, Any]) -> str:
     phases = ("scan", "load", "build", "run")
     seconds = (f"{phase} {manifest[f'{phase}_seconds']:.1f} s" for phase in phases)
     return f"{message}  ({', '.join(seconds)})"
-
-
-def _output_lines(
-    settings: JobSettings,
-    rows: Sequence[ScannedRow],
-    journal: Journal,
-    lines: OutputLines,
-    carried: CarriedCells,
-    path: Path,
-) -> Iterator[bytes]:
-    """The lines of one output file in input order."""
-    is_split = settings.error_file is not None
-    for row, cells in zip(rows, carried.of(settings.part), strict=False):
-        is_error = _code(row, journal) is not None
-        if is_split and is_error != (path == settings.error_file):
-            continue
-        if row.bad is not None:
-            line = dump_line(lines.error(row.bad, row.bad.error))
-        else:
-            line = journal.output_line(journal.rows[row.key])
-        yield with_carried(line, cells) + b"\n"
-
-
-def _code(row: ScannedRow, journal: Journal) -> str | None:
-    return row.bad.error.code if row.bad is not None else journal.rows[row.key].code

@@ -15,7 +15,6 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..console import plural
 from ..errors import (
     EXIT_RESUMABLE,
     exit_code,
@@ -29,6 +28,7 @@ from ..rows.row_files import check_input
 from .execution import Execution
 from .finished import (
     check_finished_by,
+    complete_already,
     exit_code_of,
     finished_manifest,
     refuse_foreign_outputs,
@@ -139,10 +139,7 @@ class _Job:
         """Check that the finished outputs are those of this job; return their exit code."""
         check_finished_by(self.settings, manifest.get("weights"), self.model)
         self.disk.remove(self.settings.journal_path)
-        errors = plural(manifest["rows"]["errors"], "error")
-        self.progress.note(
-            f"{self.settings.output_path}: complete already, {errors}, nothing to do"
-        )
+        self.progress.note(complete_already(self.settings, manifest))
         return exit_code_of(self.settings, manifest)
 
     def _open_journal(self, earlier: Mapping[str, Any] | None) -> Journal:

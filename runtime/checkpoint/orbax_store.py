@@ -94,6 +94,26 @@ def save_orbax(
     path = Path(path).resolve()
     if path.exists() and any(path.iterdir()):
         raise InvalidOrbax(f"{path}: expected a new or empty directory to save into, got files.")
+    _check_arrangement(params, config)
+    description = {
+        "schema": SCHEMA,
+        "name": name or path.name,
+        "family": family,
+        "config": encode_config(config),
+        "parameters": {
+            key: {"shape": list(value.shape), "dtype": np.dtype(value.dtype).name}
+            for key, value in params.items()
+        },
+        "generation": (generation_defaults or GenerationDefaults()).as_json(),
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / PARAMS, dict(params))
+    _write_tokenizer(path / TOKENIZER, tokenizer_files)
+    _write_whole(path / NORIA_JSON, description)
+
+
+def _check_arrangement(params: "Mapping[str, jax.Array]", config: "DecoderConfig") -> None:
+    """Refuse parameters of stacked layers, and of a layout."""
     if stacked := [name for name in params if single_layer_names(name) != [name]]:
         raise ValueError(
             f"save_orbax: expected parameters of single layers, got the stacked parameter "
@@ -110,21 +130,6 @@ def save_orbax(
                 f"save_orbax: expected {key} without a layout, with {expected} rows or heads, got "
                 f"{size}. Load the model on one device."
             )
-    description = {
-        "schema": SCHEMA,
-        "name": name or path.name,
-        "family": family,
-        "config": encode_config(config),
-        "parameters": {
-            key: {"shape": list(value.shape), "dtype": np.dtype(value.dtype).name}
-            for key, value in params.items()
-        },
-        "generation": (generation_defaults or GenerationDefaults()).as_json(),
-    }
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / PARAMS, dict(params))
-    _write_tokenizer(path / TOKENIZER, tokenizer_files)
-    _write_whole(path / NORIA_JSON, description)
 
 
 class OrbaxTensors:

@@ -19,6 +19,7 @@ from .shared_options import (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     _add_files(parser)
+    _add_columns(parser)
     _add_model(parser)
     _add_requests(parser)
     _add_run(parser)
@@ -33,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the input, of the outputs, and of the columns of tables."""
+    """Add the options of the input and of the outputs."""
     add = parser.add_argument
     add(
         "-i",
@@ -53,6 +54,11 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         ".parquet); - is standard output",
     )
     add_work_folder(parser)
+
+
+def _add_columns(parser: argparse.ArgumentParser) -> None:
+    """Add the options of tables, of parts of the rows, and of stages."""
+    add = parser.add_argument
     add(
         "--prompt-column",
         action="append",

@@ -196,48 +196,16 @@ def _settings(
     setup: str,
     adapters: AdapterSet | None,
 ) -> tuple[JobSettings, Outputs]:
-    uses_defaults = options.generation_config == "model"
-    defaults = dict(files.generation_defaults.sampling) if uses_defaults else {}
-    source = "generation_config.json of the model" if defaults else "noria"
-    if options.sampling:
-        source = "--sampling" if source == "noria" else f"--sampling, {source}"
-        defaults |= read_sampling(options.sampling)
-    package_versions = versions()
-    configuration = {
-        "model": files.fingerprint(),
-        "plan": "derived" if plan_table is None else _given_plan(plan_table, options.set),
-        "layout": "" if layout_table is None else json.dumps(layout_table, sort_keys=True),
-        # a given plan has them already
-        "overrides": " ".join(options.set) if plan_table is None else "",
-        "dtype": options.dtype,
-        "target": target_name(options.target, plan_table),
-        "seed": str(options.seed),
-        "sampling defaults": json.dumps(defaults, sort_keys=True),
-        **{
-            f"version of {name}": package_versions.get(name, "")
-            for name in _VERSIONS_THAT_DECIDE_ANSWERS
-        },
-    }
-    # these keys are set only if their options are given, so that older journals still match
-    if options.merge_adapter is not None:
-        configuration["merged adapter"] = Adapter(options.merge_adapter).fingerprint()
-    if adapters is not None:
-        # which rows are in error depends on the names
-        base = sorted({files.name, str(options.model)})
-        configuration["adapters"] = json.dumps([adapters.fingerprints(), base])
-    if options.ignore_unknown:
-        configuration["unknown keys"] = "ignored"
-    if options.strict_length:
-        configuration["long texts"] = "refused"
+    defaults, source = _sampling_defaults(options, files)
     columns = _columns(options, files)
-    if columns.contents or columns.id or columns.url:
-        configuration["columns"] = json.dumps([columns.contents, columns.id, columns.url])
-    if columns.carried:
-        configuration["carried"] = json.dumps(columns.carried)
     form = None
     if options.form is not None and options.pipeline is None:
-        asked = read_form_file(options.form)
-        configuration["form"], form = json.dumps(asked), read_form(asked)
+        form = read_form_file(options.form)
+    configuration = {
+        **_configuration(options, files, plan_table, layout_table, adapters),
+        "sampling defaults": json.dumps(defaults, sort_keys=True),
+        **_configuration_of_rows(columns, form),
+    }
     output = options.output
     if output == PIPE:
         output = output_for_stdout(options, configuration)
@@ -255,7 +223,7 @@ def _settings(
         configuration=configuration,
         sampling_defaults=defaults,
         sampling_defaults_source=source,
-        form=form,
+        form=None if form is None else read_form(form),
         config_keys_ignored=files.unread.keys,
         tensors_not_read=files.unread.all_tensors,
         error_file=outputs.error_file,
@@ -277,6 +245,68 @@ def _settings(
         models=adapter_of_models(options, files, adapters),
     )
     return settings, outputs
+
+
+def _sampling_defaults(
+    options: argparse.Namespace, files: ModelFiles
+) -> tuple[dict[str, Any], str]:
+    """The sampling parameters of rows that do not have them, and their source."""
+    uses_defaults = options.generation_config == "model"
+    defaults = dict(files.generation_defaults.sampling) if uses_defaults else {}
+    source = "generation_config.json of the model" if defaults else "noria"
+    if options.sampling:
+        source = "--sampling" if source == "noria" else f"--sampling, {source}"
+        defaults |= read_sampling(options.sampling)
+    return defaults, source
+
+
+def _configuration(
+    options: argparse.Namespace,
+    files: ModelFiles,
+    plan_table: Mapping[str, Any] | None,
+    layout_table: Mapping[str, Any] | None,
+    adapters: AdapterSet | None,
+) -> dict[str, str]:
+    """What decides the answers of a job besides its rows and their defaults."""
+    package_versions = versions()
+    configuration = {
+        "model": files.fingerprint(),
+        "plan": "derived" if plan_table is None else _given_plan(plan_table, options.set),
+        "layout": "" if layout_table is None else json.dumps(layout_table, sort_keys=True),
+        # a given plan has them already
+        "overrides": " ".join(options.set) if plan_table is None else "",
+        "dtype": options.dtype,
+        "target": target_name(options.target, plan_table),
+        "seed": str(options.seed),
+        **{
+            f"version of {name}": package_versions.get(name, "")
+            for name in _VERSIONS_THAT_DECIDE_ANSWERS
+        },
+    }
+    # a key is there only if its option is given
+    if options.merge_adapter is not None:
+        configuration["merged adapter"] = Adapter(options.merge_adapter).fingerprint()
+    if adapters is not None:
+        # which rows are in error depends on the names
+        base = sorted({files.name, str(options.model)})
+        configuration["adapters"] = json.dumps([adapters.fingerprints(), base])
+    if options.ignore_unknown:
+        configuration["unknown keys"] = "ignored"
+    if options.strict_length:
+        configuration["long texts"] = "refused"
+    return configuration
+
+
+def _configuration_of_rows(columns: Columns, form: Mapping[str, Any] | None) -> dict[str, str]:
+    """What decides how the rows of an input are read."""
+    configuration = {}
+    if columns.contents or columns.id or columns.url:
+        configuration["columns"] = json.dumps([columns.contents, columns.id, columns.url])
+    if columns.carried:
+        configuration["carried"] = json.dumps(columns.carried)
+    if form is not None:
+        configuration["form"] = json.dumps(form)
+    return configuration
 
 
 def _columns(options: argparse.Namespace, files: ModelFiles) -> Columns:

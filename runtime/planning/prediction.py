@@ -107,21 +107,7 @@ def predict(
     started = time.perf_counter()
     config, numbers = files.spec.config, numbers_of(options, files)
     workload = workload or workload_of(options, files)
-    if (asked := options.max_length) is not None and asked > config.max_position:
-        raise ConfigError(
-            f"--max-length: expected at most {config.max_position} tokens, the model's longest "
-            f"sequence, got {asked}. Lower it."
-        )
-    rows = plural(len(workload.rows), "row")
-    note(f"{rows} to plan for, {workload.num_refused} refused", is_quiet=options.quiet)
-    if workload.length_source:
-        note(workload.length_source, is_quiet=options.quiet)
-    if not workload.rows:
-        raise ConfigError(
-            f"{options.workload}: expected at least one row of at most {config.max_position} "
-            f"tokens, prompt and output together (the model's longest sequence), got none in "
-            f"{plural(workload.num_refused, 'row')}. {workload.first_error}".rstrip()
-        )
+    _check_workload(options, workload, config.max_position)
     ranking = replace(_ranking(options, files, workload, numbers), adapters=adapters)
     ranked = _rank(options, ranking)
     num_searched = max(MIN_LAYOUTS_SEARCHED, options.compile_layouts)
@@ -152,6 +138,25 @@ def predict(
     )
     seconds = time.perf_counter() - started
     return Prediction(plan, result, workload, best.cost, ranked, searched, seconds)
+
+
+def _check_workload(options: PlanOptions, workload: Workload, max_position: int) -> None:
+    """Say how many rows are planned for; refuse a workload without any, and a length too large."""
+    if (asked := options.max_length) is not None and asked > max_position:
+        raise ConfigError(
+            f"--max-length: expected at most {max_position} tokens, the model's longest "
+            f"sequence, got {asked}. Lower it."
+        )
+    rows = plural(len(workload.rows), "row")
+    note(f"{rows} to plan for, {workload.num_refused} refused", is_quiet=options.quiet)
+    if workload.length_source:
+        note(workload.length_source, is_quiet=options.quiet)
+    if not workload.rows:
+        raise ConfigError(
+            f"{options.workload}: expected at least one row of at most {max_position} "
+            f"tokens, prompt and output together (the model's longest sequence), got none in "
+            f"{plural(workload.num_refused, 'row')}. {workload.first_error}".rstrip()
+        )
 
 
 def _evidence(options: PlanOptions, workload: Workload, best: PlannedLayout) -> PlanEvidence:

@@ -6,7 +6,7 @@ job has the emitted numbers. They are taken for the rows of the same job, and le
 """
 
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..rows.job_text import open_text, row_shape
 from ..rows.lines import BatchRow
 from ..rows.row_files import check_input, open_rows, unit_of
 from ..rows.row_kinds import text_lengths
-from ..rows.scan import ScannedRow, scan
+from ..rows.scan import ScannedRow, ScanSummary, scan
 from ..structured.structures import Structures
 from .finished_lengths import AnsweredRow, FinishedJob, LengthForecast, read_finished_job
 from .length_table import read_table
@@ -106,9 +106,37 @@ def read_workload(
             )
         return Workload(path.name, tuple(read_table(path)))
     check_input(path)
-    structures = Structures()
     finished = None if output is None else read_finished_job(output)
-    chat_rows: set[int] = set()
+    scanned = _scan(path, files, models)
+    if lengths := text_lengths(scanned.summary.requirements):
+        num_bad, first_error = scanned.num_bad, scanned.first_error
+        return Workload(path.name, (), num_bad, first_error, text_lengths=tuple(lengths))
+    return _with_lengths(path.name, scanned, finished, share_of_limit)
+
+
+@dataclass(frozen=True)
+class _Scanned:
+    """A scanned batch file."""
+
+    summary: ScanSummary
+    structures: Structures
+    chat_rows: Set[int]
+    input_sha256: str
+
+    @property
+    def num_bad(self) -> int:
+        """The number of rows in error."""
+        return sum(row.requirements is None for row in self.summary.rows)
+
+    @property
+    def first_error(self) -> str:
+        """The first error; empty if there is none."""
+        return next((str(row.bad) for row in self.summary.rows if row.bad), "")
+
+
+def _scan(path: Path, files: ModelFiles, models: Mapping[str, str | None] | None) -> _Scanned:
+    """Scan a batch file as a job does."""
+    structures, chat_rows = Structures(), set[int]()
 
     def note_kind(row: BatchRow, ids: Sequence[int]) -> None:
         if row.kind == "chat":
@@ -128,28 +156,31 @@ def read_workload(
             on_encoded=note_kind,
         )
     input_sha256 = source_rows.digest.sha256 if source_rows.digest else summary.input_sha256
-    scanned = [row for row in summary.rows if row.requirements is not None]
-    num_bad = len(summary.rows) - len(scanned)
-    errors = (str(row.bad) for row in summary.rows if row.bad)
-    first_error = next(errors, "")
-    if lengths := text_lengths(summary.requirements):
-        return Workload(path.name, (), num_bad, first_error, text_lengths=tuple(lengths))
+    return _Scanned(summary, structures, chat_rows, input_sha256)
+
+
+def _with_lengths(
+    name: str, scanned: _Scanned, finished: FinishedJob | None, share_of_limit: float
+) -> Workload:
+    """The workload of rows that generate, with the lengths of a finished job if there is one."""
+    summary, structures = scanned.summary, scanned.structures
+    generating = [row for row in summary.rows if row.requirements is not None]
     forms = {row.structure for row in summary.requirements if row.structure is not None}
     manifest, source, of_row = None, "", _unknown
-    if finished is not None and finished.answered(input_sha256):
+    if finished is not None and finished.answered(scanned.input_sha256):
         manifest, of_row = finished.manifest, partial(_known, finished)
         # rows that a finished job has not answered cost it nothing
-        scanned = [row for row in scanned if row.custom_id in finished.rows]
+        generating = [row for row in generating if row.custom_id in finished.rows]
     elif finished is not None:
         forecast = LengthForecast.learn(list(finished.rows.values()))
-        of_row = partial(_learned, forecast, chat_rows)
+        of_row = partial(_learned, forecast, scanned.chat_rows)
         source = f"{finished.path}: output lengths are learned from {forecast}"
-    rows = [_expected(row, structures, of_row(row), share_of_limit) for row in scanned]
-    prefixes = summary.prefixes.of_rows([row.row for row in scanned])
+    rows = [_expected(row, structures, of_row(row), share_of_limit) for row in generating]
+    prefixes = summary.prefixes.of_rows([row.row for row in generating])
     num_refused = len(summary.rows) - len(rows)
     structured = structures.grid(forms)
     return Workload(
-        path.name, tuple(rows), num_refused, first_error, prefixes, manifest, source, structured
+        name, tuple(rows), num_refused, scanned.first_error, prefixes, manifest, source, structured
     )
 
 

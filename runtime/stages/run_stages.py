@@ -14,7 +14,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any
 
 from ..batch.finished import (
     check_finished_by,
+    complete_already,
     exit_code_of,
     finished_manifest,
     refuse_foreign_outputs,
@@ -33,7 +34,6 @@ from ..batch.journal import journal_path
 from ..batch.lock import JobLock
 from ..batch.output import summarise
 from ..batch.run import run_job
-from ..console import plural
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, OtherConfiguration, UnusableFile
 from ..files.disk import Disk, digest_file
 from ..files.manifest import (
@@ -113,21 +113,12 @@ def run_stages(
             check_finished_by(settings, manifest.get("weights"), model)
             if not keeps_stages:
                 _remove(folder, disk)
-            errors = plural(manifest["rows"]["errors"], "error")
-            progress.note(f"{settings.output_path}: complete already, {errors}, nothing to do")
+            progress.note(complete_already(settings, manifest))
             return exit_code_of(settings, manifest)
         if _is_foreign(settings, stages[0]):
             refuse_foreign_outputs(settings)
         renderers = open_renderers(pipeline, opened, keeps_model=settings.models is not None)
-        source = opened.enter_context(
-            open_rows(
-                settings.input_path,
-                replace(settings.columns, are_variables=True),
-                settings.output_path.parent,
-                note=progress.note,
-                on_progress=progress.show_reading,
-            )
-        )
+        source = opened.enter_context(_open_input(settings, progress))
         folder.mkdir(exist_ok=True)
 
         def measure() -> ScanSummary:
@@ -140,14 +131,7 @@ def run_stages(
         run = _StagesRun(
             settings, source, staged, pipeline, renderers, stages, progress, disk, stop
         )
-        try:
-            run.check_columns()
-            code = run.run()
-        except Exception:
-            if not run.has_begun:
-                # no row has run, so the next run may be another job
-                _remove(folder, disk)
-            raise
+        code = run.begin()
         if code is not None:
             return code
         lock.check()
@@ -156,6 +140,17 @@ def run_stages(
             _remove(folder, disk)
         progress.note(summarise(settings.output_path, manifest))
         return exit_code_of(settings, manifest)
+
+
+def _open_input(settings: JobSettings, progress: Progress) -> AbstractContextManager[OpenRows]:
+    """Open the rows of the input, of whose tables templates read every column."""
+    return open_rows(
+        settings.input_path,
+        replace(settings.columns, are_variables=True),
+        settings.output_path.parent,
+        note=progress.note,
+        on_progress=progress.show_reading,
+    )
 
 
 @dataclass
@@ -174,6 +169,17 @@ class _StagesRun:
 
     def __post_init__(self):
         self._input = digest_text(digest_table(digest_file(self.settings.input_path)))
+
+    def begin(self) -> int | None:
+        """Check the columns, and run the stages; an error before the first row leaves no files."""
+        try:
+            self.check_columns()
+            return self.run()
+        except Exception:
+            if not self.has_begun:
+                # no row has run, so the next run may be another job
+                _remove(self.stages[0].folder, self.disk)
+            raise
 
     def run(self) -> int | None:
         """Run the stages that have not finished; return an exit code if the job was stopped."""
