@@ -15,7 +15,6 @@ from ..pods.peers import ALONE
 from ..progress.progress import Progress
 from ..rows.answer_tables import AddedColumns
 from ..rows.columns import Columns
-from ..rows.job_text import JobText
 from ..rows.part import WHOLE, Part
 from ..rows.row_files import check_output
 from ..rows.scan import ScanSummary
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from ..engine.embedding import EmbeddingSession
     from ..engine.generation import GenerationSession
     from ..engine.shared_prefixes import RowLengths, Submission
+    from ..rows.job_text import JobText
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class JobModel(Protocol):
         """The pooling with which the model makes one vector of a text."""
         ...
 
-    def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
+    def open_text(self, now: datetime) -> AbstractContextManager["JobText"]:
         """Open the tokenizer and the chat template; the template sees the time `now`."""
         ...
 

@@ -70,6 +70,8 @@ def test_options_reach_the_graphs_of_their_kind_alone(noria, source, tmp_path, m
         return compile_program(lowered, options, *others)
 
     monkeypatch.setattr("noria.compile.build.compile_program", compile_and_note)
+    # graphs without these options would be taken from the executables that are kept
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "plan.toml").write_text(SCHEMA_2)
     given = ["-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model, "--quiet"]
     level = "xla_backend_optimization_level"

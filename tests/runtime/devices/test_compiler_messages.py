@@ -55,7 +55,7 @@ class Plan:
     class numbers:
         dtype = "float32"
 
-build.build = slow_build
+build.build, build.plan_graphs = slow_build, lambda *_: []
 session.compile_plan(None, Plan, None)
 print("afterwards", file=sys.stderr)
 slow_build()

@@ -73,9 +73,9 @@ def test_graphs_are_compiled_with_the_room_for_adapters(planned, compiled):
 
 def test_each_compiled_program_is_noted_with_its_graph_and_layers(compiled, notes):
     wanted = {
-        f"{one.name}: {name}, {count} of {SPARSE.num_layers} layers"
+        f"{one.name}: {key}, {count} of {SPARSE.num_layers} layers"
         for one in compiled
-        for name, _ in _costliest(one).values()
+        for key in _costliest(one).values()
         for count in (1, 2)
     }
     assert {note.partition(", compiled in ")[0] for note in notes[:-1]} == wanted
@@ -105,8 +105,8 @@ def test_two_programs_of_few_layers_tell_of_one_with_more(planned, compiled):
     """The larger program has three layers, and its loop runs one layer at a time."""
     layout = next(one for one in planned if one.layout.name == "expert-parallel")
     extrapolated = next(one for one in compiled if one.layout == layout.layout).compiled
-    for phase, (name, _) in _costliest(layout).items():
-        whole = COMPILER._read(layout, name, SPARSE)
+    for phase, key in _costliest(layout).items():
+        whole = COMPILER._read(layout, key, SPARSE)
         found = extrapolated[phase]
         assert found.sent == whole.sent
         assert found.memory_bytes == pytest.approx(

@@ -350,7 +350,7 @@ def test_a_model_that_changes_while_it_is_read_leaves_nothing(
     shutil.copytree(published, tmp_path / "model")
     layers = []
 
-    def say(options, line) -> None:
+    def say(line, *, is_quiet) -> None:
         layers.append(line)
         if line == {"first": "layer 1 of 2", "last": "layer 2 of 2"}[moment]:
             change(tmp_path / "model" / name)

@@ -84,7 +84,7 @@ def test_a_part_that_was_stopped_goes_on(tmp_path):
     source, part = write_input(tmp_path / "in.jsonl"), Part(1, 2)
     run(source, tmp_path / "reference.jsonl", part=part)
     with pytest.raises(Crash):
-        run(source, tmp_path / "out.jsonl", part=part, disk=FaultyDisk(15, Crash()))
+        run(source, tmp_path / "out.jsonl", part=part, disk=FaultyDisk(19, Crash()))
     model = FakeModel()
     run(source, tmp_path / "out.jsonl", model, part=part)
     assert 0 < len(model.generator.submitted) < 20
@@ -94,7 +94,7 @@ def test_a_part_that_was_stopped_goes_on(tmp_path):
 def test_going_on_with_another_split_is_refused(tmp_path):
     source, output = write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     with pytest.raises(Crash):
-        run(source, output, part=Part(0, 2), disk=FaultyDisk(15, Crash()))
+        run(source, output, part=Part(0, 2), disk=FaultyDisk(19, Crash()))
     with pytest.raises(JournalError, match=r"rows: there part 0 of 2, now part 1 of 2[\s\S]*--res"):
         run(source, output, part=Part(1, 2))
     run(source, output, part=Part(0, 2))

@@ -201,7 +201,7 @@ def test_a_resumed_job_computes_the_first_row_that_is_left_of_each_group(tmp_pat
     expected = run_each(source, tmp_path / "each.jsonl")
     output = tmp_path / "out.jsonl"
     with pytest.raises(Crash):
-        run(source, output, disk=FaultyDisk(20, Crash()))
+        run(source, output, disk=FaultyDisk(24, Crash()))
     kept = finished(output)
     assert kept[:2] == ["0-0", "1-0"] and 4 < len(kept) < 18
     left = [f"{group}-{copy}" for copy in range(10) for group in range(2)]
@@ -320,7 +320,7 @@ def test_an_error_that_is_tried_again_is_tried_once_for_all_repeats(tmp_path):
     source, output = write_rows(tmp_path / "in.jsonl", [GREEDY], 8), tmp_path / "out.jsonl"
     expected = run_each(source, tmp_path / "each.jsonl")
     with pytest.raises(Crash):
-        run(source, output, Generator("internal_error"), disk=FaultyDisk(17, Crash()))
+        run(source, output, Generator("internal_error"), disk=FaultyDisk(21, Crash()))
     assert 2 < len(finished(output)) < 8
     assert run(source, output) == ["0-0"]
     assert masked(output) == expected
@@ -398,7 +398,7 @@ def test_all_processes_of_a_pod_compute_and_repeat_the_same_rows(
         monkeypatch.setattr(repeats, "_digest", lambda row, ids: 7)
     job = fake.settings(source, tmp_path / "out.jsonl")
     with contextlib.suppress(Crash):
-        run(source, job.output_path, disk=FaultyDisk(20, Crash()))
+        run(source, job.output_path, disk=FaultyDisk(24, Crash()))
     leader = Recorder()
     processes = [leader, Replica(leader.shared)]
     computed = []
