@@ -75,7 +75,7 @@ def start(
         stderr: The place of messages.
     """
     return subprocess.Popen(
-        [*before, sys.executable, *program, *arguments],
+        [*before, sys.executable, "-P", *program, *arguments],
         env=dict(variables),
         stdout=subprocess.DEVNULL,
         stderr=stderr,

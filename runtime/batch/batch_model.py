@@ -242,9 +242,9 @@ class BatchModel:
         is_open = self.options.dtype == "auto" and not _sets_dtype(overrides)
         if is_part and is_open and target.platform == "cpu":
             raise ValueError(
-                f"--rows {self.options.part.option}: expected a plan or a dtype, got auto, which depends "
-                f"on each machine's processor, while all parts need the same dtype. Give all parts "
-                f"the same --plan, --dtype float32 or --dtype bfloat16."
+                f"--rows {self.options.part.option}: expected a plan or a dtype, got auto, which "
+                f"depends on each machine's processor, while all parts need the same dtype. Give "
+                f"all parts the same --plan, --dtype float32 or --dtype bfloat16."
             )
         dtype = session.resolve_dtype(self.options.dtype, target)
         model, numbers = PlannedModel(self.files.name, self.files.fingerprint()), Numbers(dtype)
