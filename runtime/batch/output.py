@@ -44,7 +44,7 @@ from .outcomes import count_outcomes, spread, total
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What the last run of a job adds to the manifest; nothing if it ran no rows."""
+    """The figures that the last run of a job adds to its manifest."""
 
     num_kept: int
     """Rows that earlier runs finished."""

@@ -267,7 +267,7 @@ def _configuration(
     layout_table: Mapping[str, Any] | None,
     adapters: AdapterSet | None,
 ) -> dict[str, str]:
-    """What decides the answers of a job besides its rows and their defaults."""
+    """The facts that decide the answers of a job besides its rows and their defaults."""
     package_versions = versions()
     configuration = {
         "model": files.fingerprint(),
@@ -298,7 +298,7 @@ def _configuration(
 
 
 def _configuration_of_rows(columns: Columns, form: Mapping[str, Any] | None) -> dict[str, str]:
-    """What decides how the rows of an input are read."""
+    """The facts that decide how the rows of an input are read."""
     configuration = {}
     if columns.contents or columns.id or columns.url:
         configuration["columns"] = json.dumps([columns.contents, columns.id, columns.url])
