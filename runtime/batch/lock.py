@@ -40,6 +40,8 @@ SILENCE_SECONDS = 30.0
 QUIET_SECONDS = 3.0
 """The time after which a process says that it waits for a lock."""
 _POLL_SECONDS = 0.1
+_EMPTY_SECONDS = 0.1
+"""A file that is empty for longer has no owner: the owner writes as soon as it has created it."""
 _START = b'{"pid": '
 """The beginning of every lock of noria; an incomplete lock has a prefix of it."""
 _MAX_BYTES = 4096
@@ -218,11 +220,21 @@ class JobLock:
         owner = found.owner
         if "beat" not in owner and "pid" in owner and self._is_held(found):
             raise self._refusal(found, "is running")  # a lock of an older noria, which has no beats
+        if not owner and silence >= _EMPTY_SECONDS and self._is_empty(found):
+            # its owner was killed before it wrote, or it will see that another file is there
+            return not self._is_held(found)
         if not owner or owner.get("machine") != self._facts["machine"]:
             return False
         # containers of one machine may see record locks of their own only
         is_certain = owner.get("host") == self._facts["host"] or silence > 3 * BEAT_SECONDS
         return is_certain and not self._is_held(found)
+
+    def _is_empty(self, found: _Found) -> bool:
+        """Whether nothing was ever written into a lock file."""
+        try:
+            return self._path(found.number).stat().st_size == 0
+        except FileNotFoundError:
+            return False
 
     def _is_held(self, found: _Found) -> bool:
         """Whether a process that this system sees holds the record lock of a lock file."""

@@ -113,7 +113,7 @@ def test_a_live_owner_is_named(tmp_path, host):
 
 
 def test_a_lock_without_an_owner_is_taken_over_after_a_silence(tmp_path):
-    for content in (b"", b'{"pi', b"\0" * 70, b'{"pid": 1, "host": "elsewhere", "started": "1"}'):
+    for content in (b'{"pi', b"\0" * 70, b'{"pid": 1, "host": "elsewhere", "started": "1"}'):
         (tmp_path / "lock").write_bytes(content)
         with JobLock(tmp_path / "lock") as lock:
             assert lock.took_over
@@ -222,3 +222,33 @@ def test_a_process_whose_new_file_another_one_removes_begins_again(tmp_path, mon
     monkeypatch.setattr(JobLock, "_numbers", remove_once)
     with JobLock(tmp_path / "lock"):
         assert removed and (tmp_path / "lock").exists()
+
+
+def test_an_empty_file_of_a_killed_process_keeps_its_successor_for_a_moment_only(tmp_path):
+    """A process may be killed between the two steps that create its file and write into it."""
+    (tmp_path / "lock").touch()
+    start = time.monotonic()
+    with JobLock(tmp_path / "lock") as lock:
+        assert not lock.took_over and time.monotonic() - start < 2
+        assert lock._numbers() == [2]
+
+
+def test_an_empty_file_whose_owner_is_there_is_not_taken(tmp_path, monkeypatch):
+    program = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); "
+        "fcntl.lockf(file, fcntl.LOCK_EX); print('holds', flush=True); time.sleep(60)"
+    )
+    process = started(program, tmp_path / "lock")
+    assert process.stdout is not None and process.stdout.readline() == "holds\n"
+    monkeypatch.setattr(locks, "QUIET_SECONDS", 0.5)
+    said: list[object] = []
+
+    def note(text: object) -> None:
+        said.append(text)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        JobLock(tmp_path / "lock", note).__enter__()
+    assert said and "waits for" in str(said[0])
+    process.kill()
+    process.communicate()
