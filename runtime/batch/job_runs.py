@@ -15,17 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from ..errors import JobError
 from ..process.stop_signals import StopSignals, at_forced_end
-from .journal_records import FINISHED_AT, REPEATED
+from .journal_records import FINISHED_AT, REPEATED, Phase
 
 FINISHED, KILLED = "finished", "killed"
 _MAX_REASON = 200
 """The characters of an error that the reason of an end keeps."""
-
-Phase = Literal["scan", "load", "build", "run"]
 
 
 class PhaseClock:
@@ -165,20 +163,20 @@ def sums_of_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     keys = [f"{phase}_seconds" for phase in get_args(Phase)]
     seconds = {key: sum(run[key] for run in runs) for key in keys}
-    tokens = sum(run["output_tokens"] for run in runs)
+    tokens, run_seconds = sum(run["output_tokens"] for run in runs), seconds["run_seconds"]
     times = [datetime.fromisoformat(run[key]) for run in runs for key in ("started_at", "ended_at")]
     return {
         **seconds,
         "wall_seconds": sum(seconds.values()),
         "elapsed_seconds": (max(times) - min(times)).total_seconds() if times else 0.0,
-        "output_tokens_per_second": tokens / seconds["run_seconds"] if tokens else None,
+        "output_tokens_per_second": tokens / run_seconds if tokens and run_seconds else None,
         "price": _price(runs),
     }
 
 
 def _price(runs: Sequence[Mapping[str, Any]]) -> float | None:
-    """The price of all runs; None if the price of one is not known."""
-    if any(run["price_per_hour"] is None for run in runs):
+    """The price of all runs; None if the price of one is not known, or no run is."""
+    if not runs or any(run["price_per_hour"] is None for run in runs):
         return None
     hours = [sum(run[f"{phase}_seconds"] for phase in get_args(Phase)) / 3600 for run in runs]
     return sum(hour * run["price_per_hour"] for hour, run in zip(hours, runs, strict=True))

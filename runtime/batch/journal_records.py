@@ -12,7 +12,7 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal, get_args
 
 FORMAT = 2
 SETUP = "processes"
@@ -32,6 +32,7 @@ It is recorded only if there is no plan and no finished row, because no row coul
 """
 REPEATED = "repeated"
 """The key in a row's figures that says that the row got the output of another row."""
+Phase = Literal["scan", "load", "build", "run"]
 FINISHED_AT = "finished_at"
 """The key in a row's figures for the time of its end, in seconds since the epoch."""
 _LARGEST = 1e18
@@ -141,10 +142,10 @@ _RUN: Mapping[str, Callable[[Any], bool]] = {
     "price_per_hour": lambda value: value is None or _is_number(value),
     "seconds": lambda value: (
         isinstance(value, dict)
-        and value.keys() == {"scan", "load", "build", "run"}
+        and value.keys() == set(get_args(Phase))
         and all(map(_is_number, value.values()))
     ),
-    "phase": lambda value: value in ("scan", "load", "build", "run"),
+    "phase": lambda value: value in get_args(Phase),
     "rows": _is_count,
     "output_tokens": _is_count,
     "end": _is_text,

@@ -15,10 +15,7 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import (
-    EXIT_RESUMABLE,
-    exit_code,
-)
+from ..errors import EXIT_RESUMABLE, exit_code
 from ..files.disk import Disk
 from ..files.manifest import manifest_path
 from ..pods.peers import ALONE, Peers

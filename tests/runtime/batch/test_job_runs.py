@@ -230,5 +230,13 @@ def test_a_clock_that_is_set_back_takes_no_seconds_from_a_run(tmp_path, source, 
     assert run_.until == EPOCH + 12
 
 
-def test_runs_without_tokens_have_no_rate():
-    assert sums_of_runs([])["output_tokens_per_second"] is None
+def test_without_runs_neither_rate_nor_price_is_known():
+    sums = sums_of_runs([])
+    assert sums["output_tokens_per_second"] is None and sums["price"] is None
+
+
+def test_tokens_in_no_time_have_no_rate():
+    """The clock of the machine may be set back while a run computes its only rows."""
+    run_ = job_runs.JobRun(EPOCH, "host", "1 process", phase="run", until=EPOCH)
+    run_.count({"finished_at": EPOCH - 60, "output_tokens": 5})
+    assert sums_of_runs([run_.figures()])["output_tokens_per_second"] is None
