@@ -3,6 +3,7 @@
 It imports little before the signals are handled. Does not know about subcommands.
 """
 
+import atexit
 import sys
 import traceback
 from collections.abc import Sequence
@@ -59,7 +60,10 @@ def _tell_pod(arguments: Sequence[str], reason: str, code: int, is_stop: bool = 
 def main_of_process() -> int:
     """Run the command line of this process, whose signals are handled until it has ended."""
     prepare_streams()
-    StopSignals().__enter__()
+    signals = StopSignals()
+    signals.__enter__()
+    # the first to be registered is the last to run
+    atexit.register(signals.ignore)
     return main()
 
 

@@ -104,6 +104,15 @@ class StopSignals:
             os.close(self._writer)  # the thread that reads the pipe ends
             self._writer = None
 
+    def ignore(self) -> None:
+        """Ignore the signals from now on, as the work is done.
+
+        While Python ends, it replaces handlers by the default ones, with which a signal would
+        replace the exit code. It leaves signals that are ignored alone.
+        """
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_first, self.requested = self.requested is None, self.requested or signal.Signals(number)
         if not is_first or not self.can_drain:

@@ -149,3 +149,27 @@ def test_a_stopped_merge_leaves_no_file(tmp_path, monkeypatch, capsys, number):
         cli.main(["merge", *map(str, parts), "-o", str(tmp_path / "out.jsonl")])
     assert not list(tmp_path.glob("*out.jsonl*"))
     assert capsys.readouterr().err.endswith(f"noria: stopped by {number.name}\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_while_python_ends_does_not_replace_the_exit_code(number):
+    """Python has then restored the default handlers, and deletes the objects of modules."""
+    program = """
+import os, sys, time
+from noria.runtime import cli
+
+class Slow:
+    def __del__(self, write=os.write, sleep=time.sleep):
+        write(1, b"ends\\n")
+        sleep(1)
+
+kept = Slow()
+sys.argv = ["noria", "--version"]
+cli.main_of_process()
+sys.exit(3)
+"""
+    process = started("-c", program)
+    assert process.stdout is not None
+    assert "ends\n" in iter(process.stdout.readline, "")
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 3
