@@ -168,8 +168,8 @@ cli.main = lambda: 3
 sys.exit(cli.main_of_process())
 """
     process = started("-c", program)
-    assert process.stdout is not None
-    assert "ends\n" in iter(process.stdout.readline, "")
+    assert process.stderr is not None
+    assert "ends\n" in iter(process.stderr.readline, "")
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == 3
