@@ -10,10 +10,10 @@ run again writes the same file as an uninterrupted job; a complete job that is r
 nothing.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import EXIT_RESUMABLE, exit_code
 from ..files.disk import Disk
@@ -77,9 +77,38 @@ def run_job(
     phases.on_enter = progress.enter
     if not settings.reads_stdin:
         check_input(settings.input_path, settings.columns)
-    with StopSignals() if stop is None else nullcontext(stop) as stop:
+    with StopSignals() if stop is None else nullcontext(stop) as stop, ExitStack() as opened:
         job = _Job(settings, model, peers, disk, progress, phases, stop)
-        return job.lead() if peers.is_leader else job.follow()
+        begun = job.lead(opened) if peers.is_leader else job.follow()
+        if isinstance(begun, int):
+            return begun
+        now = peers.broadcast(begun.now)
+        source = opened.enter_context(open_input(settings, model, now, progress))
+        return Execution(
+            settings,
+            model,
+            source,
+            begun.journal,
+            peers=peers,
+            disk=disk,
+            progress=progress,
+            phases=phases,
+            stop=stop,
+            check_lock=begun.check_lock,
+        ).run(keeps_answers=begun.keeps_answers)
+
+
+class _BegunJob(NamedTuple):
+    """The files of a job in one of its processes, ready for a run."""
+
+    journal: Journal | None
+    """The journal; None on processes other than the leader."""
+    now: str
+    """The local time that chat templates see; empty on processes other than the leader."""
+    keeps_answers: bool = False
+    """Whether rows keep the answers that the finished outputs have."""
+    check_lock: Callable[[], None] = lambda: None
+    """Raises an error if another process has taken over the output."""
 
 
 @dataclass(frozen=True)
@@ -94,43 +123,44 @@ class _Job:
     phases: PhaseClock
     stop: StopSignals
 
-    def follow(self) -> int:
-        """Run the job in a process that has no files; return the exit code."""
+    def follow(self) -> int | _BegunJob:
+        """Begin in a process that has no files; an exit code if there is nothing to do."""
         # process 0 sends an exit code if it has nothing to do
-        if (code := self.peers.broadcast(None)) is not None:
-            return code
-        return self._execute(None, "")
+        code = self.peers.broadcast(None)
+        return _BegunJob(None, "") if code is None else code
 
-    def lead(self) -> int:
-        """Run the job in the process that has its files; return the exit code."""
+    def lead(self, opened: ExitStack) -> int | _BegunJob:
+        """Begin in the process that has the job's files; an exit code if there is nothing to do.
+
+        `opened` closes the files, and records the end of the run.
+        """
         settings = self.settings
         settings.check_files()
-        with (
-            JobLock(settings.lock_path, self.progress.warn) as lock,
-            stdin_copied(settings, self.disk),
-        ):
-            # the next run may be on another host, which cannot detect that this process has ended
-            self.peers.on_abort(lock.release)
-            if settings.reads_stdin:
-                check_input(settings.input_path, settings.columns)
-            if lock.took_over:
-                renew(settings.journal_path, self.disk)
-            if settings.restart:
-                # first the manifest: without it the old output no longer counts as complete
-                self.disk.remove(manifest_path(settings.output_path))
-                self.disk.remove(settings.journal_path)
-            elif (manifest := finished_manifest(settings)) is not None:
-                return self.peers.broadcast(self._do_nothing(manifest))
-            earlier = updatable_manifest(settings) if settings.updates else None
-            with closing(self._open_journal(earlier)) as journal:
-                if earlier is not None:
-                    keep_facts(earlier, journal)
-                elif not journal.binds:
-                    # a run that ended before its build left the journal, so no output is this job's
-                    refuse_foreign_outputs(settings)
-                now = decide_instant(settings, journal)
-                self.peers.broadcast(None)
-                return self._run_and_record(journal, now, earlier is not None, lock.check)
+        lock = opened.enter_context(JobLock(settings.lock_path, self.progress.warn))
+        opened.enter_context(stdin_copied(settings, self.disk))
+        # the next run may be on another host, which cannot detect that this process has ended
+        self.peers.on_abort(lock.release)
+        if settings.reads_stdin:
+            check_input(settings.input_path, settings.columns)
+        if lock.took_over:
+            renew(settings.journal_path, self.disk)
+        if settings.restart:
+            # first the manifest: without it the old output no longer counts as complete
+            self.disk.remove(manifest_path(settings.output_path))
+            self.disk.remove(settings.journal_path)
+        elif (manifest := finished_manifest(settings)) is not None:
+            return self.peers.broadcast(self._do_nothing(manifest))
+        earlier = updatable_manifest(settings) if settings.updates else None
+        journal = opened.enter_context(closing(self._open_journal(earlier)))
+        if earlier is not None:
+            keep_facts(earlier, journal)
+        elif not journal.binds:
+            # a run that ended before its build left the journal, so no output is this job's
+            refuse_foreign_outputs(settings)
+        now = decide_instant(settings, journal)
+        self.peers.broadcast(None)
+        opened.enter_context(self._recorded(journal))
+        return _BegunJob(journal, now, earlier is not None, lock.check)
 
     def _do_nothing(self, manifest: Mapping[str, Any]) -> int:
         """Check that the finished outputs are those of this job; return their exit code."""
@@ -152,44 +182,18 @@ class _Job:
             disk=self.disk,
         )
 
-    def _run_and_record(
-        self, journal: Journal, now: str, keeps_answers: bool, check_lock: Callable[[], None]
-    ) -> int:
-        """Run the job, and record the run in the journal."""
+    @contextmanager
+    def _recorded(self, journal: Journal) -> Iterator[None]:
+        """Record a run of the job in the journal."""
         run = new_run(self.phases, self.peers.setup, self.settings.price_per_hour)
         number = len(journal.runs)
         journal.runs.append(run)
         try:
             with recorded_run(run, self.phases, lambda: journal.record_run(number), self.stop):
-                return self._execute(
-                    journal, now, keeps_answers=keeps_answers, check_lock=check_lock
-                )
+                yield
         except Exception as error:
             if not journal.binds and exit_code(error) != EXIT_RESUMABLE:
                 # nothing has finished, so the next run may be another job
                 with suppress(OSError):
                     self.disk.remove(journal.path)
             raise
-
-    def _execute(
-        self,
-        journal: Journal | None,
-        now: str,
-        *,
-        keeps_answers: bool = False,
-        check_lock: Callable[[], None] = lambda: None,
-    ) -> int:
-        now = self.peers.broadcast(now)
-        with open_input(self.settings, self.model, now, self.progress) as source:
-            return Execution(
-                self.settings,
-                self.model,
-                source,
-                journal,
-                peers=self.peers,
-                disk=self.disk,
-                progress=self.progress,
-                phases=self.phases,
-                stop=self.stop,
-                check_lock=check_lock,
-            ).run(keeps_answers=keeps_answers)

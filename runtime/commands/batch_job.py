@@ -60,12 +60,57 @@ def run_with_options(options: argparse.Namespace) -> int:
     phases = PhaseClock()
     plan_table = None if options.plan is None else read_plan_table(options.plan)
     layout_table = None if options.layout is None else read_layout_table(options.layout)
-    if plan_table is not None and layout_table is not None:
+    pod = typed(PodOptions, options)
+    _check_combinations(options, pod)
+    target, disk = target_name(options.target, plan_table), Disk()
+    with pod.peers(target) as peers, ExitStack() as opened:
+        _check_places(options, peers)
+        progress = Progress(is_quiet=options.quiet, is_silent=not peers.is_leader)
+        files = opened.enter_context(open_merged(options.model, options.merge_adapter))
+        files.unread.report(progress.warn, is_strict=options.strict_config)
+        if options.generation_config == "model":
+            files.generation_defaults.report(progress.warn)
+        adapters = open_adapters(options, files)
+        setup = f"{peers.setup} on {target}"  # as manifests name processes and devices
+        settings, outputs = _settings(options, files, plan_table, layout_table, setup, adapters)
+        outputs.check([("the input", settings.input_path), *settings.also_read])
+        if options.progress_file is not None and peers.is_leader:
+            opened.enter_context(_progress_recorded(options, settings, progress))
+        opened.enter_context(outputs.mirrored(disk, progress.note, restarts=options.restart))
+        opened.enter_context(input_copied(options.input, settings.input_path, disk))
+        if settings.sampling_defaults:
+            shown = json.dumps(dict(settings.sampling_defaults))
+            progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
+        build = BuildOptions(
+            target,
+            dtype=options.dtype,
+            overrides=tuple(options.set),
+            bundle=options.plan,
+            requires_bundle=options.require_bundle,
+            part=settings.part,
+            seed=options.seed,
+            shares=options.shares,
+            is_strict=options.strict_length,
+            shows_plan=options.verbose,
+        )
+        model = BatchModel(files, build, plan_table, layout_table, peers, adapters)
+        if options.pipeline is not None:
+            code = _run_stages(options, files, settings, model, progress)
+        else:
+            code = run_job(settings, model, peers=peers, progress=progress, phases=phases)
+        progress.end(code)
+        if options.output == PIPE and code in (EXIT_OK, EXIT_ROWS_FAILED):
+            write_to_stdout(settings.output_path, disk)
+        return code
+
+
+def _check_combinations(options: argparse.Namespace, pod: PodOptions) -> None:
+    """Refuse options that exclude each other."""
+    if options.plan is not None and options.layout is not None:
         raise ConfigError(
             "--layout: expected no layout beside a plan, which has its own, got one. Change it in "
             "the plan, or with --set."
         )
-    pod = typed(PodOptions, options)
     if options.pipeline is not None and pod.are_given:
         raise ConfigError(
             "--pipeline: expected one process, as the requests of later stages are on the disk of "
@@ -93,56 +138,6 @@ def run_with_options(options: argparse.Namespace) -> int:
         )
     if options.keep_stages and options.pipeline is None:
         raise ConfigError("--keep-stages: expected --pipeline beside it, got none.")
-    with pod.peers(target_name(options.target, plan_table)) as peers:
-        return _run(options, plan_table, layout_table, peers, phases)
-
-
-def _run(
-    options: argparse.Namespace,
-    plan_table: Mapping[str, Any] | None,
-    layout_table: Mapping[str, Any] | None,
-    peers: Peers,
-    phases: PhaseClock,
-) -> int:
-    _check_places(options, peers)
-    progress, disk = Progress(is_quiet=options.quiet, is_silent=not peers.is_leader), Disk()
-    with open_merged(options.model, options.merge_adapter) as files, ExitStack() as copies:
-        files.unread.report(progress.warn, is_strict=options.strict_config)
-        if options.generation_config == "model":
-            files.generation_defaults.report(progress.warn)
-        adapters = open_adapters(options, files)
-        settings, outputs = _settings(
-            options, files, plan_table, layout_table, _setup(options, plan_table, peers), adapters
-        )
-        outputs.check([("the input", settings.input_path), *settings.also_read])
-        if options.progress_file is not None and peers.is_leader:
-            copies.enter_context(_progress_recorded(options, settings, progress))
-        copies.enter_context(outputs.mirrored(disk, progress.note, restarts=options.restart))
-        copies.enter_context(input_copied(options.input, settings.input_path, disk))
-        if settings.sampling_defaults:
-            shown = json.dumps(dict(settings.sampling_defaults))
-            progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
-        build = BuildOptions(
-            target_name(options.target, plan_table),
-            dtype=options.dtype,
-            overrides=tuple(options.set),
-            bundle=options.plan,
-            requires_bundle=options.require_bundle,
-            part=settings.part,
-            seed=options.seed,
-            shares=options.shares,
-            is_strict=options.strict_length,
-            shows_plan=options.verbose,
-        )
-        model = BatchModel(files, build, plan_table, layout_table, peers, adapters)
-        if options.pipeline is not None:
-            code = _run_stages(options, files, settings, model, progress)
-        else:
-            code = run_job(settings, model, peers=peers, progress=progress, phases=phases)
-        progress.end(code)
-        if options.output == PIPE and code in (EXIT_OK, EXIT_ROWS_FAILED):
-            write_to_stdout(settings.output_path, disk)
-        return code
 
 
 @contextmanager
@@ -330,11 +325,6 @@ def _columns(options: argparse.Namespace, files: ModelFiles) -> Columns:
         is_table = table_of(Path(str(options.input))) != "lines"
         generates = not is_table or files.spec.config.lacks_generation is None
     return Columns(contents, options.id_column, url, carried, generates=generates)
-
-
-def _setup(options: argparse.Namespace, plan_table: Mapping[str, Any] | None, peers: Peers) -> str:
-    """The processes and the devices of a job, as manifests name them."""
-    return f"{peers.setup} on {target_name(options.target, plan_table)}"
 
 
 def _given_plan(plan_table: Mapping[str, Any], overrides: Sequence[str]) -> str:
