@@ -11,7 +11,6 @@ interrupted, or that failed on the device, the model can be used again.
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,21 +24,18 @@ from .adapters.adapter_set import AdapterSet
 from .adapters.merged_model import open_merged
 from .bundles import compilation_cache
 from .bundles.warm_start import WarmStart
-from .checkpoint.published_numbers import keep_published
 from .console import tell
 from .devices import backends
 from .devices.default_target import default_target
 from .embedding.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from .embedding.texts import pack
 from .embedding.vectors import shortened
-from .engine.embedding import EmbeddingSession
-from .engine.generation import GenerationSession
 from .errors import RowError, check_process
 from .files.run_config import read_instant, read_plan_table
 from .parameters.vllm_options import CALL, CHAT, EMBED, MODEL, also_accepts
 from .planning.plan_arguments import PlanArguments, check_kinds
-from .plans import plan_checks
 from .request import Request, RequestOutput, SamplingParams
+from .session import Session
 from .structured.params import AllowedTokens, StructuredOutputsParams
 from .text.chat_messages import read_messages
 from .text.prompts import Prompt, PromptReader, as_conversations, as_list, one_each
@@ -126,8 +122,7 @@ class LLM:
         say = partial(tell, sys.stderr)
         target = target or (plan.target if plan else default_target())
         backends.prepare_jax(target)
-        cache = compilation_cache.enable(say)
-        device = present_target(target)
+        cache, device = compilation_cache.enable(say), present_target(target)
         with open_merged(model, merge_adapter) as files:
             files.unread.report(say, is_strict=strict_config)
             named = {name: Path(folder) for name, folder in (adapters or {}).items()}
@@ -139,31 +134,19 @@ class LLM:
                     say(f"rows without max_tokens: {plan.max_length_reason}")
             else:
                 arguments.check_beside(plan)
-                plan = replace(plan, numbers=keep_published(plan.numbers, files))
             structures = arguments.structures(files)
             if path is None:
                 plan = arguments.with_tables(plan, structures, own_adapters)
             arguments.check_forms(plan)
-            if own_adapters is not None:
-                own_adapters.check(plan.buckets.adapters)
-            plan_checks.check_plan(plan, files, device, dtype)
-            self.plan = plan
+            opened = session.OpenedModel.of(files, device, plan, own_adapters, dtype)
             bundle = path if path is not None and path.is_dir() else None
-            warm = WarmStart(bundle, cache, plan, device, files, say)
-            options = session.LoadOptions.of_plan(plan)
-            loaded = session.load_model(files, device, options, own_adapters, say)
+            warm = WarmStart(bundle, cache, opened.plan, device, files, say)
+            loaded = opened.load(say)
+        self.plan, self._config = opened.plan, files.spec.config
         self._prompts = PromptReader(loaded.tokenizer, instant)
-        self._generator: GenerationSession | EmbeddingSession | None
-        if plan.buckets.embed:
-            self._generator = session.start_embedding(loaded, plan, warm=warm)
-        else:
-            self._generator = session.start(
-                loaded, plan, seed=seed, warm=warm, structures=structures
-            )
-        config = loaded.definition.config
-        self._pooling, self._vector_size = config.pooling, config.pooling.size(config.embed)
-        self._num_requests = 0
-        self._lock, self._is_running = threading.Lock(), False
+        started = session.start(loaded, self.plan, seed=seed, warm=warm, structures=structures)
+        self._generator: Session | None = started
+        self._num_requests, self._is_running, self._lock = 0, False, threading.Lock()
 
     def __enter__(self) -> "LLM":
         """Return the model itself."""
@@ -299,18 +282,18 @@ class LLM:
           ValueError: The model was opened to generate, or is closed.
           GraphFailed: The device failed.
         """
-        embedder = self._require_open()
-        if not isinstance(embedder, EmbeddingSession):
+        embedder, pooling = self._require_open(), self._config.pooling
+        if not self.plan.buckets.embed:
             raise ValueError(
                 "embed: expected a model for vectors of texts, got one that generates. Open it "
                 "with LLM(..., runner='pooling')."
             )
-        if self._pooling.labels:
+        if pooling.labels:
             raise ValueError(
                 "embed: expected a model of embeddings, got a classifier. Give /v1/classify rows "
                 "to noria batch."
             )
-        size = self._vector_size
+        size = pooling.size(self._config.embed)
         if dimensions is not None and not (is_count(dimensions) and dimensions <= size):
             raise RowError(
                 "invalid_request",
@@ -318,7 +301,7 @@ class LLM:
                 "dimensions",
             )
         texts = [
-            self._prompts.read_whole(prompt, self._pooling.prompt, self._pooling.max_tokens)
+            self._prompts.read_whole(prompt, pooling.prompt, pooling.max_tokens)
             for prompt in as_list(prompts)
         ]
         packed = [(None, pack([text])) for text in texts]
@@ -326,7 +309,7 @@ class LLM:
         for output, text in zip(self._run(embedder, packed, _NO_OUTPUT), texts, strict=True):
             if output.error is not None or output.vectors is None:
                 raise output.error or AssertionError("a request ends with vectors or an error")
-            (vector,) = shortened(output.vectors, dimensions, normalises=self._pooling.normalises)
+            (vector,) = shortened(output.vectors, dimensions, normalises=pooling.normalises)
             embedding = EmbeddingOutput(vector)
             results.append(EmbeddingRequestOutput(output.request_id, list(text.ids), embedding))
         return results
@@ -343,15 +326,15 @@ class LLM:
         self._prompts.close()
         self._generator = None
 
-    def _require_open(self) -> GenerationSession | EmbeddingSession:
+    def _require_open(self) -> Session:
         check_process()
         if self._generator is None:
             raise ValueError("LLM: expected an open model, got one after close(). Make another.")
         return self._generator
 
-    def _require_generation(self) -> GenerationSession:
+    def _require_generation(self) -> Session:
         generator = self._require_open()
-        if not isinstance(generator, GenerationSession):
+        if self.plan.buckets.embed:
             raise ValueError(
                 "LLM: expected a model that generates, got one for vectors of texts. Call embed, "
                 "or open it with runner='generate'."
@@ -360,7 +343,7 @@ class LLM:
 
     def _run(
         self,
-        generator: GenerationSession | EmbeddingSession,
+        generator: Session,
         rows: Sequence[tuple[str | None, list[int]]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         adapter: AdapterName = None,

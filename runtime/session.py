@@ -1,12 +1,13 @@
-"""Makes a model ready to run: loads parameters, compiles a plan, and starts a generation session.
+"""Makes a model ready to run, in one sequence: open it with a plan, load it, build it, start it.
 
-`LLM`, the batch job and the benchmarks all use this path. Does not know about request files.
+`LLM`, the batch job, the benchmarks and the comparison all use this path. `Session` has what they
+need of what was started. Does not know about request files.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from ..sharding.placement import Placement
 from .adapters.adapter_set import AdapterSet, load_arrays
 from .bundles.warm_start import WarmStart
 from .checkpoint import ModelFiles, load_params
+from .checkpoint.published_numbers import keep_published
 from .console import plural
 from .devices import machine
 from .devices.compiler_messages import without_alarms
@@ -33,11 +35,15 @@ from .devices.graph_memory import check_memory
 from .devices.host_arrays import HostArrays
 from .engine.admission import Admission
 from .engine.embedding import EmbeddingSession
-from .engine.engine import Engine
 from .engine.expert_use import ExpertSetup
 from .engine.generation import GenerationSession
+from .engine.metrics import RunFigures
+from .engine.model_runner import ModelRunner
+from .engine.shared_prefixes import SharedPrefix
+from .engine.slot_calls import SlotCalls
 from .errors import CheckpointMismatch, InvalidConfig, OutOfMemory
 from .plans import plan_checks
+from .request import Request, RequestOutput
 from .structured.form_compiler import make_trie
 from .structured.params import AllowedTokens
 from .structured.structures import Structures
@@ -49,6 +55,28 @@ from .text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ..compile.abstract_model import AbstractModel
     from ..compile.build import BuildProgress
+
+
+class Session(Protocol):
+    """A built model that answers requests; `Engine` says what its members do."""
+
+    @property
+    def unfinished(self) -> int: ...
+    @property
+    def wants_more(self) -> bool: ...
+    @property
+    def figures(self) -> RunFigures: ...
+    def reserve(self, num_slots: int) -> None: ...
+    def check(self, request: Request) -> object: ...
+    def submit(self, request: Request, prefix: SharedPrefix | None = None) -> None: ...
+    def receive(self) -> bytes: ...
+    def dispatch(self) -> object: ...
+    def collect(self) -> list[RequestOutput]: ...
+    def run(self) -> list[RequestOutput]: ...
+    def drain(self) -> list[str]: ...
+    def restarted(self, run_seed: int) -> "Session": ...
+    def abandon(self) -> None: ...
+    def statistics(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -123,6 +151,43 @@ class LoadOptions:
 
         arrangement = placement.arrangement(config, self.scan_layers, self.cache_codes)
         return AbstractModel(config, arrangement, self.weight_rules, self.adapters)
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model and a plan that fit each other and a target. Nothing is loaded."""
+
+    files: ModelFiles
+    target: Target
+    plan: Plan
+    adapters: AdapterSet | None = None
+
+    @classmethod
+    def of(
+        cls,
+        files: ModelFiles,
+        target: Target,
+        plan: Plan,
+        adapters: AdapterSet | None = None,
+        dtype: str = "auto",
+    ) -> "OpenedModel":
+        """Check that a plan can run with a model, a present target, adapters and a dtype.
+
+        The plan gets the formats of the weights that it keeps as they are published.
+
+        Raises:
+          ValueError: The plan was made for another model, target or dtype, or cannot run.
+        """
+        plan = replace(plan, numbers=keep_published(plan.numbers, files))
+        plan_checks.check_plan(plan, files, target, dtype)
+        if adapters is not None:
+            adapters.check(plan.buckets.adapters)
+        return cls(files, target, plan, adapters)
+
+    def load(self, say: Callable[[str], object] = lambda note: None) -> LoadedModel:
+        """Load the parameters in the formats of the plan; see `load_model`."""
+        options = LoadOptions.of_plan(self.plan)
+        return load_model(self.files, self.target, options, self.adapters, say)
 
 
 def load_model(
@@ -264,35 +329,41 @@ def compile_plan(
     Raises:
       GraphFailed: A graph does not compile.
     """
-    from ..compile.build import build, plan_graphs
+    from ..compile.build import build as build_graphs
+    from ..compile.build import plan_graphs
 
     grid, dtype = plan.buckets, jnp.dtype(plan.numbers.dtype)
     experts = plan.experts or LOSSLESS_EXPERTS
     graphs = plan_graphs(definition, grid, placement, dtype, experts, plan.attention, plan.compiler)
     if warm is None:
-        return build(grid, graphs, on_graph)
-    return build(grid, graphs, on_graph, warm.executables(), warm.keep)
+        return build_graphs(grid, graphs, on_graph)
+    return build_graphs(grid, graphs, on_graph, warm.executables(), warm.keep)
 
 
-def start_embedding(
+def build(
     model: LoadedModel,
     plan: Plan,
-    *,
     on_graph: Callable[["BuildProgress"], None] = lambda built: None,
     warm: WarmStart | None = None,
-) -> EmbeddingSession:
-    """Compile a plan that embeds texts, and start its session; arguments are those of `start`."""
-    config = model.definition.config
+) -> ModelRunner:
+    """Compile a plan for a loaded model, with an empty decode state.
+
+    Args:
+      model: The loaded model.
+      plan: The plan, checked by `OpenedModel.of`.
+      on_graph: Called after each graph.
+      warm: Stored executables, which are not compiled again.
+
+    Raises:
+      GraphFailed: A graph does not compile, or needs more memory than a device has.
+    """
     graphs = compile_plan(model.definition, plan, model.placement, on_graph, warm)
     check_memory(graphs, model.target.devices)
-    return EmbeddingSession(
-        graphs,
-        model.parameters,
-        HostArrays(model.placement.replicated),
-        config.vocab_size,
-        config.max_position,
-        plan_checks.attention_kernels(plan, config, model.target).report(),
-    )
+    state = None
+    if not plan.buckets.embed:
+        with naming_graph(EMPTY_STATE, plan.buckets, "failed as it ran"):
+            state = (warm and warm.state()) or graphs.empty_state()
+    return ModelRunner(graphs, model.parameters, HostArrays(model.placement.replicated), state)
 
 
 def start(
@@ -303,12 +374,12 @@ def start(
     on_graph: Callable[["BuildProgress"], None] = lambda built: None,
     warm: WarmStart | None = None,
     structures: Structures | None = None,
-) -> GenerationSession:
-    """Compile a plan and start a generation session with an empty decode state.
+) -> Session:
+    """Build a model, and start a session that generates, or embeds if the plan does.
 
     Args:
       model: The loaded model.
-      plan: The plan, checked by `plan_checks.check_plan`.
+      plan: The plan, checked by `OpenedModel.of`.
       seed: The seed of the run, from which seeds of requests are derived.
       on_graph: Called after each graph.
       warm: Stored executables, which are not compiled again.
@@ -318,30 +389,24 @@ def start(
       GraphFailed: A graph does not compile, or needs more memory than a device has.
       ValueError: The forms need larger tables than the plan has.
     """
-    definition, placement, grid = model.definition, model.placement, plan.buckets
-    experts = plan.experts or LOSSLESS_EXPERTS
-    graphs = compile_plan(definition, plan, placement, on_graph, warm)
-    check_memory(graphs, model.target.devices)
-    with naming_graph(EMPTY_STATE, grid, "failed as it ran"):
-        state = (warm and warm.state()) or graphs.empty_state()
-    host = HostArrays(placement.replicated)
+    definition, config, grid = model.definition, model.definition.config, plan.buckets
+    runner = build(model, plan, on_graph, warm)
+    attention = plan_checks.attention_kernels(plan, config, model.target).report()
+    sizes = config.vocab_size, config.max_position
+    if grid.embed:
+        vocab_size, max_position = sizes
+        return EmbeddingSession(
+            runner=runner, attention=attention, vocab_size=vocab_size, max_position=max_position
+        )
     packed = None
     if grid.structured is not None:
         packed = (structures or Structures()).pack(grid.structured, definition.padded_vocab)
-    tables = packed and host.put(packed.tables)
-    engine = Engine(graphs, model.parameters, state, host, definition.padded_vocab, tables)
-    config = definition.config
-    setup = None if config.moe is None else ExpertSetup(config.moe, experts)
-    attention = plan_checks.attention_kernels(plan, config, model.target).report()
-    admission = Admission(
-        grid,
-        config.vocab_size,
-        config.max_position,
-        model.eos_ids,
-        model.tokenizer,
-        seed,
-        packed,
-        model.adapters,
-        engine.prefix_ids,
+    tables = packed and runner.host.put(packed.tables)
+    ends, tokenizer = model.eos_ids, model.tokenizer
+    admission = Admission(grid, *sizes, ends, tokenizer, seed, packed, model.adapters)
+    slots = SlotCalls(grid, definition.padded_vocab, admission.planned_ids, tables)
+    dispatch = plan.experts or LOSSLESS_EXPERTS
+    experts = None if config.moe is None else ExpertSetup(config.moe, dispatch)
+    return GenerationSession(
+        runner=runner, experts=experts, attention=attention, slots=slots, admission=admission
     )
-    return GenerationSession(engine, admission, setup, attention)

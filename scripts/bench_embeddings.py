@@ -34,7 +34,6 @@ from noria.runtime.checkpoint import open_model
 from noria.runtime.devices import backends
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.embedding.texts import pack, whole_text
-from noria.runtime.engine.embedding import EmbeddingSession
 from noria.runtime.planning.embedding_plan import embedding_plan
 from noria.runtime.request import Request, SamplingParams
 
@@ -129,7 +128,7 @@ def write_model(folder: Path, sizes: dict[str, int]) -> BertModel:
 class Noria(NamedTuple):
     """The graphs of a job, ready to run, and the seconds of its plan, load and build."""
 
-    embedder: EmbeddingSession
+    embedder: session.Session
     build_seconds: float
 
     @classmethod
@@ -143,7 +142,7 @@ class Noria(NamedTuple):
             config = files.spec.config
             plan = embedding_plan(lengths, target.name, planned, Numbers(dtype), config, None)
             model = session.load_model(files, target, session.LoadOptions(dtype))
-        embedder = session.start_embedding(model, plan)
+        embedder = session.start(model, plan)
         return cls(embedder, time.perf_counter() - started)
 
     def run(self, texts: list[list[int]], pauses: list[int]) -> Iterator[dict[int, np.ndarray]]:

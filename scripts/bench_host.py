@@ -38,9 +38,10 @@ from noria.runtime.devices.backends import prepare_jax
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.engine.admission import Admission
-from noria.runtime.engine.engine import Engine
 from noria.runtime.engine.generation import GenerationSession
+from noria.runtime.engine.model_runner import ModelRunner
 from noria.runtime.engine.shared_prefixes import plan_submission
+from noria.runtime.engine.slot_calls import SlotCalls
 from noria.runtime.progress.progress import Progress
 from noria.runtime.rows.job_text import JobText
 from noria.runtime.rows.prompt_encoder import PromptEncoder
@@ -190,9 +191,10 @@ class StandInModel:
         """Return a generator over the simulated device; compile nothing."""
         graphs, vocab_size = self.device.graphs, self.tokenizer.vocab_size
         host = HostArrays(find_target("cpu").placement().replicated)
-        engine = Engine(graphs, {}, graphs.empty_state(), host, vocab_size)
+        runner = ModelRunner(graphs, {}, host, graphs.empty_state())
         admission = Admission(self.grid, vocab_size, self.grid.max_length, (), self.tokenizer)
-        generator = GenerationSession(engine, admission)
+        slots = SlotCalls(self.grid, vocab_size, admission.planned_ids)
+        generator = GenerationSession(runner=runner, slots=slots, admission=admission)
         submission = partial(plan_submission, grid=self.grid)
         return Build(generator, f"slots = {self.grid.decode_slots}\n", "none", submission)
 

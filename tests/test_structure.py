@@ -20,10 +20,6 @@ LONG = {
     "compile/layout_measure.py::measure",
     "modelzoo/cache/kv_cache.py::allocate",
     "modelzoo/weights/adapted_weight.py::multiply_adapted",
-    "runtime/batch/batch_model.py::build",
-    "runtime/batch/job_plan.py::derived_plan",
-    "runtime/comparison/compare.py::compare",
-    "runtime/llm.py::__init__",
     "runtime/stages/run_stages.py::run_stages",
 }
 """Functions with more lines; this set only shrinks."""
@@ -34,10 +30,8 @@ WIDE = {
     "modelzoo/kernels/flash.py::_attend_block",
     "modelzoo/weights/adapted_weight.py::multiply_adapted",
     "modelzoo/weights/weight_products.py::multiply",
-    "runtime/batch/job_plan.py::derived_plan",
     "runtime/bundles/warm_start.py::__init__",
     "runtime/comparison/compare.py::compare",
-    "runtime/engine/metrics.py::count_prefill",
     "runtime/engine/padding.py::pack_sampling",
     "runtime/llm.py::__init__",
     "runtime/planning/better_plan.py::saved_share",

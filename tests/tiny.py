@@ -16,9 +16,10 @@ from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.engine.admission import Admission
-from noria.runtime.engine.engine import Engine
 from noria.runtime.engine.expert_use import ExpertSetup
 from noria.runtime.engine.generation import GenerationSession
+from noria.runtime.engine.model_runner import ModelRunner
+from noria.runtime.engine.slot_calls import SlotCalls
 
 CONFIG = DecoderConfig(
     vocab_size=151,
@@ -100,14 +101,6 @@ class TinyModel:
         self, parameters=None, *, experts=None, tokenizer=None, structures=None, run_seed=0
     ) -> GenerationSession:
         host = HostArrays(self.placement.replicated)
-        engine = Engine(
-            self.graphs,
-            parameters or self.parameters,
-            self._empty(),
-            host,
-            self.config.vocab_size,
-            structures and host.put(structures.tables),
-        )
         admission = Admission(
             self.grid,
             self.config.vocab_size,
@@ -116,9 +109,14 @@ class TinyModel:
             tokenizer,
             run_seed,
             structures=structures,
-            planned_ids=engine.prefix_ids,
         )
-        return GenerationSession(engine, admission, experts or self.experts)
+        tables = structures and host.put(structures.tables)
+        return GenerationSession(
+            runner=ModelRunner(self.graphs, parameters or self.parameters, host, self._empty()),
+            slots=SlotCalls(self.grid, self.config.vocab_size, admission.planned_ids, tables),
+            admission=admission,
+            experts=experts or self.experts,
+        )
 
     def next_logits(self, tokens: list[int]) -> np.ndarray:
         """Return the logits after these tokens, from a plain forward pass over all of them."""

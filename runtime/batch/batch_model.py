@@ -32,16 +32,15 @@ from .job import Build
 from .job_runs import PhaseClock
 
 if TYPE_CHECKING:
-    from ...compile.build import BuildProgress
     from ...compile.grids.prefix_table import PrefixTable
     from ...compile.grids.row_shape import RowShape
     from ...compile.plan import Plan
     from ...compile.targets import Target
-    from ...modelzoo.config import DecoderConfig
     from ...modelzoo.pooling_config import Pooling
     from ...sharding.layout import Layout
     from ..bundles.warm_start import WarmStart
     from ..engine.shared_prefixes import RowLengths, Submission
+    from ..session import OpenedModel
 
 
 @dataclass(frozen=True)
@@ -113,83 +112,92 @@ class BatchModel:
         progress: Progress,
     ) -> Build:
         """Load the parameters, then compile the stored plan, the given plan or a derived plan."""
-        from ...compile.grids.prefix_table import NOTHING_SHARED
         from .. import session
         from ..bundles import compilation_cache
-        from ..bundles.warm_start import WarmStart
-        from ..engine.shared_prefixes import plan_submission
         from ..planning.target_work import work_of
         from .job_plan import better_plan
         from .plan_report import plan_table, with_waste
 
-        def report(built: "BuildProgress") -> None:
-            progress.note(str(built))
-
         # `spec` raises for an unknown family, which must be an error of the model, not of the plan
         config = self.files.spec.config
-        can_run = [row for row in summary.rows if row.requirements is not None]
-        lengths = text_lengths(summary.requirements)
-        rows = [row_shape(needs, self.structures) for needs in summary.requirements]
-        shared = summary.prefixes.of_rows([row.row for row in can_run])
-        table = shared if self.options.shares else NOTHING_SHARED
+        rows = _JobRows.of(summary, self.structures)
         cache = compilation_cache.enable(progress.warn)
-        forms = {row.structure for row in summary.requirements if row.structure is not None}
-        make_plan = partial(self._make_plan, rows, table, forms, lengths)
-        plan, target = self._resolve_plan(make_plan, stored_plan)
-        check_kind(plan, lengths)
-        text = plan.to_toml()
-        bundle = self._agree_on_plan(plan)
+        opened = self._open(rows, stored_plan)
+        plan = opened.plan
+        check_kind(plan, rows.text_lengths)
+        self._agree_on_plan(plan)
         weights = self.files.weights_digest(self.peers)
         weights.start()
-        warm = WarmStart(
-            bundle,
-            cache,
-            plan,
-            target,
-            self.files,
-            progress.note,
-            self.peers,
-            on_warning=progress.warn,
-            requires_bundle=self.options.requires_bundle,
+        warm = self._warm_start(opened, cache, progress)
+        work = work_of(config, plan.numbers, plan.layout, opened.target, plan.buckets.adapters)
+        progress.note(
+            plan.to_toml().rstrip() if self.options.shows_plan else plan_table(plan, work)
         )
-        work = work_of(config, plan.numbers, plan.layout, target, plan.buckets.adapters)
-        progress.note(text.rstrip() if self.options.shows_plan else plan_table(plan, work))
-        if plan.buckets.embed:
-            _note_embeddings(plan, lengths, config, target, progress)
-        else:
-            # with --no-sharing, rows still read the prefixes of a given plan
-            noted = table if plan.buckets.prefixes is None else shared
-            _note_served(plan, summary, rows, noted, config, target, progress)
-        options = session.LoadOptions.of_plan(plan)
-        model = session.load_model(self.files, target, options, self.adapters, progress.note)
+        self._note_rows(rows, opened, progress)
+        model = opened.load(progress.note)
         digest = weights.result()
         phases.enter("build")
-        waste = partial(with_waste, grid=plan.buckets, work=work)
-        seed = self.options.seed
         with naming_rows(summary.rows):
-            if plan.buckets.embed:
-                embedder = session.start_embedding(model, plan, on_graph=report, warm=warm)
-                return Build(embedder, text, digest, _longest_first, waste, _use_of(warm))
             generator = session.start(
-                model, plan, seed=seed, on_graph=report, warm=warm, structures=self.structures
+                model,
+                plan,
+                seed=self.options.seed,
+                on_graph=lambda built: progress.note(str(built)),
+                warm=warm,
+                structures=self.structures,
             )
+        waste = partial(with_waste, grid=plan.buckets, work=work)
+        use = None if warm.bundle is None else warm.bundle._asdict()
+        built = Build(generator, plan.to_toml(), digest, self._submission(plan), waste, use)
+        if plan.buckets.embed:
+            return built
+        better = partial(better_plan, plan, work, config.max_position, rows.shapes, rows.prefixes)
+        return replace(built, better_plan=better)
+
+    def _submission(
+        self, plan: "Plan"
+    ) -> "Callable[[Sequence[RowLengths], PrefixTable], Submission]":
+        """The order in which rows are submitted, and what they share."""
+        from ..engine.shared_prefixes import plan_submission
+
+        if plan.buckets.embed:
+            return _longest_first
         # if experts have a capacity, the other rows of a call decide which choices are dropped, so
         # a shared prefix could differ from a computed one
         is_lossless = plan.experts is None or plan.experts.prefill.kind != "capacity"
         shares = self.options.shares and is_lossless
-        submission = partial(plan_submission, grid=plan.buckets, shares=shares)
-        shapes = {row.row: shape for row, shape in zip(can_run, rows, strict=True)}
-        better = partial(better_plan, plan, work, config.max_position, shapes, summary.prefixes)
-        return Build(generator, text, digest, submission, waste, _use_of(warm), better)
+        return partial(plan_submission, grid=plan.buckets, shares=shares)
 
-    def _resolve_plan(
-        self, make_plan: "Callable[[Target], Plan]", stored_plan: str | None
-    ) -> "tuple[Plan, Target]":
-        """The plan to run and its target, both checked; starts jax."""
+    def _note_rows(self, rows: "_JobRows", opened: "OpenedModel", progress: Progress) -> None:
+        """Show what the plan means for the rows that it serves."""
+        from ..planning.embedding_plan import padding_note
+        from ..plans import plan_checks
+        from .job_plan import notes_on_rows
+
+        plan, config = opened.plan, self.files.spec.config
+        if plan.buckets.embed:
+            notes = [padding_note(rows.text_lengths, plan, config)]
+        else:
+            shapes = list(rows.shapes.values())
+            served = [
+                i
+                for i, need in enumerate(rows.requirements)
+                if is_served(need, plan) and shapes[i].fits(config.max_position)
+            ]
+            # with --no-sharing, rows still read the prefixes of a given plan
+            reads = self.options.shares or plan.buckets.prefixes is not None
+            table = rows.shared(reads).of_rows(served)
+            notes = notes_on_rows(plan, [shapes[i] for i in served], table, config.max_position)
+        for note in notes:
+            progress.note(note)
+        progress.note(str(plan_checks.attention_kernels(plan, config, opened.target)))
+
+    def _open(self, rows: "_JobRows", stored_plan: str | None) -> "OpenedModel":
+        """The model with the plan to run, both checked; starts jax."""
         from ...compile.targets import present_target
-        from ..checkpoint.published_numbers import keep_published
         from ..devices import backends
         from ..plans import plan_checks
+        from ..session import OpenedModel
 
         name = self.options.target
         try:
@@ -200,40 +208,46 @@ class BatchModel:
             else:
                 if self.plan_table is None:
                     plan_checks.check_layout(self._layout, self.files, target)
-                plan = make_plan(target)
-            plan = replace(plan, numbers=keep_published(plan.numbers, self.files))
-            plan_checks.check_plan(plan, self.files, target, self.options.dtype)
-            if self.adapters is not None:
-                self.adapters.check(plan.buckets.adapters)
+                plan = self._make_plan(rows, target)
+            return OpenedModel.of(self.files, target, plan, self.adapters, self.options.dtype)
         except CheckpointError:
             raise
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
-        return plan, target
 
-    def _agree_on_plan(self, plan: "Plan") -> Path | None:
-        """Check that all processes have the same plan; return the bundle, if one was given."""
+    def _agree_on_plan(self, plan: "Plan") -> None:
+        """Check that all processes have the same plan."""
         from ..plans.plan_facts import plan_facts
 
-        given = self.options.bundle
         facts = {"plan": plan_facts(plan), "--no-sharing": str(not self.options.shares)}
         self.peers.agree(lambda: facts)
-        return given if given is not None and given.is_dir() else None
 
-    def _make_plan(
-        self,
-        rows: "Sequence[RowShape]",
-        table: "PrefixTable",
-        forms: Set[str],
-        lengths: Sequence[int],
-        target: "Target",
-    ) -> "Plan":
+    def _warm_start(
+        self, opened: "OpenedModel", cache: Path | None, progress: Progress
+    ) -> "WarmStart":
+        """The stored executables of the plan, which begin to load."""
+        from ..bundles.warm_start import WarmStart
+
+        given = self.options.bundle
+        return WarmStart(
+            given if given is not None and given.is_dir() else None,
+            cache,
+            opened.plan,
+            opened.target,
+            self.files,
+            progress.note,
+            self.peers,
+            on_warning=progress.warn,
+            requires_bundle=self.options.requires_bundle,
+        )
+
+    def _make_plan(self, rows: "_JobRows", target: "Target") -> "Plan":
         """The given plan, or a plan derived from the rows of this job, with the overrides."""
         from ...compile.plan import Numbers, PlannedModel
         from .. import session
         from ..checkpoint.published_numbers import keep_published, overridden_numbers
         from ..planning.embedding_plan import embedding_plan
-        from .job_plan import derived_plan, given_plan
+        from .job_plan import PlanBasis, derived_plan, given_plan
 
         overrides = self.options.overrides
         if self.plan_table is not None:
@@ -251,19 +265,47 @@ class BatchModel:
         config, layout = self.files.spec.config, self._layout
         # the formats of weights decide how much memory is left for the cache
         numbers = keep_published(overridden_numbers(numbers, overrides), self.files)
-        if lengths:
+        if lengths := rows.text_lengths:
             return embedding_plan(lengths, target.name, model, numbers, config, layout, overrides)
-        structured = self.structures.grid(forms)
+        structured = self.structures.grid(rows.forms)
         adapters = None if self.adapters is None else self.adapters.grid()
-        sizes = table, structured, adapters
-        return derived_plan(
-            rows, target, model, numbers, config, layout, overrides, self.peers, *sizes
-        )
+        basis = PlanBasis(target, model, numbers, config, layout, overrides, structured, adapters)
+        shapes = list(rows.shapes.values())
+        return derived_plan(shapes, rows.shared(self.options.shares), basis, self.peers)
 
 
-def _use_of(warm: "WarmStart") -> Mapping[str, Any] | None:
-    """The use of a bundle as the manifest has it."""
-    return None if warm.bundle is None else warm.bundle._asdict()
+@dataclass(frozen=True)
+class _JobRows:
+    """The rows of a job that can run, as its plan depends on them."""
+
+    requirements: Sequence[RowRequirements]
+    shapes: "Mapping[int, RowShape]"
+    """The shapes of the rows in order, by their numbers."""
+    prefixes: "PrefixTable"
+    """The beginnings that the prompts of all rows share."""
+
+    @classmethod
+    def of(cls, summary: ScanSummary, structures: Structures) -> "_JobRows":
+        """The rows of a scan that can run."""
+        needs = {row.row: row.requirements for row in summary.rows if row.requirements is not None}
+        shapes = {row: row_shape(need, structures) for row, need in needs.items()}
+        return cls(list(needs.values()), shapes, summary.prefixes)
+
+    @property
+    def text_lengths(self) -> Sequence[int]:
+        """The lengths of the texts to embed; empty for rows that generate."""
+        return text_lengths(self.requirements)
+
+    @property
+    def forms(self) -> Set[str]:
+        """The forms of answers that rows ask for."""
+        return {row.structure for row in self.requirements if row.structure is not None}
+
+    def shared(self, shares: bool) -> "PrefixTable":
+        """The beginnings that the prompts of these rows share; none without sharing."""
+        from ...compile.grids.prefix_table import NOTHING_SHARED
+
+        return self.prefixes.of_rows(list(self.shapes)) if shares else NOTHING_SHARED
 
 
 def _longest_first(rows: "Sequence[RowLengths]", table: "PrefixTable") -> "Submission":
@@ -273,61 +315,6 @@ def _longest_first(rows: "Sequence[RowLengths]", table: "PrefixTable") -> "Submi
     del table
     order = submission_order(rows)
     return Submission(order, [None] * len(order))
-
-
-def _note_served(
-    plan: "Plan",
-    summary: ScanSummary,
-    rows: Sequence["RowShape"],
-    table: "PrefixTable",
-    config: "DecoderConfig",
-    target: "Target",
-    progress: Progress,
-) -> None:
-    """Show what a plan means for the rows that it serves; `table` has what all rows share."""
-    served = [
-        i
-        for i, need in enumerate(summary.requirements)
-        if is_served(need, plan) and rows[i].fits(config.max_position)
-    ]
-    their_rows = [rows[i] for i in served]
-    _note_plan(plan, their_rows, table.of_rows(served), config, target, progress)
-
-
-def _note_embeddings(
-    plan: "Plan",
-    lengths: Sequence[int],
-    config: "DecoderConfig",
-    target: "Target",
-    progress: Progress,
-) -> None:
-    """Show the padding of the plan, the pooling and the kernels."""
-    from ..planning.embedding_plan import padding_note
-    from ..plans import plan_checks
-
-    progress.note(padding_note(lengths, plan, config))
-    progress.note(str(plan_checks.attention_kernels(plan, config, target)))
-
-
-def _note_plan(
-    plan: "Plan",
-    rows: "Sequence[RowShape]",
-    table: "PrefixTable",
-    config: "DecoderConfig",
-    target: "Target",
-    progress: Progress,
-) -> None:
-    """Show the padding of the plan, what rows share, rows that end early, and the kernels."""
-    from ..plans import plan_checks
-    from .job_plan import limit_note, padding_note, rows_after_prefixes, sharing_note
-
-    own_rows = rows_after_prefixes(rows, table, plan.buckets)
-    progress.note(padding_note(own_rows, plan, config.max_position))
-    if note := sharing_note(rows, table, plan.buckets):
-        progress.note(note)
-    if note := limit_note(plan, rows, config.max_position):
-        progress.note(note)
-    progress.note(str(plan_checks.attention_kernels(plan, config, target)))
 
 
 def _sets_dtype(overrides: Sequence[str]) -> bool:

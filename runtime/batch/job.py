@@ -28,17 +28,16 @@ from .lock import lock_path
 if TYPE_CHECKING:
     from ...compile.grids.prefix_table import PrefixTable
     from ...modelzoo.pooling_config import Pooling
-    from ..engine.embedding import EmbeddingSession
-    from ..engine.generation import GenerationSession
     from ..engine.shared_prefixes import RowLengths, Submission
     from ..rows.job_text import JobText
+    from ..session import Session
 
 
 @dataclass(frozen=True)
 class Build:
     """A compiled plan, ready to run rows."""
 
-    generator: "GenerationSession | EmbeddingSession"
+    generator: "Session"
     plan: str
     """The resolved plan as TOML."""
     weights: str

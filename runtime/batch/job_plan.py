@@ -5,9 +5,9 @@ of the memory; if not, the plan gives the reason why they end earlier. Does not 
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ from ..planning.better_plan import better_plan_note
 from ..planning.forecast import expected_rows, fits_grid, forecast_steps
 from ..planning.shared_grids import with_sharing
 from ..planning.target_work import cache_fits, room_on_accelerator, work_of
-from ..pods.peers import Peers
+from ..pods.peers import ALONE, Peers
 
 _KEYS_WITHOUT_SHARING = {"chunk", "prefill", "decode_spans", "decode_graphs"}
 """If the user sets one of these keys of `[buckets]`, no grid with shared beginnings is tried."""
@@ -64,83 +64,124 @@ def given_plan(table: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
     return Plan.from_table(override_plan(table, overrides))
 
 
+@dataclass(frozen=True)
+class PlanBasis:
+    """The facts from which a plan is derived, besides the rows of the job."""
+
+    target: Target
+    model: PlannedModel
+    numbers: Numbers
+    config: DecoderConfig
+    layout: Layout | None = None
+    overrides: Sequence[str] = ()
+    """Settings `a.b=value`; some of them also change the sizes that are derived."""
+    structured: StructuredGrid | None = None
+    """The forms of answers that rows ask for."""
+    adapters: AdapterGrid | None = None
+    """The room that the adapters of the job need."""
+
+
 def derived_plan(
-    rows: Sequence[RowShape],
-    target: Target,
-    model: PlannedModel,
-    numbers: Numbers,
-    config: DecoderConfig,
-    layout: Layout | None,
-    overrides: Sequence[str],
-    peers: Peers,
-    table: PrefixTable,
-    structured: StructuredGrid | None = None,
-    adapters: AdapterGrid | None = None,
+    rows: Sequence[RowShape], table: PrefixTable, basis: PlanBasis, peers: Peers = ALONE
 ) -> Plan:
     """A plan for the rows of a job, changed by the user's overrides.
 
     Args:
         rows: The rows that can run.
-        target: The devices.
-        model: The model's name and fingerprint.
-        numbers: The dtype and the format of weights.
-        config: The model's configuration.
-        layout: The layout; None for one device.
-        overrides: Settings `a.b=value`; some of them also change the sizes that are derived.
+        table: The beginnings that the prompts of the rows share.
+        basis: All other facts.
         peers: The processes of the job, which must derive the same plan.
-        table: What the prompts of the rows share.
-        structured: The forms of answers that rows ask for.
-        adapters: The room that the adapters of the job need.
 
     Raises:
         ValueError: A key of the overrides is unknown or its value is invalid.
     """
-    # overrides of some keys change the derived sizes; later all overrides are applied
-    overridden = apply_overrides({"numbers": numbers.to_table()}, overrides)
-    asked, numbers = overridden.get("buckets", {}), overridden_numbers(numbers, overrides)
-    defaults = with_overrides(GridDefaults.for_layout(layout, target.platform), asked)
-    work = work_of(config, numbers, layout, target, adapters)
-    prices = GraphPrices.of_target(target.name, work, known_hardware())
     # the memory of process 0, so that all processes derive the same plan
-    memory_bytes = peers.broadcast(device_bytes(target))
-    holds = room_on_accelerator(work, target, memory_bytes)
-    fits, reason = None, ""
-    if defaults.max_length is None and any(row.max_tokens is None for row in rows):
-        share = defaults.cpu_cache_share if target.platform == "cpu" else defaults.cache_share
-        free_bytes = memory_bytes - work.parameter_bytes
-        fits = partial(cache_fits, work, share * free_bytes)
-        reason = (
+    derivation = _Derivation.of(basis, peers.broadcast(device_bytes(basis.target)))
+    grid, reason = derivation.grid(rows, table)
+    grid = replace(grid, structured=basis.structured, adapters=basis.adapters)
+    plan = Plan(
+        basis.target.name,
+        basis.model,
+        derivation.numbers,
+        grid,
+        basis.layout,
+        default_experts(basis.config),
+        max_length_reason=reason,
+    )
+    plan = given_plan(tomllib.loads(plan.to_toml()), basis.overrides)
+    own_rows = rows_after_prefixes(rows, table, plan.buckets)
+    return replace(plan, buckets=derivation.without_idle_graphs(plan, own_rows))
+
+
+@dataclass(frozen=True)
+class _Derivation:
+    """Derives the grid of a plan."""
+
+    basis: PlanBasis
+    memory_bytes: int
+    asked: Mapping[str, Any]
+    """The keys of `[buckets]` that the user sets."""
+    numbers: Numbers
+    defaults: GridDefaults
+    work: Work
+    prices: GraphPrices
+
+    @classmethod
+    def of(cls, basis: PlanBasis, memory_bytes: int) -> "_Derivation":
+        layout, target, overrides = basis.layout, basis.target, basis.overrides
+        # overrides of some keys change the derived sizes; later all overrides are applied
+        overridden = apply_overrides({"numbers": basis.numbers.to_table()}, overrides)
+        asked, numbers = overridden.get("buckets", {}), overridden_numbers(basis.numbers, overrides)
+        defaults = with_overrides(GridDefaults.for_layout(layout, target.platform), asked)
+        work = work_of(basis.config, numbers, layout, target, basis.adapters)
+        prices = GraphPrices.of_target(target.name, work, known_hardware())
+        return cls(basis, memory_bytes, asked, numbers, defaults, work, prices)
+
+    def grid(self, rows: Sequence[RowShape], table: PrefixTable) -> tuple[BucketGrid, str]:
+        """The grid, and why rows without `max_tokens` end before the model's context."""
+        config, layout = self.basis.config, self.basis.layout
+        fits, reason = self._limit(rows)
+        holds = room_on_accelerator(self.work, self.basis.target, self.memory_bytes)
+
+        def derive(rows: Sequence[RowShape], defaults: GridDefaults) -> BucketGrid:
+            return derive_grid(rows, config.max_position, defaults, fits, self.prices, holds)
+
+        grid = derive(rows, self.defaults)
+        may_share = layout is None or not any(chunk_findings(layout))
+        if may_share and not _KEYS_WITHOUT_SHARING & set(self.asked):
+            fitting = [i for i, row in enumerate(rows) if fits_grid(row, grid)]
+            expected = expected_rows([rows[i] for i in fitting], grid)
+            shared, may_group = table.of_rows(fitting), not _KEYS_WITHOUT_PREFIXES & set(self.asked)
+            grid = with_sharing(
+                grid, expected, shared, self.defaults, self.prices, derive, may_group=may_group
+            )
+        is_whole = grid.max_length >= self.defaults.longest_span(config.max_position)
+        return grid, "" if is_whole else reason
+
+    def _limit(self, rows: Sequence[RowShape]) -> tuple[Callable[[int, int], bool] | None, str]:
+        """Whether a cache is small enough, for rows without `max_tokens`; and the reason if not."""
+        defaults = self.defaults
+        if defaults.max_length is not None or all(row.max_tokens is not None for row in rows):
+            return None, ""
+        is_cpu = self.basis.target.platform == "cpu"
+        share = defaults.cpu_cache_share if is_cpu else defaults.cache_share
+        free_bytes = self.memory_bytes - self.work.parameter_bytes
+        return partial(cache_fits, self.work, share * free_bytes), (
             f"a longer cache would take more than {share:g} of the memory that weights leave "
             f"({free_bytes / GIGABYTE:.1f} GB per device)"
         )
 
-    def derive(rows: Sequence[RowShape], defaults: GridDefaults) -> BucketGrid:
-        return derive_grid(rows, config.max_position, defaults, fits, prices, holds)
-
-    grid = derive(rows, defaults)
-    may_share = layout is None or not any(chunk_findings(layout))
-    if may_share and not _KEYS_WITHOUT_SHARING & set(asked):
-        fitting = [i for i, row in enumerate(rows) if fits_grid(row, grid)]
-        expected = expected_rows([rows[i] for i in fitting], grid)
-        shared = table.of_rows(fitting)
-        may_group = not _KEYS_WITHOUT_PREFIXES & set(asked)
-        grid = with_sharing(grid, expected, shared, defaults, prices, derive, may_group=may_group)
-    if grid.max_length >= defaults.longest_span(config.max_position):
-        reason = ""
-    experts = default_experts(config)
-    grid = replace(grid, structured=structured, adapters=adapters)
-    plan = Plan(target.name, model, numbers, grid, layout, experts, max_length_reason=reason)
-    plan = given_plan(tomllib.loads(plan.to_toml()), overrides)
-    grid = plan.buckets
-    rows = rows_after_prefixes(rows, table, grid)
-    use = slot_use(rows, has_chunks=bool(grid.chunks))
-    # rows are submitted in order of length; if they wait for slots, the slots hold rows of similar
-    # length at any time and need equal capacity
-    if use.num_sequences <= grid.decode_slots and grid.prefixes is None:
-        grid = with_ragged_slots(grid, use, plan.layout)
-    if not {"decode_spans", "decode_graphs"} & set(asked):
-        grid = prices.without_idle_spans(grid, forecast_steps(rows, grid))
-    return replace(plan, buckets=grid)
+    def without_idle_graphs(self, plan: Plan, rows: Sequence[RowShape]) -> BucketGrid:
+        """The grid of a plan without slots and decode graphs that these rows do not need."""
+        grid = plan.buckets
+        use = slot_use(rows, has_chunks=bool(grid.chunks))
+        # rows are submitted in order of length; if they wait for slots, the slots hold rows of
+        # similar length at any time and need equal capacity
+        if use.num_sequences <= grid.decode_slots and grid.prefixes is None:
+            grid = with_ragged_slots(grid, use, plan.layout)
+        if not {"decode_spans", "decode_graphs"} & set(self.asked):
+            grid = self.prices.without_idle_spans(grid, forecast_steps(rows, grid))
+        return grid
 
 
 def rows_after_prefixes(
@@ -152,6 +193,19 @@ def rows_after_prefixes(
     lengths = np.array([row.prompt_length for row in rows], np.int64)
     own = own_lengths(lengths.tolist(), prefixes_of_rows(table, lengths, grid.prefixes))
     return [replace(row, prompt_length=length) for row, length in zip(rows, own, strict=True)]
+
+
+def notes_on_rows(
+    plan: Plan, rows: Sequence[RowShape], table: PrefixTable, max_position: int
+) -> list[str]:
+    """Notes on the padding of a plan, on what rows share, and on rows that end early."""
+    own_rows = rows_after_prefixes(rows, table, plan.buckets)
+    notes = [
+        padding_note(own_rows, plan, max_position),
+        sharing_note(rows, table, plan.buckets),
+        limit_note(plan, rows, max_position),
+    ]
+    return [note for note in notes if note]
 
 
 def limit_note(plan: Plan, rows: Sequence[RowShape], max_position: int) -> str | None:

@@ -34,11 +34,8 @@ from .journal_records import FINISHED_AT, REPEATED
 
 if TYPE_CHECKING:
     from ...compile.grids.prefix_table import PrefixTable
-    from ..engine.embedding import EmbeddingSession
-    from ..engine.generation import GenerationSession
     from ..engine.shared_prefixes import RowLengths, SharedPrefix
-
-    Session = GenerationSession | EmbeddingSession
+    from ..session import Session
 
 _WaitingRow: TypeAlias = "tuple[ScannedRow, SharedPrefix | None]"
 """A row that was not submitted yet, and the shared prefix with which it begins."""

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from ...compile.targets import Target
     from ...sharding.layout import Layout
     from ..checkpoint import ModelFiles
-    from ..engine.generation import GenerationSession
-    from ..session import LoadedModel
+    from ..session import LoadedModel, Session
 
 COLUMNS = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
 
@@ -172,7 +171,7 @@ def run(options: argparse.Namespace) -> int:
         for case in cases:
             sizes = case.prompt_length, case.output_length, case.rows
             plans.append(case_plan(files, target, dtype, layout, *sizes, options.set))
-        model = session.load_model(files, target, session.LoadOptions.of_plan(plans[0]))
+        model = session.OpenedModel(files, target, plans[0]).load()
         say = partial(tell, sys.stdout)
         say(_header(model, options))
         results = []
@@ -198,17 +197,16 @@ def run_case(
     generator = session.start(model, plan)
     build_seconds = clock() - started
     prompts = random_prompts(case, model.definition.config.vocab_size)
-    _run_once(generator, case, prompts, clock)
-    timings = [_run_once(generator, case, prompts, clock) for _ in range(repeats)]
-    report = generator.statistics()
+    runs = [_run_once(generator.restarted(0), case, prompts, clock) for _ in range(1 + repeats)]
+    reports = [report for _, report in runs]
     return CaseResult(
         case,
         plan.buckets.to_table(),
         build_seconds,
-        report["padding"],
-        report["compiles_during_run"],
-        report.get("experts"),
-        timings,
+        reports[-1]["padding"],
+        sum(report["compiles_during_run"] for report in reports),
+        reports[-1].get("experts"),
+        [timing for timing, _ in runs[1:]],
     )
 
 
@@ -229,11 +227,9 @@ def _run_named(model: "LoadedModel", case: Case, plan: "Plan", repeats: int) -> 
 
 
 def _run_once(
-    generator: "GenerationSession", case: Case, prompts: list[list[int]], clock: Callable[[], float]
-) -> Timing:
-    from ..engine.metrics import EngineMetrics
-
-    generator.engine.metrics = EngineMetrics()
+    generator: "Session", case: Case, prompts: list[list[int]], clock: Callable[[], float]
+) -> tuple[Timing, dict[str, Any]]:
+    """The times of one run, and its counters."""
     params = SamplingParams(temperature=0, max_tokens=case.output_length, ignore_eos=True)
     for row, prompt in enumerate(prompts):
         generator.submit(Request(str(row), prompt, params))
@@ -243,9 +239,10 @@ def _run_once(
     failed = next((output.error for output in outputs if output.error), None)
     if failed is not None:
         raise failed
-    phases = generator.engine.metrics.report()["phases"]
+    report = generator.statistics()
+    phases = report["phases"]
     prefill_seconds = phases["prefill_seconds"] + phases["fork_seconds"]
-    return Timing(prefill_seconds, phases["decode_seconds"], wall_seconds)
+    return Timing(prefill_seconds, phases["decode_seconds"], wall_seconds), report
 
 
 def _check_options(options: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ number of tokens. The reference and one other model are in memory at the same ti
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,8 @@ from ...compile.graphs.steps import NO_TOKEN
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.targets import Target, present_target
 from ...sharding.layout import Layout
-from .. import session
 from ..checkpoint import ModelFiles, open_model
-from ..checkpoint.published_numbers import keep_published, override_plan
+from ..checkpoint.published_numbers import override_plan
 from ..devices import backends
 from ..devices.compiler_messages import without_alarms
 from ..devices.default_target import default_target
@@ -30,6 +29,7 @@ from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
 from ..plans import plan_checks
 from ..rows.row_ids import read_row_ids
+from ..session import OpenedModel, build, resolve_dtype
 from .forced_model import ForcedModel, forced_grid
 from .statistics import PairFigures
 
@@ -104,30 +104,20 @@ def compare(
       CheckpointError: A model cannot be used.
       OutOfMemory: Two models do not fit into the memory of the devices.
     """
-    if len(models) < 2:
-        raise ConfigError(f"compare: expected two models or more, got {len(models)}.")
-    for index, model in enumerate(models):
-        if not isinstance(model, ComparedModel):
-            raise ConfigError(f"models[{index}]: expected a ComparedModel, got {model!r}.")
+    _check_models(models)
     target = target or default_target()
     backends.prepare_jax(target)
     if isinstance(rows, str | Path):
         with open_model(models[0].model) as files:
             rows = read_row_ids(Path(rows), files)
     work = _Rows.of(rows, max_tokens)
-    setup = _Setup(
-        present_target(target),
-        None if layout is None else Layout.from_table(read_layout_table(layout)),
-        dtype,
-        slots,
-        overrides,
-        say,
-    )
+    table = None if layout is None else Layout.from_table(read_layout_table(layout))
+    setup = _Setup(present_target(target), table, dtype, slots, overrides, say)
     # a model that cannot be compared is refused before any model is loaded
     plans, vocab_size = setup.plans(models, work)
-    named = [
+    named = tuple(
         ComparedModel(m.model, p.numbers.to_table()) for m, p in zip(models, plans, strict=True)
-    ]
+    )
     reference, figures = setup.load(named[0], plans[0]), []
     for model, plan in zip(named[1:], plans[1:], strict=True):
         compared = setup.load(model, plan)
@@ -135,7 +125,16 @@ def compare(
         say(f"{model}: divergence {figures[-1].divergence.text(4)}")
         del compared  # before the next model is loaded
     counts = len(work.prompts), sum(work.counts)
-    return Comparison(tuple(named), tuple(figures), *counts, read_answers=max_tokens > 0)
+    return Comparison(named, tuple(figures), *counts, read_answers=max_tokens > 0)
+
+
+def _check_models(models: Sequence[ComparedModel]) -> None:
+    """Refuse fewer than two models, and what is no model."""
+    if len(models) < 2:
+        raise ConfigError(f"compare: expected two models or more, got {len(models)}.")
+    for index, model in enumerate(models):
+        if not isinstance(model, ComparedModel):
+            raise ConfigError(f"models[{index}]: expected a ComparedModel, got {model!r}.")
 
 
 @dataclass(frozen=True)
@@ -219,23 +218,20 @@ class _Setup:
             lengths = list(map(len, work.prompts))
             grid = forced_grid(lengths, work.max_length, self.slots, self.layout)
             plan = self._derived(model, files, grid)
-            plan_checks.check_plan(plan, files, self.target)
-            return plan, config.vocab_size
+            return OpenedModel.of(files, self.target, plan).plan, config.vocab_size
 
     def load(self, named: ComparedModel, plan: Plan) -> ForcedModel:
         """Load a model and compile the graphs of its plan."""
         with open_model(named.model) as files:
-            plan_checks.check_model(plan, files)
-            options = session.LoadOptions.of_plan(plan)
-            loaded = session.load_model(files, self.target, options, say=self.say)
+            loaded = OpenedModel.of(files, self.target, plan).load(self.say)
 
         def report(built: "BuildProgress") -> None:
             self.say(f"{named}: {built}")
 
-        return ForcedModel(loaded, plan, report)
+        return ForcedModel(build(loaded, plan, report), loaded.definition.padded_vocab)
 
     def _derived(self, model: ComparedModel, files: ModelFiles, grid: "BucketGrid") -> Plan:
-        dtype = session.resolve_dtype(self.dtype, self.target)
+        dtype = resolve_dtype(self.dtype, self.target)
         numbers = Numbers.from_table({"dtype": dtype, **model.numbers})
         planned = PlannedModel(files.name, files.fingerprint())
         experts = default_experts(files.spec.config)
@@ -246,19 +242,19 @@ class _Setup:
                 "--set buckets: expected no settings of buckets, as compare has a grid of its own, "
                 "got some. Remove them; --slots changes the number of rows that run at once."
             )
-        return replace(plan, numbers=keep_published(plan.numbers, files))
+        return plan
 
 
 def _figures(
     reference: ForcedModel, compared: ForcedModel, work: _Rows, slots: int, vocab_size: int
 ) -> list[np.ndarray]:
     """The figures of the tokens of each row, `[tokens, 5]`."""
-    replicated = reference.host.sharding
-    graph = comparison_graph(reference.state, compared.state, vocab_size, replicated)
+    host = reference.runner.host
+    graph = comparison_graph(reference.state, compared.state, vocab_size, host.sharding)
     found = []
     for start in range(0, len(work.prompts), slots):
         rows = slice(start, start + slots)
-        count_B = np.zeros(reference.logits_BV.shape[0], np.int32)
+        count_B = np.zeros(reference.runner.grid.decode_slots, np.int32)
         count_B[: len(work.counts[rows])] = work.counts[rows]
         token_QB = np.full((count_B.max(), len(count_B)), NO_TOKEN, np.int32)
         for b, given in enumerate(work.given[rows]):
@@ -267,8 +263,8 @@ def _figures(
             model.prefill(work.prompts[rows])
         steps = []
         for q, token_B in enumerate(token_QB):
-            arrays = reference.logits_BV, compared.logits_BV, reference.host.put(token_B)
-            chosen = graph(*arrays)
+            logits = reference.state.logits_BV, compared.state.logits_BV
+            chosen = graph(*logits, host.put(token_B))
             steps.append(chosen.figures)
             is_live_B = q + 1 < count_B
             reference.read(chosen.reference_forced_BV, is_live_B)

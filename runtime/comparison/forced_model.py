@@ -13,20 +13,15 @@ import jax
 import numpy as np
 
 from ...compile.graphs.graph_kinds import GraphKey
+from ...compile.graphs.steps import DecodeState
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import ladder_grid
 from ...compile.grids.grid_defaults import GridDefaults, round_up
 from ...compile.grids.prefill_bucket import PrefillBucket
-from ...compile.plan import Plan
-from .. import session
-from ..devices.graph_memory import check_memory
-from ..devices.host_arrays import HostArrays
+from ..engine.model_runner import GraphCall, ModelRunner
 from ..engine.padding import pack_greedy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ...compile.build import BuildProgress
     from ...sharding.layout import Layout
 
 
@@ -57,47 +52,38 @@ def smallest_bucket(grid: BucketGrid, length: int) -> PrefillBucket:
 
 
 class ForcedModel:
-    """The parameters, the graphs and the decode state of a model."""
+    """A built model whose rows read given tokens, one token in each call.
 
-    def __init__(
-        self,
-        model: session.LoadedModel,
-        plan: Plan,
-        on_graph: "Callable[[BuildProgress], None]" = lambda built: None,
-    ):
-        """Compile the graphs of a plan with one decode step for each call."""
-        definition, placement = model.definition, model.placement
-        self._parameters, self._grid = model.parameters, plan.buckets
-        self._padded_vocab = definition.padded_vocab
-        self._graphs = session.compile_plan(definition, plan, placement, on_graph)
-        check_memory(self._graphs, model.target.devices)
-        self.host = HostArrays(placement.replicated)
-        self.state = self._graphs.empty_state()
+    No call waits for another one: tokens are chosen and read on the devices.
+    """
+
+    def __init__(self, runner: ModelRunner, padded_vocab: int):
+        self.runner = runner
+        self._padded_vocab = padded_vocab
 
     @property
-    def logits_BV(self) -> jax.Array:
-        """Float32 logits of the next token of each slot, on the device."""
-        return self.state.logits_BV
+    def state(self) -> DecodeState:
+        """The decode state on the devices."""
+        assert self.runner.state is not None
+        return self.runner.state
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
         """Write prompts into the first slots, in order."""
-        start = 0
+        start, grid = 0, self.runner.grid
         while start < len(prompts):
             # a call has prompts of one bucket
-            bucket = smallest_bucket(self._grid, len(prompts[start]))
+            bucket = smallest_bucket(grid, len(prompts[start]))
             stop = start + 1
             while stop < min(start + bucket.batch, len(prompts)):
-                if smallest_bucket(self._grid, len(prompts[stop])) != bucket:
+                if smallest_bucket(grid, len(prompts[stop])) != bucket:
                     break
                 stop += 1
-            rows = pack_greedy(prompts[start:stop], start, bucket, self._grid, self._padded_vocab)
-            arguments = self.host.put(rows)
-            key = GraphKey("prefill", bucket)
-            self.state, _ = self._graphs.call(key, self._parameters, self.state, *arguments)
+            rows = pack_greedy(prompts[start:stop], start, bucket, grid, self._padded_vocab)
+            self.runner.call(GraphCall(GraphKey("prefill", bucket), rows))
             start = stop
 
     def read(self, forced_BV: jax.Array, is_live_B: np.ndarray) -> None:
         """Read the token that `forced_BV` chooses in each live slot."""
-        state = self.state._replace(logits_BV=forced_BV)
-        key, live_B = GraphKey("decode", self._grid.max_length), self.host.put(is_live_B)
-        self.state, _ = self._graphs.call(key, self._parameters, state, live_B)
+        self.runner.state = self.state._replace(logits_BV=forced_BV)
+        key = GraphKey("decode", self.runner.grid.max_length)
+        self.runner.call(GraphCall(key, (is_live_B,)))

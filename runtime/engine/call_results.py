@@ -4,7 +4,7 @@ Does not know about devices or text.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from ...compile.graphs.steps import NO_TOKEN
 from ...modelzoo.sampling import TokenScores
 from ..request import TokenLogprob
-from .actions import DecodeAction, PrefillAction, PrefixAction, ScheduledSequence
+from .actions import ScheduledSequence
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,17 @@ class ChoicesDropped:
 Event = PromptScored | TokensEmitted | ChoicesDropped
 
 
-@dataclass(frozen=True)
+@dataclass
 class CallResults:
-    """Results of a call on the host, and the sequences that were in the slots during the call."""
+    """The results of a call on the host."""
 
-    action: PrefillAction | PrefixAction | DecodeAction
+    action: Any
     output: Any
-    sequences: Mapping[int, ScheduledSequence]
     seconds: float
+    ended: float
+    """The time at which the call ended."""
+    sequences: Mapping[int, ScheduledSequence] = field(default_factory=dict)
+    """The sequences that were in the slots during the call, for calls on slots."""
 
     @cached_property
     def num_emitted_B(self) -> np.ndarray:

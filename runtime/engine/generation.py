@@ -1,63 +1,48 @@
-"""Turns admitted requests into outputs: the engine's events, text, and finished requests.
+"""Generates tokens: requests become text and finished outputs through the scheduler's actions.
 
-The host makes the text of one call while the device runs the next. Each step has three parts:
-`receive` finds out which sequences ended, as the next call depends on it, and decodes text only for
-requests with stop strings or a rule for their samples; `dispatch` starts the next call; `collect`
-does the remaining work.
+The host makes the text of one call while the device runs the next. When a call ends, `read` finds
+out which sequences ended, as the next call depends on it, and decodes text only for requests with
+stop strings or a rule for their samples; `finish` does the remaining work.
 
-Does not know about files or command lines; `LLM` and the batch job both use it. Guarantees: every
-submitted request is returned exactly once.
+Does not know about files or command lines.
 """
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ...compile.monitor import compile_monitor
 from ..errors import RowError, check_process
 from ..request import CompletionOutput, Request, RequestMetrics, RequestOutput
 from ..text.detokenizer import TextCollector
-from .actions import Action, DecodeAction
+from .actions import Action, DecodeAction, ForkAction
 from .admission import Admission
 from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted
 from .engine import Engine
-from .expert_use import ExpertSetup
-from .metrics import EngineMetrics, RunFigures
+from .metrics import RunFigures
+from .model_runner import GraphCall
 from .open_request import Continuation, OpenRequest
 from .sample_rules import RowSamples
 from .shared_prefixes import SharedPrefix
+from .slot_calls import SlotCalls
 
 
-@dataclass
-class GenerationSession:
-    """Submits requests to an engine and returns outputs as they finish.
+@dataclass(kw_only=True)
+class GenerationSession(Engine[Action]):
+    """Submits requests, and returns outputs as they finish.
 
     Attributes:
-      engine: The engine, which takes token ids.
-      admission: The limits of the plan and the model. It has the engine's tokens of planned
-        prefixes.
-      experts: The model's experts and their dispatch; None for a dense model.
-      attention: The attention kernel of each phase with the reason for the choice, for the report.
-      clock: Monotonic seconds.
+      slots: The requests in the slots, and the calls that serve them.
+      admission: The limits of the plan and the model. It has the slots' tokens of planned prefixes.
     """
 
-    engine: Engine
+    slots: SlotCalls
     admission: Admission
-    experts: ExpertSetup | None = None
-    attention: Mapping[str, str] = field(default_factory=dict)
-    clock: Callable[[], float] = time.monotonic
     _open: dict[int, OpenRequest] = field(default_factory=dict, init=False)
     _num_submitted: int = field(default=0, init=False)
     _ended_by_text: set[int] = field(default_factory=set, init=False)
     """Numbers of the open requests whose text may end them: stop strings, a rule for samples."""
-    _received: list[tuple[CallResults, float]] = field(default_factory=list, init=False)
-    """Calls that were received and not yet collected, each with its end time."""
-
-    def __post_init__(self):
-        self._compiles_at_start = compile_monitor().num_compiles
 
     @property
     def unfinished(self) -> int:
@@ -67,22 +52,21 @@ class GenerationSession:
     @property
     def wants_more(self) -> bool:
         """Whether another request should be submitted before the next step."""
-        return self.engine.scheduler.wants_more
+        return self.slots.scheduler.wants_more
 
     @property
     def figures(self) -> RunFigures:
         """The figures of the run so far, for people."""
-        metrics = self.engine.metrics
         return RunFigures(
-            metrics.emitted_tokens,
-            len(self.engine.scheduler.slots.live),
+            self.metrics.emitted_tokens,
+            len(self.slots.scheduler.slots.live),
             self.admission.grid.decode_slots,
-            metrics.padding_waste,
+            self.metrics.padding_waste,
         )
 
     def reserve(self, num_slots: int) -> None:
         """Let shared prefixes hold up to this number of slots at one time."""
-        self.engine.scheduler.reserve(num_slots)
+        self.slots.scheduler.reserve(num_slots)
 
     def submit(self, request: Request, prefix: SharedPrefix | None = None) -> None:
         """Admit and queue a request.
@@ -109,7 +93,7 @@ class GenerationSession:
             for continuation in continuations:
                 continuation.output.logprobs = []
         open_sequences = params.n if scheduled.generates else 0
-        self.engine.submit(admitted)
+        self.slots.submit(admitted)
         self._num_submitted += 1
         self._open[scheduled.number] = OpenRequest(
             request,
@@ -131,56 +115,42 @@ class GenerationSession:
         """
         self.admission.admit(request, self._num_submitted)
 
-    def receive(self) -> bytes:
-        """Wait for the call in flight and free the slots of sequences that ended.
+    def next_action(self) -> Action | None:
+        """Choose the next action; None if no work is left."""
+        return self.slots.scheduler.next_action()
 
-        Returns:
-          The ids that a decode call emitted, as bytes that must be equal on all processes of a pod.
-        """
-        if (results := self.engine.receive()) is None:
-            return b""
-        self._received.append((results, self.clock()))
+    def pack(self, action: Action) -> Sequence[GraphCall]:
+        """The calls that carry out an action; the last one has its output."""
+        return self.slots.pack(action)
+
+    def fetched(self, action: Action, output: Any) -> Any:
+        """The part of an action's output to copy to the host."""
+        return self.slots.fetched(action, output)
+
+    def note_copy(self, action: Action, seconds: float) -> None:
+        """Count a fork; a cleared prefix is not counted."""
+        if isinstance(action, ForkAction):
+            self.metrics.count_fork(action.num_copied, seconds)
+
+    def read(self, results: CallResults) -> bytes:
+        """Free the slots of sequences that ended; return the ids that a decode call emitted."""
+        self.slots.read(results)
         if not isinstance(results.action, DecodeAction):
             return b""
         if self._ended_by_text:
             self._end_by_text(results.action.slots, results)
         return results.output.tokens_BQ.tobytes()
 
-    def dispatch(self) -> Action | None:
-        """Start the next action; the previous one must have been received.
-
-        Returns:
-          The action; None if no work is left.
-        """
-        check_process()
-        return self.engine.dispatch()
-
-    def collect(self) -> list[RequestOutput]:
-        """Return the requests that ended in the calls received since the last `collect`."""
+    def finish(self, received: Sequence[CallResults]) -> list[RequestOutput]:
+        """Count calls, read all of their results, and return the requests that ended."""
         touched = {
-            self._collect(event, now): now
-            for results, now in self._received
-            for event in self.engine.events(results)
+            self._collect(event, results.ended): results.ended
+            for results in received
+            for event in self.slots.events(results, self.metrics)
         }
-        self._received.clear()
         return [
             self._finish(number, now) for number, now in touched.items() if self._is_done(number)
         ]
-
-    def step(self) -> list[RequestOutput]:
-        """Wait for the last action, start the next, and return the requests that have ended."""
-        self.receive()
-        action = self.dispatch()
-        finished = self.collect()
-        assert action or not self._open, f"{len(self._open)} requests have no work left"
-        return finished
-
-    def run(self) -> list[RequestOutput]:
-        """Step until every submitted request has ended; return all outputs."""
-        outputs = []
-        while self._open:
-            outputs += self.step()
-        return outputs
 
     def drain(self) -> list[str]:
         """Drop requests that have no slot yet.
@@ -188,33 +158,20 @@ class GenerationSession:
         Returns:
           The ids of the dropped requests, which will not be returned.
         """
-        dropped = self.engine.scheduler.drain()
+        dropped = self.slots.scheduler.drain()
         return [self._close(request.number).request.request_id for request in dropped]
 
     def restarted(self, run_seed: int) -> "GenerationSession":
         """A session for the next rows, with a seed and counters of its own; no row may be open."""
         assert not self._open
-        self.engine.metrics = EngineMetrics()
         return replace(self, admission=replace(self.admission, run_seed=run_seed))
 
     def abandon(self) -> None:
         """Drop every request; valid after an interrupted step too."""
         self._open.clear()
-        self._received.clear()
         self._ended_by_text.clear()
-        self.engine.abandon()
-
-    def statistics(self) -> dict[str, Any]:
-        """The counters of the run so far, as a dict that can be written as JSON."""
-        metrics, experts = self.engine.metrics, self.experts
-        compiles = compile_monitor().compiles[self._compiles_at_start :]
-        return {
-            **metrics.report(),
-            "attention": dict(self.attention),
-            **({} if experts is None else {"experts": experts.report(metrics.experts)}),
-            "compiles_during_run": len(compiles),
-            **({"unexpected_compiles": compiles} if compiles else {}),
-        }
+        self.slots.clear()
+        super().abandon()
 
     @property
     def _refuses_drops(self) -> bool:
@@ -255,7 +212,7 @@ class GenerationSession:
         # after all were read, because a sample that ends may end the other samples of its row
         for slot, entry in read:
             if entry.is_over(results.sequences[slot].sample) and not results.has_ended(slot):
-                self.engine.release(slot)
+                self.slots.release(slot)
 
     def _add_tokens(self, entry: OpenRequest, event: TokensEmitted, now: float) -> None:
         """Add the new tokens of a sequence, and set its finish reason if it ended."""
@@ -272,7 +229,7 @@ class GenerationSession:
         if not event.is_finite and entry.samples is None:
             entry.error = _nonfinite(entry.request)
         if is_cut:
-            self.engine.metrics.cut_tokens += collector.num_tokens_past_stop
+            self.metrics.cut_tokens += collector.num_tokens_past_stop
             del output.token_ids[collector.num_tokens_kept :]
             if output.logprobs is not None:
                 del output.logprobs[collector.num_tokens_kept :]
@@ -295,7 +252,7 @@ class GenerationSession:
 
     def _finish(self, number: int, now: float) -> RequestOutput:
         entry = self._close(number)
-        self.engine.metrics.cut_tokens += entry.end_samples()
+        self.metrics.cut_tokens += entry.end_samples()
         if entry.samples is not None and entry.samples.has_failed:
             entry.error = _nonfinite(entry.request)
         num_dropped = entry.count_dropped()
@@ -316,7 +273,7 @@ class GenerationSession:
         return output
 
     def _close(self, number: int) -> OpenRequest:
-        self.engine.forget(number)
+        self.slots.forget(number)
         self._ended_by_text.discard(number)
         return self._open.pop(number)
 

@@ -8,10 +8,11 @@ them, or emitted past a stop string. Does not know about devices.
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PrefixGrid
+from .actions import PrefillAction
 from .expert_use import ExpertTotals
 
 
@@ -36,8 +37,17 @@ class RunFigures(NamedTuple):
     """Share of the computed tokens that are padding; None before the first call."""
 
 
+class _Use:
+    """Counters of the calls of one graph."""
+
+    def add(self, other: Self) -> None:
+        """Add the counters of other calls."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
 @dataclass
-class PrefillUse:
+class PrefillUse(_Use):
     """Counters of one prefill bucket."""
 
     calls: int = 0
@@ -48,7 +58,7 @@ class PrefillUse:
 
 
 @dataclass
-class DecodeUse:
+class DecodeUse(_Use):
     """Counters of one decode span."""
 
     calls: int = 0
@@ -58,11 +68,6 @@ class DecodeUse:
     """Slot-steps of slots that held a sequence, whether or not it emitted."""
     computed_tokens: int = 0
     seconds: float = 0.0
-
-    def add(self, other: "DecodeUse") -> None:
-        """Add the counters of other calls."""
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass
@@ -84,42 +89,32 @@ class EngineMetrics:
     """Expert counts by phase; empty for a dense model."""
 
     def count_prefill(
-        self,
-        bucket: PrefillBucket,
-        *,
-        is_scored: bool,
-        rows: int,
-        real_tokens: int,
-        prefix_tokens: int,
-        computed_tokens: int,
-        seconds: float,
-        shared_tokens: int = 0,
+        self, name: str, use: PrefillUse, *, prefix_tokens: int = 0, shared_tokens: int = 0
     ) -> None:
-        """Count one call that prefilled prompts or chunks of prompts.
+        """Count a call that prefilled prompts or chunks of prompts, under a name of its graph.
 
         Of the real tokens, `prefix_tokens` belong to shared prefixes. The prompts have
         `shared_tokens` more, which are read from planned prefixes.
         """
         self.copied_tokens += shared_tokens
-        use = self.prefill[prefill_name(bucket, is_scored=is_scored)]
-        use.calls += 1
-        use.rows += rows
-        use.real_tokens += real_tokens
         self.prefix_tokens += prefix_tokens
-        use.computed_tokens += computed_tokens
-        use.seconds += seconds
+        self.prefill[name].add(use)
+
+    def count_prompts(self, action: PrefillAction, seconds: float = 0.0) -> None:
+        """Count a call that prefilled the prompts of an action."""
+        bucket, rows = action.bucket, action.rows
+        num_tokens, num_computed = sum(row.count for row in rows), bucket.batch * bucket.tokens
+        self.count_prefill(
+            prefill_name(bucket, is_scored=action.is_scored),
+            PrefillUse(1, len(rows), num_tokens, num_computed, seconds),
+            prefix_tokens=sum(row.count for row in rows if row.is_of_prefix),
+            shared_tokens=action.shared_tokens,
+        )
 
     def count_prefix(self, prefixes: PrefixGrid, real_tokens: int, *, seconds: float) -> None:
         """Count one call that computed a piece of a planned prefix."""
-        self.count_prefill(
-            prefix_bucket(prefixes),
-            is_scored=False,
-            rows=1,
-            real_tokens=real_tokens,
-            prefix_tokens=real_tokens,
-            computed_tokens=prefixes.call.num_tokens,
-            seconds=seconds,
-        )
+        use = PrefillUse(1, 1, real_tokens, prefixes.call.num_tokens, seconds)
+        self.count_prefill(str(prefix_bucket(prefixes)), use, prefix_tokens=real_tokens)
 
     def count_decode(
         self, span: int, *, steps: int, emitted: int, live_slots: int, slots: int, seconds: float

@@ -23,9 +23,8 @@ from ...sharding.call import Call
 from ..console import plural
 from ..devices.machine import describe_machine
 from ..engine.actions import DecodeAction, PrefillAction
-from ..engine.generation import GenerationSession
 from ..request import Request, SamplingParams
-from ..session import LoadedModel, start
+from ..session import LoadedModel, Session, start
 
 SHORT_PROMPT = 16
 SHORTEST_SPAN = 128
@@ -88,8 +87,8 @@ def measure(
         plan = Plan(model.target.name, planned, numbers, grid, model.placement.layout)
         generator = start(model, plan)
         for span in grid.graph_spans:
-            _submit(generator, grid, span)
-            _run(generator, seconds, clock)
+            _submit(generator, grid, span, model.definition.config.vocab_size)
+            _run(generator, grid, seconds, clock)
         kind = "whole prompts" if trial.chunk is None else f"chunks of {trial.chunk}"
         on_trial(f"calibration: {kind}, {plural(trial.slots, 'slot')} timed")
     measured = [_measured(call, times) for call, times in seconds.items() if len(times) > 1]
@@ -141,7 +140,7 @@ def _long_prompt(span: int) -> int:
     return max(SHORT_PROMPT, span - STEPS_PER_CALL * CALLS_PER_SHAPE)
 
 
-def _submit(generator: GenerationSession, grid: BucketGrid, span: int) -> None:
+def _submit(generator: Session, grid: BucketGrid, span: int, vocab_size: int) -> None:
     """Submit a full batch with some rows that are long enough to need the span.
 
     With chunks all rows are long, so that the prefill batches are full.
@@ -156,12 +155,13 @@ def _submit(generator: GenerationSession, grid: BucketGrid, span: int) -> None:
         temperature=0, max_tokens=STEPS_PER_CALL * CALLS_PER_SHAPE, ignore_eos=True
     )
     for row, prompt_length in enumerate(lengths):
-        prompt = rng.integers(0, generator.admission.vocab_size, prompt_length).tolist()
+        prompt = rng.integers(0, vocab_size, prompt_length).tolist()
         generator.submit(Request(str(row), prompt, params))
 
 
 def _run(
-    generator: GenerationSession,
+    generator: Session,
+    grid: BucketGrid,
     seconds: dict[Call, list[float]],
     clock: Callable[[], float],
 ) -> None:
@@ -176,5 +176,4 @@ def _run(
             case PrefillAction(bucket=bucket):
                 seconds[bucket.call()].append(taken)
             case DecodeAction(span=span):
-                call = generator.admission.grid.decode_call(span)
-                seconds[call].append(taken)
+                seconds[grid.decode_call(span)].append(taken)

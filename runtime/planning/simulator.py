@@ -236,16 +236,7 @@ class _Run:
             self._calls[key] = call
             name = prefill_name(bucket, is_scored=action.is_scored)
             self._result.prefill_calls[name] = call
-        self._result.metrics.count_prefill(
-            bucket,
-            is_scored=action.is_scored,
-            rows=len(action.rows),
-            real_tokens=sum(row.count for row in action.rows),
-            prefix_tokens=sum(row.count for row in action.rows if row.is_of_prefix),
-            computed_tokens=call.num_tokens,
-            seconds=0.0,
-            shared_tokens=action.shared_tokens,
-        )
+        self._result.metrics.count_prompts(action)
 
     def _start(self, slot: int, sequence: ScheduledSequence) -> None:
         """Note the decode call in which a sequence ends: all calls before it emit every step."""

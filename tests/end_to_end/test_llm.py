@@ -144,7 +144,7 @@ def test_a_plan_for_something_else_is_refused(noria, planned, options, message):
 
 def interrupt(llm, monkeypatch, *, after: int) -> None:
     """End the next call after some graphs, each of which has consumed its state."""
-    graphs = llm._generator.engine._graphs
+    graphs = llm._generator.runner.graphs
     of_name, count = type(graphs).executable, iter(range(after))
 
     def executable(name):
@@ -182,7 +182,7 @@ def test_after_ctrl_c_the_next_call_is_as_if_there_had_been_none(llm, monkeypatc
 
 
 def test_a_graph_that_the_device_fails_is_named_and_the_next_call_runs(llm, monkeypatch):
-    graphs = llm._generator.engine._graphs
+    graphs = llm._generator.runner.graphs
 
     def executable(name):
         raise RuntimeError(f"RESOURCE_EXHAUSTED: no memory for {name}")
@@ -282,7 +282,7 @@ def test_a_closed_model_holds_nothing_and_says_so(noria, monkeypatch):
         llm.chat([{"role": "user", "content": "the"}], SamplingParams(max_tokens=1))
         child = llm._prompts._renderer._templates["default"].process._process
         assert child.poll() is None
-        parameters = weakref.ref(llm._generator.engine)
+        parameters = weakref.ref(llm._generator.runner)
     assert child.poll() is not None
     gc.collect()
     assert parameters() is None

@@ -21,15 +21,14 @@ from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.targets import Target, find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.batch import job_plan
-from noria.runtime.batch.batch_model import BatchModel, BuildOptions
-from noria.runtime.batch.job_plan import derived_plan, limit_note
+from noria.runtime.batch.batch_model import BatchModel, BuildOptions, _JobRows
+from noria.runtime.batch.job_plan import PlanBasis, derived_plan, limit_note
 from noria.runtime.cli import main
 from noria.runtime.devices.graph_memory import MEMORY_SHARE, device_bytes
 from noria.runtime.errors import JobError
 from noria.runtime.planning.forecast import forecast_steps
 from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.planning.target_work import work_of
-from noria.runtime.pods.peers import ALONE
 from noria.sharding.layout import Layout
 
 MODEL = PlannedModel("tiny", "")
@@ -42,7 +41,8 @@ VALUES += ["1979-05-27", "99999999999999999999", "[16,64]", '["data"]', "chunk"]
 
 def plan_of(rows, *overrides) -> Plan:
     target, numbers = find_target("cpu"), Numbers("float32")
-    return derived_plan(rows, target, MODEL, numbers, LONG, None, overrides, ALONE, NOTHING_SHARED)
+    basis = PlanBasis(target, MODEL, numbers, LONG, overrides=overrides)
+    return derived_plan(rows, NOTHING_SHARED, basis)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def gpu() -> Target:
 
 def plan_on(target: Target, rows) -> Plan:
     numbers = Numbers("float32")
-    return derived_plan(rows, target, MODEL, numbers, LONG, None, (), ALONE, NOTHING_SHARED)
+    return derived_plan(rows, NOTHING_SHARED, PlanBasis(target, MODEL, numbers, LONG))
 
 
 def test_an_accelerator_has_a_slot_for_each_row_up_to_512_and_large_calls(gpu, memory):
@@ -156,9 +156,8 @@ LENGTHS = [67, 80, 100, 120, 130, 150, 190, 220, 250, 270, 300, 330, 350, 380, 3
 def embedded_plan(rows, dtype="float32", overrides=()) -> Plan:
     """Return a plan for the embedded model's shapes, which test the constants."""
     target, numbers = find_target("cpu"), Numbers(dtype)
-    return derived_plan(
-        rows, target, MODEL, numbers, EMBEDDED, None, overrides, ALONE, NOTHING_SHARED
-    )
+    basis = PlanBasis(target, MODEL, numbers, EMBEDDED, overrides=overrides)
+    return derived_plan(rows, NOTHING_SHARED, basis)
 
 
 @pytest.mark.parametrize(
@@ -294,9 +293,8 @@ def sharing_plan(*overrides: str, documents: int = 4, layout=None, max_tokens=8)
     table, _ = table_of(prompts)
     rows = [RowShape(len(prompt), max_tokens) for prompt in prompts]
     target = find_target("cpu" if layout is None else f"cpu:{layout.mesh.num_devices}")
-    return derived_plan(
-        rows, target, MODEL, Numbers("float32"), EMBEDDED, layout, overrides, ALONE, table
-    )
+    basis = PlanBasis(target, MODEL, Numbers("float32"), EMBEDDED, layout, overrides)
+    return derived_plan(rows, table, basis)
 
 
 def test_questions_about_documents_share_planned_prefixes():
@@ -352,4 +350,4 @@ def test_a_stored_plan_of_another_version_names_it_and_the_remedy():
     text = plan_of(OPEN).to_toml() + table
     model = BatchModel(None, BuildOptions("cpu"), None, None)
     with pytest.raises(JobError, match=r"'mask_blocks', 'move_blocks'.* begun by another .*--rest"):
-        model._resolve_plan(lambda target: None, text)
+        model._open(_JobRows([], {}, NOTHING_SHARED), text)

@@ -202,7 +202,7 @@ def test_the_command_writes_the_table_the_figures_and_a_picture(models, prompts,
 def test_what_cannot_be_compared_is_refused(
     models, prompts, options, message, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(module, "ForcedModel", lambda model, plan, on_graph: None)
+    monkeypatch.setattr(module, "build", lambda *given: None)
     write_model(tmp_path / "other")
     path = tmp_path / "other" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 200}))
@@ -217,7 +217,7 @@ def test_what_cannot_be_compared_is_refused(
 def test_the_last_model_is_checked_before_the_first_is_loaded(
     models, prompts, numbers, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(module.session, "load_model", lambda *given: pytest.fail("loaded"))
+    monkeypatch.setattr(module.OpenedModel, "load", lambda *given: pytest.fail("loaded"))
     write_model(tmp_path / "other")
     path = tmp_path / "other" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 200}))

@@ -15,6 +15,7 @@ from noria.modelzoo.pooling_config import Pooling
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.embedding.texts import pack, whole_text
 from noria.runtime.engine.embedding import EmbeddingSession
+from noria.runtime.engine.model_runner import ModelRunner
 from noria.runtime.errors import RowError
 from noria.runtime.request import Request, SamplingParams
 
@@ -34,7 +35,8 @@ def model():
 
 def session(model, parameters=None) -> EmbeddingSession:
     graphs, own, host = model
-    return EmbeddingSession(graphs, parameters or own, host, CONFIG.vocab_size, CONFIG.max_position)
+    sizes = {"vocab_size": CONFIG.vocab_size, "max_position": CONFIG.max_position}
+    return EmbeddingSession(runner=ModelRunner(graphs, parameters or own, host), **sizes)
 
 
 def request(name: str, *texts: list[int]) -> Request:
@@ -78,11 +80,11 @@ def test_full_batches_run_first_and_the_rest_at_the_end(model):
         assert own.wants_more
         own.submit(request(str(i), text))
     assert not own.wants_more
-    assert own.dispatch() == (6, 4, None)
+    assert own.dispatch().bucket == (6, 4, None)
     assert own.wants_more and not own.collect()
     assert len(own.receive()) == 4 * CONFIG.embed * 4
     assert [output.request_id for output in own.collect()] == ["1", "2", "3", "4"]
-    assert own.dispatch() == (24, 2, None) and own.unfinished == 1
+    assert own.dispatch().bucket == (24, 2, None) and own.unfinished == 1
     own.receive()
     assert [output.request_id for output in own.collect()] == ["0"]
     assert own.dispatch() is None and own.receive() == b""

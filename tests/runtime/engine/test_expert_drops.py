@@ -63,8 +63,8 @@ class Reports:
         self.of_tokens: Counter[tuple[int, int]] = Counter()
         self._slots = {}
         self._action = None
-        self._scheduler, self._graphs = generator.engine.scheduler, generator.engine._graphs
-        generator.engine.scheduler, generator.engine._graphs = self, self
+        self._scheduler, self._graphs = generator.slots.scheduler, generator.runner.graphs
+        generator.slots.scheduler, generator.runner.graphs = self, self
 
     def __getattr__(self, name: str):
         return getattr(self._scheduler, name, None) or getattr(self._graphs, name)

@@ -143,9 +143,9 @@ def test_a_reused_slot_never_sees_its_predecessors_cache(model):
         params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
         generator.submit(Request(f"before-{i}", [5] * length, params))
     generator.run()
-    state = generator.engine._state
+    state = generator.runner.state
     canary = jax.tree.map(lambda x: jax.numpy.full_like(x, 1e4), state.cache.layers)
-    generator.engine._state = state._replace(cache=state.cache._replace(layers=canary))
+    generator.runner.state = state._replace(cache=state.cache._replace(layers=canary))
     for request in requests_of(rows):
         generator.submit(request)
     outputs = {output.request_id: output for output in generator.run()}
@@ -254,7 +254,7 @@ def test_scoring_gives_no_tokens_and_needs_no_slot_while_all_slots_decode(model)
     long = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     for i in range(model.grid.decode_slots):
         generator.submit(Request(f"long-{i}", [5, 6], long))
-    while len(generator.engine._in_slot) < model.grid.decode_slots:
+    while len(generator.slots.in_slot) < model.grid.decode_slots:
         assert not generator.step()
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     rows = prompts(9, seed=9, longest=model.grid.prefill[0].tokens)
@@ -392,8 +392,9 @@ def test_times_are_those_of_arrival_first_token_and_end(model):
     generator.clock = lambda: next(moments)
     generator.submit(Request("row", [5, 6, 7], replace(GREEDY, ignore_eos=True)))
     (output,) = generator.run()
-    # one call reads the prompt, and three calls of four steps emit the 12 tokens
-    assert output.metrics == RequestMetrics(arrival=100, first_token=102, finished=104)
+    # one call reads the prompt, and three calls of four steps emit the 12 tokens; the clock is read
+    # when each of them starts and when it ends
+    assert output.metrics == RequestMetrics(arrival=100, first_token=104, finished=108)
 
 
 def test_padding_and_tokens_are_counted(model):

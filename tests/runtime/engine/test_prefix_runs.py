@@ -142,7 +142,7 @@ def test_a_prefix_with_nan_fails_its_rows_and_no_others(model, outputs):
             "nonfinite_logits"
         }
         # both groups had the prefix; the next ones are shorter
-        assert generator.engine._unclean_prefixes == {0, 1}
+        assert generator.slots._unclean_prefixes == {0, 1}
         assert_same_bits(outputs_of(generator, rows[::-1]), outputs)
 
 
@@ -168,7 +168,7 @@ def test_the_simulator_has_the_tokens_and_calls_of_the_run(model, outputs):
         emitted = tuple(len(o.token_ids) for o in got[row.request_id].outputs)
         limit = length + row.params.max_tokens
         simulated.append(SimulatedRow(length, limit, emitted, planned_prefix=prefix))
-    expected = generator.engine.metrics
+    expected = generator.metrics
     metrics = simulate(model.grid, simulated, None).metrics
     for name in ("forks", "copied_tokens", "prefix_tokens", "padding", "shared_prefixes"):
         assert getattr(metrics, name) == getattr(expected, name)
@@ -186,7 +186,7 @@ def test_the_metrics_count_each_token_of_a_prompt(model):
     generator = model.generator()
     prompts = [[*DOCUMENT, *range(3, 8)], [*DOCUMENT, 9], [9, 8, 7]]
     outputs_of(generator, [Request(str(i), p, GREEDY) for i, p in enumerate(prompts)])
-    metrics = generator.engine.metrics
+    metrics = generator.metrics
     assert metrics.shared_prefixes == {
         "computed_tokens": 24,
         "copied_tokens": 48,

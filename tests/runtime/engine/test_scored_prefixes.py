@@ -57,7 +57,7 @@ def run(model: TinyModel, rows: list[Request], submission: Submission):
     outputs = {output.request_id: output for output in generator.run()}
     assert all(output.error is None for output in outputs.values())
     found = {name: (o.outputs, o.prompt_logprobs) for name, o in outputs.items()}
-    return found, generator.engine.metrics
+    return found, generator.metrics
 
 
 def without_prefixes(submission: Submission) -> Submission:

@@ -200,13 +200,13 @@ def test_a_copied_prefix_gives_the_bits_of_a_computed_one(model):
     shared, generator = run(model, rows, submission)
     computed, plain = run(model, rows, without_prefixes(submission))
     assert shared == computed
-    metrics = generator.engine.metrics
+    metrics = generator.metrics
     assert metrics.saved_tokens > 50
     num_tokens = [
-        sum(use.real_tokens for use in m.prefill.values()) for m in (metrics, plain.engine.metrics)
+        sum(use.real_tokens for use in m.prefill.values()) for m in (metrics, plain.metrics)
     ]
     assert num_tokens[1] - num_tokens[0] == metrics.saved_tokens
-    assert plain.engine.metrics.saved_tokens == 0
+    assert plain.metrics.saved_tokens == 0
 
 
 def test_different_prompts_with_equal_hashes_do_not_share(model):
@@ -232,7 +232,7 @@ def test_the_simulator_has_the_tokens_and_calls_of_the_run(model):
         limit = length + rows[row].params.max_tokens
         simulated.append(SimulatedRow(length, limit, emitted, prefix=prefix))
     got = simulate(model.grid, simulated, None, submission.num_held).metrics
-    metrics = generator.engine.metrics
+    metrics = generator.metrics
     for name in ("forks", "copied_tokens", "prefix_tokens", "padding"):
         assert getattr(got, name) == getattr(metrics, name)
     for phase in ("prefill", "decode"):

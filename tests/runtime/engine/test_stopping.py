@@ -109,16 +109,16 @@ def test_samples_stop_where_the_rule_says_and_are_otherwise_as_without_it(model,
         assert output.samples.output_tokens == sum(len(o.token_ids) for o in output.outputs)
     assert len(reasons) == 1 + (rule.stop_when is not None) + (rule.probes is not None), reasons
     # the tokens that were decoded are those that are kept and those that are cut
-    metrics = generator.engine.metrics
+    metrics = generator.metrics
     kept = sum(output.samples.output_tokens for output in stopping.values())
     assert metrics.emitted_tokens == kept
     decoded, decoded_whole = (
-        sum(use.emitted_tokens for use in g.engine.metrics.decode.values())
+        sum(use.emitted_tokens for use in g.metrics.decode.values())
         for g in (generator, whole_generator)
     )
     assert decoded == kept + metrics.cut_tokens
     assert kept <= decoded < decoded_whole
-    assert not generator.engine._in_slot
+    assert not generator.slots.in_slot
 
 
 def test_a_sample_stops_those_in_slots_before_and_after_its_own(model):

@@ -64,7 +64,7 @@ def ran(model: TinyModel, requests):
         while waiting and generator.wants_more:
             generator.submit(waiting.pop(0))
         outputs |= {output.request_id: output for output in generator.step()}
-    return outputs, generator.engine.metrics
+    return outputs, generator.metrics
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,0 +1,287 @@
+"""Packs the scheduler's actions into calls of graphs, and reads their outputs, in token ids.
+
+It is the part of token generation between the scheduler and the device: it knows the requests in
+the slots. Does not know about text, files or stop strings, nor about devices. Only ids, flags,
+expert counts and, if requested, log-probabilities are copied to the host after a call. Guarantees:
+a sequence with non-finite logits ends without effect on the others.
+"""
+
+from array import array
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...compile.graphs.graph_kinds import CLEAR_PREFIX, FORK, PREFIX, GraphKey
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefix_grid import PlannedPrefix
+from ...modelzoo.sampling import SamplingState
+from ...modelzoo.structure import StructureTables
+from .actions import (
+    Action,
+    DecodeAction,
+    ForkAction,
+    PrefillAction,
+    PrefixAction,
+    PromptPiece,
+    ScheduledSequence,
+)
+from .admission import AdmittedRequest
+from .call_results import CallResults, Event
+from .metrics import EngineMetrics
+from .model_runner import GraphCall
+from .padding import greedy_sampling, pack_pieces, pack_prefix, pack_requests, pack_sampling
+from .prompt_scores import PromptScores, num_alternatives
+from .scheduler import Scheduler
+
+
+class SlotCalls:
+    """The requests in the slots, and the calls of graphs that serve them.
+
+    Args:
+      grid: The buckets, spans and slots of the plan.
+      padded_vocab: The vocabulary size of the logits, padding included.
+      prefix_ids: The token ids of planned prefixes. Those of a request are added before it is
+        submitted.
+      structures: The automata of the plan on the devices; None in a plan without them.
+    """
+
+    def __init__(
+        self,
+        grid: BucketGrid,
+        padded_vocab: int,
+        prefix_ids: MutableMapping[PlannedPrefix, "array[int]"],
+        structures: StructureTables | None = None,
+    ):
+        self.scheduler = Scheduler(grid)
+        self._grid, self._padded_vocab, self._structures = grid, padded_vocab, structures
+        self._prefix_ids = prefix_ids
+        self._prefix_adapters: dict[PlannedPrefix, int] = {}
+        """The number of the adapter of planned prefixes, in a plan with adapters."""
+        self._requests: dict[int, AdmittedRequest] = {}
+        self._sampling: dict[int, SamplingState] = {}
+        """Sampling parameters of each request, for its first sample."""
+        self.in_slot: dict[int, ScheduledSequence] = {}
+        """The sequences that decode, by slot."""
+        self._scores = PromptScores()
+        self._unclean: set[int] = set()
+        """Slots whose cache may hold non-finite numbers."""
+        self._unclean_prefixes: set[int] = set()
+        """Groups whose prefix may hold non-finite numbers."""
+
+    def submit(self, request: AdmittedRequest) -> None:
+        """Queue a request.
+
+        Raises:
+          NoBucketFits: The request does not fit the grid.
+        """
+        self.scheduler.submit(request.scheduled)
+        self._requests[request.scheduled.number] = request
+        if (prefix := request.scheduled.planned_prefix) is not None and request.adapter is not None:
+            self._prefix_adapters[prefix] = request.adapter
+        # packed here, because requests are submitted while the device runs
+        self._sampling[request.scheduled.number] = pack_sampling(
+            request.request.params,
+            seed=request.seed,
+            sample=0,
+            prompt_length=request.scheduled.prompt_length,
+            stop_ids=request.stop_ids,
+            vocab_size=self._padded_vocab,
+            structure=request.structure,
+            adapter=request.adapter,
+        )
+
+    def forget(self, number: int) -> None:
+        """Drop the data of a request whose sequences have all ended."""
+        del self._requests[number], self._sampling[number]
+
+    def release(self, slot: int) -> None:
+        """Free a slot whose sequence ended, on the device or at a stop string."""
+        self.scheduler.slots.release(slot)
+        del self.in_slot[slot]
+
+    def clear(self) -> None:
+        """Drop all requests."""
+        self.scheduler = Scheduler(self._grid)
+        for container in (
+            self._requests,
+            self._sampling,
+            self.in_slot,
+            self._scores,
+            self._unclean,
+            self._prefix_ids,
+            self._prefix_adapters,
+            self._unclean_prefixes,
+        ):
+            container.clear()
+
+    def pack(self, action: Action) -> Sequence[GraphCall]:
+        """The calls that carry out an action; the last one has its output."""
+        match action:
+            case PrefillAction():
+                return self._prefill(action)
+            case PrefixAction():
+                return self._prefill_prefix(action)
+            case ForkAction():
+                return [self._fork(action)]
+            case DecodeAction():
+                return [self._decode(action)]
+
+    def fetched(self, action: Action, output: Any) -> Any:
+        """The part of a call's output to copy to the host.
+
+        Log-probabilities of new tokens are included only if a request in a slot asks for them.
+        """
+        if not isinstance(action, DecodeAction):
+            return output
+        in_slots = (self.in_slot[slot].request.number for slot in action.slots)
+        if any(self._requests[number].request.params.logprobs is not None for number in in_slots):
+            return output
+        return output._replace(scores=None)
+
+    def read(self, results: CallResults) -> None:
+        """Read what the next action depends on: which sequences ended, and their lengths."""
+        results.sequences = dict(self.in_slot)
+        output = results.output
+        match results.action:
+            case PrefillAction(rows=rows):
+                for row, is_clean in zip(rows, output.is_clean_B, strict=False):
+                    self._note_contents(row, is_clean=bool(is_clean))
+            case PrefixAction(group=group):
+                if not output.is_clean_B[0]:
+                    self._unclean_prefixes.add(group)
+            case DecodeAction(slots=slots):
+                self._note_lengths(slots, results)
+
+    def events(self, results: CallResults, metrics: EngineMetrics) -> list[Event]:
+        """The events of a call, which is counted: pass each call once, in order."""
+        if (experts := results.output.experts) is not None:
+            phase = "decode" if isinstance(results.action, DecodeAction) else "prefill"
+            metrics.experts[phase].add(experts.use)
+        match results.action:
+            case PrefillAction() as action:
+                metrics.count_prompts(action, results.seconds)
+                return self._events_of_prefill(action, results)
+            case PrefixAction(count=count):
+                assert self._grid.prefixes is not None
+                metrics.count_prefix(self._grid.prefixes, count, seconds=results.seconds)
+                return []
+            case DecodeAction() as action:
+                metrics.count_decode(
+                    action.span,
+                    # the device's loop ends early when no sequence emits any more
+                    steps=int(results.num_emitted_B.max()),
+                    emitted=int(results.num_emitted_B.sum()),
+                    live_slots=len(action.slots),
+                    slots=len(results.num_emitted_B),
+                    seconds=results.seconds,
+                )
+                return self._events_of_decode(action, results)
+        raise AssertionError(f"a fork has no results, got those of {results.action}")
+
+    def _prefill(self, action: PrefillAction) -> list[GraphCall]:
+        grid, bucket, rows = self._grid, action.bucket, action.rows
+        calls = [
+            # the attention of the next owner would multiply non-finite numbers by zero, which gives
+            # NaN; a fork from a source beyond the last slot writes an empty slot
+            self._copy(grid.decode_slots, row.slot, None)
+            for row in rows
+            if row.start == 0 and row.slot is not None and row.slot in self._unclean
+        ]
+        requests = [self._requests[row.sequence.request.number] for row in rows]
+        prompts = [request.own_token_ids for request in requests]
+        prefix = None if grid.prefixes is None else action.group
+        pieces, tokens_BT, next_BT = pack_pieces(rows, prompts, bucket, grid.decode_slots, prefix)
+        slot_requests = pack_requests(
+            [row.sequence.request for row in rows],
+            [self._sampling_of(row.sequence) for row in rows],
+            bucket.batch,
+        )
+        arguments = (pieces, slot_requests, tokens_BT)
+        if action.is_scored:
+            # -1 for dummy rows
+            num_logprobs_B = np.full(bucket.batch, -1, np.int32)
+            num_logprobs_B[: len(rows)] = [num_alternatives(x.request) for x in requests]
+            arguments = (*arguments, next_BT, num_logprobs_B)
+        kind = "score" if action.is_scored else "prefill"
+        return [*calls, GraphCall(GraphKey(kind, bucket), arguments)]
+
+    def _events_of_prefill(self, action: PrefillAction, results: CallResults) -> list[Event]:
+        rows, output = action.rows, results.output
+        events: list[Event] = []
+        if action.is_scored:
+            events += self._scores.add(rows, output.scores, self._requests)
+        if output.experts is not None:
+            sequences = enumerate(row.sequence for row in rows)
+            events += results.dropped(sequences, is_of_prompt=True)
+        return events
+
+    def _prefill_prefix(self, action: PrefixAction) -> list[GraphCall]:
+        clear = GraphCall(CLEAR_PREFIX, (np.int32(action.group),))
+        is_unclean = action.start == 0 and action.group in self._unclean_prefixes
+        calls = [clear] if action.prefix is None or is_unclean else []
+        if calls:
+            self._unclean_prefixes.discard(action.group)
+        if action.prefix is not None:
+            prefixes = self._grid.prefixes
+            assert prefixes is not None
+            ids = self._prefix_ids[action.prefix][action.start : action.start + action.count]
+            adapter = self._prefix_adapters.get(action.prefix)
+            packed = pack_prefix(action.group, action.start, ids, prefixes, adapter)
+            calls.append(GraphCall(PREFIX, packed))
+        return calls
+
+    def _note_contents(self, row: PromptPiece, *, is_clean: bool) -> None:
+        """Record the contents of a slot after a piece was written to it, if the row has a slot."""
+        if (slot := row.slot) is None:
+            return
+        if not is_clean:
+            self._unclean.add(slot)
+        if row.is_last and row.sequence.request.generates:
+            self.in_slot[slot] = row.sequence
+
+    def _sampling_of(self, sequence: ScheduledSequence) -> SamplingState:
+        sampling = self._sampling[sequence.request.number]
+        return sampling._replace(sample_B=np.array([sequence.sample], np.int32))
+
+    def _fork(self, action: ForkAction) -> GraphCall:
+        call = self._copy(action.source, action.slot, action.sequence)
+        if action.sequence is not None:
+            self.in_slot[action.slot] = action.sequence
+        if action.source in self._unclean:
+            self._unclean.add(action.slot)
+        return call
+
+    def _copy(self, source: int, slot: int, sequence: ScheduledSequence | None) -> GraphCall:
+        """Copy a slot, with the sampling parameters of a sequence if it has one."""
+        sampling = greedy_sampling(self._padded_vocab, self._grid)
+        if sequence is not None:
+            sampling = self._sampling_of(sequence)
+        self._unclean.discard(slot)
+        return GraphCall(FORK, (np.int32(source), np.int32(slot), sampling))
+
+    def _decode(self, action: DecodeAction) -> GraphCall:
+        is_live_B = np.zeros(self._grid.decode_slots, bool)
+        is_live_B[list(action.slots)] = True
+        tables = () if self._structures is None else (self._structures,)
+        return GraphCall(GraphKey("decode", action.span), (is_live_B,), tables)
+
+    def _note_lengths(self, slots: tuple[int, ...], results: CallResults) -> None:
+        """Record the new lengths after a decode call, and free the slots of ended sequences."""
+        output, num_emitted = results.output, results.num_emitted_B.tolist()
+        is_active, is_clean = output.is_active_B.tolist(), output.is_clean_B.tolist()
+        self._unclean.update(slot for slot in slots if not is_clean[slot])
+        for slot in slots:
+            if is_active[slot]:
+                self.scheduler.slots.advance(slot, num_emitted[slot])
+            else:
+                self.release(slot)
+
+    def _events_of_decode(self, action: DecodeAction, results: CallResults) -> list[Event]:
+        events: list[Event] = []
+        if results.output.experts is not None:
+            events += results.dropped(results.sequences.items(), is_of_prompt=False)
+        for slot in action.slots:
+            request = self._requests[results.sequences[slot].request.number].request
+            events.append(results.emitted(slot, request.params.logprobs))
+        return events
