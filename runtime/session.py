@@ -346,13 +346,9 @@ def build(
     on_graph: Callable[["BuildProgress"], None] = lambda built: None,
     warm: WarmStart | None = None,
 ) -> ModelRunner:
-    """Compile a plan for a loaded model, with an empty decode state.
+    """Compile a plan, checked by `OpenedModel.of`, for a loaded model, with an empty decode state.
 
-    Args:
-      model: The loaded model.
-      plan: The plan, checked by `OpenedModel.of`.
-      on_graph: Called after each graph.
-      warm: Stored executables, which are not compiled again.
+    `on_graph` is called after each graph. Executables that `warm` has are not compiled again.
 
     Raises:
       GraphFailed: A graph does not compile, or needs more memory than a device has.
@@ -379,10 +375,10 @@ def start(
 
     Args:
       model: The loaded model.
-      plan: The plan, checked by `OpenedModel.of`.
+      plan: The plan, as for `build`.
       seed: The seed of the run, from which seeds of requests are derived.
       on_graph: Called after each graph.
-      warm: Stored executables, which are not compiled again.
+      warm: Stored executables.
       structures: The forms of answers that rows ask for.
 
     Raises:

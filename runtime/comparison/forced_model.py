@@ -17,7 +17,6 @@ from ...compile.graphs.steps import DecodeState
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import ladder_grid
 from ...compile.grids.grid_defaults import GridDefaults, round_up
-from ...compile.grids.prefill_bucket import PrefillBucket
 from ..engine.model_runner import GraphCall, ModelRunner
 from ..engine.padding import pack_greedy
 
@@ -40,15 +39,10 @@ def forced_grid(
     # a grid has the lengths and spans that the layout divides, which must not be shorter than rows
     max_length = round_up(max_length, math.lcm(defaults.length_multiple, defaults.span_multiple))
     grid = ladder_grid(max_length, slots, score=False, defaults=defaults)
-    used = {smallest_bucket(grid, length) for length in prompt_lengths}
+    used = {grid.bucket_of(length) for length in prompt_lengths}
     prefill = tuple(bucket for bucket in grid.prefill if bucket in used)
     spans = (grid.decode_spans[-1],)
     return replace(grid, prefill=prefill, decode_spans=spans, steps_per_call=1)
-
-
-def smallest_bucket(grid: BucketGrid, length: int) -> PrefillBucket:
-    """The smallest prefill bucket for a prompt."""
-    return next(bucket for bucket in grid.prefill if bucket.length >= length)
 
 
 class ForcedModel:
@@ -72,10 +66,10 @@ class ForcedModel:
         start, grid = 0, self.runner.grid
         while start < len(prompts):
             # a call has prompts of one bucket
-            bucket = smallest_bucket(grid, len(prompts[start]))
+            bucket = grid.bucket_of(len(prompts[start]))
             stop = start + 1
             while stop < min(start + bucket.batch, len(prompts)):
-                if smallest_bucket(grid, len(prompts[stop])) != bucket:
+                if grid.bucket_of(len(prompts[stop])) != bucket:
                     break
                 stop += 1
             rows = pack_greedy(prompts[start:stop], start, bucket, grid, self._padded_vocab)

@@ -135,9 +135,9 @@ class Admission:
             raise RowError(
                 "empty_prompt", "prompt: expected at least one token, got none.", "prompt"
             )
-        self._check_ids("prompt", prompt)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", tuple(params.logit_bias or ()))
+        check_ids("prompt", prompt, self.vocab_size)
+        check_ids("stop_token_ids", params.stop_token_ids, self.vocab_size)
+        check_ids("logit_bias", tuple(params.logit_bias or ()), self.vocab_size)
         TextCollector(self.tokenizer, params)  # refuses stop strings if there is no tokenizer
         if self.tokenizer is None and params.stopping and params.stopping.answer is not None:
             raise RowError(
@@ -146,15 +146,6 @@ class Admission:
                 f"{params.stopping.answer!r}. Leave it out.",
                 "stopping.answer",
             )
-
-    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise RowError(
-                    "invalid_token_id",
-                    f"{name}: expected ids from 0 to {self.vocab_size - 1}, got {token}.",
-                    name,
-                )
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         own = () if params.ignore_eos else self.eos_ids
@@ -305,6 +296,17 @@ class Admission:
                 return prefix
             prefix = prefix.parent
         return None
+
+
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse token ids that the model does not have; `name` says where they stand."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise RowError(
+                "invalid_token_id",
+                f"{name}: expected ids from 0 to {vocab_size - 1}, got {token}.",
+                name,
+            )
 
 
 def _scored_as_needed(request: Request) -> Request:

@@ -9,7 +9,7 @@ name and never truncated.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from ...compile.grids.prefill_bucket import PrefillBucket
 from ..embedding.texts import EncodedText, unpack
 from ..errors import RowError, check_process
 from ..request import Request, RequestMetrics, RequestOutput
+from .admission import check_ids
 from .call_results import CallResults
 from .engine import Engine
 from .metrics import PrefillUse, RunFigures, prefill_name
@@ -54,7 +55,7 @@ class EmbedAction(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class EmbeddingSession(Engine[EmbedAction]):
+class EmbeddingSession(Engine[EmbedAction, _OpenRequest]):
     """Submits requests to embedding graphs and returns outputs as they finish.
 
     Attributes:
@@ -64,19 +65,12 @@ class EmbeddingSession(Engine[EmbedAction]):
 
     vocab_size: int
     max_position: int
-    _open: dict[int, _OpenRequest] = field(default_factory=dict, init=False)
-    _num_submitted: int = field(default=0, init=False)
 
     def __post_init__(self):
         super().__post_init__()
         self._queues: dict[PrefillBucket, deque[_WaitingText]] = {
             bucket: deque() for bucket in self.runner.grid.prefill
         }
-
-    @property
-    def unfinished(self) -> int:
-        """The number of requests that were submitted and not yet returned."""
-        return len(self._open)
 
     @property
     def wants_more(self) -> bool:
@@ -175,7 +169,6 @@ class EmbeddingSession(Engine[EmbedAction]):
 
     def abandon(self) -> None:
         """Drop every request; valid after an interrupted step too."""
-        self._open.clear()
         for queue in self._queues.values():
             queue.clear()
         super().abandon()
@@ -183,13 +176,7 @@ class EmbeddingSession(Engine[EmbedAction]):
     def _check_text(self, name: str, text: EncodedText, request: Request) -> None:
         if not text.ids:
             raise RowError("empty_prompt", f"{name}: expected at least one token, got none.", name)
-        for token in text.ids:
-            if not 0 <= token < self.vocab_size:
-                raise RowError(
-                    "invalid_token_id",
-                    f"{name}: expected ids from 0 to {self.vocab_size - 1}, got {token}.",
-                    name,
-                )
+        check_ids(name, text.ids, self.vocab_size)
         length = len(text.ids)
         try:
             if length > self.max_position:

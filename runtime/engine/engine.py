@@ -26,6 +26,8 @@ from .metrics import EngineMetrics
 from .model_runner import GraphCall, ModelRunner
 
 ActionType = TypeVar("ActionType")
+EntryType = TypeVar("EntryType")
+"""The data of a request that was submitted and not yet returned."""
 
 
 class _InFlight(NamedTuple):
@@ -38,7 +40,7 @@ class _InFlight(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Engine(ABC, Generic[ActionType]):
+class Engine(ABC, Generic[ActionType, EntryType]):
     """The calls of a session, in flight and received.
 
     Attributes:
@@ -54,6 +56,8 @@ class Engine(ABC, Generic[ActionType]):
     attention: Mapping[str, str] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     metrics: EngineMetrics = field(default_factory=EngineMetrics, init=False)
+    _open: dict[int, EntryType] = field(default_factory=dict, init=False)
+    _num_submitted: int = field(default=0, init=False)
     _in_flight: _InFlight | None = field(default=None, init=False)
     _received: list[CallResults] = field(default_factory=list, init=False)
     """Calls that were received and not yet collected."""
@@ -62,9 +66,9 @@ class Engine(ABC, Generic[ActionType]):
         self._compiles_at_start = compile_monitor().num_compiles
 
     @property
-    @abstractmethod
     def unfinished(self) -> int:
         """The number of requests that were submitted and not yet returned."""
+        return len(self._open)
 
     @abstractmethod
     def next_action(self) -> ActionType | None:
@@ -76,23 +80,19 @@ class Engine(ABC, Generic[ActionType]):
 
     @abstractmethod
     def read(self, results: CallResults) -> bytes:
-        """Read what the next action depends on.
-
-        Returns:
-          Bytes of the results that must be equal on all processes of a pod.
-        """
+        """Read what the next action depends on; return bytes as `receive` does."""
 
     @abstractmethod
     def finish(self, received: Sequence[CallResults]) -> list[RequestOutput]:
-        """Count calls, read all of their results, and return the requests that ended."""
+        """Count calls, read all of their results, and return the requests that ended.
+
+        The output of a copy is None, and its seconds are those of the host.
+        """
 
     def fetched(self, action: ActionType, output: Any) -> Any:
         """The part of an action's output to copy to the host."""
         del action
         return output
-
-    def note_copy(self, action: ActionType, seconds: float) -> None:
-        """Count an action that has no output; `seconds` are those of the host."""
 
     def dispatch(self) -> ActionType | None:
         """Start the next action; the previous one must have been received.
@@ -113,7 +113,8 @@ class Engine(ABC, Generic[ActionType]):
             for call in calls:
                 output = self.runner.call(call)
         if output is None:
-            self.note_copy(action, self.clock() - start)
+            now = self.clock()
+            self._received.append(CallResults(action, None, now - start, now))
         else:
             self._in_flight = _InFlight(action, calls[-1].key, output, start)
         return action
@@ -165,6 +166,7 @@ class Engine(ABC, Generic[ActionType]):
 
     def abandon(self) -> None:
         """Drop every request; valid after an interrupted step too."""
+        self._open.clear()
         self._in_flight = None
         self._received.clear()
         self.runner.reset()

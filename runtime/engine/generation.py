@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import RowError, check_process
 from ..request import CompletionOutput, Request, RequestMetrics, RequestOutput
 from ..text.detokenizer import TextCollector
-from .actions import Action, DecodeAction, ForkAction
+from .actions import Action, DecodeAction
 from .admission import Admission
 from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted
 from .engine import Engine
@@ -29,7 +29,7 @@ from .slot_calls import SlotCalls
 
 
 @dataclass(kw_only=True)
-class GenerationSession(Engine[Action]):
+class GenerationSession(Engine[Action, OpenRequest]):
     """Submits requests, and returns outputs as they finish.
 
     Attributes:
@@ -39,15 +39,8 @@ class GenerationSession(Engine[Action]):
 
     slots: SlotCalls
     admission: Admission
-    _open: dict[int, OpenRequest] = field(default_factory=dict, init=False)
-    _num_submitted: int = field(default=0, init=False)
     _ended_by_text: set[int] = field(default_factory=set, init=False)
     """Numbers of the open requests whose text may end them: stop strings, a rule for samples."""
-
-    @property
-    def unfinished(self) -> int:
-        """The number of requests that were submitted and not yet returned."""
-        return len(self._open)
 
     @property
     def wants_more(self) -> bool:
@@ -127,11 +120,6 @@ class GenerationSession(Engine[Action]):
         """The part of an action's output to copy to the host."""
         return self.slots.fetched(action, output)
 
-    def note_copy(self, action: Action, seconds: float) -> None:
-        """Count a fork; a cleared prefix is not counted."""
-        if isinstance(action, ForkAction):
-            self.metrics.count_fork(action.num_copied, seconds)
-
     def read(self, results: CallResults) -> bytes:
         """Free the slots of sequences that ended; return the ids that a decode call emitted."""
         self.slots.read(results)
@@ -168,9 +156,8 @@ class GenerationSession(Engine[Action]):
 
     def abandon(self) -> None:
         """Drop every request; valid after an interrupted step too."""
-        self._open.clear()
         self._ended_by_text.clear()
-        self.slots.clear()
+        self.slots = self.slots.emptied()
         super().abandon()
 
     @property

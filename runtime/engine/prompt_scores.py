@@ -28,11 +28,6 @@ class PromptScores:
         self._of_prefixes: MutableMapping[SharedPrefix, list[TokenLogprob]] = WeakKeyDictionary()
         """Log-probabilities that a prefix adds to its parent, while requests may begin with it."""
 
-    def clear(self) -> None:
-        """Forget all prompts and prefixes."""
-        self._of_prompts.clear()
-        self._of_prefixes.clear()
-
     def add(
         self,
         rows: Iterable[PromptPiece],

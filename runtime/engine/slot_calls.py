@@ -100,20 +100,10 @@ class SlotCalls:
         self.scheduler.slots.release(slot)
         del self.in_slot[slot]
 
-    def clear(self) -> None:
-        """Drop all requests."""
-        self.scheduler = Scheduler(self._grid)
-        for container in (
-            self._requests,
-            self._sampling,
-            self.in_slot,
-            self._scores,
-            self._unclean,
-            self._prefix_ids,
-            self._prefix_adapters,
-            self._unclean_prefixes,
-        ):
-            container.clear()
+    def emptied(self) -> "SlotCalls":
+        """The calls of the same plan, without requests."""
+        self._prefix_ids.clear()
+        return SlotCalls(self._grid, self._padded_vocab, self._prefix_ids, self._structures)
 
     def pack(self, action: Action) -> Sequence[GraphCall]:
         """The calls that carry out an action; the last one has its output."""
@@ -155,17 +145,18 @@ class SlotCalls:
 
     def events(self, results: CallResults, metrics: EngineMetrics) -> list[Event]:
         """The events of a call, which is counted: pass each call once, in order."""
-        if (experts := results.output.experts) is not None:
+        if results.output is not None and (experts := results.output.experts) is not None:
             phase = "decode" if isinstance(results.action, DecodeAction) else "prefill"
             metrics.experts[phase].add(experts.use)
         match results.action:
             case PrefillAction() as action:
                 metrics.count_prompts(action, results.seconds)
                 return self._events_of_prefill(action, results)
-            case PrefixAction(count=count):
+            case PrefixAction(count=count) if count:
                 assert self._grid.prefixes is not None
                 metrics.count_prefix(self._grid.prefixes, count, seconds=results.seconds)
-                return []
+            case ForkAction(num_copied=num_copied):
+                metrics.count_fork(num_copied, results.seconds)
             case DecodeAction() as action:
                 metrics.count_decode(
                     action.span,
@@ -177,7 +168,7 @@ class SlotCalls:
                     seconds=results.seconds,
                 )
                 return self._events_of_decode(action, results)
-        raise AssertionError(f"a fork has no results, got those of {results.action}")
+        return []
 
     def _prefill(self, action: PrefillAction) -> list[GraphCall]:
         grid, bucket, rows = self._grid, action.bucket, action.rows
