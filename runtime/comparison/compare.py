@@ -249,12 +249,12 @@ def _figures(
     reference: ForcedModel, compared: ForcedModel, work: _Rows, slots: int, vocab_size: int
 ) -> list[np.ndarray]:
     """The figures of the tokens of each row, `[tokens, 5]`."""
-    host = reference.runner.host
-    graph = comparison_graph(reference.state, compared.state, vocab_size, host.sharding)
+    first, second, host = reference.runner, compared.runner, reference.runner.host
+    graph = comparison_graph(first.decode_state, second.decode_state, vocab_size, host.sharding)
     found = []
     for start in range(0, len(work.prompts), slots):
         rows = slice(start, start + slots)
-        count_B = np.zeros(reference.runner.grid.decode_slots, np.int32)
+        count_B = np.zeros(first.grid.decode_slots, np.int32)
         count_B[: len(work.counts[rows])] = work.counts[rows]
         token_QB = np.full((count_B.max(), len(count_B)), NO_TOKEN, np.int32)
         for b, given in enumerate(work.given[rows]):
@@ -263,7 +263,7 @@ def _figures(
             model.prefill(work.prompts[rows])
         steps = []
         for q, token_B in enumerate(token_QB):
-            logits = reference.state.logits_BV, compared.state.logits_BV
+            logits = first.decode_state.logits_BV, second.decode_state.logits_BV
             chosen = graph(*logits, host.put(token_B))
             steps.append(chosen.figures)
             is_live_B = q + 1 < count_B

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from ...compile.graphs.graph_kinds import GraphKey
-from ...compile.graphs.steps import DecodeState
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import ladder_grid
 from ...compile.grids.grid_defaults import GridDefaults, round_up
@@ -55,12 +54,6 @@ class ForcedModel:
         self.runner = runner
         self._padded_vocab = padded_vocab
 
-    @property
-    def state(self) -> DecodeState:
-        """The decode state on the devices."""
-        assert self.runner.state is not None
-        return self.runner.state
-
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
         """Write prompts into the first slots, in order."""
         start, grid = 0, self.runner.grid
@@ -78,6 +71,6 @@ class ForcedModel:
 
     def read(self, forced_BV: jax.Array, is_live_B: np.ndarray) -> None:
         """Read the token that `forced_BV` chooses in each live slot."""
-        self.runner.state = self.state._replace(logits_BV=forced_BV)
+        self.runner.state = self.runner.decode_state._replace(logits_BV=forced_BV)
         key = GraphKey("decode", self.runner.grid.max_length)
         self.runner.call(GraphCall(key, (is_live_B,)))

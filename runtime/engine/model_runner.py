@@ -44,6 +44,12 @@ class ModelRunner:
         """The buckets, spans and slots of the plan."""
         return self.graphs.grid
 
+    @property
+    def decode_state(self) -> DecodeState:
+        """The decode state of a plan that has one."""
+        assert self.state is not None
+        return self.state
+
     def call(self, call: GraphCall) -> Any:
         """Start a graph, and return its output, for which the host has not waited."""
         arguments = (*self.host.put(call.arguments), *call.on_devices)

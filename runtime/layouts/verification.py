@@ -24,6 +24,7 @@ from ...sharding.layout import Layout
 from .. import session
 from ..checkpoint import ModelFiles
 from ..devices.host_arrays import HostArrays
+from ..engine.model_runner import GraphCall, ModelRunner
 from ..engine.padding import pack_greedy
 
 NUM_PROMPTS, LENGTH, NUM_STEPS = 8, 32, 4
@@ -83,24 +84,22 @@ class Verification:
         grid, dtype = _grid(layout, self.length), jnp.dtype(self.dtype)
         placement = model.placement
         planned = plan_graphs(model.definition, grid, placement, dtype, attention=self.attention)
-        graphs = build(grid, planned)
-        state = graphs.empty_state()
-        put = HostArrays(model.placement.replicated).put
+        graphs, host = build(grid, planned), HostArrays(placement.replicated)
+        runner = ModelRunner(graphs, model.parameters, host, graphs.empty_state())
         vocab_size, padded_vocab = model.definition.config.vocab_size, model.definition.padded_vocab
         bucket = grid.prefill[0]
         prompts = _prompts(vocab_size)
         for start in range(0, NUM_PROMPTS, bucket.batch):
             rows = prompts[start : start + bucket.batch]
-            arguments = put(pack_greedy(rows, start, bucket, grid, padded_vocab))
-            state, _ = graphs.call(GraphKey("prefill", bucket), model.parameters, state, *arguments)
+            packed = pack_greedy(rows, start, bucket, grid, padded_vocab)
+            runner.call(GraphCall(GraphKey("prefill", bucket), packed))
         no_tokens_B = np.zeros(NUM_PROMPTS, np.int32)
-        yield no_tokens_B, np.asarray(state.logits_BV)[:NUM_PROMPTS, :vocab_size]
-        is_live_B = put(np.arange(grid.decode_slots) < NUM_PROMPTS)
-        decode = GraphKey("decode", grid.max_length)
+        yield no_tokens_B, np.asarray(runner.decode_state.logits_BV)[:NUM_PROMPTS, :vocab_size]
+        is_live_B = np.arange(grid.decode_slots) < NUM_PROMPTS
+        decode = GraphCall(GraphKey("decode", grid.max_length), (is_live_B,))
         for _ in range(NUM_STEPS):
-            state, output = graphs.call(decode, model.parameters, state, is_live_B)
-            tokens_B = jax.device_get(output.tokens_BQ)[:NUM_PROMPTS, 0]
-            yield tokens_B, np.asarray(state.logits_BV)[:NUM_PROMPTS, :vocab_size]
+            tokens_B = jax.device_get(runner.call(decode).tokens_BQ)[:NUM_PROMPTS, 0]
+            yield tokens_B, np.asarray(runner.decode_state.logits_BV)[:NUM_PROMPTS, :vocab_size]
 
 
 def _grid(layout: Layout | None, min_length: int) -> BucketGrid:
