@@ -115,6 +115,7 @@ class BatchModel:
         from .. import session
         from ..bundles import compilation_cache
         from ..planning.target_work import work_of
+        from ..plans.plan_facts import plan_facts
         from .job_plan import better_plan
         from .plan_report import plan_table, with_waste
 
@@ -125,7 +126,8 @@ class BatchModel:
         opened = self._open(rows, stored_plan)
         plan = opened.plan
         check_kind(plan, rows.text_lengths)
-        self._agree_on_plan(plan)
+        facts = {"plan": plan_facts(plan), "--no-sharing": str(not self.options.shares)}
+        self.peers.agree(lambda: facts)
         weights = self.files.weights_digest(self.peers)
         weights.start()
         warm = self._warm_start(opened, cache, progress)
@@ -160,13 +162,13 @@ class BatchModel:
         """The order in which rows are submitted, and what they share."""
         from ..engine.shared_prefixes import plan_submission
 
-        if plan.buckets.embed:
-            return _longest_first
         # if experts have a capacity, the other rows of a call decide which choices are dropped, so
         # a shared prefix could differ from a computed one
         is_lossless = plan.experts is None or plan.experts.prefill.kind != "capacity"
         shares = self.options.shares and is_lossless
-        return partial(plan_submission, grid=plan.buckets, shares=shares)
+        # texts to embed share nothing
+        grid = None if plan.buckets.embed else plan.buckets
+        return partial(plan_submission, grid=grid, shares=shares)
 
     def _note_rows(self, rows: "_JobRows", opened: "OpenedModel", progress: Progress) -> None:
         """Show what the plan means for the rows that it serves."""
@@ -215,13 +217,6 @@ class BatchModel:
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
 
-    def _agree_on_plan(self, plan: "Plan") -> None:
-        """Check that all processes have the same plan."""
-        from ..plans.plan_facts import plan_facts
-
-        facts = {"plan": plan_facts(plan), "--no-sharing": str(not self.options.shares)}
-        self.peers.agree(lambda: facts)
-
     def _warm_start(
         self, opened: "OpenedModel", cache: Path | None, progress: Progress
     ) -> "WarmStart":
@@ -253,7 +248,8 @@ class BatchModel:
         if self.plan_table is not None:
             return given_plan(self.plan_table, overrides)
         is_part = self.options.part.num_parts > 1
-        is_open = self.options.dtype == "auto" and not _sets_dtype(overrides)
+        keys = {override.partition("=")[0].strip() for override in overrides}
+        is_open = self.options.dtype == "auto" and "numbers.dtype" not in keys
         if is_part and is_open and target.platform == "cpu":
             raise ValueError(
                 f"--rows {self.options.part.option}: expected a plan or a dtype, got auto, which "
@@ -306,20 +302,6 @@ class _JobRows:
         from ...compile.grids.prefix_table import NOTHING_SHARED
 
         return self.prefixes.of_rows(list(self.shapes)) if shares else NOTHING_SHARED
-
-
-def _longest_first(rows: "Sequence[RowLengths]", table: "PrefixTable") -> "Submission":
-    """Rows by falling length of their longest text, so that near lengths share batches."""
-    from ..engine.shared_prefixes import Submission, submission_order
-
-    del table
-    order = submission_order(rows)
-    return Submission(order, [None] * len(order))
-
-
-def _sets_dtype(overrides: Sequence[str]) -> bool:
-    """Whether the overrides of a plan set its dtype."""
-    return any(override.partition("=")[0].strip() == "numbers.dtype" for override in overrides)
 
 
 def is_served(row: RowRequirements, plan: "Plan") -> bool:

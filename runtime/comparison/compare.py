@@ -192,10 +192,8 @@ class _Setup:
     def plans(self, models: Sequence[ComparedModel], work: _Rows) -> tuple[list[Plan], int]:
         """Check all models, and return their plans and the size of their vocabulary."""
         first, vocab_size = self._plan(models[0], work, None)
-        return [
-            first,
-            *(self._plan(model, work, vocab_size)[0] for model in models[1:]),
-        ], vocab_size
+        others = [self._plan(model, work, vocab_size)[0] for model in models[1:]]
+        return [first, *others], vocab_size
 
     def _plan(self, model: ComparedModel, work: _Rows, vocab_size: int | None) -> tuple[Plan, int]:
         """The plan of a model, and the size of its vocabulary."""

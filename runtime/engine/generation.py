@@ -109,15 +109,12 @@ class GenerationSession(Engine[Action, OpenRequest]):
         self.admission.admit(request, self._num_submitted)
 
     def next_action(self) -> Action | None:
-        """Choose the next action; None if no work is left."""
         return self.slots.scheduler.next_action()
 
     def pack(self, action: Action) -> Sequence[GraphCall]:
-        """The calls that carry out an action; the last one has its output."""
         return self.slots.pack(action)
 
     def fetched(self, action: Action, output: Any) -> Any:
-        """The part of an action's output to copy to the host."""
         return self.slots.fetched(action, output)
 
     def read(self, results: CallResults) -> bytes:
