@@ -373,13 +373,8 @@ def start(
 ) -> Session:
     """Build a model, and start a session that generates, or embeds if the plan does.
 
-    Args:
-      model: The loaded model.
-      plan: The plan, as for `build`.
-      seed: The seed of the run, from which seeds of requests are derived.
-      on_graph: Called after each graph.
-      warm: Stored executables.
-      structures: The forms of answers that rows ask for.
+    Seeds of requests are derived from `seed`, and `structures` has the forms of answers that rows
+    ask for. The other arguments are those of `build`.
 
     Raises:
       GraphFailed: A graph does not compile, or needs more memory than a device has.
