@@ -34,6 +34,7 @@ from noria.runtime.checkpoint import open_model
 from noria.runtime.devices import backends
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.embedding.texts import pack, whole_text
+from noria.runtime.engine.embedding import EmbeddingSession
 from noria.runtime.planning.embedding_plan import embedding_plan
 from noria.runtime.request import Request, SamplingParams
 
@@ -100,7 +101,7 @@ def measure(shape: str, sizes: dict[str, int], lengths: list[int], dtype: str) -
         "dtype": dtype,
         "texts": len(texts),
         "tokens": sum(lengths),
-        "graphs": len(ours.embedder.grid.prefill),
+        "graphs": len(ours.embedder.runner.grid.prefill),
         "build_seconds": ours.build_seconds,
         "seconds": own_seconds,
         "texts_per_second": len(texts) / own_seconds,
@@ -128,7 +129,7 @@ def write_model(folder: Path, sizes: dict[str, int]) -> BertModel:
 class Noria(NamedTuple):
     """The graphs of a job, ready to run, and the seconds of its plan, load and build."""
 
-    embedder: session.Session
+    embedder: EmbeddingSession
     build_seconds: float
 
     @classmethod
