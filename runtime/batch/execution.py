@@ -179,23 +179,23 @@ class Execution:
     ) -> None:
         """Record the plan and the weights, or check that they equal the stored ones."""
         check_weights(self.settings, journal.facts.get(WEIGHTS), built.weights)
-        if journal.plan_before is not None:
-            is_open = any(need.max_tokens is None for need in summary.requirements)
-            before, plan = journal.plan_before, built.plan
-            check_same_answers(self.settings, before, plan, has_open_rows=is_open)
-        elif stored_plan is None:
-            journal.record_fact(MODEL, self.settings.model_name)
-            journal.record_fact(WEIGHTS, built.weights)
-        elif stored_plan != built.plan and _schema(stored_plan) == _schema(built.plan):
+        if stored_plan not in (None, built.plan):
             raise JobError(
                 f"{self.settings.journal_path}: expected the plan that the job was begun with, "
                 f"got another one from the build. Discard the journal with --restart.",
                 EXIT_BUILD,
             )
-        if stored_plan != built.plan:
-            # recorded last, as a journal with a plan binds later runs. A stored plan of an older
-            # schema is the same plan, and is recorded again in the current schema
-            journal.record_fact(PLAN, built.plan)
+        if stored_plan is not None:
+            return
+        if journal.plan_before is not None:
+            is_open = any(need.max_tokens is None for need in summary.requirements)
+            before, plan = journal.plan_before, built.plan
+            check_same_answers(self.settings, before, plan, has_open_rows=is_open)
+        else:
+            journal.record_fact(MODEL, self.settings.model_name)
+            journal.record_fact(WEIGHTS, built.weights)
+        # recorded last, as a journal with a plan binds later runs
+        journal.record_fact(PLAN, built.plan)
 
     def _show_bad_row(self, bad: BadRow) -> None:
         """Show a row that the scan found in error, or end the job if the settings say so."""
@@ -256,8 +256,3 @@ def _max_tokens(rows: Iterable[ScannedRow]) -> int | None:
     needs = [row.requirements for row in rows if row.requirements is not None]
     limits = [need.max_tokens * need.n for need in needs if need.max_tokens is not None]
     return sum(limits) if len(limits) == len(needs) else None
-
-
-def _schema(plan: str) -> str:
-    """The line of a plan that has its schema."""
-    return plan.partition("\n")[0]
