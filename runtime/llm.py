@@ -24,7 +24,7 @@ from . import session
 from .adapters.adapter_set import AdapterSet
 from .adapters.merged_model import open_merged
 from .bundles import compilation_cache
-from .bundles.warm_start import WarmStart
+from .bundles.warm_start import Stores, WarmStart
 from .checkpoint.published_numbers import keep_published
 from .console import tell
 from .devices import backends
@@ -149,7 +149,7 @@ class LLM:
             plan_checks.check_plan(plan, files, device, dtype)
             self.plan = plan
             bundle = path if path is not None and path.is_dir() else None
-            warm = WarmStart(bundle, cache, plan, device, files, say)
+            warm = WarmStart(Stores(bundle, cache), plan, device, files, say)
             options = session.LoadOptions.of_plan(plan)
             loaded = session.load_model(files, device, options, own_adapters, say)
         self._prompts = PromptReader(loaded.tokenizer, instant)

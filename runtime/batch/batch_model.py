@@ -116,7 +116,7 @@ class BatchModel:
         from ...compile.grids.prefix_table import NOTHING_SHARED
         from .. import session
         from ..bundles import compilation_cache
-        from ..bundles.warm_start import WarmStart
+        from ..bundles.warm_start import Stores, WarmStart
         from ..engine.shared_prefixes import plan_submission
         from ..planning.target_work import work_of
         from .job_plan import better_plan
@@ -141,17 +141,8 @@ class BatchModel:
         bundle = self._agree_on_plan(plan)
         weights = self.files.weights_digest(self.peers)
         weights.start()
-        warm = WarmStart(
-            bundle,
-            cache,
-            plan,
-            target,
-            self.files,
-            progress.note,
-            self.peers,
-            on_warning=progress.warn,
-            requires_bundle=self.options.requires_bundle,
-        )
+        stores = Stores(bundle, cache, self.options.requires_bundle)
+        warm = WarmStart(stores, plan, target, self.files, progress.note, self.peers, progress.warn)
         work = work_of(config, plan.numbers, plan.layout, target, plan.buckets.adapters)
         progress.note(text.rstrip() if self.options.shows_plan else plan_table(plan, work))
         if plan.buckets.embed:

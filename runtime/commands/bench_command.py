@@ -34,6 +34,7 @@ from ..request import Request, SamplingParams
 from .shared_options import add_dtype, add_layout, add_model, add_overrides
 
 if TYPE_CHECKING:
+    from ...compile.grids.row_shape import RowShape
     from ...compile.hardware.hardware import Hardware
     from ...compile.plan import Plan
     from ...compile.targets import Target
@@ -57,6 +58,13 @@ class Case:
     prompt_length: int
     output_length: int
     rows: int
+
+    @property
+    def shapes(self) -> "list[RowShape]":
+        """The shape of each row."""
+        from ...compile.grids.row_shape import RowShape
+
+        return [RowShape(self.prompt_length, self.output_length)] * self.rows
 
     def __str__(self) -> str:
         return f"PP {self.prompt_length}, TG {self.output_length}, B {self.rows}"
@@ -168,10 +176,7 @@ def run(options: argparse.Namespace) -> int:
             return _calibrate(model, hardware, options)
         cases = _cases(options, files.spec.config.max_position)
         dtype = session.resolve_dtype(options.dtype, target)
-        plans = []
-        for case in cases:
-            sizes = case.prompt_length, case.output_length, case.rows
-            plans.append(case_plan(files, target, dtype, layout, *sizes, options.set))
+        plans = [case_plan(files, target, dtype, layout, c.shapes, options.set) for c in cases]
         model = session.load_model(files, target, session.LoadOptions.of_plan(plans[0]))
         say = partial(tell, sys.stdout)
         say(_header(model, options))

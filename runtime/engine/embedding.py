@@ -28,7 +28,7 @@ from ..devices.host_arrays import HostArrays
 from ..embedding.texts import EncodedText, unpack
 from ..errors import RowError, check_process
 from ..request import Request, RequestMetrics, RequestOutput
-from .metrics import EngineMetrics, RunFigures
+from .metrics import EngineMetrics, PrefillUse, RunFigures
 from .shared_prefixes import SharedPrefix
 
 
@@ -274,14 +274,12 @@ class EmbeddingSession:
         texts = [self._open[row.number].texts[row.place] for row in call.rows]
         if output.experts is not None:
             self.metrics.experts["prefill"].add(output.experts.use)
+        real, computed = (
+            sum(len(text.ids) for text in texts),
+            call.bucket.batch * call.bucket.tokens,
+        )
         self.metrics.count_prefill(
-            call.bucket,
-            is_scored=False,
-            rows=len(call.rows),
-            real_tokens=sum(len(text.ids) for text in texts),
-            prefix_tokens=0,
-            computed_tokens=call.bucket.batch * call.bucket.tokens,
-            seconds=seconds,
+            call.bucket, PrefillUse(1, len(call.rows), real, computed, seconds)
         )
 
     def _finish(self, entry: _OpenRequest) -> RequestOutput:

@@ -39,7 +39,7 @@ from .actions import (
 )
 from .admission import AdmittedRequest
 from .call_results import CallResults, Event
-from .metrics import EngineMetrics
+from .metrics import EngineMetrics, PrefillUse
 from .padding import greedy_sampling, pack_pieces, pack_prefix, pack_requests, pack_sampling
 from .prompt_scores import PromptScores, num_alternatives
 from .scheduler import Scheduler
@@ -115,9 +115,8 @@ class Engine:
         # packed here, because requests are submitted while the device runs
         self._sampling[request.scheduled.number] = pack_sampling(
             request.request.params,
+            ScheduledSequence(request.scheduled, sample=0),
             seed=request.seed,
-            sample=0,
-            prompt_length=request.scheduled.prompt_length,
             stop_ids=request.stop_ids,
             vocab_size=self._padded_vocab,
             structure=request.structure,
@@ -253,14 +252,12 @@ class Engine:
             self.metrics.experts["prefill"].add(output.experts.use)
             sequences = enumerate(row.sequence for row in rows)
             events += results.dropped(sequences, is_of_prompt=True)
+        computed = action.bucket.batch * action.bucket.tokens
         self.metrics.count_prefill(
             action.bucket,
+            PrefillUse(1, len(rows), action.num_tokens, computed, results.seconds),
             is_scored=action.is_scored,
-            rows=len(rows),
-            real_tokens=sum(row.count for row in rows),
-            prefix_tokens=sum(row.count for row in rows if row.is_of_prefix),
-            computed_tokens=action.bucket.batch * action.bucket.tokens,
-            seconds=results.seconds,
+            prefix_tokens=action.prefix_tokens,
             shared_tokens=action.shared_tokens,
         )
         return events

@@ -8,7 +8,7 @@ them, or emitted past a stop string. Does not know about devices.
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PrefixGrid
@@ -36,8 +36,22 @@ class RunFigures(NamedTuple):
     """Share of the computed tokens that are padding; None before the first call."""
 
 
+class _Counters:
+    """Counters that can be added and scaled."""
+
+    def add(self, other: Self) -> None:
+        """Add the counters of other calls."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def scaled(self, factor: float) -> Self:
+        """The counters multiplied by a factor; integers stay integers."""
+        scaled = {name: _times(value, factor) for name, value in vars(self).items()}
+        return type(self)(**scaled)
+
+
 @dataclass
-class PrefillUse:
+class PrefillUse(_Counters):
     """Counters of one prefill bucket."""
 
     calls: int = 0
@@ -48,7 +62,7 @@ class PrefillUse:
 
 
 @dataclass
-class DecodeUse:
+class DecodeUse(_Counters):
     """Counters of one decode span."""
 
     calls: int = 0
@@ -58,11 +72,6 @@ class DecodeUse:
     """Slot-steps of slots that held a sequence, whether or not it emitted."""
     computed_tokens: int = 0
     seconds: float = 0.0
-
-    def add(self, other: "DecodeUse") -> None:
-        """Add the counters of other calls."""
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass
@@ -86,40 +95,25 @@ class EngineMetrics:
     def count_prefill(
         self,
         bucket: PrefillBucket,
+        use: PrefillUse,
         *,
-        is_scored: bool,
-        rows: int,
-        real_tokens: int,
-        prefix_tokens: int,
-        computed_tokens: int,
-        seconds: float,
+        is_scored: bool = False,
+        prefix_tokens: int = 0,
         shared_tokens: int = 0,
     ) -> None:
-        """Count one call that prefilled prompts or chunks of prompts.
+        """Count calls that prefilled prompts or chunks of prompts.
 
         Of the real tokens, `prefix_tokens` belong to shared prefixes. The prompts have
         `shared_tokens` more, which are read from planned prefixes.
         """
-        self.copied_tokens += shared_tokens
-        use = self.prefill[prefill_name(bucket, is_scored=is_scored)]
-        use.calls += 1
-        use.rows += rows
-        use.real_tokens += real_tokens
+        self.prefill[prefill_name(bucket, is_scored=is_scored)].add(use)
         self.prefix_tokens += prefix_tokens
-        use.computed_tokens += computed_tokens
-        use.seconds += seconds
+        self.copied_tokens += shared_tokens
 
     def count_prefix(self, prefixes: PrefixGrid, real_tokens: int, *, seconds: float) -> None:
         """Count one call that computed a piece of a planned prefix."""
-        self.count_prefill(
-            prefix_bucket(prefixes),
-            is_scored=False,
-            rows=1,
-            real_tokens=real_tokens,
-            prefix_tokens=real_tokens,
-            computed_tokens=prefixes.call.num_tokens,
-            seconds=seconds,
-        )
+        use = PrefillUse(1, 1, real_tokens, prefixes.call.num_tokens, seconds)
+        self.count_prefill(prefix_bucket(prefixes), use, prefix_tokens=real_tokens)
 
     def count_decode(
         self, span: int, *, steps: int, emitted: int, live_slots: int, slots: int, seconds: float
@@ -137,21 +131,10 @@ class EngineMetrics:
 
     def scaled(self, factor: float) -> "EngineMetrics":
         """The counters multiplied by a factor; integers stay integers."""
-
-        def times(value: float) -> Any:
-            return round(value * factor) if isinstance(value, int) else value * factor
-
-        scaled = EngineMetrics(
-            forks=round(self.forks * factor),
-            fork_seconds=self.fork_seconds * factor,
-            copied_tokens=round(self.copied_tokens * factor),
-            prefix_tokens=round(self.prefix_tokens * factor),
-            cut_tokens=round(self.cut_tokens * factor),
-        )
-        for name, use in self.prefill.items():
-            scaled.prefill[name] = PrefillUse(**{k: times(v) for k, v in vars(use).items()})
-        for name, use in self.decode.items():
-            scaled.decode[name] = DecodeUse(**{k: times(v) for k, v in vars(use).items()})
+        totals = ("forks", "fork_seconds", "copied_tokens", "prefix_tokens", "cut_tokens")
+        scaled = EngineMetrics(**{name: _times(getattr(self, name), factor) for name in totals})
+        scaled.prefill |= {name: use.scaled(factor) for name, use in self.prefill.items()}
+        scaled.decode |= {name: use.scaled(factor) for name, use in self.decode.items()}
         return scaled
 
     @property
@@ -217,6 +200,10 @@ class EngineMetrics:
     def emitted_tokens(self) -> int:
         """The number of emitted tokens, without those past a stop string."""
         return sum(use.emitted_tokens for use in self.decode.values()) - self.cut_tokens
+
+
+def _times(value: float, factor: float) -> Any:
+    return round(value * factor) if isinstance(value, int) else value * factor
 
 
 def _rate(tokens: int, seconds: float) -> float | None:

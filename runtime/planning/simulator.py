@@ -28,7 +28,7 @@ from ..engine.actions import (
     ScheduledRequest,
     ScheduledSequence,
 )
-from ..engine.metrics import DecodeUse, EngineMetrics, prefill_name, prefix_bucket
+from ..engine.metrics import DecodeUse, EngineMetrics, PrefillUse, prefill_name, prefix_bucket
 from ..engine.scheduler import Scheduler
 from ..engine.shared_prefixes import SharedPrefix
 
@@ -238,12 +238,9 @@ class _Run:
             self._result.prefill_calls[name] = call
         self._result.metrics.count_prefill(
             bucket,
+            PrefillUse(1, len(action.rows), action.num_tokens, call.num_tokens),
             is_scored=action.is_scored,
-            rows=len(action.rows),
-            real_tokens=sum(row.count for row in action.rows),
-            prefix_tokens=sum(row.count for row in action.rows if row.is_of_prefix),
-            computed_tokens=call.num_tokens,
-            seconds=0.0,
+            prefix_tokens=action.prefix_tokens,
             shared_tokens=action.shared_tokens,
         )
 

@@ -9,7 +9,7 @@ from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.planning.work import Work
 from noria.runtime.batch.plan_report import plan_table, with_waste
-from noria.runtime.engine.metrics import EngineMetrics
+from noria.runtime.engine.metrics import EngineMetrics, PrefillUse
 from noria.sharding.layout import Layout
 
 MODEL = PlannedModel("tiny", "")
@@ -49,15 +49,7 @@ def test_layouts_prefixes_and_plans_that_only_score_are_said():
 def test_waste_is_the_share_of_padding_in_the_work_of_every_bucket(layout):
     work, metrics = work_of(layout), EngineMetrics()
     for is_scored in (False, True):
-        metrics.count_prefill(
-            GRID.prefill[0],
-            is_scored=is_scored,
-            rows=3,
-            real_tokens=16,
-            prefix_tokens=0,
-            computed_tokens=64,
-            seconds=2.0,
-        )
+        metrics.count_prefill(GRID.prefill[0], PrefillUse(1, 3, 16, 64, 2.0), is_scored=is_scored)
     metrics.count_decode(32, steps=4, emitted=24, live_slots=7, slots=8, seconds=1.0)
     buckets = with_waste(metrics.report(), GRID, work)["buckets"]
     devices = 1 if layout is None else 2
