@@ -121,7 +121,7 @@ class _Job:
                 self.disk.remove(settings.journal_path)
             elif (manifest := finished_manifest(settings)) is not None:
                 return self.peers.broadcast(self._do_nothing(manifest))
-            earlier = updatable_manifest(settings) if settings.updates else None
+            earlier = updatable_manifest(settings) if settings.identity.updates else None
             with closing(self._open_journal(earlier)) as journal:
                 if earlier is not None:
                     keep_facts(earlier, journal)
@@ -146,9 +146,9 @@ class _Job:
             refuse_foreign_outputs(settings)
         return Journal.open(
             settings.journal_path,
-            settings.stored_configuration,
-            may_differ=settings.may_differ,
-            keeps_plan=settings.keeps_plan,
+            settings.identity.stored,
+            may_differ=settings.identity.may_differ,
+            keeps_plan=settings.identity.keeps_plan,
             disk=self.disk,
         )
 
