@@ -317,9 +317,9 @@ def _leave_attention(out_BTKGH: jax.Array, exchanged: MeshAxes, G: int) -> jax.A
 def _regroup(queries: Queries, copies: int) -> Queries:
     """Group the queries of neighbouring copies of a key/value head as queries of one head."""
     B, T, K, G, H = queries.q_BTKGH.shape
-    heads = K // copies, G * copies
-    sink_KG = None if queries.sink_KG is None else queries.sink_KG.reshape(heads)
-    return Queries(queries.q_BTKGH.reshape(B, T, *heads, H), sink_KG)
+    K, G = K // copies, G * copies
+    sink_KG = None if queries.sink_KG is None else queries.sink_KG.reshape(K, G)
+    return Queries(queries.q_BTKGH.reshape(B, T, K, G, H), sink_KG)
 
 
 def _first_copies(new: PromptKeysValues, copies: int) -> PromptKeysValues:

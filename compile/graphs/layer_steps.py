@@ -137,11 +137,12 @@ class CalibrationLayer:
         self, x_UD: np.ndarray, gate_up_PDF: np.ndarray, bias_PF: np.ndarray | None
     ) -> np.ndarray:
         """The input `[U, F]` of one expert's weight `down`, for the rows of its tokens."""
-        weights = jnp.asarray(gate_up_PDF), None if bias_PF is None else jnp.asarray(bias_PF)
         h_UF = np.empty((len(x_UD), gate_up_PDF.shape[-1]), np.float32)
+        weight, bias = jnp.asarray(gate_up_PDF), None if bias_PF is None else jnp.asarray(bias_PF)
         for start in range(0, len(x_UD), _TILE):
             x_WD = x_UD[start : start + _TILE]
-            h_WF = self._hidden(np.pad(x_WD, ((0, _TILE - len(x_WD)), (0, 0))), *weights)
+            padded_WD = np.pad(x_WD, ((0, _TILE - len(x_WD)), (0, 0)))
+            h_WF = self._hidden(padded_WD, weight, bias)
             h_UF[start : start + _TILE] = np.asarray(h_WF)[: len(x_WD)]
         return h_UF
 
