@@ -102,7 +102,7 @@ class JobSettings:
     output_path: Path
     model_name: str
     identity: JobIdentity
-    """What a journal or a finished output must have in common with the job."""
+    """The part of the settings that a journal or a finished output must have in common."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     sampling_defaults_source: str = "noria"
     form: StructuredOutputsParams | None = None

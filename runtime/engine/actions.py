@@ -76,7 +76,7 @@ class PrefillAction:
 
     @property
     def prefix_tokens(self) -> int:
-        """Those tokens that belong to shared prefixes."""
+        """Tokens of the prompts that the call computes for shared prefixes."""
         return sum(row.count for row in self.rows if row.is_of_prefix)
 
     @property
