@@ -300,19 +300,20 @@ class Plan:
         head = {"schema": SCHEMA, "target": self.target}
         head["max_length_reason"] = self.max_length_reason or None
         lines = key_lines(head)
-        if self.evidence is not None:
-            lines += table_lines("evidence", self.evidence.to_table())
-        lines += table_lines("model", self.model.to_table())
-        lines += table_lines("numbers", self.numbers.to_table())
-        lines += table_lines("buckets", self.buckets.to_table())
-        if self.buckets.prefixes is not None:
-            lines += table_lines("prefixes", self.buckets.prefixes.to_table())
-        if self.buckets.structured is not None:
-            lines += table_lines("structured", asdict(self.buckets.structured))
-        if self.buckets.adapters is not None:
-            lines += table_lines("adapters", asdict(self.buckets.adapters))
-        if self.attention != AUTO_ATTENTION:
-            lines += table_lines("attention", asdict(self.attention))
+        buckets = self.buckets
+        tables = {
+            "evidence": self.evidence and self.evidence.to_table(),
+            "model": self.model.to_table(),
+            "numbers": self.numbers.to_table(),
+            "buckets": buckets.to_table(),
+            "prefixes": buckets.prefixes and buckets.prefixes.to_table(),
+            "structured": buckets.structured and asdict(buckets.structured),
+            "adapters": buckets.adapters and asdict(buckets.adapters),
+            "attention": None if self.attention == AUTO_ATTENTION else asdict(self.attention),
+        }
+        for name, table in tables.items():
+            if table is not None:
+                lines += table_lines(name, table)
         if self.experts is not None:
             lines += self.experts.to_lines()
         for kind, options in self.compiler.items():

@@ -162,22 +162,14 @@ class _LastCall(NamedTuple):
     """Tokens that the sequence emits past a stop string."""
 
 
-def simulate(
-    grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | None, num_held: int = 0
-) -> Simulation:
-    """Simulate a job.
+def schedule(grid: BucketGrid, rows: Sequence[SimulatedRow], num_held: int = 0) -> Schedule:
+    """The schedule of a job.
 
     Args:
       grid: The grid.
       rows: The rows in the order in which they are submitted.
-      cost: Gives the seconds of calls; without it all calls take 0 seconds.
       num_held: The number of slots that may hold shared prefixes at one time.
     """
-    return schedule(grid, rows, num_held).priced(grid, cost)
-
-
-def schedule(grid: BucketGrid, rows: Sequence[SimulatedRow], num_held: int = 0) -> Schedule:
-    """The schedule of a job; the arguments are those of `simulate`."""
     run = _Run(grid, rows)
     run.scheduler.reserve(num_held)
     return run.run()
