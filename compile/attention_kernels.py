@@ -18,7 +18,7 @@ from ..modelzoo.attention.attend import Attend
 from ..modelzoo.attention.blockwise import attend_blockwise
 from ..modelzoo.cache.kv_cache import num_cache_entries
 from ..modelzoo.cache.segments import segment_lengths
-from ..modelzoo.config import DecoderConfig, Scores, Window
+from ..modelzoo.config import DecoderConfig
 from ..modelzoo.kernels.call import AttentionCall
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
 from ..modelzoo.kernels.flash import attend_flash, flash_refusal
@@ -219,8 +219,8 @@ def _prompt_call(
     """Attention of whole prompts to themselves; latents are expanded to heads first."""
     latent = config.latent
     value_dim = config.head_dim if latent is None else latent.value_dim
-    sizes = num_tokens, config.head_dim, value_dim
-    return AttentionCall(*sizes, dtype, *_options(config), is_in_order=is_in_order)
+    call = _call(config, dtype, num_tokens, config.head_dim, value_dim)
+    return replace(call, is_in_order=is_in_order)
 
 
 def _chunk_call(
@@ -264,10 +264,12 @@ def _after_prefix(
 
 def _cache_call(config: DecoderConfig, dtype: jnp.dtype, num_queries: int) -> AttentionCall:
     """Attention to a cache; latents serve as keys and as values."""
-    sizes = num_queries, config.cache_dim, config.cache_dim
-    reads_latents = config.latent is not None
-    return AttentionCall(*sizes, dtype, *_options(config), reads_latents=reads_latents)
+    call = _call(config, dtype, num_queries, config.cache_dim, config.cache_dim)
+    return replace(call, reads_latents=config.latent is not None)
 
 
-def _options(config: DecoderConfig) -> tuple[frozenset[Window], Scores, bool]:
-    return frozenset(config.windows), config.attention_scores, config.sinks
+def _call(
+    config: DecoderConfig, dtype: jnp.dtype, num_queries: int, key_dim: int, value_dim: int
+) -> AttentionCall:
+    windows, scores = frozenset(config.windows), config.attention_scores
+    return AttentionCall(num_queries, key_dim, value_dim, dtype, windows, scores, config.sinks)

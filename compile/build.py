@@ -186,9 +186,14 @@ class _GraphPlanner:
         }
         if grid.embed:
             return  # such a grid has no state
-        of_cache = placement.num_cache_heads(config), placement.cache_stripes
-        cache_dtype = placement.cache_dtype(dtype)
-        self._make_state = partial(signatures.decode_state, model, grid, cache_dtype, *of_cache)
+        self._make_state = partial(
+            signatures.decode_state,
+            model,
+            grid,
+            placement.cache_dtype(dtype),
+            placement.num_cache_heads(config),
+            placement.cache_stripes,
+        )
         state = jax.eval_shape(self._make_state)
         prefixes = state.prefixes and state.prefixes.map(self._abstract_segments)
         self._state = state.map(self._abstract_segments)._replace(prefixes=prefixes)

@@ -15,11 +15,12 @@ from ..modelzoo.config import DecoderConfig
 from ..sharding import communication
 from ..sharding.call import Call
 from ..sharding.layer_shapes import ExpectedCollective
-from ..sharding.layout import PHASES, Layout
+from ..sharding.layout import Layout
 from ..sharding.legality import check
+from ..sharding.placement import Placement
 from .abstract_model import AbstractModel, model_sizes
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
-from .build import compile_with_text, plan_graphs
+from .build import GraphSpec, compile_with_text, plan_graphs
 from .graphs.graph_kinds import GraphKey, call_of
 from .grids.bucket_grid import BucketGrid
 from .hardware.hardware import Hardware
@@ -97,65 +98,78 @@ class LayoutResult:
         return table
 
 
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model and its grid, of which the longest prefill and decode graphs are compiled."""
+
+    config: DecoderConfig
+    grid: BucketGrid
+    dtype: jax.typing.DTypeLike
+    """The dtype of weights and activations."""
+    attention: AttentionPlan = AUTO_ATTENTION
+    """The kernels that the plan names."""
+    scan_layers: bool = False
+    """Whether repeated layers run in a loop."""
+
+    def graphs(self, model: AbstractModel, placement: Placement) -> list[GraphSpec]:
+        """The longest prefill graph and decode graph under a layout."""
+        dtype, grid = jnp.dtype(self.dtype), self.grid
+        planned = plan_graphs(model, grid, placement, dtype, attention=self.attention)
+        graphs = {graph.key: graph for graph in planned}
+        longest = GraphKey("prefill", grid.prefill[-1]), GraphKey("decode", grid.max_length)
+        return [graphs[key] for key in longest]
+
+
 def measure(
-    config: DecoderConfig,
+    measured: MeasuredModel,
     layout: Layout,
     target: Target,
-    grid: BucketGrid,
-    dtype: jax.typing.DTypeLike,
+    *,
     on_graph: Callable[[str, float], None] = lambda name, seconds: None,
-    attention: AttentionPlan = AUTO_ATTENTION,
-    scan_layers: bool = False,
     hardware: Hardware | None = None,
     torus: Sequence[int] = (),
 ) -> LayoutResult:
     """Compile the longest prefill graph and decode graph of a grid under a layout, and read them.
 
     Args:
-      config: The model.
+      measured: The model and its grid.
       layout: The layout to measure.
       target: Devices, present or not.
-      grid: The grid whose longest graphs are compiled.
-      dtype: Dtype of weights and activations.
       on_graph: Called with name and seconds after each compile.
-      attention: Kernels that the plan names.
-      scan_layers: Whether repeated layers run in a loop.
       hardware: Rates of the target. If it has a clock, the evidence has cycles.
       torus: Dimensions of the target's slice.
     """
+    config, grid, dtype = measured.config, measured.grid, jnp.dtype(measured.dtype)
     findings = check(layout, model_sizes(config, len(target.devices), grid))
     result = LayoutResult(layout.name, dict(layout.mesh.axes), not findings, findings)
     if findings:
         result.verdict = "illegal"
         return result
     placement = target.placement(layout)
-    model = AbstractModel(config, placement.arrangement(config, scan_layers))
-    work = Work(model, jnp.dtype(dtype).name, layout, placement.cache_dtype(dtype))
+    model = AbstractModel(config, placement.arrangement(config, measured.scan_layers))
+    work = Work(model, dtype.name, layout, placement.cache_dtype(dtype))
     result.bytes_per_device = {"params": work.parameter_bytes, "cache": work.grid_bytes(grid)}
-    kernels = choose_kernels(config, grid, placement, jnp.dtype(dtype), attention)
+    kernels = choose_kernels(config, grid, placement, dtype, measured.attention)
     result.attention = kernels.report()
-    planned = plan_graphs(model, grid, placement, jnp.dtype(dtype), attention=attention)
-    graphs = {graph.key: graph for graph in planned}
-    longest = GraphKey("prefill", grid.prefill[-1]), GraphKey("decode", grid.max_length)
-    for phase, key in zip(PHASES, longest, strict=True):
+    for graph in measured.graphs(model, placement):
         try:
-            compiled, text, seconds = compile_with_text(graphs[key])
+            compiled, text, seconds = compile_with_text(graph)
         except RuntimeError as error:
             # a comparison of layouts should report a device whose memory is too small
             reason = str(error).strip().partition("\n")[0]
             result.verdict = "does not compile"
             result.findings.append(
-                f"{key} does not compile for {target.name}: {reason} Try more "
+                f"{graph.key} does not compile for {target.name}: {reason} Try more "
                 f"devices, fewer slots, shorter rows or a layout that splits more."
             )
             return result
-        on_graph(str(key), seconds)
+        on_graph(str(graph.key), seconds)
         result.compile_seconds += seconds
-        call = call_of(grid, key)
+        call = call_of(grid, graph.key)
         _read(result, compiled, text, call, work)
         if text is not None:
             evidence = read_evidence(text, target.platform, call, work, hardware, torus)
-            result.programs[phase] = evidence.as_json()
+            result.programs[call.phase] = evidence.as_json()
     result.bytes_per_device["temp"] = max(result.temp_by_phase.values())
     result.flops = sum(result.flops_by_phase.values())
     return result

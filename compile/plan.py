@@ -2,8 +2,7 @@
 
 Reads and writes the text of the file, and touches no disk.
 
-Guarantees: schema 2 is written, and schema 1 is read as well;
-`Plan.from_table(tomllib.loads(plan.to_toml())) == plan`; unknown keys are refused.
+Guarantees: `Plan.from_table(tomllib.loads(plan.to_toml())) == plan`; unknown keys are refused.
 """
 
 from collections.abc import Mapping, Set
@@ -27,10 +26,11 @@ from .weight_rules import FLOAT, KEPT, WeightRules
 
 SCHEMA = 2
 _LAYOUT_KEYS = {"layout", "max_replicated", "mesh", "rules", *PHASES}
-_REQUIRED = {"schema", "target", "model", "buckets"}
-_TABLES_OF_BUCKETS = {"prefixes", "structured", "adapters"}
-"""The tables that are fields of `BucketGrid`."""
-_OPTIONAL = {*_LAYOUT_KEYS, "experts", "attention", "max_length_reason"}
+_TABLES_OF_BUCKETS = {"prefixes": PrefixGrid, "structured": StructuredGrid, "adapters": AdapterGrid}
+"""The tables that are fields of `BucketGrid`, with their types."""
+_REQUIRED = {"schema", "target", "model", "numbers", "buckets"}
+_OPTIONAL = {"experts", "attention", "max_length_reason", "compiler", "evidence"}
+_OPTIONAL |= _LAYOUT_KEYS | _TABLES_OF_BUCKETS.keys()
 DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = (FLOAT, "int8")
 WEIGHTS = {"int8": "int8", "float8": "float8_e4m3fn", "int4": "int4"}
@@ -300,19 +300,20 @@ class Plan:
         head = {"schema": SCHEMA, "target": self.target}
         head["max_length_reason"] = self.max_length_reason or None
         lines = key_lines(head)
-        if self.evidence is not None:
-            lines += table_lines("evidence", self.evidence.to_table())
-        lines += table_lines("model", self.model.to_table())
-        lines += table_lines("numbers", self.numbers.to_table())
-        lines += table_lines("buckets", self.buckets.to_table())
-        if self.buckets.prefixes is not None:
-            lines += table_lines("prefixes", self.buckets.prefixes.to_table())
-        if self.buckets.structured is not None:
-            lines += table_lines("structured", asdict(self.buckets.structured))
-        if self.buckets.adapters is not None:
-            lines += table_lines("adapters", self.buckets.adapters.to_table())
-        if self.attention != AUTO_ATTENTION:
-            lines += table_lines("attention", asdict(self.attention))
+        buckets = self.buckets
+        tables = {
+            "evidence": self.evidence and self.evidence.to_table(),
+            "model": self.model.to_table(),
+            "numbers": self.numbers.to_table(),
+            "buckets": buckets.to_table(),
+            "prefixes": buckets.prefixes and buckets.prefixes.to_table(),
+            "structured": buckets.structured and asdict(buckets.structured),
+            "adapters": buckets.adapters and asdict(buckets.adapters),
+            "attention": None if self.attention == AUTO_ATTENTION else asdict(self.attention),
+        }
+        for name, table in tables.items():
+            if table is not None:
+                lines += table_lines(name, table)
         if self.experts is not None:
             lines += self.experts.to_lines()
         for kind, options in self.compiler.items():
@@ -336,28 +337,21 @@ class Plan:
         Raises:
           ValueError: A key or value is wrong, or a key is missing; the error names it.
         """
-        table = _in_schema_2(table)
-        required, optional = (
-            _REQUIRED | {"numbers"},
-            _OPTIONAL | _TABLES_OF_BUCKETS | {"compiler", "evidence"},
-        )
-        check_keys("plan", table, required, optional)
+        schema = table.get("schema", SCHEMA)
+        if schema != SCHEMA or type(schema) is not int:
+            raise ValueError(
+                f"plan schema: expected {SCHEMA}, got {schema!r}. Plan again with this version, "
+                f"or use the version of noria that wrote the plan."
+            )
+        check_keys("plan", table, _REQUIRED, _OPTIONAL)
         model, buckets = table["model"], table["buckets"]
         check_keys("[model]", model, {"source", "fingerprint"}, {"scan_layers"})
-        _check_fields("[buckets]", buckets, BucketGrid, {"chunk"}, _TABLES_OF_BUCKETS)
-        prefixes = None
-        if "prefixes" in table:
-            _check_fields("[prefixes]", table["prefixes"], PrefixGrid)
-            prefixes = PrefixGrid.from_table(table["prefixes"])
-        structured = None
-        if "structured" in table:
-            _check_fields("[structured]", table["structured"], StructuredGrid)
-            structured = StructuredGrid(**table["structured"])
-        adapters = None
-        if "adapters" in table:
-            _check_fields("[adapters]", table["adapters"], AdapterGrid)
-            adapters = AdapterGrid(**table["adapters"])
-        of_buckets = {"prefixes": prefixes, "structured": structured, "adapters": adapters}
+        _check_fields("[buckets]", buckets, BucketGrid, {"chunk"}, _TABLES_OF_BUCKETS.keys())
+        grids = {}
+        for key, kind in _TABLES_OF_BUCKETS.items():
+            if key in table:
+                _check_fields(f"[{key}]", table[key], kind)
+                grids[key] = kind(**table[key])
         experts = ExpertPlan.from_table(table["experts"]) if "experts" in table else None
         evidence = PlanEvidence.from_table(table["evidence"]) if "evidence" in table else None
         attention = AttentionPlan.from_table(table.get("attention", {}))
@@ -365,7 +359,7 @@ class Plan:
             table["target"],
             PlannedModel(**model),
             Numbers.from_table(table["numbers"]),
-            BucketGrid.from_table({**buckets, **of_buckets}),
+            BucketGrid.from_table({**buckets, **grids}),
             _layout(table),
             experts,
             attention,
@@ -386,28 +380,6 @@ def _check_fields(
     required = {key.name for key in fields(kind) if key.default is MISSING}
     optional = {key.name for key in fields(kind)} - required - without | also
     check_keys(where, table, required, optional)
-
-
-def _in_schema_2(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The table in schema 2; schema 1 has `model.dtype` instead of `[numbers]`."""
-    schema = table.get("schema", SCHEMA)
-    if schema not in (1, SCHEMA) or type(schema) is not int:
-        raise ValueError(
-            f"plan schema: expected 1 or {SCHEMA}, got {schema!r}. Plan again with this version, "
-            f"or use the version of noria that wrote the plan."
-        )
-    if schema == SCHEMA:
-        return table
-    if newer := sorted({"numbers", "compiler", "evidence", *_TABLES_OF_BUCKETS} & set(table)):
-        raise ValueError(
-            f"plan of schema 1: expected none of {newer}, which schema {SCHEMA} has. Set schema = "
-            f"{SCHEMA}, and move model.dtype to [numbers]."
-        )
-    check_keys("plan of schema 1", table, _REQUIRED, _OPTIONAL)
-    model = table["model"]
-    check_keys("[model] of schema 1", model, {"source", "fingerprint", "dtype"}, {"scan_layers"})
-    others = {key: value for key, value in model.items() if key != "dtype"}
-    return {**table, "schema": SCHEMA, "model": others, "numbers": {"dtype": model["dtype"]}}
 
 
 def _layout(table: Mapping[str, Any]) -> Layout | None:

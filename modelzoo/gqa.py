@@ -18,7 +18,7 @@ from .config import Arrangement, DecoderConfig
 from .layers import HeadsNorm, Norm, constant, merge_heads, weight
 from .operations import Operations
 from .rope import PositionCode, encode
-from .weights.weight_products import einsum
+from .weights.product import Product, einsum
 
 
 class GroupedHeads(nnx.Module):
@@ -51,8 +51,8 @@ class GroupedHeads(nnx.Module):
         q_BTKGH, new = self._project(x_BTD, code, operations)
         sink_KG = self.sinks[...] if self.config.sinks else None
         out_BTKGH, cache_update = layer_attention.attend(Queries(q_BTKGH, sink_KG), new, None)
-        merge = ("BTKGH,KGHD->BTD", merge_heads)
-        out_BTD = operations.project(*merge, out_BTKGH, self.output, axes.HEADS, axes.RESIDUAL)
+        merge = Product("BTKGH,KGHD->BTD", merge_heads)
+        out_BTD = operations.project(merge, out_BTKGH, self.output, axes.HEADS, axes.RESIDUAL)
         if self.config.output_bias:
             out_BTD = out_BTD + self.output_bias[...][None, None]
         return out_BTD, cache_update
@@ -61,7 +61,7 @@ class GroupedHeads(nnx.Module):
         self, x_BTD: jax.Array, code: PositionCode, operations: Operations
     ) -> tuple[jax.Array, PromptKeysValues]:
         product = einsum("BTD,DKJH->BTKJH")
-        qkv_BTKJH = operations.project(*product, x_BTD, self.qkv, axes.RESIDUAL, axes.HEADS)
+        qkv_BTKJH = operations.project(product, x_BTD, self.qkv, axes.RESIDUAL, axes.HEADS)
         qkv_BTKJH = jax.lax.platform_dependent(
             qkv_BTKJH, tpu=_with_heads_last, default=lambda qkv_BTKJH: qkv_BTKJH
         )

@@ -16,7 +16,7 @@ from flax import nnx
 from . import axes
 from .config import DecoderConfig, TokenInputs
 from .operations import Operations
-from .weights.weight_products import einsum, einsum_product, gate_up_product
+from .weights.product import Product, einsum, einsum_product, gate_up_product
 
 if TYPE_CHECKING:
     from .moe.call import ExpertCall
@@ -167,10 +167,9 @@ class Embedding(nnx.Module):
 
     def logits(self, x_BD: jax.Array, operations: Operations) -> jax.Array:
         """Float32 `logits_BV` of final hidden states; on one device, with any leading axes."""
+        product = einsum("BD,VD->BV", with_leading="...D,VD->...V")
         x_axes = (axes.RESIDUAL_BATCH, axes.EMBED)
-        _, product = einsum("...D,VD->...V")
-        names = x_axes, axes.LOGITS
-        return operations.project("BD,VD->BV", product, x_BD, self.table, *names, jnp.float32)
+        return operations.project(product, x_BD, self.table, x_axes, axes.LOGITS, jnp.float32)
 
 
 class InputSum(nnx.Module):
@@ -226,11 +225,11 @@ class PlainMlp(nnx.Module):
     ) -> jax.Array:
         del experts  # only `SparseMlp`, which has the same signature, uses it
         up, down = einsum("BTD,DF->BTF"), einsum("BTF,FD->BTD")
-        h_BTF = operations.project(*up, x_BTD, self.up, axes.RESIDUAL, axes.HIDDEN)
+        h_BTF = operations.project(up, x_BTD, self.up, axes.RESIDUAL, axes.HIDDEN)
         if self.config.mlp_bias:
             h_BTF = h_BTF + self.up_bias[...][None, None]
         h_BTF = ACTIVATIONS[self.config.activation](h_BTF.astype(jnp.float32)).astype(x_BTD.dtype)
-        out_BTD = operations.project(*down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
+        out_BTD = operations.project(down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
         if self.config.mlp_bias:
             out_BTD = out_BTD + self.down_bias[...][None, None]
         return out_BTD
@@ -256,15 +255,15 @@ class GatedMlp(nnx.Module):
     ) -> jax.Array:
         del experts  # only `SparseMlp`, which has the same signature, uses it
         project = operations.project
-        gate_up = ("BTD,PDF->PBTF", gate_up_product)
-        h_PBTF = project(*gate_up, x_BTD, self.gate_up, axes.RESIDUAL, ("", *axes.HIDDEN))
+        gate_up = Product("BTD,PDF->PBTF", gate_up_product)
+        h_PBTF = project(gate_up, x_BTD, self.gate_up, axes.RESIDUAL, ("", *axes.HIDDEN))
         if self.config.mlp_bias:
             h_PBTF = h_PBTF + self.gate_up_bias[...][:, None, None]
         # in float32: in bfloat16 every step of the activation would be rounded
         gate_BTF, up_BTF = h_PBTF.astype(jnp.float32)
         h_BTF = (ACTIVATIONS[self.config.activation](gate_BTF) * up_BTF).astype(x_BTD.dtype)
         down = einsum("BTF,FD->BTD")
-        out_BTD = project(*down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
+        out_BTD = project(down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
         if self.config.mlp_bias:
             out_BTD = out_BTD + self.down_bias[...][None, None]
         return out_BTD

@@ -26,7 +26,7 @@ from .latent_config import LatentAttention
 from .layers import Norm, merge_heads, weight
 from .operations import Operations
 from .rope import PositionCode, Rotation, rotate
-from .weights.weight_products import einsum
+from .weights.product import Product, einsum
 
 
 class LatentHeads(nnx.Module):
@@ -68,25 +68,25 @@ class LatentHeads(nnx.Module):
         out_BTNH, cache_update = attend(
             plain_BTNH, rotated_BTNH, latents, layer_attention, operations
         )
-        merge = ("BTNH,NHD->BTD", merge_heads)
-        names = axes.LATENT_HEADS, axes.RESIDUAL
-        return operations.project(*merge, out_BTNH, self.output, *names), cache_update
+        merge = Product("BTNH,NHD->BTD", merge_heads)
+        out_BTD = operations.project(merge, out_BTNH, self.output, axes.LATENT_HEADS, axes.RESIDUAL)
+        return out_BTD, cache_update
 
     def _queries(self, x_BTD: jax.Array, operations: Operations) -> jax.Array:
         """Queries, before the rotation of their last features."""
         project, heads = operations.project, axes.LATENT_HEADS
         if self.sizes.query_rank is None:
-            return project(*einsum("BTD,DNH->BTNH"), x_BTD, self.query, axes.RESIDUAL, heads)
+            return project(einsum("BTD,DNH->BTNH"), x_BTD, self.query, axes.RESIDUAL, heads)
         down, up = einsum("BTD,DI->BTI"), einsum("BTI,INH->BTNH")
-        x_BTI = project(*down, x_BTD, self.query_down, axes.RESIDUAL, axes.LATENTS)
-        return project(*up, self.query_norm(x_BTI), self.query, axes.LATENTS, heads)
+        x_BTI = project(down, x_BTD, self.query_down, axes.RESIDUAL, axes.LATENTS)
+        return project(up, self.query_norm(x_BTI), self.query, axes.LATENTS, heads)
 
     def _latents(
         self, x_BTD: jax.Array, rotation: Rotation, operations: Operations
     ) -> PromptLatents:
         """The cache entries of tokens: the normed latent, then the rotated key."""
         down = einsum("BTD,DH->BTH")
-        latent_BTH = operations.project(*down, x_BTD, self.latent_down, axes.RESIDUAL, axes.LATENTS)
+        latent_BTH = operations.project(down, x_BTD, self.latent_down, axes.RESIDUAL, axes.LATENTS)
         x_BTI, key_BTH = jnp.split(latent_BTH, [self.sizes.rank], axis=-1)
         key_BTH = rotate(key_BTH[:, :, None], rotation)[:, :, 0]
         return PromptLatents(jnp.concatenate([self.latent_norm(x_BTI), key_BTH], axis=-1))
@@ -101,9 +101,9 @@ class LatentHeads(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """Attend with keys and values that are computed for each head."""
         x_BTI, key_BTH = jnp.split(latents.latent_BTH, [self.sizes.rank], axis=-1)
-        up, array_axes = einsum("BTI,NHI->BTNH"), (axes.LATENTS, axes.LATENT_HEADS)
-        k_BTNH = operations.project(*up, x_BTI, self.key_up, *array_axes)
-        v_BTNH = operations.project(*up, x_BTI, self.value_up, *array_axes)
+        up, heads = einsum("BTI,NHI->BTNH"), axes.LATENT_HEADS
+        k_BTNH = operations.project(up, x_BTI, self.key_up, axes.LATENTS, heads)
+        v_BTNH = operations.project(up, x_BTI, self.value_up, axes.LATENTS, heads)
         shared_BTNH = jnp.broadcast_to(key_BTH[:, :, None], rotated_BTNH.shape)
         k_BTNH = jnp.concatenate([k_BTNH, shared_BTNH], axis=-1)
         q_BTNH = jnp.concatenate([plain_BTNH, rotated_BTNH], axis=-1)
@@ -121,10 +121,10 @@ class LatentHeads(nnx.Module):
         operations: Operations,
     ) -> tuple[jax.Array, Any]:
         """Attend with latents as the keys and values of all heads."""
-        absorbed, array_axes = einsum("BTNH,NHI->BTNI"), (axes.LATENT_HEADS, axes.LATENT_HEADS)
-        q_BTNI = operations.project(*absorbed, plain_BTNH, self.key_up, *array_axes)
+        absorbed, heads = einsum("BTNH,NHI->BTNI"), axes.LATENT_HEADS
+        q_BTNI = operations.project(absorbed, plain_BTNH, self.key_up, heads, heads)
         q_BTNH = jnp.concatenate([q_BTNI, rotated_BTNH], axis=-1)
         queries = Queries(q_BTNH[:, :, :, None])
         out_BTNGH, cache_update = layer_attention.attend(queries, None, latents)
         up, out_BTNI = einsum("BTNI,NHI->BTNH"), out_BTNGH[:, :, :, 0, : self.sizes.rank]
-        return operations.project(*up, out_BTNI, self.value_up, *array_axes), cache_update
+        return operations.project(up, out_BTNI, self.value_up, heads, heads), cache_update

@@ -14,9 +14,10 @@ import numpy as np
 
 from .axes import row_axis
 from .cache.segments import IN_ORDER, ONE_STRIPE, Segments, Stripe, Stripes
-from .weights.adapted_weight import AdaptedWeight, multiply_adapted
+from .weights.adapted_weight import AdaptedWeight, add_change, base_of, multiply_adapters
+from .weights.product import Product
 from .weights.quantised_weight import take_rows
-from .weights.weight_products import Axes, Product, multiply
+from .weights.weight_products import Axes, multiply
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -48,24 +49,26 @@ class Operations:
         return x
 
     def project(
-        self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
+        self, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
         out_axes: Axes = (), dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:  # fmt: skip
         """Multiply activations with a weight. All products with weights go through this method.
 
         Args:
-          equation: The einsum that `product` computes.
-          product: A function of `x` and `weight`.
+          product: The product of `x` and `weight`.
           x: Activations.
           weight: The weight.
           x_axes: The logical axes of `x`; not needed if the device has all arrays whole.
           out_axes: The logical axes of the result; not needed if the device has all arrays whole.
           dtype: The dtype of the result; by default that of `x`.
         """
-        if isinstance(weight[...], AdaptedWeight):
-            given = x, weight, self._adapter_B, x_axes, out_axes, dtype
-            return multiply_adapted(self.project, equation, product, *given)
-        return self._multiply(equation, product, x, weight, x_axes, out_axes, dtype)
+        if not isinstance(weight[...], AdaptedWeight):
+            return self._multiply(product, x, weight, x_axes, out_axes, dtype)
+        out = self.project(product, x, base_of(weight), x_axes, out_axes, dtype)
+        if (rows := self._adapter_B) is None:
+            return out
+        change = multiply_adapters(self.project, product, x, weight, rows, x_axes, out_axes)
+        return add_change(out, change, rows, product)
 
     def for_adapters(self, adapter_B: jax.Array | None) -> "Operations":
         """The operations of a call whose rows use these adapters; see `adapted_weight`."""
@@ -76,11 +79,11 @@ class Operations:
         return adapted
 
     def _multiply(
-        self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes,
-        out_axes: Axes, dtype: jax.typing.DTypeLike | None,
+        self, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes, out_axes: Axes,
+        dtype: jax.typing.DTypeLike | None,
     ) -> jax.Array:  # fmt: skip
         """Multiply activations with a weight that is not adapted; see `project`."""
-        return multiply(equation, product, x, weight, x_axes, out_axes, dtype)
+        return multiply(product, x, weight, x_axes, out_axes, dtype)
 
     def lookup(self, table: "nnx.Param", ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
         """Look up rows of a table by id."""

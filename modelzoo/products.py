@@ -28,7 +28,8 @@ from .moe.routing import Router
 from .moe_config import Dispatch
 from .operations import Operations
 from .rope import position_code
-from .weights.weight_products import Axes, Product, axes_of
+from .weights.product import Labels, Product
+from .weights.weight_products import Axes, axes_of
 
 if TYPE_CHECKING:
     from .weights.weight_products import Weight
@@ -54,16 +55,14 @@ class WeightProduct:
     """The number of the residual addition that the result belongs to, counted within the layer."""
 
     @property
-    def labels(self) -> tuple[str, str, str]:
+    def labels(self) -> Labels:
         """Dimension letters of the activations, the weight and the result."""
-        inputs, out = self.equation.split("->")
-        x, weight = inputs.split(",")
-        return x, weight, out
+        return Labels.of(self.equation)
 
     @property
     def num_weights(self) -> int:
         """The number of elements of the weight."""
-        return math.prod(self.sizes[label] for label in self.labels[1])
+        return math.prod(self.sizes[label] for label in self.labels.weight)
 
 
 class LayerRecord(Operations):
@@ -88,14 +87,14 @@ class LayerRecord(Operations):
         self._num_sums = 0
 
     def project(
-        self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
+        self, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
         out_axes: Axes = (), dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:  # fmt: skip
         logical_axes = axes_of(weight)
         products = self.expert_products if axes.EXPERTS in logical_axes else self.products
-        product_record = self._product(equation, x, weight.shape, x_axes, logical_axes, out_axes)
-        products.append(replace(product_record, parameter=self.names[id(weight)]))
-        return super().project(equation, product, x, weight, x_axes, out_axes, dtype)
+        record = self._product(product.equation, x, weight.shape, x_axes, logical_axes, out_axes)
+        products.append(replace(record, parameter=self.names[id(weight)]))
+        return super().project(product, x, weight, x_axes, out_axes, dtype)
 
     def constrain(self, x: jax.Array, logical_axes: Axes) -> jax.Array:
         self._num_sums += logical_axes == axes.RESIDUAL

@@ -32,6 +32,7 @@ from noria.compile.graphs.steps import NO_TOKEN, DecodeOutput
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.runtime.batch.job import Build, JobSettings
+from noria.runtime.batch.job_identity import JobIdentity
 from noria.runtime.batch.run import run_job
 from noria.runtime.checkpoint.model_files import open_model
 from noria.runtime.devices.backends import prepare_jax
@@ -208,10 +209,10 @@ def measure(options: argparse.Namespace, tokenizer: Tokenizer, stop: list[str]) 
     with tempfile.TemporaryDirectory() as folder:
         rows, output = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
         write_rows(rows, options.rows, stop)
-        configuration = {"model": "stand-in"}
+        identity = JobIdentity({"model": "stand-in"})
         started = time.perf_counter()
         code = run_job(
-            JobSettings(rows, output, "stand-in", configuration),
+            JobSettings(rows, output, "stand-in", identity),
             model,  # pyright: ignore[reportArgumentType]
             progress=Progress(is_quiet=True),
         )

@@ -24,7 +24,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.grid_defaults import GridDefaults, round_up
 from noria.compile.hardware.hardware import hardware_of
-from noria.compile.layout_measure import measure
+from noria.compile.layout_measure import MeasuredModel, measure
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.work import Work
 from noria.compile.target_names import TargetName
@@ -211,8 +211,8 @@ def contexts() -> dict[str, dict[int, int]]:
 def compiled_layers() -> list[dict[str, Any]]:
     """Compare the predicted communication of a layer with compiled programs at full width."""
     grid, target = BucketGrid(LENGTH, ((LENGTH, 64),), 512, (LENGTH,)), find_target(TARGET)
-    name = "weight-stationary 2D"
-    result = measure(PALM.first_layers(2), PREFILL[name], target, grid, jnp.bfloat16, note)
+    name, measured = "weight-stationary 2D", MeasuredModel(PALM.first_layers(2), grid, jnp.bfloat16)
+    result = measure(measured, PREFILL[name], target, on_graph=note)
     if result.findings:
         raise SystemExit(" ".join(result.findings))
     return [

@@ -67,7 +67,10 @@ def predict_collectives(
         for collective in [*_block_collectives(shapes), *predict_attention(shapes, kind[0])]:
             key = collective.kind, collective.mesh_axes, collective.num_bytes
             times[key] += count * collective.times
-    return [ExpectedCollective(*key, count) for key, count in times.items()]
+    return [
+        ExpectedCollective(kind, mesh_axes, num_bytes, count)
+        for (kind, mesh_axes, num_bytes), count in times.items()
+    ]
 
 
 def sent_bytes(kind: str, num_bytes: int, group: int) -> float:

@@ -85,8 +85,9 @@ class LayerShapes:
 
     def projection(self, product: WeightProduct) -> Projection:
         """Collectives of a product."""
-        arguments = product.equation, product.x, product.weight, product.out
-        return Projection.from_rules(self.rules, self.layout.rules, *arguments)
+        return Projection.from_rules(
+            self.rules, self.layout.rules, product.equation, product.x, product.weight, product.out
+        )
 
     def mesh_axes(self, product: WeightProduct) -> set[str]:
         """Mesh axes that divide the operations of a product among devices."""

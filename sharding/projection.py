@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from ..modelzoo.weights.product import Labels
 from ..modelzoo.weights.quantised_weight import QuantisedWeight, map_arrays
 from ..modelzoo.weights.weight_products import Axes
 from .axis_rules import AxisRules
@@ -74,8 +75,7 @@ class Projection:
           weight_used: Mesh axes of the weight in the product; the first ones of `weight_stored`.
           out: Mesh axes of the result.
         """
-        inputs, out_labels = equation.split("->")
-        x_labels, weight_labels = inputs.split(",")
+        x_labels, weight_labels, out_labels = Labels.of(equation)
         x_split = dict(zip(x_labels, x, strict=True))
         out_split = dict(zip(out_labels, out, strict=True))
         weight_split = dict(zip(weight_labels, weight_used, strict=True))

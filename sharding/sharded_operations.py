@@ -28,8 +28,9 @@ from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
 from ..modelzoo.operations import Operations
+from ..modelzoo.weights.product import Product
 from ..modelzoo.weights.quantised_weight import QuantisedWeight, take_rows
-from ..modelzoo.weights.weight_products import Axes, Product, axes_of, multiply
+from ..modelzoo.weights.weight_products import Axes, axes_of, multiply
 from .axis_rules import AxisRules, kv_copies
 from .cache_attention import attend_sharded_cache, attend_sharded_chunk
 from .expert_exchange import ExpertExchange
@@ -69,22 +70,24 @@ class ShardedOperations(Operations):
         return jax.lax.with_sharding_constraint(x, sharding)
 
     def _multiply(
-        self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes,
-        out_axes: Axes, dtype: jax.typing.DTypeLike | None,
+        self, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes, out_axes: Axes,
+        dtype: jax.typing.DTypeLike | None,
     ) -> jax.Array:  # fmt: skip
         def multiply_part(x: jax.Array, weight: Any, projection: Projection) -> jax.Array:
             options = {"dtype": dtype, "max_over_parts": projection.max_over_parts}
-            return multiply(equation, product, x, weight, **options)
+            return multiply(product, x, weight, **options)
 
-        return self._project(equation, multiply_part, x, weight, x_axes, out_axes)
+        return self._project(product.equation, multiply_part, x, weight, x_axes, out_axes)
 
     def _project(
         self, equation: str, product: Callable[[jax.Array, Any, Projection], jax.Array],
         x: jax.Array, weight: "Weight", x_axes: Axes, out_axes: Axes,
     ) -> jax.Array:  # fmt: skip
         """Run `product` on each device, between the collectives of an equation."""
-        weight_axes, rules = axes_of(weight), (self._rules, self._stored)
-        projection = Projection.from_rules(*rules, equation, x_axes, weight_axes, out_axes)
+        weight_axes = axes_of(weight)
+        projection = Projection.from_rules(
+            self._rules, self._stored, equation, x_axes, weight_axes, out_axes
+        )
 
         def local(x: jax.Array, weight: Any) -> jax.Array:
             return projection.reduce(product(*projection.prepare(x, weight), projection))
@@ -314,9 +317,9 @@ def _leave_attention(out_BTKGH: jax.Array, exchanged: MeshAxes, G: int) -> jax.A
 def _regroup(queries: Queries, copies: int) -> Queries:
     """Group the queries of neighbouring copies of a key/value head as queries of one head."""
     B, T, K, G, H = queries.q_BTKGH.shape
-    heads = K // copies, G * copies
-    sink_KG = None if queries.sink_KG is None else queries.sink_KG.reshape(heads)
-    return Queries(queries.q_BTKGH.reshape(B, T, *heads, H), sink_KG)
+    K, G = K // copies, G * copies
+    sink_KG = None if queries.sink_KG is None else queries.sink_KG.reshape(K, G)
+    return Queries(queries.q_BTKGH.reshape(B, T, K, G, H), sink_KG)
 
 
 def _first_copies(new: PromptKeysValues, copies: int) -> PromptKeysValues:

@@ -133,7 +133,7 @@ def _read_tables(table: Mapping[str, Any]) -> None:
     elif set(table) == {"attention"}:
         AttentionPlan.from_table(table["attention"])
     elif set(table) == {"prefixes"}:
-        PrefixGrid.from_table(table["prefixes"])
+        PrefixGrid(**table["prefixes"])
     elif set(table) == {"adapters"}:
         AdapterGrid(**table["adapters"])
     elif set(table) == {"numbers"}:

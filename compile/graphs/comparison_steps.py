@@ -93,5 +93,5 @@ def comparison_graph(
     logits: list[Any] = [state.logits_BV for state in (reference, compared)]
     results = ChosenToken._make((replicated, replicated, *(x.format for x in logits)))
     token_B = jax.ShapeDtypeStruct((B,), jnp.int32, sharding=replicated)
-    arguments = reference.logits_BV, compared.logits_BV, token_B
-    return jax.jit(graph, out_shardings=results).lower(*arguments).compile()
+    compiled = jax.jit(graph, out_shardings=results)
+    return compiled.lower(reference.logits_BV, compared.logits_BV, token_B).compile()

@@ -23,7 +23,8 @@ from ...modelzoo.moe.mix import Mixture, MoeOutput
 from ...modelzoo.moe.routing import Router, route
 from ...modelzoo.operations import ON_ONE_DEVICE, Operations
 from ...modelzoo.products import parameter_names, record_layer
-from ...modelzoo.weights.weight_products import Axes, Product, multiply
+from ...modelzoo.weights.product import Product
+from ...modelzoo.weights.weight_products import Axes, multiply
 from ..abstract_model import AbstractModel
 
 if TYPE_CHECKING:
@@ -53,14 +54,14 @@ class _InputSum(Operations):
         self.sum: jax.Array | None = None
 
     def project(
-        self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
+        self, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
         out_axes: Axes = (), dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:  # fmt: skip
         if id(weight) == self._weight:
             is_token_M1 = self._is_token_BT.reshape(-1, 1)
             x_MA = jnp.where(is_token_M1, x.reshape(len(is_token_M1), -1), 0)
             self.sum = jnp.einsum(self._equation, x_MA, x_MA, precision="highest")
-        return super().project(equation, product, x, weight, x_axes, out_axes, dtype)
+        return super().project(product, x, weight, x_axes, out_axes, dtype)
 
 
 class _ExpertInput(Operations):
@@ -136,11 +137,12 @@ class CalibrationLayer:
         self, x_UD: np.ndarray, gate_up_PDF: np.ndarray, bias_PF: np.ndarray | None
     ) -> np.ndarray:
         """The input `[U, F]` of one expert's weight `down`, for the rows of its tokens."""
-        weights = jnp.asarray(gate_up_PDF), None if bias_PF is None else jnp.asarray(bias_PF)
         h_UF = np.empty((len(x_UD), gate_up_PDF.shape[-1]), np.float32)
+        weight, bias = jnp.asarray(gate_up_PDF), None if bias_PF is None else jnp.asarray(bias_PF)
         for start in range(0, len(x_UD), _TILE):
             x_WD = x_UD[start : start + _TILE]
-            h_WF = self._hidden(np.pad(x_WD, ((0, _TILE - len(x_WD)), (0, 0))), *weights)
+            padded_WD = np.pad(x_WD, ((0, _TILE - len(x_WD)), (0, 0)))
+            h_WF = self._hidden(padded_WD, weight, bias)
             h_UF[start : start + _TILE] = np.asarray(h_WF)[: len(x_WD)]
         return h_UF
 

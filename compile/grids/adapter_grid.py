@@ -6,7 +6,6 @@ are parameters. So one plan serves all adapters that fit into it. Knows nothing 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...modelzoo.config_values import check_count
 
@@ -32,10 +31,6 @@ class AdapterGrid:
             )
         for target, rank in self.ranks.items():
             check_count(f"adapters.ranks {target!r}", rank)
-
-    def to_table(self) -> dict[str, Any]:
-        """The table of a plan's file."""
-        return {"count": self.count, "ranks": dict(self.ranks)}
 
     def rank_of(self, parameter: str) -> int:
         """The rank of a parameter of one or several layers; 0 if it is not adapted."""

@@ -106,8 +106,8 @@ class GridDefaults:
 
     def longest_prefill(self, max_length: int) -> int:
         """The longest prefill bucket of a grid; ValueError if `max_length` is too short for one."""
-        split = "a row's tokens", "residual_length"
-        return _longest_multiple(max_length, self.length_multiple, *split)
+        multiple = self.length_multiple
+        return _longest_multiple(max_length, multiple, "a row's tokens", "residual_length")
 
     def longest_span(self, max_length: int) -> int:
         """The longest span of a grid; ValueError if `max_length` is too short for one."""

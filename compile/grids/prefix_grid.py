@@ -8,7 +8,7 @@ Knows nothing of models, devices or files.
 """
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -83,13 +83,8 @@ class PrefixGrid:
                 f"{len(self.shared)}. List each prefix once, or leave out the table."
             )
 
-    @classmethod
-    def from_table(cls, table: Mapping[str, Any]) -> "PrefixGrid":
-        """Read the table of a plan, whose keys have been checked."""
-        return cls(**table)
-
     def to_table(self) -> dict[str, Any]:
-        """The table that `from_table` reads."""
+        """The table of a plan's file."""
         return {
             "groups": self.groups,
             "length": self.length,

@@ -292,8 +292,9 @@ class Work:
 
     def _row_bytes(self, length: int) -> int:
         """Bytes of the keys and values of one row on one device, if only heads are split."""
-        arguments = self.config, self._heads_only, 1, length, self.cache_dtype
-        return cache_bytes_per_device(*arguments, self.model.arrangement)
+        return cache_bytes_per_device(
+            self.config, self._heads_only, 1, length, self.cache_dtype, self.model.arrangement
+        )
 
     def _span_bytes(self, call: Call) -> float:
         """Bytes of keys and values below the span, or of all tokens of a prompt."""

@@ -108,8 +108,11 @@ def _attend_triangle(
         first_key = 0 if window is None else max(0, first_visible(first, window))
         keys = slice(first_key, queries.stop)
         mask_1TS = visible(position_1T[:, queries], position_1T[:, keys], window)
-        seen = k_BKHS[..., keys], v_BKSH[:, :, keys], mask_1TS
-        parts.append(attend_masked(q_BTKGH[:, queries], *seen, scores))
+        parts.append(
+            attend_masked(
+                q_BTKGH[:, queries], k_BKHS[..., keys], v_BKSH[:, :, keys], mask_1TS, scores
+            )
+        )
     out_BTKGH, lse_BTKG = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
     return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
 

@@ -210,8 +210,9 @@ class ChunkAttention:
 
     def _take(self, cache: LayerCache, slots: Slots, num_unseen: int) -> LayerCache:
         """The entries of one layer in some slots of a cache."""
-        heads = self.num_heads, self.head_dim
-        return layer_of_slots(cache, *slots, num_unseen, *heads, self.cache_operations)
+        return layer_of_slots(
+            cache, *slots, num_unseen, self.num_heads, self.head_dim, self.cache_operations
+        )
 
     def update_cache(
         self,

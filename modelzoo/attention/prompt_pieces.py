@@ -204,10 +204,12 @@ def write_piece(
         target = _Write(rows.slot_B, rows.start_B, rows.count_B, layer)
         return operations.write_rows(body, old, new[None], target, names)
 
-    axes_of_arrays = layers.POSITION_AXES, layers.FEATURE_AXES, layers.AXES
     # before rows are sent to the devices of their slots, as codes are fewer bytes
     encoded = layers.encode(new, splits)
-    return type(layers)(*map(write_array, layers, encoded, *axes_of_arrays))
+    kind = type(layers)
+    return kind(
+        *map(write_array, layers, encoded, kind.POSITION_AXES, kind.FEATURE_AXES, kind.AXES)
+    )
 
 
 def write_positions(

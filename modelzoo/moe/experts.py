@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import axes
+from ..weights.product import Product, einsum, gate_up_product
 from ..weights.quantised_weight import QuantisedWeight, float_dtype, slice_weight
-from ..weights.weight_products import Axes, Project, einsum, gate_up_product
+from ..weights.weight_products import Axes, Project
 from .dispatch import ExpertRows
 
 if TYPE_CHECKING:
@@ -161,12 +162,13 @@ def run_ragged(
     def bias(bias_E: jax.Array) -> jax.Array:
         return jnp.repeat(bias_E, load_E, axis=0, total_repeat_length=x_UD.shape[0])
 
-    gate, up = project("UD,EPDF->PUF", gate_up, x_UD, weights.gate_up_EPDF, dtype=jnp.float32)
+    both = Product("UD,EPDF->PUF", gate_up)
+    gate, up = project(both, x_UD, weights.gate_up_EPDF, dtype=jnp.float32)
     if weights.gate_up_bias_EPF is not None:
         gate = gate + bias(weights.gate_up_bias_EPF[:, 0])
         up = up + bias(weights.gate_up_bias_EPF[:, 1])
     h_UF = unit(gate, up).astype(x_UD.dtype)
-    y_UD = project("UF,EFD->UD", product, h_UF, weights.down_EFD, dtype=jnp.float32)
+    y_UD = project(Product("UF,EFD->UD", product), h_UF, weights.down_EFD, dtype=jnp.float32)
     return y_UD if weights.down_bias_ED is None else y_UD + bias(weights.down_bias_ED)
 
 
@@ -178,7 +180,8 @@ def hidden(
     project: Project,
 ) -> jax.Array:
     """The hidden activations of rows in one expert, or in a piece of its hidden size."""
-    h_PWF = project("WD,PDF->PWF", gate_up_product, x_WD, gate_up_PDF, dtype=jnp.float32)
+    product = Product("WD,PDF->PWF", gate_up_product)
+    h_PWF = project(product, x_WD, gate_up_PDF, dtype=jnp.float32)
     if bias_PF is not None:
         h_PWF = h_PWF + bias_PF[:, None]
     return unit(h_PWF[0], h_PWF[1]).astype(x_WD.dtype)
@@ -191,7 +194,7 @@ def _run_expert(
     bias_EPF = weights.gate_up_bias_EPF
     bias_PF = None if bias_EPF is None else bias_EPF[0]
     h_WF = hidden(x_WD, weights.gate_up_EPDF[0], bias_PF, unit, project)
-    return project(*einsum("WF,FD->WD"), h_WF, weights.down_EFD[0], dtype=jnp.float32)
+    return project(einsum("WF,FD->WD"), h_WF, weights.down_EFD[0], dtype=jnp.float32)
 
 
 def _cut(weights: ExpertWeights, e: jax.Array, start: jax.Array, size: int) -> ExpertWeights:

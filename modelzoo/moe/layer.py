@@ -12,7 +12,7 @@ from ..config import DecoderConfig
 from ..layers import ACTIVATIONS, GatedMlp, constant, weight
 from ..moe_config import ClampedUnit, MoeConfig
 from ..operations import Operations
-from ..weights.weight_products import einsum
+from ..weights.product import einsum
 from .call import ExpertCall
 from .experts import (
     DOWN_AXES,
@@ -52,8 +52,8 @@ class SparseMlp(nnx.Module):
         unit = gated_unit(self.config, self.moe)
         mixture = Mixture(self.moe.routing, call.dispatch, unit)
         router = Router(self.router, _value(self, "router_bias"), _value(self, "choice_bias"))
-        biases = _value(self, "gate_up_bias"), _value(self, "down_bias")
-        weights = ExpertWeights(self.gate_up, self.down, *biases, call.layer)
+        gate_up_bias, down_bias = _value(self, "gate_up_bias"), _value(self, "down_bias")
+        weights = ExpertWeights(self.gate_up, self.down, gate_up_bias, down_bias, call.layer)
         output = operations.mix_experts(mixture, x_BTD, call.is_token_BT, router, weights)
         call.add(jax.tree.map(lambda x: x[None], output.use), output.num_dropped_BT)
         if not self.moe.shared_mlp:
@@ -64,9 +64,10 @@ class SparseMlp(nnx.Module):
         out_BTD = self.shared(x_BTD, operations)
         if not self.moe.has_shared_gate:
             return out_BTD
-        names = axes.RESIDUAL, axes.RESIDUAL[:2]
-        gate = einsum("BTD,D->BT")
-        gate_BT = operations.project(*gate, x_BTD, self.shared_gate, *names, jnp.float32)
+        gate_BT = operations.project(
+            einsum("BTD,D->BT"), x_BTD, self.shared_gate, axes.RESIDUAL, axes.RESIDUAL[:2],
+            jnp.float32,
+        )  # fmt: skip
         return (out_BTD * jax.nn.sigmoid(gate_BT)[..., None]).astype(out_BTD.dtype)
 
 

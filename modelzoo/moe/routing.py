@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from .. import axes
 from ..moe_config import ExpertGroups, Routing
-from ..weights.weight_products import Project, einsum, multiply
+from ..weights.product import einsum
+from ..weights.weight_products import Project, multiply
 
 if TYPE_CHECKING:
     from ..weights.weight_products import Weight
@@ -47,10 +48,9 @@ def route(
       routing: The options of routing.
       project: `Operations.project` of the layout.
     """
-    _, product = einsum("...D,DE->...E")
-    names = axes.RESIDUAL, (*axes.RESIDUAL[:2], "")
-    weight_DE = router.weight_DE
-    logits_BTE = project("BTD,DE->BTE", product, x_BTD, weight_DE, *names, jnp.float32)
+    product = einsum("BTD,DE->BTE", with_leading="...D,DE->...E")
+    out_axes = (*axes.RESIDUAL[:2], "")
+    logits_BTE = project(product, x_BTD, router.weight_DE, axes.RESIDUAL, out_axes, jnp.float32)
     logits_ME = logits_BTE.reshape(-1, routing.num_experts)
     if router.bias_E is not None:
         logits_ME = logits_ME + router.bias_E.astype(jnp.float32)[None]

@@ -9,15 +9,15 @@ the call.
 Source: Hu et al. 2021, "LoRA" (2106.09685). Knows nothing of layouts or files.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from .product import Labels, Product
 from .weight_formats import replace_axes
-from .weight_products import Axes, Product, axes_of
+from .weight_products import Axes, Project, axes_of
 
 if TYPE_CHECKING:
     from .quantised_weight import QuantisedWeight
@@ -76,68 +76,80 @@ def _inputs_of(of_axes: Any, inputs: tuple[int, ...]) -> Any:
     return tuple(of_axes[axis] for axis in inputs)
 
 
-def multiply_adapted(
-    project: Callable[..., jax.Array],
-    equation: str,
+def base_of(weight: "Weight") -> Any:
+    """The parameter of an adapted weight without its adapters."""
+    return _part(weight, _value_of(weight).base, axes_of(weight))
+
+
+def multiply_adapters(
+    project: Project,
     product: Product,
     x: jax.Array,
     weight: "Weight",
-    adapter_B: jax.Array | None,
+    adapter_B: jax.Array,
     x_axes: Axes,
     out_axes: Axes,
-    dtype: jax.typing.DTypeLike | None,
 ) -> jax.Array:
-    """Multiply activations with an adapted weight.
+    """Multiply activations with the adapters of an adapted weight.
 
     Args:
       project: `Operations.project`, for products with weights that are not adapted.
-      equation: The einsum of activations and weight, with `B` as rows.
-      product: The product that computes it.
+      product: The product of activations and the weight, with `B` as rows.
       x: Activations.
       weight: The parameter with an `AdaptedWeight`.
-      adapter_B: The number of each row's adapter; None if no row has one.
+      adapter_B: The number of each row's adapter.
       x_axes: The logical axes of `x`.
       out_axes: The logical axes of the result.
-      dtype: The dtype of the result; by default that of `x`.
+
+    Returns:
+      The term that the adapters add to the product with the weight, in float32.
     """
-    value, declared = weight[...], axes_of(weight)
-    assert isinstance(value, AdaptedWeight), "the caller has found an adapted weight"
-    metadata = weight.get_metadata()  # pyright: ignore[reportAttributeAccessIssue]
-    inputs = metadata["inputs"]
-
-    def parameter(part: Any, logical_axes: Axes) -> Any:
-        return weight.copy(part, logical_axes=logical_axes)  # pyright: ignore
-
-    base = parameter(value.base, declared)
-    out = project(equation, product, x, base, x_axes, out_axes, dtype)
-    if adapter_B is None:
-        return out
-    operands, out_labels = equation.split("->")
-    x_labels, labels = operands.split(",")
-    down_labels = "".join(_inputs_of(labels, inputs)) + _RANKS
-    up_labels = "".join(replace_axes(tuple(labels), inputs, _RANKS))
-    steps = [
-        (down_labels, parameter(value.down, down_axes(declared, inputs))),
-        (up_labels, parameter(value.up, replace_axes(declared, inputs, ""))),
-    ]
-    if not set(down_labels) - {_RANKS} <= set(x_labels):
-        # the product sums over outputs of the weight, as absorbed attention does
-        steps.reverse()
-    (first_labels, first), (second_labels, second) = steps
+    x_labels, _, out_labels = product.labels
+    (first_labels, first), (second_labels, second) = _steps(product, weight)
     summed = set(first_labels) & set(x_labels) - set(out_labels)
     ranks_labels = "".join(label for label in x_labels if label not in summed) + _RANKS
     axis_of = dict(zip(out_labels, out_axes, strict=bool(out_axes)))
     ranks_axes = tuple(axis_of.get(label, "") for label in ranks_labels) if out_axes else ()
-    ranks = project(
-        *_flat_einsum(x_labels, first_labels, ranks_labels), x, first, x_axes, ranks_axes
+    to_ranks = _flat_einsum(Labels(x_labels, first_labels, ranks_labels))
+    ranks = project(to_ranks, x, first, x_axes, ranks_axes)
+    is_own = _is_own(adapter_B, ranks.shape, ranks_labels, _value_of(weight).count)
+    from_ranks = _flat_einsum(Labels(ranks_labels, second_labels, out_labels))
+    return project(
+        from_ranks, jnp.where(is_own, ranks, 0), second, ranks_axes, out_axes, jnp.float32
     )
-    ranks = jnp.where(_is_own(adapter_B, ranks.shape, ranks_labels, value.count), ranks, 0)
-    change = project(
-        *_flat_einsum(ranks_labels, second_labels, out_labels),
-        ranks, second, ranks_axes, out_axes, jnp.float32,
-    )  # fmt: skip
-    has_adapter = _along(adapter_B != NO_ADAPTER, out.ndim, out_labels.index(_ROWS))
+
+
+def add_change(
+    out: jax.Array, change: jax.Array, adapter_B: jax.Array, product: Product
+) -> jax.Array:
+    """The result of a product, with the change of rows that have an adapter."""
+    has_adapter = _along(adapter_B != NO_ADAPTER, out.ndim, product.labels.out.index(_ROWS))
     return jnp.where(has_adapter, (out.astype(jnp.float32) + change).astype(out.dtype), out)
+
+
+def _steps(product: Product, weight: "Weight") -> list[tuple[str, Any]]:
+    """The labels and the parameters of the two products of an adapter, in their order."""
+    value, declared, labels = _value_of(weight), axes_of(weight), product.labels
+    inputs = weight.get_metadata()["inputs"]  # pyright: ignore[reportAttributeAccessIssue]
+    down_labels = "".join(_inputs_of(labels.weight, inputs)) + _RANKS
+    up_labels = "".join(replace_axes(tuple(labels.weight), inputs, _RANKS))
+    steps = [
+        (down_labels, _part(weight, value.down, down_axes(declared, inputs))),
+        (up_labels, _part(weight, value.up, replace_axes(declared, inputs, ""))),
+    ]
+    # a product may sum over outputs of the weight, as absorbed attention does
+    return steps if set(down_labels) - {_RANKS} <= set(labels.x) else steps[::-1]
+
+
+def _value_of(weight: "Weight") -> AdaptedWeight:
+    value = weight[...]
+    assert isinstance(value, AdaptedWeight), "the caller has found an adapted weight"
+    return value
+
+
+def _part(weight: "Weight", value: Any, logical_axes: Axes) -> Any:
+    """A parameter like `weight` with a part of its value."""
+    return weight.copy(value, logical_axes=logical_axes)  # pyright: ignore
 
 
 def _is_own(
@@ -154,17 +166,17 @@ def _along(x: jax.Array, ndim: int, axis: int) -> jax.Array:
     return x.reshape((1,) * axis + (-1,) + (1,) * (ndim - axis - 1))
 
 
-def _flat_einsum(x_labels: str, labels: str, out_labels: str) -> tuple[str, Product]:
+def _flat_einsum(labels: Labels) -> Product:
     """An einsum in float32, with several summed axes at the end of `x` as one.
 
     With three axes, XLA copies the weights in every call.
     """
-    equation = f"{x_labels},{labels}->{out_labels}"
-    summed = [label for label in x_labels if label not in out_labels]
+    equation = f"{labels.x},{labels.weight}->{labels.out}"
+    summed = [label for label in labels.x if label not in labels.out]
     num_summed, is_flat = len(summed), False
     if num_summed > 1:
         end = "".join(summed)
-        is_flat = x_labels.endswith(end) and labels.startswith(end)
+        is_flat = labels.x.endswith(end) and labels.weight.startswith(end)
 
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
         if not is_flat:
@@ -173,4 +185,4 @@ def _flat_einsum(x_labels: str, labels: str, out_labels: str) -> tuple[str, Prod
         weight = weight.reshape(-1, *weight.shape[num_summed:])
         return jnp.tensordot(x, weight, 1, preferred_element_type=jnp.float32)
 
-    return equation, product
+    return Product(equation, product)

@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from .product import Labels, Product
 from .weight_formats import Quantisation
 
 _Value = TypeVar("_Value")
-_Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 _LEADING = "abcd"
 """Dimension letters of leading axes that an equation leaves out."""
@@ -177,8 +177,7 @@ def as_slices(weights: _Value) -> _Value:
 
 
 def multiply_codes(
-    equation: str,
-    product: Callable[[jax.Array, jax.Array], jax.Array],
+    product: Product,
     x: jax.Array,
     weight: QuantisedWeight,
     max_over_parts: Callable[[jax.Array], jax.Array] = lambda x: x,
@@ -186,8 +185,7 @@ def multiply_codes(
     """Multiply activations with a quantised weight.
 
     Args:
-      equation: The einsum of activations and weight.
-      product: Its function of activations and codes, or values.
+      product: The product of activations and codes, or values.
       x: Activations; they may have more leading axes than the equation.
       weight: The weight.
       max_over_parts: The maximum over the parts of tokens, if devices have only parts of the
@@ -196,15 +194,14 @@ def multiply_codes(
     Returns:
       The product in float32.
     """
-    operands, out_labels = equation.split("->")
-    x_labels, labels = operands.split(",")
+    x_labels, labels, out_labels = product.labels
     leading = _LEADING[: x.ndim - len(x_labels)]
     x_labels, out_labels = leading + x_labels, leading + out_labels
     if weight.order is not None:
         inputs = "".join(labels[axis] for axis in weight.quantisation.inputs)
         x = _take_flat(x, weight.order, x_labels.index(inputs), len(inputs))
     if weight.num_groups > 1 or weight.offsets is not None:
-        return _multiply_in_groups((x_labels, labels, out_labels), product, x, weight)
+        return _multiply_in_groups(Labels(x_labels, labels, out_labels), product, x, weight)
     labels = "".join(weight.quantisation.replace_inputs(tuple(labels)))
     scales, of_result = weight.scales.squeeze(weight.quantisation.inputs[-1]), 1
     if set(labels) <= set(out_labels):
@@ -222,38 +219,29 @@ def multiply_codes(
 
 
 def _multiply_in_groups(
-    all_labels: tuple[str, str, str], product: _Product, x: jax.Array, weight: QuantisedWeight
+    labels: Labels, product: Product, x: jax.Array, weight: QuantisedWeight
 ) -> jax.Array:
-    """Multiply activations with a weight in groups, in the best form for the platform and rows.
-
-    `all_labels` are the labels of the activations, the weight and the result.
-    """
+    """Multiply activations with a weight in groups, in the best form for the platform and rows."""
 
     def multiply_values(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
         return product(x, weight.dequantise())
 
-    x_labels, labels, out_labels = all_labels
-    is_summed = not any(labels[axis] in out_labels for axis in weight.quantisation.inputs)
-    sizes = dict(zip(x_labels, x.shape, strict=True))
-    rows = math.prod(sizes[label] for label in out_labels if label not in labels)
+    is_summed = not any(labels.weight[axis] in labels.out for axis in weight.quantisation.inputs)
+    sizes = dict(zip(labels.x, x.shape, strict=True))
+    rows = math.prod(sizes[label] for label in labels.out if label not in labels.weight)
     forms = {}
     # XLA for TPU would copy the codes of a slice, but dequantises them as it slices
     has_few_sums = rows * weight.num_groups <= weight.quantisation.num_inputs(weight.shape)
     if has_few_sums and is_summed and not weight.is_slice:
-        forms["tpu"] = partial(multiply_by_group, *all_labels)
+        forms["tpu"] = partial(multiply_by_group, labels)
     is_bfloat16 = x.dtype == weight.value_dtype == jnp.bfloat16
     if rows <= _FEW_ROWS_ON_GPU and is_bfloat16 and (is_summed or weight.offsets is None):
-        forms["cuda"] = partial(multiply_on_gpu, *all_labels, product)
+        forms["cuda"] = partial(multiply_on_gpu, labels, product)
     return jax.lax.platform_dependent(x, weight, default=multiply_values, **forms)
 
 
 def multiply_on_gpu(
-    x_labels: str,
-    labels: str,
-    out_labels: str,
-    product: _Product,
-    x: jax.Array,
-    weight: QuantisedWeight,
+    labels: Labels, product: Product, x: jax.Array, weight: QuantisedWeight
 ) -> jax.Array:
     """Multiply a few rows of bfloat16 activations with a weight in groups, or with offsets.
 
@@ -262,9 +250,7 @@ def multiply_on_gpu(
     Offsets are not added to the values: they are multiplied with sums of the activations.
 
     Args:
-      x_labels: The labels of the activations; the product sums over all inputs of the weight.
-      labels: The labels of the weight.
-      out_labels: The labels of the result.
+      labels: The labels of the product, which sums over all inputs of the weight.
       product: The product of activations and values.
       x: Activations.
       weight: The weight.
@@ -274,11 +260,11 @@ def multiply_on_gpu(
     """
     weight = _with_convertible_codes(weight)
     if weight.num_groups == 1:
-        return multiply_by_group(x_labels, labels, out_labels, x, weight)
+        return multiply_by_group(labels, x, weight)
     values = replace(weight, offsets=None, dtype=jnp.dtype("float32")).dequantise()
     with jax.default_matmul_precision("BF16_BF16_F32"):
         out = product(x.astype(jnp.float32), values)
-    return _add_offsets(out, x_labels, labels, out_labels, x, weight)
+    return _add_offsets(out, labels, x, weight)
 
 
 def _with_convertible_codes(weight: QuantisedWeight) -> QuantisedWeight:
@@ -300,49 +286,40 @@ def _with_convertible_codes(weight: QuantisedWeight) -> QuantisedWeight:
     return replace(weight, codes=codes, offsets=offsets)
 
 
-def multiply_by_group(
-    x_labels: str, labels: str, out_labels: str, x: jax.Array, weight: QuantisedWeight
-) -> jax.Array:
+def multiply_by_group(labels: Labels, x: jax.Array, weight: QuantisedWeight) -> jax.Array:
     """Multiply activations with a weight in groups, as a batch of products: one for each group.
 
     The arguments are those of `multiply_on_gpu`.
     """
     quantisation, codes = weight.quantisation, weight.grouped_codes().astype(x.dtype)
-    member_labels = "".join(quantisation.replace_inputs(tuple(labels), _GROUP, _MEMBER))
-    grouped_labels, grouped_x = _group(x_labels, labels, x, weight)
-    of_groups = _GROUP + out_labels
+    member_labels = "".join(quantisation.replace_inputs(tuple(labels.weight), _GROUP, _MEMBER))
+    grouped_labels, grouped_x = _group(labels, x, weight)
+    of_groups = _GROUP + labels.out
     out = _einsum(f"{grouped_labels},{member_labels}->{of_groups}", grouped_x, codes)
-    scale_labels = "".join(quantisation.replace_inputs(tuple(labels), _GROUP))
+    scale_labels = "".join(quantisation.replace_inputs(tuple(labels.weight), _GROUP))
     out = (out * _align(weight.scales, scale_labels, of_groups)).sum(axis=0)
-    return _add_offsets(out, x_labels, labels, out_labels, x, weight)
+    return _add_offsets(out, labels, x, weight)
 
 
-def _group(
-    x_labels: str, labels: str, x: jax.Array, weight: QuantisedWeight
-) -> tuple[str, jax.Array]:
+def _group(labels: Labels, x: jax.Array, weight: QuantisedWeight) -> tuple[str, jax.Array]:
     """Activations and their labels, with groups and their members in place of the inputs."""
-    inputs = "".join(labels[axis] for axis in weight.quantisation.inputs)
-    start = x_labels.index(inputs)
-    sizes = weight.num_groups, weight.quantisation.num_inputs(weight.shape) // weight.num_groups
-    grouped = x.reshape(*x.shape[:start], *sizes, *x.shape[start + len(inputs) :])
-    return x_labels.replace(inputs, _GROUP + _MEMBER), grouped
+    inputs = "".join(labels.weight[axis] for axis in weight.quantisation.inputs)
+    start, num_groups = labels.x.index(inputs), weight.num_groups
+    members = weight.quantisation.num_inputs(weight.shape) // num_groups
+    grouped = x.reshape(*x.shape[:start], num_groups, members, *x.shape[start + len(inputs) :])
+    return labels.x.replace(inputs, _GROUP + _MEMBER), grouped
 
 
 def _add_offsets(
-    out: jax.Array,
-    x_labels: str,
-    labels: str,
-    out_labels: str,
-    x: jax.Array,
-    weight: QuantisedWeight,
+    out: jax.Array, labels: Labels, x: jax.Array, weight: QuantisedWeight
 ) -> jax.Array:
     """Add the products of the offsets of groups with the sums of their activations."""
     if weight.offsets is None:
         return out
-    grouped_labels, grouped_x = _group(x_labels, labels, x, weight)
+    grouped_labels, grouped_x = _group(labels, x, weight)
     sums = grouped_x.astype(jnp.float32).sum(axis=grouped_labels.index(_MEMBER))
-    scale_labels = "".join(weight.quantisation.replace_inputs(tuple(labels), _GROUP))
-    equation = f"{grouped_labels.replace(_MEMBER, '')},{scale_labels}->{out_labels}"
+    scale_labels = "".join(weight.quantisation.replace_inputs(tuple(labels.weight), _GROUP))
+    equation = f"{grouped_labels.replace(_MEMBER, '')},{scale_labels}->{labels.out}"
     return out + _einsum(equation, sums, weight.offsets)
 
 

@@ -64,7 +64,7 @@ class Execution:
         self.lines = OutputLines(
             # the first run's name, as the model's folder may have been renamed since
             model_name=facts.get(MODEL, self.settings.model_name),
-            fingerprint=fingerprint(self.settings.configuration),
+            fingerprint=fingerprint(self.settings.identity.configuration),
             tokens=self.source.text.tokens,
             pooling=lambda: self.model.pooling(),
         )
@@ -82,7 +82,7 @@ class Execution:
             self._bind_to_time(self.journal)
         self.peers.agree(lambda: facts_to_agree_on(self.settings, summary))
         # the whole input was scanned, so a part has the duplicates and the plan of the whole job
-        rows = self.settings.part.take(summary.rows)
+        rows = self.settings.identity.part.take(summary.rows)
         kept = set(self.peers.broadcast([row.row for row in rows if self._is_kept(row)]))
         waiting = [row for row in rows if row.requirements is not None and row.row not in kept]
         num_bad = sum(row.bad is not None for row in rows)
@@ -128,7 +128,7 @@ class Execution:
     def _bind_to_time(self, journal: Journal) -> None:
         """Record the time that prompts show, as later runs of the job must show the same time."""
         record_instant(self.source.now, journal)
-        part = self.settings.part_of_stages or self.settings.part
+        part = self.settings.identity.part_of_stages or self.settings.identity.part
         if part.num_parts > 1 and self.settings.now is None:
             # before the rows run, so that the user can restart with the option
             self.progress.warn(
@@ -179,29 +179,29 @@ class Execution:
     ) -> None:
         """Record the plan and the weights, or check that they equal the stored ones."""
         check_weights(self.settings, journal.facts.get(WEIGHTS), built.weights)
-        if journal.plan_before is not None:
-            is_open = any(need.max_tokens is None for need in summary.requirements)
-            before, plan = journal.plan_before, built.plan
-            check_same_answers(self.settings, before, plan, has_open_rows=is_open)
-        elif stored_plan is None:
-            journal.record_fact(MODEL, self.settings.model_name)
-            journal.record_fact(WEIGHTS, built.weights)
-        elif stored_plan != built.plan and _schema(stored_plan) == _schema(built.plan):
+        if stored_plan not in (None, built.plan):
             raise JobError(
                 f"{self.settings.journal_path}: expected the plan that the job was begun with, "
                 f"got another one from the build. Discard the journal with --restart.",
                 EXIT_BUILD,
             )
-        if stored_plan != built.plan:
-            # recorded last, as a journal with a plan binds later runs. A stored plan of an older
-            # schema is the same plan, and is recorded again in the current schema
-            journal.record_fact(PLAN, built.plan)
+        if stored_plan is not None:
+            return
+        if journal.plan_before is not None:
+            is_open = any(need.max_tokens is None for need in summary.requirements)
+            before, plan = journal.plan_before, built.plan
+            check_same_answers(self.settings, before, plan, has_open_rows=is_open)
+        else:
+            journal.record_fact(MODEL, self.settings.model_name)
+            journal.record_fact(WEIGHTS, built.weights)
+        # recorded last, as a journal with a plan binds later runs
+        journal.record_fact(PLAN, built.plan)
 
     def _show_bad_row(self, bad: BadRow) -> None:
         """Show a row that the scan found in error, or end the job if the settings say so."""
         if self.settings.on_error == "raise":
             raise JobError(error_text(bad, bad.error), EXIT_ROWS_FAILED)
-        if self.settings.part.has(bad.row):
+        if self.settings.identity.part.has(bad.row):
             self.progress.show_error(error_text(bad, bad.error))
 
     def _stopped(self, signal_name: str, num_rows: int) -> int:
@@ -256,8 +256,3 @@ def _max_tokens(rows: Iterable[ScannedRow]) -> int | None:
     needs = [row.requirements for row in rows if row.requirements is not None]
     limits = [need.max_tokens * need.n for need in needs if need.max_tokens is not None]
     return sum(limits) if len(limits) == len(needs) else None
-
-
-def _schema(plan: str) -> str:
-    """The line of a plan that has its schema."""
-    return plan.partition("\n")[0]

@@ -55,8 +55,8 @@ def _differences_from(
     The time is compared only if the settings give a time and the manifest has one. The manifest has
     one if prompts show the time.
     """
-    wanted = settings.stored_configuration
-    may_differ = {key: wanted[key] for key in settings.may_differ}
+    wanted = settings.identity.stored
+    may_differ = {key: wanted[key] for key in settings.identity.may_differ}
     stored = {**table_in(manifest, "configuration"), **may_differ}
     lines = differences(stored, wanted, ("there", "now"))
     instant, shown = settings.now and settings.now.isoformat(), manifest.get("instant")
@@ -93,7 +93,7 @@ def refuse_foreign_outputs(settings: JobSettings) -> None:
             if manifest is not None:
                 lines = _differences_from(settings, manifest)
                 # jobs with stages have no --update
-                is_single = "pipeline" not in settings.configuration
+                is_single = "pipeline" not in settings.identity.configuration
                 if is_single and updatable_manifest(settings) is not None:
                     remedy = ", keep the answers of equal rows with --update"
             raise UnusableFile(

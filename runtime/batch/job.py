@@ -11,18 +11,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ..pods.peers import ALONE
 from ..progress.progress import Progress
 from ..rows.answer_tables import AddedColumns
 from ..rows.columns import Columns
-from ..rows.part import WHOLE, Part
+from ..rows.lines import RequestRules
 from ..rows.row_files import check_output
 from ..rows.scan import ScanSummary
 from ..structured.params import StructuredOutputsParams
 from .job_files import check_job_files, job_outputs, side_files
+from .job_identity import JobIdentity
 from .job_runs import PhaseClock
 from .journal import journal_path
-from .journal_records import OF_DEVICES, SETUP
 from .lock import lock_path
 
 if TYPE_CHECKING:
@@ -101,9 +100,8 @@ class JobSettings:
     """The input, or the file into which standard input or a URL is copied."""
     output_path: Path
     model_name: str
-    configuration: Mapping[str, str]
-    """Everything besides a row that decides its answer; a journal with another configuration is
-    refused."""
+    identity: JobIdentity
+    """The part of the settings that a journal or a finished output must have in common."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     sampling_defaults_source: str = "noria"
     form: StructuredOutputsParams | None = None
@@ -118,12 +116,6 @@ class JobSettings:
     grace_seconds: float = 20.0
     on_error: Literal["row", "raise"] = "row"
     restart: bool = False
-    part: Part = WHOLE
-    part_of_stages: Part | None = None
-    """The part of a job with stages whose rows the input has; None for other jobs."""
-    setup: str = ALONE.setup
-    """The processes of the job, as in `Peers.setup`; the order of sums depends on them."""
-    allow_other_setup: bool = False
     expected_weights: str | None = None
     """The digest that the weights must have; None accepts any weights."""
     reads_stdin: bool = False
@@ -133,8 +125,6 @@ class JobSettings:
     """The columns to read of an input that is a table."""
     ignores_unknown: bool = False
     """Whether unknown keys of requests are ignored."""
-    updates: bool = False
-    """Whether a finished output of another input may be replaced; equal rows keep their answers."""
     price_per_hour: float | None = None
     """The price of all devices; None if it is not known."""
     now: datetime | None = None
@@ -146,41 +136,22 @@ class JobSettings:
     """
 
     def __post_init__(self):
-        if self.part.num_parts > 1 and self.error_file is not None:
+        if self.identity.part.num_parts > 1 and self.error_file is not None:
             raise ValueError(
                 "error_file: expected none beside a part of the rows, as a part keeps its error "
                 f"rows in their places, got {self.error_file}. Give it to noria merge instead."
             )
 
     @property
-    def stored_configuration(self) -> dict[str, str]:
-        """The configuration that a journal or a finished output of this job must have."""
-        part = self.part_of_stages or self.part
-        return {**self.configuration, "rows": str(part), SETUP: self.setup}
-
-    @property
-    def request_defaults(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` for keys that a request leaves out."""
+    def rules(self) -> RequestRules:
+        """The rules by which the job reads its requests."""
         form = {} if self.form is None else {"structured_outputs": self.form}
-        return {**self.sampling_defaults, **form}
+        return RequestRules({**self.sampling_defaults, **form}, self.ignores_unknown, self.models)
 
     @property
     def added_columns(self) -> AddedColumns:
         """The columns that the job adds to those of every output table."""
-        return AddedColumns.of(self.configuration)
-
-    @property
-    def keeps_plan(self) -> bool:
-        """Whether the job keeps the plan of what is finished: one with stages, or an update."""
-        return self.part_of_stages is not None or self.updates
-
-    @property
-    def may_differ(self) -> frozenset[str]:
-        """The keys of `stored_configuration` whose values may differ from the stored ones."""
-        if not self.allow_other_setup:
-            return frozenset()
-        devices = () if self.keeps_plan else OF_DEVICES
-        return frozenset({SETUP, *(key for key in devices if key in self.configuration)})
+        return AddedColumns.of(self.identity.configuration)
 
     @property
     def journal_path(self) -> Path:
@@ -224,7 +195,7 @@ def facts_to_agree_on(settings: JobSettings, summary: ScanSummary) -> dict[str, 
     for row in summary.rows:
         rows.update(repr((row.key, row.requirements, row.bad and row.bad.error.code)).encode())
     return {
-        **settings.stored_configuration,
+        **settings.identity.stored,
         "on-error": settings.on_error,
         "input": f"sha256:{summary.input_sha256}",
         "rows as tokenized": f"sha256:{rows.hexdigest()}",

@@ -11,13 +11,13 @@ templates see the same time in all runs of a job.
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ..console import plural
 from ..errors import JournalError, RowError
@@ -26,7 +26,7 @@ from ..files.strict_json import Unit
 from ..progress.progress import Progress
 from ..rows.carried import CarriedCells
 from ..rows.job_text import JobText
-from ..rows.lines import BadRow, BatchRow
+from ..rows.lines import BadRow, BatchRow, RequestRules
 from ..rows.part import Part
 from ..rows.repeats import RowDigests
 from ..rows.row_files import open_rows, unit_of
@@ -120,17 +120,14 @@ class JobInput:
     now: str
     """The local time that chat templates see, as ISO 8601."""
     part: Part
-    defaults: Mapping[str, Any]
+    rules: RequestRules
     token_ids: TokenSpill
     digest: FileDigest | None = None
     """The digest of an input that was converted; None if `file` is the input itself."""
     unit: Unit = "line"
     """The unit in which places in the input are counted."""
-    ignores_unknown: bool = False
     ignored: Counter[str] = field(default_factory=Counter)
     """The number of rows with each unknown key that was ignored."""
-    models: Mapping[str, str | None] | None = None
-    """The adapter of rows by their `model`, as in `JobSettings`."""
     carried: CarriedCells = field(default_factory=CarriedCells)
     """The cells of a table that are carried to the output."""
     digests: RowDigests = field(default_factory=RowDigests)
@@ -141,9 +138,7 @@ class JobInput:
         summary = scan(
             self.file,
             self.text.encode,
-            defaults=self.defaults,
-            ignores_unknown=self.ignores_unknown,
-            models=self.models,
+            self.rules,
             unit=self.unit,
             on_error=on_error,
             on_encoded=self._keep,
@@ -172,13 +167,7 @@ class JobInput:
         Raises:
             InputError: The row has changed since the scan.
         """
-        return read_again(
-            self.file,
-            scanned,
-            defaults=self.defaults,
-            ignores_unknown=self.ignores_unknown,
-            models=self.models,
-        )
+        return read_again(self.file, scanned, self.rules)
 
     def token_ids_of(self, row: BatchRow, scanned: ScannedRow) -> Sequence[int]:
         """The token ids of a prompt.
@@ -231,13 +220,11 @@ def open_input(
             source.file,
             text,
             now,
-            settings.part,
-            settings.request_defaults,
+            settings.identity.part,
+            settings.rules,
             token_ids,
             source.digest,
             unit_of(settings.input_path),
-            settings.ignores_unknown,
-            models=settings.models,
             carried=source.carried,
         )
 

@@ -38,7 +38,7 @@ from ..console import plural
 from ..devices.graph_memory import GIGABYTE, device_bytes
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
-from ..planning.better_plan import better_plan_note
+from ..planning.better_plan import OtherGrids, better_plan_note
 from ..planning.forecast import expected_rows, fits_grid, forecast_steps
 from ..planning.shared_grids import with_sharing
 from ..planning.target_work import cache_fits, room_on_accelerator, work_of
@@ -289,11 +289,13 @@ def better_plan(
             plan.buckets,
             [ExpectedRow(shapes[row], output) for row, output in outputs.items()],
             prefixes.of_rows(list(outputs)),
+            OtherGrids(
+                GraphPrices.of_target(plan.target, work, known_hardware()),
+                _defaults(plan),
+                max_position,
+                may_chunk=plan.layout is None or not any(chunk_findings(plan.layout)),
+            ),
             run_seconds,
-            prices=GraphPrices.of_target(plan.target, work, known_hardware()),
-            defaults=_defaults(plan),
-            max_position=max_position,
-            may_chunk=plan.layout is None or not any(chunk_findings(plan.layout)),
         )
     return None
 

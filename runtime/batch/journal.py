@@ -398,8 +398,8 @@ class Journal:
         """Keep the figures and the place of a row, and count it for the last run."""
         if self.runs:
             self.runs[-1].count(facts["metrics"])
-        key = (facts["custom_id"], facts["request"])
-        row = JournalRow(*key, facts["code"], facts["metrics"], offset, length)
+        custom_id, request_hash = key = (facts["custom_id"], facts["request"])
+        row = JournalRow(custom_id, request_hash, facts["code"], facts["metrics"], offset, length)
         # the first record of a row counts, unless it is an error that later runs try again
         known = self.rows.get(key)
         if known is None or known.code in RETRIED_CODES:

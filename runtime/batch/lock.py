@@ -218,8 +218,6 @@ class JobLock:
     def _is_dead(self, found: _Found, silence: float) -> bool:
         """Whether the owner was a process of this machine that has ended."""
         owner = found.owner
-        if "beat" not in owner and "pid" in owner and self._is_held(found):
-            raise self._refusal(found, "is running")  # a lock of an older noria, which has no beats
         if not owner and silence >= _EMPTY_SECONDS and self._is_empty(found):
             # its owner was killed before it wrote, or it will see that another file is there
             return not self._is_held(found)

@@ -72,7 +72,7 @@ class FinishedRows:
     @cached_property
     def rows(self) -> Sequence[ScannedRow]:
         """The rows of the job's part, in input order."""
-        return self.settings.part.take(self.summary.rows)
+        return self.settings.identity.part.take(self.summary.rows)
 
     def code(self, row: ScannedRow) -> str | None:
         """The error code of a row; None for a result."""
@@ -81,7 +81,9 @@ class FinishedRows:
     def lines_of(self, path: Path) -> Iterator[bytes]:
         """The lines of one output file in input order."""
         error_file = self.settings.error_file
-        for row, cells in zip(self.rows, self.carried.of(self.settings.part), strict=False):
+        for row, cells in zip(
+            self.rows, self.carried.of(self.settings.identity.part), strict=False
+        ):
             is_error = self.code(row) is not None
             if error_file is not None and is_error != (path == error_file):
                 continue
@@ -163,9 +165,9 @@ def _job_facts(
         "weights": journal.facts.get(WEIGHTS),
         "versions": versions(),
         "platform": {"python": platform.python_version(), "system": platform.platform()},
-        "configuration": settings.stored_configuration,
+        "configuration": settings.identity.stored,
         "setups": journal.setups,
-        "fingerprint": fingerprint(settings.configuration),
+        "fingerprint": fingerprint(settings.identity.configuration),
         "plan": plan,
         "plan_fingerprint": plan and "sha256:" + hashlib.sha256(plan.encode()).hexdigest(),
         "instant": journal.facts.get(INSTANT),

@@ -176,9 +176,9 @@ class _Job:
             refuse_foreign_outputs(settings)
         return Journal.open(
             settings.journal_path,
-            settings.stored_configuration,
-            may_differ=settings.may_differ,
-            keeps_plan=settings.keeps_plan,
+            settings.identity.stored,
+            may_differ=settings.identity.may_differ,
+            keeps_plan=settings.identity.keeps_plan,
             disk=self.disk,
         )
 

@@ -43,7 +43,7 @@ def keep_answers(
     """
     wanted = {
         lines.id_of(row): row
-        for row in settings.part.take(summary.rows)
+        for row in settings.identity.part.take(summary.rows)
         if row.requirements is not None and row.key not in journal.rows
     }
     for path in settings.outputs:

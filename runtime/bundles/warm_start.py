@@ -35,6 +35,17 @@ class BundleUse(NamedTuple):
     reason: str | None
 
 
+class Stores(NamedTuple):
+    """The places of stored executables."""
+
+    bundle: Path | None = None
+    """The bundle's folder; None if the user gave none."""
+    cache: Path | None = None
+    """The cache's folder, into which nobody else can write; None if there is no cache."""
+    requires_bundle: bool = False
+    """Whether to refuse a start from anything else than the bundle."""
+
+
 class WarmStart:
     """The stored executables of a plan, which begin to load when this object is constructed.
 
@@ -44,45 +55,41 @@ class WarmStart:
 
     def __init__(
         self,
-        bundle: Path | None,
-        cache: Path | None,
+        stores: Stores,
         plan: Plan,
         target: Target,
         files: ModelFiles,
         on_note: Callable[[str], None],
         peers: Peers = ALONE,
-        *,
         on_warning: Callable[[str], None] | None = None,
-        requires_bundle: bool = False,
     ):
         """Read the bundle if one is given and usable, else the cache.
 
         Args:
-          bundle: The bundle's folder; None if the user gave none.
-          cache: The cache's folder, into which nobody else can write; None if there is no cache.
+          stores: The places of the executables.
           plan: The plan of the graphs.
           target: The devices of the executables.
           files: The model.
           on_note: Called with lines about the progress.
           peers: The processes of the job.
           on_warning: Called with the reasons why executables are not used; by default `on_note`.
-          requires_bundle: Whether to refuse a start from anything else than the bundle.
 
         Raises:
           BundleRequired: The bundle is required, and one of its executables cannot be used.
         """
         self._on_note, self._peers = on_note, peers
         self._on_warning = on_warning or on_note
-        self._requires_bundle = requires_bundle
+        self._requires_bundle = stores.requires_bundle
         self.bundle: BundleUse | None = None
         """The use of the bundle; None if no process was given one."""
         self._loaded: dict[GraphKey, jax.stages.Compiled] | None = None
         config = files.spec.config
         self._cache: ExecutableCache | None = None
-        if cache is not None:
-            own = own_folder(cache, peers.rank, peers.size)
+        if stores.cache is not None:
+            own = own_folder(stores.cache, peers.rank, peers.size)
             self._cache = ExecutableCache(own, plan, target, config, self._on_warning)
-        self._folder, self._opened = bundle, (opened := self._open(bundle, plan, target, files))
+        self._folder = stores.bundle
+        self._opened = opened = self._open(stores.bundle, plan, target, files)
         dumped = {} if opened is None else dict(opened.dumped)
         if self._cache is not None and (opened is None or opened.refusal):
             dumped = self._cache.read() | dumped
@@ -94,7 +101,7 @@ class WarmStart:
             background = ThreadPoolExecutor(max_workers=1)
             self._state = background.submit(self._empty_state)
             background.shutdown(wait=False)
-        if requires_bundle:
+        if stores.requires_bundle:
             self.executables()  # before the weights load
 
     def executables(self) -> dict[GraphKey, jax.stages.Compiled]:

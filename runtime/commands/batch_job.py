@@ -20,6 +20,7 @@ from ..adapters.merged_model import open_merged
 from ..batch.batch_model import BatchModel, BuildOptions, target_name
 from ..batch.job import JobSettings
 from ..batch.job_files import check_files, job_outputs, side_files
+from ..batch.job_identity import JobIdentity
 from ..batch.job_runs import PhaseClock
 from ..batch.pipes import PIPE, copy_path, write_to_stdout
 from ..batch.remote_files import Outputs, input_copied, input_copy_path
@@ -168,16 +169,16 @@ def _run_stages(
 ) -> int:
     from ..stages.pipeline_file import read_pipeline
     from ..stages.run_stages import run_stages
+    from ..stages.staged_model import StagedModel
 
     form = None if options.form is None else read_form_file(options.form)
     pipeline = read_pipeline(options.pipeline, form)
-    configuration = {**settings.configuration, "pipeline": pipeline.text}
+    configuration = {**settings.identity.configuration, "pipeline": pipeline.text}
+    identity = replace(settings.identity, configuration=configuration)
     return run_stages(
-        replace(settings, configuration=configuration),
-        model,
+        replace(settings, identity=identity),
+        StagedModel(model, options.seed, lambda: files.spec.config.max_position),
         pipeline,
-        max_position=lambda: files.spec.config.max_position,
-        seed=options.seed,
         keeps_stages=options.keep_stages,
         progress=progress,
     )
@@ -215,7 +216,13 @@ def _settings(
         input_path=input_path,
         output_path=outputs.output,
         model_name=files.name,
-        configuration=configuration,
+        identity=JobIdentity(
+            configuration,
+            Part.parse(options.rows),
+            setup=setup,
+            allow_other_setup=options.allow_different_numerics,
+            updates=options.update,
+        ),
         sampling_defaults=defaults,
         sampling_defaults_source=source,
         form=None if form is None else read_form(form),
@@ -226,15 +233,11 @@ def _settings(
         grace_seconds=options.grace_seconds,
         on_error=options.on_error,
         restart=options.restart,
-        part=Part.parse(options.rows),
-        setup=setup,
-        allow_other_setup=options.allow_different_numerics,
         expected_weights=options.expect_weights,
         reads_stdin=reads_stdin,
         input_url=str(options.input) if is_url else None,
         columns=columns,
         ignores_unknown=options.ignore_unknown,
-        updates=options.update,
         price_per_hour=_price_per_hour(options.prices, target_name(options.target, plan_table)),
         now=None if options.now is None else read_instant("--now", options.now),
         models=adapter_of_models(options, files, adapters),

@@ -34,6 +34,7 @@ from ..request import Request, SamplingParams
 from .shared_options import add_dtype, add_layout, add_model, add_overrides
 
 if TYPE_CHECKING:
+    from ...compile.grids.row_shape import RowShape
     from ...compile.hardware.hardware import Hardware
     from ...compile.plan import Plan
     from ...compile.targets import Target
@@ -56,6 +57,13 @@ class Case:
     prompt_length: int
     output_length: int
     rows: int
+
+    @property
+    def shapes(self) -> "list[RowShape]":
+        """The shape of each row."""
+        from ...compile.grids.row_shape import RowShape
+
+        return [RowShape(self.prompt_length, self.output_length)] * self.rows
 
     def __str__(self) -> str:
         return f"PP {self.prompt_length}, TG {self.output_length}, B {self.rows}"

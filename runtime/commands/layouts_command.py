@@ -184,7 +184,7 @@ def _measure(
     dtype: str,
 ) -> "LayoutResult":
     from ...compile.attention_kernels import AttentionPlan
-    from ...compile.layout_measure import measure
+    from ...compile.layout_measure import MeasuredModel, measure
     from ...compile.target_names import TargetName
 
     attention = AttentionPlan(prefill=options.attention)
@@ -192,9 +192,14 @@ def _measure(
     def report(graph: str, seconds: float) -> None:
         note(f"{layout.name}: {graph}  {seconds:.1f} s", is_quiet=options.quiet)
 
-    scan = options.scan_layers
-    hardware, torus = _hardware(target.name), TargetName.parse(target.name).torus
-    result = measure(config, layout, target, grid, dtype, report, attention, scan, hardware, torus)
+    result = measure(
+        MeasuredModel(config, grid, dtype, attention, options.scan_layers),
+        layout,
+        target,
+        on_graph=report,
+        hardware=_hardware(target.name),
+        torus=TargetName.parse(target.name).torus,
+    )
     if result.findings:
         note(f"{layout.name}: {result.verdict}", is_quiet=options.quiet)
     return result

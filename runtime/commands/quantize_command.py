@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     from ..checkpoint import open_model
     from ..checkpoint.model_stamp import ModelStamp
     from ..devices import backends
-    from ..quantisation.quantise import quantise
+    from ..quantisation.quantise import QuantiseOptions, quantise
     from ..rows.row_ids import read_row_ids
 
     say = partial(note, is_quiet=options.quiet)
@@ -97,18 +97,14 @@ def run(options: argparse.Namespace) -> int:
         rows = []
         if options.calibration is not None:
             rows = read_row_ids(options.calibration, files)[: options.rows]
-        num_bytes = quantise(
-            files,
-            options.output,
+        how = QuantiseOptions(
             weight_format,
-            method=options.method,
-            rows=rows,
-            rotates=options.rotate,
-            smooths=options.smooth,
-            dtype=stored_dtype(files, options.dtype, rounds_codes=True),
-            stamp=stamp,
-            say=say,
+            options.method,
+            options.rotate,
+            options.smooth,
+            stored_dtype(files, options.dtype, rounds_codes=True),
         )
+        num_bytes = quantise(files, options.output, how, rows, stamp=stamp, say=say)
     # kilobytes on Linux
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     tell(

@@ -132,21 +132,10 @@ class EngineMetrics:
 
     def scaled(self, factor: float) -> "EngineMetrics":
         """The counters multiplied by a factor; integers stay integers."""
-
-        def times(value: float) -> Any:
-            return round(value * factor) if isinstance(value, int) else value * factor
-
-        scaled = EngineMetrics(
-            forks=round(self.forks * factor),
-            fork_seconds=self.fork_seconds * factor,
-            copied_tokens=round(self.copied_tokens * factor),
-            prefix_tokens=round(self.prefix_tokens * factor),
-            cut_tokens=round(self.cut_tokens * factor),
-        )
-        for name, use in self.prefill.items():
-            scaled.prefill[name] = PrefillUse(**{k: times(v) for k, v in vars(use).items()})
-        for name, use in self.decode.items():
-            scaled.decode[name] = DecodeUse(**{k: times(v) for k, v in vars(use).items()})
+        totals = ("forks", "fork_seconds", "copied_tokens", "prefix_tokens", "cut_tokens")
+        scaled = EngineMetrics(**{name: _times(getattr(self, name), factor) for name in totals})
+        scaled.prefill |= {name: use.scaled(factor) for name, use in self.prefill.items()}
+        scaled.decode |= {name: use.scaled(factor) for name, use in self.decode.items()}
         return scaled
 
     @property
@@ -212,6 +201,10 @@ class EngineMetrics:
     def emitted_tokens(self) -> int:
         """The number of emitted tokens, without those past a stop string."""
         return sum(use.emitted_tokens for use in self.decode.values()) - self.cut_tokens
+
+
+def _times(value: float, factor: float) -> Any:
+    return round(value * factor) if isinstance(value, int) else value * factor
 
 
 def _rate(tokens: int, seconds: float) -> float | None:

@@ -130,10 +130,9 @@ def pack_requests(
 
 def pack_sampling(
     params: SamplingParams,
+    sequence: ScheduledSequence,
     *,
     seed: int,
-    sample: int,
-    prompt_length: int,
     stop_ids: Sequence[int],
     vocab_size: int,
     structure: int | None = None,
@@ -143,9 +142,9 @@ def pack_sampling(
 
     Args:
       params: The parameters of the request.
+      sequence: The sequence. Its sample is an index from 0 to `n - 1`; the length of its prompt
+        turns `min_tokens` into a length.
       seed: A 64-bit seed; its halves are the key.
-      sample: The index of the sequence in its request, from 0 to `n - 1`.
-      prompt_length: Tokens of the prompt, to turn `min_tokens` into a length.
       stop_ids: Ids that end the sequence.
       vocab_size: The padded vocabulary size, which fills the unused places of id arrays.
       structure: The first state of the automaton of the answer, 0 without one; None in a plan
@@ -153,6 +152,7 @@ def pack_sampling(
       adapter: The number of the row's adapter, 0 without one; None in a plan without adapters.
     """
     bias = params.logit_bias or {}
+    min_length = sequence.request.prompt_length + params.min_tokens
     num_logprobs = -1 if params.logprobs is None else params.logprobs
     fields = {
         "temperature_B": np.array([params.temperature], np.float32),
@@ -163,8 +163,8 @@ def pack_sampling(
         "frequency_B": np.array([params.frequency_penalty], np.float32),
         "repetition_B": np.array([params.repetition_penalty], np.float32),
         "key_B2": np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF]], np.uint32),
-        "sample_B": np.array([sample], np.int32),
-        "min_length_B": np.array([prompt_length + params.min_tokens], np.int32),
+        "sample_B": np.array([sequence.sample], np.int32),
+        "min_length_B": np.array([min_length], np.int32),
         "stop_ids_BX": _filled(stop_ids, MAX_STOP_IDS, vocab_size),
         "bias_ids_BY": _filled(list(bias), MAX_BIASES, vocab_size),
         "bias_BY": _filled(list(bias.values()), MAX_BIASES, 0.0),
@@ -179,9 +179,10 @@ def greedy_sampling(vocab_size: int, grid: BucketGrid) -> SamplingState:
     """The sampling parameters of one sequence that is sampled greedily, without form or adapter."""
     structure = None if grid.structured is None else 0
     adapter = None if grid.adapters is None else 0
+    sequence = ScheduledSequence(ScheduledRequest(0, 0, 0, 1, is_scored=False), 0)
     return pack_sampling(
-        SamplingParams(temperature=0), seed=0, sample=0, prompt_length=0, stop_ids=(),
-        vocab_size=vocab_size, structure=structure, adapter=adapter,
+        SamplingParams(temperature=0), sequence, seed=0, stop_ids=(), vocab_size=vocab_size,
+        structure=structure, adapter=adapter,
     )  # fmt: skip
 
 

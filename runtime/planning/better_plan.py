@@ -9,15 +9,15 @@ then ends with the best grid so far.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefix_table import PrefixTable
-from ...compile.planning.candidates import Budget, CandidateGrids
+from ...compile.planning.candidates import Budget, Candidate, CandidateGrids
 from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.run_bounds import ExpectedRow
 from ..errors import NoPlanFits
@@ -42,12 +42,43 @@ class _OutOfTime(Exception):
     """The search has used its seconds."""
 
 
+@dataclass(frozen=True)
+class OtherGrids:
+    """The grids that the planner would try first for the model of a job."""
+
+    prices: GraphPrices
+    """The costs of calls and graphs."""
+    defaults: GridDefaults
+    """The defaults of derived grids."""
+    max_position: int
+    """The longest sequence of the model."""
+    may_chunk: bool
+    """Whether prompts may be computed in chunks."""
+
+    @property
+    def budget(self) -> Budget:
+        """The memory of a grid, and the seconds of its graphs."""
+        memory = MEMORY_SHARE * self.prices.cost.hardware.memory_bytes
+        return Budget(memory_bytes=memory, graph_seconds=self.prices.build)
+
+    def families(
+        self, rows: Sequence[ExpectedRow], table: PrefixTable
+    ) -> Iterator[Iterator[Candidate]]:
+        """The grids for some rows: those of whole prompts, then those of chunks."""
+        grids = CandidateGrids(
+            rows, self.max_position, self.prices.cost, self.budget, self.defaults, table
+        )
+        yield grids.whole_prompt_candidates()
+        if self.may_chunk:
+            yield grids.chunk_candidates()
+
+
 def better_plan_note(
     grid: BucketGrid,
     rows: Sequence[ExpectedRow],
     table: PrefixTable,
+    others: OtherGrids,
     run_seconds: float,
-    **facts: Any,
 ) -> str | None:
     """One line about a plan that saves much of a run; None for short runs and small shares.
 
@@ -56,7 +87,7 @@ def better_plan_note(
     if run_seconds < MIN_RUN_SECONDS or not rows:
         return None
     search_seconds = min(SEARCH_SHARE * run_seconds, MAX_SECONDS)
-    share = saved_share(grid, rows, table, search_seconds=search_seconds, **facts)
+    share = saved_share(grid, rows, table, others, search_seconds=search_seconds)
     if share < MIN_SHARE:
         return None
     return (
@@ -69,12 +100,9 @@ def saved_share(
     grid: BucketGrid,
     rows: Sequence[ExpectedRow],
     table: PrefixTable,
+    others: OtherGrids,
     *,
     search_seconds: float,
-    prices: GraphPrices,
-    defaults: GridDefaults,
-    max_position: int,
-    may_chunk: bool,
     clock: Callable[[], float] = time.monotonic,
 ) -> float:
     """The share of a run's predicted seconds that the best grid found saves; 0 if none saves any.
@@ -83,20 +111,15 @@ def saved_share(
         grid: The grid of the job.
         rows: The rows that ran, with their real outputs.
         table: What their prompts share.
-        prices: The costs of calls and graphs.
-        defaults: The defaults of derived grids.
-        max_position: The longest sequence of the model.
-        may_chunk: Whether prompts may be computed in chunks.
+        others: The grids that may be better.
         search_seconds: Seconds after which the search ends.
         clock: The time in seconds.
     """
     step = -(-len(rows) // MAX_ROWS)
     taken = sorted({*range(0, len(rows), step), *longest_rows(rows)})
     sample, shared = [rows[row] for row in taken], table.of_rows(taken)
-    memory = MEMORY_SHARE * prices.cost.hardware.memory_bytes
-    budget = Budget(memory_bytes=memory, graph_seconds=prices.build)
-    schedules = Schedules(sample, shared)
-    own = simulate_grid(grid, schedules, prices.cost, budget).simulation.seconds
+    schedules, cost, budget = Schedules(sample, shared), others.prices.cost, others.budget
+    own = simulate_grid(grid, schedules, cost, budget).simulation.seconds
     found, deadline = [own], clock() + search_seconds
 
     def note(simulated: SimulatedGrid) -> None:
@@ -104,11 +127,9 @@ def saved_share(
         if clock() > deadline:
             raise _OutOfTime
 
-    grids = CandidateGrids(sample, max_position, prices.cost, budget, defaults, shared)
-    families = [grids.whole_prompt_candidates(), *([grids.chunk_candidates()] if may_chunk else ())]
     with suppress(_OutOfTime):
-        for family in families:
+        for family in others.families(sample, shared):
             candidates = list(takewhile(lambda _: clock() < deadline, family))
             with suppress(NoPlanFits):
-                find_best_grid(candidates, schedules, prices.cost, budget, MAX_GRIDS, note)
+                find_best_grid(candidates, schedules, cost, budget, MAX_GRIDS, note)
     return 1 - min(found) / own

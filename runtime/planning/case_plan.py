@@ -28,23 +28,20 @@ def case_plan(
     target: Target,
     dtype: str,
     layout: Layout | None,
-    prompt_length: int,
-    output_length: int,
-    num_rows: int,
+    rows: Sequence[RowShape],
     overrides: Sequence[str],
 ) -> Plan:
-    """The plan of a case, changed by the user's overrides, and checked.
+    """The plan of the rows of a case, changed by the user's overrides, and checked.
 
     Raises:
       ValueError: An override is invalid, or the plan does not fit the model or the target.
     """
     config, defaults = files.spec.config, GridDefaults.for_layout(layout, target.platform)
-    slots = num_rows if target.platform == "cpu" else defaults.max_decode_slots
+    slots = len(rows) if target.platform == "cpu" else defaults.max_decode_slots
     defaults = replace(defaults, max_decode_slots=slots, max_decode_graphs=1)
-    needs = [RowShape(prompt_length, output_length)] * num_rows
     work = work_of(config, overridden_numbers(Numbers(dtype), overrides), layout, target)
     holds = room_on_accelerator(work, target, device_bytes(target))
-    grid = derive_grid(needs, config.max_position, defaults, holds=holds)
+    grid = derive_grid(rows, config.max_position, defaults, holds=holds)
     model, experts = PlannedModel(files.name, files.fingerprint()), default_experts(config)
     plan = Plan(target.name, model, Numbers(dtype), grid, layout, experts)
     plan = Plan.from_table(override_plan(tomllib.loads(plan.to_toml()), overrides))

@@ -104,8 +104,7 @@ class Ranking:
             (candidate.bound for candidate in grids.whole_prompt_candidates()), default=None
         )
         findings = () if bound is not None else (self._why_unusable(grids.min_bytes),)
-        sizes = grids.min_bytes, grids.max_length
-        return RankedLayout(layout, cost, findings, bound, *sizes)
+        return RankedLayout(layout, cost, findings, bound, grids.min_bytes, grids.max_length)
 
     def _sample(self) -> list[ExpectedRow]:
         """Rows in evenly spaced steps, and the rows that decide the lengths of a plan."""

@@ -28,7 +28,7 @@ from ..engine.actions import (
     ScheduledRequest,
     ScheduledSequence,
 )
-from ..engine.metrics import DecodeUse, EngineMetrics, prefill_name, prefix_bucket
+from ..engine.metrics import DecodeUse, EngineMetrics, PrefillUse, prefill_name, prefix_bucket
 from ..engine.scheduler import Scheduler
 from ..engine.shared_prefixes import SharedPrefix
 
@@ -162,22 +162,14 @@ class _LastCall(NamedTuple):
     """Tokens that the sequence emits past a stop string."""
 
 
-def simulate(
-    grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | None, num_held: int = 0
-) -> Simulation:
-    """Simulate a job.
+def schedule(grid: BucketGrid, rows: Sequence[SimulatedRow], num_held: int = 0) -> Schedule:
+    """The schedule of a job.
 
     Args:
       grid: The grid.
       rows: The rows in the order in which they are submitted.
-      cost: Gives the seconds of calls; without it all calls take 0 seconds.
       num_held: The number of slots that may hold shared prefixes at one time.
     """
-    return schedule(grid, rows, num_held).priced(grid, cost)
-
-
-def schedule(grid: BucketGrid, rows: Sequence[SimulatedRow], num_held: int = 0) -> Schedule:
-    """The schedule of a job; the arguments are those of `simulate`."""
     run = _Run(grid, rows)
     run.scheduler.reserve(num_held)
     return run.run()

@@ -20,7 +20,7 @@ from ..checkpoint import ModelFiles
 from ..errors import EXIT_USAGE, JobError
 from ..rows.columns import Columns
 from ..rows.job_text import open_text, row_shape
-from ..rows.lines import BatchRow
+from ..rows.lines import BatchRow, RequestRules
 from ..rows.row_files import check_input, open_rows, unit_of
 from ..rows.row_kinds import text_lengths
 from ..rows.scan import ScannedRow, ScanSummary, scan
@@ -150,8 +150,7 @@ def _scan(path: Path, files: ModelFiles, models: Mapping[str, str | None] | None
         summary = scan(
             source_rows.file,
             text.encode,
-            defaults=files.generation_defaults.sampling,
-            models=models,
+            RequestRules(files.generation_defaults.sampling, models=models),
             unit=unit_of(path),
             on_encoded=note_kind,
         )

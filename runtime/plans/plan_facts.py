@@ -1,7 +1,7 @@
 """The facts of a plan, which are the same however its file is written.
 
-Two files are one plan if they resolve to the same keys: defaults that are written out, the order of
-tables and the schema make no difference. Does not know about jobs or bundles.
+Two files are one plan if they resolve to the same keys: defaults that are written out and the order
+of tables make no difference. Does not know about jobs or bundles.
 """
 
 import json

@@ -77,8 +77,9 @@ class Calibration:
         program, own = self.layer(layer), _on_device(parameters)
         total: np.ndarray | None = None
         for x_BTD, length_B in self._batches:
-            arrays = jnp.asarray(x_BTD), jnp.asarray(length_B)
-            part = np.asarray(program.input_sum(own, *arrays, parameter, is_diagonal=is_diagonal))
+            x_BTD, length_B = jnp.asarray(x_BTD), jnp.asarray(length_B)
+            sums = program.input_sum(own, x_BTD, length_B, parameter, is_diagonal=is_diagonal)
+            part = np.asarray(sums)
             total = part.copy() if total is None else np.add(total, part, out=total)
         assert total is not None, "there are rows"
         return total

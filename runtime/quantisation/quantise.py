@@ -8,6 +8,7 @@ experts. The same weights stay in float as when weights are rounded while they l
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,16 +32,43 @@ from .smoothing import smooth_layer
 Say = Callable[[str], object]
 
 
+@dataclass(frozen=True)
+class QuantiseOptions:
+    """A way to write weights in codes."""
+
+    weight_format: WeightFormat
+    """The format of weights."""
+    method: str
+    """A method of `rounding`."""
+    rotates: bool = False
+    """Whether the model is rotated first (`rotation`)."""
+    smooths: bool = False
+    """Whether the features that products read are balanced first (`smoothing`)."""
+    dtype: str = "float32"
+    """The dtype of scales and of weights in float."""
+
+    def check(self, num_rows: int) -> None:
+        """Check the method and its calibration rows; ConfigError says what is wrong."""
+        method, weight_format = self.method, self.weight_format
+        if (method == GPTQ or self.smooths) != bool(num_rows):
+            raise ConfigError(
+                f"--method {method}: expected calibration rows for {GPTQ} or --smooth, and none "
+                f"otherwise, got {num_rows}. Give --calibration with --method {GPTQ} or --smooth, "
+                f"and only then."
+            )
+        if method != NEAREST and not weight_format.codes.startswith("int"):
+            raise ConfigError(
+                f"--method {method}: expected {NEAREST} for {weight_format}, as other methods "
+                f"round to integers, got {method}. Take --method {NEAREST}, or another format."
+            )
+
+
 def quantise(
     files: ModelFiles,
     folder: Path,
-    weight_format: WeightFormat,
-    *,
-    method: str,
+    options: QuantiseOptions,
     rows: Sequence[Sequence[int]] = (),
-    rotates: bool = False,
-    smooths: bool = False,
-    dtype: str = "float32",
+    *,
     stamp: ModelStamp | None = None,
     say: Say = lambda note: None,
 ) -> int:
@@ -49,12 +77,8 @@ def quantise(
     Args:
       files: The model.
       folder: A new or empty folder.
-      weight_format: The format of weights.
-      method: A method of `rounding`.
+      options: The format of weights, and the way to their codes.
       rows: Token ids of calibration rows, for `gptq` and `smooths`.
-      rotates: Whether the model is rotated first (`rotation`).
-      smooths: Whether the features that products read are balanced first (`smoothing`).
-      dtype: The dtype of scales and of weights in float.
       stamp: The files as they were opened; by default as they are now.
       say: Called with lines about progress.
 
@@ -63,19 +87,8 @@ def quantise(
         published form.
       ValueError: A weight cannot have the format, or calibration rows are missing or unused.
     """
-    if (method == GPTQ or smooths) != bool(rows):
-        raise ConfigError(
-            f"--method {method}: expected calibration rows for {GPTQ} or --smooth, and none "
-            f"otherwise, got {len(rows)}. Give --calibration with --method {GPTQ} or --smooth, and "
-            f"only then."
-        )
-    if method != NEAREST and not weight_format.codes.startswith("int"):
-        raise ConfigError(
-            f"--method {method}: expected {NEAREST} for {weight_format}, as other methods round to "
-            f"integers, got {method}. Take --method {NEAREST}, or another format."
-        )
-    stamp = stamp or ModelStamp(files)
-    model = _Model(files, weight_format, dtype, method, rotates=rotates, smooths=smooths)
+    options.check(len(rows))
+    stamp, model = stamp or ModelStamp(files), _Model(files, options)
     form, paths = model.form, model.paths
     tensors = _checked(model.rounded(rows, say), stamp)
     return write_directory(folder, form.config, form.other_files, form.layout(paths), tensors)
@@ -92,19 +105,10 @@ def _checked(
 class _Model:
     """The weights of a model in float32, and the form in which it is written."""
 
-    def __init__(
-        self,
-        files: ModelFiles,
-        weight_format: WeightFormat,
-        dtype: str,
-        method: str,
-        *,
-        rotates: bool,
-        smooths: bool,
-    ):
-        self._files, self._method, self._smooths = files, method, smooths
+    def __init__(self, files: ModelFiles, options: QuantiseOptions):
+        self._files, self._options = files, options
         self._read, self._config = self._read_published, files.spec.config
-        if rotates:
+        if options.rotates:
             if pooling_files(files):
                 raise InvalidConfig(
                     f"--rotate: expected a model whose last states are read by its head alone, got "
@@ -113,7 +117,7 @@ class _Model:
                 )
             rotation = Rotation(files.spec.config, self._read_published)
             self._read, self._config = rotation.read, rotation.config
-        self.form = PublishedForm(files, weight_format, dtype, self._config)
+        self.form = PublishedForm(files, options.weight_format, options.dtype, self._config)
         self._published = AbstractModel(files.spec.config).abstract_parameters(np.float32)
         check_coverage(files.spec, files.tensors, self._published)
         self._sources = {source.parameter: source for source in files.spec.sources}
@@ -158,7 +162,7 @@ class _Model:
         """
         prefix = f"layers.{layer}."
         weights = {path.removeprefix(prefix): self._read(path) for path in self._in_layers[layer]}
-        if calibration is not None and self._smooths:
+        if calibration is not None and self._options.smooths:
 
             def mean_square(name: str) -> np.ndarray:
                 squares = calibration.mean_square(layer, weights, name)
@@ -166,7 +170,7 @@ class _Model:
 
             weights = smooth_layer(weights, mean_square, self._config.norm_offset)
         rounded: dict[str, Parameters] = {}
-        if calibration is not None and self._method == GPTQ:
+        if calibration is not None and self._options.method == GPTQ:
             rounded = self._round_products(layer, weights, calibration)
             rounded |= self._round_experts(layer, weights, calibration)
         for name, weight in weights.items():
@@ -252,7 +256,7 @@ class _Model:
         if quantisation is None:
             return {path: weight.astype(self.form.abstract[path].dtype)}
         dtype = self.form.abstract[path + SCALES].dtype
-        codes, scales = round_weight(weight, quantisation, dtype, self._method, hessian_AA)
+        codes, scales = round_weight(weight, quantisation, dtype, self._options.method, hessian_AA)
         return {path: codes, path + SCALES: scales}
 
     def _checked_squares(self, path: str, squares: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import RowError, joined, unknown_parameter
@@ -39,15 +39,51 @@ _WRITTEN_ID = re.compile(rb'[\s\x1e]*\{\s*"(?:custom_id|id)"\s*:\s*("(?:[^"\\]|\
 """The beginning of a line whose first key is its id."""
 
 
-@dataclass(frozen=True)
-class BatchRow:
-    """A request as written in its line, before tokenizing."""
+@dataclass(frozen=True, slots=True)
+class PlacedRow:
+    """A row of the input and its place; `custom_id` is None if it could not be read."""
 
     row: int
     line_number: int
     offset: int
-    custom_id: str
+    custom_id: str | None
     request_hash: str
+    unit: Unit = field(default="line", kw_only=True)
+
+    @property
+    def place(self) -> str:
+        """The place of the row in its file, for people."""
+        return f"{self.unit} {self.line_number}"
+
+    def failed(self, error: RowError) -> "BadRow":
+        """The error row that the row becomes."""
+        return BadRow(
+            self.row, self.line_number, self.offset, self.custom_id, self.request_hash, error,
+            unit=self.unit,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RequestRules:
+    """The rules by which a job reads its requests."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters for keys that a request leaves out."""
+    ignores_unknown: bool = False
+    """Whether unknown keys of the body are ignored."""
+    models: Mapping[str, str | None] | None = None
+    """The adapter that each `model` means, None for the model itself. Without it, every name means
+    the model itself."""
+
+
+PLAIN = RequestRules()
+
+
+@dataclass(frozen=True)
+class BatchRow(PlacedRow):
+    """A request as written in its line, before tokenizing."""
+
+    custom_id: str
     kind: Literal["chat", "completion", "score", "pooled"]
     params: SamplingParams
     model: str | None = None
@@ -69,73 +105,38 @@ class BatchRow:
     tools: Tools | None = None
     pooled: PooledRequest | None = None
     """The texts to embed, to compare or to classify; None for other requests."""
-    unit: Unit = "line"
-
-    @property
-    def place(self) -> str:
-        """The place of the row in its file, for people."""
-        return f"{self.unit} {self.line_number}"
 
 
 @dataclass(frozen=True)
-class BadRow:
-    """A line that ends as an error row; `custom_id` is None if it could not be read."""
+class BadRow(PlacedRow):
+    """A line that ends as an error row."""
 
-    row: int
-    line_number: int
-    offset: int
-    custom_id: str | None
-    request_hash: str
     error: RowError
-    unit: Unit = "line"
-
-    @property
-    def place(self) -> str:
-        """The place of the line in its file, for people."""
-        return f"{self.unit} {self.line_number}"
 
     def __str__(self) -> str:
         """The error, after the place of its line; some errors already begin with the place."""
         message, place = str(self.error), f"{self.place}: "
         return message if message.startswith(place) else place + message
 
-    def failed(self, error: RowError) -> "BadRow":
-        """The line with another error."""
-        return replace(self, error=error)
 
-
-def read_row(
-    line: Line,
-    row: int,
-    *,
-    defaults: Mapping[str, Any] | None = None,
-    ignores_unknown: bool = False,
-    models: Mapping[str, str | None] | None = None,
-) -> BatchRow | BadRow:
+def read_row(line: Line, row: int, rules: RequestRules = PLAIN) -> BatchRow | BadRow:
     """Read one line.
 
     Args:
         line: The line, at most `MAX_LINE_BYTES` long.
         row: Index of the row, counted from zero over the lines that are not blank.
-        defaults: Sampling parameters for keys that the request leaves out.
-        ignores_unknown: Whether unknown keys of the body are ignored.
-        models: The adapter that each `model` means, None for the model itself. Without it, every
-            name means the model itself.
+        rules: The rules of the job.
     """
     custom_id = None
     try:
-        if line.content is None:
-            raise RowError(
-                "invalid_line", f"expected at most {MAX_LINE_BYTES} bytes in a line, got more."
-            )
-        record = parse_object(line.content)
+        record = record_of(line)
         custom_id = custom_id_of(record, row, is_simple=_is_simple(record))
         url, body = request_of(record)
         request_hash = hash_request(url, body)
-        ignored = _unknown_keys(url, body) if ignores_unknown else ()
+        ignored = _unknown_keys(url, body) if rules.ignores_unknown else ()
         known = {key: body[key] for key in body if key not in ignored}
-        content = _read_body(url, known, defaults or {})
-        content["adapter"] = _adapter(content["model"], models)
+        content = _read_body(url, known, rules.defaults)
+        content["adapter"] = _adapter(content["model"], rules.models)
         if (form := content["params"].structured_outputs) is not None:
             # the order of keys in a schema decides the answer
             request_hash = hashlib.sha256(f"{request_hash} {form.fingerprint}".encode()).hexdigest()
@@ -149,7 +150,7 @@ def read_row(
             error = RowError(error.code, message, error.param)
             custom_id = written_id(line.content or b"")
         line_hash = hashlib.sha256(line.content or b"").hexdigest()
-        return BadRow(row, line.number, line.offset, custom_id, line_hash, error, line.unit)
+        return BadRow(row, line.number, line.offset, custom_id, line_hash, error, unit=line.unit)
     return BatchRow(
         row=row,
         line_number=line.number,
@@ -162,16 +163,19 @@ def read_row(
     )
 
 
-def bad_row(row: "BatchRow | BadRow", error: RowError) -> BadRow:
-    """The error row that a row becomes."""
-    place = (row.row, row.line_number, row.offset)
-    return BadRow(*place, row.custom_id, row.request_hash, error, row.unit)
+def record_of(line: Line) -> dict[str, Any]:
+    """The object of a line; RowError if it is too long or has none."""
+    if line.content is None:
+        raise RowError(
+            "invalid_line", f"expected at most {MAX_LINE_BYTES} bytes in a line, got more."
+        )
+    return parse_object(line.content)
 
 
 def duplicate_of(row: BatchRow | BadRow, first_line_number: int) -> BadRow:
     """The error row for a line with the custom_id of an earlier line."""
     first = f"{row.unit} {first_line_number}"
-    return bad_row(row, duplicate_error(row.place, row.custom_id, first))
+    return row.failed(duplicate_error(row.place, row.custom_id, first))
 
 
 def duplicate_error(place: str, custom_id: str | None, first_place: str) -> RowError:

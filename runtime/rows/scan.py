@@ -7,16 +7,24 @@ and does not grow with its prompt.
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from ..embedding.texts import lengths_of
 from ..errors import InputError, RowError
 from ..files.strict_json import Line, Unit, read_line_at, read_lines
-from .lines import BadRow, BatchRow, bad_row, duplicate_of, read_row
+from .lines import (
+    PLAIN,
+    BadRow,
+    BatchRow,
+    PlacedRow,
+    RequestRules,
+    duplicate_of,
+    read_row,
+)
 from .prompt_encoder import Encoded
 
 if TYPE_CHECKING:
@@ -50,22 +58,11 @@ class RowRequirements:
 
 
 @dataclass(frozen=True, slots=True)
-class ScannedRow:
+class ScannedRow(PlacedRow):
     """The place and the requirements of a row, or its error if the scan found one."""
 
-    row: int
-    line_number: int
-    offset: int
-    custom_id: str | None
-    request_hash: str
     requirements: RowRequirements | None
     bad: BadRow | None
-    unit: Unit = "line"
-
-    @property
-    def place(self) -> str:
-        """The place of the row in its file, for people."""
-        return f"{self.unit} {self.line_number}"
 
     @property
     def key(self) -> tuple[str, str]:
@@ -92,10 +89,8 @@ class ScanSummary:
 def scan(
     file: BinaryIO,
     encode: Encode,
+    rules: RequestRules = PLAIN,
     *,
-    defaults: Mapping[str, Any] | None = None,
-    ignores_unknown: bool = False,
-    models: Mapping[str, str | None] | None = None,
     unit: Unit = "line",
     on_error: Callable[[BadRow], None] = lambda bad: None,
     on_encoded: Callable[[BatchRow, Sequence[int]], None] = lambda row, ids: None,
@@ -106,9 +101,7 @@ def scan(
     Args:
         file: The input, open at its beginning.
         encode: Returns token ids or an error for each of several rows; called in another thread.
-        defaults: Sampling parameters for keys that a request leaves out.
-        ignores_unknown: Whether unknown keys of a request are ignored.
-        models: The adapter of rows by their `model`, as `read_row` takes it.
+        rules: The rules by which requests are read.
         unit: The unit in which errors count places.
         on_error: Called with each row in error, in order, as soon as it is known.
         on_encoded: Called with each other row and its token ids, in order.
@@ -127,9 +120,9 @@ def scan(
         num_bytes += len(piece)
         digest.update(piece)
 
-    options = {"ignores_unknown": ignores_unknown, "models": models}
-    read = partial(read_row, defaults=defaults, **options)
-    chunks = _read_chunks(read_lines(file, observe=observe, unit=unit), read)
+    chunks = _read_chunks(
+        read_lines(file, observe=observe, unit=unit), partial(read_row, rules=rules)
+    )
     for encoded in map_ahead(partial(_encode_chunk, encode), chunks):
         for outcome in encoded:
             if isinstance(outcome, BadRow):
@@ -198,19 +191,12 @@ def _encode_chunk(
     for row in chunk:
         ids = row if isinstance(row, BadRow) else next(encoded)
         if isinstance(row, BatchRow) and isinstance(ids, RowError):
-            ids = bad_row(row, ids)
+            ids = row.failed(ids)
         outcomes.append(ids if isinstance(ids, BadRow) else (row, ids))
     return outcomes
 
 
-def read_again(
-    file: BinaryIO,
-    scanned: ScannedRow,
-    *,
-    defaults: Mapping[str, Any] | None = None,
-    ignores_unknown: bool = False,
-    models: Mapping[str, str | None] | None = None,
-) -> BatchRow:
+def read_again(file: BinaryIO, scanned: ScannedRow, rules: RequestRules) -> BatchRow:
     """Read a row that the scan accepted again, to run it.
 
     Raises:
@@ -218,8 +204,7 @@ def read_again(
     """
     content = read_line_at(file, scanned.offset)
     line = Line(scanned.line_number, scanned.offset, content, scanned.unit)
-    options = {"ignores_unknown": ignores_unknown, "models": models}
-    row = read_row(line, scanned.row, defaults=defaults, **options)
+    row = read_row(line, scanned.row, rules)
     if isinstance(row, BadRow) or (row.custom_id, row.request_hash) != scanned.key:
         raise InputError(
             f"{scanned.place} of the input changed while the job ran. Finished rows are "
@@ -244,5 +229,7 @@ def _requirements_of(row: BatchRow, ids: Sequence[int]) -> RowRequirements:
 def _scanned_row(
     row: BatchRow | BadRow, requirements: RowRequirements | None, bad: BadRow | None
 ) -> ScannedRow:
-    place = (row.row, row.line_number, row.offset)
-    return ScannedRow(*place, row.custom_id, row.request_hash, requirements, bad, row.unit)
+    return ScannedRow(
+        row.row, row.line_number, row.offset, row.custom_id, row.request_hash, requirements, bad,
+        unit=row.unit,
+    )  # fmt: skip

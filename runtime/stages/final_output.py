@@ -86,7 +86,7 @@ def _output_lines(
     settings: JobSettings, follow: Follow, carried: CarriedCells, path: Path
 ) -> Iterator[bytes]:
     is_split = settings.error_file is not None
-    for row, cells in zip(follow(), carried.of(settings.part), strict=False):
+    for row, cells in zip(follow(), carried.of(settings.identity.part), strict=False):
         if not is_split or (row.stage is not None) == (path == settings.error_file):
             yield with_carried(row.line, cells) + b"\n"
 
@@ -100,9 +100,9 @@ def _job_facts(
     return {
         **{key: job[key] for key in COMMON_KEYS if key in job},
         "platform": {"python": platform.python_version(), "system": platform.platform()},
-        "configuration": settings.stored_configuration,
+        "configuration": settings.identity.stored,
         "setups": job["setups"],
-        "fingerprint": fingerprint(settings.configuration),
+        "fingerprint": fingerprint(settings.identity.configuration),
         # a stage has a time if its prompts show it
         "instant": next((m["instant"] for m in manifests if m["instant"] is not None), None),
         "input": {

@@ -13,7 +13,7 @@ and nothing is removed before the manifest of the whole job is written.
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -28,7 +28,7 @@ from ..batch.finished import (
     finished_manifest,
     refuse_foreign_outputs,
 )
-from ..batch.job import JobModel, JobSettings
+from ..batch.job import JobSettings
 from ..batch.job_files import check_job_files, side_files, stages_folder
 from ..batch.journal import journal_path
 from ..batch.lock import JobLock
@@ -67,11 +67,9 @@ _FILE_OF_STAGE = re.compile(r"[0-9]+-[a-z0-9_]+(\.in|\.errors)?\.jsonl($|\.)")
 
 def run_stages(
     settings: JobSettings,
-    model: JobModel,
+    model: StagedModel,
     pipeline: Pipeline,
     *,
-    max_position: Callable[[], int],
-    seed: int,
     keeps_stages: bool,
     progress: Progress | None = None,
     disk: Disk | None = None,
@@ -80,10 +78,8 @@ def run_stages(
 
     Args:
         settings: The input, the outputs and the options of the whole job.
-        model: The model, not yet loaded.
+        model: The model of all stages, not yet loaded.
         pipeline: The stages.
-        max_position: Reads the number of positions of the model.
-        seed: The seed of the job.
         keeps_stages: Whether the files of the stages stay when the job is complete.
         progress: Shows progress and notes.
         disk: Disk operations.
@@ -99,10 +95,7 @@ def run_stages(
     progress, disk = progress or Progress(), disk or Disk()
     check_input(settings.input_path, settings.columns)
     folder = stages_folder(settings.output_path)
-    stages = [
-        StageFiles(folder, number, stage.name)
-        for number, stage in enumerate(pipeline.stages, start=1)
-    ]
+    stages = [StageFiles(folder, i, stage.name) for i, stage in enumerate(pipeline.stages, start=1)]
     _check_files(settings, folder)
     lock = JobLock(settings.lock_path, progress.warn)
     with StopSignals() as stop, lock, ExitStack() as opened:
@@ -111,35 +104,34 @@ def run_stages(
             _remove(folder, disk)
         elif (manifest := finished_manifest(settings)) is not None:
             check_finished_by(settings, manifest.get("weights"), model)
-            if not keeps_stages:
-                _remove(folder, disk)
-            progress.note(complete_already(settings, manifest))
-            return exit_code_of(settings, manifest)
+            end = complete_already(settings, manifest)
+            return _end(settings, manifest, end, progress, None if keeps_stages else disk)
         if _is_foreign(settings, stages[0]):
             refuse_foreign_outputs(settings)
         renderers = open_renderers(pipeline, opened, keeps_model=settings.models is not None)
         source = opened.enter_context(_open_input(settings, progress))
         folder.mkdir(exist_ok=True)
-
-        def measure() -> ScanSummary:
-            show, rows = progress.show_scan, run.rows()
-            summary = measure_stages(settings, model, renderers, rows, max_position(), show)
-            progress.finish()
-            return summary
-
-        staged = StagedModel(model, measure, seed)
-        run = _StagesRun(
-            settings, source, staged, pipeline, renderers, stages, progress, disk, stop
-        )
-        code = run.begin()
-        if code is not None:
+        run = _StagesRun(settings, source, model, pipeline, renderers, stages, progress, disk, stop)
+        if (code := run.begin()) is not None:
             return code
         lock.check()
         manifest = run.finish()
-        if not keeps_stages:
-            _remove(folder, disk)
-        progress.note(summarise(settings.output_path, manifest))
-        return exit_code_of(settings, manifest)
+        end = summarise(settings.output_path, manifest)
+        return _end(settings, manifest, end, progress, None if keeps_stages else disk)
+
+
+def _end(
+    settings: JobSettings,
+    manifest: Mapping[str, Any],
+    end: str,
+    progress: Progress,
+    removed_from: Disk | None,
+) -> int:
+    """Say how the job ended, and remove the files of its stages; return its exit code."""
+    if removed_from is not None:
+        _remove(stages_folder(settings.output_path), removed_from)
+    progress.note(end)
+    return exit_code_of(settings, manifest)
 
 
 def _open_input(settings: JobSettings, progress: Progress) -> AbstractContextManager[OpenRows]:
@@ -169,6 +161,7 @@ class _StagesRun:
 
     def __post_init__(self):
         self._input = digest_text(digest_table(digest_file(self.settings.input_path)))
+        self.model.measure = self._measure
 
     def begin(self) -> int | None:
         """Check the columns, and run the stages; an error before the first row leaves no files."""
@@ -212,6 +205,15 @@ class _StagesRun:
                 self.settings = replace(self.settings, now=datetime.fromisoformat(shown))
         return None
 
+    def _measure(self) -> ScanSummary:
+        """Measure the rows of all stages."""
+        show, longest = self.progress.show_scan, self.model.max_position()
+        summary = measure_stages(
+            self.settings, self.model, self.renderers, self.rows(), longest, show
+        )
+        self.progress.finish()
+        return summary
+
     def check_columns(self) -> None:
         """Refuse a table without columns that a template writes for every row; ConfigError."""
         if unit_of(self.settings.input_path) == "row":
@@ -244,7 +246,7 @@ class _StagesRun:
                 f"were begun, got another one:\n  {_INPUT}: there {answered}, now {self._input}\n"
                 f"{remedy}"
             )
-        begun_part, part = Part.from_manifest(str(stored.get("rows"))), self.settings.part
+        begun_part, part = Part.from_manifest(str(stored.get("rows"))), self.settings.identity.part
         if begun_part != part:
             raise UnusableFile(
                 f"--rows: expected {begun_part.option}, with which the stages in {folder} were "
@@ -280,33 +282,34 @@ class _StagesRun:
 
     def _settings_of(self, files: StageFiles) -> JobSettings:
         """The settings of a stage's own job, whose input has the rows of the part alone."""
+        identity = self.settings.identity
+        # rows and lines of finished stages are matched by order, so the input must not change
+        of_stage = {"stage": files.name, _INPUT: self._input}
         return replace(
             self.settings,
             input_path=files.input,
             output_path=files.output,
-            # rows and lines of finished stages are matched by order, so the input must not change
-            configuration={
-                **self.settings.configuration,
-                "stage": files.name,
-                _INPUT: self._input,
-            },
+            identity=replace(
+                identity,
+                configuration={**identity.configuration, **of_stage},
+                part=WHOLE,
+                part_of_stages=identity.part,
+            ),
             error_file=None,
             columns=Columns(),
             restart=False,
-            part=WHOLE,
-            part_of_stages=self.settings.part,
         )
 
     def _write_input(self, index: int, renderer: StageRenderer, settings: JobSettings) -> None:
         lines = OutputLines(
-            model_name=settings.model_name, fingerprint=fingerprint(settings.configuration)
+            model_name=settings.model_name, fingerprint=fingerprint(settings.identity.configuration)
         )
         rows = self._follow(index)
         write_input(self.stages[index], rows, renderer, lines, self.disk, self._show_bad_row)
 
     def _follow(self, num_stages: int) -> Iterator[FollowedRow]:
         """Follow every row of the job's part through the first stages."""
-        part = self.settings.part
+        part = self.settings.identity.part
         rows = (row for row in self.rows() if part.has(row.row))
         return follow_rows(rows, self.stages[:num_stages])
 

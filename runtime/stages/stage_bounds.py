@@ -79,9 +79,7 @@ def measure_stages(
         summary = scan(
             requests,
             encoder.encode,
-            defaults=settings.request_defaults,
-            ignores_unknown=settings.ignores_unknown,
-            models=settings.models,
+            settings.rules,
             on_progress=lambda rows, num_bytes: on_progress(rows, num_bytes, total_bytes),
         )
     scanned = [

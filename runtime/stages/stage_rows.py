@@ -18,8 +18,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import RowError
-from ..files.strict_json import MAX_LINE_BYTES, Line, Unit, parse_object, read_lines
-from ..rows.lines import BadRow, custom_id_of, duplicate_error, written_id
+from ..files.strict_json import Line, Unit, read_lines
+from ..rows.lines import (
+    BadRow,
+    PlacedRow,
+    custom_id_of,
+    duplicate_error,
+    record_of,
+    written_id,
+)
 from ..rows.results import error_of_line
 from .stage_renderer import answers_table, calls_text
 
@@ -27,22 +34,11 @@ _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 
 
 @dataclass(frozen=True)
-class InputRow:
-    """A row of the input that can enter the first stage."""
+class InputRow(PlacedRow):
+    """A row of the input that can enter the first stage; its hash is that of its line."""
 
-    row: int
-    line_number: int
-    offset: int
     custom_id: str
-    request_hash: str
-    """The hash of its line."""
     data: Mapping[str, Any]
-    unit: Unit = "line"
-
-    def failed(self, error: RowError) -> BadRow:
-        """The row, ended by an error."""
-        place = (self.row, self.line_number, self.offset, self.custom_id, self.request_hash)
-        return BadRow(*place, error, self.unit)
 
 
 @dataclass(frozen=True)
@@ -105,14 +101,9 @@ def read_rows(file: BinaryIO, unit: Unit = "line") -> Iterator[InputRow | BadRow
 
 def _read_row(line: Line, index: int) -> InputRow | BadRow:
     content, custom_id = line.content or b"", None
-    place = (index, line.number, line.offset)
     line_hash = hashlib.sha256(content).hexdigest()
     try:
-        if line.content is None:
-            raise RowError(
-                "invalid_line", f"expected at most {MAX_LINE_BYTES} bytes in a line, got more."
-            )
-        record = parse_object(content)
+        record = record_of(line)
         is_request = set(record) >= _ENVELOPE
         custom_id = custom_id_of(record, index, is_simple=not is_request)
         data = record["body"] if is_request else record
@@ -122,8 +113,10 @@ def _read_row(line: Line, index: int) -> InputRow | BadRow:
         message = f"{line.place}: {error.message}"
         custom_id = custom_id or written_id(content)
         failure = RowError(error.code, message, error.param)
-        return BadRow(*place, custom_id, line_hash, failure, line.unit)
-    return InputRow(*place, custom_id, line_hash, data, line.unit)
+        return BadRow(
+            index, line.number, line.offset, custom_id, line_hash, failure, unit=line.unit
+        )
+    return InputRow(index, line.number, line.offset, custom_id, line_hash, data, unit=line.unit)
 
 
 def follow_rows(

@@ -27,15 +27,17 @@ class StagedModel:
 
     Attributes:
         model: The model of the whole job.
-        measure: Measures the rows of all stages.
         seed: The seed of the job, from which each stage has its own.
+        max_position: Reads the number of positions of the model.
+        measure: Measures the rows of all stages; set before the first build.
         stage: The name of the stage that runs.
         plan: The plan of an earlier run or stage; None before it is known.
     """
 
     model: JobModel
-    measure: Callable[[], ScanSummary]
     seed: int
+    max_position: Callable[[], int]
+    measure: Callable[[], ScanSummary] | None = None
     stage: str = ""
     plan: str | None = None
     _built: Build | None = None
@@ -66,6 +68,7 @@ class StagedModel:
             # the forms of later stages must be compiled before their tables are packed
             if stored_plan is None or "structured" in tomllib.loads(stored_plan):
                 phases.enter("scan")
+                assert self.measure is not None, "the run of the stages sets it"
                 summary = self.measure()
                 phases.enter("load")
             self._built = self.model.build(summary, stored_plan, phases=phases, progress=progress)

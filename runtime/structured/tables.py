@@ -63,8 +63,10 @@ class JobTables:
 
     def grid(self, schemas: Collection[str]) -> StructuredGrid:
         """The sizes, as a plan has them."""
-        sizes = self.states, self.classes, self.masks, len(self._moves), len(self._words)
-        return StructuredGrid(*sizes, tuple(schemas))
+        num_moves, num_words = len(self._moves), len(self._words)
+        return StructuredGrid(
+            self.states, self.classes, self.masks, num_moves, num_words, tuple(schemas)
+        )
 
     def empty(self, grid: StructuredGrid, padded_vocab: int) -> StructureTables:
         """Tables of planned sizes with only the blocks, and the entries of rows without a form."""

@@ -20,7 +20,7 @@ from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.graphs.graph_kinds import GraphKey
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.layout_measure import COMPILER, SHAPES, measure
+from noria.compile.layout_measure import COMPILER, SHAPES, MeasuredModel, measure
 from noria.compile.planning.work import ONE_DEVICE, Work
 from noria.compile.programs.collectives import read_collectives
 from noria.compile.programs.executions import Executions
@@ -67,7 +67,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def result():
     target = find_target("gpu:h100:8")
-    return measure(CONFIG, TENSOR, target, GRID, "bfloat16", attention=WITHOUT_CUDNN)
+    return measure(MeasuredModel(CONFIG, GRID, "bfloat16", WITHOUT_CUDNN), TENSOR, target)
 
 
 @pytest.mark.parametrize(("name", "count"), [("gpu:a100:4", 4), ("gpu:h200:16", 16)])
@@ -125,7 +125,7 @@ def test_collectives_of_a_layer_agree_with_the_formula(result, phase):
 
 
 def test_operations_that_the_compiler_does_not_count_are_those_of_the_shapes(result):
-    on_cpu = measure(CONFIG, TENSOR, find_target("cpu:8"), GRID, "bfloat16")
+    on_cpu = measure(MeasuredModel(CONFIG, GRID, "bfloat16"), TENSOR, find_target("cpu:8"))
     assert (result.flops_from, on_cpu.flops_from) == (SHAPES, COMPILER)
     assert result.flops_by_phase["prefill"] == pytest.approx(
         on_cpu.flops_by_phase["prefill"], rel=0.2

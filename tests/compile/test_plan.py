@@ -19,29 +19,6 @@ from noria.modelzoo.weights.weight_formats import WeightFormat
 
 GRID = BucketGrid(64, ((16, 4), (48, 1)), 8, (32, 64), steps_per_call=4, score=True)
 PLAN = Plan("cpu", PlannedModel('a "quoted" \\ name', "sha256:00"), Numbers("float32"), GRID)
-
-
-SCHEMA_1 = """
-schema = 1
-target = "cpu"
-
-[model]
-source = "m"
-fingerprint = ""
-dtype = "bfloat16"
-scan_layers = true
-
-[buckets]
-max_length = 64
-prefill = [[16, 4], [48, 1]]
-decode_slots = 8
-decode_spans = [32, 64]
-steps_per_call = 4
-score = true
-
-[attention]
-prefill = "xla"
-"""
 EXPERTS = ExpertPlan(LOSSLESS, Dispatch("capacity", 1.25), "drop")
 
 
@@ -98,35 +75,6 @@ def test_wrong_evidence_is_refused_by_name():
         assert old in text
         with pytest.raises(ValueError, match=message):
             Plan.from_table(tomllib.loads(text.replace(old, new)))
-    with pytest.raises(ValueError, match=r"plan of schema 1: expected none of \['evidence'\]"):
-        Plan.from_table({**tomllib.loads(SCHEMA_1), "evidence": evidence.to_table()})
-
-
-def test_a_plan_of_schema_1_is_that_of_schema_2():
-    plan = Plan.from_table(tomllib.loads(SCHEMA_1))
-    model, attention = PlannedModel("m", "", True), AttentionPlan(prefill="xla")
-    assert plan == Plan("cpu", model, Numbers("bfloat16"), GRID, attention=attention)
-    text = plan.to_toml()
-    assert text.startswith("schema = 2\n") and '[numbers]\ndtype = "bfloat16"' in text
-    assert Plan.from_table(tomllib.loads(text)) == plan
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('dtype = "bfloat16"\n', "", r"\[model\] of schema 1: .* missing \['dtype'\]"),
-        (
-            "[attention]",
-            "[compiler.fork]\n[attention]",
-            r"none of \['compiler'\], .* Set schema = 2",
-        ),
-        ("[model]", "[modell]", r"of schema 1: .* unknown \['modell'\], missing \['model'\]"),
-    ],
-)
-def test_a_wrong_key_of_schema_1_is_refused_by_name(old, new, message):
-    assert SCHEMA_1.count(old) == 1
-    with pytest.raises(ValueError, match=message):
-        Plan.from_table(tomllib.loads(SCHEMA_1.replace(old, new)))
 
 
 def test_formats_of_weights_survive_their_file():
@@ -256,11 +204,11 @@ def test_prefixes_are_refused_with_experts_of_a_fixed_capacity_in_prefill():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("schema = 2", "schema = 3", "plan schema: expected 1 or 2, got 3. Plan again"),
-        ("schema = 2", "schema = true", "plan schema: expected 1 or 2, got True"),
-        ("schema = 2", "schema = 2.0", "plan schema: expected 1 or 2, got 2.0"),
+        ("schema = 2", "schema = 3", "plan schema: expected 2, got 3. Plan again"),
+        ("schema = 2", "schema = true", "plan schema: expected 2, got True"),
+        ("schema = 2", "schema = 2.0", "plan schema: expected 2, got 2.0"),
         ("schema = 2\n", "", r"missing \['schema'\]"),
-        ("schema = 2", "schema = 1", r"plan of schema 1: expected none of \['numbers'\]"),
+        ("schema = 2", "schema = 1", "plan schema: expected 2, got 1. Plan again"),
         ('dtype = "float32"', "", r"\[numbers\]: .* missing \['dtype'\]"),
         (
             "[buckets]",

@@ -1,6 +1,7 @@
 """Jobs whose rows name adapters: answers, repeats, shared beginnings, parts, refusals, `LLM`."""
 
 import tomllib
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -131,7 +132,7 @@ def test_a_plan_of_the_planner_has_room_for_the_adapters(noria, folder, tmp_path
     plan = tomllib.loads(path.read_text())
     with open_model(noria.model) as files:
         paths = {name: folder / name for name in OPTIONS}
-        assert plan["adapters"] == AdapterSet.open(files, paths).grid().to_table()
+        assert plan["adapters"] == asdict(AdapterSet.open(files, paths).grid())
     rows, manifest = noria.batch(source, tmp_path / "out.jsonl", "--plan", path, *named)
     assert tomllib.loads(manifest["plan"]) == plan
     for row in rows:

@@ -527,11 +527,11 @@ class LaidOut:
         return self.put((packed, requests, tokens_BT, next_BT))
 
     def _sampling(self, row: Row) -> SamplingState:
+        request = ScheduledRequest(0, len(row.prompt), 0, 1, is_scored=False)
         return pack_sampling(
             row.params,
+            ScheduledSequence(request, row.sample),
             seed=row.seed,
-            sample=row.sample,
-            prompt_length=len(row.prompt),
             stop_ids=() if row.params.ignore_eos else (STOP_ID,),
             vocab_size=self.definition.padded_vocab,
             adapter=None if self.adapters is None else row.adapter,

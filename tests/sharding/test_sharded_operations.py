@@ -19,7 +19,7 @@ from noria.modelzoo import axes
 from noria.modelzoo.attention.attend import Queries
 from noria.modelzoo.cache.layer_cache import PromptKeysValues
 from noria.modelzoo.operations import ON_ONE_DEVICE
-from noria.modelzoo.weights.weight_products import einsum
+from noria.modelzoo.weights.product import einsum
 from noria.sharding.axis_rules import AxisRules, kv_copies
 from noria.sharding.layout import Layout
 from noria.sharding.mesh_layout import MeshLayout
@@ -87,9 +87,9 @@ def test_projections_up_and_down_give_the_product(used, stored):
     down = nnx.Param(jnp.asarray(down_FD), logical_axes=(axes.MLP, axes.EMBED_IN))
 
     def both(operations, x_BTD):
-        h_BTF = operations.project(*einsum("BTD,DF->BTF"), x_BTD, up, axes.RESIDUAL, axes.HIDDEN)
+        h_BTF = operations.project(einsum("BTD,DF->BTF"), x_BTD, up, axes.RESIDUAL, axes.HIDDEN)
         return operations.project(
-            *einsum("BTF,FD->BTD"), h_BTF, down, axes.HIDDEN, axes.RESIDUAL
+            einsum("BTF,FD->BTD"), h_BTF, down, axes.HIDDEN, axes.RESIDUAL
         )  # fmt: skip
 
     got = run(lambda x_BTD: both(operations(used, stored), x_BTD), x_BTD)

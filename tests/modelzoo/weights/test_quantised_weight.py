@@ -14,6 +14,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.config import Arrangement
 from noria.modelzoo.operations import Operations
+from noria.modelzoo.weights.product import Labels, Product, einsum, gate_up_product
 from noria.modelzoo.weights.quantised_weight import (
     QuantisedWeight,
     as_slices,
@@ -23,7 +24,7 @@ from noria.modelzoo.weights.quantised_weight import (
     take_rows,
 )
 from noria.modelzoo.weights.weight_formats import Quantisation, WeightFormat
-from noria.modelzoo.weights.weight_products import einsum, gate_up_product, multiply
+from noria.modelzoo.weights.weight_products import multiply
 
 RNG = np.random.default_rng(0)
 FORMATS = [
@@ -87,20 +88,20 @@ def test_a_product_with_codes_is_that_with_their_values(case, form):
     equation, multiplied, x_shape, shape, inputs = case
     x = jnp.asarray(RNG.normal(size=x_shape).astype(np.float32))
     weight, values = weight_of(shape, inputs, form)
-    got = multiply(equation, multiplied, x, weight)
+    got = multiply(Product(equation, multiplied), x, weight)
     wanted = multiplied(x, jnp.asarray(values))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
 
 
-def by_group(labels: tuple[str, str, str], product, x: jax.Array, weight: QuantisedWeight):
+def by_group(labels: Labels, product, x: jax.Array, weight: QuantisedWeight):
     """Return the product as a TPU computes it for few rows."""
     del product
-    return multiply_by_group(*labels, x, weight)
+    return multiply_by_group(labels, x, weight)
 
 
-def on_gpu(labels: tuple[str, str, str], product, x: jax.Array, weight: QuantisedWeight):
+def on_gpu(labels: Labels, product, x: jax.Array, weight: QuantisedWeight):
     """Return the product as a GPU computes it for few rows, but here in true float32."""
-    return multiply_on_gpu(*labels, product, x, weight)
+    return multiply_on_gpu(labels, product, x, weight)
 
 
 @pytest.mark.parametrize("multiplied", [by_group, on_gpu])
@@ -110,7 +111,7 @@ def test_the_product_of_few_rows_is_that_with_the_values(case, form, multiplied)
     equation, product, x_shape, shape, inputs = case
     x = jnp.asarray(RNG.normal(size=x_shape).astype(np.float32))
     weight, values = weight_of(shape, inputs, form)
-    got = multiplied(tuple(equation.replace("->", ",").split(",")), product, x, weight)
+    got = multiplied(Labels.of(equation), product, x, weight)
     wanted = product(x, jnp.asarray(values))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
 
@@ -120,7 +121,7 @@ def has_form(x: jax.Array, weight: QuantisedWeight) -> dict[str, bool]:
 
     On a TPU, groups are a batch axis of the product; on a GPU, the product rounds to bfloat16.
     """
-    multiplied = jax.jit(lambda x, weight: multiply(*einsum("BF,FD->BD"), x, weight))
+    multiplied = jax.jit(lambda x, weight: multiply(einsum("BF,FD->BD"), x, weight))
     traced, marks = multiplied.trace(x, weight), ("batching_dims", "lhs_precision_type = bf16")
     return {
         platform: any(
@@ -157,9 +158,9 @@ class WeightsSeen(Operations):
     def __init__(self):
         self.weights = []
 
-    def project(self, equation, product, x, weight, *axes, **options) -> jax.Array:
+    def project(self, product, x, weight, *axes, **options) -> jax.Array:
         self.weights.append(weight[...])
-        return super().project(equation, product, x, weight, *axes, **options)
+        return super().project(product, x, weight, *axes, **options)
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
@@ -191,7 +192,7 @@ def test_activations_are_rounded_with_a_scale_for_the_features_of_a_token(case):
     x[0, 0] = 0
     weight, values = weight_of(shape, inputs, WeightFormat("int8"))
     weight = replace(weight, quantisation=replace(weight.quantisation, rounds_activations=True))
-    x_labels, _, out_labels = equation.replace("->", ",").split(",")
+    x_labels, _, out_labels = Labels.of(equation)
     # an equation may leave out leading axes
     offset = x.ndim - len(x_labels)
     summed = tuple(i + offset for i, label in enumerate(x_labels) if label not in out_labels)
@@ -205,7 +206,7 @@ def test_activations_are_rounded_with_a_scale_for_the_features_of_a_token(case):
         assert (x.dtype, codes.dtype, out.dtype) == (jnp.int8, jnp.int8, jnp.int32)
         return out
 
-    got = multiply(equation, checked, jnp.asarray(x), weight)
+    got = multiply(Product(equation, checked), jnp.asarray(x), weight)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
 
 
@@ -213,7 +214,7 @@ def test_a_token_that_is_not_finite_has_no_finite_result():
     weight, _ = weight_of((16, 24), (-2,), WeightFormat("int8"))
     weight = replace(weight, quantisation=replace(weight.quantisation, rounds_activations=True))
     x = jnp.ones((3, 16)).at[0, 1].set(jnp.nan).at[1, 2].set(jnp.inf)
-    out = multiply(*einsum("BF,FD->BD"), x, weight)
+    out = multiply(einsum("BF,FD->BD"), x, weight)
     np.testing.assert_array_equal(jnp.isfinite(out).all(axis=1), [False, False, True])
 
 
@@ -239,7 +240,7 @@ def test_products_of_bfloat16_are_rounded_once():
     """Scales multiply the float32 sums, so the result is the nearest bfloat16 of the exact one."""
     weight, values = weight_of((16, 24), (-2,), WeightFormat("int8"))
     x = jnp.asarray(RNG.normal(size=(3, 16)), jnp.bfloat16)
-    got = multiply(*einsum("BF,FD->BD"), x, weight)
+    got = multiply(einsum("BF,FD->BD"), x, weight)
     exact = np.asarray(x, np.float64) @ values.astype(np.float64)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, jnp.asarray(exact.astype(np.float32)).astype(jnp.bfloat16))
@@ -256,7 +257,7 @@ def test_an_order_is_that_of_the_input_features_of_the_codes():
     unordered = np.empty((64, 12), np.float32)
     unordered[order] = values.reshape(64, 12)
     x = jnp.asarray(RNG.normal(size=(3, 2, 4, 8)).astype(np.float32))
-    equation, multiplied = einsum("BKGH,KGHD->BD")
-    got = multiply(equation, multiplied, x, replace(weight, order=jnp.asarray(order)))
+    multiplied = einsum("BKGH,KGHD->BD")
+    got = multiply(multiplied, x, replace(weight, order=jnp.asarray(order)))
     wanted = multiplied(x, jnp.asarray(unordered.reshape(2, 4, 8, 12)))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)

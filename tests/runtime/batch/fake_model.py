@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from noria.runtime.batch.job import Build, JobSettings
+from noria.runtime.batch.job_identity import JobIdentity
 from noria.runtime.batch.run import run_job
 from noria.runtime.engine.shared_prefixes import plan_submission
 from noria.runtime.errors import RowError
@@ -196,8 +197,15 @@ def encode(row, now=None):
 
 
 def settings(input_path: Path, output_path: Path, **changes) -> JobSettings:
-    values = {"model_name": "fake", "configuration": {"model": "fake", "dtype": "float32"}}
-    return JobSettings(Path(input_path), Path(output_path), **(values | changes))
+    """Return the settings of a job with changed fields: those of its identity or the others."""
+    values = {"configuration": {"model": "fake", "dtype": "float32"}} | changes
+    names = JobIdentity.__dataclass_fields__.keys() & values.keys()
+    identity = JobIdentity(**{name: values.pop(name) for name in names})
+    return JobSettings(
+        Path(input_path),
+        Path(output_path),
+        **({"model_name": "fake", "identity": identity} | values),
+    )
 
 
 def write_input(path: Path, num_rows: int = 40) -> Path:

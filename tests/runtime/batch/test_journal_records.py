@@ -77,7 +77,7 @@ def unfinished(tmp_path_factory) -> tuple[Path, list[bytes]]:
 
 def open_journal(path: Path) -> Journal:
     job = settings("in.jsonl", path.with_name("out.jsonl"))
-    return Journal.open(path, job.stored_configuration)
+    return Journal.open(path, job.identity.stored)
 
 
 @st.composite

@@ -195,21 +195,6 @@ def test_files_with_numbers_as_names_are_no_locks(tmp_path):
         assert lock._numbers() == [1]
 
 
-def test_a_lock_of_an_older_version_is_kept_while_its_process_lives(tmp_path):
-    program = (
-        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); file.write('{\"pid\": 1}'); "
-        "file.flush(); fcntl.lockf(file, fcntl.LOCK_EX); print('holds', flush=True); time.sleep(60)"
-    )
-    process = started(program, tmp_path / "lock")
-    assert process.stdout is not None and process.stdout.readline() == "holds\n"
-    with pytest.raises(OutputIsLocked, match="process 1 on None holds it and is running"):
-        JobLock(tmp_path / "lock").__enter__()
-    process.kill()
-    process.communicate()
-    with JobLock(tmp_path / "lock") as lock:
-        assert lock.took_over
-
-
 def test_a_process_whose_new_file_another_one_removes_begins_again(tmp_path, monkeypatch):
     """A taker removes the files before its own, and may release its own at once."""
     find, removed = JobLock._numbers, []

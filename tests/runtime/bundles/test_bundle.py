@@ -24,7 +24,7 @@ from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder,
 from noria.runtime.bundles.executable_cache import digests
 from noria.runtime.bundles.key import key_of
 from noria.runtime.bundles.loading import LoadError, load_in_background
-from noria.runtime.bundles.warm_start import WarmStart
+from noria.runtime.bundles.warm_start import Stores, WarmStart
 from noria.runtime.engine.padding import pack_greedy
 from noria.runtime.errors import BundleRequired, BundleUnusable, ConfigError
 
@@ -152,17 +152,17 @@ def test_graphs_that_a_bundle_lacks_come_from_the_cache_or_are_compiled(
     files = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), path=ELSEWHERE)
     (cache := tmp_path / "cache").mkdir()
     first, *others = (GraphKey("decode", span) for span in GRID.decode_spans)
-    WarmStart(None, cache, other, target, files, pytest.fail).keep(
+    WarmStart(Stores(None, cache), other, target, files, pytest.fail).keep(
         first, model.graphs.executables[first]
     )
-    warm = WarmStart(folder, cache, other, target, files, (notes := []).append)
+    warm = WarmStart(Stores(folder, cache), other, target, files, (notes := []).append)
     assert warm.executables().keys() == set(graph_keys(GRID)) - set(others)
     assert warm.bundle is not None
     assert warm.bundle.executables == len(graph_keys(GRID)) - len(GRID.decode_spans)
     assert "it has no decode span 16, decode span 32" in (warm.bundle.reason or "")
     assert notes[-1] == "compile cache: 1 executable taken"
     with pytest.raises(BundleRequired, match="steps_per_call"):
-        WarmStart(folder, cache, other, target, files, notes.append, requires_bundle=True)
+        WarmStart(Stores(folder, cache, True), other, target, files, notes.append)
 
 
 def test_a_truncated_or_changed_executable_is_refused(folder, target):
@@ -202,7 +202,7 @@ def test_a_start_has_executables_loaded_and_says_which_are_to_be_compiled(
     broken = {break_an_executable(folder)} if is_broken else set()
     notes = []
     files = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), path=ELSEWHERE)
-    warm = WarmStart(folder, None, PLAN, target, files, notes.append)
+    warm = WarmStart(Stores(folder), PLAN, target, files, notes.append)
     assert warm.executables().keys() == set(graph_keys(GRID)) - broken
     *refusals, note = notes
     assert note.endswith(f"{len(set(graph_keys(GRID)) - broken)} executables taken")

@@ -14,7 +14,7 @@ from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.modelzoo.rope_config import RopeConfig
 from noria.runtime.bundles.compilation_cache import remove_oldest
 from noria.runtime.bundles.executable_cache import ExecutableCache, digests
-from noria.runtime.bundles.warm_start import WarmStart
+from noria.runtime.bundles.warm_start import Stores, WarmStart
 
 PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
 DECODE = {GraphKey("decode", span) for span in GRID.decode_spans}
@@ -23,7 +23,7 @@ DECODE = {GraphKey("decode", span) for span in GRID.decode_spans}
 def start(folder, target, notes=None, plan=PLAN) -> WarmStart:
     files = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), path=None)
     say = pytest.fail if notes is None else notes.append
-    return WarmStart(None, folder, plan, target, files, say)
+    return WarmStart(Stores(cache=folder), plan, target, files, say)
 
 
 @pytest.fixture

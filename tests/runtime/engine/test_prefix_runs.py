@@ -13,7 +13,7 @@ from unoptimized import set_optimized
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
 from noria.runtime.errors import RowError
-from noria.runtime.planning.simulator import SimulatedRow, simulate
+from noria.runtime.planning.simulator import SimulatedRow, schedule
 from noria.runtime.request import Request, RequestOutput, SamplingParams
 
 

@@ -10,7 +10,7 @@ from unoptimized import set_optimized
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.runtime.engine.shared_prefixes import Submission, plan_submission
-from noria.runtime.planning.simulator import SimulatedRow, simulate
+from noria.runtime.planning.simulator import SimulatedRow, schedule
 from noria.runtime.request import Request, SamplingParams
 from noria.runtime.rows.prefix_index import PrefixIndex
 
@@ -144,6 +144,6 @@ def test_the_simulator_has_the_calls_of_the_run(model):
         is_scored = request.params.prompt_logprobs is not None
         limit = length + request.params.max_tokens
         simulated.append(SimulatedRow(length, limit, emitted, is_scored=is_scored, prefix=prefix))
-    got = simulate(GRID, simulated, None, submission.num_held).metrics
+    got = schedule(GRID, simulated, submission.num_held).priced(GRID, None).metrics
     for name in ("forks", "copied_tokens", "prefix_tokens", "padding"):
         assert getattr(got, name) == getattr(metrics, name)

@@ -19,7 +19,7 @@ from noria.compile.planning.run_bounds import ExpectedRow
 from noria.runtime.engine.kept_prefixes import keep_best
 from noria.runtime.engine.shared_prefixes import Submission, plan_submission, submission_order
 from noria.runtime.planning.search import simulate_in_order
-from noria.runtime.planning.simulator import SimulatedRow, simulate
+from noria.runtime.planning.simulator import SimulatedRow, schedule
 from noria.runtime.request import Request, SamplingParams
 
 

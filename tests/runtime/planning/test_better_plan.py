@@ -17,37 +17,34 @@ from noria.compile.planning.graph_prices import GraphPrices
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work
 from noria.runtime.files.hardware_files import known_hardware
-from noria.runtime.planning.better_plan import better_plan_note, saved_share
+from noria.runtime.planning.better_plan import OtherGrids, better_plan_note, saved_share
 
 POOR = BucketGrid(128, ((96, 1),), 2, (128,), steps_per_call=8)
 RNG = random.Random(2)
 ROWS = [
     ExpectedRow(RowShape(RNG.randint(3, 90), 30, 1, False), RNG.randint(1, 30)) for _ in range(900)
 ]
-FACTS = {
-    "prices": GraphPrices.of_target(
-        "cpu", Work(AbstractModel(CONFIG), "float32"), known_hardware()
-    ),
-    "defaults": GridDefaults(),
-    "max_position": CONFIG.max_position,
-    "may_chunk": False,
-}
+OTHERS = OtherGrids(
+    GraphPrices.of_target("cpu", Work(AbstractModel(CONFIG), "float32"), known_hardware()),
+    GridDefaults(),
+    CONFIG.max_position,
+    may_chunk=False,
+)
 
 
 def share(grid: BucketGrid, rows=ROWS, **changes) -> float:
-    facts = {**FACTS, "search_seconds": 60.0, **changes}
-    return saved_share(grid, rows, NOTHING_SHARED, **facts)
+    return saved_share(grid, rows, NOTHING_SHARED, OTHERS, **{"search_seconds": 60.0, **changes})
 
 
 def test_a_poor_plan_is_named_with_its_share_and_a_good_one_is_not():
     poor = share(POOR)
     assert 0.1 < poor < 1
-    note = better_plan_note(POOR, ROWS, NOTHING_SHARED, 600.0, **FACTS)
+    note = better_plan_note(POOR, ROWS, NOTHING_SHARED, OTHERS, 600.0)
     assert note is not None and "noria plan --from-output" in note
     percent = int(note.partition("save ")[2].partition("%")[0])
     assert percent == pytest.approx(100 * poor, abs=1)
-    assert better_plan_note(POOR, ROWS, NOTHING_SHARED, 59.0, **FACTS) is None
-    assert better_plan_note(POOR, [], NOTHING_SHARED, 600.0, **FACTS) is None
+    assert better_plan_note(POOR, ROWS, NOTHING_SHARED, OTHERS, 59.0) is None
+    assert better_plan_note(POOR, [], NOTHING_SHARED, OTHERS, 600.0) is None
 
 
 def test_a_plan_with_prefixes_is_simulated_with_the_prefixes_of_all_rows():
@@ -57,7 +54,7 @@ def test_a_plan_with_prefixes_is_simulated_with_the_prefixes_of_all_rows():
     rows = [ExpectedRow(RowShape(len(prompt), 8), 4) for prompt in prompts]
     shared = tuple(sorted(PlannedPrefix(32, hash_tokens(document)) for document in documents))
     grid = BucketGrid(16, ((8, 4),), 8, (16,), prefixes=PrefixGrid(2, 64, 64, shared))
-    found = saved_share(grid, rows, table_of(prompts)[0], search_seconds=1.0, **FACTS)
+    found = saved_share(grid, rows, table_of(prompts)[0], OTHERS, search_seconds=1.0)
     assert 0 <= found < 1
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tiny import CONFIG
 
+from noria.compile.grids.row_shape import RowShape
 from noria.compile.plan import Numbers
 from noria.compile.targets import find_target
 from noria.runtime.devices.graph_memory import MEMORY_SHARE
@@ -23,7 +24,9 @@ def planned(monkeypatch):
     def plan(platform: str, num_rows: int, memory: float = 0):
         target = replace(find_target("cpu"), name=platform, platform=platform)
         monkeypatch.setattr(case, "device_bytes", lambda target: memory)
-        return case.case_plan(files, target, "float32", None, 20, 12, num_rows, ()).buckets
+        return case.case_plan(
+            files, target, "float32", None, [RowShape(20, 12)] * num_rows, ()
+        ).buckets
 
     return plan
 

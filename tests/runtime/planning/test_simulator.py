@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import CHUNK_GRID, CONFIG, GRID, TAIL_GRID, TinyModel, prompts
 
-from noria.runtime.planning.simulator import SimulatedRow, simulate
+from noria.runtime.planning.simulator import SimulatedRow, schedule
 from noria.runtime.request import Request, SamplingParams
 
 COUNTS = ("calls", "rows", "steps", "real_tokens", "computed_tokens", "emitted_tokens")
@@ -71,7 +71,7 @@ def ran(model: TinyModel, requests):
 def test_calls_padding_and_occupancy_are_those_of_the_run(model, seed):
     requests = mixed_requests(seed)
     outputs, metrics = ran(model, requests)
-    simulation = simulate(model.grid, as_it_ran(requests, outputs), None)
+    simulation = schedule(model.grid, as_it_ran(requests, outputs)).priced(model.grid, None)
     assert counts(simulation.metrics.report()) == counts(metrics.report())
     assert simulation.metrics.forks == metrics.forks
     live = sum(use.live_tokens for use in metrics.decode.values())
@@ -86,12 +86,14 @@ def test_one_token_more_in_a_row_shows(model):
     i = next(i for i, row in enumerate(rows) if row.outputs and row.outputs[0] < 8)
     longer = (rows[i].outputs[0] + 1, *rows[i].outputs[1:])
     rows[i] = SimulatedRow(rows[i].prompt_length, rows[i].limit + 1, longer)
-    assert counts(simulate(model.grid, rows, None).metrics.report()) != counts(metrics.report())
+    assert counts(schedule(model.grid, rows).priced(model.grid, None).metrics.report()) != counts(
+        metrics.report()
+    )
 
 
 def test_what_a_stop_string_ends_runs_to_the_end_of_its_call():
     row = SimulatedRow(8, 40, (6,), ends_on_host=True)
-    simulation = simulate(GRID, [row], None)
+    simulation = schedule(GRID, [row]).priced(GRID, None)
     assert simulation.metrics.cut_tokens == 2
     assert simulation.metrics.emitted_tokens == 6
     padding = simulation.metrics.report()["padding"]

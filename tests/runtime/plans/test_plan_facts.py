@@ -44,12 +44,6 @@ def test_defaults_that_are_written_out_are_no_difference():
     assert facts(written) == facts(SHORT)
 
 
-def test_schema_1_is_no_difference():
-    old = SHORT.replace("schema = 2", "schema = 1").replace('\n[numbers]\ndtype = "float32"\n', "")
-    old = old.replace('fingerprint = ""', 'fingerprint = ""\ndtype = "float32"')
-    assert facts(old) == facts(SHORT)
-
-
 def test_the_evidence_is_no_difference():
     plan = Plan.from_table(tomllib.loads(SHORT))
     predicted = replace(plan, evidence=PlanEvidence("published peaks", 1.0, 2.0, 3.0, 4.0))

@@ -7,7 +7,7 @@ import pytest
 from noria.runtime.errors import ConfigError
 from noria.runtime.files.strict_json import Line
 from noria.runtime.rows.form_file import read_form_file
-from noria.runtime.rows.lines import BadRow, BatchRow, read_row
+from noria.runtime.rows.lines import BadRow, BatchRow, RequestRules, read_row
 from noria.runtime.stages.pipeline_file import read_pipeline
 from noria.runtime.structured.params import StructuredOutputsParams
 
@@ -61,7 +61,7 @@ def test_a_file_without_a_form_is_refused(tmp_path, text, message):
 )
 def test_a_row_has_the_form_of_the_job_unless_it_has_its_own(body, form):
     content = json.dumps({"id": "a", "prompt": "x", **body}).encode()
-    row = read_row(Line(1, 0, content), 0, defaults={"structured_outputs": FORM})
+    row = read_row(Line(1, 0, content), 0, RequestRules({"structured_outputs": FORM}))
     assert isinstance(row, BatchRow), row
     assert row.params.structured_outputs == form
     # the form is part of the request that a journal knows
@@ -72,7 +72,7 @@ def test_a_row_has_the_form_of_the_job_unless_it_has_its_own(body, form):
 def test_a_row_without_an_answer_has_no_form():
     line = Line(1, 0, b'{"input": "x"}')
     assert isinstance(read_row(line, 0), BatchRow)
-    row = read_row(line, 0, defaults={"structured_outputs": FORM})
+    row = read_row(line, 0, RequestRules({"structured_outputs": FORM}))
     assert isinstance(row, BadRow) and "a chat or a completion beside --form" in row.error.message
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from noria.runtime.errors import RowError
 from noria.runtime.files.strict_json import Line, dump_line, parse_object, read_lines
 from noria.runtime.request import SampleRule
-from noria.runtime.rows.lines import BadRow, BatchRow, hash_request, read_row
+from noria.runtime.rows.lines import BadRow, BatchRow, RequestRules, hash_request, read_row
 from noria.runtime.rows.scan import scan
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -167,7 +167,7 @@ def test_scoring_is_echo_with_no_new_tokens():
 
 def test_defaults_fill_only_what_a_request_leaves_out():
     line = Line(1, 0, b'{"prompt": "x", "top_k": 3}')
-    row = read_row(line, 0, defaults={"temperature": 0.2, "top_k": 20})
+    row = read_row(line, 0, RequestRules({"temperature": 0.2, "top_k": 20}))
     assert isinstance(row, BatchRow)
     assert (row.params.temperature, row.params.top_k) == (0.2, 3)
 
@@ -475,7 +475,7 @@ def test_parsing_gives_what_can_be_written_again_or_a_row_error(content):
 def test_unknown_keys_of_a_body_are_ignored_if_that_is_asked_for():
     def read(ignores_unknown: bool = True, **body):
         content = json.dumps({"id": "a", "prompt": "x", **body}).encode()
-        return read_row(Line(1, 0, content), 0, ignores_unknown=ignores_unknown)
+        return read_row(Line(1, 0, content), 0, RequestRules(ignores_unknown=ignores_unknown))
 
     row = read(label=3, temprature=1, n=2)
     assert isinstance(row, BatchRow)

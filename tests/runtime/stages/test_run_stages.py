@@ -67,10 +67,8 @@ def run(
     configuration = {"model": "fake", "pipeline": pipeline.text}
     return run_stages(
         settings(source, output, **{"configuration": configuration, **changes}),
-        model or fake.FakeModel(),
+        StagedModel(model or fake.FakeModel(), 0, lambda: 512),
         pipeline,
-        max_position=lambda: 512,
-        seed=0,
         keeps_stages=keeps,
         progress=Progress(is_quiet=is_quiet),
         disk=disk,
@@ -270,7 +268,7 @@ def test_a_stored_plan_with_forms_measures_all_stages(plan):
 
     model.build = build
     own = SimpleNamespace(requirements=measured.requirements)
-    staged = StagedModel(model, lambda: measured, 0)
+    staged = StagedModel(model, 0, lambda: 512, lambda: measured)
     built = staged.build(own, plan, phases=PhaseClock(), progress=Progress(is_quiet=True))
     assert built.better_plan({0: 1}, 1.0) is None
     assert seen == [own if plan == "max_length = 9\n" else measured]

@@ -20,6 +20,7 @@ from noria.runtime.rows.part import Part
 from noria.runtime.rows.row_files import output_lines
 from noria.runtime.stages.pipeline_file import read_pipeline
 from noria.runtime.stages.run_stages import run_stages
+from noria.runtime.stages.staged_model import StagedModel
 
 STAGES = """
 [[stages]]
@@ -48,10 +49,8 @@ def run(source: Path, output: Path, model=None, disk=None, text=STAGES, **change
     configuration = {"model": "fake", "pipeline": pipeline.text, "carried": '{"about": "topic"}'}
     return run_stages(
         settings(source, output, **{"configuration": configuration, "columns": COLUMNS, **changes}),
-        model or FakeModel(),
+        StagedModel(model or FakeModel(), 0, lambda: 512),
         pipeline,
-        max_position=lambda: 512,
-        seed=0,
         keeps_stages=False,
         progress=Progress(is_quiet=True),
         disk=disk,

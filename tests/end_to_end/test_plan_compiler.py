@@ -1,17 +1,15 @@
-"""Plans of schema 1 and 2 describe the same job, and compiler options are part of a plan."""
+"""Compiler options are part of a plan: they reach the graphs, and wrong ones are refused."""
 
 import tomllib
 
 import pytest
-from command import answer, completion, read_manifest, read_rows, write_lines
+from command import completion, read_manifest, write_lines
 
 from noria.compile import program_cache
 from noria.runtime import cli
-from noria.runtime.batch.journal import Journal
-from noria.runtime.batch.journal_records import PLAN
 
 MODEL = '[model]\nsource = "model"\nfingerprint = ""\n'
-DTYPE = 'dtype = "float32"\n'
+NUMBERS = '[numbers]\ndtype = "float32"\n'
 BUCKETS = """
 [buckets]
 max_length = 48
@@ -20,8 +18,7 @@ decode_slots = 2
 decode_spans = [24, 48]
 score = true
 """
-SCHEMA_1 = f'schema = 1\ntarget = "cpu"\n{MODEL}{DTYPE}{BUCKETS}'
-SCHEMA_2 = f'schema = 2\ntarget = "cpu"\n{MODEL}[numbers]\n{DTYPE}{BUCKETS}'
+PLAN = f'schema = 2\ntarget = "cpu"\n{MODEL}{NUMBERS}{BUCKETS}'
 UNKNOWN = "compiler.decode.xla_no_such_option"
 
 
@@ -30,35 +27,6 @@ def source(tmp_path):
     rows = [completion(f"q{i}", [3 + i] * (i + 2), max_tokens=12 + i) for i in range(5)]
     rows.append(completion("scored", [5, 6, 7], echo=True, max_tokens=0, logprobs=1))
     return write_lines(tmp_path / "in.jsonl", rows)
-
-
-def test_both_schemas_are_one_plan_with_the_same_tokens(noria, source, tmp_path):
-    found = []
-    for number, text in enumerate((SCHEMA_1, SCHEMA_2)):
-        (tmp_path / f"{number}.toml").write_text(text)
-        output = tmp_path / f"{number}.jsonl"
-        rows, manifest = noria.batch(source, output, "--plan", tmp_path / f"{number}.toml")
-        found.append(([answer(row) for row in rows], manifest["plan_fingerprint"]))
-        assert tomllib.loads(manifest["plan"])["schema"] == 2
-    assert found[0] == found[1]
-
-
-def test_a_job_whose_journal_has_a_plan_of_schema_1_goes_on(noria, source, tmp_path, monkeypatch):
-    record_fact, output = Journal.record_fact, tmp_path / "out.jsonl"
-    arguments = ["batch", "-i", source, "-o", output, "--model", noria.model, "--quiet"]
-
-    def record_and_stop(self, name, value):
-        record_fact(self, name, SCHEMA_1 if name == PLAN else value)
-        if name == PLAN:
-            raise OSError("stopped")
-
-    monkeypatch.setattr(Journal, "record_fact", record_and_stop)
-    noria.refuse(*arguments, expect=2)
-    monkeypatch.undo()
-    assert cli.main([*map(str, arguments)]) == 0
-    assert len(read_rows(output)) == 6
-    plan = tomllib.loads(read_manifest(output)["plan"])
-    assert plan["buckets"]["decode_spans"] == [24, 48] and plan["numbers"] == {"dtype": "float32"}
 
 
 def test_options_reach_the_graphs_of_their_kind_alone(noria, source, tmp_path, monkeypatch):
@@ -72,7 +40,7 @@ def test_options_reach_the_graphs_of_their_kind_alone(noria, source, tmp_path, m
     monkeypatch.setattr("noria.compile.build.compile_program", compile_and_note)
     # graphs without these options would be taken from the executables that are kept
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "plan.toml").write_text(SCHEMA_2)
+    (tmp_path / "plan.toml").write_text(PLAN)
     given = ["-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model, "--quiet"]
     level = "xla_backend_optimization_level"
     sets = [f"compiler.decode.{level}=1", f"compiler.score.{level}=2", f"compiler.fork.{level}=3"]
@@ -88,7 +56,7 @@ def test_options_reach_the_graphs_of_their_kind_alone(noria, source, tmp_path, m
 
 @pytest.mark.parametrize("command", ["batch", "compile"])
 def test_an_option_that_the_compiler_does_not_know_is_refused(noria, source, tmp_path, command):
-    (tmp_path / "plan.toml").write_text(SCHEMA_2)
+    (tmp_path / "plan.toml").write_text(PLAN)
     output, given = tmp_path / "out", ["-i", source] if command == "batch" else []
     said = noria.refuse(
         command, *given, "-o", output, "--model", noria.model,
@@ -100,7 +68,7 @@ def test_an_option_that_the_compiler_does_not_know_is_refused(noria, source, tmp
 
 
 def test_a_value_that_the_option_does_not_take_is_refused(noria, source, tmp_path):
-    (tmp_path / "plan.toml").write_text(SCHEMA_2)
+    (tmp_path / "plan.toml").write_text(PLAN)
     said = noria.refuse(
         "batch", "-i", source, "-o", tmp_path / "out", "--model", noria.model, "--plan",
         tmp_path / "plan.toml", "--set", "compiler.fork.xla_backend_optimization_level=fast",
