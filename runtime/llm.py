@@ -23,7 +23,7 @@ from . import session
 from .adapters.adapter_set import AdapterSet
 from .adapters.merged_model import open_merged
 from .bundles import compilation_cache
-from .bundles.warm_start import WarmStart
+from .bundles.warm_start import Stores, WarmStart
 from .console import tell
 from .devices import backends
 from .devices.default_target import default_target
@@ -140,7 +140,7 @@ class LLM:
             arguments.check_forms(plan)
             opened = session.OpenedModel.of(files, device, plan, own_adapters, dtype)
             bundle = path if path is not None and path.is_dir() else None
-            warm = WarmStart(bundle, cache, opened.plan, device, files, say)
+            warm = WarmStart(Stores(bundle, cache), opened.plan, device, files, say)
             loaded = opened.load(say)
         self.plan, self._config = opened.plan, files.spec.config
         self._prompts = PromptReader(loaded.tokenizer, instant)

@@ -383,18 +383,27 @@ def start(
     definition, config, grid = model.definition, model.definition.config, plan.buckets
     runner = build(model, plan, on_graph, warm)
     attention = plan_checks.attention_kernels(plan, config, model.target).report()
-    sizes = config.vocab_size, config.max_position
     if grid.embed:
-        vocab_size, max_position = sizes
         return EmbeddingSession(
-            runner=runner, attention=attention, vocab_size=vocab_size, max_position=max_position
+            runner=runner,
+            attention=attention,
+            vocab_size=config.vocab_size,
+            max_position=config.max_position,
         )
     packed = None
     if grid.structured is not None:
         packed = (structures or Structures()).pack(grid.structured, definition.padded_vocab)
     tables = packed and runner.host.put(packed.tables)
-    ends, tokenizer = model.eos_ids, model.tokenizer
-    admission = Admission(grid, *sizes, ends, tokenizer, seed, packed, model.adapters)
+    admission = Admission(
+        grid,
+        config.vocab_size,
+        config.max_position,
+        model.eos_ids,
+        model.tokenizer,
+        seed,
+        packed,
+        model.adapters,
+    )
     slots = SlotCalls(grid, definition.padded_vocab, admission.planned_ids, tables)
     dispatch = plan.experts or LOSSLESS_EXPERTS
     experts = None if config.moe is None else ExpertSetup(config.moe, dispatch)

@@ -18,25 +18,19 @@ MAX_LINES, MAX_PARAMETERS = 60, 7
 LONG = {
     "compile/graphs/steps.py::decode_step",
     "modelzoo/cache/kv_cache.py::allocate",
-    "modelzoo/weights/adapted_weight.py::multiply_adapted",
-    "runtime/stages/run_stages.py::run_stages",
 }
 """Functions with more lines; this set only shrinks."""
 WIDE = {
     "compile/graphs/prefill_steps.py::score_step",
     "modelzoo/cache/kv_cache.py::allocate",
     "modelzoo/kernels/flash.py::_attend_block",
-    "modelzoo/weights/adapted_weight.py::multiply_adapted",
-    "modelzoo/weights/weight_products.py::multiply",
-    "runtime/bundles/warm_start.py::__init__",
     "runtime/comparison/compare.py::compare",
-    "runtime/engine/padding.py::pack_sampling",
     "runtime/llm.py::__init__",
 }
 """Functions with more parameters; this set only shrinks."""
 MAX_SPLATS = 15
 """Upper bound for the calls that splat a tuple of their own function; it only shrinks."""
-WIDE_CALLS = {"runtime/batch/batch_model.py::_make_plan"}
+WIDE_CALLS: set[str] = set()
 """Functions with such a call of more arguments than `MAX_PARAMETERS`; this set only shrinks."""
 PARSES = ("runtime/commands", "runtime/cli.py")
 """The places that may import argparse: everything below them takes options with types."""

@@ -221,19 +221,19 @@ class BatchModel:
         self, opened: "OpenedModel", cache: Path | None, progress: Progress
     ) -> "WarmStart":
         """The stored executables of the plan, which begin to load."""
-        from ..bundles.warm_start import WarmStart
+        from ..bundles.warm_start import Stores, WarmStart
 
         given = self.options.bundle
+        bundle = given if given is not None and given.is_dir() else None
+        stores = Stores(bundle, cache, self.options.requires_bundle)
         return WarmStart(
-            given if given is not None and given.is_dir() else None,
-            cache,
+            stores,
             opened.plan,
             opened.target,
             self.files,
             progress.note,
             self.peers,
             on_warning=progress.warn,
-            requires_bundle=self.options.requires_bundle,
         )
 
     def _make_plan(self, rows: "_JobRows", target: "Target") -> "Plan":

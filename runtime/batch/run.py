@@ -150,7 +150,7 @@ class _Job:
             self.disk.remove(settings.journal_path)
         elif (manifest := finished_manifest(settings)) is not None:
             return self.peers.broadcast(self._do_nothing(manifest))
-        earlier = updatable_manifest(settings) if settings.updates else None
+        earlier = updatable_manifest(settings) if settings.identity.updates else None
         journal = opened.enter_context(closing(self._open_journal(earlier)))
         if earlier is not None:
             keep_facts(earlier, journal)

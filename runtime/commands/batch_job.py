@@ -88,7 +88,7 @@ def run_with_options(options: argparse.Namespace) -> int:
             overrides=tuple(options.set),
             bundle=options.plan,
             requires_bundle=options.require_bundle,
-            part=settings.part,
+            part=settings.identity.part,
             seed=options.seed,
             shares=options.shares,
             is_strict=options.strict_length,

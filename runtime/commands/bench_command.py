@@ -175,10 +175,7 @@ def run(options: argparse.Namespace) -> int:
             return _calibrate(model, hardware, options)
         cases = _cases(options, files.spec.config.max_position)
         dtype = session.resolve_dtype(options.dtype, target)
-        plans = []
-        for case in cases:
-            sizes = case.prompt_length, case.output_length, case.rows
-            plans.append(case_plan(files, target, dtype, layout, *sizes, options.set))
+        plans = [case_plan(files, target, dtype, layout, c.shapes, options.set) for c in cases]
         model = session.OpenedModel(files, target, plans[0]).load()
         say = partial(tell, sys.stdout)
         say(_header(model, options))

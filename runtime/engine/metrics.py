@@ -38,12 +38,17 @@ class RunFigures(NamedTuple):
 
 
 class _Use:
-    """Counters of the calls of one graph."""
+    """Counters of the calls of one graph, which can be added and scaled."""
 
     def add(self, other: Self) -> None:
         """Add the counters of other calls."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
+
+    def scaled(self, factor: float) -> Self:
+        """The counters multiplied by a factor; integers stay integers."""
+        scaled = {name: _times(value, factor) for name, value in vars(self).items()}
+        return type(self)(**scaled)
 
 
 @dataclass

@@ -82,9 +82,8 @@ class SlotCalls:
         # packed here, because requests are submitted while the device runs
         self._sampling[request.scheduled.number] = pack_sampling(
             request.request.params,
+            ScheduledSequence(request.scheduled, sample=0),
             seed=request.seed,
-            sample=0,
-            prompt_length=request.scheduled.prompt_length,
             stop_ids=request.stop_ids,
             vocab_size=self._padded_vocab,
             structure=request.structure,

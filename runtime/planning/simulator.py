@@ -28,7 +28,7 @@ from ..engine.actions import (
     ScheduledRequest,
     ScheduledSequence,
 )
-from ..engine.metrics import DecodeUse, EngineMetrics, PrefillUse, prefill_name, prefix_bucket
+from ..engine.metrics import DecodeUse, EngineMetrics, prefill_name, prefix_bucket
 from ..engine.scheduler import Scheduler
 from ..engine.shared_prefixes import SharedPrefix
 

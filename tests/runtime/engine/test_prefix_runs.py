@@ -169,7 +169,7 @@ def test_the_simulator_has_the_tokens_and_calls_of_the_run(model, outputs):
         limit = length + row.params.max_tokens
         simulated.append(SimulatedRow(length, limit, emitted, planned_prefix=prefix))
     expected = generator.metrics
-    metrics = simulate(model.grid, simulated, None).metrics
+    metrics = schedule(model.grid, simulated).priced(model.grid, None).metrics
     for name in ("forks", "copied_tokens", "prefix_tokens", "padding", "shared_prefixes"):
         assert getattr(metrics, name) == getattr(expected, name)
     for phase in ("prefill", "decode"):

@@ -231,7 +231,7 @@ def test_the_simulator_has_the_tokens_and_calls_of_the_run(model):
         emitted = tuple(len(o.token_ids) for o in outputs[rows[row].request_id])
         limit = length + rows[row].params.max_tokens
         simulated.append(SimulatedRow(length, limit, emitted, prefix=prefix))
-    got = simulate(model.grid, simulated, None, submission.num_held).metrics
+    got = schedule(model.grid, simulated, submission.num_held).priced(model.grid, None).metrics
     metrics = generator.metrics
     for name in ("forks", "copied_tokens", "prefix_tokens", "padding"):
         assert getattr(got, name) == getattr(metrics, name)
