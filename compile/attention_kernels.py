@@ -24,6 +24,7 @@ from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
 from ..modelzoo.kernels.flash import attend_flash, flash_refusal
 from ..modelzoo.kernels.latents import attend_latents, latents_refusal
 from ..modelzoo.kernels.splash import attend_splash, splash_refusal
+from ..modelzoo.layer_config import PLAIN_ROPE, Attention, Window
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from .grids.bucket_grid import BucketGrid
@@ -43,16 +44,20 @@ class Kernel:
     phases: tuple[str, ...]
     refusal: Callable[[AttentionCall], str | None]
     """The reason why the kernel cannot serve a call of its platforms and phases, or None."""
-    attend: Callable[[AttentionCall], Attend]
-    """The implementation for a call that the kernel serves."""
+    attend: Callable[[Sequence[AttentionCall]], Attend]
+    """The implementation for calls that the kernel serves."""
 
-    def refuses(self, call: AttentionCall, platform: str, phase: str) -> str | None:
-        """The reason why the kernel cannot serve a call of a phase on a platform, or None."""
+    def refuses_one(self, calls: Sequence[AttentionCall]) -> str | None:
+        """The reason why the kernel cannot serve one of the calls, or None."""
+        return next((found for call in calls if (found := self.refusal(call)) is not None), None)
+
+    def refuses(self, calls: Sequence[AttentionCall], platform: str, phase: str) -> str | None:
+        """The reason why the kernel cannot serve calls of a phase on a platform, or None."""
         if platform not in self.platforms:
             return f"it is for {self.platforms[0]}, not for {platform}"
         if phase not in self.phases:
             return f"it is for {self.phases[0]} only"
-        return self.refusal(call)
+        return self.refuses_one(calls)
 
 
 KERNELS = (
@@ -61,12 +66,12 @@ KERNELS = (
         ("tpu",),
         ("prefill",),
         splash_refusal,
-        lambda call: partial(attend_splash, needs_lse=call.has_sinks),
+        lambda calls: partial(attend_splash, needs_lse=any(call.has_sinks for call in calls)),
     ),
-    Kernel("flash", ("tpu",), ("prefill",), flash_refusal, lambda call: attend_flash),
-    Kernel("cudnn", ("gpu",), ("prefill",), cudnn_refusal, lambda call: attend_cudnn),
-    Kernel("latents", ("tpu",), ("decode",), latents_refusal, lambda call: attend_latents),
-    Kernel("xla", ("cpu", "gpu", "tpu"), PHASES, lambda call: None, lambda call: attend_blockwise),
+    Kernel("flash", ("tpu",), ("prefill",), flash_refusal, lambda calls: attend_flash),
+    Kernel("cudnn", ("gpu",), ("prefill",), cudnn_refusal, lambda calls: attend_cudnn),
+    Kernel("latents", ("tpu",), ("decode",), latents_refusal, lambda calls: attend_latents),
+    Kernel("xla", ("cpu", "gpu", "tpu"), PHASES, lambda call: None, lambda calls: attend_blockwise),
 )
 """Kernels in order of preference; the last one serves every call."""
 
@@ -162,69 +167,86 @@ def choose_kernels(
       ValueError: A named kernel cannot serve a graph; the error says why.
     """
     in_order = placement.has_whole("prefill", axes.LENGTH)
+    spans, prefixes = grid.decode_spans, grid.prefixes
 
-    def call_of(bucket: PrefillBucket) -> AttentionCall:
-        if (prefixes := grid.prefixes) is not None:
-            return _after_prefix(config, dtype, bucket.tokens, prefixes, placement)
+    def choose_for(phase: str, call_of: Callable[[Sequence[Attention]], AttentionCall]) -> Choice:
+        calls = [replace(call_of(kind), has_codes=has_codes) for kind in _kinds(config)]
+        return choose(calls, placement.platform, phase, getattr(plan, phase))
+
+    def prompt_call(bucket: PrefillBucket, kind: Sequence[Attention]) -> AttentionCall:
+        if prefixes is not None:
+            return _after_prefix(kind, dtype, bucket.tokens, prefixes, placement)
         if bucket.chunk is None:
-            return _prompt_call(config, dtype, bucket.tokens, in_order)
+            return _prompt_call(kind, dtype, bucket.tokens, in_order)
         num_segments = grid.num_segments(bucket.length)
-        return _chunk_call(config, dtype, bucket.chunk, grid.decode_spans, num_segments, placement)
+        return _chunk_call(kind, dtype, bucket.chunk, spans, num_segments, placement)
 
-    prompts = {
-        bucket.tokens: replace(call_of(bucket), has_codes=has_codes) for bucket in grid.prefill
-    }
-    prefix = None
-    if (prefixes := grid.prefixes) is not None:
-        call = _chunk_call(config, dtype, prefixes.chunk, [prefixes.length], 1, placement)
-        call = replace(call, has_codes=has_codes)
-        prefix = choose(call, placement.platform, "prefill", plan.prefill)
     prefill = {
-        tokens: choose(call, placement.platform, "prefill", plan.prefill)
-        for tokens, call in prompts.items()
+        bucket.tokens: choose_for("prefill", partial(prompt_call, bucket))
+        for bucket in grid.prefill
     }
-    token = replace(_cache_call(config, dtype, num_queries=1), has_codes=has_codes)
-    step = choose(token, placement.platform, "decode", plan.decode)
-    return AttentionChoices(prefill, step if grid.decode_slots else None, prefix)
+    decode = prefix = None
+    if prefixes is not None:
+        chunk, length = prefixes.chunk, [prefixes.length]
+        prefix = choose_for(
+            "prefill", lambda kind: _chunk_call(kind, dtype, chunk, length, 1, placement)
+        )
+    if grid.decode_slots:
+        decode = choose_for("decode", lambda kind: _cache_call(kind, dtype, num_queries=1))
+    return AttentionChoices(prefill, decode, prefix)
 
 
-def choose(call: AttentionCall, platform: str, phase: str, asked: str = AUTO) -> Choice:
-    """Choose the named kernel, or the first one that serves a call of a phase on a platform.
+def choose(calls: Sequence[AttentionCall], platform: str, phase: str, asked: str = AUTO) -> Choice:
+    """Choose the named kernel, or the first one that serves the calls of a phase on a platform.
+
+    Args:
+      calls: The attention of a graph; one call for each kind of layer.
+      platform: The platform.
+      phase: The phase.
+      asked: The name of the kernel.
 
     Raises:
-      ValueError: The named kernel cannot serve the call.
+      ValueError: The named kernel cannot serve a call.
     """
     if asked != AUTO:
         (kernel,) = (kernel for kernel in KERNELS if kernel.name == asked)
-        if (refusal := kernel.refuses(call, platform, phase)) is not None:
+        if (refusal := kernel.refuses(calls, platform, phase)) is not None:
             raise ValueError(
                 f"[attention] {phase}: expected a kernel that can serve it, got {asked!r}: "
                 f"{refusal}. Set it to {AUTO!r} or to another kernel."
             )
-        return Choice(kernel.name, "as the plan asks", kernel.attend(call))
+        return Choice(kernel.name, "as the plan asks", kernel.attend(calls))
     refusals = []
     for kernel in KERNELS:
         if platform not in kernel.platforms or phase not in kernel.phases:
             continue
-        if (refusal := kernel.refusal(call)) is None:
-            reason = "; ".join(refusals) or f"{platform}, {call}"
-            return Choice(kernel.name, reason, kernel.attend(call))
+        if (refusal := kernel.refuses_one(calls)) is None:
+            reason = "; ".join(refusals) or f"{platform}, {'; '.join(map(str, calls))}"
+            return Choice(kernel.name, reason, kernel.attend(calls))
         refusals.append(f"{kernel.name}: {refusal}")
     raise AssertionError("the last kernel serves every call")
 
 
+def _kinds(config: DecoderConfig) -> list[list[Attention]]:
+    """The attentions of a model, those together that a kernel sees alike except for windows."""
+    kinds: dict[Attention, list[Attention]] = {}
+    for attention in config.attentions:
+        alike = replace(attention, window=None, rope=PLAIN_ROPE)
+        kinds.setdefault(alike, []).append(attention)
+    return list(kinds.values())
+
+
 def _prompt_call(
-    config: DecoderConfig, dtype: jnp.dtype, num_tokens: int, is_in_order: bool
+    kind: Sequence[Attention], dtype: jnp.dtype, num_tokens: int, is_in_order: bool
 ) -> AttentionCall:
     """Attention of whole prompts to themselves; latents are expanded to heads first."""
-    latent = config.latent
-    value_dim = config.head_dim if latent is None else latent.value_dim
-    call = _call(config, dtype, num_tokens, config.head_dim, value_dim)
+    latent, key_dim = kind[0].latent, kind[0].head_dim
+    call = _call(kind, dtype, num_tokens, key_dim, latent.value_dim if latent else key_dim)
     return replace(call, is_in_order=is_in_order)
 
 
 def _chunk_call(
-    config: DecoderConfig,
+    kind: Sequence[Attention],
     dtype: jnp.dtype,
     chunk: int,
     spans: Sequence[int],
@@ -233,23 +255,23 @@ def _chunk_call(
 ) -> AttentionCall:
     """Attention of chunks that end in the last of `num_segments` segments of a cache."""
     if placement.layout is None and placement.mesh.size > 1:
-        return _cache_call(config, dtype, chunk)
-    prompt_stripes = placement.operations("chunk", config).prompt_stripes
+        return _cache_call(kind, dtype, chunk)
+    prompt_stripes = placement.operations("chunk").prompt_stripes
     stripes = placement.cache_stripes
     segments = set()
-    for window in set(config.windows):
+    for window in _windows(kind):
         num_entries = num_cache_entries(window, longest := spans[-1], stripes)
         lengths = segment_lengths(spans, num_entries)[:num_segments]
         if num_entries == longest and stripes == 1:
             # a chunk does not see entries that it may write
             lengths[-1] -= chunk
         segments |= {length // stripes for length in lengths}
-    call = _cache_call(config, dtype, chunk // prompt_stripes.count)
+    call = _cache_call(kind, dtype, chunk // prompt_stripes.count)
     return replace(call, segments=frozenset(segments) - {0})
 
 
 def _after_prefix(
-    config: DecoderConfig,
+    kind: Sequence[Attention],
     dtype: jnp.dtype,
     num_tokens: int,
     prefixes: PrefixGrid,
@@ -257,19 +279,23 @@ def _after_prefix(
 ) -> AttentionCall:
     """Attention of whole prompts to their prefix and to themselves."""
     stripes = placement.cache_stripes
-    entries = {num_cache_entries(window, prefixes.length, stripes) for window in config.windows}
-    call = _cache_call(config, dtype, num_tokens // stripes)
+    entries = {num_cache_entries(window, prefixes.length, stripes) for window in _windows(kind)}
+    call = _cache_call(kind, dtype, num_tokens // stripes)
     return replace(call, segments=frozenset(count // stripes for count in entries))
 
 
-def _cache_call(config: DecoderConfig, dtype: jnp.dtype, num_queries: int) -> AttentionCall:
+def _cache_call(kind: Sequence[Attention], dtype: jnp.dtype, num_queries: int) -> AttentionCall:
     """Attention to a cache; latents serve as keys and as values."""
-    call = _call(config, dtype, num_queries, config.cache_dim, config.cache_dim)
-    return replace(call, reads_latents=config.latent is not None)
+    call = _call(kind, dtype, num_queries, kind[0].cache_dim, kind[0].cache_dim)
+    return replace(call, reads_latents=kind[0].latent is not None)
 
 
 def _call(
-    config: DecoderConfig, dtype: jnp.dtype, num_queries: int, key_dim: int, value_dim: int
+    kind: Sequence[Attention], dtype: jnp.dtype, num_queries: int, key_dim: int, value_dim: int
 ) -> AttentionCall:
-    windows, scores = frozenset(config.windows), config.attention_scores
-    return AttentionCall(num_queries, key_dim, value_dim, dtype, windows, scores, config.sinks)
+    scores, has_sinks = kind[0].scaled, kind[0].has_sinks
+    return AttentionCall(num_queries, key_dim, value_dim, dtype, _windows(kind), scores, has_sinks)
+
+
+def _windows(kind: Sequence[Attention]) -> frozenset[Window]:
+    return frozenset(attention.window for attention in kind)

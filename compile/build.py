@@ -166,7 +166,7 @@ class _GraphPlanner:
         self._model, self._grid, self._placement = model, grid, placement
         config = model.config
         phases = (*PHASES, "chunk")
-        self._operations = {phase: placement.operations(phase, config) for phase in phases}
+        self._operations = {phase: placement.operations(phase) for phase in phases}
         platform, kind = placement.platform, kind_of(placement.mesh.devices.flat)
         self._dispatch = {phase: experts.dispatch(phase, platform, kind) for phase in PHASES}
         self._dispatch["chunk"] = self._dispatch["prefill"]
@@ -191,7 +191,7 @@ class _GraphPlanner:
             model,
             grid,
             placement.cache_dtype(dtype),
-            placement.num_cache_heads(config),
+            placement.cache_head_shards,
             placement.cache_stripes,
         )
         state = jax.eval_shape(self._make_state)

@@ -3,7 +3,7 @@
 Knows nothing of caches, positions or the keys that a layer attends to.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -12,60 +12,73 @@ from . import axes
 from .attention.layer_attention import LayerAttention
 from .config import Arrangement, DecoderConfig
 from .gqa import GroupedHeads
+from .layer_config import Attention, Experts, Layer, Mlp
 from .layers import GatedMlp, NoNorm, Norm, PlainMlp, scale_by
 from .mla import LatentHeads
 from .moe.call import ExpertCall
 from .moe.layer import SparseMlp
-from .moe_config import MoeConfig
 from .operations import Operations
 from .rope import PositionCode
 
 
+class AttentionInputs(NamedTuple):
+    """The arguments of the attention of a layer beside the residual stream."""
+
+    code: PositionCode
+    layer_attention: LayerAttention
+
+
 class Block(nnx.Module):
-    """Residual block: attention, then MLP, with the norms of the configuration."""
+    """Residual block: attention, then MLP, with their norms; either may be absent."""
 
     def __init__(
         self,
         rngs: nnx.Rngs,
         config: DecoderConfig,
+        layer: Layer,
         arrangement: Arrangement,
-        moe: MoeConfig | None = None,
-        has_attention_norm: bool = True,
     ):
-        """The MLP is a mixture of experts if `moe` is given."""
-
         def norm(placement: str, others: tuple[str, ...] = ("both",)) -> Norm | NoNorm:
-            is_used = config.norm_placement in (placement, *others)
+            is_used = layer.norm_placement in (placement, *others)
             return Norm(config.embed, config) if is_used else NoNorm()
 
-        self.attention_norm = norm("before") if has_attention_norm else NoNorm()
-        self.attention = _attention(rngs, config, arrangement)
-        self.attention_post_norm = norm("after")
-        self.mlp_norm = norm("before")
-        self.mlp = _mlp(rngs, config, moe)
-        self.mlp_post_norm = norm("after")
-        self.attention_residual_norm = norm("residual", ())
-        self.mlp_residual_norm = norm("residual", ())
+        self.has_attention = layer.attention is not None
+        self.has_mlp = layer.feed_forward is not None
+        if layer.attention is not None:
+            self.attention_norm = norm("before") if layer.has_attention_norm else NoNorm()
+            self.attention = _attention(rngs, config, layer.attention, arrangement)
+            self.attention_post_norm = norm("after")
+            self.attention_residual_norm = norm("residual", ())
+        if layer.feed_forward is not None:
+            self.mlp_norm = norm("before")
+            self.mlp = _mlp(rngs, config.embed, layer.feed_forward)
+            self.mlp_post_norm = norm("after")
+            self.mlp_residual_norm = norm("residual", ())
         self.multiplier = config.multipliers.residual
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        code: PositionCode,
-        layer_attention: LayerAttention,
+        attention: AttentionInputs | None,
         operations: Operations,
         experts: ExpertCall,
     ) -> tuple[jax.Array, Any]:
-        """The residual stream after the layer, and the cache update of its attention."""
-        normed_BTD = self.attention_norm(x_BTD)
-        out_BTD, cache_update = self.attention(normed_BTD, code, layer_attention, operations)
-        x_BTD = x_BTD + scale_by(self.attention_post_norm(out_BTD), self.multiplier)
-        x_BTD = self.attention_residual_norm(x_BTD)
-        x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
-        out_BTD = self.mlp(self.mlp_norm(x_BTD), operations, experts)
-        x_BTD = x_BTD + scale_by(self.mlp_post_norm(out_BTD), self.multiplier)
-        x_BTD = self.mlp_residual_norm(x_BTD)
-        return operations.constrain(x_BTD, axes.RESIDUAL), cache_update
+        """The residual stream after the layer, and the cache update of its attention, if any."""
+        cache_update = None
+        if self.has_attention:
+            assert attention is not None
+            out_BTD, cache_update = self.attention(
+                self.attention_norm(x_BTD), *attention, operations
+            )
+            x_BTD = x_BTD + scale_by(self.attention_post_norm(out_BTD), self.multiplier)
+            x_BTD = self.attention_residual_norm(x_BTD)
+            x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
+        if self.has_mlp:
+            out_BTD = self.mlp(self.mlp_norm(x_BTD), operations, experts)
+            x_BTD = x_BTD + scale_by(self.mlp_post_norm(out_BTD), self.multiplier)
+            x_BTD = self.mlp_residual_norm(x_BTD)
+            x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
+        return x_BTD, cache_update
 
 
 class ParallelBlock(nnx.Module):
@@ -78,26 +91,26 @@ class ParallelBlock(nnx.Module):
         self,
         rngs: nnx.Rngs,
         config: DecoderConfig,
+        layer: Layer,
         arrangement: Arrangement,
-        moe: MoeConfig | None = None,
     ):
-        """The MLP is a mixture of experts if `moe` is given."""
+        assert layer.attention is not None and layer.feed_forward is not None
         self.norm = Norm(config.embed, config)
-        self.attention = _attention(rngs, config, arrangement)
-        self.mlp = _mlp(rngs, config, moe)
+        self.attention = _attention(rngs, config, layer.attention, arrangement)
+        self.mlp = _mlp(rngs, config.embed, layer.feed_forward)
         self.multiplier = config.multipliers.residual
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        code: PositionCode,
-        layer_attention: LayerAttention,
+        attention: AttentionInputs | None,
         operations: Operations,
         experts: ExpertCall,
     ) -> tuple[jax.Array, Any]:
         """The residual stream after the layer, and the cache update of its attention."""
+        assert attention is not None
         normed_BTD = self.norm(x_BTD)
-        out_BTD, cache_update = self.attention(normed_BTD, code, layer_attention, operations)
+        out_BTD, cache_update = self.attention(normed_BTD, *attention, operations)
         out_BTD = out_BTD + self.mlp(normed_BTD, operations, experts)
         x_BTD = x_BTD + scale_by(out_BTD, self.multiplier)
         return operations.constrain(x_BTD, axes.RESIDUAL), cache_update
@@ -107,13 +120,10 @@ def make_block(
     rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement, layers: range
 ) -> Block | ParallelBlock:
     """Make the block of some layers, with the weights of all of them stacked if it is scanned."""
-    has_attention_norm, _, is_sparse = config.block_kinds[layers.start]
-    moe = config.moe if is_sparse else None
+    layer = config.layers[layers.start]
 
     def block(rngs: nnx.Rngs) -> Block | ParallelBlock:
-        if config.is_parallel:
-            return ParallelBlock(rngs, config, arrangement, moe)
-        return Block(rngs, config, arrangement, moe, has_attention_norm)
+        return (ParallelBlock if layer.is_parallel else Block)(rngs, config, layer, arrangement)
 
     if len(layers) == 1:
         return block(rngs)
@@ -127,16 +137,14 @@ def make_block(
 
 
 def _attention(
-    rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement
+    rngs: nnx.Rngs, config: DecoderConfig, attention: Attention, arrangement: Arrangement
 ) -> GroupedHeads | LatentHeads:
-    if config.latent is not None:
-        return LatentHeads(rngs, config, config.latent)
-    return GroupedHeads(rngs, config, arrangement)
+    if attention.latent is not None:
+        return LatentHeads(rngs, config, attention.num_query_heads, attention.latent)
+    return GroupedHeads(rngs, config, attention, arrangement)
 
 
-def _mlp(
-    rngs: nnx.Rngs, config: DecoderConfig, moe: MoeConfig | None
-) -> GatedMlp | PlainMlp | SparseMlp:
-    if moe is not None:
-        return SparseMlp(rngs, config, moe)
-    return GatedMlp(rngs, config) if config.is_gated else PlainMlp(rngs, config)
+def _mlp(rngs: nnx.Rngs, embed: int, options: Mlp | Experts) -> GatedMlp | PlainMlp | SparseMlp:
+    if isinstance(options, Experts):
+        return SparseMlp(rngs, embed, options)
+    return (GatedMlp if options.is_gated else PlainMlp)(rngs, embed, options)

@@ -6,7 +6,6 @@ not change the answer. Knows logical axes and positions; knows no mesh, bucket, 
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -34,12 +33,13 @@ from .attention.prompt_pieces import (
     write_piece,
     write_positions,
 )
-from .block import make_block
+from .block import AttentionInputs, make_block
 from .cache.kv_cache import KVCache, Positions, append_position
 from .cache.layer_cache import LayerCache, NewEntries
 from .cache.prefixes import Prefixes
 from .cache.segments import EMPTY_POSITION, IN_ORDER, change_stripes
-from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window
+from .config import AS_PUBLISHED, Arrangement, DecoderConfig
+from .layer_config import Attention
 from .layer_groups import Group, block_layers, layer_groups, layers_name
 from .layer_scan import Cache, scan_group
 from .layers import Embedding, InputSum, NoNorm, Norm, scale_by
@@ -51,10 +51,10 @@ from .rope import position_code
 
 
 def _write_nothing(
-    cache: None, cache_update: NewEntries, scan_index: jax.Array, window: Window
+    cache: None, cache_update: NewEntries, scan_index: jax.Array, options: Attention
 ) -> None:
     """Write nothing, for prompts without a cache."""
-    del cache, cache_update, scan_index, window
+    del cache, cache_update, scan_index, options
 
 
 class Decoder(nnx.Module):
@@ -79,8 +79,7 @@ class Decoder(nnx.Module):
         )
         if config.inputs is not None:
             self.inputs = InputSum(rngs, config, config.inputs)
-        is_normed = config.norm_placement == "residual"
-        self.final_norm = NoNorm() if is_normed else Norm(config.embed, config)
+        self.final_norm = Norm(config.embed, config) if config.has_final_norm else NoNorm()
         if config.has_head and not config.tie_embeddings:
             self.head = Embedding(rngs, num_rows, config.embed)
         self.pooler = Pooler(rngs, config.embed, config.pooling)
@@ -155,13 +154,13 @@ class Decoder(nnx.Module):
         stripes, cache_stripes = self.operations.prompt_stripes, cache_operations.cache_stripes
 
         def write(
-            layers: LayerCache, new: NewEntries, scan_index: jax.Array, window: Window
+            layers: LayerCache, new: NewEntries, scan_index: jax.Array, options: Attention
         ) -> LayerCache:
             arrays = zip(new, new.POSITION_AXES, strict=True)
             new = type(new)(
                 *(change_stripes(x, axis, stripes, cache_stripes, 0) for x, axis in arrays)
             )
-            is_rolling, splits = cache.positions.is_rolling(window), self.config.entry_splits
+            is_rolling, splits = cache.positions.is_rolling(options.window), options.entry_splits
             return write_piece(layers, new, scan_index, rows, is_rolling, cache_operations, splits)
 
         call = tokens_BT, rows.count_B, cache.layers, write
@@ -179,7 +178,7 @@ class Decoder(nnx.Module):
         self,
         tokens_BT: jax.Array,
         true_length_B: jax.Array,
-        cache: tuple[LayerCache, ...] | None,
+        cache: Cache | None,
         write: WriteCache,
         *,
         first_B: jax.Array | None = None,
@@ -201,7 +200,7 @@ class Decoder(nnx.Module):
         query_position_BT = jnp.broadcast_to(position_1T, shape)
         is_token_BT = query_position_BT < true_length_B[:, None]
         key_position_BT = jnp.where(is_token_BT, query_position_BT, EMPTY_POSITION)
-        attend_tokens = self._with_scores(self.operations.over_tokens(self.attend))
+        attend_tokens = self.operations.over_tokens(self.attend)
         rows = PromptRows(query_position_BT, key_position_BT)
         attention = PromptAttention(attend_tokens, self.operations, rows, write)
         return position_1T, attention, is_token_BT
@@ -236,18 +235,14 @@ class Decoder(nnx.Module):
                 prefix_B = jnp.broadcast_to(prefix_B, rows.slot_B.shape)
                 rows = rows._replace(prefix_B=prefix_B)
             prefix = rows_of_positions(prefixes.positions(), prefix_B, cache_operations)
-        num_heads = self.operations.num_cache_heads(self.config.num_kv_heads)
         attention = ChunkAttention(
-            self._with_scores(self.attend),
+            self.attend,
             self.operations,
             cache_operations,
             rows,
             ChunkContext(position_BT, cached, chunk_position_BT, prefix),
-            num_heads=num_heads,
-            head_dim=self.config.cache_dim,
             num_unseen=num_unseen,
             reads_slots=isinstance(self.attend, SlotReader),
-            splits=self.config.entry_splits,
         )
         call = position_BT, attention, is_token_BT, cache.layers, prefixes, adapter_B
         x_BTD, layers, report = self._run_blocks(self.embed(tokens_BT), *call)
@@ -295,8 +290,7 @@ class Decoder(nnx.Module):
             seen = operations.by_row(Positions.counted_from, positions, first_B)
             prefix = prefixes.positions()
         rows = TokenRows(position_B, own_position_B, seen, prefix, jnp.int32(0))
-        attend, splits = self._with_scores(self.attend), self.config.entry_splits
-        attention = TokenAttention(attend, operations, rows, splits)
+        attention = TokenAttention(self.attend, operations, rows)
         x_B1D, layers, report = self._run_blocks(
             self.embed(token_B[:, None]),
             position_B[:, None],
@@ -327,14 +321,7 @@ class Decoder(nnx.Module):
         factor = self.config.multipliers.embedding
         return x_BTD if factor == 1.0 else x_BTD * factor
 
-    def _with_scores(self, attend: Attend) -> Attend:
-        """Attention with the scores of the model.
-
-        It must wrap the result of `over_tokens`, which passes the scores on to `attend`.
-        """
-        return partial(attend, scores=self.config.attention_scores)
-
-    def _by_first_layer(self, caches: Sequence[LayerCache]) -> dict[int, tuple[LayerCache]]:
+    def _by_first_layer(self, caches: Cache) -> dict[int, Cache]:
         """The cache of each block, by the first layer of the block."""
         first_layers = (layers.start for group in self.groups for layers in group)
         return {layer: (cache,) for layer, cache in zip(first_layers, caches, strict=True)}
@@ -351,10 +338,10 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Cache, ExpertReport | None]:
         """The residual stream after all layers, the cache of each block, and the report of sparse
         layers."""
-        operations = self.operations.for_adapters(adapter_B)
+        config, operations = self.config, self.operations.for_adapters(adapter_B)
         prefix_caches = {} if prefixes is None else self._by_first_layer(prefixes.cache.layers)
-        ropes = dict.fromkeys(map(self.config.rope_of, self.config.windows))
-        codes = {rope: position_code(position_BT, rope, self.config.rope_dim) for rope in ropes}
+        rotations = dict.fromkeys((x.rope, x.rope_dim) for x in config.attentions)
+        codes = {rotation: position_code(position_BT, *rotation) for rotation in rotations}
 
         def run_group(
             group: Group,
@@ -366,13 +353,17 @@ class Decoder(nnx.Module):
         ) -> tuple[jax.Array, Cache]:
             new_cache: Cache = ()
             for layers, block, old in zip(group, blocks, cache, strict=True):
-                window = self.config.windows[layers.start]
-                code = codes[self.config.rope_of(window)]
+                options, new = config.layers[layers.start].attention, old
                 with jax.named_scope(f"layers.{layers_name(layers)}"):
-                    caches = (old, *prefix_caches.get(layers.start, ()))
-                    layer_attention = attention.layer(window, caches, scan_index, x_BTD)
-                    x_BTD, update = block(x_BTD, code, layer_attention, operations, experts)
-                    new = attention.update_cache(window, old, update, scan_index, x_BTD)
+                    if options is None:
+                        x_BTD, _ = block(x_BTD, None, operations, experts)
+                    else:
+                        caches = (old, *prefix_caches.get(layers.start, ()))
+                        layer_attention = attention.layer(options, caches, scan_index, x_BTD)
+                        code = codes[options.rope, options.rope_dim]
+                        inputs = AttentionInputs(code, layer_attention)
+                        x_BTD, update = block(x_BTD, inputs, operations, experts)
+                        new = attention.update_cache(options, old, update, scan_index, x_BTD)
                     new_cache += (new,)
             return x_BTD, new_cache
 

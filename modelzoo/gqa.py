@@ -15,6 +15,7 @@ from .attention.attend import Queries
 from .attention.layer_attention import LayerAttention
 from .cache.layer_cache import PromptKeysValues
 from .config import Arrangement, DecoderConfig
+from .layer_config import Attention
 from .layers import HeadsNorm, Norm, constant, merge_heads, weight
 from .operations import Operations
 from .rope import PositionCode, encode
@@ -24,21 +25,28 @@ from .weights.product import Product, einsum
 class GroupedHeads(nnx.Module):
     """Projections of grouped-query attention, before and after the attention of the layer."""
 
-    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement):
-        D, H, copies = config.embed, config.head_dim, arrangement.kv_copies
-        K, G = config.num_kv_heads * copies, config.heads_per_kv // copies
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        config: DecoderConfig,
+        attention: Attention,
+        arrangement: Arrangement,
+    ):
+        D, H = config.embed, attention.head_dim
+        copies = arrangement.kv_copies(attention.num_kv_heads)
+        K, G = attention.num_kv_heads * copies, attention.heads_per_kv // copies
         heads = (axes.QUERY_HEADS, "", "")
         self.qkv = weight(rngs, (D, K, G + 2, H), (axes.EMBED_IN, *heads))
         self.output = weight(rngs, (K, G, H, D), (*heads, axes.EMBED_IN), inputs=(0, 1, 2))
-        if config.qkv_bias:
+        if attention.qkv_bias:
             self.qkv_bias = constant(0.0, (K, G + 2, H), heads)
-        if config.output_bias:
+        if attention.output_bias:
             self.output_bias = constant(0.0, (D,), ("",))
-        if config.qk_norm:
-            self.query_norm, self.key_norm = _query_key_norms(config, copies)
-        if config.sinks:
+        if attention.qk_norm:
+            self.query_norm, self.key_norm = _query_key_norms(config, attention, copies)
+        if attention.has_sinks:
             self.sinks = constant(0.0, (K, G), heads[:2])
-        self.config = config
+        self.options = attention
 
     def __call__(
         self,
@@ -49,11 +57,11 @@ class GroupedHeads(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """The term that attention adds to the residual stream, and the cache update."""
         q_BTKGH, new = self._project(x_BTD, code, operations)
-        sink_KG = self.sinks[...] if self.config.sinks else None
+        sink_KG = self.sinks[...] if self.options.has_sinks else None
         out_BTKGH, cache_update = layer_attention.attend(Queries(q_BTKGH, sink_KG), new, None)
         merge = Product("BTKGH,KGHD->BTD", merge_heads)
         out_BTD = operations.project(merge, out_BTKGH, self.output, axes.HEADS, axes.RESIDUAL)
-        if self.config.output_bias:
+        if self.options.output_bias:
             out_BTD = out_BTD + self.output_bias[...][None, None]
         return out_BTD, cache_update
 
@@ -65,7 +73,7 @@ class GroupedHeads(nnx.Module):
         qkv_BTKJH = jax.lax.platform_dependent(
             qkv_BTKJH, tpu=_with_heads_last, default=lambda qkv_BTKJH: qkv_BTKJH
         )
-        if self.config.qkv_bias:
+        if self.options.qkv_bias:
             qkv_BTKJH = qkv_BTKJH + self.qkv_bias[...][None, None]
         G = qkv_BTKJH.shape[3] - 2
         q_BTKGH, k_BTKH, v_BTKH = (
@@ -73,7 +81,7 @@ class GroupedHeads(nnx.Module):
             qkv_BTKJH[..., G, :],
             qkv_BTKJH[..., G + 1, :],
         )
-        if self.config.qk_norm:
+        if self.options.qk_norm:
             q_BTKGH, k_BTKH = self.query_norm(q_BTKGH), self.key_norm(k_BTKH)
         B, T, K, _, H = q_BTKGH.shape
         q_BTNH, k_BTKH = encode(q_BTKGH.reshape(B, T, K * G, H), k_BTKH, code)
@@ -95,10 +103,10 @@ def _with_heads_last(qkv_BTKJH: jax.Array) -> jax.Array:
     return with_layout_constraint(qkv_BTKJH, MemoryLayout(major_to_minor=order))
 
 
-def _query_key_norms(config: DecoderConfig, kv_copies: int) -> tuple[Norm, Norm]:
-    N, K, H = config.num_query_heads, config.num_kv_heads, config.head_dim
-    match config.qk_norm_kind:
-        case "head":
-            return Norm(H, config), Norm(H, config)
-        case "heads" | "projection":
-            return HeadsNorm(N, config), HeadsNorm(K, config, kv_copies)
+def _query_key_norms(
+    config: DecoderConfig, attention: Attention, kv_copies: int
+) -> tuple[Norm, Norm]:
+    if attention.qk_norm == "head":
+        return Norm(attention.head_dim, config), Norm(attention.head_dim, config)
+    query_norm = HeadsNorm(attention.num_query_heads, config, attention)
+    return query_norm, HeadsNorm(attention.num_kv_heads, config, attention, kv_copies)

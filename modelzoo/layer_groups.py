@@ -31,7 +31,7 @@ def layer_groups(config: DecoderConfig, arrangement: Arrangement) -> tuple[Group
     num_layers = config.num_layers
     first, period, repeats = 0, 1, 1
     if arrangement.scan_layers:
-        first, period, repeats = longest_repeat(config.block_kinds)
+        first, period, repeats = longest_repeat(config.layers)
     end = first + period * repeats
     single = [(range(i, i + 1),) for i in range(num_layers) if not first <= i < end]
     repeated = tuple(range(first + offset, end, period) for offset in range(period))

@@ -15,6 +15,7 @@ from flax import nnx
 
 from . import axes
 from .config import DecoderConfig, TokenInputs
+from .layer_config import Attention, Mlp
 from .operations import Operations
 from .weights.product import Product, einsum, einsum_product, gate_up_product
 
@@ -135,17 +136,18 @@ class HeadsNorm(Norm):
     as all are repeated equally often, the mean over them is the same.
     """
 
-    def __init__(self, num_heads: int, config: DecoderConfig, copies: int = 1):
-        super().__init__(num_heads * config.head_dim, config)
-        self.copies = copies
+    def __init__(
+        self, num_heads: int, config: DecoderConfig, attention: Attention, copies: int = 1
+    ):
+        super().__init__(num_heads * attention.head_dim, config)
+        self.is_joint, self.copies = attention.qk_norm == "projection", copies
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norm `[B, T, ..., H]`; the axes between T and H are the heads in order."""
         scale = self.scale[...]
         if self.copies > 1:
             scale = jnp.repeat(scale.reshape(-1, x.shape[-1]), self.copies, axis=0)
-        is_joint = self.config.qk_norm_kind == "projection"
-        axis = tuple(range(2, x.ndim)) if is_joint else -1
+        axis = tuple(range(2, x.ndim)) if self.is_joint else -1
         return self._norm(x, scale.reshape(x.shape[2:]), axis).astype(x.dtype)
 
 
@@ -212,13 +214,13 @@ def _table(rngs: nnx.Rngs, num_rows: int, embed: int) -> nnx.Param:
 class PlainMlp(nnx.Module):
     """MLP without a gate: `down(act(up(x)))`."""
 
-    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig):
-        self.up = weight(rngs, (config.embed, config.mlp), (axes.EMBED_IN, axes.MLP))
-        self.down = weight(rngs, (config.mlp, config.embed), (axes.MLP, axes.EMBED_IN))
-        if config.mlp_bias:
-            self.up_bias = constant(0.0, (config.mlp,), (axes.MLP,))
-            self.down_bias = constant(0.0, (config.embed,), ("",))
-        self.config = config
+    def __init__(self, rngs: nnx.Rngs, embed: int, options: Mlp):
+        self.up = weight(rngs, (embed, options.size), (axes.EMBED_IN, axes.MLP))
+        self.down = weight(rngs, (options.size, embed), (axes.MLP, axes.EMBED_IN))
+        if options.has_bias:
+            self.up_bias = constant(0.0, (options.size,), (axes.MLP,))
+            self.down_bias = constant(0.0, (embed,), ("",))
+        self.options = options
 
     def __call__(
         self, x_BTD: jax.Array, operations: Operations, experts: "ExpertCall | None" = None
@@ -226,11 +228,11 @@ class PlainMlp(nnx.Module):
         del experts  # only `SparseMlp`, which has the same signature, uses it
         up, down = einsum("BTD,DF->BTF"), einsum("BTF,FD->BTD")
         h_BTF = operations.project(up, x_BTD, self.up, axes.RESIDUAL, axes.HIDDEN)
-        if self.config.mlp_bias:
+        if self.options.has_bias:
             h_BTF = h_BTF + self.up_bias[...][None, None]
-        h_BTF = ACTIVATIONS[self.config.activation](h_BTF.astype(jnp.float32)).astype(x_BTD.dtype)
+        h_BTF = ACTIVATIONS[self.options.activation](h_BTF.astype(jnp.float32)).astype(x_BTD.dtype)
         out_BTD = operations.project(down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
-        if self.config.mlp_bias:
+        if self.options.has_bias:
             out_BTD = out_BTD + self.down_bias[...][None, None]
         return out_BTD
 
@@ -241,14 +243,14 @@ class GatedMlp(nnx.Module):
     Source: Shazeer 2020, "GLU Variants Improve Transformer" (2002.05202).
     """
 
-    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, mlp: int | None = None):
-        embed, mlp = config.embed, mlp or config.mlp
-        self.gate_up = weight(rngs, (2, embed, mlp), ("", axes.EMBED_IN, axes.MLP), inputs=(1,))
-        self.down = weight(rngs, (mlp, embed), (axes.MLP, axes.EMBED_IN))
-        if config.mlp_bias:
-            self.gate_up_bias = constant(0.0, (2, mlp), ("", axes.MLP))
+    def __init__(self, rngs: nnx.Rngs, embed: int, options: Mlp):
+        F = options.size
+        self.gate_up = weight(rngs, (2, embed, F), ("", axes.EMBED_IN, axes.MLP), inputs=(1,))
+        self.down = weight(rngs, (F, embed), (axes.MLP, axes.EMBED_IN))
+        if options.has_bias:
+            self.gate_up_bias = constant(0.0, (2, F), ("", axes.MLP))
             self.down_bias = constant(0.0, (embed,), ("",))
-        self.config = config
+        self.options = options
 
     def __call__(
         self, x_BTD: jax.Array, operations: Operations, experts: "ExpertCall | None" = None
@@ -257,13 +259,13 @@ class GatedMlp(nnx.Module):
         project = operations.project
         gate_up = Product("BTD,PDF->PBTF", gate_up_product)
         h_PBTF = project(gate_up, x_BTD, self.gate_up, axes.RESIDUAL, ("", *axes.HIDDEN))
-        if self.config.mlp_bias:
+        if self.options.has_bias:
             h_PBTF = h_PBTF + self.gate_up_bias[...][:, None, None]
         # in float32: in bfloat16 every step of the activation would be rounded
         gate_BTF, up_BTF = h_PBTF.astype(jnp.float32)
-        h_BTF = (ACTIVATIONS[self.config.activation](gate_BTF) * up_BTF).astype(x_BTD.dtype)
+        h_BTF = (ACTIVATIONS[self.options.activation](gate_BTF) * up_BTF).astype(x_BTD.dtype)
         down = einsum("BTF,FD->BTD")
         out_BTD = project(down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
-        if self.config.mlp_bias:
+        if self.options.has_bias:
             out_BTD = out_BTD + self.down_bias[...][None, None]
         return out_BTD

@@ -32,8 +32,10 @@ from .weights.product import Product, einsum
 class LatentHeads(nnx.Module):
     """Projections of latent attention, before and after the attention of the layer."""
 
-    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, latent: LatentAttention):
-        D, N, rank = config.embed, config.num_query_heads, latent.rank
+    def __init__(
+        self, rngs: nnx.Rngs, config: DecoderConfig, num_heads: int, latent: LatentAttention
+    ):
+        D, N, rank = config.embed, num_heads, latent.rank
         latent_config = replace(config, norm_epsilon=latent.norm_epsilon)
         query_in, query_axis = D, axes.EMBED_IN
         if latent.query_rank is not None:

@@ -83,13 +83,11 @@ class ClampedUnit:
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """The sparse layers of a decoder."""
+    """The experts of a sparse layer."""
 
     routing: Routing
     mlp: int
     """The hidden size of one expert."""
-    layers: tuple[bool, ...]
-    """Whether each layer is sparse; the others have a dense MLP."""
     shared_mlp: int = 0
     """The hidden size of the shared expert, which every token takes; 0 means no shared expert."""
     has_shared_gate: bool = False
@@ -103,8 +101,6 @@ class MoeConfig:
         for name, size, minimum in (("mlp", self.mlp, 1), ("shared_mlp", self.shared_mlp, 0)):
             if not isinstance(size, int) or size < minimum:
                 raise ValueError(f"moe.{name}: expected an integer from {minimum}, got {size!r}.")
-        if not any(self.layers):
-            raise ValueError("moe.layers: expected a sparse layer, got none. Leave moe out.")
 
 
 class Tiles(NamedTuple):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from .attention.attend import Attend, AttendEntries
-    from .config import Window
+    from .layer_config import Window
     from .moe.experts import ExpertWeights
     from .moe.mix import Mixture, MoeOutput
     from .moe.routing import Router
@@ -92,7 +92,11 @@ class Operations:
         return take_rows(table[...], ids_BT)
 
     def attend(
-        self, body: Callable[..., tuple[jax.Array, Any]], *, writes_cache: bool
+        self,
+        body: Callable[..., tuple[jax.Array, Any]],
+        num_kv_heads: int,
+        *,
+        writes_cache: bool,
     ) -> Callable[..., tuple[jax.Array, Any]]:
         """Return the attention of a layer under this layout.
 
@@ -101,6 +105,7 @@ class Operations:
             key/value heads independently. `new` are keys and values with the heads of the
             projections, or None. `rows` and each of `caches` are named tuples that declare the axes
             of their arrays as `AXES`. `body` returns the attention output and the cache update.
+          num_kv_heads: The key/value heads of the layer, without copies.
           writes_cache: Whether the cache update is the updated first cache. Otherwise it is the new
             entries: `latents` if there are any, else `new`.
 

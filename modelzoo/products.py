@@ -17,7 +17,7 @@ from flax import nnx
 from . import axes
 from .attention.attend import Queries
 from .attention.layer_attention import LayerAttention
-from .block import make_block
+from .block import AttentionInputs, make_block
 from .cache.layer_cache import PromptKeysValues, PromptLatents
 from .config import Arrangement, DecoderConfig
 from .layers import Embedding
@@ -135,19 +135,20 @@ class LayerRecord(Operations):
 
 @cache
 def record_layer(
-    config: DecoderConfig, layer: int, kv_copies: int, *, reads_cache: bool
+    config: DecoderConfig, layer: int, head_shards: int, *, reads_cache: bool
 ) -> LayerRecord:
     """The record of a layer for whole prompts, or for calls that read the cache."""
     record = LayerRecord()
 
     def run() -> None:
-        block = make_block(nnx.Rngs(0), config, Arrangement(kv_copies), range(layer, layer + 1))
+        block = make_block(nnx.Rngs(0), config, Arrangement(head_shards), range(layer, layer + 1))
         record.names = parameter_names(block)
-        rope = config.rope_of(config.windows[layer])
-        code = position_code(jnp.zeros((1, 1), jnp.int32), rope, config.rope_dim)
+        inputs = None
+        if (options := config.layers[layer].attention) is not None:
+            code = position_code(jnp.zeros((1, 1), jnp.int32), options.rope, options.rope_dim)
+            inputs = AttentionInputs(code, LayerAttention(record.attend_by_shape, reads_cache))
         experts = ExpertCall(jnp.ones((1, 1), bool))
-        layer_attention = LayerAttention(record.attend_by_shape, reads_cache)
-        block(jnp.zeros((1, 1, config.embed)), code, layer_attention, record, experts)
+        block(jnp.zeros((1, 1, config.embed)), inputs, record, experts)
 
     jax.eval_shape(run)
     return record

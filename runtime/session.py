@@ -406,7 +406,9 @@ def start(
     )
     slots = SlotCalls(grid, definition.padded_vocab, admission.planned_ids, tables)
     dispatch = plan.experts or LOSSLESS_EXPERTS
-    experts = None if config.moe is None else ExpertSetup(config.moe, dispatch)
+    experts = None
+    if config.moe is not None:
+        experts = ExpertSetup(config.moe.routing, config.sparse_layers, dispatch)
     return GenerationSession(
         runner=runner, experts=experts, attention=attention, slots=slots, admission=admission
     )

@@ -180,7 +180,7 @@ def graph_cells(cost: Cost) -> str:
 
 def graph_cost(length: int, kernel: str) -> Cost:
     """Compile the prefill graph of a length as a build does, with the named kernel."""
-    config = DecoderConfig(
+    config = DecoderConfig.alike(
         vocab_size=VOCAB,
         embed=EMBED,
         mlp=MLP,

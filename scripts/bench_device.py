@@ -74,7 +74,7 @@ class DeviceBench:
         self.options = options
         self.dtype = jnp.dtype(options.dtype)
         self.cache_dtype = self.placement.cache_dtype(self.dtype)
-        self.config = DecoderConfig(
+        self.config = DecoderConfig.alike(
             vocab_size=options.vocab,
             embed=options.embed,
             mlp=options.mlp,

@@ -60,7 +60,7 @@ SHIPPED = {
 }
 """Lists in the projects' sources: DEFAULT_PREFILL_BUCKETS, PRECOMPILE_DEFAULT_TOKEN_PADDINGS, and
 BUCKET_KEYS of the language models' parameters."""
-LLAMA_1B = DecoderConfig(
+LLAMA_1B = DecoderConfig.alike(
     vocab_size=128256,
     embed=2048,
     mlp=8192,

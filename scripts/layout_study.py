@@ -49,7 +49,7 @@ PARAMETERS = 540.35e9
 CACHE_SHARE = 0.3
 """Share of a device's memory, for the table of context lengths (paper, table 1)."""
 
-PALM = DecoderConfig(
+PALM = DecoderConfig.alike(
     vocab_size=256_000,
     embed=18432,
     mlp=73728,
@@ -61,8 +61,8 @@ PALM = DecoderConfig(
     is_parallel=True,
     tie_embeddings=True,
 )
-SERIAL = replace(PALM, is_parallel=False)
-MULTIHEAD = replace(PALM, num_kv_heads=64, head_dim=128)
+SERIAL = replace(PALM, layers=tuple(replace(x, is_parallel=False) for x in PALM.layers))
+MULTIHEAD = PALM.map_attention(lambda x: replace(x, num_kv_heads=64, head_dim=128))
 
 
 def layout(name: str, mesh: Mapping[str, int], **phases: Mapping[str, Any]) -> Layout:

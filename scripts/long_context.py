@@ -78,7 +78,7 @@ class Case:
 
 
 def llama3(embed: int, mlp: int, num_query_heads: int, num_layers: int) -> DecoderConfig:
-    return DecoderConfig(
+    return DecoderConfig.alike(
         vocab_size=128256,
         embed=embed,
         mlp=mlp,

@@ -274,9 +274,7 @@ def load_in_worker(options: argparse.Namespace) -> None:
     n = jax.device_count()
     with open_model(options.folder) as model:
         config = model.spec.config
-        arrangement = Arrangement(
-            kv_copies=max(1, n // config.num_kv_heads), padded_vocab=-(-config.vocab_size // n) * n
-        )
+        arrangement = Arrangement(head_shards=n, padded_vocab=-(-config.vocab_size // n) * n)
         abstract = AbstractModel(config, arrangement).abstract_parameters(options.dtype)
         placed = shardings(abstract)
         counted = Counted(model.stored_tensors)

@@ -27,7 +27,7 @@ V = 64
 NUM_CHAINS, NUM_SUCCESSORS = 4, 3
 BATCH, LENGTH = 16, 64
 NUM_LAYERS = 4
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=V,
     embed=64,
     mlp=96,
@@ -36,7 +36,7 @@ CONFIG = DecoderConfig(
     head_dim=16,
     windows=(None,) * NUM_LAYERS,
     max_position=512,
-    moe=MoeConfig(Routing(8, 2), mlp=96, layers=(True,) * NUM_LAYERS),
+    moe=MoeConfig(Routing(8, 2), mlp=96),
 )
 
 

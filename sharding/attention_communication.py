@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from itertools import chain
 
 from ..modelzoo import axes
-from ..modelzoo.config import Window
+from ..modelzoo.layer_config import Window
 from .cache_attention import entry_bytes, query_bytes
 from .layer_shapes import FLOAT32_BYTES, INT32_BYTES, ExpectedCollective, LayerShapes
 from .ring_attention import num_ring_steps
 
 
-def predict_attention(shapes: LayerShapes, window: Window) -> Iterator[ExpectedCollective]:
-    """Predict the collectives of attention in one layer with this window."""
+def predict_attention(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
+    """Predict the collectives of attention in one layer."""
+    window = shapes.attention.window
     yield from _head_exchanges(shapes)
     rules, phase = shapes.rules, shapes.call.phase
     if phase == "decode":
@@ -34,10 +35,10 @@ def _head_exchanges(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
     Each copy of a key/value head sends one part of the head. Latents need no exchange: every device
     that has a row has its latents. Source: Pope et al. 2022, section 3.3.
     """
-    over, call, config = shapes.rules.exchanged, shapes.call, shapes.config
-    split = shapes.rules.dimensions(axes.HEADS[:3])
+    over, call = shapes.rules.exchanged, shapes.call
+    split, num_heads = shapes.rules.dimensions(axes.HEADS[:3]), shapes.attention.num_query_heads
     for dim in shapes.record.head_dims:
-        num_bytes = shapes.local((call.rows, call.tokens, config.num_query_heads, dim), split)
+        num_bytes = shapes.local((call.rows, call.tokens, num_heads, dim), split)
         yield from shapes.send("all-to-all", over, num_bytes)
     if not shapes.record.makes_keys:
         return
@@ -67,8 +68,8 @@ def _new_entries(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
     over, call = shapes.rules[axes.ATTENTION_BATCH], shapes.call
     heads, length = shapes.rules.dimensions((axes.KV_HEADS, axes.LENGTH))
     num_heads, dims, split = shapes.num_cache_heads, shapes.record.head_dims, (heads, length)
-    if shapes.config.latent is not None:
-        num_heads, dims, split = 1, (shapes.config.cache_dim,), (length,)
+    if shapes.attention.latent is not None:
+        num_heads, dims, split = 1, (shapes.attention.cache_dim,), (length,)
     for dim in dims:
         for size in shapes.vector_bytes(dim, is_cached=True):
             num_bytes = shapes.local((call.rows, num_heads, call.tokens), split, size)
@@ -88,7 +89,7 @@ def _merge_of_decode(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
 def _lse_bytes(shapes: LayerShapes) -> int:
     """Bytes on one device of one float32 number for each query: the log-sum-exp of its scores."""
     split = shapes.rules.dimensions((axes.ATTENTION_BATCH, axes.KV_HEADS))
-    call, num_heads = shapes.call, shapes.config.num_query_heads
+    call, num_heads = shapes.call, shapes.attention.num_query_heads
     return shapes.local((call.rows, call.tokens, num_heads), (split[0], split[1]), FLOAT32_BYTES)
 
 
@@ -122,9 +123,9 @@ def _cached_chunk(shapes: LayerShapes, window: Window) -> Iterator[ExpectedColle
 def _entries(shapes: LayerShapes, length: int, *, is_cached: bool) -> list[int]:
     """Bytes of the arrays of `length` cache entries: keys and values or latents, and positions."""
     split = shapes.rules.dimensions((axes.ATTENTION_BATCH, axes.KV_HEADS))
-    rows, latent = shapes.call.rows, shapes.config.latent
+    rows, latent = shapes.call.rows, shapes.attention.latent
     heads, over_heads = (shapes.num_cache_heads, split[1]) if latent is None else (1, ())
-    sizes = shapes.vector_bytes(shapes.config.cache_dim, is_cached=is_cached)
+    sizes = shapes.vector_bytes(shapes.attention.cache_dim, is_cached=is_cached)
     arrays = [shapes.local((rows, heads, length), (split[0], over_heads), size) for size in sizes]
     positions = shapes.local((rows, length), split[:1], INT32_BYTES)
     return arrays * (2 if latent is None else 1) + [positions]

@@ -4,7 +4,6 @@ A rule names mesh axes from major to minor. A logical axis without a rule follow
 (`FOLLOWS`) or is replicated. Knows nothing of models or files.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import dropwhile
@@ -23,11 +22,6 @@ FOLLOWS = {
 An axis without a rule is split like its leader. A rule for the axis must begin with the leader's
 mesh axes.
 """
-
-
-def kv_copies(num_kv_heads: int, num_shards: int) -> int:
-    """Copies of each key/value head that give every shard of the query heads its own heads."""
-    return math.lcm(num_kv_heads, num_shards) // num_kv_heads
 
 
 @dataclass(frozen=True)

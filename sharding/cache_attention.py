@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from ..modelzoo.attention.attend import AttendEntries
-from ..modelzoo.config import Window
+from ..modelzoo.layer_config import Window
 from .device_bytes import array_bytes
 from .projection import MeshAxes
 from .ring_attention import FLOAT32_BYTES, Attended, merge_over_ring, num_ring_steps, own_part

@@ -60,11 +60,11 @@ def predict_collectives(
       One entry for all collectives of the same kind, mesh axes and bytes.
     """
     times: Counter[tuple[str, MeshAxes, int]] = Counter()
-    kinds = config.layer_kinds
-    for kind, count in Counter(kinds).items():
-        layer = kinds.index(kind)
+    for kind, count in Counter(config.layers).items():
+        layer = config.layers.index(kind)
         shapes = LayerShapes(config, layout, call, itemsize, layer, element_bytes, cache_codes)
-        for collective in [*_block_collectives(shapes), *predict_attention(shapes, kind[0])]:
+        attention = [] if kind.attention is None else predict_attention(shapes)
+        for collective in [*_block_collectives(shapes), *attention]:
             key = collective.kind, collective.mesh_axes, collective.num_bytes
             times[key] += count * collective.times
     return [
@@ -150,7 +150,8 @@ def _expert_collectives(
     words as wide as the activations, and the float32 weights of its choices. One vector of
     activations for each token comes back.
     """
-    call, moe, row_bytes = shapes.call, shapes.config.moe, shapes.config.embed * shapes.itemsize
+    call, row_bytes = shapes.call, shapes.config.embed * shapes.itemsize
+    moe = shapes.config.moe
     assert moe is not None, "a sparse layer has experts"
     over, num_shards = exchange.exchanged, shapes.layout.mesh.num_shards
     rows = shapes.local((call.rows, call.tokens), exchange.tokens, 1) * num_shards(over)
@@ -169,14 +170,15 @@ def _norm_collectives(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
 
     A layer norm sums twice, once for the mean. The partitioner adds these sums, in float32.
     """
-    config, rules = shapes.config, shapes.rules
-    num_norms = 1 if config.is_parallel else 4 if config.norm_placement == "both" else 2
-    sums = num_norms * (2 if config.norm == "layer" else 1)
+    layer, rules = shapes.config.layers[shapes.layer], shapes.rules
+    num_parts = 1 if layer.is_parallel else 2 - (None in (layer.attention, layer.feed_forward))
+    num_norms = num_parts * (2 if layer.norm_placement == "both" else 1)
+    sums = num_norms * (2 if shapes.config.norm == "layer" else 1)
     batch, length, embed = rules.dimensions(axes.RESIDUAL)
     call = shapes.call
     num_bytes = shapes.local((call.rows, call.tokens), (batch, length), FLOAT32_BYTES)
     yield from shapes.send("all-reduce", embed, num_bytes, sums)
-    if config.qk_norm and config.qk_norm_kind == "projection":
+    if layer.attention is not None and layer.attention.qk_norm == "projection":
         batch, length, heads = rules.dimensions(axes.HEADS[:3])
         num_bytes = shapes.local((call.rows, call.tokens), (batch, length), FLOAT32_BYTES)
         yield from shapes.send("all-reduce", heads, num_bytes, 2)

@@ -5,6 +5,7 @@ Knows nothing of devices or graphs, so it works for meshes of any size.
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
 
 import jax
@@ -14,9 +15,9 @@ from jax.typing import DTypeLike
 
 from ..modelzoo import axes
 from ..modelzoo.cache.kv_cache import num_cache_entries
-from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
+from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig, head_copies
+from ..modelzoo.layer_config import Attention
 from ..modelzoo.weights.weight_products import Axes
-from .axis_rules import kv_copies
 from .layout import Layout
 
 
@@ -65,22 +66,27 @@ def cache_bytes_per_device(
     """
     rules, shards = layout.phase("decode"), layout.mesh.num_shards
     over_heads, over_rows = shards(rules[axes.KV_HEADS]), shards(rules[axes.ATTENTION_BATCH])
-    heads = config.num_kv_heads * kv_copies(config.num_kv_heads, over_heads) // over_heads
     stripes = shards(rules[axes.CACHE_LENGTH])
-    entries = sum(num_cache_entries(window, length, stripes) for window in config.windows)
-    # latents hold keys and values together, have one head, and are on every device that has their
-    # row
-    vectors = 2 * heads if config.latent is None else 1
-    per_entry = vectors * vector_bytes(config, dtype, arrangement)
-    return (slots // over_rows) * -(-entries // stripes) * per_entry
+
+    def row_bytes(attention: Attention) -> int:
+        K = attention.num_kv_heads
+        heads = K * head_copies(K, over_heads) // over_heads
+        # latents hold keys and values together, have one head, and are on every device that has
+        # their row
+        vectors = 2 * heads if attention.latent is None else 1
+        entries = num_cache_entries(attention.window, length, stripes)
+        return -(-entries // stripes) * vectors * vector_bytes(attention, dtype, arrangement)
+
+    kinds = Counter(config.attentions)
+    return (slots // over_rows) * sum(count * row_bytes(kind) for kind, count in kinds.items())
 
 
-def vector_bytes(config: DecoderConfig, dtype: DTypeLike, arrangement: Arrangement) -> int:
+def vector_bytes(attention: Attention, dtype: DTypeLike, arrangement: Arrangement) -> int:
     """Bytes of a cached key, value or latent, with its scales if it is in codes."""
-    size, scale_bytes = arrangement.cache_dim(config), jnp.dtype(dtype).itemsize
+    size, scale_bytes = arrangement.cache_dim(attention), jnp.dtype(dtype).itemsize
     if arrangement.cache_codes is None:
         return size * scale_bytes
-    num_scales = len(config.entry_splits) + 1
+    num_scales = len(attention.entry_splits) + 1
     return array_bytes((size,), arrangement.cache_codes) + num_scales * scale_bytes
 
 

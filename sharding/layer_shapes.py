@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..modelzoo import axes
-from ..modelzoo.config import DecoderConfig
+from ..modelzoo.config import DecoderConfig, head_copies
+from ..modelzoo.layer_config import Attention
 from ..modelzoo.products import LayerRecord, WeightProduct, record_layer
-from .axis_rules import AxisRules, kv_copies
+from .axis_rules import AxisRules
 from .call import Call
 from .device_bytes import array_bytes
 from .expert_exchange import ExpertExchange
@@ -47,6 +48,13 @@ class LayerShapes:
     cache_codes: str | None = None
     """The dtype of cache entries in codes; None for entries of `itemsize`."""
 
+    @property
+    def attention(self) -> Attention:
+        """The attention of the layer, which must have one."""
+        attention = self.config.layers[self.layer].attention
+        assert attention is not None
+        return attention
+
     def vector_bytes(self, dim: int, *, is_cached: bool) -> list[int]:
         """Bytes of the arrays of one key, value or latent of a token: its codes and its scales.
 
@@ -54,7 +62,7 @@ class LayerShapes:
         """
         if not is_cached or self.cache_codes is None:
             return [dim * self.itemsize]
-        num_scales = len(self.config.entry_splits) + 1
+        num_scales = len(self.attention.entry_splits) + 1
         return [array_bytes((dim,), self.cache_codes), num_scales * self.itemsize]
 
     def element_size(self, product: WeightProduct) -> float:
@@ -64,9 +72,9 @@ class LayerShapes:
     @cached_property
     def record(self) -> LayerRecord:
         """Products of the layer with its weights, and the heads of its attention."""
-        copies = self._copies(self.layout.rules[axes.QUERY_HEADS])
+        shards = self.layout.mesh.num_shards(self.layout.rules[axes.QUERY_HEADS])
         reads_cache = self.call.phase != "prefill"
-        return record_layer(self.config, self.layer, copies, reads_cache=reads_cache)
+        return record_layer(self.config, self.layer, shards, reads_cache=reads_cache)
 
     @cached_property
     def rules(self) -> AxisRules:
@@ -76,7 +84,7 @@ class LayerShapes:
     @property
     def num_cache_heads(self) -> int:
         """Key/value heads in attention and in the cache, copies included."""
-        return self.config.num_kv_heads * self._copies(self.rules[axes.KV_HEADS])
+        return self.attention.num_kv_heads * self._copies(self.rules[axes.KV_HEADS])
 
     @property
     def exchange(self) -> ExpertExchange:
@@ -111,4 +119,4 @@ class LayerShapes:
             yield ExpectedCollective(kind, in_order, num_bytes, times)
 
     def _copies(self, mesh_axes: MeshAxes) -> int:
-        return kv_copies(self.config.num_kv_heads, self.layout.mesh.num_shards(mesh_axes))
+        return head_copies(self.attention.num_kv_heads, self.layout.mesh.num_shards(mesh_axes))

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from ..modelzoo import axes
-from ..modelzoo.config import DecoderConfig
+from ..modelzoo.config import DecoderConfig, head_copies
 from ..modelzoo.config_values import check_count, is_count
+from ..modelzoo.layer_config import Attention, Mlp
+from ..modelzoo.moe_config import MoeConfig
 from ..modelzoo.weights.weight_products import Axes
-from .axis_rules import FOLLOWS, AxisRules, kv_copies
+from .axis_rules import FOLLOWS, AxisRules
 from .expert_exchange import ExpertExchange
 from .layout import PHASES, Layout
 from .mesh_layout import MESH_AXES
@@ -153,8 +155,10 @@ def _phase_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
     yield from _collisions(rules)
     yield from _order_findings(layout, rules)
     yield from _gathering_findings(layout.rules, rules)
-    yield from _head_findings(layout, rules, sizes.config)
-    yield from _expert_findings(layout, rules, sizes.config)
+    for attention in dict.fromkeys(sizes.config.attentions):
+        yield from _head_findings(layout, rules, attention)
+    if sizes.config.moe is not None:
+        yield from _expert_findings(layout, rules, sizes.config.moe)
     yield from _shape_findings(layout, phase, sizes)
     yield from _division(layout, rules, axes.EMBED, "embed", sizes.config.embed)
 
@@ -267,8 +271,8 @@ def _gathering_findings(stored: AxisRules, used: AxisRules) -> Iterable[str]:
             )
 
 
-def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> Iterable[str]:
-    K, H = config.num_kv_heads, config.head_dim
+def _head_findings(layout: Layout, rules: AxisRules, attention: Attention) -> Iterable[str]:
+    K, H = attention.num_kv_heads, attention.head_dim
     shards = layout.mesh.num_shards(rules[axes.KV_HEADS])
     wanted = rules.table.get(axes.KV_HEADS)
     if wanted and wanted != rules[axes.KV_HEADS]:
@@ -277,7 +281,7 @@ def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> I
             f'axes of query_heads that attention_batch leaves, or "" for copies. Leave the '
             f"rule out."
         )
-    if config.latent is not None:
+    if attention.latent is not None:
         # the cache has no heads to divide, and the heads of the projections are query heads
         return
     if wanted != () and K % shards:
@@ -289,7 +293,7 @@ def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> I
             f"(attention_batch)."
         )
     stored = layout.mesh.num_shards(layout.rules[axes.QUERY_HEADS])
-    surplus = kv_copies(K, stored) // kv_copies(K, shards)
+    surplus = head_copies(K, stored) // head_copies(K, shards)
     if rules.exchanged and H % surplus:
         yield (
             f"attention_batch: head_dim {H} does not divide over the {surplus} devices that hold "
@@ -297,10 +301,8 @@ def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> I
         )
 
 
-def _expert_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> Iterable[str]:
-    moe, experts = config.moe, rules[axes.EXPERTS]
-    if moe is None:
-        return
+def _expert_findings(layout: Layout, rules: AxisRules, moe: MoeConfig) -> Iterable[str]:
+    experts = rules[axes.EXPERTS]
     if experts != layout.rules[axes.EXPERTS]:
         yield (
             f"experts = {_quoted(experts)}: expected {_quoted(layout.rules[axes.EXPERTS])} as in "
@@ -333,9 +335,11 @@ def _weight_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
     # if the query heads divide over the devices, they also divide over the copies of key/value
     # heads: both the devices and the key/value heads then divide the number of query heads
     heads = "the number of query heads"
-    yield from _division(layout, rules, axes.QUERY_HEADS, heads, config.num_query_heads)
-    if config.moe is None or not all(config.moe.layers):
-        yield from _division(layout, rules, axes.MLP, "mlp", config.mlp)
+    for count in dict.fromkeys(attention.num_query_heads for attention in config.attentions):
+        yield from _division(layout, rules, axes.QUERY_HEADS, heads, count)
+    for mlp in dict.fromkeys(layer.feed_forward for layer in config.layers):
+        if isinstance(mlp, Mlp):
+            yield from _division(layout, rules, axes.MLP, "mlp", mlp.size)
     yield from _division(layout, rules, axes.EMBED_IN, "embed", config.embed)
     for name, (num_groups, axis) in sizes.groups.items():
         if axis:

@@ -21,7 +21,7 @@ from ..modelzoo.cache.segments import CPU_BLOCKS, heads_last
 from ..modelzoo.config import Arrangement, DecoderConfig
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.weights.weight_products import Axes
-from .axis_rules import AxisRules, kv_copies
+from .axis_rules import AxisRules
 from .layout import Layout
 from .sharded_operations import ShardedOperations
 
@@ -57,7 +57,7 @@ def arrangement_of(
     padded = -(-config.vocab_size // vocab) * vocab
     return replace(
         whole,
-        kv_copies=kv_copies(config.num_kv_heads, heads),
+        head_shards=heads,
         padded_vocab=None if padded == config.vocab_size else padded,
     )
 
@@ -141,10 +141,10 @@ class Placement:
         """Dtype of cache entries for weights of `dtype`; see the function `cache_dtype`."""
         return cache_dtype(self.platform, dtype)
 
-    def num_cache_heads(self, config: DecoderConfig) -> int:
-        """Number of key/value heads in the decode cache, copies included."""
-        shards = self._shards(self._rules("decode")[axes.KV_HEADS])
-        return config.num_kv_heads * kv_copies(config.num_kv_heads, shards)
+    @property
+    def cache_head_shards(self) -> int:
+        """Number of shards of the key/value heads of the decode cache."""
+        return self._shards(self._rules("decode")[axes.KV_HEADS])
 
     @property
     def cache_stripes(self) -> int:
@@ -160,17 +160,11 @@ class Placement:
             return self.mesh.size == 1
         return not self._rules(phase)[logical_axis]
 
-    def operations(self, phase: str, config: DecoderConfig) -> Operations:
+    def operations(self, phase: str) -> Operations:
         """Operations of a phase's graphs."""
         if self.layout is None:
             return ON_ONE_DEVICE
-        layout = self.layout
-        return ShardedOperations(
-            self.mesh,
-            layout.phase(phase),
-            layout.rules,
-            config.num_kv_heads,
-        )
+        return ShardedOperations(self.mesh, self.layout.phase(phase), self.layout.rules)
 
     def _rules(self, phase: str) -> AxisRules:
         return AxisRules({}) if self.layout is None else self.layout.phase(phase)

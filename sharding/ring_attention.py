@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from ..modelzoo.attention.attend import Attend, Visibility, merge
-from ..modelzoo.config import PLAIN_SCORES, BothSides, Scores, Window, window_size
+from ..modelzoo.layer_config import PLAIN_SCORES, BothSides, Scores, Window, window_size
 from .projection import MeshAxes
 
 FLOAT32_BYTES = 4

@@ -23,7 +23,8 @@ from ..modelzoo import axes
 from ..modelzoo.attention.attend import Attend, AttendEntries, Queries
 from ..modelzoo.cache.layer_cache import PromptKeysValues, PromptLatents
 from ..modelzoo.cache.segments import ONE_STRIPE, Segments, Stripe, Stripes
-from ..modelzoo.config import Window
+from ..modelzoo.config import head_copies
+from ..modelzoo.layer_config import Window
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
@@ -31,7 +32,7 @@ from ..modelzoo.operations import Operations
 from ..modelzoo.weights.product import Product
 from ..modelzoo.weights.quantised_weight import QuantisedWeight, take_rows
 from ..modelzoo.weights.weight_products import Axes, axes_of, multiply
-from .axis_rules import AxisRules, kv_copies
+from .axis_rules import AxisRules
 from .cache_attention import attend_sharded_cache, attend_sharded_chunk
 from .expert_exchange import ExpertExchange
 from .projection import Projection, weight_specs_of
@@ -49,12 +50,11 @@ _CACHES = (axes.CACHE_KEYS, axes.CACHE_VALUES, axes.CACHE_LATENTS, axes.CACHE_PO
 class ShardedOperations(Operations):
     """The operations of one phase of a layout."""
 
-    def __init__(self, mesh: Mesh, rules: AxisRules, stored: AxisRules, num_kv_heads: int):
+    def __init__(self, mesh: Mesh, rules: AxisRules, stored: AxisRules):
         """Create the operations of a phase from its rules and the rules of the stored weights."""
         self._mesh = mesh
         self._rules = rules
         self._stored = stored
-        self._num_kv_heads = num_kv_heads
         self.prompt_stripes = Stripes(self._num_shards(axes.LENGTH))
         self.cache_stripes = Stripes(self._num_shards(axes.CACHE_LENGTH))
 
@@ -111,7 +111,11 @@ class ShardedOperations(Operations):
         return self._project("BT,VD->BTD", rows, ids_BT, table, ids_axes, out_axes)
 
     def attend(
-        self, body: Callable[..., tuple[jax.Array, Any]], *, writes_cache: bool
+        self,
+        body: Callable[..., tuple[jax.Array, Any]],
+        num_kv_heads: int,
+        *,
+        writes_cache: bool,
     ) -> Callable[..., tuple[jax.Array, Any]]:
         heads = self._rules[axes.QUERY_HEADS]
         exchanged = self._rules.exchanged
@@ -128,7 +132,7 @@ class ShardedOperations(Operations):
             caches: tuple[Any, ...],
         ) -> tuple[jax.Array, Any]:
             G = queries.q_BTKGH.shape[3]
-            copies = queries.q_BTKGH.shape[2] // self.num_cache_heads(self._num_kv_heads)
+            copies = queries.q_BTKGH.shape[2] // self.num_cache_heads(num_kv_heads)
 
             def local(queries: Queries, new: PromptKeysValues | None, *others: Any):
                 queries = _enter_queries(queries, exchanged, copies)
@@ -224,7 +228,7 @@ class ShardedOperations(Operations):
         return not any(split) and own == other
 
     def num_cache_heads(self, num_kv_heads: int) -> int:
-        return num_kv_heads * kv_copies(num_kv_heads, self._num_shards(axes.KV_HEADS))
+        return num_kv_heads * head_copies(num_kv_heads, self._num_shards(axes.KV_HEADS))
 
     def top_k(self, logits_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         shards = self._rules[axes.VOCAB]

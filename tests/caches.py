@@ -4,17 +4,19 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from alike import alike
 
 from noria.modelzoo.attention.prompt_pieces import PromptPieces, write_piece, write_positions
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.kv_cache import KVCache
 from noria.modelzoo.cache.layer_cache import NewEntries, PromptKeysValues
 from noria.modelzoo.cache.segments import EMPTY_POSITION
-from noria.modelzoo.config import DecoderConfig, Window
+from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.layer_config import Window
 from noria.modelzoo.operations import ON_ONE_DEVICE
 
 SLOTS = 4
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=11,
     embed=8,
     mlp=8,
@@ -24,7 +26,7 @@ CONFIG = DecoderConfig(
     windows=(None, None),
     max_position=16,
 )
-K, H = CONFIG.num_kv_heads, CONFIG.head_dim
+K, H = alike(CONFIG).num_kv_heads, alike(CONFIG).head_dim
 
 
 def random_prompt(
@@ -48,7 +50,7 @@ def keep(
     cache: KVCache,
     new: Sequence[NewEntries],
     rows: PromptPieces,
-    windows: Sequence[Window] = CONFIG.windows,
+    windows: Sequence[Window] = alike(CONFIG).windows,
     splits: tuple[int, ...] = (),
 ) -> KVCache:
     """Write a piece of each prompt to every (unrolled) layer, and return the cache."""
@@ -68,7 +70,7 @@ def used_cache(config: DecoderConfig, spans: Sequence[int]) -> KVCache:
     """Return a used cache: every slot has held a row that filled the longest span."""
     cache = kv_cache.allocate(config, SLOTS, spans, jnp.float32)
     prompt = random_prompt(SLOTS, spans[-1], seed=99, num_layers=config.num_layers)
-    return keep(cache, prompt, pieces(range(SLOTS), [spans[-1]] * SLOTS), config.windows)
+    return keep(cache, prompt, pieces(range(SLOTS), [spans[-1]] * SLOTS), alike(config).windows)
 
 
 def sides(layers) -> list[np.ndarray]:

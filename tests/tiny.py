@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from alike import changed
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import build, plan_graphs
@@ -21,7 +22,7 @@ from noria.runtime.engine.generation import GenerationSession
 from noria.runtime.engine.model_runner import ModelRunner
 from noria.runtime.engine.slot_calls import SlotCalls
 
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=151,
     embed=24,
     mlp=40,
@@ -31,7 +32,7 @@ CONFIG = DecoderConfig(
     windows=(None, 7, None),
     max_position=128,
 )
-TWO_LAYERS = replace(CONFIG, windows=(7, None))
+TWO_LAYERS = changed(CONFIG, windows=(7, None))
 """A model with one layer of each kind of cache, which compiles sooner."""
 GRID = BucketGrid(
     max_length=64,

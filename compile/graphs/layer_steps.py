@@ -8,6 +8,7 @@ quantisation, files or texts.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from ...modelzoo.config import DecoderConfig
 from ...modelzoo.decoder import Decoder
+from ...modelzoo.layer_config import Experts
 from ...modelzoo.moe.experts import ExpertWeights, hidden
 from ...modelzoo.moe.layer import gated_unit
 from ...modelzoo.moe.mix import Mixture, MoeOutput
@@ -83,7 +85,7 @@ class CalibrationLayer:
 
     def __init__(self, config: DecoderConfig, layer: int):
         """Define the programs for all layers of the same kind as `layer`."""
-        self._model = AbstractModel(config.select_layers(slice(layer, layer + 1)))
+        self._model = AbstractModel(replace(config, layers=config.layers[layer : layer + 1]))
         by_input: dict[int, list[str]] = {}
         record = record_layer(config, layer, 1, reads_cache=False)
         for product in record.products:
@@ -98,11 +100,11 @@ class CalibrationLayer:
         )
         self._expert_input = jax.jit(self._trace_expert_input)
         self._output = jax.jit(self._trace_output)
-        moe = self._model.config.moe
-        if moe is not None:
-            self.weighs_input = moe.routing.weighs_input
+        options = self._model.config.layers[0].feed_forward
+        if isinstance(options, Experts):
+            self.weighs_input = options.moe.routing.weighs_input
             """Whether routing weights multiply the inputs of experts."""
-            unit = gated_unit(self._model.config, moe)
+            unit = gated_unit(options)
             self._hidden = jax.jit(partial(hidden, unit=unit, project=multiply))
 
     def input_sum(

@@ -34,7 +34,7 @@ def decode_state(
     model: "AbstractModel",
     grid: BucketGrid,
     dtype: jnp.dtype,
-    num_cache_heads: int | None = None,
+    head_shards: int = 1,
     cache_stripes: int = 1,
 ) -> DecodeState:
     """An empty decode state of the grid; evaluate it abstractly for the signature.
@@ -43,7 +43,7 @@ def decode_state(
       model: The abstract model.
       grid: Slots, spans and length.
       dtype: Dtype of the cache.
-      num_cache_heads: Key/value heads of the cache, copies included.
+      head_shards: Shards of the key/value heads of the cache.
       cache_stripes: Devices along the cache's entries.
     """
     config, B, V = model.config, grid.decode_slots, model.padded_vocab
@@ -53,7 +53,7 @@ def decode_state(
         return jnp.zeros(B, jnp.int32)
 
     arrangement = model.arrangement
-    allocate = partial(kv_cache.allocate, config, dtype=dtype, num_heads=num_cache_heads)
+    allocate = partial(kv_cache.allocate, config, dtype=dtype, head_shards=head_shards)
     allocate = partial(allocate, stripes=cache_stripes, arrangement=arrangement)
     prefixes = None
     if (planned := grid.prefixes) is not None:

@@ -10,6 +10,7 @@ Knows nothing of hardware, seconds or grids; compiles nothing.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -22,7 +23,7 @@ from ...modelzoo import axes
 from ...modelzoo.attention.attend import first_visible
 from ...modelzoo.attention.blockwise import block_sizes
 from ...modelzoo.cache.kv_cache import num_cache_entries
-from ...modelzoo.config import BothSides, Window
+from ...modelzoo.layer_config import BothSides, Window
 from ...modelzoo.layer_groups import block_layers
 from ...modelzoo.moe_config import LOSSLESS
 from ...modelzoo.products import WeightProduct, record_logits
@@ -224,7 +225,7 @@ class Work:
         phase = call.phase
         if (phase, of_experts) not in self._known_weights:
             flops = int8_flops = num_bytes = 0.0
-            kinds = self.config.layer_kinds
+            kinds = self.config.layers
             for kind in dict.fromkeys(kinds):
                 shapes = self._shapes(call, kinds.index(kind))
                 layers = [layer for layer, other in enumerate(kinds) if other == kind]
@@ -262,10 +263,13 @@ class Work:
         length = axes.CACHE_LENGTH if call.phase == "decode" else axes.LENGTH
         split = (axes.ATTENTION_BATCH, axes.KV_HEADS, length)
         shards = layout.mesh.num_shards(self._mesh_axes(split, rules))
-        pairs = sum(_pairs(call, window) for window in config.windows)
-        dims = self._shapes(call).record.head_dims
-        scores = pairs * config.num_query_heads / shards
-        flops = 2 * scores * sum(dims)
+        scores = flops = 0.0
+        for kind, count in Counter(config.attentions).items():
+            layer = next(i for i, x in enumerate(config.layers) if x.attention == kind)
+            pairs = count * _pairs(call, kind.window)
+            of_kind = pairs * kind.num_query_heads / shards
+            scores += of_kind
+            flops += 2 * of_kind * sum(self._shapes(call, layer).record.head_dims)
         return Part("attention", flops, bytes=self._kept_bytes(call), elements=scores)
 
     def _kept_bytes(self, call: Call) -> float:
@@ -276,8 +280,8 @@ class Work:
         block, _ = block_sizes(call.tokens, call.span)
         blocks = math.ceil(call.tokens / block)
         own = replace(call, prefix=(0, 0))
-        seen = sum(_pairs(own, window) for window in self.config.windows)
-        everything = call.num_tokens * call.span * self.config.num_layers
+        seen = sum(_pairs(own, attention.window) for attention in self.config.attentions)
+        everything = call.num_tokens * call.span * len(self.config.attentions)
         own_bytes = span_bytes * (blocks * seen / everything + call.tokens / call.span)
         return own_bytes + blocks * prefix_bytes
 

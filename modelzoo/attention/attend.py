@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ..cache.entry_codes import EntryCodes, score_codes, weigh_codes
 from ..cache.segments import EMPTY_POSITION, join_blocks, num_blocks
-from ..config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
+from ..layer_config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
 
 Entries = jax.Array | EntryCodes
 """Keys or values."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ..cache.entry_codes import EntryCodes
 from ..cache.segments import EMPTY_POSITION, join_blocks
-from ..config import PLAIN_SCORES, BothSides, Scores, Window
+from ..layer_config import PLAIN_SCORES, BothSides, Scores, Window
 from .attend import Entries, Visibility, attend_masked, first_visible, merge, visible
 
 QUERY_BLOCK = 256

@@ -21,12 +21,11 @@ from ..cache.layer_cache import (
     NewEntries,
     PromptKeysValues,
     PromptLatents,
-    Splits,
     read_layer,
     without_segments,
 )
 from ..cache.segments import IN_ORDER, Segments
-from ..config import Window
+from ..layer_config import Attention, Window
 from ..operations import Operations
 from .attend import Attend, Queries, Slots, Visibility, with_sinks
 from .prompt_pieces import PromptPieces, layer_of_slots, write_piece
@@ -34,8 +33,8 @@ from .segment_attention import Entries, EntrySlots, attend_segments, join_segmen
 
 Caches = tuple[Any, ...]
 """The caches of a block: none, that of the slots, or that of the slots and that of prefixes."""
-WriteCache = Callable[[Any, NewEntries, jax.Array, Window], Any]
-"""`write(cache, cache_update, scan_index, window)`: the cache after a layer wrote to it."""
+WriteCache = Callable[[Any, NewEntries, jax.Array, Attention], Any]
+"""`write(cache, cache_update, scan_index, options)`: the cache after a layer wrote to it."""
 
 
 class LayerAttention(NamedTuple):
@@ -58,12 +57,12 @@ class CallAttention(Protocol):
     """Attention of all layers of a call."""
 
     def layer(
-        self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
+        self, options: Attention, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
     ) -> LayerAttention:
         """Return the attention of one layer.
 
         Args:
-          window: The window of the layer.
+          options: The attention of the layer.
           caches: The caches of the block that the layer belongs to.
           scan_index: The index of the layer in the arrays of the block.
           x_BTD: The residual stream before the layer.
@@ -71,12 +70,17 @@ class CallAttention(Protocol):
         ...
 
     def update_cache(
-        self, window: Window, cache: Any, cache_update: Any, scan_index: jax.Array, x_BTD: jax.Array
+        self,
+        options: Attention,
+        cache: Any,
+        cache_update: Any,
+        scan_index: jax.Array,
+        x_BTD: jax.Array,
     ) -> Any:
         """Return the cache of the block after the layer.
 
         Args:
-          window: The window of the layer.
+          options: The attention of the layer.
           cache: The cache of the block before the layer.
           cache_update: The second result of the layer's attention.
           scan_index: The index of the layer in the arrays of the block.
@@ -107,26 +111,28 @@ class PromptAttention:
     write: WriteCache
 
     def layer(
-        self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
+        self, options: Attention, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
     ) -> LayerAttention:
         """See `CallAttention`."""
-        attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
+        attend = self.operations.attend(
+            partial(self._attend, options), options.num_kv_heads, writes_cache=False
+        )
         return LayerAttention(partial(attend, rows=self.rows, caches=()), reads_cache=False)
 
     def update_cache(
         self,
-        window: Window,
+        options: Attention,
         cache: LayerCache | None,
         cache_update: NewEntries,
         scan_index: jax.Array,
         x_BTD: jax.Array,
     ) -> LayerCache | None:
         """See `CallAttention`."""
-        return self.write(cache, cache_update, scan_index, window)
+        return self.write(cache, cache_update, scan_index, options)
 
     def _attend(
         self,
-        window: Window,
+        options: Attention,
         queries: Queries,
         new: PromptKeysValues,
         latents: PromptLatents | None,
@@ -135,7 +141,8 @@ class PromptAttention:
     ) -> tuple[jax.Array, NewEntries]:
         is_in_order = self.operations.prompt_stripes == IN_ORDER
         q_BTKGH, sink_KG = queries
-        attended = self.attend(q_BTKGH, *new, Visibility(*rows, window, is_in_order))
+        visibility = Visibility(*rows, options.window, is_in_order)
+        attended = self.attend(q_BTKGH, *new, visibility, scores=options.scaled)
         return with_sinks(*attended, sink_KG), new if latents is None else latents
 
 
@@ -175,19 +182,14 @@ class ChunkAttention:
     """The operations by which the cache is laid out."""
     rows: PromptPieces
     context: ChunkContext
-    num_heads: int
-    """The key/value heads in attention, copies included."""
-    head_dim: int
-    """The size of a cached head or latent, without the zeros that pad it."""
     num_unseen: int
     """The number of last entries that no token of the chunk sees, in layers without rolling
     buffers."""
     reads_slots: bool
     """Whether `attend` reads the slots of a cache itself (see `SlotReader`)."""
-    splits: Splits
 
     def layer(
-        self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
+        self, options: Attention, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
     ) -> LayerAttention:
         """See `CallAttention`."""
         rows, context = self.rows.after(x_BTD, self.operations), self.context
@@ -196,27 +198,32 @@ class ChunkAttention:
         if self.operations.has_cache_of(self.cache_operations):
             context = context._replace(slots=EntrySlots(slots, prefix_slots))
         else:
-            num_unseen = 0 if context.cached.is_rolling(window) else self.num_unseen
+            num_unseen = 0 if context.cached.is_rolling(options.window) else self.num_unseen
             own, *prefixes = caches
             if rows.start_B is None:
                 own = without_segments(own)
             else:
-                own = self._take(own, slots, num_unseen)
+                own = self._take(own, options, slots, num_unseen)
             if prefix_slots is not None:
-                prefixes = [self._take(cache, prefix_slots, 0) for cache in prefixes]
+                prefixes = [self._take(cache, options, prefix_slots, 0) for cache in prefixes]
             caches = (own, *prefixes)
-        attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
+        attend = self.operations.attend(
+            partial(self._attend, options), options.num_kv_heads, writes_cache=False
+        )
         return LayerAttention(partial(attend, rows=context, caches=caches), reads_cache=True)
 
-    def _take(self, cache: LayerCache, slots: Slots, num_unseen: int) -> LayerCache:
-        """The entries of one layer in some slots of a cache."""
+    def _take(
+        self, cache: LayerCache, options: Attention, slots: Slots, num_unseen: int
+    ) -> LayerCache:
+        """The entries of one layer in some slots of a cache, with the heads of attention."""
+        num_heads = self.operations.num_cache_heads(options.num_kv_heads)
         return layer_of_slots(
-            cache, *slots, num_unseen, self.num_heads, self.head_dim, self.cache_operations
+            cache, *slots, num_unseen, num_heads, options.cache_dim, self.cache_operations
         )
 
     def update_cache(
         self,
-        window: Window,
+        options: Attention,
         cache: LayerCache,
         cache_update: NewEntries,
         scan_index: jax.Array,
@@ -225,15 +232,13 @@ class ChunkAttention:
         """See `CallAttention`."""
         # XLA copies the cache for a write that may run before the layer has read it
         rows = self.rows.after(x_BTD, self.operations)
-        is_rolling = self.context.cached.is_rolling(window)
-        operations = self.cache_operations
-        return write_piece(
-            cache, cache_update, scan_index, rows, is_rolling, operations, self.splits
-        )
+        is_rolling = self.context.cached.is_rolling(options.window)
+        operations, splits = self.cache_operations, options.entry_splits
+        return write_piece(cache, cache_update, scan_index, rows, is_rolling, operations, splits)
 
     def _attend(
         self,
-        window: Window,
+        options: Attention,
         queries: Queries,
         new: PromptKeysValues | None,
         latents: PromptLatents | None,
@@ -242,11 +247,12 @@ class ChunkAttention:
     ) -> tuple[jax.Array, NewEntries]:
         new_entries = new if latents is None else latents
         assert new_entries is not None
+        window, splits = options.window, options.entry_splits
         cached_position_BS = rows.cached.for_window(window)
         cached, *prefixes = (
-            read_layer(cache, jnp.int32(0), self.splits)
+            read_layer(cache, jnp.int32(0), splits)
             if rows.slots is None
-            else cache.as_attended(self.splits)
+            else cache.as_attended(splits)
             for cache in caches
         )
         # segments of which no token sees anything are left out
@@ -257,7 +263,8 @@ class ChunkAttention:
         )
         if rows.slots is not None and not self.reads_slots:
             entries = join_segments(entries, rows.slots.own)
-        attend_entries = partial(attend_segments, self.attend, window, slots=rows.slots)
+        attend = partial(self.attend, scores=options.scaled)
+        attend_entries = partial(attend_segments, attend, window, slots=rows.slots)
         attend_all = self.operations.over_cache(attend_entries, window)
         attended = attend_all(queries.q_BTKGH, rows.position_BT, entries)
         return _with_query_heads(queries, *attended), new_entries
@@ -291,19 +298,20 @@ class TokenAttention:
     operations: Operations
     rows: TokenRows
     """Positions, those of the new tokens included; the layer is set for each layer."""
-    splits: Splits
 
     def layer(
-        self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
+        self, options: Attention, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
     ) -> LayerAttention:
         """See `CallAttention`."""
         rows = self.rows._replace(scan_index=scan_index)
-        attend = self.operations.attend(partial(self._attend, window), writes_cache=True)
+        attend = self.operations.attend(
+            partial(self._attend, options), options.num_kv_heads, writes_cache=True
+        )
         return LayerAttention(partial(attend, rows=rows, caches=caches), reads_cache=True)
 
     def update_cache(
         self,
-        window: Window,
+        options: Attention,
         cache: LayerCache,
         cache_update: LayerCache,
         scan_index: jax.Array,
@@ -314,7 +322,7 @@ class TokenAttention:
 
     def _attend(
         self,
-        window: Window,
+        options: Attention,
         queries: Queries,
         new: PromptKeysValues | None,
         latents: PromptLatents | None,
@@ -324,16 +332,18 @@ class TokenAttention:
         new_entries = new if latents is None else latents
         assert new_entries is not None
         own, *prefixes = caches
+        window, splits = options.window, options.entry_splits
         entry_B = rows.positions.entry(rows.own_position_B, window)
         local_B, layer = self.operations.stripe.local_index(entry_B), rows.scan_index
-        own = append(own, new_entries, local_B, layer, self.splits)
-        prefix_entries = [read_layer(cache, layer, self.splits) for cache in prefixes]
+        own = append(own, new_entries, local_B, layer, splits)
+        prefix_entries = [read_layer(cache, layer, splits) for cache in prefixes]
         entries = Entries(
-            read_layer(own, layer, self.splits),
+            read_layer(own, layer, splits),
             rows.positions.for_window(window),
             *_prefix_entries(prefix_entries, rows.prefix, window),
         )
-        attend_entries = partial(attend_segments, self.attend, window)
+        attend = partial(self.attend, scores=options.scaled)
+        attend_entries = partial(attend_segments, attend, window)
         attend_all = self.operations.over_cache(attend_entries, window)
         attended = attend_all(queries.q_BTKGH, rows.position_B[:, None], entries)
         return _with_query_heads(queries, *attended), own

@@ -13,7 +13,7 @@ from ..cache.entry_codes import EntryCodes
 from ..cache.kv_cache import match_head_dim, match_heads
 from ..cache.layer_cache import KeysAndValues
 from ..cache.segments import Segments
-from ..config import Window
+from ..layer_config import Window
 from .attend import Attend, Slots, Visibility, merge
 
 

@@ -44,7 +44,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from .. import axes
-from ..config import AS_PUBLISHED, Arrangement, DecoderConfig, Window, window_size
+from ..config import AS_PUBLISHED, Arrangement, DecoderConfig, head_copies
+from ..layer_config import Attention, Window, window_size
 from ..layer_groups import block_layers
 from ..weights.weight_products import Axes
 from .layer_cache import (
@@ -54,6 +55,7 @@ from .layer_cache import (
     Latents,
     LayerCache,
     NewEntries,
+    NoEntries,
     Splits,
     layer_of,
 )
@@ -130,7 +132,7 @@ class Positions(NamedTuple):
 class KVCache(NamedTuple):
     """The cache of all layers, and the positions of its entries."""
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[LayerCache | NoEntries, ...]
     """One cache for each block of the decoder, in order."""
     positions: Positions
 
@@ -167,7 +169,7 @@ def allocate(
     slots: int,
     spans: Sequence[int],
     dtype: jnp.dtype,
-    num_heads: int | None = None,
+    head_shards: int = 1,
     stripes: int = 1,
     span_slots: Sequence[int] | None = None,
     arrangement: Arrangement = AS_PUBLISHED,
@@ -182,7 +184,8 @@ def allocate(
       slots: The number of slots.
       spans: The spans of the grid, in ascending order.
       dtype: The dtype of keys, values and latents, or of their scales if they are in codes.
-      num_heads: The cached key/value heads, if they are not those of the configuration.
+      head_shards: The number of shards of query heads in decode; key/value heads have copies until
+        they divide over them.
       stripes: The number of stripes that entries are distributed in.
       span_slots: For each span, the number of slots that are at least as long; by default all slots
         have the longest span.
@@ -190,11 +193,12 @@ def allocate(
       chunk: The number of tokens of which all prompt chunks are multiples, if prompts come in
         chunks. Blocks of keys must divide it, as a chunk is written in whole blocks.
     """
-    K, H = num_heads or config.num_kv_heads, arrangement.cache_dim(config)
     segment_slots = span_slots or [slots] * len(spans)
     longest = spans[-1] if spans else 0
-    num_entries = {window: num_cache_entries(window, longest, stripes) for window in config.windows}
     blocks = [size for size in arrangement.key_blocks if not (chunk or 0) % size]
+
+    def num_entries(attention: Attention) -> int:
+        return num_cache_entries(attention.window, longest, stripes)
 
     def segment_sizes(count: int) -> list[tuple[int, int]]:
         """The rows and the entries of each segment, for a layer with `count` entries."""
@@ -203,15 +207,21 @@ def allocate(
     codes = arrangement.cache_codes
     assert not (codes and blocks), "entries in codes are not in blocks"
 
-    def allocate_layers(layers: range) -> LayerCache:
-        segments = segment_sizes(num_entries[config.windows[layers.start]])
+    def allocate_layers(layers: range) -> LayerCache | NoEntries:
+        attention = config.layers[layers.start].attention
+        if attention is None:
+            return NoEntries()
+        segments = segment_sizes(num_entries(attention))
         L, of_entries = len(layers), codes or dtype
-        if config.latent is not None:
+        H = arrangement.cache_dim(attention)
+        if attention.latent is not None:
             latents = tuple(jnp.zeros((L, B, S, H), of_entries) for B, S in segments)
             if not codes:
                 return Latents(latents)
-            P = len(config.entry_splits) + 1
+            P = len(attention.entry_splits) + 1
             return CodedLatents(latents, tuple(jnp.zeros((L, B, P, S), dtype) for B, S in segments))
+        K = attention.num_kv_heads
+        K *= head_copies(K, head_shards)
         key_shapes = [(L, B, K, *blocks_shape(H, S, blocks)) for B, S in segments]
         keys = tuple(jnp.zeros(shape, of_entries) for shape in key_shapes)
         values = tuple(jnp.zeros((L, B, K, S, H), of_entries) for B, S in segments)
@@ -224,7 +234,7 @@ def allocate(
         sizes = segment_sizes(count)
         return tuple(jnp.full(size, EMPTY_POSITION, jnp.int32) for size in sizes)
 
-    counts = set(num_entries.values())
+    counts = set(map(num_entries, config.attentions))
     whole_BS = empty_positions(longest) if longest in counts else ()
     rolling_BS = {size: empty_positions(size) for size in counts if size < longest}
     layers = tuple(map(allocate_layers, block_layers(config, arrangement)))

@@ -176,6 +176,12 @@ class CodedLatents(NamedTuple):
         return list(map(segment, self.latent_LBSH, self.scale_LBPS))
 
 
+class NoEntries(NamedTuple):
+    """The cache of layers without attention."""
+
+    AXES = ()
+
+
 LayerCache = KeysValues | Latents | CodedKeysValues | CodedLatents
 NewEntries = PromptKeysValues | PromptLatents
 

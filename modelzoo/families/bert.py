@@ -3,7 +3,8 @@
 Source: "BERT" (1810.04805). Heads for masked tokens are not read.
 """
 
-from ..config import BothSides, TokenInputs
+from ..config import TokenInputs
+from ..layer_config import BothSides
 from ..pooling_config import Projection
 from ..rope_config import NoRope
 from .classifiers import Classifier

@@ -20,8 +20,7 @@ def _options(logit_scale: float, *, qk_norm: bool) -> Options:
     return Options(
         norm="layer",
         is_parallel=True,
-        qk_norm=qk_norm,
-        qk_norm_kind="heads",
+        qk_norm="heads" if qk_norm else None,
         multipliers=Multipliers(logits=logit_scale),
     )
 

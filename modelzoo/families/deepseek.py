@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from ..config import Scores
 from ..latent_config import LatentAttention
+from ..layer_config import Scores
 from ..moe_config import ExpertGroups, MoeConfig, Routing
 from . import deepseek_gguf
 from .config_reader import ConfigReader
+from .expert_options import sparse_after_dense
 from .family import Family, Options
 from .hugging_face import MAX_EMBED, MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_MLP
 from .latent_sources import LatentNames
@@ -52,18 +53,16 @@ def _hf_options(config: ConfigReader, num_layers: int, read_routing: ReadRouting
     return Options(
         latent=latent,
         scores=Scores(latent.head_dim**-0.5 * _sharpness(rope_table(config))),
-        moe=_read_experts(config, num_layers, read_routing(config)),
+        moe=_read_experts(config, read_routing(config)),
+        sparse=sparse_after_dense(config, "first_k_dense_replace", num_layers),
     )
 
 
-def _read_experts(config: ConfigReader, num_layers: int, routing: Routing) -> MoeConfig:
-    """Read the mixture of experts. The first layers are dense, all others sparse."""
-    num_dense = config.integer("first_k_dense_replace", minimum=0, maximum=num_layers - 1)
+def _read_experts(config: ConfigReader, routing: Routing) -> MoeConfig:
     config.expect("moe_layer_freq", 1)
     width = config.integer("moe_intermediate_size", maximum=MAX_MLP)
     num_shared = config.integer("n_shared_experts", maximum=MAX_EXPERTS)
-    layers = tuple(i >= num_dense for i in range(num_layers))
-    return MoeConfig(routing, width, layers, num_shared * width)
+    return MoeConfig(routing, width, num_shared * width)
 
 
 def _read_v2_routing(config: ConfigReader) -> Routing:

@@ -8,12 +8,12 @@ cosines and sines are not scaled.
 
 from dataclasses import replace
 
-from ..config import Scores
 from ..latent_config import LatentAttention
+from ..layer_config import Scores
 from ..moe_config import ExpertGroups, MoeConfig
 from ..rope_config import RopeConfig, YarnScaling
 from .config_reader import ConfigReader
-from .expert_options import read_gguf_experts
+from .expert_options import read_gguf_experts, sparse_after_dense
 from .family import Options
 from .gguf import EPSILONS, read_rope
 from .hugging_face import MAX_EMBED, MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS
@@ -34,7 +34,8 @@ def gguf_options(config: ConfigReader, num_layers: int) -> Options:
         latent=latent,
         rope=rope,
         scores=Scores(scale),
-        moe=_read_experts(config, num_layers),
+        moe=_read_experts(config),
+        sparse=sparse_after_dense(config, "leading_dense_block_count", num_layers),
     )
 
 
@@ -74,10 +75,9 @@ def _sharpness(config: ConfigReader, scaling: YarnScaling) -> float:
     return yarn_mscale(scaling.factor, weight) ** 2
 
 
-def _read_experts(config: ConfigReader, num_layers: int) -> MoeConfig:
-    num_dense = config.integer("leading_dense_block_count", minimum=0, maximum=num_layers - 1)
+def _read_experts(config: ConfigReader) -> MoeConfig:
     num_shared = config.integer("expert_shared_count", maximum=MAX_EXPERTS)
-    moe = read_gguf_experts(config, num_layers, is_normalized=False)
+    moe = read_gguf_experts(config, is_normalized=False)
     groups, is_v3 = None, moe.routing.scoring == "sigmoid"
     if not is_v3:
         # llama.cpp ranks groups differently from DeepSeek-V2
@@ -88,7 +88,6 @@ def _read_experts(config: ConfigReader, num_layers: int) -> MoeConfig:
     return replace(
         moe,
         routing=replace(moe.routing, groups=groups, has_choice_bias=is_v3),
-        layers=tuple(i >= num_dense for i in range(num_layers)),
         shared_mlp=num_shared * moe.mlp,
     )
 

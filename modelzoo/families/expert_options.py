@@ -48,19 +48,23 @@ def sparse_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     return tuple((i + 1) % step == 0 and i not in dense for i in range(num_layers))
 
 
+def sparse_after_dense(config: ConfigReader, key: str, num_layers: int) -> tuple[bool, ...]:
+    """The sparse layers: all but the first ones, whose number is published under `key`."""
+    num_dense = config.integer(key, minimum=0, maximum=num_layers - 1)
+    return tuple(i >= num_dense for i in range(num_layers))
+
+
 def read_gguf_experts(
     config: ConfigReader,
-    num_layers: int,
     *,
     scoring: Scoring = "softmax",
     is_normalized: bool = True,
     is_width_shared: bool = False,
 ) -> MoeConfig:
-    """Read the mixture of experts of GGUF metadata, with all layers sparse.
+    """Read the mixture of experts of GGUF metadata.
 
     Args:
       config: The metadata of the architecture.
-      num_layers: The number of layers.
       scoring: The default scoring.
       is_normalized: Whether weights are normalized by default.
       is_width_shared: Whether the default hidden size of an expert is `feed_forward_length` divided
@@ -78,7 +82,7 @@ def read_gguf_experts(
     is_normalized = config.flag("expert_weights_norm", default=is_normalized)
     scale = config.number("expert_weights_scale", above=0.0, default=1.0)
     routing = Routing(count, chosen, scoring, is_normalized, scale)
-    return MoeConfig(routing, width, layers=(True,) * num_layers)
+    return MoeConfig(routing, width)
 
 
 def _num_experts(config: ConfigReader, default: int) -> int:

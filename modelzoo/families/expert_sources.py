@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from ..config import DecoderConfig
 from ..moe_config import MoeConfig
 from .mapping import ParameterSource, TensorPart
 
@@ -38,10 +39,9 @@ class ExpertNames:
         """The name of a tensor in one layer; still a template if each expert has its own tensor."""
         return template.replace("{i}", str(layer)).replace("{e}", expert)
 
-    def tensors(self, moe: MoeConfig) -> frozenset[str]:
-        """The tensors of the routers and experts of a model."""
-        experts = [str(e) for e in range(moe.routing.num_experts)]
-        layers = [i for i, is_sparse in enumerate(moe.layers) if is_sparse]
+    def tensors(self, num_experts: int, layers: Sequence[int]) -> frozenset[str]:
+        """The tensors of the routers and experts of some layers."""
+        experts = [str(e) for e in range(num_experts)]
         templates = (self.router, self.gate, self.up, self.down)
         return frozenset(
             self.tensor_name(*key) for key in itertools.product(templates, layers, experts)
@@ -49,14 +49,15 @@ class ExpertNames:
 
 
 def find_expert_names(
-    moe: MoeConfig | None, forms: Sequence[ExpertNames], tensor_names: Set[str]
+    config: DecoderConfig, forms: Sequence[ExpertNames], tensor_names: Set[str]
 ) -> ExpertNames:
     """The form with the largest share of its tensors in `tensor_names`; ties go to the first."""
-    if moe is None:
+    if config.moe is None:
         return forms[0]
+    num_experts, layers = config.moe.routing.num_experts, config.sparse_layers
 
     def share(form: ExpertNames) -> float:
-        tensors = form.tensors(moe)
+        tensors = form.tensors(num_experts, layers)
         return len(tensors & tensor_names) / len(tensors)
 
     return max(forms, key=share)

@@ -11,19 +11,14 @@ from typing import Any
 from ..config import (
     AS_PUBLISHED,
     NO_MULTIPLIERS,
-    PLAIN_SCORES,
-    Activation,
     Arrangement,
     DecoderConfig,
     Multipliers,
     NormKind,
-    NormPlacement,
-    QKNorm,
-    Scores,
     TokenInputs,
-    Window,
 )
 from ..latent_config import LatentAttention
+from ..layer_config import PLAIN_SCORES, Activation, NormPlacement, QKNorm, Scores, Window
 from ..moe_config import MoeConfig
 from ..rope_config import NoRope, RopeConfig
 from .classifiers import LAST_STATE, Classifier
@@ -35,7 +30,7 @@ from .sources import TensorNames, parameter_sources
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `DecoderConfig` that differ between families."""
+    """The options of `DecoderConfig.alike` that differ between families."""
 
     windows: tuple[Window, ...] | None = None
     """The window of each layer; None means that no layer has a window."""
@@ -50,8 +45,7 @@ class Options:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    qk_norm_kind: QKNorm = "head"
+    qk_norm: QKNorm | None = None
     sinks: bool = False
     norm: NormKind = "rms"
     norm_placement: NormPlacement = "before"
@@ -68,6 +62,8 @@ class Options:
     has_first_norm: bool = True
     activation: Activation = "silu"
     moe: MoeConfig | None = None
+    sparse: tuple[bool, ...] | None = None
+    """Whether each layer is sparse, if there are experts; None means that all are."""
 
     def with_biases(self, config: ConfigReader) -> "Options":
         """The same options, with biases if `attention_bias` of config.json is set."""
@@ -75,7 +71,7 @@ class Options:
         return replace(self, qkv_bias=has_bias, output_bias=has_bias)
 
     def decoder_fields(self) -> dict[str, Any]:
-        """The options as arguments of `DecoderConfig`."""
+        """The options as arguments of `DecoderConfig.alike`."""
         return {option.name: getattr(self, option.name) for option in fields(self)}
 
 

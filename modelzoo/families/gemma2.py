@@ -8,7 +8,8 @@ assumed to be the 27B model, whose factor is not derived from the head size.
 import math
 from dataclasses import replace
 
-from ..config import Multipliers, Scores
+from ..config import Multipliers
+from ..layer_config import Scores
 from .config_reader import ConfigReader
 from .family import Family, Options
 from .hugging_face import MAX_EMBED, MAX_HEADS, windows_except_every

@@ -51,7 +51,7 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     rope, local_rope = read_ropes_by_kind(config, max_position, _THETA, _LOCAL_THETA)
     return replace(
         shared_hf_options(config, windows),
-        qk_norm=True,
+        qk_norm="head",
         rope=rope,
         local_rope=local_rope,
         logit_cap=read_cap(config, "final_logit_softcapping", None),
@@ -66,7 +66,7 @@ def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     theta = config.number("rope.freq_base_swa", above=1.0, default=_LOCAL_THETA)
     return replace(
         shared_gguf_options(config, windows, _LAYERS_OF_27B),
-        qk_norm=True,
+        qk_norm="head",
         local_rope=RopeConfig(theta),
         logit_cap=read_cap(config, "final_logit_softcapping", None),
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from ..config import DecoderConfig
+from ..layer_config import Attention
 from ..rope_config import FactorScaling, LinearScaling, RopeConfig, YarnScaling
 from .config_reader import ConfigReader, UnsupportedModel
 from .expert_sources import ExpertNames, find_expert_names
@@ -122,10 +123,10 @@ def model_spec(
     config.refuse_rest()
     ignored = (*(f"blk.{i}.attn_rot_embd.weight" for i in range(decoder.num_layers)),)
     if ROPE_FACTORS in tensor_names:
-        decoder = replace(decoder, rope=_with_factors(decoder, read_tensor))
+        decoder = decoder.map_attention(lambda x: replace(x, rope=_with_factors(x, read_tensor)))
         ignored = (ROPE_FACTORS, *ignored)
     forms = (STACKED_EXPERTS, SPLIT_EXPERTS)
-    experts = find_expert_names(decoder.moe, forms, frozenset(tensor_names))
+    experts = find_expert_names(decoder, forms, frozenset(tensor_names))
     is_split = f"{_SPLIT_LATENT.key_up.format(i=0)}.weight" in tensor_names
     names = replace(
         NAMES,
@@ -166,7 +167,7 @@ def _decoder_config(
     if options.moe is None:
         config.expect("expert_count", 0)
         config.expect("expert_used_count", 0)
-    return DecoderConfig(
+    return DecoderConfig.alike(
         vocab_size=_vocab_size(config, metadata),
         embed=embed,
         num_query_heads=num_heads,
@@ -220,8 +221,8 @@ def read_rope(config: ConfigReader, max_position: int) -> RopeConfig:
     return RopeConfig(theta, YarnScaling(factor, original, fast, slow))
 
 
-def _with_factors(decoder: DecoderConfig, read_tensor: ReadTensor | None) -> RopeConfig:
-    expected, rope = decoder.head_dim // 2, decoder.rope
+def _with_factors(attention: Attention, read_tensor: ReadTensor | None) -> RopeConfig:
+    expected, rope = attention.head_dim // 2, attention.rope
     assert isinstance(rope, RopeConfig), "models with rotary factors have rotary embeddings"
     if rope.scaling is not None:
         raise UnsupportedModel(

@@ -63,7 +63,7 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     return _options(
         windows_except_every(2, config, num_layers, _WINDOW),
         read_rope(config, max_position, _THETA),
-        MoeConfig(routing, width, layers=(True,) * num_layers),
+        MoeConfig(routing, width),
         unit=ClampedUnit(
             config.number("swiglu_alpha", above=0.0, default=_UNIT.alpha),
             config.number("swiglu_limit", above=0.0, default=_UNIT.limit),
@@ -77,7 +77,7 @@ def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     rope = gguf.read_rope(config, config.integer("context_length", maximum=MAX_POSITION))
     if isinstance(rope.scaling, YarnScaling):
         rope = replace(rope, scaling=replace(rope.scaling, truncate=False))
-    moe = read_gguf_experts(config, num_layers, scoring=_SCORING)
+    moe = read_gguf_experts(config, scoring=_SCORING)
     return _options(tuple(None if i % 2 else window for i in range(num_layers)), rope, moe)
 
 

@@ -6,7 +6,8 @@ those of transformers and, for GGUF, of llama.cpp.
 
 from dataclasses import replace
 
-from ..config import Multipliers, Scores
+from ..config import Multipliers
+from ..layer_config import Scores
 from .config_reader import ConfigReader
 from .family import Family, Options
 

@@ -31,12 +31,12 @@ _IN_MEMORY = ExpertNames(
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     routing = read_routing(config, num_experts=8, num_chosen=2, scoring="softmax_of_chosen")
     width = config.integer("intermediate_size", maximum=MAX_MLP)
-    moe = MoeConfig(routing, width, layers=(True,) * num_layers)
+    moe = MoeConfig(routing, width)
     return replace(factor_options(config, num_layers), moe=moe)
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
-    moe = read_gguf_experts(config, num_layers, scoring="softmax_of_chosen")
+    moe = read_gguf_experts(config, scoring="softmax_of_chosen")
     return replace(gguf_factor_options(config, num_layers), moe=moe)
 
 

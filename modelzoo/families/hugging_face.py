@@ -188,7 +188,7 @@ def names_of(
     Rotated pairs are adjacent features if they may be so in the family.
     """
     forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
-    experts = find_expert_names(decoder.moe, forms, frozenset(tensor_names))
+    experts = find_expert_names(decoder, forms, frozenset(tensor_names))
     names = replace(NAMES, experts=experts, **family.hf_names)
     return replace(names, is_interleaved=True) if family.hf_interleaved_key else names
 
@@ -251,7 +251,10 @@ def _account_for_rest(config: ConfigReader, decoder: DecoderConfig) -> None:
         config.expect_equal(key, other)
     config.expect_if_unread(NEUTRAL_VALUES)
     if not config.is_null("layer_types"):
-        kinds = ["sliding_attention" if window else "full_attention" for window in decoder.windows]
+        kinds = [
+            "sliding_attention" if attention.window else "full_attention"
+            for attention in decoder.attentions
+        ]
         config.expect_if_unread({"layer_types": kinds})
     config.ignore_rest()
 
@@ -364,7 +367,7 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
         head_dim = options.latent.head_dim
     else:
         head_dim = read_head_dim(config, "head_dim", "hidden_size", num_heads)
-    return DecoderConfig(
+    return DecoderConfig.alike(
         vocab_size=config.integer("vocab_size", maximum=MAX_VOCAB),
         embed=embed,
         num_query_heads=num_heads,

@@ -7,6 +7,7 @@ part, and the projection from latents has a key and a value. Knows nothing of fi
 from dataclasses import dataclass, fields, replace
 
 from ..latent_config import LatentAttention
+from ..layer_config import Attention
 from .mapping import ParameterSource, TensorPart
 
 
@@ -37,9 +38,11 @@ class LatentNames:
 
 
 def latent_attention(
-    num_heads: int, latent: LatentAttention, names: LatentNames, is_interleaved: bool, i: int
+    attention: Attention, names: LatentNames, is_interleaved: bool, i: int
 ) -> list[ParameterSource]:
     """The sources of the latent attention of a layer."""
+    latent, num_heads = attention.latent, attention.num_query_heads
+    assert latent is not None
     names = names.layer_tensors(i)
     query = names.query if latent.query_rank is None else names.query_up
     n, rotated = ("n", num_heads), ("pair", latent.rope_dim // 2)

@@ -19,7 +19,7 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     window = config.integer("attention.sliding_window", minimum=0, maximum=MAX_POSITION, default=0)
     is_sparse = config.integer("expert_count", minimum=0, maximum=MAX_EXPERTS, default=0) > 0
-    moe = read_gguf_experts(config, num_layers) if is_sparse else None
+    moe = read_gguf_experts(config) if is_sparse else None
     return Options(windows=(window or None,) * num_layers, moe=moe)
 
 

@@ -8,8 +8,9 @@ in transformers. Published models also have a vision tower, which is not read.
 """
 
 from dataclasses import replace
+from typing import Any
 
-from ..config import Chunk
+from ..layer_config import Chunk
 from ..moe_config import MoeConfig
 from ..rope_config import NoRope, RopeConfig
 from .config_reader import ConfigReader
@@ -54,7 +55,7 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
         rope=_no_rope(config),
         local_rope=_rope(config),
         mlp=config.integer("intermediate_size_mlp", maximum=MAX_MLP),
-        moe=_moe(config, num_layers),
+        **_experts(config, num_layers),
     ).with_biases(config)
 
 
@@ -91,7 +92,8 @@ def _no_rope(config: ConfigReader) -> NoRope:
     return NoRope(growth, interval) if is_tuned else NoRope()
 
 
-def _moe(config: ConfigReader, num_layers: int) -> MoeConfig | None:
+def _experts(config: ConfigReader, num_layers: int) -> dict[str, Any]:
+    """The options `moe` and `sparse`."""
     step = config.integer("interleave_moe_layer_step", maximum=MAX_LAYERS, default=1)
     sparse = tuple(range(step - 1, num_layers, step))
     if config.has("moe_layers"):
@@ -100,9 +102,8 @@ def _moe(config: ConfigReader, num_layers: int) -> MoeConfig | None:
         config, num_experts=16, num_chosen=1, scoring="sigmoid", is_normalized=False
     )
     width = config.integer("intermediate_size", maximum=MAX_MLP)
-    layers = tuple(i in sparse for i in range(num_layers))
-    routing = replace(routing, weighs_input=True)
-    return MoeConfig(routing, width, layers, shared_mlp=width) if sparse else None
+    moe = MoeConfig(replace(routing, weighs_input=True), width, shared_mlp=width)
+    return {"moe": moe, "sparse": tuple(i in sparse for i in range(num_layers))}
 
 
 _WHOLE = WholeModel(

@@ -35,7 +35,7 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     return Options(
         windows=(window,) * num_layers,
         rope=read_rope(config, max_position, _THETA),
-        moe=MoeConfig(routing, width, layers=(True,) * num_layers),
+        moe=MoeConfig(routing, width),
     )
 
 

@@ -4,7 +4,8 @@ Source: "Smarter, Better, Faster, Longer" (2412.13663). The first layer has no n
 attention, as the norm of the embeddings comes directly before it.
 """
 
-from ..config import BothSides, TokenInputs
+from ..config import TokenInputs
+from ..layer_config import BothSides
 from ..pooling_config import PoolingKind, Projection
 from ..rope_config import RopeConfig
 from .classifiers import Classifier

@@ -6,7 +6,7 @@ Source: "2 OLMo 2 Furious" (2501.00656), section 3.2.
 from .config_reader import ConfigReader
 from .family import Family, Options, fixed_options
 
-_OPTIONS = Options(qk_norm=True, qk_norm_kind="projection", norm_placement="after")
+_OPTIONS = Options(qk_norm="projection", norm_placement="after")
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:

@@ -15,16 +15,16 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     config.expect("clip_qkv", None)
     routing = read_routing(config, num_experts=64, num_chosen=8, has_option=True)
     width = config.integer("intermediate_size", maximum=MAX_MLP)
-    moe = MoeConfig(routing, width, layers=(True,) * num_layers)
+    moe = MoeConfig(routing, width)
     return _options(moe).with_biases(config)
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
-    return _options(read_gguf_experts(config, num_layers, is_normalized=False))
+    return _options(read_gguf_experts(config, is_normalized=False))
 
 
 def _options(moe: MoeConfig) -> Options:
-    return Options(qk_norm=True, qk_norm_kind="projection", moe=moe)
+    return Options(qk_norm="projection", moe=moe)
 
 
 FAMILY = Family("olmoe", "OlmoeForCausalLM", _hf_options, _gguf_options)

@@ -18,16 +18,16 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     routing = read_routing(config, num_experts=60, num_chosen=4, has_option=True)
     width = config.integer("moe_intermediate_size", maximum=MAX_MLP)
     shared = config.integer("shared_expert_intermediate_size", maximum=MAX_MLP)
-    layers = sparse_layers(config, num_layers)
     return Options(
         windows=windows_if_used(config, num_layers, lambda i, first: i % 2 == 0 and i < first),
         qkv_bias=config.flag("qkv_bias", default=True),
-        moe=_mixture(MoeConfig(routing, width, layers), shared) if any(layers) else None,
+        moe=_mixture(MoeConfig(routing, width), shared),
+        sparse=sparse_layers(config, num_layers),
     )
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
-    moe = read_gguf_experts(config, num_layers, is_normalized=False, is_width_shared=True)
+    moe = read_gguf_experts(config, is_normalized=False, is_width_shared=True)
     dense = config.integer("feed_forward_length", maximum=MAX_MLP)
     key = "expert_shared_feed_forward_length"
     shared = config.integer(key, maximum=MAX_MLP, default=dense)

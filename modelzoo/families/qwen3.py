@@ -8,13 +8,13 @@ from .hugging_face import windows_by_option
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     config.expect("use_qk_norm", True)
     windows = windows_by_option(config, num_layers)
-    return Options(windows, qk_norm=True).with_biases(config)
+    return Options(windows, qk_norm="head").with_biases(config)
 
 
 FAMILY = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     _hf_options,
-    fixed_options(Options(qk_norm=True)),
+    fixed_options(Options(qk_norm="head")),
     {"head_dim": 128},
 )

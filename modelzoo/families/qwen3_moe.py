@@ -17,13 +17,13 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     width = config.integer("moe_intermediate_size", maximum=MAX_MLP)
     layers = sparse_layers(config, num_layers)
     windows = windows_if_used(config, num_layers, lambda i, first: True)
-    moe = MoeConfig(routing, width, layers) if any(layers) else None
-    return Options(windows, qk_norm=True, moe=moe).with_biases(config)
+    moe = MoeConfig(routing, width)
+    return Options(windows, qk_norm="head", moe=moe, sparse=layers).with_biases(config)
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
-    moe = read_gguf_experts(config, num_layers, is_width_shared=True)
-    return Options(qk_norm=True, moe=moe)
+    moe = read_gguf_experts(config, is_width_shared=True)
+    return Options(qk_norm="head", moe=moe)
 
 
 FAMILY = Family(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
+from ..layer_config import Attention, Experts, Layer, Mlp
 from .expert_sources import ExpertNames, sparse_sources
 from .latent_sources import LatentNames, latent_attention
 from .mapping import NO_PREFIX, ParameterSource, Sizes, TensorPart, TensorPrefix
@@ -78,10 +79,10 @@ def parameter_sources(
         *(
             source
             for i in range(config.num_layers)
-            for source in _layer(config, names, arrangement.kv_copies, i)
+            for source in _layer(config, names, arrangement, i)
         ),
     ]
-    if config.norm_placement != "residual":
+    if config.has_final_norm:
         sources += _norm(config, names, "final_norm", names.final_norm)
     if config.has_head and not config.tie_embeddings:
         sources.append(table("head.table", names.head))
@@ -90,26 +91,27 @@ def parameter_sources(
 
 
 def _layer(
-    config: DecoderConfig, names: TensorNames, kv_copies: int, i: int
+    config: DecoderConfig, names: TensorNames, arrangement: Arrangement, i: int
 ) -> list[ParameterSource]:
     def single(parameter: str, template: str, axes: str) -> ParameterSource:
         return _single(f"layers.{i}.{parameter}", template.format(i=i), axes)
 
-    if config.latent is None:
-        attention = _attention(config, names, kv_copies, i, single)
-    else:
-        assert names.latent is not None, "a family with latent attention names its tensors"
-        heads, is_interleaved = config.num_query_heads, names.is_interleaved
-        attention = latent_attention(heads, config.latent, names.latent, is_interleaved, i)
-    return [
-        *(
-            source
-            for norm, tensor in _norms(config, names, i).items()
-            for source in _norm(config, names, f"layers.{i}.{norm}", tensor.format(i=i))
-        ),
-        *attention,
-        *_feed_forward(config, names, i, single),
+    layer = config.layers[i]
+    sources = [
+        source
+        for norm, tensor in _norms(layer, names).items()
+        for source in _norm(config, names, f"layers.{i}.{norm}", tensor.format(i=i))
     ]
+    if (attention := layer.attention) is not None:
+        if attention.latent is None:
+            copies = arrangement.kv_copies(attention.num_kv_heads)
+            sources += _attention(attention, names, copies, i, single)
+        else:
+            assert names.latent is not None, "a family with latent attention names its tensors"
+            sources += latent_attention(attention, names.latent, names.is_interleaved, i)
+    if layer.feed_forward is not None:
+        sources += _feed_forward(layer.feed_forward, names, i, single)
+    return sources
 
 
 def _dense(config: DecoderConfig, names: TensorNames) -> list[ParameterSource]:
@@ -150,12 +152,12 @@ def _norm(
     return sources
 
 
-def _norms(config: DecoderConfig, names: TensorNames, i: int) -> dict[str, str]:
+def _norms(layer: Layer, names: TensorNames) -> dict[str, str]:
     """The tensors of the norms of a block, by parameter."""
-    if config.is_parallel:
+    if layer.is_parallel:
         return {"norm": names.attention_norm}
     before = {"attention_norm": names.attention_norm, "mlp_norm": names.mlp_norm}
-    if not config.block_kinds[i][0]:
+    if not layer.has_attention_norm:
         del before["attention_norm"]
     residual = {
         "attention_residual_norm": names.attention_post_norm,
@@ -166,7 +168,13 @@ def _norms(config: DecoderConfig, names: TensorNames, i: int) -> dict[str, str]:
         "mlp_post_norm": names.mlp_post_norm,
     }
     placed = {"before": before, "after": after, "both": before | after, "residual": residual}
-    return placed[config.norm_placement]
+    absent = [("attention", layer.attention is None), ("mlp", layer.feed_forward is None)]
+    parts = tuple(part for part, is_absent in absent if is_absent)
+    return {
+        norm: tensor
+        for norm, tensor in placed[layer.norm_placement].items()
+        if norm.partition("_")[0] not in parts
+    }
 
 
 @dataclass(frozen=True)
@@ -183,8 +191,8 @@ class _Heads:
     """The features as one axis, in the order of parameters."""
 
 
-def _heads(config: DecoderConfig, kv_copies: int, is_interleaved: bool) -> _Heads:
-    K, G, H = config.num_kv_heads, config.heads_per_kv, config.head_dim
+def _heads(options: Attention, kv_copies: int, is_interleaved: bool) -> _Heads:
+    K, G, H = options.num_kv_heads, options.heads_per_kv, options.head_dim
     # each copy of a key/value head serves a part of the queries, which keep their order
     queries = (("k", K * kv_copies), ("g", G // kv_copies))
     keys = (("k", K), ("copy", kv_copies))
@@ -195,38 +203,38 @@ def _heads(config: DecoderConfig, kv_copies: int, is_interleaved: bool) -> _Head
 
 
 def _attention(
-    config: DecoderConfig,
+    options: Attention,
     names: TensorNames,
     kv_copies: int,
     i: int,
     single: Callable[[str, str, str], ParameterSource],
 ) -> list[ParameterSource]:
-    heads = _heads(config, kv_copies, names.is_interleaved)
-    head_size = ("h", config.head_dim)
+    heads = _heads(options, kv_copies, names.is_interleaved)
+    head_size = ("h", options.head_dim)
     output = TensorPart(
         f"{names.output}.weight".format(i=i), "d (k g h) -> k g h d", (*heads.queries, head_size)
     )
     sources = [
-        _query_key_value(config, names, heads, i, "weight"),
+        _query_key_value(options, names, heads, i, "weight"),
         ParameterSource(f"layers.{i}.attention.output", (output,)),
     ]
-    if config.qkv_bias:
-        sources.append(_query_key_value(config, names, heads, i, "bias"))
-    if config.sinks:
+    if options.qkv_bias:
+        sources.append(_query_key_value(options, names, heads, i, "bias"))
+    if options.has_sinks:
         part = TensorPart(names.sinks.format(i=i), "(k g) -> k g", heads.queries)
         sources.append(ParameterSource(f"layers.{i}.attention.sinks", (part,)))
-    if config.output_bias:
+    if options.output_bias:
         sources.append(single("attention.output_bias", f"{names.output}.bias", "d -> d"))
-    if config.qk_norm:
-        sources += _query_key_norms(config, names, heads, i)
+    if options.qk_norm:
+        sources += _query_key_norms(options, names, heads, i)
     return sources
 
 
 def _query_key_value(
-    config: DecoderConfig, names: TensorNames, heads: _Heads, i: int, kind: str
+    options: Attention, names: TensorNames, heads: _Heads, i: int, kind: str
 ) -> ParameterSource:
     """The weight or bias of queries, keys and values, side by side for each key/value head."""
-    K, G, H = config.num_kv_heads, config.heads_per_kv, config.head_dim
+    K, G, H = options.num_kv_heads, options.heads_per_kv, options.head_dim
     parameter, concat_axis, d_in, d_out = ("qkv_bias", 1, "", "")
     if kind == "weight":
         parameter, concat_axis, d_in, d_out = ("qkv", 2, " d", "d ")
@@ -246,10 +254,10 @@ def _query_key_value(
 
 
 def _query_key_norms(
-    config: DecoderConfig, names: TensorNames, heads: _Heads, i: int
+    options: Attention, names: TensorNames, heads: _Heads, i: int
 ) -> list[ParameterSource]:
     axes, sizes = "h -> h", ()
-    if config.qk_norm_kind == "heads":
+    if options.qk_norm == "heads":
         inner = heads.rotated_out.strip("()")
         axes, sizes = f"n ({heads.rotated_in}) -> (n {inner})", heads.rotated
     return [
@@ -262,41 +270,38 @@ def _query_key_norms(
 
 
 def _feed_forward(
-    config: DecoderConfig,
+    options: Mlp | Experts,
     names: TensorNames,
     i: int,
     single: Callable[[str, str, str], ParameterSource],
 ) -> list[ParameterSource]:
-    moe = config.moe
-    if moe is None or not moe.layers[i]:
-        if not config.is_gated:
-            return _plain_mlp(config, names, single)
-        tensors = (names.gate, names.up, names.down)
-        return _mlp("mlp", config.mlp, config.mlp_bias, tensors, i, single)
-    sources = sparse_sources(moe, names.experts, i)
-    if moe.shared_mlp:
+    if isinstance(options, Mlp):
+        if not options.is_gated:
+            return _plain_mlp(options, names, single)
+        return _mlp("mlp", options, (names.gate, names.up, names.down), i, single)
+    sources = sparse_sources(options.moe, names.experts, i)
+    if options.shared is not None:
         shared = (names.shared_gate, names.shared_up, names.shared_down)
-        sources += _mlp("mlp.shared", moe.shared_mlp, config.mlp_bias, shared, i, single)
+        sources += _mlp("mlp.shared", options.shared, shared, i, single)
     return sources
 
 
 def _plain_mlp(
-    config: DecoderConfig,
+    options: Mlp,
     names: TensorNames,
     single: Callable[[str, str, str], ParameterSource],
 ) -> list[ParameterSource]:
     sources = []
     for part, tensor, axes in (("up", names.up, "f d -> d f"), ("down", names.down, "d f -> f d")):
         sources.append(single(f"mlp.{part}", f"{tensor}.weight", axes))
-        if config.mlp_bias:
+        if options.has_bias:
             sources.append(single(f"mlp.{part}_bias", f"{tensor}.bias", "f -> f"))
     return sources
 
 
 def _mlp(
     path: str,
-    size: int,
-    has_bias: bool,
+    options: Mlp,
     gate_up_down: tuple[str, str, str],
     i: int,
     single: Callable[[str, str, str], ParameterSource],
@@ -305,7 +310,7 @@ def _mlp(
 
     def joined(parameter: str, kind: str, axes: str, concat_axis: int) -> ParameterSource:
         """The source of gate and up, in this order."""
-        rows = _rows(tensors, (size, size))
+        rows = _rows(tensors, (options.size, options.size))
         parts = tuple(
             TensorPart(f"{name}.{kind}".format(i=i), axes, rows=part_rows)
             for name, part_rows in zip(tensors, rows, strict=True)
@@ -316,7 +321,7 @@ def _mlp(
         joined("gate_up", "weight", "f d -> 1 d f", concat_axis=0),
         single(f"{path}.down", f"{down}.weight", "d f -> f d"),
     ]
-    if has_bias:
+    if options.has_bias:
         sources.append(joined("gate_up_bias", "bias", "f -> 1 f", concat_axis=0))
         sources.append(single(f"{path}.down_bias", f"{down}.bias", "d -> d"))
     return sources

@@ -7,6 +7,7 @@ refused.
 from typing import Any
 
 from ..config import DecoderConfig
+from ..layer_config import Mlp
 from ..rope_config import RopeConfig
 from .config_reader import UnsupportedModel
 from .family import ModelSpec
@@ -25,25 +26,27 @@ def write_config(family_name: str, config: DecoderConfig) -> tuple[dict[str, Any
       UnsupportedModel: The decoder has options that this function does not write.
     """
     family = next(family for family in FAMILIES if family.name == family_name)
+    # a decoder whose layers are not alike differs from the one that is read again
+    attention, mlp = config.attentions[0], config.layers[0].feed_forward
     table = {
         "architectures": [family.architecture],
         "model_type": family.name,
         "vocab_size": config.vocab_size,
         "hidden_size": config.embed,
-        "intermediate_size": config.mlp,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_query_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": attention.num_query_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
         "max_position_embeddings": config.max_position,
         EPSILONS[config.norm]: config.norm_epsilon,
-        "hidden_act": ACTIVATIONS[config.activation],
         "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": config.output_bias,
-        "mlp_bias": config.mlp_bias,
+        "attention_bias": attention.output_bias,
     }
-    if isinstance(config.rope, RopeConfig):
-        table["rope_theta"] = config.rope.theta
+    if isinstance(mlp, Mlp):
+        table["intermediate_size"] = mlp.size
+        table["hidden_act"], table["mlp_bias"] = ACTIVATIONS[mlp.activation], mlp.has_bias
+    if isinstance(attention.rope, RopeConfig):
+        table["rope_theta"] = attention.rope.theta
     spec = from_hf_config(table)
     if spec.config != config:
         raise UnsupportedModel(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from ..config import BothSides, Chunk, Scores, Window
+from ..layer_config import BothSides, Chunk, Scores, Window
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..attention.attend import Visibility
-from ..config import PLAIN_SCORES, BothSides, Chunk, Scores
+from ..layer_config import PLAIN_SCORES, BothSides, Chunk, Scores
 from .call import AttentionCall
 
 HEAD_STEP, MAX_HEAD_DIM = 8, 128

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ..attention.attend import SlotReader, Visibility, soft_cap
 from ..axes import LANES
-from ..config import PLAIN_SCORES, Scores
+from ..layer_config import PLAIN_SCORES, Scores
 from .call import AttentionCall
 from .flash_blocks import (
     Blocks,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..attention.attend import Visibility, first_visible
 from ..axes import LANES
 from ..cache.segments import EMPTY_POSITION
-from ..config import window_size
+from ..layer_config import window_size
 
 BLOCKS = (512, 256, LANES)
 """Tokens or cache entries of a block; the largest divisor is used."""

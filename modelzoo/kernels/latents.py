@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ..attention.attend import Visibility, attend_masked
 from ..cache.entry_codes import EntryCodes
-from ..config import PLAIN_SCORES, Scores
+from ..layer_config import PLAIN_SCORES, Scores
 from .call import AttentionCall
 
 BLOCK_BYTES = 8 * 2**20

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..attention.attend import Visibility
-from ..config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
+from ..layer_config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
 from .call import AttentionCall
 
 BLOCKS = (512, 256, 128)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import axes
-from ..config import DecoderConfig
+from ..layer_config import Experts
 from ..layers import ACTIVATIONS, GatedMlp, constant, weight
-from ..moe_config import ClampedUnit, MoeConfig
+from ..moe_config import ClampedUnit
 from ..operations import Operations
 from ..weights.product import einsum
 from .call import ExpertCall
@@ -29,8 +29,9 @@ from .routing import Router
 class SparseMlp(nnx.Module):
     """A mixture of experts in place of an MLP."""
 
-    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, moe: MoeConfig):
-        D, E, F = config.embed, moe.routing.num_experts, moe.mlp
+    def __init__(self, rngs: nnx.Rngs, embed: int, options: Experts):
+        moe = options.moe
+        D, E, F = embed, moe.routing.num_experts, moe.mlp
         self.router = weight(rngs, (D, E), ("", ""))
         if moe.routing.has_bias:
             self.router_bias = constant(0.0, (E,), ("",))
@@ -42,14 +43,14 @@ class SparseMlp(nnx.Module):
         if moe.has_bias:
             self.gate_up_bias = constant(0.0, (E, 2, F), GATE_UP_BIAS_AXES)
             self.down_bias = constant(0.0, (E, D), DOWN_BIAS_AXES)
-        if moe.shared_mlp:
-            self.shared = GatedMlp(rngs, config, moe.shared_mlp)
+        if options.shared is not None:
+            self.shared = GatedMlp(rngs, embed, options.shared)
         if moe.has_shared_gate:
             self.shared_gate = weight(rngs, (D,), ("",))
-        self.config, self.moe = config, moe
+        self.options, self.moe = options, moe
 
     def __call__(self, x_BTD: jax.Array, operations: Operations, call: ExpertCall) -> jax.Array:
-        unit = gated_unit(self.config, self.moe)
+        unit = gated_unit(self.options)
         mixture = Mixture(self.moe.routing, call.dispatch, unit)
         router = Router(self.router, _value(self, "router_bias"), _value(self, "choice_bias"))
         gate_up_bias, down_bias = _value(self, "gate_up_bias"), _value(self, "down_bias")
@@ -76,11 +77,11 @@ def _value(module: nnx.Module, name: str) -> jax.Array | None:
     return None if parameter is None else parameter[...]
 
 
-def gated_unit(config: DecoderConfig, moe: MoeConfig) -> GatedUnit:
+def gated_unit(options: Experts) -> GatedUnit:
     """The function from the outputs of gate and up of an expert to its hidden activations."""
-    if moe.clamped is not None:
-        return partial(_clamped_unit, unit=moe.clamped)
-    activation: Callable[[jax.Array], jax.Array] = ACTIVATIONS[config.activation]
+    if options.moe.clamped is not None:
+        return partial(_clamped_unit, unit=options.moe.clamped)
+    activation: Callable[[jax.Array], jax.Array] = ACTIVATIONS[options.activation]
     return lambda gate, up: activation(gate) * up
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...modelzoo.families.config_reader import listing
+from ...modelzoo.layer_config import BothSides, Chunk
 from ..console import plural
 from ..errors import InvalidConfig, InvalidTokenizer
 from ..files.small_files import has_file, read_json_object
@@ -104,13 +105,10 @@ def _architecture(model: ModelFiles) -> list[tuple[str, str]]:
     except ValueError as error:
         return [*lines, ("family", f"not supported: {error}")]
     fields = {f.name: getattr(spec.config, f.name) for f in dataclasses.fields(spec.config)}
-    windows = fields.pop("windows", None)
-    if windows is not None:
-        fields = {"num_layers": len(windows), **fields}
-        if counts := Counter(filter(None, windows)):
-            layers = (f"{window} in {plural(count, 'layer')}" for window, count in counts.items())
-            fields["windows"] = " and ".join(layers)
+    kinds = Counter(fields.pop("layers"))
+    fields = {"num_layers": spec.config.num_layers, **fields}
     lines += [("family", spec.family), ("config", _pairs(fields))]
+    lines += [(plural(count, "layer"), _short(layer)[1:-1]) for layer, count in kinds.items()]
     if model.unread.keys:
         lines.append(("keys not read", listing(model.unread.keys)))
     if unread := model.unread.all_tensors:
@@ -136,9 +134,11 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, Chunk | BothSides):
+        return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inner = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return f"({_pairs({key: item for key, item in inner.items() if item is not None})})"
+        inner = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
+        return f"({_pairs({key: item for key, (item, usual) in inner.items() if item != usual})})"
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

@@ -124,7 +124,8 @@ def _check_arrangement(params: "Mapping[str, jax.Array]", config: "DecoderConfig
         if key.endswith(TABLES):
             size, expected = value.shape[0], config.vocab_size
         elif key.endswith(QKV):
-            size, expected = value.shape[-3], config.num_kv_heads
+            attention = config.layers[int(key.split(".")[1])].attention
+            size, expected = value.shape[-3], attention and attention.num_kv_heads
         if size != expected:
             raise ValueError(
                 f"save_orbax: expected {key} without a layout, with {expected} rows or heads, got "
@@ -286,7 +287,7 @@ def encode_config(value: Any) -> Any:
 
 def decode_config(value: Any) -> Any:
     """Restore a tree of a decoder's configuration dataclasses; other classes are refused."""
-    from ...modelzoo import config, latent_config, pooling_config, rope_config
+    from ...modelzoo import config, latent_config, layer_config, pooling_config, rope_config
     from ...modelzoo import moe_config as moe
 
     if isinstance(value, list):
@@ -295,7 +296,7 @@ def decode_config(value: Any) -> Any:
         return value
     fields = dict(value)
     name = fields.pop("type", None)
-    modules = moe, latent_config, pooling_config, rope_config, config
+    modules = moe, latent_config, layer_config, pooling_config, rope_config, config
     known = {key: kind for module in modules for key, kind in vars(module).items()}
     kind = known.get(name) if isinstance(name, str) else None
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
@@ -346,24 +347,25 @@ def changes_shape(arrangement: Arrangement, parameter: str) -> bool:
     """Whether an arrangement changes the shape of a parameter."""
     if parameter.endswith(TABLES):
         return arrangement.padded_vocab is not None
-    return parameter.endswith((*QKV, *BY_QUERY_HEAD)) and arrangement.kv_copies > 1
+    return parameter.endswith((*QKV, *BY_QUERY_HEAD)) and arrangement.head_shards > 1
 
 
 def arrange(x: Any, parameter: str, arrangement: Arrangement) -> Any:
     """Arrange a parameter that is in the canonical arrangement."""
     if not changes_shape(arrangement, parameter):
         return x
-    array_functions, copies = x.__array_namespace__(), arrangement.kv_copies
+    array_functions = x.__array_namespace__()
     if parameter.endswith(TABLES):
         V, D = x.shape
         padding = array_functions.zeros((arrangement.padded_vocab - V, D), x.dtype)
         return array_functions.concat([x, padding])
     if parameter.endswith(BY_QUERY_HEAD):
         K, G, *rest = x.shape
+        copies = arrangement.kv_copies(K)
         return x.reshape(K * copies, G // copies, *rest)
 
     *outer, K, J, H = x.shape
-    G = J - 2
+    G, copies = J - 2, arrangement.kv_copies(K)
     queries = x[..., :G, :].reshape(*outer, K * copies, G // copies, H)
     key_value = array_functions.repeat(x[..., G:, :], copies, axis=-3)
     return array_functions.concat([queries, key_value], axis=-2)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...compile.expert_plan import ExpertPlan
 from ...modelzoo.moe.call import ExpertUse
-from ...modelzoo.moe_config import Dispatch, MoeConfig
+from ...modelzoo.moe_config import Dispatch, Routing
 
 
 @dataclass
@@ -37,15 +37,16 @@ class ExpertTotals:
 class ExpertSetup:
     """The model's expert configuration and the plan's dispatch, for the report of a run."""
 
-    moe: MoeConfig
+    routing: Routing
+    layers: tuple[int, ...]
+    """The indices of the sparse layers."""
     plan: ExpertPlan
 
     def report(self, totals: Mapping[str, ExpertTotals]) -> dict[str, Any]:
         """The counts of each phase that ran, as a dict that can be written as JSON."""
-        routing = self.moe.routing
         return {
-            "num_experts": routing.num_experts,
-            "num_chosen": routing.num_chosen,
+            "num_experts": self.routing.num_experts,
+            "num_chosen": self.routing.num_chosen,
             "overflow": self.plan.overflow,
             **{
                 phase: self._phase(getattr(self.plan, phase), phase_totals)
@@ -56,7 +57,6 @@ class ExpertSetup:
     def _phase(self, dispatch: Dispatch, totals: ExpertTotals) -> dict[str, Any]:
         choices, rows = int(totals.load_LE.sum()), int(totals.rows_LE.sum())
         dropped = int(totals.dropped_LE.sum())
-        sparse = [layer for layer, is_sparse in enumerate(self.moe.layers) if is_sparse]
         return {
             "dispatch": dispatch.kind,
             "capacity_factor": dispatch.capacity_factor,
@@ -67,7 +67,7 @@ class ExpertSetup:
             "layers": [
                 _layer(*layer_counts)
                 for layer_counts in zip(
-                    sparse, totals.load_LE, totals.rows_LE, totals.dropped_LE, strict=True
+                    self.layers, totals.load_LE, totals.rows_LE, totals.dropped_LE, strict=True
                 )
             ],
         }

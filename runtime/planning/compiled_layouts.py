@@ -118,7 +118,7 @@ class LayoutCompiler:
 
     def _counted(self, layout_plan: PlannedLayout, key: GraphKey) -> ProgramCounts:
         """The counts of a compiled graph, extrapolated to all layers."""
-        first, period, turns = longest_repeat(self.config.block_kinds)
+        first, period, turns = longest_repeat(self.config.layers)
         if turns <= 2:
             return self._read(layout_plan, key, self.config)
         shorter, longer = (

@@ -48,7 +48,7 @@ class Calibration:
 
     def layer(self, layer: int) -> CalibrationLayer:
         """The programs of a layer."""
-        kind = self._config.layer_kinds[layer]
+        kind = self._config.layers[layer]
         if kind not in self._kinds:
             self._kinds[kind] = CalibrationLayer(self._config, layer)
         return self._kinds[kind]

@@ -64,9 +64,12 @@ class Rotation:
         """
         reasons = {
             "layer norms": config.norm != "rms",
-            "norms of the outputs of blocks": config.norm_placement != "before",
-            "parallel blocks": config.is_parallel,
-            "latent attention": config.latent is not None,
+            "norms of the outputs of blocks": any(
+                layer.norm_placement != "before" for layer in config.layers
+            ),
+            "parallel blocks": any(layer.is_parallel for layer in config.layers),
+            "latent attention": any(attention.latent for attention in config.attentions),
+            "heads of several sizes": len({x.head_dim for x in config.attentions}) > 1,
         }
         if found := [reason for reason, is_found in reasons.items() if is_found]:
             raise InvalidConfig(
@@ -78,7 +81,7 @@ class Rotation:
         self._head = "embedding.table" if config.tie_embeddings else "head.table"
         rng = np.random.default_rng(_SEED)
         self._stream_DD = _random_hadamard(config.embed, rng)
-        self._values_HH = _random_hadamard(config.head_dim, rng)
+        self._values_HH = _random_hadamard(config.attentions[0].head_dim, rng)
         self.config = replace(config, tie_embeddings=False)
         """The rotated model."""
 

@@ -2,7 +2,7 @@
 
 from noria.modelzoo.config import DecoderConfig
 
-LAYERS_OF_8B = DecoderConfig(
+LAYERS_OF_8B = DecoderConfig.alike(
     vocab_size=16384,
     embed=4096,
     mlp=14336,

@@ -13,12 +13,12 @@ from tolerances import FLOAT32_ELEMENTWISE
 from noria.compile.attention_kernels import KERNELS, Kernel, choose
 from noria.modelzoo.attention.attend import Slots, Visibility, attend_dense, with_sinks
 from noria.modelzoo.cache.segments import EMPTY_POSITION
-from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores
 from noria.modelzoo.kernels.call import AttentionCall
 from noria.modelzoo.kernels.cudnn import attend_cudnn
 from noria.modelzoo.kernels.flash import attend_flash
 from noria.modelzoo.kernels.flash_blocks import Blocks, blocks_read
 from noria.modelzoo.kernels.splash import attend_splash
+from noria.modelzoo.layer_config import PLAIN_SCORES, Chunk, Scores
 
 T, TRUE_LENGTHS = 384, (384, 130)
 """A prompt's length of three blocks, and the true lengths of two rows."""
@@ -57,7 +57,7 @@ def here(kernel: Kernel, call: AttentionCall):
     """Return the kernel in a form for the CPU; for cuDNN, the function's other implementation."""
     if kernel.name == "cudnn":
         return partial(attend_cudnn, implementation="xla")
-    return kernel.attend(call)
+    return kernel.attend([call])
 
 
 def inputs(call: AttentionCall, dtype):
@@ -246,17 +246,21 @@ def test_a_graph_that_needs_a_library_which_is_not_here_says_what_to_install(mon
     ],
 )
 def test_a_platform_has_its_kernel_chosen(platform, expected):
-    assert str(choose(PLAIN, platform, "prefill")) == expected
+    assert str(choose([PLAIN], platform, "prefill")) == expected
 
 
 def test_chunks_on_tpu_have_their_kernel():
     why = "splash: it takes whole prompts whose tokens lie in order on one device"
-    assert str(choose(CHUNK, "tpu", "prefill")) == f"flash ({why})"
-    assert choose(CHUNK, "cpu", "prefill").kernel == choose(CHUNK, "gpu", "prefill").kernel == "xla"
+    assert str(choose([CHUNK], "tpu", "prefill")) == f"flash ({why})"
+    assert (
+        choose([CHUNK], "cpu", "prefill").kernel
+        == choose([CHUNK], "gpu", "prefill").kernel
+        == "xla"
+    )
 
 
 def test_the_reason_for_another_kernel_is_what_was_refused():
-    choice = choose(replace(CHUNK, num_queries=200), "tpu", "prefill")
+    choice = choose([replace(CHUNK, num_queries=200)], "tpu", "prefill")
     assert choice.kernel == "xla"
     assert choice.reason == (
         "splash: it takes whole prompts whose tokens lie in order on one device; "
@@ -265,7 +269,7 @@ def test_the_reason_for_another_kernel_is_what_was_refused():
 
 
 def test_a_kernel_that_is_asked_for_is_never_replaced():
-    assert str(choose(PLAIN, "tpu", "prefill", "xla")) == "xla (as the plan asks)"
+    assert str(choose([PLAIN], "tpu", "prefill", "xla")) == "xla (as the plan asks)"
     in_float32 = replace(PLAIN, dtype=jnp.dtype(jnp.float32))
     for call, platform, phase, asked, reason in (
         (PLAIN, "cpu", "prefill", "splash", "it is for tpu, not for cpu"),
@@ -273,24 +277,24 @@ def test_a_kernel_that_is_asked_for_is_never_replaced():
         (in_float32, "gpu", "prefill", "cudnn", "it takes bfloat16 and float16"),
     ):
         with pytest.raises(ValueError, match=rf"\[attention\] {phase}: .* '{asked}': {reason}"):
-            choose(call, platform, phase, asked)
+            choose([call], platform, phase, asked)
 
 
 def test_decode_from_latents_in_codes_has_a_kernel_on_tpu_alone():
     call = replace(PLAIN, num_queries=1, is_in_order=False, reads_latents=True, has_codes=True)
-    assert choose(call, "tpu", "decode").kernel == "latents"
-    assert choose(call, "cpu", "decode").kernel == choose(call, "gpu", "decode").kernel == "xla"
+    assert choose([call], "tpu", "decode").kernel == "latents"
+    assert choose([call], "cpu", "decode").kernel == choose([call], "gpu", "decode").kernel == "xla"
     why = "latents: it takes models with latent attention"
-    assert str(choose(replace(call, reads_latents=False), "tpu", "decode")) == f"xla ({why})"
+    assert str(choose([replace(call, reads_latents=False)], "tpu", "decode")) == f"xla ({why})"
     why = "latents: it takes a cache in codes (numbers.cache)"
-    assert str(choose(replace(call, has_codes=False), "tpu", "decode")) == f"xla ({why})"
+    assert str(choose([replace(call, has_codes=False)], "tpu", "decode")) == f"xla ({why})"
     with pytest.raises(ValueError, match=r"decode: .* 'latents': it is for tpu, not for cpu"):
-        choose(call, "cpu", "decode", "latents")
+        choose([call], "cpu", "decode", "latents")
 
 
 def test_the_kernel_of_chunks_refuses_a_cache_in_codes():
     call = replace(CHUNK, has_codes=True)
-    assert choose(CHUNK, "tpu", "prefill").kernel == "flash"
-    assert choose(call, "tpu", "prefill").kernel == "xla"
+    assert choose([CHUNK], "tpu", "prefill").kernel == "flash"
+    assert choose([call], "tpu", "prefill").kernel == "xla"
     with pytest.raises(ValueError, match=r"got 'flash': it takes no cache in codes \(numbers"):
-        choose(call, "tpu", "prefill", "flash")
+        choose([call], "tpu", "prefill", "flash")

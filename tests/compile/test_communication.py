@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
+from alike import changed
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
@@ -79,7 +80,7 @@ In the first layout, prefill has copies of key/value heads, and the cache has no
 copy of each head by a sum; in a loop it is the sum that adds attention to the residual. In the
 second layout, the cache splits rows over all devices, and prefill splits heads over `tensor`. XLA
 gathers the entries of all heads together with the rows."""
-EXPERTS = MoeConfig(Routing(num_experts=8, num_chosen=2), 1536, (True,) * 3)
+EXPERTS = MoeConfig(Routing(num_experts=8, num_chosen=2), 1536)
 LATENT = LatentAttention(rank=128, plain_dim=64, rope_dim=32, value_dim=64, query_rank=192)
 
 
@@ -89,7 +90,7 @@ def layout_of(name: str) -> Layout:
 
 def config_of(name: str, num_layers: int, kind: str = "dense") -> DecoderConfig:
     """Return a model with dense layers, Mixtral's sparse layers, or DeepSeek's with latents."""
-    config = DecoderConfig(
+    config = DecoderConfig.alike(
         vocab_size=64,
         embed=512,
         mlp=1536,
@@ -100,11 +101,11 @@ def config_of(name: str, num_layers: int, kind: str = "dense") -> DecoderConfig:
         max_position=2048,
     )
     if kind != "dense":
-        config = replace(config, moe=EXPERTS)
+        config = changed(config, moe=EXPERTS)
     if kind == "latent":
         moe = replace(EXPERTS, shared_mlp=256)
         head_dim = LATENT.head_dim
-        config = replace(config, num_kv_heads=16, head_dim=head_dim, latent=LATENT, moe=moe)
+        config = changed(config, num_kv_heads=16, head_dim=head_dim, latent=LATENT, moe=moe)
     return config.first_layers(num_layers)
 
 

@@ -4,6 +4,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
+from alike import alike
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
@@ -12,7 +13,7 @@ from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=2048,
     embed=256,
     mlp=768,
@@ -62,4 +63,4 @@ def test_a_chunk_computes_rotations_once_and_attends_once_in_each_layer(batch):
     text = compile_graph(graph)[0].as_text()
     assert text.count(" cosine(") == 1
     attention = re.findall(r' dot\(.*op_name="[^"]*layers\.\d+/dot_general"', text)
-    assert len(attention) == 2 * len(CONFIG.windows), "scores and values"
+    assert len(attention) == 2 * len(alike(CONFIG).windows), "scores and values"

@@ -36,7 +36,7 @@ def layout_of(name: str) -> Layout:
 
 
 def compiled(layout: Layout, phase: str, num_layers: int):
-    config = DecoderConfig(
+    config = DecoderConfig.alike(
         vocab_size=64,
         embed=EMBED,
         mlp=1536,
@@ -45,7 +45,7 @@ def compiled(layout: Layout, phase: str, num_layers: int):
         head_dim=HEAD_DIM,
         windows=(None,) * num_layers,
         max_position=2048,
-        moe=MoeConfig(Routing(NUM_EXPERTS, CHOSEN), 1536, (True,) * num_layers),
+        moe=MoeConfig(Routing(NUM_EXPERTS, CHOSEN), 1536),
     )
     placement = find_target(TARGET).placement(layout)
     definition = AbstractModel(config, placement.arrangement(config))

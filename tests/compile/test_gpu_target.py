@@ -6,13 +6,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
+from alike import alike, changed
 from layers_of_8b import LAYERS_OF_8B
 
 from noria.compile.abstract_model import AbstractModel
@@ -37,7 +37,7 @@ from noria.sharding.call import Call
 from noria.sharding.layout import Layout
 
 NUM_LAYERS = 2
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=512,
     embed=256,
     mlp=512,
@@ -236,9 +236,9 @@ def test_decode_widens_no_weight_of_latents_and_no_latent(form, cache_codes):
     """
     latent = LatentAttention(rank=512, plain_dim=256, rope_dim=64, value_dim=256, query_rank=1536)
     heads = {"num_query_heads": 16, "num_kv_heads": 16, "head_dim": latent.head_dim}
-    config = replace(LAYER_OF_8B, **heads, latent=latent)
+    config = changed(LAYER_OF_8B, **heads, latent=latent)
     _, text, _ = compile_8b("decode", WeightRules(form), cache_codes, config)
-    absorbed = config.num_query_heads * latent.plain_dim * latent.rank
+    absorbed = alike(config).num_query_heads * latent.plain_dim * latent.rank
     segment = GRID_OF_8B.decode_slots * 256 * (latent.rank + latent.rope_dim)
     # without groups, XLA splits the inputs of products, and writes float32 sums of the parts
     smallest = absorbed if form.group else segment
@@ -251,7 +251,7 @@ def test_weights_in_groups_need_little_memory_for_prompts():
     """The products of groups are never written: they would be 32 times as large as their sum."""
     executable, _, model = compile_8b("prefill", WeightRules(WeightFormat("int4", 128)), "int8")
     widened = max(math.prod(leaf.shape) for leaf in model.abstract_parameters("bfloat16").values())
-    rows, hidden = 512 * 8, 2 * LAYER_OF_8B.mlp
+    rows, hidden = 512 * 8, 2 * alike(LAYER_OF_8B).mlp
     memory = executable.memory_analysis()
     assert memory.temp_size_in_bytes < 2 * widened + 1.5 * rows * hidden * 4
 

@@ -7,6 +7,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import pytest
+from alike import changed
 from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
@@ -23,7 +24,7 @@ from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.targets import find_target
 from noria.sharding.layout import PHASES, Layout
 
-ONE_LAYER = replace(CONFIG, windows=(None,))
+ONE_LAYER = changed(CONFIG, windows=(None,))
 CHUNKS = BucketGrid(
     max_length=32,
     prefill=((16, 2, 8), (32, 2, 8)),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import alike, changed
 from jax.experimental.pallas import tpu as pltpu
 from tiny import CONFIG, random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
@@ -21,17 +22,18 @@ from noria.compile.targets import find_target
 from noria.modelzoo.attention.attend import attend_dense
 from noria.modelzoo.attention.prompt_pieces import PromptPieces
 from noria.modelzoo.cache import kv_cache
-from noria.modelzoo.config import Chunk, DecoderConfig, Scores
+from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.kernels.flash import attend_flash
 from noria.modelzoo.kernels.splash import attend_splash
 from noria.modelzoo.latent_config import LatentAttention
+from noria.modelzoo.layer_config import Chunk, Scores
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 from noria.sharding.placement import Placement
 
 T = 256
-CAPPED_WITH_SINKS = replace(
+CAPPED_WITH_SINKS = changed(
     CONFIG,
     windows=(None, 100, Chunk(96)),
     scores=Scores(cap=3.0),
@@ -66,7 +68,7 @@ def test_a_model_with_splash_gives_the_answer_of_the_reference():
 
 def test_a_model_with_flash_gives_the_answer_of_the_reference_in_chunks():
     """The model has rolling and whole layers, and one row ends in padding."""
-    config = replace(CAPPED_WITH_SINKS, windows=(None, 128, Chunk(128)))
+    config = changed(CAPPED_WITH_SINKS, windows=(None, 128, Chunk(128)))
     definition = AbstractModel(config)
     parameters = random_parameters(definition)
     tokens_BT = np.random.default_rng(0).integers(3, config.vocab_size, (2, T))
@@ -97,7 +99,7 @@ def test_a_model_with_flash_gives_the_answer_of_the_reference_in_chunks():
         )
 
 
-WIDE = DecoderConfig(
+WIDE = DecoderConfig.alike(
     vocab_size=1024,
     embed=512,
     mlp=1024,
@@ -108,7 +110,7 @@ WIDE = DecoderConfig(
     max_position=1024,
 )
 LATENT = LatentAttention(rank=64, plain_dim=32, rope_dim=32, value_dim=48, query_rank=None)
-LATENTS = replace(WIDE, num_kv_heads=8, windows=(None, None), latent=LATENT)
+LATENTS = changed(WIDE, num_kv_heads=8, windows=(None, None), latent=LATENT)
 WIDE_GRID = BucketGrid(1024, ((64, 8), (1024, 2)), 8, (1024,))
 
 
@@ -136,17 +138,17 @@ def longest_prefill(config: DecoderConfig, grid: BucketGrid, placement: Placemen
             WIDE, "data-tensor@data=2,tensor=2", id="rows and heads split", marks=pytest.mark.slow
         ),
         pytest.param(LATENTS, None, id="latents", marks=pytest.mark.slow),
-        pytest.param(replace(WIDE, sinks=True), None, id="sinks", marks=pytest.mark.slow),
+        pytest.param(changed(WIDE, sinks=True), None, id="sinks", marks=pytest.mark.slow),
     ],
 )
 def test_prefill_with_splash_compiles_for_a_tpu(config, layout):
     """Each layer has one kernel, in `shard_map` if the layout splits heads."""
     compiled, _ = compile_graph(longest_prefill(config, WIDE_GRID, placed(layout)))
-    assert compiled.as_text().count("tpu_custom_call") == len(config.windows)
+    assert compiled.as_text().count("tpu_custom_call") == len(alike(config).windows)
 
 
 CHUNKS_GRID = BucketGrid(2304, ((768, 2, 256), (2304, 2, 256)), 8, (768, 2304))
-RINGS = replace(WIDE, windows=(None, 256), max_position=2304)
+RINGS = changed(WIDE, windows=(None, 256), max_position=2304)
 
 
 @pytest.mark.tpu_compile
@@ -172,7 +174,7 @@ def test_chunks_on_a_tpu_attend_to_the_cache_where_it_is(config, target, layout)
     graph = longest_prefill(config, CHUNKS_GRID, target.placement(table))
     _, text, _ = compile_with_text(graph)
     assert text is not None
-    is_whole = [window is None for window in config.windows]
+    is_whole = [window is None for window in alike(config).windows]
     # the second segment has entries before the last chunk; the rolling buffer is in the first
     assert text.count('custom_call_target="tpu_custom_call"') == sum(2 + x for x in is_whole)
     assert read_report(text, "tpu", {}).step.copied_bytes == 0

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from alike import changed
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
@@ -59,7 +60,7 @@ def graph_of(
     layout: Layout | None = None,
     **heads: object,
 ) -> GraphSpec:
-    config = DecoderConfig(
+    config = DecoderConfig.alike(
         vocab_size=VOCAB,
         embed=576,
         mlp=1536,
@@ -70,7 +71,7 @@ def graph_of(
         max_position=8192,
         tie_embeddings=True,
     )
-    config = replace(config, **heads)
+    config = changed(config, **heads)
     placement = find_target(target).placement(layout)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
@@ -170,7 +171,7 @@ def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(key, spelling,
 
     def of_layers(num_layers: int) -> GraphSpec:
         windows = (None,) * num_layers
-        experts = {} if moe is None else {"moe": moe(layers=(True,) * num_layers)}
+        experts = {} if moe is None else {"moe": moe()}
         return graph_of(key, TPU, "bfloat16", windows, grid, scan_layers=True, **shape, **experts)
 
     graph = of_layers(4)

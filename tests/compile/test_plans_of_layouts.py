@@ -18,7 +18,7 @@ from noria.sharding.legality import check
 
 MODEL = PlannedModel("model", "sha256:00")
 GRID = BucketGrid(64, ((16, 8),), 8, (32, 64))
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=1000,
     embed=96,
     mlp=192,

@@ -6,6 +6,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import pytest
+from alike import alike, changed
 from test_memory import whole_copies
 
 from noria.compile.abstract_model import AbstractModel
@@ -15,7 +16,7 @@ from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
 
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=512,
     embed=64,
     mlp=128,
@@ -28,7 +29,7 @@ CONFIG = DecoderConfig(
 LATENT = LatentAttention(rank=512, plain_dim=128, rope_dim=64, value_dim=128)
 CONFIGS = {
     "heads": CONFIG,
-    "latents": replace(CONFIG, num_query_heads=16, num_kv_heads=16, head_dim=192, latent=LATENT),
+    "latents": changed(CONFIG, num_query_heads=16, num_kv_heads=16, head_dim=192, latent=LATENT),
 }
 TPU = "tpu:v5e:2x4"
 
@@ -87,7 +88,7 @@ def test_what_a_prompt_needs_does_not_grow_with_the_slots(
     if (batch > 1 or sum(facts) % 2) and not is_slow:
         pytest.skip("slow; run with --slow")
     config = CONFIGS[keeps]
-    config = replace(config, windows=config.windows * (3 if scan_layers else 1))
+    config = changed(config, windows=alike(config).windows * (3 if scan_layers else 1))
     few, many = (
         prefill_graph(target, slots, config, scan_layers, batch, in_chunks) for slots in (64, 128)
     )
@@ -110,7 +111,7 @@ def test_what_a_prompt_needs_does_not_grow_with_the_slots(
 def test_what_a_chunk_needs_does_not_grow_with_the_layers():
     """Each layer's slots are read only when the layer runs."""
     few, many = (
-        temporaries(prefill_graph("cpu", 4, replace(CONFIG, windows=(None,) * layers)))
+        temporaries(prefill_graph("cpu", 4, changed(CONFIG, windows=(None,) * layers)))
         for layers in (3, 9)
     )
     assert many < 1.1 * few

@@ -1,10 +1,10 @@
 """Decode programs for TPU read codes as they are: none is widened or dequantised in memory."""
 
 import re
-from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
+from alike import alike, changed
 from layers_of_8b import LAYERS_OF_8B
 
 from noria.compile.abstract_model import AbstractModel
@@ -24,7 +24,7 @@ from noria.sharding.placement import arrangement_of
 GRID = BucketGrid(512, ((128, 4),), 16, (256, 512), steps_per_call=4)
 ONE_LAYER = LAYERS_OF_8B.first_layers(1)
 LATENT = LatentAttention(rank=512, plain_dim=128, rope_dim=64, value_dim=128, query_rank=1536)
-LATENTS = replace(ONE_LAYER, num_kv_heads=32, head_dim=LATENT.head_dim, latent=LATENT)
+LATENTS = changed(ONE_LAYER, num_kv_heads=32, head_dim=LATENT.head_dim, latent=LATENT)
 MOST_BYTES = 1.10
 
 
@@ -102,7 +102,7 @@ def test_decode_reads_a_cache_in_codes_once_and_as_it_is(config, codes):
     grid = BucketGrid(4096, ((128, 4),), 32, (2048, 4096), steps_per_call=4)
     arrangement = arrangement_of(layout, "tpu", config, cache_codes=codes)
     report, needed, _ = read_decode(AbstractModel(config, arrangement), layout, grid, 4096)
-    entries, heads = 32 * 4096, 1 if config.latent is None else 0
+    entries, heads = 32 * 4096, 1 if alike(config).latent is None else 0
     # one head of keys and values, or the latent padded to whole lanes; two scales in bfloat16
     codes_bytes = (2 * 128 if heads else 640) // (2 if codes == "int4" else 1)
     assert needed.cache == entries * (codes_bytes + 2 * 2)

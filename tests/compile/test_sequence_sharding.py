@@ -1,13 +1,13 @@
 """Graphs over a ring: more devices need less memory each; sent bytes do not grow with the cache."""
 
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import alike, changed
 from laid_out import LaidOut, layout_of
 from tolerances import FLOAT32_MODEL_LOGPROB
 
@@ -23,7 +23,7 @@ from noria.modelzoo.config import DecoderConfig
 from noria.sharding.layout import Layout
 
 SLOTS, SHORT, LONG, PROMPT = 16, 64, 512, 1 << 18
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=64,
     embed=256,
     mlp=512,
@@ -54,8 +54,8 @@ def test_a_short_span_costs_two_sums_a_layer_and_no_permute(target):
     grid = BucketGrid(LONG, ((64, 1),), SLOTS, (SHORT, LONG), steps_per_call=4)
     program = compiled(target, 8, GraphKey("decode", SHORT), grid)
     found = read_collectives(program.as_text(), {"sequence": 8})
-    lse = SLOTS * CONFIG.num_query_heads * 4
-    each = {("all-reduce", lse): 2, ("all-reduce", lse * (CONFIG.head_dim + 1)): 2}
+    lse = SLOTS * alike(CONFIG).num_query_heads * 4
+    each = {("all-reduce", lse): 2, ("all-reduce", lse * (alike(CONFIG).head_dim + 1)): 2}
     assert Counter((c.kind, c.num_bytes) for c in found) == each
 
 
@@ -65,7 +65,7 @@ def test_the_next_keys_are_in_flight_while_a_device_attends():
     length = 8192
     grid = BucketGrid(length, ((length, 1),), 8, (length,))
     key = GraphKey("prefill", grid.prefill[0])
-    config = replace(CONFIG, windows=(None,))
+    config = changed(CONFIG, windows=(None,))
     program = compiled("tpu:v5e:2x4", 8, key, grid, config)
     computations = read_program(program.as_text()).computations
     order = [
@@ -93,8 +93,10 @@ def test_what_a_device_holds_of_a_prompt_falls_with_the_devices():
     grid = BucketGrid(PROMPT, ((PROMPT, 1),), 1, (PROMPT,))
     key = GraphKey("prefill", grid.prefill[0])
     memory = {n: compiled(f"cpu:{n}", n, key, grid).memory_analysis() for n in (1, 2, 4, 8)}
-    kept = (PROMPT + 24) * (2 * CONFIG.num_kv_heads * CONFIG.head_dim + 1) * 4
-    num_own = 2 * CONFIG.num_layers * PROMPT * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+    kept = (PROMPT + 24) * (2 * alike(CONFIG).num_kv_heads * alike(CONFIG).head_dim + 1) * 4
+    num_own = (
+        2 * CONFIG.num_layers * PROMPT * alike(CONFIG).num_kv_heads * alike(CONFIG).head_dim * 4
+    )
     for n, of_device in memory.items():
         saved = memory[1].alias_size_in_bytes - of_device.alias_size_in_bytes
         assert saved == kept - kept // n
@@ -109,7 +111,7 @@ def test_what_a_device_holds_of_the_cache_beside_a_chunk_falls_with_the_devices(
     key = GraphKey("prefill", grid.prefill[0])
     memory = {n: compiled(f"cpu:{n}", n, key, grid).memory_analysis() for n in (1, 8)}
     entries = slots * (span + 24)
-    kept = entries * (2 * CONFIG.num_kv_heads * CONFIG.head_dim + 1) * 4
+    kept = entries * (2 * alike(CONFIG).num_kv_heads * alike(CONFIG).head_dim + 1) * 4
     saved = memory[1].alias_size_in_bytes - memory[8].alias_size_in_bytes
     assert saved == kept - kept // 8
     assert memory[8].temp_size_in_bytes < memory[1].temp_size_in_bytes / 2
@@ -125,19 +127,21 @@ def test_the_work_of_a_chunk_is_shared_out():
     grid = BucketGrid(LONG, ((LONG, 1, T),), 1, (LONG,))
     key = GraphKey("prefill", grid.prefill[0])
     one, shared = (compiled(f"cpu:{n}", n, key, grid).cost_analysis()["flops"] for n in (1, 8))
-    left_out = 4 * T * T * CONFIG.num_query_heads * CONFIG.head_dim * CONFIG.num_layers
+    left_out = (
+        4 * T * T * alike(CONFIG).num_query_heads * alike(CONFIG).head_dim * CONFIG.num_layers
+    )
     assert shared < 1.02 * (one + left_out) / 8
 
 
 @pytest.mark.slow
 def test_a_prompt_of_131072_tokens_is_answered_as_on_one_device():
     length = 1 << 17
-    config = replace(CONFIG, embed=32, mlp=64, num_query_heads=2, head_dim=8, windows=(None,))
+    config = changed(CONFIG, embed=32, mlp=64, num_query_heads=2, head_dim=8, windows=(None,))
     prompt = np.random.default_rng(0).integers(3, CONFIG.vocab_size, length - 5).tolist()
 
     def logprobs(layout: Layout | None) -> np.ndarray:
         model = LaidOut(config, layout)
-        operations = model.placement.operations("prefill", config)
+        operations = model.placement.operations("prefill")
 
         @jax.jit
         def last_logits(parameters, tokens_BT, true_length_B):

@@ -5,12 +5,13 @@ present. They count every branch, also the branches of penalties, biases and thr
 rows take.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import pytest
+from alike import alike, changed
 from laid_out import layout_of
 
 from noria.compile.abstract_model import AbstractModel
@@ -21,7 +22,7 @@ from noria.compile.programs.collectives import Collective, read_collectives
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=32001,
     embed=64,
     mlp=128,
@@ -129,7 +130,7 @@ def test_decode_works_in_place_on_its_piece_of_the_cache(target, layout):
 )
 def test_scanned_layers_work_in_place_on_their_piece_of_the_cache(target, layout):
     """Temporaries also hold the current layer's cache, a small part of forty layers."""
-    config = replace(CONFIG, windows=CONFIG.windows * 20)
+    config = changed(CONFIG, windows=alike(CONFIG).windows * 20)
     decode = compiled_decode(target, layout, config, scan_layers=True)
     assert decode.overwritten >= decode.cache
     assert decode.temporaries <= 0.05 * decode.cache + 6 * decode.logits

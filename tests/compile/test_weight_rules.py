@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from alike import alike, changed
 from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
@@ -14,7 +15,7 @@ from noria.sharding.call import Call
 
 INT8, INT4 = WeightFormat("int8"), WeightFormat("int4", 8)
 SCANNED = replace(AS_PUBLISHED, scan_layers=True)
-ALIKE = replace(CONFIG, windows=(None,) * 3)
+ALIKE = changed(CONFIG, windows=(None,) * 3)
 """A model whose layers run in one loop."""
 
 
@@ -98,8 +99,12 @@ def test_the_bytes_that_decode_needs_are_those_of_codes_and_scales(form, bits):
         Work(AbstractModel(CONFIG, weight_rules=WeightRules(x)), "bfloat16") for x in (form, None)
     )
     call = Call.of_step(4, 32)
-    D, F, heads = CONFIG.embed, CONFIG.mlp, CONFIG.num_query_heads * CONFIG.head_dim
-    qkv = D * (heads + 2 * CONFIG.num_kv_heads * CONFIG.head_dim)
+    D, F, heads = (
+        CONFIG.embed,
+        alike(CONFIG).mlp,
+        alike(CONFIG).num_query_heads * alike(CONFIG).head_dim,
+    )
+    qkv = D * (heads + 2 * alike(CONFIG).num_kv_heads * alike(CONFIG).head_dim)
     elements = CONFIG.num_layers * (qkv + heads * D + 3 * D * F)
     saved = wide.needed(call).weights - narrow.needed(call).weights
     assert saved == pytest.approx(elements * (16 - bits) / 8, rel=0.02)

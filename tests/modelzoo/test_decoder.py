@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import changed
 from flax import nnx
 from tolerances import FLOAT32_MODEL_LOGPROB
 from unoptimized import set_optimized
@@ -14,12 +15,13 @@ from unoptimized import set_optimized
 from noria.modelzoo import axes
 from noria.modelzoo.attention.prompt_pieces import PromptPieces
 from noria.modelzoo.cache import kv_cache
-from noria.modelzoo.config import Arrangement, Chunk, DecoderConfig, Multipliers, Scores
+from noria.modelzoo.config import Arrangement, DecoderConfig, Multipliers
 from noria.modelzoo.decoder import Decoder
+from noria.modelzoo.layer_config import Chunk, Scores
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.rope_config import Llama3Scaling, NoRope, RopeConfig
 
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=53,
     embed=24,
     mlp=40,
@@ -31,27 +33,26 @@ CONFIG = DecoderConfig(
 )
 VARIANTS = {
     "plain": CONFIG,
-    "everything": replace(
+    "everything": changed(
         CONFIG,
         rope=RopeConfig(500.0, Llama3Scaling(4.0, 1.0, 4.0, 8)),
         tie_embeddings=True,
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
-        qk_norm=True,
+        qk_norm="head",
         sinks=True,
     ),
-    "chunks": replace(
+    "chunks": changed(
         CONFIG,
         rope=NoRope(0.4, interval=3),
         local_rope=RopeConfig(norm_epsilon=1e-5),
         windows=(Chunk(5), None, Chunk(20)),
     ),
-    "parallel": replace(CONFIG, is_parallel=True, norm="layer", qk_norm=True, qk_norm_kind="heads"),
-    "other kinds": replace(
+    "parallel": changed(CONFIG, is_parallel=True, norm="layer", qk_norm="heads"),
+    "other kinds": changed(
         CONFIG,
-        qk_norm=True,
-        qk_norm_kind="projection",
+        qk_norm="projection",
         norm_placement="both",
         scores=Scores(scale=0.5, cap=3.0),
         multipliers=Multipliers(embedding=3.0, residual=0.3, logits=0.5),
@@ -238,8 +239,8 @@ def names(config: DecoderConfig) -> set[str]:
 
 def test_norms_stand_where_the_configuration_places_them():
     before = names(CONFIG)
-    after = names(replace(CONFIG, norm_placement="after"))
-    both = names(replace(CONFIG, norm_placement="both"))
+    after = names(changed(CONFIG, norm_placement="after"))
+    both = names(changed(CONFIG, norm_placement="both"))
     assert before | after == both
     assert {name.split(".")[2] for name in both - after} == {"attention_norm", "mlp_norm"}
     assert {name.split(".")[2] for name in both - before} == {
@@ -249,7 +250,7 @@ def test_norms_stand_where_the_configuration_places_them():
 
 
 def test_a_parallel_block_has_one_norm():
-    parallel = names(replace(CONFIG, is_parallel=True))
+    parallel = names(changed(CONFIG, is_parallel=True))
     assert {name.split(".")[2] for name in parallel if name.startswith("layers.0.")} == {
         "norm",
         "attention",
@@ -257,10 +258,10 @@ def test_a_parallel_block_has_one_norm():
     }
 
 
-@pytest.mark.parametrize("field", ["qk_norm_kind", "norm_placement", "activation", "norm"])
+@pytest.mark.parametrize("field", ["qk_norm", "norm_placement", "activation", "norm"])
 def test_a_kind_that_is_unknown_is_refused(field):
     with pytest.raises(ValueError, match=f"{field}: expected one of .*, got 'sideways'"):
-        replace(CONFIG, **{field: "sideways"})
+        changed(CONFIG, **{field: "sideways"})
 
 
 def test_a_factor_of_one_is_no_operation_and_any_other_is_one():
@@ -281,7 +282,7 @@ def test_a_factor_of_one_is_no_operation_and_any_other_is_one():
 @pytest.mark.parametrize("rotated", [10, 5, -2])
 def test_more_than_a_head_and_halves_of_pairs_cannot_be_rotated(rotated):
     with pytest.raises(ValueError, match=r"rope\.rotated: expected an even number of .* 8 entries"):
-        replace(CONFIG, rope=RopeConfig(rotated=rotated))
+        changed(CONFIG, rope=RopeConfig(rotated=rotated))
 
 
 def test_a_factor_on_embeddings_is_rounded_to_their_dtype():

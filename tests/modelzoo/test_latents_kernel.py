@@ -17,13 +17,15 @@ from noria.modelzoo.attention.prompt_pieces import PromptPieces
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.entry_codes import EntryCodes
 from noria.modelzoo.cache.segments import EMPTY_POSITION
-from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig, LatentAttention, Scores
+from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig
 from noria.modelzoo.kernels import latents
 from noria.modelzoo.kernels.latents import attend_latents
+from noria.modelzoo.latent_config import LatentAttention
+from noria.modelzoo.layer_config import Scores
 from noria.modelzoo.operations import ON_ONE_DEVICE
 
 H, RANK, G = 9, 5, 3
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=37,
     embed=16,
     mlp=24,

@@ -18,7 +18,7 @@ KINDS = {
 
 def config_of(kinds: str) -> DecoderConfig:
     windows, is_sparse = zip(*map(KINDS.__getitem__, kinds), strict=True)
-    return DecoderConfig(
+    return DecoderConfig.alike(
         vocab_size=11,
         embed=8,
         mlp=8,
@@ -27,7 +27,8 @@ def config_of(kinds: str) -> DecoderConfig:
         head_dim=4,
         windows=windows,
         max_position=16,
-        moe=MoeConfig(Routing(4, 2), 8, is_sparse) if any(is_sparse) else None,
+        moe=MoeConfig(Routing(4, 2), 8),
+        sparse=is_sparse,
     )
 
 
@@ -66,7 +67,7 @@ def test_turns_run_every_layer_once_and_in_order(kinds, arrangement):
 def test_a_place_has_layers_of_one_kind(kinds):
     config = config_of(kinds)
     for layers in block_layers(config, SCANNED):
-        assert len({config.layer_kinds[layer] for layer in layers}) == 1
+        assert len({config.layers[layer] for layer in layers}) == 1
 
 
 def test_unrolled_layers_are_places_of_their_own():

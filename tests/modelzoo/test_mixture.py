@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import alike
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.config import DecoderConfig
@@ -218,12 +219,14 @@ def test_scores_that_have_become_equal_still_choose_by_their_logits():
 
 
 def test_the_first_layers_of_a_decoder_keep_their_kinds():
-    moe = MoeConfig(PLAIN, mlp=F, layers=(False, True, False, True))
+    moe = MoeConfig(PLAIN, mlp=F)
     sizes = {"vocab_size": 9, "embed": D, "mlp": F, "head_dim": 4, "max_position": 8}
     heads = {"num_query_heads": 2, "num_kv_heads": 1}
-    config = DecoderConfig(**sizes, **heads, windows=(None, 3, None, 3), moe=moe)
+    config = DecoderConfig.alike(
+        **sizes, **heads, windows=(None, 3, None, 3), moe=moe, sparse=(False, True) * 2
+    )
     two = config.first_layers(2)
-    assert two.windows == (None, 3) and two.moe is not None and two.moe.layers == (False, True)
+    assert alike(two).windows == (None, 3) and two.sparse_layers == (1,)
     assert config.first_layers(1).moe is None
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import changed
 from caches import keep, pieces
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
@@ -24,7 +25,7 @@ from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.operations import ON_ONE_DEVICE
 
 LATENT = LatentAttention(rank=10, plain_dim=6, rope_dim=4, value_dim=7, query_rank=9)
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=37,
     embed=16,
     mlp=24,
@@ -59,7 +60,7 @@ def test_the_cache_holds_a_latent_and_a_rotated_key_a_token_and_nothing_else(dty
 def test_tokens_that_read_latents_from_the_cache_answer_as_in_a_prompt(query_rank, window):
     """The test prefills three tokens of one row and seven of the other, and decodes the rest."""
     latent = replace(LATENT, query_rank=query_rank)
-    config = replace(CONFIG, latent=latent, windows=(None, window))
+    config = changed(CONFIG, latent=latent, windows=(None, window))
     tokens_BT, lengths = random_tokens(), np.array([3, 7])
     decoder = bound(config)
     x_BTD, _ = decoder.forward(jnp.asarray(tokens_BT), jnp.full(SLOTS, LENGTH))
@@ -125,14 +126,14 @@ def test_a_head_put_back_gives_the_cache_again():
     [
         ({"num_kv_heads": 1}, "expected 3 num_kv_heads, one a query head.* got 1 with 10"),
         ({"head_dim": 12}, "head_dim of 10, plain_dim and rope_dim together, got 3 with 12"),
-        ({"qkv_bias": True, "qk_norm": True}, "expected no qkv_bias, qk_norm beside it"),
+        ({"qkv_bias": True, "qk_norm": "head"}, "expected no qkv_bias, qk_norm beside it"),
         ({"latent": replace(LATENT, plain_dim=7, rope_dim=3)}, "needs an even size, got 3"),
     ],
     ids=str,
 )
 def test_a_configuration_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        replace(CONFIG, **changes)
+        changed(CONFIG, **changes)
 
 
 @pytest.mark.parametrize("size", ["rank", "plain_dim", "rope_dim", "value_dim", "query_rank"])

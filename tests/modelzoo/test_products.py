@@ -1,8 +1,7 @@
 """The recorded products of a layer: one for each weight, and which products share an array."""
 
-from dataclasses import replace
-
 import pytest
+from alike import changed
 from flax import nnx
 
 from noria.modelzoo import axes
@@ -12,7 +11,7 @@ from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.modelzoo.products import LayerRecord, record_layer, record_logits
 
-PLAIN = DecoderConfig(
+PLAIN = DecoderConfig.alike(
     vocab_size=96,
     embed=32,
     mlp=48,
@@ -24,15 +23,19 @@ PLAIN = DecoderConfig(
     qkv_bias=True,
 )
 LATENT = LatentAttention(rank=12, plain_dim=6, rope_dim=4, value_dim=10, query_rank=14)
-MOE = MoeConfig(
-    Routing(num_experts=6, num_chosen=2), 20, (False, True), shared_mlp=24, has_shared_gate=True
-)
+MOE = MoeConfig(Routing(num_experts=6, num_chosen=2), 20, shared_mlp=24, has_shared_gate=True)
 CONFIGS = {
     "dense": PLAIN,
-    "parallel": replace(PLAIN, is_parallel=True),
-    "sparse": replace(PLAIN, moe=MOE),
-    "latent": replace(
-        PLAIN, num_kv_heads=8, head_dim=LATENT.head_dim, latent=LATENT, qkv_bias=False, moe=MOE
+    "parallel": changed(PLAIN, is_parallel=True),
+    "sparse": changed(PLAIN, moe=MOE, sparse=(False, True)),
+    "latent": changed(
+        PLAIN,
+        num_kv_heads=8,
+        head_dim=LATENT.head_dim,
+        latent=LATENT,
+        qkv_bias=False,
+        moe=MOE,
+        sparse=(False, True),
     ),
 }
 
@@ -82,7 +85,7 @@ def test_latents_are_heads_of_their_own_where_the_cache_is_read():
 
 
 def test_copies_of_heads_are_more_weights():
-    one, two = (record_layer(PLAIN, 0, copies, reads_cache=False) for copies in (1, 2))
+    one, two = (record_layer(PLAIN, 0, shards, reads_cache=False) for shards in (1, 4))
     assert (one.num_kv_heads, two.num_kv_heads) == (2, 4)
     assert two.products[0].sizes["J"] == 2 + 2 and one.products[0].sizes["J"] == 4 + 2
 

@@ -8,6 +8,7 @@ from argparse import Namespace
 import jax
 import jax.numpy as jnp
 import pytest
+from alike import alike
 from numerics_helpers import ROOT, script
 
 from noria.compile.abstract_model import AbstractModel
@@ -18,7 +19,7 @@ TINY = (
     "--target cpu --layers 2 --embed 32 --mlp 48 --query-heads 4 --kv-heads 2 --head-dim 8 "
     "--vocab 64 --context 32 --prompt 32 --batches 1,3 --product 64 --copy-mib 1 --repeats 2"
 )
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=64,
     embed=32,
     mlp=48,
@@ -66,7 +67,7 @@ def test_the_bytes_of_a_decode_step_are_its_matrices_and_its_cache():
         for name, leaf in definition.abstract_parameters(jnp.float32).items()
         if leaf.ndim > 1 and name != "embedding.table"
     )
-    cache = 2 * CONFIG.num_layers * 3 * CONFIG.num_kv_heads * 16 * CONFIG.head_dim
+    cache = 2 * CONFIG.num_layers * 3 * alike(CONFIG).num_kv_heads * 16 * alike(CONFIG).head_dim
     # written, and read by sampling
     logits = 2 * 3 * CONFIG.vocab_size
     work = work_of(bench, Call.of_step(3, 16))

@@ -13,6 +13,7 @@ import zipfile
 from dataclasses import replace
 
 import pytest
+from alike import changed
 from model_on_disk import write_model
 from numerics_helpers import ROOT, script
 
@@ -53,7 +54,7 @@ def test_planned_grids_are_beside_those_picked_by_hand(run, tmp_path):
     rows = (f"{20 + 7 * i},{4 + i}" for i in range(24))
     workload.write_text("\n".join(["prompt_tokens,output_tokens", *rows]) + "\n")
     planner = script("scripts/bench_planner.py")
-    small = replace(planner.LLAMA_1B, windows=(None,) * 2)
+    small = changed(planner.LLAMA_1B, windows=(None,) * 2)
     arguments = (workload, "--output", output, "--tries", 2)
     constants = {"TARGETS": {"cpu": "float32"}, "LLAMA_1B": small, "MOST_PADDING": 2.0}
     run("bench_planner.py", *arguments, **constants)

@@ -148,7 +148,7 @@ def test_kernels_of_attention_are_compared_alone_and_in_graphs(run, models):
 def test_long_contexts_have_bytes_collectives_and_seconds(run, tmp_path):
     output = tmp_path / "long.json"
     long = script("scripts/long_context.py")
-    config = DecoderConfig(
+    config = DecoderConfig.alike(
         vocab_size=1024,
         embed=512,
         mlp=1024,

@@ -309,7 +309,8 @@ def arranged(
     parameters: dict[str, np.ndarray], config: DecoderConfig, arrangement: Arrangement
 ) -> dict[str, np.ndarray]:
     """Return published weights in a layout's arrangement, layer by layer, in plain numpy."""
-    copies, G = arrangement.kv_copies, config.heads_per_kv
+    attention = config.attentions[0]
+    copies, G = arrangement.kv_copies(attention.num_kv_heads), attention.heads_per_kv
     result = {}
     for name, x in parameters.items():
         # matrices of adapters have the heads of their weight

@@ -12,9 +12,10 @@ attention, which runs before the MLP here, and the sums for norms of a split res
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from alike import alike
+
 from noria.modelzoo import axes
-from noria.modelzoo.config import DecoderConfig
-from noria.sharding.axis_rules import kv_copies
+from noria.modelzoo.config import DecoderConfig, head_copies
 from noria.sharding.layer_shapes import ExpectedCollective
 from noria.sharding.layout import Layout
 
@@ -44,16 +45,16 @@ class LayerSizes:
     ) -> "LayerSizes":
         """Return the sizes of a model's layers under a layout."""
         shards = layout.mesh.num_shards(layout.rules[axes.QUERY_HEADS])
-        copies = kv_copies(config.num_kv_heads, shards)
+        copies = head_copies(alike(config).num_kv_heads, shards)
         return cls(
             rows,
             tokens,
             config.embed,
-            config.mlp,
-            config.num_query_heads,
-            config.num_kv_heads * copies,
+            alike(config).mlp,
+            alike(config).num_query_heads,
+            alike(config).num_kv_heads * copies,
             copies,
-            config.head_dim,
+            alike(config).head_dim,
             itemsize,
         )
 

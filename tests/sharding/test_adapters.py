@@ -67,7 +67,7 @@ def merged(config, grid, number, weight_rules=ALL_FLOAT):
 
 
 def check(family, layout, ranks, options, num_layers=2):
-    config, grid = config_of(family).select_layers(slice(num_layers)), AdapterGrid(2, ranks)
+    config, grid = config_of(family).first_layers(num_layers), AdapterGrid(2, ranks)
     laid = LaidOut(config, layout and layout_of(layout), adapters=grid, **options)
     got, prompts = laid.answer(rows()), [row.prompt for row in greedy_rows().values()]
     definition, count = AbstractModel(config), len(prompts)

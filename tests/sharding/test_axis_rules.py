@@ -9,8 +9,8 @@ from laid_out import config_of, layout_of
 from noria.compile.targets import find_target
 from noria.modelzoo import axes
 from noria.modelzoo.cache.segments import CPU_BLOCKS
-from noria.modelzoo.config import Arrangement
-from noria.sharding.axis_rules import AxisRules, kv_copies
+from noria.modelzoo.config import Arrangement, head_copies
+from noria.sharding.axis_rules import AxisRules
 from noria.sharding.placement import arrangement_of
 
 RULES = AxisRules(
@@ -65,16 +65,16 @@ def test_the_cache_has_the_heads_that_its_rows_leave(attention_batch, cache_head
     [(8, 1, 1), (8, 8, 1), (8, 4, 1), (2, 8, 4), (1, 8, 8), (3, 6, 2), (4, 6, 3), (3, 2, 2)],
 )
 def test_a_head_is_kept_as_often_as_makes_the_heads_divide(num_heads, num_shards, copies):
-    assert kv_copies(num_heads, num_shards) == copies
+    assert head_copies(num_heads, num_shards) == copies
     assert num_heads * copies % num_shards == 0
 
 
 @pytest.mark.parametrize(
     ("layout", "num_kv_heads", "arrangement", "num_cache_heads"),
     [
-        ("weight-stationary-1d", 8, Arrangement(1, 152), 8),
-        ("v5e-host", 2, Arrangement(4, 152), 8),
-        ("weight-stationary-1d-batch-attention", 2, Arrangement(4, 152), 2),
+        ("weight-stationary-1d", 8, Arrangement(8, 152), 8),
+        ("v5e-host", 2, Arrangement(8, 152), 8),
+        ("weight-stationary-1d-batch-attention", 2, Arrangement(8, 152), 2),
         ("gpu-host@data=2,tensor=3", 8, Arrangement(3, 153), 24),
         ("data-parallel", 1, Arrangement(), 1),
     ],
@@ -86,7 +86,8 @@ def test_weights_and_cache_are_arranged_as_a_layout_wants_them(
     placement = find_target(f"cpu:{laid.mesh.num_devices}").placement(laid)
     wanted = replace(arrangement, key_blocks=CPU_BLOCKS, packs_codes=False)
     assert placement.arrangement(config) == wanted
-    assert placement.num_cache_heads(config) == num_cache_heads
+    copies = head_copies(num_kv_heads, placement.cache_head_shards)
+    assert num_kv_heads * copies == num_cache_heads
 
 
 def test_keys_lie_in_blocks_on_the_cpu_where_devices_do_not_share_entries_out():

@@ -16,7 +16,7 @@ from noria.modelzoo.attention.blockwise import attend_blockwise
 from noria.modelzoo.attention.segment_attention import Entries, attend_segments
 from noria.modelzoo.cache.layer_cache import KeysAndValues, PromptLatents
 from noria.modelzoo.cache.segments import EMPTY_POSITION, Stripes, entry_positions
-from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window
+from noria.modelzoo.layer_config import PLAIN_SCORES, Chunk, Scores, Window
 from noria.modelzoo.operations import ON_ONE_DEVICE, Operations
 from noria.sharding import cache_attention
 from noria.sharding.cache_attention import attend_sharded_chunk, gather_queries, pass_entries

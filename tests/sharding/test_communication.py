@@ -1,9 +1,9 @@
 """Communication derived from rules, against published formulas, and its consequences."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
+from alike import alike, changed
 from published_communication import FORMULAS, LayerSizes
 
 from noria.modelzoo.config import DecoderConfig
@@ -13,7 +13,7 @@ from noria.sharding.communication import predict_collectives
 from noria.sharding.layout import Layout
 
 ITEMSIZE = 2
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=1024,
     embed=512,
     mlp=1536,
@@ -52,7 +52,7 @@ def layout_of(name: str) -> Layout:
 @pytest.mark.parametrize("name", FORMULAS)
 def test_named_layouts_send_what_the_published_formulas_say(name, phase):
     layout, call = layout_of(name), CALLS[phase]
-    config = replace(CONFIG, num_kv_heads=NUM_KV_HEADS.get(name, CONFIG.num_kv_heads))
+    config = changed(CONFIG, num_kv_heads=NUM_KV_HEADS.get(name, alike(CONFIG).num_kv_heads))
     sizes = LayerSizes.of(config, layout, call.rows, call.tokens, ITEMSIZE)
     wanted = Counter()
     for one in FORMULAS[name][phase](sizes, layout.mesh.sizes):

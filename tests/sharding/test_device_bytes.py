@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from alike import changed
 from laid_out import layout_of
 
 from noria.compile.abstract_model import AbstractModel
@@ -27,7 +28,7 @@ CACHE_BYTES = int(0.3 * 32 * 2**30)
 
 
 def palm(kv_heads: int, head_dim: int) -> DecoderConfig:
-    return DecoderConfig(
+    return DecoderConfig.alike(
         vocab_size=256_000,
         embed=18_432,
         mlp=73_728,
@@ -74,7 +75,7 @@ def test_multiquery_attention_over_batch_holds_32_times_the_context_of_multihead
     assert bytes_of[1] == 64 * bytes_of[2]
 
 
-SMALL = DecoderConfig(
+SMALL = DecoderConfig.alike(
     vocab_size=104,
     embed=32,
     mlp=64,
@@ -86,7 +87,7 @@ SMALL = DecoderConfig(
 )
 
 
-WINDOWED = replace(SMALL, windows=(None, 5, 24, 5))
+WINDOWED = changed(SMALL, windows=(None, 5, 24, 5))
 SOME_LAYOUTS = pytest.mark.parametrize(
     "name", ["data-parallel", "v5e-host", "v5p-slice", "data-tensor-batch-attention"]
 )
@@ -136,7 +137,7 @@ def test_the_bytes_are_those_of_the_shards(name):
 )
 def test_a_cache_of_latents_is_whole_on_every_device_that_has_the_row(name, rows):
     latent = LatentAttention(rank=12, plain_dim=5, rope_dim=4, value_dim=6)
-    config = replace(SMALL, num_kv_heads=16, head_dim=9, latent=latent)
+    config = changed(SMALL, num_kv_heads=16, head_dim=9, latent=latent)
     got = cache_bytes_per_device(config, layout_of(name), 16, 64, jnp.bfloat16)
     assert got == config.num_layers * rows * 64 * (12 + 4) * 2
     codes = replace(AS_PUBLISHED, cache_codes="int8")

@@ -88,7 +88,7 @@ def mixed_over(
     layout = layout_of(name)
     mesh = find_target("cpu:8").placement(layout).mesh
     rules: AxisRules = layout.rules
-    operations = ShardedOperations(mesh, rules, rules, num_kv_heads=1)
+    operations = ShardedOperations(mesh, rules, rules)
     x_BTD, is_token_BT, router, weights = arrays(dtype, has_bias)
     placed = ExpertWeights._make(
         None if x is None else jax.device_put(x, NamedSharding(mesh, rules.spec(logical_axes)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+from alike import changed
 
 from noria.compile.abstract_model import model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid
@@ -20,7 +21,7 @@ from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.sharding.layout import Layout
 from noria.sharding.legality import IllegalLayout, check, require
 
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=1001,
     embed=64,
     mlp=96,
@@ -68,11 +69,11 @@ def layout(
     return Layout.from_table(table)
 
 
-MOE = MoeConfig(Routing(6, 2), mlp=30, layers=(True, False), shared_mlp=34)
+MOE = MoeConfig(Routing(6, 2), mlp=30, shared_mlp=34)
 
 
 def findings(of: Layout, grid: BucketGrid | None = GRID, **sizes: int) -> list[str]:
-    return check(of, model_sizes(replace(CONFIG, **sizes), 8, grid))
+    return check(of, model_sizes(changed(CONFIG, **sizes), 8, grid))
 
 
 def test_the_layout_that_the_illegal_ones_change_is_legal():
@@ -173,7 +174,7 @@ def test_a_mesh_or_a_name_that_cannot_be_is_refused(illegal, expected):
     ids=["experts", "hidden size", "partly exchanged", "gathered", "moved"],
 )
 def test_experts_that_cannot_be_shared_out_are_refused(illegal, expected):
-    sizes = model_sizes(replace(CONFIG, moe=MOE), 8, GRID)
+    sizes = model_sizes(changed(CONFIG, moe=MOE), 8, GRID)
     assert check(illegal, sizes) == expected
 
 
@@ -473,7 +474,7 @@ def test_all_that_is_wrong_with_a_layout_is_said_at_once():
         embed_in="data",
     )
     with pytest.raises(IllegalLayout) as refused:
-        require(illegal, model_sizes(replace(CONFIG, mlp=90), 8, GRID))
+        require(illegal, model_sizes(changed(CONFIG, mlp=90), 8, GRID))
     assert [finding.partition(":")[0] for finding in refused.value.findings] == [
         "mesh axis 'data' splits the residual stream twice, as residual_batch and as embed. Change "
         "one of the rules.",
@@ -502,7 +503,7 @@ def test_a_layout_is_refused_quickly_and_without_a_compile(monkeypatch):
     started = compile_monitor().num_compiles
     monkeypatch.setattr(jax.stages.Traced, "lower", None)
     before = time.monotonic()
-    sizes = model_sizes(replace(CONFIG, windows=(None,) * 30), 8, GRID)
+    sizes = model_sizes(changed(CONFIG, windows=(None,) * 30), 8, GRID)
     with pytest.raises(IllegalLayout):
         require(layout(embed="data"), sizes)
     assert time.monotonic() - before < 2.0

@@ -18,9 +18,10 @@ from jax.sharding import Mesh
 from noria.modelzoo import axes
 from noria.modelzoo.attention.attend import Queries
 from noria.modelzoo.cache.layer_cache import PromptKeysValues
+from noria.modelzoo.config import head_copies
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.weights.product import einsum
-from noria.sharding.axis_rules import AxisRules, kv_copies
+from noria.sharding.axis_rules import AxisRules
 from noria.sharding.layout import Layout
 from noria.sharding.mesh_layout import MeshLayout
 from noria.sharding.sharded_operations import ShardedOperations
@@ -42,10 +43,8 @@ def rules_of(**rules: str | list[str]) -> AxisRules:
     return Layout.from_table({"mesh": SIZES, "rules": rules}).rules
 
 
-def operations(
-    used: AxisRules, stored: AxisRules | None = None, num_kv_heads: int = 8
-) -> ShardedOperations:
-    return ShardedOperations(mesh(), used, stored or used, num_kv_heads)
+def operations(used: AxisRules, stored: AxisRules | None = None) -> ShardedOperations:
+    return ShardedOperations(mesh(), used, stored or used)
 
 
 def run(function, *arguments: Any) -> Any:
@@ -182,8 +181,8 @@ def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
     B, T, K, N, H, S = 8, 2, ATTENTION[name][0], 24, 4, 3
     rules = rules_of(**ATTENTION[name][1])
     lies_over = ("data", "tensor") if "gathered" in name else rules[axes.QUERY_HEADS]
-    stored = kv_copies(K, MeshLayout.from_table(SIZES).num_shards(lies_over))
-    kept = kv_copies(K, MeshLayout.from_table(SIZES).num_shards(rules[axes.KV_HEADS]))
+    stored = head_copies(K, MeshLayout.from_table(SIZES).num_shards(lies_over))
+    kept = head_copies(K, MeshLayout.from_table(SIZES).num_shards(rules[axes.KV_HEADS]))
     G = N // K
     queries = Queries(integers(B, T, K, G, H), 10_000 * integers(K, G))
     row_B = np.arange(B, dtype=np.float32)
@@ -202,7 +201,7 @@ def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
     new = PromptKeysValues(k_BKHT, v_BKTH)
     out_BTKGH, (cache,) = body(queries, new, None, Rows(row_B), (Entries(cache_BKHS),))
     got_BTKGH, (got_cache,) = run(
-        operations(rules, num_kv_heads=K).attend(body, writes_cache=True),
+        operations(rules).attend(body, K, writes_cache=True),
         Queries(
             queries.q_BTKGH.reshape(B, T, K * stored, G // stored, H),
             queries.sink_KG.reshape(K * stored, G // stored),
@@ -241,8 +240,8 @@ def test_attention_without_new_keys_sees_its_rows_of_what_is_kept_whole(rules):
     rows = Rows(row_B.astype(np.float32))
     arguments = (Queries(q_BTKGH), None, None, rows, (LatentEntries(cache_BSH),))
     expected_BTKGH, (expected_BSH,) = body(*arguments)
-    on_mesh = operations(rules_of(**rules), num_kv_heads=N)
-    got_BTKGH, (got_BSH,) = run(on_mesh.attend(body, writes_cache=True), *arguments)
+    on_mesh = operations(rules_of(**rules))
+    got_BTKGH, (got_BSH,) = run(on_mesh.attend(body, N, writes_cache=True), *arguments)
     assert (got_BTKGH == expected_BTKGH).all()
     assert (got_BSH == expected_BSH).all()
 

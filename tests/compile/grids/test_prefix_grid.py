@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from alike import changed
 from planning_models import PLAIN, work_of
 from related_prompts import related_prompts, table_of
 
@@ -162,7 +163,7 @@ def test_the_cache_of_a_grid_has_its_prefixes():
 
 
 def test_a_window_limits_what_a_step_reads_of_a_prefix():
-    work = work_of(replace(PLAIN, windows=(None, 10, None)))
+    work = work_of(changed(PLAIN, windows=(None, 10, None)))
     part = attention(work, GRID.decode_call(128))
     assert part.bytes == (2 * (4 * 128 + 2 * 64) + (4 + 2) * 10) * ENTRY_BYTES
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib import resources
 
 import pytest
+from alike import alike
 from planning_models import PLAIN as DENSE
 from planning_models import work_of
 
@@ -79,7 +80,7 @@ def test_a_dtype_that_was_not_measured_has_the_shares_of_the_first():
 
 def test_scores_and_logits_that_pass_through_memory_take_its_time():
     step = CALLS[2]
-    scores = 4 * 64 * DENSE.num_query_heads * DENSE.num_layers
+    scores = 4 * 64 * alike(DENSE).num_query_heads * DENSE.num_layers
     more = parts_of(step, score_bytes={"decode": 10.0})["attention"] - parts_of(step)["attention"]
     assert more == pytest.approx(scores * 10 / MINE.memory_rate)
     more = parts_of(step, logit_bytes=10.0)["logits"] - parts_of(step)["logits"]

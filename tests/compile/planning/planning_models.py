@@ -1,6 +1,6 @@
 """Shapes of models for predictions: a dense model and a sparse model."""
 
-from dataclasses import replace
+from alike import changed
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.planning.work import Work
@@ -8,7 +8,7 @@ from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.sharding.layout import Layout
 
-PLAIN = DecoderConfig(
+PLAIN = DecoderConfig.alike(
     vocab_size=512,
     embed=64,
     mlp=160,
@@ -18,9 +18,7 @@ PLAIN = DecoderConfig(
     windows=(None,) * 3,
     max_position=512,
 )
-SPARSE = replace(
-    PLAIN, moe=MoeConfig(Routing(num_experts=8, num_chosen=2), mlp=96, layers=(True,) * 3)
-)
+SPARSE = changed(PLAIN, moe=MoeConfig(Routing(num_experts=8, num_chosen=2), mlp=96))
 
 
 def work_of(config: DecoderConfig, layout: Layout | None = None, *, dtype: str = "float32") -> Work:

@@ -1,9 +1,8 @@
 """The work of graphs, against what the compiler counts and against sums by hand."""
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 import pytest
+from alike import changed
 from planning_models import PLAIN, SPARSE, work_of
 from tiny import CONFIG
 
@@ -84,13 +83,13 @@ def test_a_step_needs_the_experts_that_its_tokens_choose_if_routing_is_uniform()
 def test_a_prompt_needs_room_for_the_entries_that_it_fills():
     work = work_of(PLAIN)
     assert work.needed(Call("prefill", 4, 32, 32)).cache == work.cache_bytes(4, 32)
-    windowed = work_of(replace(PLAIN, windows=(16, None, 16)))
+    windowed = work_of(changed(PLAIN, windows=(16, None, 16)))
     assert windowed.needed(Call("prefill", 4, 32, 32)).cache == windowed.cache_bytes(4, 32)
     assert windowed.cache_bytes(4, 32) == work.cache_bytes(4, 32) * (16 + 32 + 16) / 96
 
 
 def test_a_window_bounds_what_a_step_attends_to():
-    windowed = replace(PLAIN, windows=(16, None, 16))
+    windowed = changed(PLAIN, windows=(16, None, 16))
     spans = [part(work_of(windowed), Call.of_step(1, span), "attention").flops for span in (64, 96)]
     per_entry = 2 * 8 * 2 * 16
     assert spans == [(16 + 64 + 16) * per_entry, (16 + 96 + 16) * per_entry]

@@ -10,7 +10,7 @@ from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.attention.attend import attend_masked, merge, visible, with_sinks
 from noria.modelzoo.cache.segments import EMPTY_POSITION
-from noria.modelzoo.config import BothSides, Chunk, Scores
+from noria.modelzoo.layer_config import BothSides, Chunk, Scores
 
 B, T, K, G, S, H = 2, 4, 2, 3, 7, 8
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import alike, changed
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
@@ -17,12 +18,13 @@ from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.entry_codes import INT4_IN_BYTES
 from noria.modelzoo.cache.kv_cache import KVCache
 from noria.modelzoo.cache.segments import join_blocks
-from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig
+from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
+from noria.modelzoo.layer_config import Chunk
 from noria.modelzoo.layer_groups import block_layers, single_layer_names
 from noria.modelzoo.operations import ON_ONE_DEVICE
 
-HEADS = DecoderConfig(
+HEADS = DecoderConfig.alike(
     vocab_size=41,
     embed=16,
     mlp=24,
@@ -36,7 +38,7 @@ HEADS = DecoderConfig(
 LATENT = LatentAttention(rank=10, plain_dim=6, rope_dim=4, value_dim=7)
 CONFIGS = {
     "heads": HEADS,
-    "latents": replace(HEADS, num_kv_heads=4, head_dim=LATENT.head_dim, latent=LATENT),
+    "latents": changed(HEADS, num_kv_heads=4, head_dim=LATENT.head_dim, latent=LATENT),
 }
 SCANNED = Arrangement(scan_layers=True)
 WIDE = Arrangement(head_multiple=16)
@@ -121,7 +123,7 @@ model = cache(Model)
 
 def in_turns(config: DecoderConfig, arrangement: Arrangement) -> DecoderConfig:
     """Return the model with its layers twice where they are scanned: the loop has two turns."""
-    return replace(config, windows=config.windows * (2 if arrangement.scan_layers else 1))
+    return changed(config, windows=alike(config).windows * (2 if arrangement.scan_layers else 1))
 
 
 def random_tokens(seed: int) -> jax.Array:
@@ -222,7 +224,7 @@ def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.n
     """Return each layer's positions in order, with its entries; zeros if there is no token."""
     found = {}
     for layers, kept in zip(block_layers(one.config, one.arrangement), cache.layers, strict=True):
-        positions = cache.positions.for_window(one.config.windows[layers.start])
+        positions = cache.positions.for_window(alike(one.config).windows[layers.start])
         position_BS = np.concatenate(positions, axis=1)
         for index, layer in enumerate(layers):
             arrays = []
@@ -240,7 +242,7 @@ def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.n
 def test_slots_are_taken_without_the_padding_of_heads_unless_it_is_rotated(codes, size):
     arrangement = replace(WIDE, cache_codes=codes)
     cache = kv_cache.allocate(HEADS, 3, SPANS, jnp.dtype("float32"), arrangement=arrangement)
-    slots, heads = jnp.array([2, 0]), HEADS.num_kv_heads
+    slots, heads = jnp.array([2, 0]), alike(HEADS).num_kv_heads
     taken = layer_of_slots(cache.layers[0], jnp.int32(0), slots, 0, heads, 8, ON_ONE_DEVICE)
     shapes = [(1, 2, heads, count, size) for count in (4, 20)]
     assert [x.shape for x in taken.v_LBKSH] == shapes

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from alike import alike, changed
 from caches import CONFIG, SLOTS, H, K, keep, pieces, random_prompt
 from coded_entries import decode, encode
 from tolerances import FLOAT32_ELEMENTWISE
@@ -18,16 +19,17 @@ from noria.modelzoo.cache import entry_codes, kv_cache
 from noria.modelzoo.cache.entry_codes import EntryCodes
 from noria.modelzoo.cache.layer_cache import LayerCache, NewEntries, PromptLatents
 from noria.modelzoo.cache.segments import EMPTY_POSITION
-from noria.modelzoo.config import AS_PUBLISHED, Chunk, DecoderConfig, Scores
+from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
+from noria.modelzoo.layer_config import Chunk, Scores
 
 CODES = ("int8", "float8_e4m3fn")
 SPANS = (8, 24)
 RANK = 5
 LATENT = LatentAttention(rank=RANK, plain_dim=3, rope_dim=4, value_dim=4)
 KINDS = {
-    "keys and values": replace(CONFIG, windows=(None, Chunk(5))),
-    "latents": replace(CONFIG, num_kv_heads=6, head_dim=7, latent=LATENT, windows=(6,)),
+    "keys and values": changed(CONFIG, windows=(None, Chunk(5))),
+    "latents": changed(CONFIG, num_kv_heads=6, head_dim=7, latent=LATENT, windows=(6,)),
 }
 """Kinds of entries, in layers that keep all entries and in rolling buffers."""
 
@@ -86,12 +88,12 @@ def test_a_value_that_is_not_finite_stays_visible(codes, value):
 
 def new_entries(config: DecoderConfig, length: int, seed: int) -> tuple[NewEntries, ...]:
     """Return new entries of each layer, for all slots; sums of a few of them are exact."""
-    if config.latent is None:
+    if alike(config).latent is None:
         return jax.tree.map(lambda x: jnp.rint(4096 * x) / 4096, random_prompt(SLOTS, length, seed))
     rng = np.random.default_rng(seed)
     return tuple(
         PromptLatents(jnp.asarray(rng.normal(size=(SLOTS, length, 9)), jnp.float32))
-        for _ in config.windows
+        for _ in alike(config).windows
     )
 
 
@@ -100,16 +102,20 @@ def written(config: DecoderConfig, codes: str | None) -> list[LayerCache]:
     """Return a cache after whole prompts, chunks, and a token of each row but one."""
     arrangement = replace(AS_PUBLISHED, cache_codes=codes)
     cache = kv_cache.allocate(config, SLOTS, SPANS, jnp.float32, arrangement=arrangement)
-    write = partial(keep, windows=config.windows, splits=config.entry_splits)
+    write = partial(keep, windows=alike(config).windows, splits=config.attentions[0].entry_splits)
     cache = write(cache, new_entries(config, 14, 1), pieces([2, 0, 3, SLOTS], [14, 3, 9, 14]))
     cache = write(cache, new_entries(config, 5, 2), pieces([3, SLOTS, 1, 2], [5, 5, 2, 4], 14))
     position_B, layer = jnp.array([3, 16, EMPTY_POSITION, 19]), jnp.int32(0)
     tokens = new_entries(config, 1, 3)
     return [
         kv_cache.append(
-            old, new, cache.positions.entry(position_B, window), layer, config.entry_splits
+            old,
+            new,
+            cache.positions.entry(position_B, window),
+            layer,
+            config.attentions[0].entry_splits,
         )
-        for old, new, window in zip(cache.layers, tokens, config.windows, strict=True)
+        for old, new, window in zip(cache.layers, tokens, alike(config).windows, strict=True)
     ]
 
 
@@ -122,7 +128,7 @@ def test_every_write_leaves_the_codes_of_the_floats_that_it_would_leave(kind, co
         encoded, scales = [], []
         for segments, axis in zip(floats, floats.FEATURE_AXES, strict=True):
             parts = [
-                encode(np.asarray(x), axis, codes, np.float32, config.entry_splits)
+                encode(np.asarray(x), axis, codes, np.float32, config.attentions[0].entry_splits)
                 for x in segments
             ]
             encoded.append([x for x, _ in parts])
@@ -136,7 +142,7 @@ def test_every_write_leaves_the_codes_of_the_floats_that_it_would_leave(kind, co
 
 
 def test_scanned_layers_write_the_scales_of_their_own_layer():
-    config = replace(CONFIG, windows=(None,) * 3)
+    config = changed(CONFIG, windows=(None,) * 3)
     arrangement = replace(AS_PUBLISHED, scan_layers=True, cache_codes="int8")
     cache = kv_cache.allocate(config, SLOTS, SPANS, jnp.float32, arrangement=arrangement)
     (layers,) = cache.layers

@@ -3,7 +3,6 @@
 Each slot is compared with a plain dictionary from positions to keys and values.
 """
 
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import changed
 from caches import CONFIG, SLOTS, H, K, keep, pieces, random_prompt, sides, used_cache
 from tolerances import FLOAT32_ELEMENTWISE
 
@@ -20,12 +20,13 @@ from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.kv_cache import KVCache
 from noria.modelzoo.cache.layer_cache import PromptKeysValues, read_layer
 from noria.modelzoo.cache.segments import EMPTY_POSITION
-from noria.modelzoo.config import Chunk, DecoderConfig, Window
+from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.layer_config import Chunk, Window
 
 CUTS = [(24,), (4, 24), (2, 4, 8, 24), (5, 24)]
 """Spans above the windows, below them and equal to one."""
 WINDOWS = (3, None, 5, 3)
-ROLLING = replace(CONFIG, windows=WINDOWS)
+ROLLING = changed(CONFIG, windows=WINDOWS)
 
 
 keep_rolling = jax.jit(partial(keep, windows=WINDOWS))
@@ -189,7 +190,7 @@ def num_bytes(config: DecoderConfig, spans: tuple[int, ...]) -> int:
 def test_layers_take_the_bytes_of_their_windows_and_share_positions(
     spans, windows, entries_of_layers, entries_of_positions
 ):
-    config = replace(CONFIG, windows=windows)
+    config = changed(CONFIG, windows=windows)
     keys_values = 2 * sum(entries_of_layers) * K * H * 4
     positions = sum(entries_of_positions) * 4
     assert num_bytes(config, spans) == SLOTS * (keys_values + positions)

@@ -13,7 +13,7 @@ from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.tensor_source import TensorInfo
 
 K, G, H, D, V = 3, 4, 8, 6, 11
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=V,
     embed=D,
     mlp=5,
@@ -72,7 +72,7 @@ def reference(joined, copies, kv_axis):
 @pytest.mark.parametrize("names", [hugging_face.NAMES, INTERLEAVED], ids=["hf", "interleaved"])
 @pytest.mark.parametrize("copies", [1, 2, 4])
 def test_each_copy_of_a_head_holds_its_share_of_the_queries_and_the_key_and_value(names, copies):
-    arranged = Arrangement(kv_copies=copies)
+    arranged = Arrangement(head_shards=K * copies)
     Kr, Jr = K * copies, G // copies + 2
     qkv = filled(names, AS_PUBLISHED, "layers.0.attention.qkv", (D, K, G + 2, H))
     got = filled(names, arranged, "layers.0.attention.qkv", (D, Kr, Jr, H))
@@ -94,7 +94,7 @@ def test_each_copy_of_a_head_holds_its_share_of_the_queries_and_the_key_and_valu
 @pytest.mark.parametrize("names", [hugging_face.NAMES, INTERLEAVED], ids=["hf", "interleaved"])
 def test_any_box_of_arranged_weights_equals_the_box_of_the_whole(names):
     shape = (D, 2 * K, G // 2 + 2, H)
-    arranged = Arrangement(kv_copies=2)
+    arranged = Arrangement(head_shards=2 * K)
     whole = filled(names, arranged, "layers.0.attention.qkv", shape)
     rng = np.random.default_rng(1)
     for _ in range(50):
@@ -114,8 +114,8 @@ def test_rows_past_the_vocabulary_are_zero(parameter):
 
 @pytest.mark.parametrize("copies", [3, 8])
 def test_copies_that_cannot_share_the_queries_are_refused(copies):
-    with pytest.raises(ValueError, match=f"divisor of the 4 query heads .* got {copies}"):
-        parameter_sources(CONFIG, hugging_face.NAMES, Arrangement(kv_copies=copies))
+    with pytest.raises(ValueError, match=f"divide its 4 query heads, got {copies}"):
+        parameter_sources(CONFIG, hugging_face.NAMES, Arrangement(head_shards=K * copies))
 
 
 def test_a_padded_vocabulary_that_drops_tokens_is_refused():
@@ -123,7 +123,7 @@ def test_a_padded_vocabulary_that_drops_tokens_is_refused():
         parameter_sources(CONFIG, hugging_face.NAMES, Arrangement(padded_vocab=8))
 
 
-@pytest.mark.parametrize("field", ["kv_copies", "padded_vocab"])
+@pytest.mark.parametrize("field", ["head_shards", "padded_vocab"])
 @pytest.mark.parametrize("size", [0, -1, 2.0])
 def test_an_arrangement_of_no_sensible_size_is_refused(field, size):
     with pytest.raises(ValueError, match=f"{field}: expected a positive integer, got {size}"):

@@ -1,14 +1,16 @@
 """Encoders' config.json and tensor names: published forms are read, other options are refused."""
 
 import pytest
+from alike import alike
 
-from noria.modelzoo.config import BothSides, TokenInputs
+from noria.modelzoo.config import TokenInputs
 from noria.modelzoo.families.registry import (
     UnsupportedModel,
     from_hf_config,
     hugging_face_form,
     with_pooling,
 )
+from noria.modelzoo.layer_config import BothSides
 from noria.modelzoo.pooling_config import Pooling, Projection
 from noria.modelzoo.rope_config import NoRope, RopeConfig
 
@@ -91,9 +93,13 @@ def test_minilm_is_read():
     spec = from_hf_config(MINILM)
     config = spec.config
     assert spec.ignored_keys == () and spec.family == "bert"
-    assert config.windows == (BothSides(),) * 6 and config.rope == NoRope()
+    assert alike(config).windows == (BothSides(),) * 6 and alike(config).rope == NoRope()
     assert config.inputs == TokenInputs(512, 0, 2) and config.max_position == 512
-    assert (config.norm_placement, config.norm_bias, config.is_gated) == ("residual", True, False)
+    assert (alike(config).norm_placement, config.norm_bias, alike(config).is_gated) == (
+        "residual",
+        True,
+        False,
+    )
     assert config.lacks_generation == "it has no output head"
 
 
@@ -105,10 +111,10 @@ def test_positions_of_roberta_begin_after_the_padding_id():
 def test_modernbert_is_read_with_its_layers_of_two_kinds():
     spec = from_hf_config(MODERNBERT)
     assert spec.ignored_keys == ()
-    windows = spec.config.windows
+    windows = alike(spec.config).windows
     assert windows[:4] == (BothSides(), BothSides(64), BothSides(64), BothSides())
-    assert spec.config.rope_of(windows[0]) == RopeConfig(160000.0)
-    assert spec.config.rope_of(windows[1]) == RopeConfig(10000.0)
+    assert spec.config.layers[0].attention.rope == RopeConfig(160000.0)
+    assert spec.config.layers[1].attention.rope == RopeConfig(10000.0)
     names = {source.parameter for source in spec.sources}
     assert "layers.0.attention_norm.scale" not in names
     assert {"layers.1.attention_norm.scale", "final_norm.scale", "inputs.norm.scale"} <= names

@@ -6,13 +6,15 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import alike, changed
 from memory_tensors import Arrays
 
 from noria.compile.abstract_model import AbstractModel
-from noria.modelzoo.config import Multipliers, Scores
+from noria.modelzoo.config import Multipliers
 from noria.modelzoo.families import hugging_face
 from noria.modelzoo.families.registry import UnsupportedModel, from_gguf_metadata, from_hf_config
 from noria.modelzoo.families.sources import parameter_sources
+from noria.modelzoo.layer_config import Scores
 from noria.modelzoo.rope_config import FactorScaling, LinearScaling, RopeConfig, YarnScaling
 from noria.runtime.checkpoint.axis_pattern import AxisPattern
 from noria.runtime.checkpoint.loader import read_parameter
@@ -54,7 +56,11 @@ def test_sources_fill_exactly_the_parameters_of_the_decoder(architecture, tensor
 def test_biases_are_there_when_their_tensors_are():
     names = [f"blk.0.{name}.bias" for name in ("attn_q", "attn_output", "ffn_down")]
     spec = from_gguf_metadata(metadata(), (*UNTIED, *names))
-    assert (spec.config.qkv_bias, spec.config.output_bias, spec.config.mlp_bias) == (True,) * 3
+    assert (
+        alike(spec.config).qkv_bias,
+        alike(spec.config).output_bias,
+        alike(spec.config).mlp_bias,
+    ) == (True,) * 3
     filled = [source.parameter for source in spec.sources]
     assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
 
@@ -90,33 +96,37 @@ def test_the_factors_of_granite_are_read_and_logits_are_divided():
         metadata("granite", attention__scale=0.125, **factors), UNTIED
     ).config
     assert config.multipliers == Multipliers(embedding=12.0, residual=0.25, logits=0.125)
-    assert config.scores == Scores(scale=0.125)
-    assert from_gguf_metadata(metadata("granite"), UNTIED).config.scores == Scores()
+    assert alike(config).scores == Scores(scale=0.125)
+    assert alike(from_gguf_metadata(metadata("granite"), UNTIED).config).scores == Scores()
 
 
 def test_gemma2_is_read_as_llama_cpp_does():
     caps = {"attn_logit_softcapping": 40.0, "final_logit_softcapping": 20.0}
     read = metadata("gemma2", attention__sliding_window=9, embedding_length=64, **caps)
     config = from_gguf_metadata(read | {"gemma2.rope.dimension_count": 16}, UNTIED[:1]).config
-    assert config.windows == (9, None)
-    assert (config.scores, config.logit_cap) == (Scores(cap=40.0), 20.0)
+    assert alike(config).windows == (9, None)
+    assert (alike(config).scores, config.logit_cap) == (Scores(cap=40.0), 20.0)
     assert config.multipliers == Multipliers(embedding=8.0)
-    assert (config.norm_offset, config.activation) == (0.0, "gelu_tanh")
+    assert (config.norm_offset, alike(config).activation) == (0.0, "gelu_tanh")
     large = from_gguf_metadata(metadata("gemma2", block_count=46), UNTIED[:1]).config
-    assert large.scores == Scores(scale=8**-0.5, cap=50.0)
+    assert alike(large).scores == Scores(scale=8**-0.5, cap=50.0)
 
 
 def test_gemma3_is_read_as_llama_cpp_does():
     read = metadata("gemma3", attention__sliding_window=9, block_count=7)
     config = from_gguf_metadata(read, UNTIED[:1]).config
-    assert config.windows == (9, 9, 9, 9, 9, None, 9)
-    assert (config.rope, config.local_rope) == (RopeConfig(1e5), RopeConfig(1e4))
-    assert (config.scores, config.logit_cap, config.qk_norm) == (Scores(), None, True)
-    assert from_gguf_metadata(metadata("gemma3"), UNTIED[:1]).config.windows == (None, None)
+    assert alike(config).windows == (9, 9, 9, 9, 9, None, 9)
+    assert (alike(config).rope, alike(config).local_rope) == (RopeConfig(1e5), RopeConfig(1e4))
+    assert (alike(config).scores, config.logit_cap, alike(config).qk_norm) == (
+        Scores(),
+        None,
+        "head",
+    )
+    assert alike(from_gguf_metadata(metadata("gemma3"), UNTIED[:1]).config).windows == (None, None)
     changed = {"attention__sliding_window_pattern": 2, "rope__freq_base_swa": 3e4}
     read = metadata("gemma3", attention__sliding_window=9, **changed)
     config = from_gguf_metadata(read, UNTIED[:1]).config
-    assert (config.windows, config.local_rope) == ((9, None), RopeConfig(3e4))
+    assert (alike(config).windows, alike(config).local_rope) == ((9, None), RopeConfig(3e4))
 
 
 @pytest.mark.parametrize(("num_layers", "has_qk_norm"), [(40, False), (64, True)])
@@ -125,8 +135,8 @@ def test_command_r_is_read_as_llama_cpp_does(num_layers, has_qk_norm):
     read = metadata("command-r", **norms, logit_scale=0.0625, block_count=num_layers)
     spec = from_gguf_metadata(read, UNTIED[:1])
     assert spec.config.multipliers == Multipliers(logits=0.0625)
-    assert (spec.config.norm, spec.config.is_parallel) == ("layer", True)
-    assert spec.config.qk_norm == has_qk_norm
+    assert (spec.config.norm, alike(spec.config).is_parallel) == ("layer", True)
+    assert alike(spec.config).qk_norm == ("heads" if has_qk_norm else None)
     filled = [source.parameter for source in spec.sources]
     assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
 
@@ -150,15 +160,15 @@ def test_values_and_outputs_are_never_permuted():
 
 def test_a_window_of_mistral_is_for_all_layers():
     spec = from_gguf_metadata(metadata(attention__sliding_window=16), UNTIED)
-    assert spec.config.windows == (16, 16)
+    assert alike(spec.config).windows == (16, 16)
     spec = from_gguf_metadata(metadata(attention__sliding_window=0), UNTIED)
-    assert spec.config.windows == (None, None)
+    assert alike(spec.config).windows == (None, None)
 
 
 def test_sizes_follow_the_keys_and_the_vocabulary():
     lengths = {"attention__key_length": 12, "attention__value_length": 12}
     spec = from_gguf_metadata(metadata("qwen3", **lengths, rope__dimension_count=None), UNTIED)
-    assert (spec.config.head_dim, spec.config.vocab_size) == (12, 101)
+    assert (alike(spec.config).head_dim, spec.config.vocab_size) == (12, 101)
     assert from_gguf_metadata(metadata(vocab_size=None), UNTIED).config.vocab_size == 99
 
 
@@ -166,7 +176,7 @@ def test_numpy_scalars_are_numbers():
     spec = from_gguf_metadata(
         metadata(block_count=np.uint32(2), rope__freq_base=np.float32(1e4)), UNTIED
     )
-    assert spec.config.rope == RopeConfig(1e4)
+    assert alike(spec.config).rope == RopeConfig(1e4)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +195,16 @@ def test_numpy_scalars_are_numbers():
     ],
 )
 def test_rope_scaling_follows_the_keys(keys, scaling):
-    assert from_gguf_metadata(metadata(**keys), UNTIED).config.rope == RopeConfig(1e5, scaling)
+    assert alike(from_gguf_metadata(metadata(**keys), UNTIED).config).rope == RopeConfig(
+        1e5, scaling
+    )
 
 
 def test_factors_of_llama_3_1_are_read_from_their_tensor():
     names = (*UNTIED, "rope_freqs.weight")
     factors = np.array([1.0, 1.0, 2.5, 8.0], np.float32)
     spec = from_gguf_metadata(metadata(), names, {"rope_freqs.weight": factors}.__getitem__)
-    assert spec.config.rope.scaling == FactorScaling((1.0, 1.0, 2.5, 8.0))
+    assert alike(spec.config).rope.scaling == FactorScaling((1.0, 1.0, 2.5, 8.0))
     assert "rope_freqs.weight" in spec.ignored_tensors
 
 
@@ -298,9 +310,9 @@ def test_metadata_of_deepseek_mean_what_its_config_json_means(sizes):
     """The exception is the epsilon of latents' norms, which GGUF does not have."""
     config = from_gguf_metadata(metadata("deepseek2", **sizes, **YARN), UNTIED).config
     published = from_hf_config(DEEPSEEK_V3).config
-    assert config.scores.scale == pytest.approx(published.scores.scale)
-    latent = replace(published.latent, norm_epsilon=published.norm_epsilon)
-    assert replace(config, scores=published.scores) == replace(published, latent=latent)
+    assert alike(config).scores.scale == pytest.approx(alike(published).scores.scale)
+    latent = replace(alike(published).latent, norm_epsilon=published.norm_epsilon)
+    assert changed(config, scores=alike(published).scores) == changed(published, latent=latent)
 
 
 def random_attention() -> Arrays:

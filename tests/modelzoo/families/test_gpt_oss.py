@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import alike
 from memory_tensors import Arrays
 
 from noria.compile.abstract_model import AbstractModel
@@ -90,9 +91,10 @@ def assert_sources_fill_the_decoder(spec: ModelSpec) -> None:
 def test_the_published_model_is_read_whole():
     spec = from_hf_config(PUBLISHED)
     config = spec.config
-    assert config.windows == (128, None) * 12
-    assert config.rope == RopeConfig(150_000.0, YarnScaling(32.0, 4096, truncate=False))
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.sinks) == (
+    assert alike(config).windows == (128, None) * 12
+    assert alike(config).rope == RopeConfig(150_000.0, YarnScaling(32.0, 4096, truncate=False))
+    options = alike(config)
+    assert (options.qkv_bias, options.output_bias, options.mlp_bias, options.sinks) == (
         True, True, False, True,
     )  # fmt: skip
     assert config.moe.routing == Routing(32, 4, scoring="softmax_of_chosen", has_bias=True)
@@ -128,9 +130,13 @@ def test_what_is_not_implemented_is_refused_by_name(changes, message):
 def test_gguf_is_read_as_llama_cpp_does_with_the_ramp_as_published():
     spec = from_gguf_metadata(GGUF, UNTIED)
     config = spec.config
-    assert config.windows == (16, None)
-    assert config.rope == RopeConfig(150_000.0, YarnScaling(32.0, 64, truncate=False))
-    assert (config.qkv_bias, config.output_bias, config.sinks) == (True, True, True)
+    assert alike(config).windows == (16, None)
+    assert alike(config).rope == RopeConfig(150_000.0, YarnScaling(32.0, 64, truncate=False))
+    assert (alike(config).qkv_bias, alike(config).output_bias, alike(config).sinks) == (
+        True,
+        True,
+        True,
+    )
     assert config.moe.routing == Routing(5, 2, scoring="softmax_of_chosen", has_bias=True)
     assert (config.moe.mlp, config.moe.has_bias) == (48, True)
     assert config.moe.clamped == ClampedUnit(1.702, 7.0)

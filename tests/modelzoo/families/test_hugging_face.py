@@ -7,9 +7,10 @@ import sys
 
 import jax.numpy as jnp
 import pytest
+from alike import alike
 
 from noria.compile.abstract_model import AbstractModel
-from noria.modelzoo.config import Multipliers, Scores
+from noria.modelzoo.config import Multipliers
 from noria.modelzoo.families.config_reader import ConfigReader
 from noria.modelzoo.families.hugging_face import (
     MAX_EMBED,
@@ -23,6 +24,7 @@ from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4, read_quanti
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
 from noria.modelzoo.families.rope_options import MAX_POSITION
 from noria.modelzoo.latent_config import LatentAttention
+from noria.modelzoo.layer_config import Scores
 from noria.modelzoo.moe_config import ExpertGroups, Routing
 from noria.modelzoo.rope_config import (
     FactorScaling,
@@ -150,7 +152,7 @@ def test_reading_a_model_imports_no_jax():
 def test_keys_that_cannot_change_the_answer_are_accepted():
     spec = from_hf_config(LLAMA | SMOLLM2_EXTRAS)
     assert spec.config.tie_embeddings
-    assert spec.config.rope == RopeConfig(100_000.0)
+    assert alike(spec.config).rope == RopeConfig(100_000.0)
     assert spec.ignored_keys == ()
 
 
@@ -208,22 +210,27 @@ def test_remote_code_named_in_a_config_is_not_followed():
 def test_defaults_are_those_of_the_reference():
     minimal = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     config = from_hf_config(minimal).config
-    assert (config.num_kv_heads, config.head_dim, config.tie_embeddings) == (8, 8, False)
-    assert config.rope == RopeConfig(10_000.0)
-    assert from_hf_config(family("qwen3")).config.head_dim == 128
+    assert (alike(config).num_kv_heads, alike(config).head_dim, config.tie_embeddings) == (
+        8,
+        8,
+        False,
+    )
+    assert alike(config).rope == RopeConfig(10_000.0)
+    assert alike(from_hf_config(family("qwen3")).config).head_dim == 128
 
 
 def test_the_sizes_of_latent_attention_are_read():
     config = from_hf_config(family("deepseek_v3")).config
-    assert config.latent == LatentAttention(16, 10, 6, 12, query_rank=24, norm_epsilon=1e-6)
-    assert (config.num_kv_heads, config.head_dim, config.rope_dim) == (8, 16, 6)
-    assert from_hf_config(CONFIGS["deepseek-v2-lite"]).config.latent.query_rank is None
+    assert alike(config).latent == LatentAttention(16, 10, 6, 12, query_rank=24, norm_epsilon=1e-6)
+    assert (alike(config).num_kv_heads, alike(config).head_dim) == (8, 16)
+    assert alike(from_hf_config(CONFIGS["deepseek-v2-lite"]).config).latent.query_rank is None
 
 
 def test_deepseek_chooses_experts_within_its_best_groups():
     limited = family("deepseek_v2", topk_method="group_limited_greedy", moe_layer_freq=1)
-    moe = from_hf_config(limited).config.moe
-    assert (moe.mlp, moe.shared_mlp, moe.layers) == (20, 40, (False, True, True))
+    config = from_hf_config(limited).config
+    moe = config.moe
+    assert (moe.mlp, moe.shared_mlp, config.sparse_layers) == (20, 40, (1, 2))
     groups = ExpertGroups(count=4, chosen=2, best=1)
     assert moe.routing == Routing(12, 3, is_normalized=False, scale=2.5, groups=groups)
     assert from_hf_config(family("deepseek_v2", n_group=None)).config.moe.routing.groups is None
@@ -248,12 +255,12 @@ def test_yarn_scales_rotations_by_one_ratio_and_scores_by_a_square():
     table = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 16}
     scaled = table | {"mscale": 0.707, "mscale_all_dim": 0.707}
     config = from_hf_config(family("deepseek_v2", rope_scaling=scaled)).config
-    assert config.rope.scaling.attention_factor == 1.0
-    assert config.scores.scale == pytest.approx(0.25 * (0.0707 * math.log(40) + 1) ** 2)
+    assert alike(config).rope.scaling.attention_factor == 1.0
+    assert alike(config).scores.scale == pytest.approx(0.25 * (0.0707 * math.log(40) + 1) ** 2)
     # without a scale for all entries, the paper's temperature applies to the rotated entries
     config = from_hf_config(family("deepseek_v2", rope_scaling=table)).config
-    assert config.rope.scaling.attention_factor is None
-    assert config.scores.scale == 0.25
+    assert alike(config).rope.scaling.attention_factor is None
+    assert alike(config).scores.scale == 0.25
 
 
 @pytest.mark.parametrize(
@@ -301,7 +308,10 @@ def test_options_of_v3_that_are_not_implemented_are_refused_by_name(changes, mes
 
 def test_olmo2_norms_what_attention_and_mlp_write_and_all_heads_as_one():
     spec = from_hf_config(family("olmo2"))
-    assert (spec.config.norm_placement, spec.config.qk_norm_kind) == ("after", "projection")
+    assert (alike(spec.config).norm_placement, alike(spec.config).qk_norm) == (
+        "after",
+        "projection",
+    )
     tensors = {source.parameter: source.parts[0].tensor for source in spec.sources}
     norm = "model.layers.2.post_{}_layernorm.weight"
     assert tensors["layers.2.attention_post_norm.scale"] == norm.format("attention")
@@ -315,9 +325,9 @@ def test_the_factors_of_granite_are_read_and_logits_are_divided():
     factors = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8.0}
     config = from_hf_config(family("granite", attention_multiplier=0.25, **factors)).config
     assert config.multipliers == Multipliers(embedding=12.0, residual=0.22, logits=0.125)
-    assert config.scores == Scores(scale=0.25)
+    assert alike(config).scores == Scores(scale=0.25)
     # the reference's default is 1, not 1 over the root of the head size
-    assert from_hf_config(family("granite")).config.scores == Scores(scale=1.0)
+    assert alike(from_hf_config(family("granite")).config).scores == Scores(scale=1.0)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, "12"])
@@ -336,9 +346,13 @@ def test_gemma2_is_read_as_published():
         "cache_implementation": "hybrid",
     }
     config = from_hf_config(family("gemma2", **published)).config
-    assert config.windows == (100, None, 100)
-    assert config.scores == Scores(scale=1 / 12, cap=50.0)
-    assert (config.logit_cap, config.norm_offset, config.activation) == (30.0, 1.0, "gelu_tanh")
+    assert alike(config).windows == (100, None, 100)
+    assert alike(config).scores == Scores(scale=1 / 12, cap=50.0)
+    assert (config.logit_cap, config.norm_offset, alike(config).activation) == (
+        30.0,
+        1.0,
+        "gelu_tanh",
+    )
     assert config.multipliers == Multipliers(embedding=8.0)
     assert config.tie_embeddings
 
@@ -346,11 +360,11 @@ def test_gemma2_is_read_as_published():
 def test_what_gemma2_leaves_out_is_what_the_reference_assumes():
     sizes = {k: v for k, v in family("gemma2").items() if k != "head_dim"}
     config = from_hf_config(sizes).config
-    assert (config.head_dim, config.windows[0]) == (256, 4096)
-    assert (config.scores, config.logit_cap) == (Scores(scale=1 / 16, cap=50.0), 30.0)
+    assert (alike(config).head_dim, alike(config).windows[0]) == (256, 4096)
+    assert (alike(config).scores, config.logit_cap) == (Scores(scale=1 / 16, cap=50.0), 30.0)
     nulls = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     config = from_hf_config(family("gemma2", **nulls)).config
-    assert (config.scores.cap, config.logit_cap) == (None, None)
+    assert (alike(config).scores.cap, config.logit_cap) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -386,16 +400,20 @@ def test_layers_of_gemma3_rotate_by_their_kind(options):
     published = {"sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}
     config = from_hf_config(family("gemma3_text", **published, **options)).config
     full, local = RopeConfig(1e6, LinearScaling(8.0)), RopeConfig(2e4)
-    assert config.windows == (9, None, 9)
-    assert [config.rope_of(window) for window in config.windows] == [local, full, local]
-    assert (config.scores, config.logit_cap, config.qk_norm) == (Scores(scale=1 / 8), None, True)
+    assert alike(config).windows == (9, None, 9)
+    assert [layer.attention.rope for layer in config.layers] == [local, full, local]
+    assert (alike(config).scores, config.logit_cap, alike(config).qk_norm) == (
+        Scores(scale=1 / 8),
+        None,
+        "head",
+    )
 
 
 def test_five_layers_of_six_slide_a_window_in_gemma3_where_nothing_else_is_said():
     config = from_hf_config(family("gemma3_text", num_hidden_layers=13)).config
-    assert config.windows == ((4096,) * 5 + (None,)) * 2 + (4096,)
-    assert (config.rope, config.local_rope) == (RopeConfig(1e6), RopeConfig(1e4))
-    assert config.head_dim == 256
+    assert alike(config).windows == ((4096,) * 5 + (None,)) * 2 + (4096,)
+    assert (alike(config).rope, alike(config).local_rope) == (RopeConfig(1e6), RopeConfig(1e4))
+    assert alike(config).head_dim == 256
 
 
 @pytest.mark.parametrize(
@@ -446,7 +464,7 @@ ORIGINAL = {"original_max_position_embeddings": 128}
 def test_long_phi3_serves_the_length_of_its_pretraining_by_short_factors(options):
     config = from_hf_config(family("phi3", **options)).config
     factor = math.sqrt(1 + math.log(512 / 128) / math.log(128))
-    assert config.rope == RopeConfig(1e4, FactorScaling((1.5,) * 4, factor), rotated=8)
+    assert alike(config).rope == RopeConfig(1e4, FactorScaling((1.5,) * 4, factor), rotated=8)
     assert config.max_position == 128
 
 
@@ -466,7 +484,7 @@ def test_phi4_mini_rotates_a_part_of_each_head(where):
     else:
         options |= {"rope_parameters": table | share}
     config = from_hf_config(family("phi3", **options)).config
-    assert config.rope == RopeConfig(5e5, FactorScaling((1.5,) * 6, 1.25), rotated=12)
+    assert alike(config).rope == RopeConfig(5e5, FactorScaling((1.5,) * 6, 1.25), rotated=12)
 
 
 def test_tensors_of_phi3_are_fused():
@@ -477,7 +495,7 @@ def test_tensors_of_phi3_are_fused():
     assert [part.rows for part in qkv] == [(0, 64), (64, 80), (80, 96)]
     assert {part.tensor for part in gate_up} == {"model.layers.1.mlp.gate_up_proj.weight"}
     assert [part.rows for part in gate_up] == [(0, 96), (96, 192)]
-    assert spec.config.windows == (9, 9, 9)
+    assert alike(spec.config).windows == (9, 9, 9)
 
 
 @pytest.mark.parametrize(
@@ -504,11 +522,12 @@ def test_what_phi3_does_not_implement_is_refused_by_name(changes, message):
 
 def test_command_r_is_read_as_published():
     config = from_hf_config(family("cohere", use_qk_norm=True, logit_scale=0.25)).config
-    assert (config.norm, config.is_parallel, config.tie_embeddings) == ("layer", True, True)
-    assert (config.qk_norm, config.qk_norm_kind) == (True, "heads")
+    assert (config.norm, alike(config).is_parallel, config.tie_embeddings) == ("layer", True, True)
+    assert alike(config).qk_norm == "heads"
     assert config.multipliers == Multipliers(logits=0.25)
     plain = from_hf_config(family("cohere")).config
-    assert (plain.qk_norm, plain.rope, plain.multipliers.logits) == (False, RopeConfig(5e5), 0.0625)
+    assert (alike(plain).qk_norm, alike(plain).rope) == (None, RopeConfig(5e5))
+    assert plain.multipliers.logits == 0.0625
 
 
 def test_command_r_stores_rotated_pairs_side_by_side_in_weights_and_norms():
@@ -534,8 +553,8 @@ def test_what_command_r_does_not_implement_is_refused_by_name(changes, message):
 
 
 def test_a_null_window_of_mistral_is_none_and_an_absent_one_is_refused():
-    assert from_hf_config(family("mistral", sliding_window=7)).config.windows == (7, 7, 7)
-    assert from_hf_config(family("mistral")).config.windows == (None, None, None)
+    assert alike(from_hf_config(family("mistral", sliding_window=7)).config).windows == (7, 7, 7)
+    assert alike(from_hf_config(family("mistral")).config).windows == (None, None, None)
     absent = {key: value for key, value in family("mistral").items() if key != "sliding_window"}
     with pytest.raises(UnsupportedModel, match="sliding_window: expected a size, or null"):
         from_hf_config(absent)
@@ -564,7 +583,7 @@ def test_a_null_window_of_mistral_is_none_and_an_absent_one_is_refused():
     ],
 )
 def test_windows_of_qwen_follow_its_options(name, options, windows):
-    assert from_hf_config(family(name, **options)).config.windows == windows
+    assert alike(from_hf_config(family(name, **options)).config).windows == windows
 
 
 ROPE_SPELLINGS = {
@@ -589,8 +608,8 @@ def test_both_spellings_of_rope_mean_the_same(old, scaling):
     if "type" in table:
         table["rope_type"] = table.pop("type")
     new = {"rope_parameters": table | {"rope_theta": old["rope_theta"]}}
-    assert from_hf_config(LLAMA | old).config.rope == RopeConfig(5e5, scaling)
-    assert from_hf_config(LLAMA | new).config.rope == RopeConfig(5e5, scaling)
+    assert alike(from_hf_config(LLAMA | old).config).rope == RopeConfig(5e5, scaling)
+    assert alike(from_hf_config(LLAMA | new).config).rope == RopeConfig(5e5, scaling)
 
 
 @pytest.mark.parametrize(
@@ -761,7 +780,7 @@ def test_a_size_is_read_up_to_its_limit_and_not_beyond(key, limit):
 
 def test_heads_are_read_up_to_their_limit_and_not_beyond():
     heads = {"num_attention_heads": MAX_HEADS, "num_key_value_heads": MAX_HEADS, "head_dim": 2}
-    assert from_hf_config(LLAMA | heads).config.num_kv_heads == MAX_HEADS
+    assert alike(from_hf_config(LLAMA | heads).config).num_kv_heads == MAX_HEADS
     for key in ("num_attention_heads", "num_key_value_heads"):
         with pytest.raises(UnsupportedModel, match=f"^{key}: expected an integer from 1 to 4096"):
             from_hf_config(LLAMA | heads | {key: MAX_HEADS + 1})

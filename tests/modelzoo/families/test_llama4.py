@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import alike
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
-from noria.modelzoo.config import Chunk
 from noria.modelzoo.families.mapping import TensorPrefix
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
+from noria.modelzoo.layer_config import Chunk
 from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.modelzoo.rope_config import Llama3Scaling, NoRope, RopeConfig
 from noria.runtime.checkpoint.description import describe
@@ -53,25 +54,25 @@ SCOUT_ROPE = {
 def test_a_file_that_says_little_means_what_the_reference_means():
     config = from_hf_config(TEXT).config
     chunk = Chunk(8192)
-    assert config.windows == (chunk, chunk, chunk, None, chunk)
-    assert config.rope == NoRope(0.1, 8192)
-    assert config.local_rope == RopeConfig(5e5, norm_epsilon=1e-5)
+    assert alike(config).windows == (chunk, chunk, chunk, None, chunk)
+    assert alike(config).rope == NoRope(0.1, 8192)
+    assert alike(config).local_rope == RopeConfig(5e5, norm_epsilon=1e-5)
     routing = Routing(16, 1, "sigmoid", is_normalized=False, weighs_input=True)
-    assert config.moe == MoeConfig(routing, 24, (True,) * 5, shared_mlp=24)
-    assert (config.mlp, config.head_dim, config.qkv_bias) == (56, 10, False)
+    assert config.moe == MoeConfig(routing, 24, shared_mlp=24)
+    assert (alike(config).head_dim, alike(config).qkv_bias) == (10, False)
     without_head_dim = {key: value for key, value in TEXT.items() if key != "head_dim"}
-    assert from_hf_config(without_head_dim).config.head_dim == 128
+    assert alike(from_hf_config(without_head_dim).config).head_dim == 128
 
 
 def test_scout_rotates_by_a_step_and_maverick_alternates_without_a_norm_of_heads():
     scout = from_hf_config(TEXT | {"rope_scaling": SCOUT_ROPE, "rope_theta": 5e5}).config
     scaling = Llama3Scaling(16.0, 1.0, 1.0, 8192)
-    assert scout.local_rope == RopeConfig(5e5, scaling, norm_epsilon=1e-5)
+    assert alike(scout).local_rope == RopeConfig(5e5, scaling, norm_epsilon=1e-5)
     options = {"use_qk_norm": False, "interleave_moe_layer_step": 2, "rope_scaling": None}
     maverick = from_hf_config(TEXT | options).config
-    assert maverick.local_rope == RopeConfig(5e5)
+    assert alike(maverick).local_rope == RopeConfig(5e5)
     assert maverick.moe is not None
-    assert maverick.moe.layers == (False, True, False, True, False)
+    assert maverick.sparse_layers == (1, 3) and alike(maverick).mlp == 56
 
 
 @pytest.mark.parametrize(
@@ -87,8 +88,8 @@ def test_scout_rotates_by_a_step_and_maverick_alternates_without_a_norm_of_heads
 )  # fmt: skip
 def test_layers_that_rotate_see_chunks_and_the_others_all(options, sees_chunks):
     config = from_hf_config(TEXT | options | {"attention_chunk_size": 6}).config
-    assert config.windows == tuple(Chunk(6) if chunk else None for chunk in sees_chunks)
-    rotates = [isinstance(config.rope_of(window), RopeConfig) for window in config.windows]
+    assert alike(config).windows == tuple(Chunk(6) if chunk else None for chunk in sees_chunks)
+    rotates = [isinstance(layer.attention.rope, RopeConfig) for layer in config.layers]
     assert rotates == [bool(chunk) for chunk in sees_chunks]
 
 
@@ -103,9 +104,7 @@ def test_layers_that_rotate_see_chunks_and_the_others_all(options, sees_chunks):
     ids=str,
 )
 def test_sparse_layers_are_listed_or_come_in_steps(options, sparse):
-    moe = from_hf_config(TEXT | options).config.moe
-    layers = moe.layers if moe else (False,) * 5
-    assert tuple(i for i, is_sparse in enumerate(layers) if is_sparse) == sparse
+    assert from_hf_config(TEXT | options).config.sparse_layers == sparse
 
 
 REFUSALS = {
@@ -188,7 +187,7 @@ def test_the_text_part_answers_text_as_the_whole_model_does(tmp_path):
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         abstract = definition.abstract_parameters(jnp.float32)
         parameters = load_params(files.spec, files.tensors, abstract, device)
-        assert "windows=chunks of 4 in 4 layers" in describe(files)
+        assert "window=chunks of 4" in describe(files)
     decoder = definition.bind(parameters)
     x_BTD, _ = decoder.forward(jnp.asarray(prompt, jnp.int32)[None], jnp.array([len(prompt)]))
     ours = jax.nn.log_softmax(decoder.logits(x_BTD)[0])

@@ -9,16 +9,18 @@ import copy
 import dataclasses
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from alike import alike
 from conformance import CASES, SHARED, Case
 from published_configs import published_configs
 
-from noria.modelzoo.config import Chunk, DecoderConfig, Window
 from noria.modelzoo.families.hugging_face import IGNORED_KEYS
 from noria.modelzoo.families.registry import FAMILIES, UnsupportedModel, from_hf_config
+from noria.modelzoo.layer_config import Chunk, Window
 from noria.modelzoo.rope_config import RopeConfig
 
 pytestmark = pytest.mark.reference
@@ -215,16 +217,19 @@ def test_published_configurations_mean_what_the_reference_makes_of_them(model_ty
 
     for published in (p for p in READ if p.model_type == model_type):
         whole = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(published.config))
-        theirs, ours = whole.get_text_config(), from_hf_config(published.config).config
+        config = from_hf_config(published.config).config
+        theirs, ours = whole.get_text_config(), alike(config)
         sizes = {
             "vocab_size": ours.vocab_size,
             "hidden_size": ours.embed,
-            "num_hidden_layers": ours.num_layers,
+            "num_hidden_layers": config.num_layers,
             "num_attention_heads": ours.num_query_heads,
             "num_key_value_heads": ours.num_kv_heads,
-            "intermediate_size_mlp" if "llama4" in model_type else "intermediate_size": ours.mlp,
             "layer_norm_eps" if model_type == "cohere" else "rms_norm_eps": ours.norm_epsilon,
         }
+        if len(config.sparse_layers) < config.num_layers:
+            key = "intermediate_size_mlp" if "llama4" in model_type else "intermediate_size"
+            sizes[key] = ours.mlp
         assert {key: getattr(theirs, key) for key in sizes} == sizes, published.name
         assert whole.tie_word_embeddings == ours.tie_embeddings, published.name
         if ours.latent is None:
@@ -246,8 +251,8 @@ def _windows(config: Any) -> list[int | None]:
         "sliding_attention": getattr(config, "sliding_window", None),
         "chunked_attention": getattr(config, "attention_chunk_size", None),
     }
-    alike = ["sliding_attention"] * config.num_hidden_layers
-    return [sizes[kind] for kind in getattr(config, "layer_types", None) or alike]
+    same = ["sliding_attention"] * config.num_hidden_layers
+    return [sizes[kind] for kind in getattr(config, "layer_types", None) or same]
 
 
 def _thetas(config: Any) -> set[float]:
@@ -256,6 +261,6 @@ def _thetas(config: Any) -> set[float]:
     return {float(table["rope_theta"]) for table in tables}
 
 
-def _our_thetas(config: DecoderConfig) -> set[float]:
-    ropes = (config.rope, config.local_rope)
+def _our_thetas(ours: SimpleNamespace) -> set[float]:
+    ropes = (ours.rope, ours.local_rope)
     return {rope.theta for rope in ropes if isinstance(rope, RopeConfig)}

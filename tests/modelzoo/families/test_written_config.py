@@ -1,8 +1,7 @@
 """A decoder that is written as config.json is read as the same decoder, or refused."""
 
-from dataclasses import replace
-
 import pytest
+from alike import changed
 
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.families.config_reader import UnsupportedModel
@@ -10,7 +9,7 @@ from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.families.written_config import write_config
 from noria.modelzoo.rope_config import RopeConfig
 
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=97,
     embed=48,
     mlp=56,
@@ -34,7 +33,7 @@ CONFIG = DecoderConfig(
     ],
 )
 def test_a_written_decoder_is_read_as_the_same(options):
-    config = replace(CONFIG, **options)
+    config = changed(CONFIG, **options)
     table, spec = write_config("llama", config)
     assert spec.config == config == from_hf_config(table).config
     assert spec.family == "llama" and table["architectures"] == ["LlamaForCausalLM"]
@@ -45,4 +44,4 @@ def test_a_written_decoder_is_read_as_the_same(options):
 )
 def test_options_that_are_not_written_are_refused(options):
     with pytest.raises(UnsupportedModel, match="Start from its published directory"):
-        write_config("llama", replace(CONFIG, **options))
+        write_config("llama", changed(CONFIG, **options))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import changed
 from quantised import dequantised, quantise
 from tiny import TWO_LAYERS
 from tolerances import FLOAT32_ELEMENTWISE
@@ -166,7 +167,7 @@ class WeightsSeen(Operations):
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_the_weights_of_scanned_layers_are_slices(scan_layers):
     rules, arrangement = WeightRules(WeightFormat("int4", 8)), Arrangement(scan_layers=scan_layers)
-    config, operations = replace(TWO_LAYERS, windows=(None, None)), WeightsSeen()
+    config, operations = changed(TWO_LAYERS, windows=(None, None)), WeightsSeen()
     model = AbstractModel(config, arrangement, rules)
 
     def forward(parameters: dict[str, jax.Array]) -> jax.Array:

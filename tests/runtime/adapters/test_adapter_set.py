@@ -27,7 +27,7 @@ TARGETS = {
     "phi3-partial": [["qkv_proj", "o_proj"], ["gate_up_proj"]],
     "deepseek-v2": [["q_b_proj", "kv_a_proj_with_mqa", "o_proj"], ["kv_b_proj", "q_a_proj"]],
 }
-COPIES = {"smollm2": 3}
+SHARDS = {"smollm2": 6}
 
 
 def sharding():
@@ -53,7 +53,7 @@ def test_arrays_have_the_products_of_merged_adapters(name, tmp_path):
     for number, targets in enumerate(TARGETS[name]):
         path = paths[f"a{number}"] = tmp_path / f"a{number}"
         write_adapter(tmp_path / "base", path, r=2 + number, lora_alpha=3, target_modules=targets)
-    scanned = Arrangement(scan_layers=True, kv_copies=COPIES.get(name, 1))
+    scanned = Arrangement(scan_layers=True, head_shards=SHARDS.get(name, 1))
     for arrangement in (AS_PUBLISHED, scanned):
         with open_model(tmp_path / "base") as files:
             adapters, base = AdapterSet.open(files, paths), load(files, arrangement)

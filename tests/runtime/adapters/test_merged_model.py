@@ -130,7 +130,7 @@ def test_an_adapter_is_merged_into_every_format(tmp_path):
 
     with open_model(tmp_path / "hf") as files:
         save_orbax(tmp_path / "orbax", load(files), family="llama", config=files.spec.config)
-    for arrangement in (AS_PUBLISHED, Arrangement(scan_layers=True, kv_copies=3)):
+    for arrangement in (AS_PUBLISHED, Arrangement(scan_layers=True, head_shards=6)):
         loaded = []
         for kind in ("hf", "orbax"):
             with open_merged(tmp_path / kind, tmp_path / "adapter") as files:

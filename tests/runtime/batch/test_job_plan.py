@@ -139,7 +139,7 @@ def test_what_is_expected_is_planned_where_nothing_fits(memory):
     assert plan_of(OPEN).buckets.max_length == 20 + 12 + GridDefaults().unspecified_output
 
 
-EMBEDDED = DecoderConfig(
+EMBEDDED = DecoderConfig.alike(
     vocab_size=49152,
     embed=576,
     mlp=1536,

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from alike import changed
 from tiny import CONFIG, GRID
 
 from noria.compile.compiled_graphs import CompiledGraphs
@@ -243,7 +244,7 @@ def test_a_link_to_a_bundle_is_no_bundle(folder, target, tmp_path):
 
 
 def test_graphs_of_another_model_of_the_same_shapes_are_refused(folder, target):
-    other = replace(CONFIG, rope=RopeConfig(theta=500_000.0))
+    other = changed(CONFIG, rope=RopeConfig(theta=500_000.0))
     assert "model" in refusal(folder, target, model=other)
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from alike import changed
 from tiny import CHUNK_GRID, CONFIG, GRID
 
 from noria.compile.graphs.graph_kinds import FORK, GraphKey, graph_keys
@@ -77,7 +78,7 @@ def test_a_folder_that_is_gone_costs_a_note_and_no_job(model, target, tmp_path):
 
 def test_the_model_and_flags_are_part_of_every_key(target, monkeypatch):
     before = set(digests(PLAN, target, CONFIG).values())
-    other = replace(CONFIG, rope=RopeConfig(theta=500_000.0))
+    other = changed(CONFIG, rope=RopeConfig(theta=500_000.0))
     assert not before & set(digests(PLAN, target, other).values())
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     assert not before & set(digests(PLAN, target, CONFIG).values())

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from alike import changed
 from gguf_writer import build, f32
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import save_file
@@ -242,7 +243,7 @@ def test_experts_survive_the_way_through_our_checkpoint(tmp_path):
     with open_model(save(tmp_path / "model", split())) as model:
         moe = replace(model.spec.config.moe, clamped=ClampedUnit(1.7, 7.0))
     routing = replace(moe.routing, has_choice_bias=True, groups=ExpertGroups(2, 1, 2))
-    config = replace(model.spec.config, moe=replace(moe, routing=routing))
+    config = changed(model.spec.config, moe=replace(moe, routing=routing))
     abstract = AbstractModel(config).abstract_parameters(jnp.bfloat16)
     rng = np.random.default_rng(0)
     params = {

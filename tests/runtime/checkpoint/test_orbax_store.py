@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import alike
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from noria.modelzoo.config import Chunk, DecoderConfig
+from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.layer_config import Chunk
 from noria.modelzoo.rope_config import Llama3Scaling, NoRope, RopeConfig
 from noria.runtime.checkpoint import (
     GenerationDefaults,
@@ -24,7 +26,7 @@ from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.orbax_store import decode_config, encode_config
 from noria.runtime.errors import CheckpointMismatch, InvalidOrbax
 
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=16,
     embed=8,
     mlp=12,
@@ -146,7 +148,11 @@ def test_parameters_of_several_layers_are_not_saved(tmp_path):
     ("name", "shape", "message"),
     [
         ("embedding.table", (CONFIG.vocab_size + 3, 8), f"with {CONFIG.vocab_size} rows or heads"),
-        ("layers.0.attention.qkv", (8, 2 * CONFIG.num_kv_heads, 3, 4), "expected layers.0.attent"),
+        (
+            "layers.0.attention.qkv",
+            (8, 2 * alike(CONFIG).num_kv_heads, 3, 4),
+            "expected layers.0.attent",
+        ),
     ],
 )
 def test_parameters_of_a_layout_are_not_saved(tmp_path, name, shape, message):

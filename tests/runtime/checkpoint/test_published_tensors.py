@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import changed
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.weight_rules import WeightRules
@@ -18,7 +19,7 @@ from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.published_tensors import publish
 from noria.runtime.checkpoint.tensor_source import TensorInfo
 
-DENSE = DecoderConfig(
+DENSE = DecoderConfig.alike(
     vocab_size=19,
     embed=16,
     mlp=12,
@@ -30,13 +31,13 @@ DENSE = DecoderConfig(
     qkv_bias=True,
     output_bias=True,
     mlp_bias=True,
-    qk_norm=True,
+    qk_norm="head",
 )
-SPARSE = replace(DENSE, mlp_bias=False, moe=MoeConfig(Routing(3, 2), 12, (True,), shared_mlp=8))
+SPARSE = changed(DENSE, mlp_bias=False, moe=MoeConfig(Routing(3, 2), 12, shared_mlp=8))
 NAMES_OF = {family.name: replace(NAMES, **family.hf_names) for family in FAMILIES}
 CASES = {
     "llama": (DENSE, NAMES),
-    "fused": (replace(DENSE, qkv_bias=False, mlp_bias=False), NAMES_OF["phi3"]),
+    "fused": (changed(DENSE, qkv_bias=False, mlp_bias=False), NAMES_OF["phi3"]),
     "interleaved": (DENSE, NAMES_OF["cohere"]),
     "experts": (SPARSE, NAMES),
 }

@@ -119,8 +119,8 @@ def test_devices_hold_the_codes_of_one_device(tmp_path, form):
     path = saved(tmp_path / "m", form)
     with open_model(path) as files:
         devices = LaidOut(files.spec.config, layout_of(ON_DEVICES))
-    copies = replace(devices.definition.arrangement, kv_copies=2)
-    assert devices.definition.arrangement == copies
+    heads = files.spec.config.attentions[0].num_kv_heads
+    assert devices.definition.arrangement.kv_copies(heads) == 2
     kept, plain = (load(path, x, devices) for x in (KEEP, Numbers("float32")))
     found = numbers_of(kept)
     for name, values in numbers_of(plain).items():

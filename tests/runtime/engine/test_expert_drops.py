@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from alike import changed
 from tiny import CONFIG, TinyModel, prompts
 from unoptimized import set_optimized
 
@@ -17,8 +18,9 @@ from noria.runtime.engine.expert_use import ExpertSetup, ExpertTotals
 from noria.runtime.request import Request, SamplingParams
 
 NUM_CHOSEN = 2
-MOE = MoeConfig(Routing(6, NUM_CHOSEN), mlp=16, layers=(False, True, True))
-MIXED = replace(CONFIG, moe=MOE)
+MOE = MoeConfig(Routing(6, NUM_CHOSEN), mlp=16)
+SPARSE = (False, True, True)
+MIXED = changed(CONFIG, moe=MOE, sparse=SPARSE)
 GRID = BucketGrid(64, ((16, 3), (40, 2)), decode_slots=13, decode_spans=(64,), score=True)
 TIGHT = Dispatch("capacity", 1.0)
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -184,7 +186,7 @@ def test_sums_do_not_wrap_at_32_bits():
     counts = np.full((1, 2, 4), 2**30, np.int32)
     for _ in range(4):
         totals.add(ExpertUse(counts, counts, counts))
-    moe = MoeConfig(Routing(4, 2), mlp=8, layers=(True,))
+    moe = MoeConfig(Routing(4, 2), mlp=8)
     report = ExpertSetup(moe, ExpertPlan()).report({"decode": totals})
     assert report["decode"]["choices"] == 4 * 4 * 2 * 2**30
 

@@ -16,7 +16,7 @@ from noria.sharding.layout import Layout
 from noria.sharding.legality import check
 
 NAMES = tuple(named_layout_tables())
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     vocab_size=32000,
     embed=512,
     mlp=1536,

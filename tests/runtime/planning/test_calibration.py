@@ -1,10 +1,10 @@
 """Calibration on the local machine: every kind of call is timed."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from alike import changed
 from tiny import CONFIG, EOS_ID, random_parameters
 
 from noria.compile.abstract_model import AbstractModel
@@ -23,7 +23,7 @@ TRIALS = (Trial(4, 32), Trial(4, 32, chunk=16))
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    definition, target = AbstractModel(replace(CONFIG, windows=(None,))), find_target("cpu")
+    definition, target = AbstractModel(changed(CONFIG, windows=(None,))), find_target("cpu")
     files = cast(Any, SimpleNamespace(name="tiny", fingerprint=lambda: "sha256:0"))
     parameters = random_parameters(definition)
     placement = target.placement()

@@ -1,8 +1,8 @@
 """Suggestions for a plan that does not fit: the suggested numbers fit, and larger ones do not."""
 
 import re
-from dataclasses import replace
 
+from alike import changed
 from tiny import CONFIG
 
 from noria.compile.grids.row_shape import RowShape
@@ -14,7 +14,7 @@ from noria.runtime.planning.fitting_plan import suggest_fitting_plan
 from noria.runtime.planning.layout_ranking import Ranking
 from noria.sharding.layout import Layout
 
-SPLIT = replace(CONFIG, vocab_size=256, mlp=64, num_query_heads=8, num_kv_heads=8)
+SPLIT = changed(CONFIG, vocab_size=256, mlp=64, num_query_heads=8, num_kv_heads=8)
 """A model that splits over up to eight devices."""
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 ROWS = [ExpectedRow(RowShape(40, 60, 1), 60)]

@@ -21,7 +21,7 @@ from noria.runtime.planning.search import simulate_in_order
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 RECORD = json.loads((BENCHMARKS / "h200_jobs.json").read_text("utf-8"))
-LLAMA_8B = DecoderConfig(
+LLAMA_8B = DecoderConfig.alike(
     vocab_size=128256,
     embed=4096,
     mlp=14336,

@@ -33,7 +33,7 @@ from noria.sharding.layout import Layout
 from noria.sharding.legality import check
 
 CONTEXT = 1000
-DIVISIBLE = DecoderConfig(
+DIVISIBLE = DecoderConfig.alike(
     vocab_size=1000,
     embed=96,
     mlp=192,

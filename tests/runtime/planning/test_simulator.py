@@ -1,9 +1,8 @@
 """The simulator against real runs: with a run's output lengths it has exactly the run's counts."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from alike import changed
 from tiny import CHUNK_GRID, CONFIG, GRID, TAIL_GRID, TinyModel, prompts
 
 from noria.runtime.planning.simulator import SimulatedRow, schedule
@@ -17,7 +16,7 @@ COUNTS = ("calls", "rows", "steps", "real_tokens", "computed_tokens", "emitted_t
 )
 def model(request) -> TinyModel:
     # the counts do not depend on layers
-    return TinyModel(replace(CONFIG, windows=(None,)), request.param)
+    return TinyModel(changed(CONFIG, windows=(None,)), request.param)
 
 
 def mixed_requests(seed: int) -> list[Request]:

@@ -2,12 +2,12 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from alike import changed
 from compressed_folder import dequantised_tensors
 from model_on_disk import EMBED, MLP, write_model
 from safetensors.numpy import load_file, save_file
@@ -140,8 +140,8 @@ def test_routing_weights_may_multiply_the_inputs_of_experts():
 
 
 def test_hidden_activations_have_the_biases_of_their_expert():
-    moe = MoeConfig(Routing(E, Z), 16, (True,), has_bias=True)
-    layer = CalibrationLayer(replace(CONFIG, windows=(None,), moe=moe), 0)
+    moe = MoeConfig(Routing(E, Z), 16, has_bias=True)
+    layer = CalibrationLayer(changed(CONFIG, windows=(None,), moe=moe), 0)
     rng = np.random.default_rng(0)
     x_UD, gate_up_PDF, bias_PF = (
         rng.normal(size=shape).astype(np.float32)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alike import alike, changed
 from tiny import TWO_LAYERS, random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
@@ -21,7 +22,7 @@ from noria.runtime.quantisation.smoothing import smooth_layer
 TOKENS_BT = jnp.asarray(np.random.default_rng(0).integers(0, TWO_LAYERS.vocab_size, (2, 12)))
 MODELS = {
     "tied": replace(TWO_LAYERS, tie_embeddings=True, embed=36),
-    "biases": replace(
+    "biases": changed(
         TWO_LAYERS,
         qkv_bias=True,
         output_bias=True,
@@ -30,17 +31,17 @@ MODELS = {
         norm_offset=1.0,
         multipliers=Multipliers(embedding=3.0, residual=0.5, logits=0.25),
     ),
-    "head norms": replace(TWO_LAYERS, qk_norm=True, logit_cap=30.0, activation="gelu_tanh"),
-    "experts": replace(
+    "head norms": changed(TWO_LAYERS, qk_norm="head", logit_cap=30.0, activation="gelu_tanh"),
+    "experts": changed(
         TWO_LAYERS,
         moe=MoeConfig(
             Routing(4, 2, has_bias=True),
             20,
-            (False, True),
             shared_mlp=28,
             has_shared_gate=True,
             has_bias=True,
         ),
+        sparse=(False, True),
     ),
 }
 
@@ -96,14 +97,14 @@ def test_a_rotation_spreads_large_features_and_keeps_lengths():
         (
             {
                 "latent": LatentAttention(8, 4, 4, 8),
-                "num_kv_heads": TWO_LAYERS.num_query_heads,
+                "num_kv_heads": alike(TWO_LAYERS).num_query_heads,
             },
             "latent attention",
         ),
     ],
 )
 def test_models_that_a_rotation_would_change_are_refused(change, reason):
-    config = replace(TWO_LAYERS, **change)
+    config = changed(TWO_LAYERS, **change)
     with pytest.raises(InvalidConfig, match=rf"--rotate: expected .*, got one with {reason}"):
         Rotation(config, lambda path: np.zeros(1))
 
