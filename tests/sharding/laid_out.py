@@ -33,6 +33,7 @@ from noria.modelzoo import axes
 from noria.modelzoo.attention.attend import attend_dense
 from noria.modelzoo.config import Arrangement, DecoderConfig
 from noria.modelzoo.families.registry import from_hf_config
+from noria.modelzoo.layer_config import Layer
 from noria.modelzoo.layer_groups import single_layer_names
 from noria.modelzoo.sampling import SamplingState, TokenScores
 from noria.modelzoo.weights.weight_formats import SCALES
@@ -309,10 +310,11 @@ def arranged(
     parameters: dict[str, np.ndarray], config: DecoderConfig, arrangement: Arrangement
 ) -> dict[str, np.ndarray]:
     """Return published weights in a layout's arrangement, layer by layer, in plain numpy."""
-    attention = config.attentions[0]
-    copies, G = arrangement.kv_copies(attention.num_kv_heads), attention.heads_per_kv
     result = {}
     for name, x in parameters.items():
+        copies = G = 1
+        if ".attention." in name and (attention := _layer(config, name).attention) is not None:
+            copies, G = arrangement.kv_copies(attention.num_kv_heads), attention.heads_per_kv
         # matrices of adapters have the heads of their weight
         last = name.removesuffix("qkv" + UP) + "qkv" * name.endswith("qkv" + UP)
         last = last.removesuffix(DOWN) if last.endswith("output" + DOWN) else last
@@ -329,6 +331,10 @@ def arranged(
             x = np.pad(x, ((0, arrangement.padded_vocab - x.shape[0]), (0, 0)))
         result[name] = x
     return result
+
+
+def _layer(config: DecoderConfig, parameter: str) -> Layer:
+    return config.layers[int(parameter.split(".")[1])]
 
 
 def adapter_matrices(config: DecoderConfig, grid: AdapterGrid) -> dict[str, np.ndarray]:
