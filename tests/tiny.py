@@ -90,7 +90,9 @@ class TinyModel:
         self.placement = find_target("cpu").placement()
         self.definition = AbstractModel(config)
         self.parameters = random_parameters(self.definition)
-        self.experts = config.moe and ExpertSetup(config.moe, experts)
+        self.experts = None
+        if config.moe is not None:
+            self.experts = ExpertSetup(config.moe.routing, config.sparse_layers, experts)
         planned = plan_graphs(
             self.definition, grid, self.placement, jnp.dtype(jnp.float32), experts
         )

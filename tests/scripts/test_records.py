@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from dataclasses import replace
 
 import pytest
 from alike import changed
@@ -214,7 +213,7 @@ profile_calls.main()
 
 def test_layouts_are_compared_with_published_figures(run, tmp_path):
     study = script("scripts/layout_study.py")
-    few = {name: replace(getattr(study, name), windows=(None,) * 2) for name in ("PALM", "SERIAL")}
+    few = {name: getattr(study, name).first_layers(2) for name in ("PALM", "SERIAL")}
     rows = {"prefill": [1, 64], "decode": [64]}
     run("layout_study.py", "--no-compile", "--output", tmp_path / "study", ROWS=rows, **few)
     found = json.loads((tmp_path / "study.json").read_text())

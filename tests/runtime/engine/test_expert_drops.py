@@ -187,7 +187,7 @@ def test_sums_do_not_wrap_at_32_bits():
     for _ in range(4):
         totals.add(ExpertUse(counts, counts, counts))
     moe = MoeConfig(Routing(4, 2), mlp=8)
-    report = ExpertSetup(moe, ExpertPlan()).report({"decode": totals})
+    report = ExpertSetup(moe.routing, (0,), ExpertPlan()).report({"decode": totals})
     assert report["decode"]["choices"] == 4 * 4 * 2 * 2**30
 
 
