@@ -99,12 +99,6 @@ def test_buckets_that_cannot_have_prefixes_are_refused(changes, message):
         Plan.from_table(table)
 
 
-def test_schema_1_has_no_prefixes():
-    table = tomllib.loads(PLAN.to_toml()) | {"schema": 1}
-    with pytest.raises(ValueError, match=r"expected none of \['numbers', 'prefixes'\]"):
-        Plan.from_table(table)
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_a_prompt_has_its_longest_listed_beginning(seed):
     rng, prompts = np.random.default_rng(seed), related_prompts(seed)
