@@ -4,7 +4,8 @@ Knows nothing of files or checkpoints.
 """
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -102,6 +103,14 @@ class DecoderConfig:
                 f"layers: expected the same experts in all sparse layers, got {len(experts)} kinds."
             )
 
+    def __hash__(self) -> int:
+        # configurations are keys of what predictions look up for every call
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
@@ -110,6 +119,11 @@ class DecoderConfig:
     def attentions(self) -> tuple[Attention, ...]:
         """The attention of each layer that has one."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @cached_property
+    def attention_kinds(self) -> Mapping[Attention, int]:
+        """The number of layers with each kind of attention."""
+        return Counter(self.attentions)
 
     @cached_property
     def moe(self) -> MoeConfig | None:

@@ -5,7 +5,6 @@ Knows nothing of devices or graphs, so it works for meshes of any size.
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping
 
 import jax
@@ -77,8 +76,8 @@ def cache_bytes_per_device(
         entries = num_cache_entries(attention.window, length, stripes)
         return -(-entries // stripes) * vectors * vector_bytes(attention, dtype, arrangement)
 
-    kinds = Counter(config.attentions)
-    return (slots // over_rows) * sum(count * row_bytes(kind) for kind, count in kinds.items())
+    kinds = config.attention_kinds.items()
+    return (slots // over_rows) * sum(count * row_bytes(kind) for kind, count in kinds)
 
 
 def vector_bytes(attention: Attention, dtype: DTypeLike, arrangement: Arrangement) -> int:

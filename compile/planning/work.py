@@ -10,7 +10,6 @@ Knows nothing of hardware, seconds or grids; compiles nothing.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -264,7 +263,7 @@ class Work:
         split = (axes.ATTENTION_BATCH, axes.KV_HEADS, length)
         shards = layout.mesh.num_shards(self._mesh_axes(split, rules))
         scores = flops = 0.0
-        for kind, count in Counter(config.attentions).items():
+        for kind, count in config.attention_kinds.items():
             layer = next(i for i, x in enumerate(config.layers) if x.attention == kind)
             pairs = count * _pairs(call, kind.window)
             of_kind = pairs * kind.num_query_heads / shards
@@ -280,7 +279,8 @@ class Work:
         block, _ = block_sizes(call.tokens, call.span)
         blocks = math.ceil(call.tokens / block)
         own = replace(call, prefix=(0, 0))
-        seen = sum(_pairs(own, attention.window) for attention in self.config.attentions)
+        kinds = self.config.attention_kinds.items()
+        seen = sum(count * _pairs(own, kind.window) for kind, count in kinds)
         everything = call.num_tokens * call.span * len(self.config.attentions)
         own_bytes = span_bytes * (blocks * seen / everything + call.tokens / call.span)
         return own_bytes + blocks * prefix_bytes

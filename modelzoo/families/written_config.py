@@ -27,12 +27,14 @@ def write_config(family_name: str, config: DecoderConfig) -> tuple[dict[str, Any
     """
     family = next(family for family in FAMILIES if family.name == family_name)
     # a decoder whose layers are not alike differs from the one that is read again
-    attention, mlp = config.attentions[0], config.layers[0].feed_forward
+    attention, parts = config.attentions[0], [layer.feed_forward for layer in config.layers]
+    mlp = next((part for part in parts if isinstance(part, Mlp)), Mlp(config.embed))
     table = {
         "architectures": [family.architecture],
         "model_type": family.name,
         "vocab_size": config.vocab_size,
         "hidden_size": config.embed,
+        "intermediate_size": mlp.size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": attention.num_query_heads,
         "num_key_value_heads": attention.num_kv_heads,
@@ -40,11 +42,10 @@ def write_config(family_name: str, config: DecoderConfig) -> tuple[dict[str, Any
         "max_position_embeddings": config.max_position,
         EPSILONS[config.norm]: config.norm_epsilon,
         "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": ACTIVATIONS[mlp.activation],
         "attention_bias": attention.output_bias,
+        "mlp_bias": mlp.has_bias,
     }
-    if isinstance(mlp, Mlp):
-        table["intermediate_size"] = mlp.size
-        table["hidden_act"], table["mlp_bias"] = ACTIVATIONS[mlp.activation], mlp.has_bias
     if isinstance(attention.rope, RopeConfig):
         table["rope_theta"] = attention.rope.theta
     spec = from_hf_config(table)

@@ -298,3 +298,13 @@ def test_the_kernel_of_chunks_refuses_a_cache_in_codes():
     assert choose([call], "tpu", "prefill").kernel == "xla"
     with pytest.raises(ValueError, match=r"got 'flash': it takes no cache in codes \(numbers"):
         choose([call], "tpu", "prefill", "flash")
+
+
+def test_a_kernel_must_serve_every_kind_of_layer():
+    """Layers with several head sizes have one kernel, which the last of them may refuse."""
+    narrow = replace(PLAIN, key_dim=PLAIN.key_dim + 3, value_dim=PLAIN.key_dim + 3)
+    alone, refused = choose([PLAIN], "gpu", "prefill"), choose([narrow], "gpu", "prefill")
+    assert (alone.kernel, refused.kernel) == ("cudnn", "xla")
+    assert choose([PLAIN, narrow], "gpu", "prefill").kernel == "xla"
+    with pytest.raises(ValueError, match="expected a kernel that can serve it, got 'cudnn'"):
+        choose([PLAIN, narrow], "gpu", "prefill", "cudnn")

@@ -4,6 +4,7 @@ The model is compared with plain numpy, and under layouts with one device. What 
 its shapes is compared with its arrays.
 """
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +21,8 @@ from noria.compile.abstract_model import AbstractModel, model_sizes
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.layer_cache import NoEntries
 from noria.modelzoo.layer_config import Attention, Layer, Mlp
+from noria.sharding.call import Call
+from noria.sharding.communication import predict_collectives
 from noria.sharding.device_bytes import cache_bytes_per_device
 from noria.sharding.legality import check
 
@@ -62,6 +65,22 @@ def test_the_bytes_of_the_cache_are_predicted(shards):
     arrays = jax.tree.leaves(jax.eval_shape(allocate).layers)
     predicted = cache_bytes_per_device(UNLIKE, layout, slots, spans[-1], jnp.float32)
     assert predicted == sum(x.size * x.dtype.itemsize for x in arrays) // shards
+
+
+def test_what_layers_send_is_the_sum_over_layers():
+    """A layer with a part sends what it sends in a model in which all layers have both parts."""
+    layout, call = layout_of("weight-stationary-1d@tensor=4"), Call("prefill", 4, 8, 8)
+
+    def sent(*layers: Layer) -> Counter:
+        config, total = replace(UNLIKE, layers=layers), Counter()
+        for found in predict_collectives(config, layout, call, 4):
+            total[found.kind, found.mesh_axes, found.num_bytes] += found.times
+        return total
+
+    first, second, third, *_ = UNLIKE.layers
+    one = sent(first)
+    assert sent(first, second) - one and sent(first, third) - one
+    assert sent(first, second, third) == sent(first, second) + sent(first, third) - one
 
 
 def test_what_does_not_divide_is_found_in_any_layer():
