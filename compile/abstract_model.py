@@ -14,6 +14,7 @@ from flax import nnx
 
 from ..modelzoo.attention.attend import Attend
 from ..modelzoo.attention.blockwise import attend_blockwise
+from ..modelzoo.cache.state_spec import array_bytes
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.decoder import Decoder
 from ..modelzoo.layer_groups import block_layers, layers_name, single_layer_names
@@ -23,7 +24,6 @@ from ..modelzoo.weights.adapted_weight import AdaptedWeight, down_axes, down_sha
 from ..modelzoo.weights.quantised_weight import QuantisedWeight
 from ..modelzoo.weights.weight_formats import BYTE_DTYPES, OFFSETS, ORDER, SCALES, replace_axes
 from ..modelzoo.weights.weight_products import Axes
-from ..sharding.device_bytes import array_bytes
 from ..sharding.legality import ModelSizes
 from .grids.adapter_grid import AdapterGrid
 from .grids.bucket_grid import BucketGrid

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from ..modelzoo import axes
 from ..modelzoo.attention.attend import Attend
 from ..modelzoo.attention.blockwise import attend_blockwise
-from ..modelzoo.cache.kv_cache import num_cache_entries
 from ..modelzoo.cache.segments import segment_lengths
+from ..modelzoo.cache.state_spec import num_cache_entries
 from ..modelzoo.config import DecoderConfig
 from ..modelzoo.kernels.call import AttentionCall
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal

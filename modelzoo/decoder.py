@@ -35,7 +35,7 @@ from .attention.prompt_pieces import (
 )
 from .block import AttentionInputs, make_block
 from .cache.kv_cache import KVCache, Positions, append_position
-from .cache.layer_cache import LayerCache, NewEntries
+from .cache.layer_state import LayerState, NewEntries
 from .cache.prefixes import Prefixes
 from .cache.segments import EMPTY_POSITION, IN_ORDER, change_stripes
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig
@@ -154,14 +154,14 @@ class Decoder(nnx.Module):
         stripes, cache_stripes = self.operations.prompt_stripes, cache_operations.cache_stripes
 
         def write(
-            layers: LayerCache, new: NewEntries, scan_index: jax.Array, options: Attention
-        ) -> LayerCache:
+            layers: LayerState, new: NewEntries, scan_index: jax.Array, options: Attention
+        ) -> LayerState:
             arrays = zip(new, new.POSITION_AXES, strict=True)
             new = type(new)(
                 *(change_stripes(x, axis, stripes, cache_stripes, 0) for x, axis in arrays)
             )
-            is_rolling, splits = cache.positions.is_rolling(options.window), options.entry_splits
-            return write_piece(layers, new, scan_index, rows, is_rolling, cache_operations, splits)
+            is_rolling = cache.positions.is_rolling(options.window)
+            return write_piece(layers, new, scan_index, rows, is_rolling, cache_operations)
 
         call = tokens_BT, rows.count_B, cache.layers, write
         x_BTD, layers, report = self._whole(*call, adapter_B=adapter_B)

@@ -13,7 +13,7 @@ from jax.experimental.layout import with_layout_constraint
 from . import axes
 from .attention.attend import Queries
 from .attention.layer_attention import LayerAttention
-from .cache.layer_cache import PromptKeysValues
+from .cache.layer_state import PromptKeysValues
 from .config import Arrangement, DecoderConfig
 from .layer_config import Attention
 from .layers import HeadsNorm, Norm, constant, merge_heads, weight

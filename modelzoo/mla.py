@@ -20,7 +20,7 @@ from flax import nnx
 from . import axes
 from .attention.attend import Queries
 from .attention.layer_attention import LayerAttention
-from .cache.layer_cache import PromptKeysValues, PromptLatents
+from .cache.layer_state import PromptKeysValues, PromptLatents
 from .config import DecoderConfig
 from .latent_config import LatentAttention
 from .layers import Norm, merge_heads, weight

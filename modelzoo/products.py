@@ -18,7 +18,7 @@ from . import axes
 from .attention.attend import Queries
 from .attention.layer_attention import LayerAttention
 from .block import AttentionInputs, make_block
-from .cache.layer_cache import PromptKeysValues, PromptLatents
+from .cache.layer_state import PromptKeysValues, PromptLatents
 from .config import Arrangement, DecoderConfig
 from .layers import Embedding
 from .moe.call import ExpertCall

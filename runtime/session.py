@@ -20,8 +20,8 @@ from ..compile.grids.adapter_grid import AdapterGrid
 from ..compile.plan import DTYPES, Plan
 from ..compile.targets import Target
 from ..compile.weight_rules import ALL_FLOAT, WeightRules
+from ..modelzoo.cache.state_spec import array_bytes
 from ..modelzoo.config import DecoderConfig
-from ..sharding.device_bytes import array_bytes
 from ..sharding.layout import Layout
 from ..sharding.placement import Placement
 from .adapters.adapter_set import AdapterSet, load_arrays

@@ -11,6 +11,7 @@ from ..modelzoo import axes
 from ..modelzoo.layer_config import Window
 from .cache_attention import entry_bytes, query_bytes
 from .layer_shapes import FLOAT32_BYTES, INT32_BYTES, ExpectedCollective, LayerShapes
+from .projection import MeshAxes
 from .ring_attention import num_ring_steps
 
 
@@ -66,14 +67,9 @@ def _new_entries(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
     device gets the entries of all rows.
     """
     over, call = shapes.rules[axes.ATTENTION_BATCH], shapes.call
-    heads, length = shapes.rules.dimensions((axes.KV_HEADS, axes.LENGTH))
-    num_heads, dims, split = shapes.num_cache_heads, shapes.record.head_dims, (heads, length)
-    if shapes.attention.latent is not None:
-        num_heads, dims, split = 1, (shapes.attention.cache_dim,), (length,)
-    for dim in dims:
-        for size in shapes.vector_bytes(dim, is_cached=True):
-            num_bytes = shapes.local((call.rows, num_heads, call.tokens), split, size)
-            yield from shapes.send("all-gather", over, num_bytes)
+    length = shapes.rules[axes.LENGTH]
+    for num_bytes in _entries(shapes, call.rows, call.tokens, (length,), is_cached=True):
+        yield from shapes.send("all-gather", over, num_bytes)
 
 
 def _merge_of_decode(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
@@ -101,10 +97,14 @@ def _cached_chunk(shapes: LayerShapes, window: Window) -> Iterator[ExpectedColle
     over, call = shapes.rules[axes.CACHE_LENGTH], shapes.call
     n = shapes.layout.mesh.num_shards(over)
     num_steps = num_ring_steps(window, n)
-    segment_bytes = [
-        _entries(shapes, (end - start) // n, is_cached=True) for _, start, end in call.pieces
-    ]
-    segment_bytes.append(_entries(shapes, call.tokens // n, is_cached=False))
+    batch = shapes.rules[axes.ATTENTION_BATCH]
+
+    def segment(length: int, *, is_cached: bool) -> list[int]:
+        entries = _entries(shapes, call.rows, length, (batch,), is_cached=is_cached)
+        return [*entries, shapes.local((call.rows, length), (batch,), INT32_BYTES)]
+
+    segment_bytes = [segment((end - start) // n, is_cached=True) for _, start, end in call.pieces]
+    segment_bytes.append(segment(call.tokens // n, is_cached=False))
     query_dim, value_dim = shapes.record.head_dims
     lse_bytes = _lse_bytes(shapes)
     q_bytes = lse_bytes // FLOAT32_BYTES * query_dim * shapes.itemsize
@@ -120,12 +120,12 @@ def _cached_chunk(shapes: LayerShapes, window: Window) -> Iterator[ExpectedColle
     yield from shapes.send("reduce-scatter", over, lse_bytes * (value_dim + 1))
 
 
-def _entries(shapes: LayerShapes, length: int, *, is_cached: bool) -> list[int]:
-    """Bytes of the arrays of `length` cache entries: keys and values or latents, and positions."""
-    split = shapes.rules.dimensions((axes.ATTENTION_BATCH, axes.KV_HEADS))
-    rows, latent = shapes.call.rows, shapes.attention.latent
-    heads, over_heads = (shapes.num_cache_heads, split[1]) if latent is None else (1, ())
-    sizes = shapes.vector_bytes(shapes.attention.cache_dim, is_cached=is_cached)
-    arrays = [shapes.local((rows, heads, length), (split[0], over_heads), size) for size in sizes]
-    positions = shapes.local((rows, length), split[:1], INT32_BYTES)
-    return arrays * (2 if latent is None else 1) + [positions]
+def _entries(
+    shapes: LayerShapes, rows: int, length: int, split: tuple[MeshAxes, ...], *, is_cached: bool
+) -> Iterator[int]:
+    """Bytes on one device of each array of some entries, split over `split` and by head."""
+    for array in shapes.state(is_cached=is_cached).arrays.values():
+        heads, over_heads = array.heads or 1, ()
+        if array.has_kv_heads:
+            heads, over_heads = shapes.num_cache_heads, shapes.rules[axes.KV_HEADS]
+        yield shapes.local((rows, heads, length), (*split, over_heads), array.vector_bytes)

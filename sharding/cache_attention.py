@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from ..modelzoo.attention.attend import AttendEntries
+from ..modelzoo.cache.state_spec import array_bytes
 from ..modelzoo.layer_config import Window
-from .device_bytes import array_bytes
 from .projection import MeshAxes
 from .ring_attention import FLOAT32_BYTES, Attended, merge_over_ring, num_ring_steps, own_part
 

@@ -8,21 +8,14 @@ from bisect import bisect_right
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
-from jax.dtypes import itemsize_bits
 from jax.typing import DTypeLike
 
 from ..modelzoo import axes
-from ..modelzoo.cache.kv_cache import num_cache_entries
-from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig, head_copies
+from ..modelzoo.cache.state_spec import array_bytes, state_spec
+from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.layer_config import Attention
 from ..modelzoo.weights.weight_products import Axes
 from .layout import Layout
-
-
-def array_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    """Bytes of an array in the memory of a device, where two elements of int4 share a byte."""
-    return -(-math.prod(shape) * itemsize_bits(jnp.dtype(dtype)) // 8)
 
 
 def parameter_bytes_per_device(
@@ -68,25 +61,10 @@ def cache_bytes_per_device(
     stripes = shards(rules[axes.CACHE_LENGTH])
 
     def row_bytes(attention: Attention) -> int:
-        K = attention.num_kv_heads
-        heads = K * head_copies(K, over_heads) // over_heads
-        # latents hold keys and values together, have one head, and are on every device that has
-        # their row
-        vectors = 2 * heads if attention.latent is None else 1
-        entries = num_cache_entries(attention.window, length, stripes)
-        return -(-entries // stripes) * vectors * vector_bytes(attention, dtype, arrangement)
+        return state_spec(attention, dtype, arrangement).row_bytes(length, over_heads, stripes)
 
     kinds = config.attention_kinds.items()
     return (slots // over_rows) * sum(count * row_bytes(kind) for kind, count in kinds)
-
-
-def vector_bytes(attention: Attention, dtype: DTypeLike, arrangement: Arrangement) -> int:
-    """Bytes of a cached key, value or latent, with its scales if it is in codes."""
-    size, scale_bytes = arrangement.cache_dim(attention), jnp.dtype(dtype).itemsize
-    if arrangement.cache_codes is None:
-        return size * scale_bytes
-    num_scales = len(attention.entry_splits) + 1
-    return array_bytes((size,), arrangement.cache_codes) + num_scales * scale_bytes
 
 
 def max_context(

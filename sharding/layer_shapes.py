@@ -5,16 +5,16 @@ Knows nothing of attention or programs: `communication` decides which arrays the
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..modelzoo import axes
-from ..modelzoo.config import DecoderConfig, head_copies
+from ..modelzoo.cache.state_spec import StateSpec, state_spec
+from ..modelzoo.config import AS_PUBLISHED, DecoderConfig, head_copies
 from ..modelzoo.layer_config import Attention
 from ..modelzoo.products import LayerRecord, WeightProduct, record_layer
 from .axis_rules import AxisRules
 from .call import Call
-from .device_bytes import array_bytes
 from .expert_exchange import ExpertExchange
 from .layout import Layout
 from .projection import MeshAxes, Projection
@@ -55,15 +55,11 @@ class LayerShapes:
         assert attention is not None
         return attention
 
-    def vector_bytes(self, dim: int, *, is_cached: bool) -> list[int]:
-        """Bytes of the arrays of one key, value or latent of a token: its codes and its scales.
-
-        Without `is_cached`, the vector belongs to a new token, which is not in codes.
-        """
-        if not is_cached or self.cache_codes is None:
-            return [dim * self.itemsize]
-        num_scales = len(self.attention.entry_splits) + 1
-        return [array_bytes((dim,), self.cache_codes), num_scales * self.itemsize]
+    def state(self, *, is_cached: bool) -> StateSpec:
+        """What the layer remembers of a token; without `is_cached`, of a new one, not in codes."""
+        arrangement = replace(AS_PUBLISHED, cache_codes=self.cache_codes if is_cached else None)
+        # any dtype of this size
+        return state_spec(self.attention, f"u{self.itemsize}", arrangement)
 
     def element_size(self, product: WeightProduct) -> float:
         """Average bytes of an element of the weight of a product of this layer."""

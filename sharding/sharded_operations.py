@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..modelzoo import axes
 from ..modelzoo.attention.attend import Attend, AttendEntries, Queries
-from ..modelzoo.cache.layer_cache import PromptKeysValues, PromptLatents
+from ..modelzoo.cache.layer_state import LayerState, PromptKeysValues, PromptLatents
 from ..modelzoo.cache.segments import ONE_STRIPE, Segments, Stripe, Stripes
 from ..modelzoo.config import head_copies
 from ..modelzoo.layer_config import Window
@@ -122,7 +122,7 @@ class ShardedOperations(Operations):
         q_spec, *new_specs = map(self._rules.spec, (axes.HEADS, axes.NEW_KEYS, axes.NEW_VALUES))
 
         def specs(kept: Any) -> Any:
-            return P() if kept is None else self._specs(type(kept))
+            return P() if kept is None else self._specs(kept)
 
         def attend(
             queries: Queries,
@@ -171,7 +171,7 @@ class ShardedOperations(Operations):
         return Stripe(jax.lax.axis_index(mesh_axes), self.cache_stripes.count)
 
     def by_row(self, body: Callable[..., Any], state: Any, *rows: jax.Array) -> Any:
-        specs, row_spec = self._specs(type(state)), self._rules.spec((axes.ATTENTION_BATCH,))
+        specs, row_spec = self._specs(state), self._rules.spec((axes.ATTENTION_BATCH,))
         return self._map(body, (specs, *[row_spec] * len(rows)), specs)(state, *rows)
 
     def mix_experts(
@@ -252,9 +252,11 @@ class ShardedOperations(Operations):
     def _num_shards(self, logical_axis: str) -> int:
         return math.prod(self._mesh.shape[axis] for axis in self._rules[logical_axis])
 
-    def _specs(self, kind: type) -> Any:
-        """Partitions of the fields of a named tuple, from the axes that its type declares."""
-        return kind._make(map(self._rules.spec, kind.AXES))
+    def _specs(self, x: Any) -> Any:
+        """Partitions of the fields of a tree that declares their axes."""
+        if isinstance(x, LayerState):
+            return x.map_axes(self._rules.spec)
+        return type(x)._make(map(self._rules.spec, x.AXES))
 
     def _map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(

@@ -9,7 +9,7 @@ from alike import alike
 from noria.modelzoo.attention.prompt_pieces import PromptPieces, write_piece, write_positions
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.kv_cache import KVCache
-from noria.modelzoo.cache.layer_cache import NewEntries, PromptKeysValues
+from noria.modelzoo.cache.layer_state import LayerState, NewEntries, PromptKeysValues
 from noria.modelzoo.cache.segments import EMPTY_POSITION
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.layer_config import Window
@@ -51,12 +51,11 @@ def keep(
     new: Sequence[NewEntries],
     rows: PromptPieces,
     windows: Sequence[Window] = alike(CONFIG).windows,
-    splits: tuple[int, ...] = (),
 ) -> KVCache:
     """Write a piece of each prompt to every (unrolled) layer, and return the cache."""
     is_rolling = cache.positions.is_rolling
     layers = tuple(
-        write_piece(old, one, jnp.int32(0), rows, is_rolling(window), ON_ONE_DEVICE, splits)
+        write_piece(old, one, jnp.int32(0), rows, is_rolling(window), ON_ONE_DEVICE)
         for old, one, window in zip(cache.layers, new, windows, strict=True)
     )
     # both values and latents have tokens on the last axis but one
@@ -76,9 +75,10 @@ def used_cache(config: DecoderConfig, spans: Sequence[int]) -> KVCache:
 def sides(layers) -> list[np.ndarray]:
     """Return keys and values of each layer as `[B, K, positions, H]`, segments joined."""
     plain = []
-    for keys, values in layers:
+    for layer in layers:
         # arrays of the cache lead with an axis of layers, here of size one
-        keys, values = (x if isinstance(x, tuple) else (x[None],) for x in (keys, values))
+        is_state = isinstance(layer, LayerState)
+        keys, values = layer.arrays.values() if is_state else ((x[None],) for x in layer)
         plain.append(np.concatenate(keys, axis=4)[0].swapaxes(2, 3))
         plain.append(np.concatenate(values, axis=3)[0])
     return plain

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from ...modelzoo import axes
 from ...modelzoo.attention.attend import first_visible
 from ...modelzoo.attention.blockwise import block_sizes
-from ...modelzoo.cache.kv_cache import num_cache_entries
+from ...modelzoo.cache.state_spec import num_cache_entries
 from ...modelzoo.layer_config import BothSides, Window
 from ...modelzoo.layer_groups import block_layers
 from ...modelzoo.moe_config import LOSSLESS

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 
 from ..cache.entry_codes import EntryCodes, score_codes, weigh_codes
 from ..cache.segments import EMPTY_POSITION, join_blocks, num_blocks
+from ..cache.state_spec import Entries
 from ..layer_config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
 
-Entries = jax.Array | EntryCodes
-"""Keys or values."""
 Position = TypeVar("Position", jax.Array, int)
 _MASKED_SCORE = -1e30
 

@@ -15,16 +15,9 @@ import jax.numpy as jnp
 
 from .. import axes
 from ..cache.kv_cache import Positions, append
-from ..cache.layer_cache import (
-    KeysAndValues,
-    LayerCache,
-    NewEntries,
-    PromptKeysValues,
-    PromptLatents,
-    read_layer,
-    without_segments,
-)
+from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues, PromptLatents
 from ..cache.segments import IN_ORDER, Segments
+from ..cache.state_spec import KeysAndValues
 from ..layer_config import Attention, Window
 from ..operations import Operations
 from .attend import Attend, Queries, Slots, Visibility, with_sinks
@@ -122,11 +115,11 @@ class PromptAttention:
     def update_cache(
         self,
         options: Attention,
-        cache: LayerCache | None,
+        cache: LayerState | None,
         cache_update: NewEntries,
         scan_index: jax.Array,
         x_BTD: jax.Array,
-    ) -> LayerCache | None:
+    ) -> LayerState | None:
         """See `CallAttention`."""
         return self.write(cache, cache_update, scan_index, options)
 
@@ -201,7 +194,7 @@ class ChunkAttention:
             num_unseen = 0 if context.cached.is_rolling(options.window) else self.num_unseen
             own, *prefixes = caches
             if rows.start_B is None:
-                own = without_segments(own)
+                own = own.without_segments()
             else:
                 own = self._take(own, options, slots, num_unseen)
             if prefix_slots is not None:
@@ -213,8 +206,8 @@ class ChunkAttention:
         return LayerAttention(partial(attend, rows=context, caches=caches), reads_cache=True)
 
     def _take(
-        self, cache: LayerCache, options: Attention, slots: Slots, num_unseen: int
-    ) -> LayerCache:
+        self, cache: LayerState, options: Attention, slots: Slots, num_unseen: int
+    ) -> LayerState:
         """The entries of one layer in some slots of a cache, with the heads of attention."""
         num_heads = self.operations.num_cache_heads(options.num_kv_heads)
         return layer_of_slots(
@@ -224,17 +217,16 @@ class ChunkAttention:
     def update_cache(
         self,
         options: Attention,
-        cache: LayerCache,
+        cache: LayerState,
         cache_update: NewEntries,
         scan_index: jax.Array,
         x_BTD: jax.Array,
-    ) -> LayerCache:
+    ) -> LayerState:
         """See `CallAttention`."""
         # XLA copies the cache for a write that may run before the layer has read it
         rows = self.rows.after(x_BTD, self.operations)
         is_rolling = self.context.cached.is_rolling(options.window)
-        operations, splits = self.cache_operations, options.entry_splits
-        return write_piece(cache, cache_update, scan_index, rows, is_rolling, operations, splits)
+        return write_piece(cache, cache_update, scan_index, rows, is_rolling, self.cache_operations)
 
     def _attend(
         self,
@@ -247,12 +239,10 @@ class ChunkAttention:
     ) -> tuple[jax.Array, NewEntries]:
         new_entries = new if latents is None else latents
         assert new_entries is not None
-        window, splits = options.window, options.entry_splits
+        window = options.window
         cached_position_BS = rows.cached.for_window(window)
         cached, *prefixes = (
-            read_layer(cache, jnp.int32(0), splits)
-            if rows.slots is None
-            else cache.as_attended(splits)
+            cache.read_layer(jnp.int32(0)) if rows.slots is None else cache.keys_values()
             for cache in caches
         )
         # segments of which no token sees anything are left out
@@ -312,11 +302,11 @@ class TokenAttention:
     def update_cache(
         self,
         options: Attention,
-        cache: LayerCache,
-        cache_update: LayerCache,
+        cache: LayerState,
+        cache_update: LayerState,
         scan_index: jax.Array,
         x_BTD: jax.Array,
-    ) -> LayerCache:
+    ) -> LayerState:
         """See `CallAttention`. Attention has already written the cache."""
         return cache_update
 
@@ -328,17 +318,17 @@ class TokenAttention:
         latents: PromptLatents | None,
         rows: TokenRows,
         caches: Caches,
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[jax.Array, LayerState]:
         new_entries = new if latents is None else latents
         assert new_entries is not None
         own, *prefixes = caches
-        window, splits = options.window, options.entry_splits
+        window = options.window
         entry_B = rows.positions.entry(rows.own_position_B, window)
         local_B, layer = self.operations.stripe.local_index(entry_B), rows.scan_index
-        own = append(own, new_entries, local_B, layer, splits)
-        prefix_entries = [read_layer(cache, layer, splits) for cache in prefixes]
+        own = append(own, new_entries, local_B, layer)
+        prefix_entries = [cache.read_layer(layer) for cache in prefixes]
         entries = Entries(
-            read_layer(own, layer, splits),
+            own.read_layer(layer),
             rows.positions.for_window(window),
             *_prefix_entries(prefix_entries, rows.prefix, window),
         )

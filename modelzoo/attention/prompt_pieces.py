@@ -29,7 +29,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from .. import axes
 from ..cache.entry_codes import is_rotated
 from ..cache.kv_cache import Positions, match_head_dim, match_heads
-from ..cache.layer_cache import LayerCache, NewEntries, Splits
+from ..cache.layer_state import LayerState, NewEntries
 from ..cache.segments import (
     Segments,
     Stripe,
@@ -41,8 +41,8 @@ from ..cache.segments import (
     segment_starts,
     split_blocks,
 )
+from ..cache.state_spec import StateArray
 from ..operations import Operations, rows_of
-from ..weights.weight_products import Axes
 
 
 class PromptPieces(NamedTuple):
@@ -97,18 +97,18 @@ def rows_of_positions(positions: Positions, row_B: jax.Array, operations: Operat
 
 
 def layer_of_slots(
-    layers: LayerCache,
+    state: LayerState,
     layer: jax.Array,
     slot_B: jax.Array,
     num_unseen: int,
     num_heads: int,
     head_dim: int,
     operations: Operations,
-) -> LayerCache:
-    """The cache entries of one layer in some slots, in the form that attention takes them.
+) -> LayerState:
+    """The memory of one layer in some slots, in the form that attention takes it.
 
     Args:
-      layers: The cache of the block that the layer belongs to.
+      state: The memory of the block that the layer belongs to.
       layer: The index of the layer in the arrays.
       slot_B: The slots.
       num_unseen: The number of last entries to leave out.
@@ -121,23 +121,22 @@ def layer_of_slots(
       Entries with one layer and one row per slot, and with keys out of their blocks.
     """
 
-    def take(
-        segments: Segments, axis: int, feature_axis: int | None, logical_axes: Axes
-    ) -> Segments:
-        taken = operations.take_rows(segments, slot_B, logical_axes, layer)
-        taken = tuple(map(partial(_without_blocks, axis=axis - 1), taken, layers.lengths))
+    def take(segments: Segments, array: StateArray) -> Segments:
+        axis, feature_axis = array.position_axis - 1, array.feature_axis
+        taken = operations.take_rows(segments, slot_B, array.axes, layer)
+        taken = tuple(map(partial(_without_blocks, axis=axis), taken, state.lengths))
         # slicing after the gather: a slice of all slots would be a copy
-        taken = _without_last(taken, num_unseen, axis - 1)
+        taken = _without_last(taken, num_unseen, axis)
         # the zeros that pad a rotated head are rotated, too
-        if feature_axis is not None and not is_rotated(segments[0].dtype):
+        if feature_axis is not None and not is_rotated(array.dtype):
             taken = tuple(
                 jax.lax.slice_in_dim(x, 0, head_dim, axis=feature_axis - 1) for x in taken
             )
-        if axes.KV_HEADS in logical_axes:
+        if array.has_kv_heads:
             taken = tuple(match_heads(x, num_heads) for x in taken)
         return tuple(x[None] for x in taken)
 
-    return type(layers)(*map(take, layers, layers.POSITION_AXES, layers.FEATURE_AXES, layers.AXES))
+    return state.map(take)
 
 
 def _without_last(segments: Segments, num_entries: int, axis: int) -> Segments:
@@ -160,36 +159,32 @@ class _Write(NamedTuple):
 
 
 def write_piece(
-    layers: LayerCache,
+    state: LayerState,
     new: NewEntries,
     layer: jax.Array,
     rows: PromptPieces,
     is_rolling: bool,
     operations: Operations,
-    splits: Splits = (),
-) -> LayerCache:
+) -> LayerState:
     """Write the new entries of a piece to one layer of the cache.
 
     Args:
-      layers: The cache of the block that the layer belongs to.
+      state: The memory of the block that the layer belongs to.
       new: The new entries, in the stripes of the cache.
       layer: The index of the layer in the arrays.
       rows: The rows of the call.
       is_rolling: Whether the layer has a rolling buffer.
       operations: The operations by which the cache is laid out.
-      splits: See `layer_cache.Splits`.
     """
-    if not layers.lengths:  # a cache without entries
-        return layers
+    if not state.lengths:  # a cache without entries
+        return state
     write = _write_rolling if is_rolling else _write_blocks
-    lengths = [length // operations.cache_stripes.count for length in layers.lengths]
+    ranges = _segment_ranges([length // operations.cache_stripes.count for length in state.lengths])
 
-    def write_array(
-        old: Segments, new: jax.Array, axis: int, feature_axis: int | None, names: Axes
-    ) -> Segments:
-        ranges = _segment_ranges(lengths)
-        if axes.KV_HEADS in names:
-            new = match_heads(new, old[0].shape[names.index(axes.KV_HEADS)])
+    def write_array(old: Segments, array: StateArray, new: jax.Array) -> Segments:
+        axis, feature_axis = array.position_axis, array.feature_axis
+        if array.has_kv_heads:
+            new = match_heads(new, old[0].shape[array.axes.index(axes.KV_HEADS)])
 
         def body(old: Segments, new: jax.Array, target: _Write) -> Segments:
             slot_B, start_B, count_B, layer = target
@@ -202,14 +197,10 @@ def write_piece(
             return write(old, ranges, new[0], rows, axis, layer)
 
         target = _Write(rows.slot_B, rows.start_B, rows.count_B, layer)
-        return operations.write_rows(body, old, new[None], target, names)
+        return operations.write_rows(body, old, new[None], target, array.axes)
 
-    # before rows are sent to the devices of their slots, as codes are fewer bytes
-    encoded = layers.encode(new, splits)
-    kind = type(layers)
-    return kind(
-        *map(write_array, layers, encoded, kind.POSITION_AXES, kind.FEATURE_AXES, kind.AXES)
-    )
+    # in codes before rows are sent to the devices of their slots, as codes are fewer bytes
+    return state.map(write_array, state.spec.encode(new))
 
 
 def write_positions(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from ..cache.entry_codes import EntryCodes
 from ..cache.kv_cache import match_head_dim, match_heads
-from ..cache.layer_cache import KeysAndValues
 from ..cache.segments import Segments
+from ..cache.state_spec import KeysAndValues
 from ..layer_config import Window
 from .attend import Attend, Slots, Visibility, merge
 

@@ -44,31 +44,21 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from .. import axes
-from ..config import AS_PUBLISHED, Arrangement, DecoderConfig, head_copies
-from ..layer_config import Attention, Window, window_size
+from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
+from ..layer_config import Window, window_size
 from ..layer_groups import block_layers
 from ..weights.weight_products import Axes
-from .layer_cache import (
-    CodedKeysValues,
-    CodedLatents,
-    KeysValues,
-    Latents,
-    LayerCache,
-    NewEntries,
-    NoEntries,
-    Splits,
-    layer_of,
-)
+from .layer_state import LayerState, NewEntries, layer_of
 from .segments import (
     EMPTY_POSITION,
     ONE_STRIPE,
     Segments,
     Stripe,
-    blocks_shape,
     num_blocks,
     segment_lengths,
     segment_starts,
 )
+from .state_spec import StateArray, num_cache_entries, state_spec
 
 
 class Positions(NamedTuple):
@@ -130,16 +120,18 @@ class Positions(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """The cache of all layers, and the positions of its entries."""
+    """The memory of all layers, and the positions of its entries."""
 
-    layers: tuple[LayerCache | NoEntries, ...]
-    """One cache for each block of the decoder, in order."""
+    layers: tuple[LayerState | None, ...]
+    """The memory of each block of the decoder, in order; None for layers without attention."""
     positions: Positions
 
     def map(self, visit: Callable[[Segments, Axes], Segments]) -> "KVCache":
         """Apply `visit` to the segments and the logical axes of every array."""
-        layers = tuple(type(x)(*map(visit, x, x.AXES)) for x in self.layers)
-        return KVCache(layers, self.positions.map(lambda x: visit(x, axes.CACHE_POSITIONS)))
+        layers = (
+            x and x.map(lambda segments, array: visit(segments, array.axes)) for x in self.layers
+        )
+        return KVCache(tuple(layers), self.positions.map(lambda x: visit(x, axes.CACHE_POSITIONS)))
 
     def head(self, num_segments: int) -> "KVCache":
         """The first segments, which are the input of a decode graph with their span."""
@@ -153,15 +145,8 @@ class KVCache(NamedTuple):
 
 
 def _is_segments(x: object) -> bool:
-    """Whether `x` is the segments of an array: the only plain tuple without tuples inside."""
-    return type(x) is tuple and bool(x) and not isinstance(x[0], tuple)
-
-
-def num_cache_entries(window: Window, longest: int, stripes: int = 1) -> int:
-    """The number of cache entries of a layer per slot, where the longest span is `longest`."""
-    if window is None:
-        return longest
-    return min(-(-window_size(window) // stripes) * stripes, longest)
+    """Whether `x` is the segments of an array: a tuple of nothing but arrays."""
+    return type(x) is tuple and jax.tree_util.all_leaves(x)
 
 
 def allocate(
@@ -195,46 +180,24 @@ def allocate(
     """
     segment_slots = span_slots or [slots] * len(spans)
     longest = spans[-1] if spans else 0
-    blocks = [size for size in arrangement.key_blocks if not (chunk or 0) % size]
-
-    def num_entries(attention: Attention) -> int:
-        return num_cache_entries(attention.window, longest, stripes)
 
     def segment_sizes(count: int) -> list[tuple[int, int]]:
         """The rows and the entries of each segment, for a layer with `count` entries."""
         return list(zip(segment_slots, segment_lengths(spans, count), strict=False))
 
-    codes = arrangement.cache_codes
-    assert not (codes and blocks), "entries in codes are not in blocks"
-
-    def allocate_layers(layers: range) -> LayerCache | NoEntries:
+    def allocate_layers(layers: range) -> LayerState | None:
         attention = config.layers[layers.start].attention
         if attention is None:
-            return NoEntries()
-        segments = segment_sizes(num_entries(attention))
-        L, of_entries = len(layers), codes or dtype
-        H = arrangement.cache_dim(attention)
-        if attention.latent is not None:
-            latents = tuple(jnp.zeros((L, B, S, H), of_entries) for B, S in segments)
-            if not codes:
-                return Latents(latents)
-            P = len(attention.entry_splits) + 1
-            return CodedLatents(latents, tuple(jnp.zeros((L, B, P, S), dtype) for B, S in segments))
-        K = attention.num_kv_heads
-        K *= head_copies(K, head_shards)
-        key_shapes = [(L, B, K, *blocks_shape(H, S, blocks)) for B, S in segments]
-        keys = tuple(jnp.zeros(shape, of_entries) for shape in key_shapes)
-        values = tuple(jnp.zeros((L, B, K, S, H), of_entries) for B, S in segments)
-        if not codes:
-            return KeysValues(keys, values)
-        scales = (tuple(jnp.zeros((L, B, K, S), dtype) for B, S in segments) for _ in range(2))
-        return CodedKeysValues(keys, values, *scales)
+            return None
+        spec = state_spec(attention, dtype, arrangement, chunk)
+        sizes = segment_sizes(spec.num_entries(longest, stripes))
+        return LayerState.empty(spec, len(layers), sizes, head_shards)
 
     def empty_positions(count: int) -> Segments:
         sizes = segment_sizes(count)
         return tuple(jnp.full(size, EMPTY_POSITION, jnp.int32) for size in sizes)
 
-    counts = set(map(num_entries, config.attentions))
+    counts = {num_cache_entries(x.window, longest, stripes) for x in config.attentions}
     whole_BS = empty_positions(longest) if longest in counts else ()
     rolling_BS = {size: empty_positions(size) for size in counts if size < longest}
     layers = tuple(map(allocate_layers, block_layers(config, arrangement)))
@@ -294,38 +257,30 @@ def _mark(segment_BS: jax.Array, position_B: jax.Array, index_B: jax.Array) -> j
     return jnp.where(is_entry_BS, position_B[:B, None], segment_BS)
 
 
-def append(
-    layers: LayerCache,
-    new: NewEntries,
-    entry_B: jax.Array,
-    layer: jax.Array,
-    splits: Splits = (),
-) -> LayerCache:
+def append(state: LayerState, new: NewEntries, entry_B: jax.Array, layer: jax.Array) -> LayerState:
     """Write the new entries of one layer, one token per row.
 
     Args:
-      layers: The cache of the layers of one block.
+      state: The memory of the layers of one block.
       new: Keys and values, or latents, of one token per row.
       entry_B: The entry of each token; outside of the segments it is not written.
       layer: The index of the layer in the arrays.
-      splits: See `layer_cache.Splits`.
     """
-    lengths, starts = layers.lengths, segment_starts(layers.lengths)
+    lengths, starts = state.lengths, segment_starts(state.lengths)
 
-    def write(segments: Segments, new: jax.Array, axis: int, feature_axis: int | None) -> Segments:
-        # `axis` counts the axis of layers, which new entries do not have
-        new_BKH = jnp.squeeze(new, axis - 1)
+    def write(segments: Segments, array: StateArray, new: jax.Array) -> Segments:
+        # new entries do not have the axis of layers
+        new_BKH = jnp.squeeze(new, array.position_axis - 1)
 
         def write_segment(segment: jax.Array, length: int, start: int) -> jax.Array:
             index_B = entry_B - start
-            if feature_axis is None:
+            if array.feature_axis is None:
                 return _write_scales(segment, new_BKH, index_B, layer)
-            return _write(segment, length, new_BKH, index_B, axis, feature_axis, layer)
+            return _write(segment, length, new_BKH, index_B, array, layer)
 
         return tuple(map(write_segment, segments, lengths, starts))
 
-    encoded = layers.encode(new, splits)
-    return type(layers)(*map(write, layers, encoded, layers.POSITION_AXES, layers.FEATURE_AXES))
+    return state.map(write, state.spec.encode(new))
 
 
 def _write_scales(
@@ -349,8 +304,7 @@ def _write(
     length: int,
     new_BKH: jax.Array,
     index_B: jax.Array,
-    axis: int,
-    head_axis: int,
+    array: StateArray,
     layer: jax.Array,
 ) -> jax.Array:
     """Write one entry per row at `index_B`; an index outside of the segment's `length` is dropped.
@@ -361,6 +315,8 @@ def _write(
     are the minor dimension in memory, XLA for TPU compiles this scatter to one pass over the
     updates. It compiles a scatter of windows that are one position wide to a loop over slots.
     """
+    axis, head_axis = array.position_axis, array.feature_axis
+    assert head_axis is not None
     B, size = segment.shape[1], segment.shape[axis]
     count = num_blocks(length, size)
     H = segment.shape[head_axis] // count

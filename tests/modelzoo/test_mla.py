@@ -18,7 +18,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.attention.prompt_pieces import PromptPieces
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.kv_cache import KVCache
-from noria.modelzoo.cache.layer_cache import PromptLatents
+from noria.modelzoo.cache.layer_state import PromptLatents
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.decoder import Decoder
 from noria.modelzoo.latent_config import LatentAttention
@@ -85,7 +85,7 @@ def test_tokens_that_read_latents_from_the_cache_answer_as_in_a_prompt(query_ran
 
 def joined(layers) -> list[np.ndarray]:
     """Return the latents of each layer, segments joined."""
-    return [np.concatenate(layer.latent_LBSH, axis=2)[0] for layer in layers]
+    return [np.concatenate(layer.arrays["latent"], axis=2)[0] for layer in layers]
 
 
 @pytest.mark.parametrize("start", [None, 7])

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from noria.modelzoo import axes
 from noria.modelzoo.attention.attend import Queries
-from noria.modelzoo.cache.layer_cache import PromptKeysValues
+from noria.modelzoo.cache.layer_state import PromptKeysValues
 from noria.modelzoo.config import head_copies
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.weights.product import einsum

@@ -228,8 +228,9 @@ def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.n
         position_BS = np.concatenate(positions, axis=1)
         for index, layer in enumerate(layers):
             arrays = []
-            for segments, axis in zip(kept, kept.POSITION_AXES, strict=True):
-                if axis == 4:
+            for name, array in kept.spec.arrays.items():
+                segments, axis = kept.arrays[name], array.position_axis
+                if name == "k":
                     segments = map(join_blocks, segments, kept.lengths)
                 array = np.moveaxis(np.concatenate([*segments], axis)[index], axis - 1, -1)
                 is_live = position_BS.reshape(SLOTS, *[1] * (array.ndim - 2), -1) >= 0
@@ -245,5 +246,5 @@ def test_slots_are_taken_without_the_padding_of_heads_unless_it_is_rotated(codes
     slots, heads = jnp.array([2, 0]), alike(HEADS).num_kv_heads
     taken = layer_of_slots(cache.layers[0], jnp.int32(0), slots, 0, heads, 8, ON_ONE_DEVICE)
     shapes = [(1, 2, heads, count, size) for count in (4, 20)]
-    assert [x.shape for x in taken.v_LBKSH] == shapes
-    assert [x.shape for x in taken.k_LBKHS] == [(*s[:3], s[4], s[3]) for s in shapes]
+    assert [x.shape for x in taken.arrays["v"]] == shapes
+    assert [x.shape for x in taken.arrays["k"]] == [(*s[:3], s[4], s[3]) for s in shapes]

@@ -17,7 +17,7 @@ from noria.modelzoo.attention.attend import Slots, Visibility, attend_dense
 from noria.modelzoo.attention.blockwise import attend_blockwise
 from noria.modelzoo.cache import entry_codes, kv_cache
 from noria.modelzoo.cache.entry_codes import EntryCodes
-from noria.modelzoo.cache.layer_cache import LayerCache, NewEntries, PromptLatents
+from noria.modelzoo.cache.layer_state import LayerState, NewEntries, PromptLatents
 from noria.modelzoo.cache.segments import EMPTY_POSITION
 from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
@@ -98,23 +98,17 @@ def new_entries(config: DecoderConfig, length: int, seed: int) -> tuple[NewEntri
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def written(config: DecoderConfig, codes: str | None) -> list[LayerCache]:
+def written(config: DecoderConfig, codes: str | None) -> list[LayerState]:
     """Return a cache after whole prompts, chunks, and a token of each row but one."""
     arrangement = replace(AS_PUBLISHED, cache_codes=codes)
     cache = kv_cache.allocate(config, SLOTS, SPANS, jnp.float32, arrangement=arrangement)
-    write = partial(keep, windows=alike(config).windows, splits=config.attentions[0].entry_splits)
+    write = partial(keep, windows=alike(config).windows)
     cache = write(cache, new_entries(config, 14, 1), pieces([2, 0, 3, SLOTS], [14, 3, 9, 14]))
     cache = write(cache, new_entries(config, 5, 2), pieces([3, SLOTS, 1, 2], [5, 5, 2, 4], 14))
     position_B, layer = jnp.array([3, 16, EMPTY_POSITION, 19]), jnp.int32(0)
     tokens = new_entries(config, 1, 3)
     return [
-        kv_cache.append(
-            old,
-            new,
-            cache.positions.entry(position_B, window),
-            layer,
-            config.attentions[0].entry_splits,
-        )
+        kv_cache.append(old, new, cache.positions.entry(position_B, window), layer)
         for old, new, window in zip(cache.layers, tokens, alike(config).windows, strict=True)
     ]
 
@@ -125,17 +119,19 @@ def written(config: DecoderConfig, codes: str | None) -> list[LayerCache]:
 def test_every_write_leaves_the_codes_of_the_floats_that_it_would_leave(kind, codes):
     config = KINDS[kind]
     for floats, in_codes in zip(written(config, None), written(config, codes), strict=True):
-        encoded, scales = [], []
-        for segments, axis in zip(floats, floats.FEATURE_AXES, strict=True):
+        wanted_arrays = {}
+        for name, array in floats.spec.arrays.items():
             parts = [
-                encode(np.asarray(x), axis, codes, np.float32, config.attentions[0].entry_splits)
-                for x in segments
+                encode(np.asarray(x), array.feature_axis, codes, np.float32, floats.spec.splits)
+                for x in floats.arrays[name]
             ]
-            encoded.append([x for x, _ in parts])
+            wanted_arrays[name] = [x for x, _ in parts]
             # the heads of keys and values have one part each; latents have parts, but no heads
             of_parts = [[x.reshape(1, SLOTS, -1, x.shape[-1]) for x in found] for _, found in parts]
-            scales.append([np.concatenate(found, axis=2) for found in of_parts])
-        for got, wanted in zip(in_codes, encoded + scales, strict=True):
+            wanted_arrays[f"{name}_scale"] = [np.concatenate(found, axis=2) for found in of_parts]
+        assert wanted_arrays.keys() == in_codes.arrays.keys()
+        for name, wanted in wanted_arrays.items():
+            got = in_codes.arrays[name]
             assert len(got) == len(wanted) > 0
             for ours, theirs in zip(got, wanted, strict=True):
                 np.testing.assert_array_equal(np.asarray(ours), theirs)
@@ -148,8 +144,8 @@ def test_scanned_layers_write_the_scales_of_their_own_layer():
     (layers,) = cache.layers
     (new,) = random_prompt(SLOTS, 1, num_layers=1)
     after = kv_cache.append(layers, new, jnp.array([0, 9, EMPTY_POSITION, 23]), jnp.int32(1))
-    for scales, side, axis in ((after.k_scale_LBKS, new[0], 2), (after.v_scale_LBKS, new[1], 3)):
-        got = np.concatenate(scales, axis=3)
+    for name, side, axis in (("k_scale", new[0], 2), ("v_scale", new[1], 3)):
+        got = np.concatenate(after.arrays[name], axis=3)
         _, (scale_BK1,) = encode(np.asarray(side), axis, "int8", np.float32)
         wanted = np.zeros((3, SLOTS, K, 24), np.float32)
         for row, entry in ((0, 0), (1, 9), (3, 23)):

@@ -10,7 +10,6 @@ from noria.modelzoo.attention.attend import attend_dense
 from noria.modelzoo.attention.segment_attention import Entries, attend_segments
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.kv_cache import KVCache
-from noria.modelzoo.cache.layer_cache import read_layer
 from noria.modelzoo.cache.segments import EMPTY_POSITION
 
 SPANS = (4, 8, 16)
@@ -97,7 +96,7 @@ def test_append_past_the_segments_writes_nothing(spans, position):
 def attend(cache: KVCache, q_BTKGH, position_B, window) -> np.ndarray:
     @jax.jit
     def attend_step(cache, q_BTKGH, position_B):
-        entries = Entries(read_layer(cache.layers[0], jnp.int32(0), ()), cache.positions.whole_BS)
+        entries = Entries(cache.layers[0].read_layer(jnp.int32(0)), cache.positions.whole_BS)
         return attend_segments(attend_dense, window, q_BTKGH, position_B[:, None], entries)[0]
 
     return np.asarray(attend_step(cache, q_BTKGH, position_B))

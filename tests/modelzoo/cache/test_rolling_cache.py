@@ -18,7 +18,7 @@ from noria.modelzoo.attention.attend import attend_dense
 from noria.modelzoo.attention.segment_attention import Entries, attend_segments
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.kv_cache import KVCache
-from noria.modelzoo.cache.layer_cache import PromptKeysValues, read_layer
+from noria.modelzoo.cache.layer_state import PromptKeysValues
 from noria.modelzoo.cache.segments import EMPTY_POSITION
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.layer_config import Chunk, Window
@@ -144,7 +144,7 @@ def test_a_rolling_buffer_gives_the_attention_of_a_whole_cache(spans, position, 
     q_BTKGH = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, K, 3, H)), jnp.float32)
 
     def attend(layer: int, kept_window: Window):
-        keys_values = read_layer(cache.layers[layer], jnp.int32(0), ())
+        keys_values = cache.layers[layer].read_layer(jnp.int32(0))
         entries = Entries(keys_values, cache.positions.for_window(kept_window))
         return attend_segments(attend_dense, window, q_BTKGH, length[:, None], entries)[0]
 
@@ -165,7 +165,7 @@ def test_a_head_has_the_segments_below_its_span(num_segments):
     assert lengths == {window: of_all[:num_segments] for window, of_all in expected.items()}
     joined = cache.with_head(jax.tree.map(jnp.zeros_like, head))
     assert jax.tree.structure(joined) == jax.tree.structure(cache)
-    is_zero = [[bool(np.all(segment == 0)) for segment in layer.v_LBKSH] for layer in joined.layers]
+    is_zero = [[bool(np.all(x == 0)) for x in layer.arrays["v"]] for layer in joined.layers]
     assert is_zero == [
         [i < num_segments for i in range(len(expected[window]))] for window in WINDOWS
     ]
