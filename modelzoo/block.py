@@ -1,15 +1,16 @@
 """Blocks of the residual stream: attention and MLP, one after the other or in parallel.
 
+A block has two halves. `project` computes the queries, keys and values, the caller attends, and
+`finish` returns the residual stream after the layer.
+
 Knows nothing of caches, positions or the keys that a layer attends to.
 """
-
-from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
 from . import axes
-from .attention.layer_attention import LayerAttention
+from .attention.layer_attention import HeadInputs
 from .config import Arrangement, DecoderConfig
 from .gqa import GroupedHeads
 from .layer_config import Attention, Experts, Layer, Mlp
@@ -19,13 +20,6 @@ from .moe.call import ExpertCall
 from .moe.layer import SparseMlp
 from .operations import Operations
 from .rope import PositionCode
-
-
-class AttentionInputs(NamedTuple):
-    """The arguments of the attention of a layer beside the residual stream."""
-
-    code: PositionCode
-    layer_attention: LayerAttention
 
 
 class Block(nnx.Module):
@@ -42,7 +36,6 @@ class Block(nnx.Module):
             is_used = layer.norm_placement in (placement, *others)
             return Norm(config.embed, config) if is_used else NoNorm()
 
-        self.has_attention = layer.attention is not None
         self.has_mlp = layer.feed_forward is not None
         if layer.attention is not None:
             self.attention_norm = norm("before") if layer.has_attention_norm else NoNorm()
@@ -56,20 +49,39 @@ class Block(nnx.Module):
             self.mlp_residual_norm = norm("residual", ())
         self.multiplier = config.multipliers.residual
 
-    def __call__(
+    def project(
+        self, x_BTD: jax.Array, code: PositionCode, operations: Operations, *, reads_cache: bool
+    ) -> HeadInputs:
+        """The inputs of the attention of the layer.
+
+        Args:
+          x_BTD: The residual stream before the layer.
+          code: The positions of the tokens.
+          operations: The operations of the call.
+          reads_cache: Whether queries attend to the cache, not only to the prompt.
+        """
+        normed_BTD = self.attention_norm(x_BTD)
+        return self.attention.project(normed_BTD, code, operations, reads_cache=reads_cache)
+
+    def finish(
         self,
         x_BTD: jax.Array,
-        attention: AttentionInputs | None,
+        inputs: HeadInputs | None,
+        out_BTKGH: jax.Array | None,
         operations: Operations,
         experts: ExpertCall,
-    ) -> tuple[jax.Array, Any]:
-        """The residual stream after the layer, and the cache update of its attention, if any."""
-        cache_update = None
-        if self.has_attention:
-            assert attention is not None
-            out_BTD, cache_update = self.attention(
-                self.attention_norm(x_BTD), *attention, operations
-            )
+    ) -> jax.Array:
+        """The residual stream after the layer.
+
+        Args:
+          x_BTD: The residual stream before the layer.
+          inputs: The inputs of attention; None in a layer without attention.
+          out_BTKGH: The output of attention.
+          operations: The operations of the call.
+          experts: The call of sparse layers.
+        """
+        if inputs is not None and out_BTKGH is not None:
+            out_BTD = self.attention.merge(inputs, out_BTKGH, operations)
             x_BTD = x_BTD + scale_by(self.attention_post_norm(out_BTD), self.multiplier)
             x_BTD = self.attention_residual_norm(x_BTD)
             x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
@@ -78,7 +90,7 @@ class Block(nnx.Module):
             x_BTD = x_BTD + scale_by(self.mlp_post_norm(out_BTD), self.multiplier)
             x_BTD = self.mlp_residual_norm(x_BTD)
             x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
-        return x_BTD, cache_update
+        return x_BTD
 
 
 class ParallelBlock(nnx.Module):
@@ -100,20 +112,26 @@ class ParallelBlock(nnx.Module):
         self.mlp = _mlp(rngs, config.embed, layer.feed_forward)
         self.multiplier = config.multipliers.residual
 
-    def __call__(
+    def project(
+        self, x_BTD: jax.Array, code: PositionCode, operations: Operations, *, reads_cache: bool
+    ) -> HeadInputs:
+        """See `Block`."""
+        return self.attention.project(self.norm(x_BTD), code, operations, reads_cache=reads_cache)
+
+    def finish(
         self,
         x_BTD: jax.Array,
-        attention: AttentionInputs | None,
+        inputs: HeadInputs | None,
+        out_BTKGH: jax.Array | None,
         operations: Operations,
         experts: ExpertCall,
-    ) -> tuple[jax.Array, Any]:
-        """The residual stream after the layer, and the cache update of its attention."""
-        assert attention is not None
-        normed_BTD = self.norm(x_BTD)
-        out_BTD, cache_update = self.attention(normed_BTD, *attention, operations)
-        out_BTD = out_BTD + self.mlp(normed_BTD, operations, experts)
+    ) -> jax.Array:
+        """See `Block`."""
+        assert inputs is not None and out_BTKGH is not None
+        out_BTD = self.attention.merge(inputs, out_BTKGH, operations)
+        out_BTD = out_BTD + self.mlp(inputs.x_BTD, operations, experts)
         x_BTD = x_BTD + scale_by(out_BTD, self.multiplier)
-        return operations.constrain(x_BTD, axes.RESIDUAL), cache_update
+        return operations.constrain(x_BTD, axes.RESIDUAL)
 
 
 def make_block(

@@ -33,7 +33,7 @@ from .attention.prompt_pieces import (
     write_piece,
     write_positions,
 )
-from .block import AttentionInputs, make_block
+from .block import make_block
 from .cache.kv_cache import KVCache, Positions, append_position
 from .cache.layer_state import LayerState, NewEntries
 from .cache.prefixes import Prefixes
@@ -356,13 +356,17 @@ class Decoder(nnx.Module):
                 options, new = config.layers[layers.start].attention, old
                 with jax.named_scope(f"layers.{layers_name(layers)}"):
                     if options is None:
-                        x_BTD, _ = block(x_BTD, None, operations, experts)
+                        x_BTD = block.finish(x_BTD, None, None, operations, experts)
                     else:
                         caches = (old, *prefix_caches.get(layers.start, ()))
-                        layer_attention = attention.layer(options, caches, scan_index, x_BTD)
-                        code = codes[options.rope, options.rope_dim]
-                        inputs = AttentionInputs(code, layer_attention)
-                        x_BTD, update = block(x_BTD, inputs, operations, experts)
+                        attend = attention.layer(options, caches, scan_index, x_BTD)
+                        code, reads_cache = (
+                            codes[options.rope, options.rope_dim],
+                            attention.reads_cache,
+                        )
+                        inputs = block.project(x_BTD, code, operations, reads_cache=reads_cache)
+                        out_BTKGH, update = attend(inputs.queries, inputs.new, inputs.latents)
+                        x_BTD = block.finish(x_BTD, inputs, out_BTKGH, operations, experts)
                         new = attention.update_cache(options, old, update, scan_index, x_BTD)
                     new_cache += (new,)
             return x_BTD, new_cache

@@ -3,8 +3,6 @@
 Source: Ainslie et al. 2023, "GQA" (2305.13245). Knows nothing of caches, masks or meshes.
 """
 
-from typing import Any
-
 import jax
 from flax import nnx
 from jax.experimental.layout import Layout as MemoryLayout
@@ -12,7 +10,7 @@ from jax.experimental.layout import with_layout_constraint
 
 from . import axes
 from .attention.attend import Queries
-from .attention.layer_attention import LayerAttention
+from .attention.layer_attention import HeadInputs
 from .cache.layer_state import PromptKeysValues
 from .config import Arrangement, DecoderConfig
 from .layer_config import Attention
@@ -48,26 +46,11 @@ class GroupedHeads(nnx.Module):
             self.sinks = constant(0.0, (K, G), heads[:2])
         self.options = attention
 
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        code: PositionCode,
-        layer_attention: LayerAttention,
-        operations: Operations,
-    ) -> tuple[jax.Array, Any]:
-        """The term that attention adds to the residual stream, and the cache update."""
-        q_BTKGH, new = self._project(x_BTD, code, operations)
-        sink_KG = self.sinks[...] if self.options.has_sinks else None
-        out_BTKGH, cache_update = layer_attention.attend(Queries(q_BTKGH, sink_KG), new, None)
-        merge = Product("BTKGH,KGHD->BTD", merge_heads)
-        out_BTD = operations.project(merge, out_BTKGH, self.output, axes.HEADS, axes.RESIDUAL)
-        if self.options.output_bias:
-            out_BTD = out_BTD + self.output_bias[...][None, None]
-        return out_BTD, cache_update
-
-    def _project(
-        self, x_BTD: jax.Array, code: PositionCode, operations: Operations
-    ) -> tuple[jax.Array, PromptKeysValues]:
+    def project(
+        self, x_BTD: jax.Array, code: PositionCode, operations: Operations, *, reads_cache: bool
+    ) -> HeadInputs:
+        """The queries, keys and values of the tokens."""
+        del reads_cache
         product = einsum("BTD,DKJH->BTKJH")
         qkv_BTKJH = operations.project(product, x_BTD, self.qkv, axes.RESIDUAL, axes.HEADS)
         qkv_BTKJH = jax.lax.platform_dependent(
@@ -86,7 +69,17 @@ class GroupedHeads(nnx.Module):
         B, T, K, _, H = q_BTKGH.shape
         q_BTNH, k_BTKH = encode(q_BTKGH.reshape(B, T, K * G, H), k_BTKH, code)
         new = PromptKeysValues(k_BTKH.transpose(0, 2, 3, 1), v_BTKH.swapaxes(1, 2))
-        return q_BTNH.reshape(B, T, K, G, H), new
+        sink_KG = self.sinks[...] if self.options.has_sinks else None
+        return HeadInputs(x_BTD, Queries(q_BTNH.reshape(B, T, K, G, H), sink_KG), new, None)
+
+    def merge(self, inputs: HeadInputs, out_BTKGH: jax.Array, operations: Operations) -> jax.Array:
+        """The term that attention adds to the residual stream."""
+        del inputs
+        merge = Product("BTKGH,KGHD->BTD", merge_heads)
+        out_BTD = operations.project(merge, out_BTKGH, self.output, axes.HEADS, axes.RESIDUAL)
+        if self.options.output_bias:
+            out_BTD = out_BTD + self.output_bias[...][None, None]
+        return out_BTD
 
 
 def _with_heads_last(qkv_BTKJH: jax.Array) -> jax.Array:

@@ -11,7 +11,6 @@ absorption. Knows nothing of caches, masks or meshes.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from flax import nnx
 
 from . import axes
 from .attention.attend import Queries
-from .attention.layer_attention import LayerAttention
+from .attention.layer_attention import HeadInputs
 from .cache.layer_state import PromptKeysValues, PromptLatents
 from .config import DecoderConfig
 from .latent_config import LatentAttention
@@ -53,26 +52,32 @@ class LatentHeads(nnx.Module):
         self.output = weight(rngs, (N, latent.value_dim, D), output_axes, inputs=(0, 1))
         self.sizes = latent
 
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        code: PositionCode,
-        layer_attention: LayerAttention,
-        operations: Operations,
-    ) -> tuple[jax.Array, Any]:
-        """The term that attention adds to the residual stream, and the cache update."""
+    def project(
+        self, x_BTD: jax.Array, code: PositionCode, operations: Operations, *, reads_cache: bool
+    ) -> HeadInputs:
+        """The queries and latents of the tokens, and keys and values if only these are read."""
         assert isinstance(code, Rotation), "configurations of latent attention rotate"
         q_BTNH = self._queries(x_BTD, operations)
         plain_BTNH, rotated_BTNH = jnp.split(q_BTNH, [self.sizes.plain_dim], axis=-1)
         latents = self._latents(x_BTD, code, operations)
-        attend = self._attend_latents if layer_attention.reads_cache else self._attend_heads
-        rotated_BTNH = rotate(rotated_BTNH, code)
-        out_BTNH, cache_update = attend(
-            plain_BTNH, rotated_BTNH, latents, layer_attention, operations
-        )
+        rotated_BTNH, new = rotate(rotated_BTNH, code), None
+        if reads_cache:
+            # latents are the keys and values of all heads
+            absorbed, heads = einsum("BTNH,NHI->BTNI"), axes.LATENT_HEADS
+            plain_BTNH = operations.project(absorbed, plain_BTNH, self.key_up, heads, heads)
+        else:
+            new = self._keys_values(latents, rotated_BTNH.shape, operations)
+        q_BTNH = jnp.concatenate([plain_BTNH, rotated_BTNH], axis=-1)
+        return HeadInputs(x_BTD, Queries(q_BTNH[:, :, :, None]), new, latents)
+
+    def merge(self, inputs: HeadInputs, out_BTKGH: jax.Array, operations: Operations) -> jax.Array:
+        """The term that attention adds to the residual stream."""
+        out_BTNH, heads = out_BTKGH[:, :, :, 0], axes.LATENT_HEADS
+        if inputs.new is None:
+            up, out_BTNI = einsum("BTNI,NHI->BTNH"), out_BTNH[..., : self.sizes.rank]
+            out_BTNH = operations.project(up, out_BTNI, self.value_up, heads, heads)
         merge = Product("BTNH,NHD->BTD", merge_heads)
-        out_BTD = operations.project(merge, out_BTNH, self.output, axes.LATENT_HEADS, axes.RESIDUAL)
-        return out_BTD, cache_update
+        return operations.project(merge, out_BTNH, self.output, heads, axes.RESIDUAL)
 
     def _queries(self, x_BTD: jax.Array, operations: Operations) -> jax.Array:
         """Queries, before the rotation of their last features."""
@@ -93,40 +98,14 @@ class LatentHeads(nnx.Module):
         key_BTH = rotate(key_BTH[:, :, None], rotation)[:, :, 0]
         return PromptLatents(jnp.concatenate([self.latent_norm(x_BTI), key_BTH], axis=-1))
 
-    def _attend_heads(
-        self,
-        plain_BTNH: jax.Array,
-        rotated_BTNH: jax.Array,
-        latents: PromptLatents,
-        layer_attention: LayerAttention,
-        operations: Operations,
-    ) -> tuple[jax.Array, Any]:
-        """Attend with keys and values that are computed for each head."""
+    def _keys_values(
+        self, latents: PromptLatents, rotated_shape: tuple[int, ...], operations: Operations
+    ) -> PromptKeysValues:
+        """Keys and values that are computed for each head."""
         x_BTI, key_BTH = jnp.split(latents.latent_BTH, [self.sizes.rank], axis=-1)
         up, heads = einsum("BTI,NHI->BTNH"), axes.LATENT_HEADS
         k_BTNH = operations.project(up, x_BTI, self.key_up, axes.LATENTS, heads)
         v_BTNH = operations.project(up, x_BTI, self.value_up, axes.LATENTS, heads)
-        shared_BTNH = jnp.broadcast_to(key_BTH[:, :, None], rotated_BTNH.shape)
+        shared_BTNH = jnp.broadcast_to(key_BTH[:, :, None], rotated_shape)
         k_BTNH = jnp.concatenate([k_BTNH, shared_BTNH], axis=-1)
-        q_BTNH = jnp.concatenate([plain_BTNH, rotated_BTNH], axis=-1)
-        new = PromptKeysValues(k_BTNH.transpose(0, 2, 3, 1), v_BTNH.swapaxes(1, 2))
-        queries = Queries(q_BTNH[:, :, :, None])
-        out_BTNGH, cache_update = layer_attention.attend(queries, new, latents)
-        return out_BTNGH[:, :, :, 0], cache_update
-
-    def _attend_latents(
-        self,
-        plain_BTNH: jax.Array,
-        rotated_BTNH: jax.Array,
-        latents: PromptLatents,
-        layer_attention: LayerAttention,
-        operations: Operations,
-    ) -> tuple[jax.Array, Any]:
-        """Attend with latents as the keys and values of all heads."""
-        absorbed, heads = einsum("BTNH,NHI->BTNI"), axes.LATENT_HEADS
-        q_BTNI = operations.project(absorbed, plain_BTNH, self.key_up, heads, heads)
-        q_BTNH = jnp.concatenate([q_BTNI, rotated_BTNH], axis=-1)
-        queries = Queries(q_BTNH[:, :, :, None])
-        out_BTNGH, cache_update = layer_attention.attend(queries, None, latents)
-        up, out_BTNI = einsum("BTNI,NHI->BTNH"), out_BTNGH[:, :, :, 0, : self.sizes.rank]
-        return operations.project(up, out_BTNI, self.value_up, heads, heads), cache_update
+        return PromptKeysValues(k_BTNH.transpose(0, 2, 3, 1), v_BTNH.swapaxes(1, 2))

@@ -15,10 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import axes
-from .attention.attend import Queries
-from .attention.layer_attention import LayerAttention
-from .block import AttentionInputs, make_block
-from .cache.layer_state import PromptKeysValues, PromptLatents
+from .attention.layer_attention import HeadInputs
+from .block import make_block
 from .config import Arrangement, DecoderConfig
 from .layers import Embedding
 from .moe.call import ExpertCall
@@ -110,16 +108,14 @@ class LayerRecord(Operations):
         mixture = replace(mixture, dispatch=Dispatch("ragged"), project=self.project)
         return mixture(x_BTD, is_token_BT, router, weights)
 
-    def attend_by_shape(
-        self, queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
-    ) -> tuple[jax.Array, None]:
+    def attend_by_shape(self, inputs: HeadInputs) -> jax.Array:
         """Record the heads of attention, and return zeros of the shape of its output."""
-        new_entries = latents if new is None else new
+        new_entries = inputs.latents if inputs.new is None else inputs.new
         assert new_entries is not None, "a layer has new keys and values, or latents"
-        *heads, dim = queries.q_BTKGH.shape
+        *heads, dim = inputs.queries.q_BTKGH.shape
         self.head_dims = dim, new_entries[-1].shape[-1]
-        self.num_kv_heads, self.makes_keys = heads[2], new is not None
-        return jnp.zeros((*heads, self.head_dims[1])), None
+        self.num_kv_heads, self.makes_keys = heads[2], inputs.new is not None
+        return jnp.zeros((*heads, self.head_dims[1]))
 
     def _product(
         self, equation: str, x: jax.Array, shape: tuple[int, ...], x_axes: Axes, weight_axes: Axes,
@@ -143,12 +139,12 @@ def record_layer(
     def run() -> None:
         block = make_block(nnx.Rngs(0), config, Arrangement(head_shards), range(layer, layer + 1))
         record.names = parameter_names(block)
-        inputs = None
+        x_BTD, inputs, out_BTKGH = jnp.zeros((1, 1, config.embed)), None, None
         if (options := config.layers[layer].attention) is not None:
             code = position_code(jnp.zeros((1, 1), jnp.int32), options.rope, options.rope_dim)
-            inputs = AttentionInputs(code, LayerAttention(record.attend_by_shape, reads_cache))
-        experts = ExpertCall(jnp.ones((1, 1), bool))
-        block(jnp.zeros((1, 1, config.embed)), inputs, record, experts)
+            inputs = block.project(x_BTD, code, record, reads_cache=reads_cache)
+            out_BTKGH = record.attend_by_shape(inputs)
+        block.finish(x_BTD, inputs, out_BTKGH, record, ExpertCall(jnp.ones((1, 1), bool)))
 
     jax.eval_shape(run)
     return record

@@ -8,7 +8,7 @@ attention of a single layer on request. Knows nothing of projections or the comp
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,28 +30,35 @@ WriteCache = Callable[[Any, NewEntries, jax.Array, Attention], Any]
 """`write(cache, cache_update, scan_index, options)`: the cache after a layer wrote to it."""
 
 
-class LayerAttention(NamedTuple):
-    """Attention of one layer, as its block calls it."""
+class HeadInputs(NamedTuple):
+    """The inputs of the attention of one layer, which its projections compute."""
 
-    attend: Callable[
-        [Queries, PromptKeysValues | None, PromptLatents | None], tuple[jax.Array, Any]
-    ]
-    """Attend from queries; return `out_BTKGH` and the cache update.
+    x_BTD: jax.Array
+    """The input of the projections; a parallel feed-forward part reads it, too."""
+    queries: Queries
+    new: PromptKeysValues | None
+    """New keys and values, with the heads of the projections. A layer with latents that reads its
+    cache attends to latents, and has none."""
+    latents: PromptLatents | None
+    """New latents, which are cached instead of keys and values."""
 
-    The arguments are queries, new keys and values with the heads of the projections, and new
-    latents. If there are latents, they are cached instead of keys and values. A layer with latents
-    that reads its cache attends to latents, and passes no keys and values.
-    """
-    reads_cache: bool
-    """Whether queries attend to the cache, not only to the prompt."""
+
+AttendLayer = Callable[
+    [Queries, PromptKeysValues | None, PromptLatents | None], tuple[jax.Array, Any]
+]
+"""Attention of one layer from queries, keys and values, and latents, as in `HeadInputs`; it returns
+`out_BTKGH` and the cache update."""
 
 
 class CallAttention(Protocol):
     """Attention of all layers of a call."""
 
+    reads_cache: ClassVar[bool]
+    """Whether queries attend to the cache, not only to the prompt."""
+
     def layer(
         self, options: Attention, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
-    ) -> LayerAttention:
+    ) -> AttendLayer:
         """Return the attention of one layer.
 
         Args:
@@ -103,14 +110,16 @@ class PromptAttention:
     rows: PromptRows
     write: WriteCache
 
+    reads_cache: ClassVar[bool] = False
+
     def layer(
         self, options: Attention, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
-    ) -> LayerAttention:
+    ) -> AttendLayer:
         """See `CallAttention`."""
         attend = self.operations.attend(
             partial(self._attend, options), options.num_kv_heads, writes_cache=False
         )
-        return LayerAttention(partial(attend, rows=self.rows, caches=()), reads_cache=False)
+        return partial(attend, rows=self.rows, caches=())
 
     def update_cache(
         self,
@@ -181,9 +190,11 @@ class ChunkAttention:
     reads_slots: bool
     """Whether `attend` reads the slots of a cache itself (see `SlotReader`)."""
 
+    reads_cache: ClassVar[bool] = True
+
     def layer(
         self, options: Attention, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
-    ) -> LayerAttention:
+    ) -> AttendLayer:
         """See `CallAttention`."""
         rows, context = self.rows.after(x_BTD, self.operations), self.context
         slots = Slots(scan_index, rows.slot_B)
@@ -203,7 +214,7 @@ class ChunkAttention:
         attend = self.operations.attend(
             partial(self._attend, options), options.num_kv_heads, writes_cache=False
         )
-        return LayerAttention(partial(attend, rows=context, caches=caches), reads_cache=True)
+        return partial(attend, rows=context, caches=caches)
 
     def _take(
         self, cache: LayerState, options: Attention, slots: Slots, num_unseen: int
@@ -289,15 +300,17 @@ class TokenAttention:
     rows: TokenRows
     """Positions, those of the new tokens included; the layer is set for each layer."""
 
+    reads_cache: ClassVar[bool] = True
+
     def layer(
         self, options: Attention, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
-    ) -> LayerAttention:
+    ) -> AttendLayer:
         """See `CallAttention`."""
         rows = self.rows._replace(scan_index=scan_index)
         attend = self.operations.attend(
             partial(self._attend, options), options.num_kv_heads, writes_cache=True
         )
-        return LayerAttention(partial(attend, rows=rows, caches=caches), reads_cache=True)
+        return partial(attend, rows=rows, caches=caches)
 
     def update_cache(
         self,

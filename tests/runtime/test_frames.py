@@ -22,7 +22,7 @@ from noria.runtime.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("modelzoo", "sharding", "compile", "runtime")
-MAX_FRAMES = {"From the command to the device": 10, "From a decode step to the softmax": 10}
+MAX_FRAMES = {"From the command to the device": 10, "From a decode step to the softmax": 8}
 """Upper bounds for the number of functions, by the heading of their list in the page."""
 SIZES = "buckets.max_length=32", "buckets.decode_slots=1"
 
