@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from . import errors
 from .console import tell
 from .process.standard_streams import prepare_streams
-from .process.stop_signals import StopSignals
+from .process.stop_signals import StopNow, StopSignals, at_forced_end
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        with StopSignals():
+        with StopSignals() as signals, at_forced_end(lambda: _tell_pod_of_stop(arguments, signals)):
             from .commands.command_line import run_command
 
             return run_command(arguments)
@@ -55,6 +55,12 @@ def _tell_pod(arguments: Sequence[str], reason: str, code: int, is_stop: bool = 
         from .commands.pod_arguments import report_failed_start
 
         report_failed_start(arguments, reason, code, is_stop=is_stop)
+
+
+def _tell_pod_of_stop(arguments: Sequence[str], signals: StopSignals) -> None:
+    if signals.requested is not None:
+        stop = StopNow(signals.requested)
+        _tell_pod(arguments, str(stop), stop.exit_code, is_stop=True)
 
 
 def main_of_process() -> int:

@@ -8,7 +8,8 @@ kill, which the journal survives.
 Python runs a handler only between two instructions of the main thread, which may be inside native
 code for minutes, and ignores the exception of a handler that runs in a callback. So a thread
 receives the numbers of the signals, too. It ends the process if `StopNow` has not done so within
-`END_SECONDS`.
+`END_SECONDS`. During an import the handler ends the process itself: an exception in the middle of
+the start of an extension module can crash the process.
 
 SIGHUP is sent when a terminal or an SSH connection is closed. Under `nohup` it has no effect.
 
@@ -49,7 +50,7 @@ class StopNow(BaseException):
 
 @contextmanager
 def at_forced_end(action: Callable[[], object], *, is_first: bool = False) -> Iterator[None]:
-    """Run an action before the process is ended from another thread while the context is open.
+    """Run an action before the process is ended by `end_process` while the context is open.
 
     Actions run in the order of their contexts: a pod is told before a lock is released. An action
     that uses a locked file runs first, with `is_first`.
@@ -116,7 +117,10 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_first, self.requested = self.requested is None, self.requested or signal.Signals(number)
         if not is_first or not self.can_drain:
-            raise StopNow(number)
+            error = StopNow(number)
+            if _is_import(frame):
+                end_process(str(error), error.exit_code)
+            raise error
 
     def _watch(self, reader: int) -> None:
         """End the process after a signal that must end it, if nothing else has."""
@@ -135,8 +139,17 @@ class StopSignals:
         os.close(reader)
 
 
+def _is_import(frame: FrameType | None) -> bool:
+    """Whether a module is being imported in a frame or in one of its callers."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def end_process(message: str, code: int) -> NoReturn:
-    """End the process from any thread, with a message, after the actions of `at_forced_end`."""
+    """End the process from anywhere, with a message, after the actions of `at_forced_end`."""
     for action in list(_at_forced_end):
         with suppress(Exception):
             action()
