@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from alike import changed
 from caches import CONFIG, SLOTS, H, K, keep, pieces, random_prompt, sides, used_cache
+from covering import covering
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.attention.attend import attend_dense
@@ -68,12 +69,13 @@ def assert_holds(cache: KVCache, layer: int, slot: int, tokens: dict[int, np.nda
     assert_same({p: held[p] for p in held if p < len(tokens)}, latest(tokens, WINDOWS[layer]))
 
 
-@pytest.mark.parametrize("spans", CUTS, ids=str)
 @pytest.mark.parametrize(
-    ("length", "true_length"),
-    [(2, 2), (3, 3), (4, 4), (5, 1), (12, 2), (12, 9), (12, 11), (24, 24)],
+    ("spans", "lengths"),
+    covering(CUTS, [(2, 2), (3, 3), (4, 4), (5, 1), (12, 2), (12, 9), (12, 11), (24, 24)]),
+    ids=str,
 )
-def test_a_whole_prompt_leaves_its_latest_tokens(spans, length, true_length):
+def test_a_whole_prompt_leaves_its_latest_tokens(spans, lengths):
+    length, true_length = lengths
     before, prompt = used_cache(ROLLING, spans), prompt_of(length, rows=2)
     rows = pieces([SLOTS, 2], [length, true_length])
     after = keep_rolling(before, prompt, rows)
@@ -84,8 +86,7 @@ def test_a_whole_prompt_leaves_its_latest_tokens(spans, length, true_length):
             assert_same(entries(after, layer, slot), entries(before, layer, slot))
 
 
-@pytest.mark.parametrize("spans", CUTS, ids=str)
-@pytest.mark.parametrize("chunk", [1, 2, 4, 8])
+@pytest.mark.parametrize(("spans", "chunk"), covering(CUTS, [1, 2, 4, 8]), ids=str)
 def test_chunks_fill_a_slot_as_they_come(spans, chunk):
     """Each chunk ends at the end of a span at the latest; half of the last chunk is padding."""
     cache, prompt = used_cache(ROLLING, spans), prompt_of(24)
@@ -130,9 +131,11 @@ def append(cache: KVCache, new, position_B) -> KVCache:
     return KVCache(layers, kv_cache.append_position(cache.positions, position_B))
 
 
-@pytest.mark.parametrize("spans", CUTS, ids=str)
-@pytest.mark.parametrize("position", [2, 4, 11, 12, 23])
-@pytest.mark.parametrize("window", [3, Chunk(3)], ids=str)
+@pytest.mark.parametrize(
+    ("spans", "position", "window"),
+    covering(CUTS, [2, 4, 11, 12, 23], [3, Chunk(3)]),
+    ids=str,
+)
 def test_a_rolling_buffer_gives_the_attention_of_a_whole_cache(spans, position, window):
     """The test compares a mask over all positions with a rolling buffer of the window's size."""
     prompt, new, length = prompt_of(24), prompt_of(1), jnp.array([position])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from alike import changed
+from covering import covering
 from quantised import dequantised, quantise
 from tiny import TWO_LAYERS
 from tolerances import FLOAT32_ELEMENTWISE
@@ -54,6 +55,10 @@ PRODUCTS = [
 """Equation, product, shape of the activations and of the weight, and inputs."""
 
 
+def name_of(value: object) -> str:
+    return value[0] if isinstance(value, tuple) else str(value)
+
+
 def weight_of(shape: tuple[int, ...], inputs: tuple[int, ...], form: WeightFormat):
     """Return a random quantised weight, and its values."""
     quantisation = Quantisation(form, inputs)
@@ -83,8 +88,7 @@ def published_weight(weight: np.ndarray, quantisation: Quantisation):
     return weight, values.reshape(weight.shape)
 
 
-@pytest.mark.parametrize("form", [*FORMATS, *PUBLISHED], ids=str)
-@pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: case[0])
+@pytest.mark.parametrize(("case", "form"), covering(PRODUCTS, [*FORMATS, *PUBLISHED]), ids=name_of)
 def test_a_product_with_codes_is_that_with_their_values(case, form):
     equation, multiplied, x_shape, shape, inputs = case
     x = jnp.asarray(RNG.normal(size=x_shape).astype(np.float32))
@@ -106,8 +110,7 @@ def on_gpu(labels: Labels, product, x: jax.Array, weight: QuantisedWeight):
 
 
 @pytest.mark.parametrize("multiplied", [by_group, on_gpu])
-@pytest.mark.parametrize("form", IN_GROUPS, ids=str)
-@pytest.mark.parametrize("case", PRODUCTS[:4], ids=lambda case: case[0])
+@pytest.mark.parametrize(("case", "form"), covering(PRODUCTS[:4], IN_GROUPS), ids=name_of)
 def test_the_product_of_few_rows_is_that_with_the_values(case, form, multiplied):
     equation, product, x_shape, shape, inputs = case
     x = jnp.asarray(RNG.normal(size=x_shape).astype(np.float32))
