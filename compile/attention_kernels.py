@@ -8,7 +8,7 @@ never replaced.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from ..sharding.placement import Placement
 from .grids.bucket_grid import BucketGrid
 from .grids.prefill_bucket import PrefillBucket
 from .grids.prefix_grid import PrefixGrid
-from .plan_tables import check_keys
+from .plan_tables import PlanTable, table_lines
 
 AUTO = "auto"
 
@@ -77,7 +77,7 @@ KERNELS = (
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class AttentionPlan(PlanTable, name="attention"):
     """The kernels that a plan names: the table `[attention]` of its file."""
 
     prefill: str = AUTO
@@ -93,12 +93,9 @@ class AttentionPlan:
                     f"[attention] {phase}: expected one of {', '.join(names)}, got {name!r}."
                 )
 
-    @classmethod
-    def from_table(cls, table: object) -> "AttentionPlan":
-        """Read the parsed table; raises ValueError that names the wrong key or value."""
-        check_keys("[attention]", table, set(), set(PHASES))
-        assert isinstance(table, Mapping)
-        return cls(**table)
+    def to_lines(self) -> list[str]:
+        """The table as lines of TOML; none if it names no kernel."""
+        return [] if self == AUTO_ATTENTION else table_lines(self.NAME, asdict(self))
 
 
 AUTO_ATTENTION = AttentionPlan()

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from ..modelzoo.config import DecoderConfig
 from ..modelzoo.moe_config import LOSSLESS, Dispatch
 from ..sharding.layout import PHASES
-from .plan_tables import check_keys, table_lines
+from .plan_tables import PlanTable, check_keys, table_lines
 from .targets import EXPERT_TILES, TILES_BY_KIND
 
 Overflow = Literal["error", "drop"]
@@ -18,7 +18,7 @@ Overflow = Literal["error", "drop"]
 
 
 @dataclass(frozen=True)
-class ExpertPlan:
+class ExpertPlan(PlanTable, name="experts"):
     """Dispatch of the two phases, and the policy for rows with dropped choices."""
 
     prefill: Dispatch = LOSSLESS
@@ -54,7 +54,7 @@ class ExpertPlan:
 
     def to_lines(self) -> list[str]:
         """The tables as lines of TOML."""
-        lines = table_lines("experts", {"overflow": self.overflow})
+        lines = table_lines(self.NAME, {"overflow": self.overflow})
         for phase in PHASES:
             lines += dispatch_lines(phase, getattr(self, phase))
         return lines
@@ -62,7 +62,7 @@ class ExpertPlan:
     @classmethod
     def from_table(cls, table: Any) -> "ExpertPlan":
         """Read the parsed table `[experts]`; raises ValueError naming a wrong key or value."""
-        check_keys("[experts]", table, set(), {"overflow", *PHASES})
+        cls.check(table)
         phases = {phase: _dispatch(phase, table[phase]) for phase in PHASES if phase in table}
         return cls(**{**table, **phases})
 

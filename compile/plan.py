@@ -5,8 +5,8 @@ Reads and writes the text of the file, and touches no disk.
 Guarantees: `Plan.from_table(tomllib.loads(plan.to_toml())) == plan`; unknown keys are refused.
 """
 
-from collections.abc import Mapping, Set
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..modelzoo.weights.weight_formats import BYTE_DTYPES, SCALE_DTYPES, WeightFormat
@@ -15,22 +15,14 @@ from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .compiler_options import CompilerOptions, read_options
 from .expert_plan import ExpertPlan
 from .graphs.graph_kinds import GRAPH_KINDS
-from .grids.adapter_grid import AdapterGrid
 from .grids.bucket_grid import BucketGrid
-from .grids.prefix_grid import PrefixGrid
-from .grids.structured_grid import StructuredGrid
 from .plan_evidence import PlanEvidence
-from .plan_tables import check_keys, key_lines, table_lines
+from .plan_tables import PlanTable, check_keys, key_lines, keys_of, table_lines
 from .target_names import TargetName
 from .weight_rules import FLOAT, KEPT, WeightRules
 
 SCHEMA = 2
 _LAYOUT_KEYS = {"layout", "max_replicated", "mesh", "rules", *PHASES}
-_TABLES_OF_BUCKETS = {"prefixes": PrefixGrid, "structured": StructuredGrid, "adapters": AdapterGrid}
-"""The tables that are fields of `BucketGrid`, with their types."""
-_REQUIRED = {"schema", "target", "model", "numbers", "buckets"}
-_OPTIONAL = {"experts", "attention", "max_length_reason", "compiler", "evidence"}
-_OPTIONAL |= _LAYOUT_KEYS | _TABLES_OF_BUCKETS.keys()
 DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = (FLOAT, "int8")
 WEIGHTS = {"int8": "int8", "float8": "float8_e4m3fn", "int4": "int4"}
@@ -40,7 +32,7 @@ CACHES = {FLOAT: None, "int8": "int8", "float8": "float8_e4m3fn", "int4": "int4"
 
 
 @dataclass(frozen=True)
-class PlannedModel:
+class PlannedModel(PlanTable, name="model"):
     """The model for which a plan was made."""
 
     source: str
@@ -62,16 +54,9 @@ class PlannedModel:
                 f"model.scan_layers: expected true or false, got {self.scan_layers!r}."
             )
 
-    def to_table(self) -> dict[str, Any]:
-        """The table `[model]`; `scan_layers` appears only if it is true."""
-        table = asdict(self)
-        if not self.scan_layers:
-            del table["scan_layers"]
-        return table
-
 
 @dataclass(frozen=True)
-class Numbers:
+class Numbers(PlanTable, name="numbers"):
     """The table `[numbers]` of a plan."""
 
     dtype: str
@@ -158,24 +143,6 @@ class Numbers:
         """The dtype of cache entries in codes; None for float entries."""
         return CACHES[self.cache]
 
-    def to_table(self) -> dict[str, Any]:
-        """The table `[numbers]`; keys that have their defaults are left out."""
-        table = asdict(self)
-        defaults = {"group": 0, "rules": {}, "published": {}}
-        defaults |= dict.fromkeys(("weights", "cache", "activations"), FLOAT)
-        return {key: value for key, value in table.items() if value != defaults.get(key)}
-
-    @classmethod
-    def from_table(cls, table: Mapping[str, Any]) -> "Numbers":
-        """Read the parsed table.
-
-        Raises:
-          ValueError: A key is wrong or missing; the error names it.
-        """
-        optional = {key.name for key in fields(cls)} - {"dtype"}
-        check_keys("[numbers]", table, {"dtype"}, optional)
-        return cls(**table)
-
 
 def published_format(table: Mapping[str, Any]) -> WeightFormat:
     """The format that an entry of the table `numbers.published` describes."""
@@ -245,6 +212,9 @@ def _format(weights: str, group: int) -> WeightFormat | None:
 class Plan:
     """Everything that decides which graphs exist."""
 
+    TABLES = (PlanEvidence, PlannedModel, Numbers, BucketGrid, AttentionPlan, ExpertPlan)
+    """The fields that are tables, in the order of the file."""
+
     target: str
     """The hardware that graphs are compiled for: `cpu`, `cpu:8`, `tpu:v5e:2x4`, `gpu:h100:8`."""
     model: PlannedModel
@@ -300,22 +270,9 @@ class Plan:
         head = {"schema": SCHEMA, "target": self.target}
         head["max_length_reason"] = self.max_length_reason or None
         lines = key_lines(head)
-        buckets = self.buckets
-        tables = {
-            "evidence": self.evidence and self.evidence.to_table(),
-            "model": self.model.to_table(),
-            "numbers": self.numbers.to_table(),
-            "buckets": buckets.to_table(),
-            "prefixes": buckets.prefixes and buckets.prefixes.to_table(),
-            "structured": buckets.structured and asdict(buckets.structured),
-            "adapters": buckets.adapters and asdict(buckets.adapters),
-            "attention": None if self.attention == AUTO_ATTENTION else asdict(self.attention),
-        }
-        for name, table in tables.items():
-            if table is not None:
-                lines += table_lines(name, table)
-        if self.experts is not None:
-            lines += self.experts.to_lines()
+        for kind in self.TABLES:
+            if (table := getattr(self, kind.NAME)) is not None:
+                lines += table.to_lines()
         for kind, options in self.compiler.items():
             lines += table_lines(f"compiler.{kind}", options)
         if self.layout is not None:
@@ -343,43 +300,22 @@ class Plan:
                 f"plan schema: expected {SCHEMA}, got {schema!r}. Plan again with this version, "
                 f"or use the version of noria that wrote the plan."
             )
-        check_keys("plan", table, _REQUIRED, _OPTIONAL)
-        model, buckets = table["model"], table["buckets"]
-        check_keys("[model]", model, {"source", "fingerprint"}, {"scan_layers"})
-        _check_fields("[buckets]", buckets, BucketGrid, {"chunk"}, _TABLES_OF_BUCKETS.keys())
-        grids = {}
-        for key, kind in _TABLES_OF_BUCKETS.items():
-            if key in table:
-                _check_fields(f"[{key}]", table[key], kind)
-                grids[key] = kind(**table[key])
-        experts = ExpertPlan.from_table(table["experts"]) if "experts" in table else None
-        evidence = PlanEvidence.from_table(table["evidence"]) if "evidence" in table else None
-        attention = AttentionPlan.from_table(table.get("attention", {}))
+        required, optional = keys_of(cls)
+        optional |= _LAYOUT_KEYS | {kind.NAME for kind in BucketGrid.TABLES}
+        check_keys("plan", table, required | {"schema"}, optional)
+        BucketGrid.check(table["buckets"])
+
+        def read(kinds: Iterable[type[PlanTable]], table: Mapping[str, Any]) -> dict[str, Any]:
+            return {x.NAME: x.from_table(table[x.NAME]) for x in kinds if x.NAME in table}
+
+        buckets = {**table["buckets"], **read(BucketGrid.TABLES, table)}
         return cls(
-            table["target"],
-            PlannedModel(**model),
-            Numbers.from_table(table["numbers"]),
-            BucketGrid.from_table({**buckets, **grids}),
-            _layout(table),
-            experts,
-            attention,
-            read_options(table.get("compiler", {})),
-            table.get("max_length_reason", ""),
-            evidence,
+            target=table["target"],
+            layout=_layout(table),
+            compiler=read_options(table.get("compiler", {})),
+            max_length_reason=table.get("max_length_reason", ""),
+            **read(cls.TABLES, {**table, "buckets": buckets}),
         )
-
-
-def _check_fields(
-    where: str,
-    table: Any,
-    kind: type,
-    also: Set[str] = frozenset(),
-    without: Set[str] = frozenset(),
-) -> None:
-    """Check the keys of a table against the fields of its dataclass."""
-    required = {key.name for key in fields(kind) if key.default is MISSING}
-    optional = {key.name for key in fields(kind)} - required - without | also
-    check_keys(where, table, required, optional)
 
 
 def _layout(table: Mapping[str, Any]) -> Layout | None:

@@ -6,11 +6,11 @@ It changes no graph and no answer, so two plans that differ in it alone are the 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .plan_tables import check_keys, check_number
+from .plan_tables import PlanTable, check_number
 
 
 @dataclass(frozen=True)
-class PlanEvidence:
+class PlanEvidence(PlanTable, name="evidence"):
     """The evidence of a plan's seconds, and what they predict for the planned workload."""
 
     costs: str
@@ -28,16 +28,13 @@ class PlanEvidence:
     """Predicted price of build and run on all devices, if the hardware has a price. Unit: that of
     `price_per_hour`."""
 
-    @classmethod
-    def from_table(cls, table: Any) -> "PlanEvidence":
-        """Read a parsed TOML table; ValueError names a wrong key or value."""
-        where = "[evidence]"
-        check_keys(where, table, set(cls.__dataclass_fields__) - {"price"}, {"price"})
-        if not isinstance(table["costs"], str):
-            raise ValueError(f"{where} costs: expected a string, got {table['costs']!r}.")
-        for key in set(table) - {"costs"}:
-            check_number(f"{where} {key}", table[key])
-        return cls(**table)
+    def __post_init__(self):
+        """Refuse values of a wrong type."""
+        if not isinstance(self.costs, str):
+            raise ValueError(f"[evidence] costs: expected a string, got {self.costs!r}.")
+        for key, value in asdict(self).items():
+            if key != "costs" and value is not None:
+                check_number(f"[evidence] {key}", value)
 
     def to_table(self) -> dict[str, Any]:
         """The table that `from_table` reads, its figures with four digits."""

@@ -3,12 +3,52 @@
 import math
 import re
 from collections.abc import Mapping, Set
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, ClassVar, Self
 
 _BARE_KEY = re.compile("[A-Za-z0-9_-]+")
 _ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"'}
 _ESCAPES |= {code: f"\\u{code:04X}" for code in [*range(0x20), 0x7F]}
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """A table of a plan: a dataclass whose fields are the keys, defined with the table's name."""
+
+    NAME: ClassVar[str]
+
+    def __init_subclass__(cls, name: str):
+        cls.NAME = name
+
+    @classmethod
+    def from_table(cls, table: Any) -> Self:
+        """Read the parsed table; raises ValueError that names a wrong key or value."""
+        cls.check(table)
+        return cls(**table)
+
+    @classmethod
+    def check(cls, table: Any) -> None:
+        """Refuse a table with unknown or missing keys."""
+        check_keys(f"[{cls.NAME}]", table, *keys_of(cls))
+
+    def to_table(self) -> dict[str, Any]:
+        """The keys and values to write, without defaults and without empty tables."""
+        return {
+            key: value
+            for key, value in asdict(self).items()
+            if value not in (getattr(type(self), key, None), {})
+        }
+
+    def to_lines(self) -> list[str]:
+        """The table as lines of TOML, after an empty line; none for a table that is left out."""
+        return table_lines(self.NAME, self.to_table())
+
+
+def keys_of(kind: type[Any]) -> tuple[Set[str], Set[str]]:
+    """The required and the optional keys of a table: the fields without and with defaults."""
+    required = {key.name for key in fields(kind) if key.default is key.default_factory is MISSING}
+    return required, {key.name for key in fields(kind)} - required
 
 
 def check_keys(

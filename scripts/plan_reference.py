@@ -20,15 +20,13 @@ from itertools import pairwise
 from pathlib import Path
 
 from noria.compile import compiler_options
-from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.expert_plan import ExpertPlan
-from noria.compile.grids.adapter_grid import AdapterGrid
-from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
-from noria.compile.grids.structured_grid import StructuredGrid
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.prefix_grid import PlannedPrefix
 from noria.compile.hardware.efficiency import AT_PEAKS, Efficiency
 from noria.compile.hardware.hardware import Hardware
-from noria.compile.plan import SCHEMA, Numbers, Plan, PlannedModel
-from noria.compile.plan_evidence import PlanEvidence
+from noria.compile.plan import SCHEMA, Numbers, Plan
+from noria.compile.plan_tables import PlanTable
 from noria.modelzoo import axes
 from noria.modelzoo.moe_config import Dispatch
 from noria.sharding.layout import Layout
@@ -37,9 +35,6 @@ from noria.sharding.legality import RULE_AXES
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "plan_file.md"
 HEAD = "| key | type | unit | default | meaning |\n|---|---|---|---|---|\n"
 NUMBERS = ("integer", "number")
-TABLES_OF_BUCKETS = ("prefixes", "structured", "adapters")
-"""Fields of the grid that are tables of their own in a file."""
-BucketGrid = typing.get_type_hints(Plan)["buckets"]
 
 INTRO = f"""\
 # Plan, layout and hardware files
@@ -80,6 +75,10 @@ tokens, and writes these sizes. A *mask* is a set of allowed tokens. A *move* le
 the next one, for a class of tokens. Moves and masks are stored in blocks. Equal blocks are
 stored once.
 """
+INTRODUCTIONS = {
+    "evidence": EVIDENCE, "prefixes": PREFIXES, "structured": STRUCTURED, "adapters": ADAPTERS,
+}  # fmt: skip
+"""The texts above the keys of tables that need one."""
 LAYOUT_OF_PLAN = """\
 The layout is part of the plan. On one device, a plan has none of these keys. `layout` is the
 name of the layout; all others are those of a [layout file](#layout-file).
@@ -137,32 +136,13 @@ def _sections() -> Iterator[str]:
     yield "## Plan file\n"
     schema = Key("schema", "integer", f"`{SCHEMA}`", "The version of the format. Unit: version.")
     yield _table([schema, *_keys(Plan, only=("target", "max_length_reason"))])
-    yield "### `[evidence]`\n"
-    yield EVIDENCE
-    yield _table(_keys(PlanEvidence))
-    for name, owner in (("model", PlannedModel), ("numbers", Numbers)):
-        yield f"### `[{name}]`\n"
-        yield _table(_keys(owner, tables=True))
-    yield "### `[buckets]`\n"
-    yield _table(_bucket_keys())
-    yield "### `[prefixes]`\n"
-    yield PREFIXES
-    yield _table(_keys(PrefixGrid))
-    yield "### `[structured]`\n"
-    yield STRUCTURED
-    yield _table(_keys(StructuredGrid))
-    yield "### `[adapters]`\n"
-    yield ADAPTERS
-    yield _table(_keys(AdapterGrid))
-    yield "### Layout of a plan\n"
-    yield LAYOUT_OF_PLAN
-    yield "### `[attention]`\n"
-    yield _table(_keys(AttentionPlan))
-    yield "### `[experts]`\n"
-    yield _table(_keys(ExpertPlan, only=("overflow",)))
+    for table in Plan.TABLES:
+        yield from _table_of_plan(table)
     yield "### `[experts.prefill]` and `[experts.decode]`\n"
     dispatch = _keys(Dispatch, only=("kind", "capacity_factor"), renamed={"kind": "dispatch"})
     yield _table(dispatch)
+    yield "### Layout of a plan\n"
+    yield LAYOUT_OF_PLAN
     yield "### `[compiler.KIND]`\n"
     yield COMPILER
     yield _platform_options()
@@ -178,6 +158,19 @@ def _sections() -> Iterator[str]:
     yield "### `[KIND.efficiency]`\n"
     yield EFFICIENCY
     yield _table(_keys(Efficiency, tables=True))
+
+
+def _table_of_plan(owner: type[PlanTable]) -> Iterator[str]:
+    """The section of a table, and those of the tables in it that a file has beside it."""
+    yield f"### `[{owner.NAME}]`\n"
+    if owner.NAME in INTRODUCTIONS:
+        yield INTRODUCTIONS[owner.NAME]
+    if owner is BucketGrid:
+        yield _table(_bucket_keys())
+        for table in BucketGrid.TABLES:
+            yield from _table_of_plan(table)
+    else:
+        yield _table(_keys(owner, only=("overflow",) if owner is ExpertPlan else (), tables=True))
 
 
 def _table(keys: Sequence[Key]) -> str:
@@ -206,7 +199,8 @@ def _keys(
 
 def _bucket_keys() -> list[Key]:
     """The keys of `[buckets]`: the fields, and `chunk`, which is no field but a key of a file."""
-    keys = [key for key in _keys(BucketGrid, tables=True) if key.name not in TABLES_OF_BUCKETS]
+    own = {table.NAME for table in BucketGrid.TABLES}
+    keys = [key for key in _keys(BucketGrid, tables=True) if key.name not in own]
     chunk = BucketGrid.__dict__["chunks"].__doc__ or ""
     position = next(index for index, key in enumerate(keys) if key.name == "prefill") + 1
     keys.insert(position, Key("chunk", "integer, or list of integers", "none", chunk))

@@ -17,19 +17,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.compiler_options import read_options
-from noria.compile.expert_plan import ExpertPlan
-from noria.compile.grids.adapter_grid import AdapterGrid
-from noria.compile.grids.prefix_grid import PrefixGrid
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.hardware.hardware import read_hardware
-from noria.compile.plan import Numbers, Plan
+from noria.compile.plan import Plan
 from noria.runtime.commands.command_line import command_parser
 from noria.runtime.stages.pipeline_file import pipeline_from
 from noria.sharding.layout import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+TABLES = {kind.NAME: kind for kind in (*Plan.TABLES, *BucketGrid.TABLES)}
 RUN = "<!-- run -->"
 _FENCE = re.compile(r" *```")
 
@@ -128,16 +126,8 @@ def _read_tables(table: Mapping[str, Any]) -> None:
         Layout.from_table(table)
     elif table and all(isinstance(inner, dict) and "flops" in inner for inner in table.values()):
         read_hardware(table)
-    elif set(table) == {"experts"}:
-        ExpertPlan.from_table(table["experts"])
-    elif set(table) == {"attention"}:
-        AttentionPlan.from_table(table["attention"])
-    elif set(table) == {"prefixes"}:
-        PrefixGrid(**table["prefixes"])
-    elif set(table) == {"adapters"}:
-        AdapterGrid(**table["adapters"])
-    elif set(table) == {"numbers"}:
-        Numbers.from_table(table["numbers"])
+    elif len(table) == 1 and (name := next(iter(table))) in TABLES:
+        TABLES[name].from_table(table[name])
     elif set(table) == {"compiler"}:
         read_options(table["compiler"])
     elif set(table) == {"stages"}:

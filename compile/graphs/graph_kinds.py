@@ -259,7 +259,7 @@ def call_of(grid: BucketGrid, key: GraphKey) -> Call:
 
 def read_values(plan: Mapping[str, Any], key: GraphKey) -> str:
     """The values in a plan's table of all keys that a graph's program depends on, as JSON."""
-    values: list[Any] = [name in plan for name in ("prefixes", "structured", "adapters")]
+    values: list[Any] = [table.NAME in plan for table in BucketGrid.TABLES]
     for path in GRAPH_KINDS[key.kind].reads:
         value: Any = plan
         for name in path.split("."):

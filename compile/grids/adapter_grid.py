@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...modelzoo.config_values import check_count
+from ..plan_tables import PlanTable
 
 
 @dataclass(frozen=True)
-class AdapterGrid:
+class AdapterGrid(PlanTable, name="adapters"):
     """The number and the ranks of the adapters that rows may use."""
 
     count: int

@@ -23,6 +23,7 @@ from typing import Any
 
 from ...modelzoo.config_values import check_count
 from ...sharding.call import Call
+from ..plan_tables import PlanTable, check_keys, keys_of
 from .adapter_grid import AdapterGrid
 from .grid_values import (
     check_decode_graphs,
@@ -51,11 +52,14 @@ class NoDecodeSlots(NoBucketFits):
 
 
 @dataclass(frozen=True)
-class BucketGrid:
+class BucketGrid(PlanTable, name="buckets"):
     """All shapes of a plan: one batch size a prefill graph, one slot count, nested spans.
 
     In Python, entries of `prefill` may be plain `(length, batch)` or `(span, batch, chunk)`.
     """
+
+    TABLES = (PrefixGrid, StructuredGrid, AdapterGrid)
+    """The fields that are tables of their own in a plan, in the order of its file."""
 
     max_length: int
     """The longest row: prompt and output together. Unit: tokens."""
@@ -154,11 +158,18 @@ class BucketGrid:
             )
 
     @classmethod
+    def check(cls, table: Any) -> None:
+        """Refuse the table `[buckets]` of a file if its keys are wrong; ValueError names them."""
+        required, optional = keys_of(cls)
+        own = {kind.NAME for kind in cls.TABLES}
+        check_keys("[buckets]", table, required, optional - own | {"chunk"})
+
+    @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "BucketGrid":
         """Read the table of a plan, which has chunks in a key of their own.
 
         `chunk` is a number or a list such as `[16, 256]`. An entry of `prefill` then has one batch
-        for each chunk: `[span, batch, batch]`.
+        for each chunk: `[span, batch, batch]`. The values of tables of their own are objects.
 
         Raises:
           ValueError: A value is wrong; the error names its key.
@@ -174,11 +185,16 @@ class BucketGrid:
         """The table that `from_table` reads; a value of None means that the key is left out."""
         by_length = groupby(self.prefill, key=lambda bucket: bucket.length)
         entries = [[length, *(bucket.batch for bucket in group)] for length, group in by_length]
-        table = asdict(replace(self, prefixes=None, structured=None, adapters=None))
+        table = asdict(replace(self, **{kind.NAME: None for kind in self.TABLES}))
         if not self.embed:
             # most plans do not
             del table["embed"]
         return table | {"prefill": entries, "chunk": self.chunks or None}
+
+    def to_lines(self) -> list[str]:
+        """The lines of the table, and of those fields that are tables of their own."""
+        own = (getattr(self, kind.NAME) for kind in self.TABLES)
+        return super().to_lines() + [line for table in own if table for line in table.to_lines()]
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:

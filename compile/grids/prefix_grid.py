@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from ...modelzoo.config_values import check_count, is_count
 from ...sharding.call import Call
+from ..plan_tables import PlanTable
 from .grid_values import check_list
 
 HASH_BYTES = 8
@@ -50,7 +51,7 @@ def begin_hash(adapter: str | None) -> "blake2b":
 
 
 @dataclass(frozen=True)
-class PrefixGrid:
+class PrefixGrid(PlanTable, name="prefixes"):
     """Prefixes, and the shapes of the graphs that compute and read them."""
 
     groups: int

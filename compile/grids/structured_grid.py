@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from re import fullmatch
 
 from ...modelzoo.config_values import check_count
+from ..plan_tables import PlanTable
 from .grid_values import check_list
 
 MAX_LEVELS = 8
@@ -19,7 +20,7 @@ CLASSES_OF_BLOCK = 32
 
 
 @dataclass(frozen=True)
-class StructuredGrid:
+class StructuredGrid(PlanTable, name="structured"):
     """The sizes of the tables of all automata together."""
 
     states: int

@@ -21,6 +21,7 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_grid import PrefixGrid
 from noria.compile.grids.structured_grid import StructuredGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
+from noria.compile.plan_evidence import PlanEvidence
 from noria.compile.targets import find_target
 from noria.sharding.layout import PHASES, Layout
 
@@ -157,11 +158,8 @@ NO_PROGRAM = {
 
 
 def test_every_key_of_a_plan_is_read_by_a_kind_or_by_no_program():
-    tables = {
-        "model": PlannedModel, "numbers": Numbers, "buckets": BucketGrid, "prefixes": PrefixGrid,
-        "structured": StructuredGrid, "adapters": AdapterGrid, "attention": AttentionPlan,
-        "experts": ExpertPlan,
-    }  # fmt: skip
+    kinds = {*Plan.TABLES, *BucketGrid.TABLES} - {PlanEvidence}
+    tables = {kind.NAME: kind for kind in kinds}
     keys = {f"{table}.{key.name}" for table, kind in tables.items() for key in fields(kind)}
     keys -= {f"buckets.{table}" for table in tables}
     keys |= {"schema", "buckets.chunk", "layout", "max_replicated", "mesh", "rules"}

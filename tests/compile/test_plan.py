@@ -2,6 +2,7 @@
 
 import tomllib
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -13,13 +14,24 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel, published_format, published_table
 from noria.compile.plan_evidence import PlanEvidence
-from noria.compile.plan_tables import table_lines
+from noria.compile.plan_tables import PlanTable, table_lines
 from noria.modelzoo.moe_config import LOSSLESS, Dispatch, Tiles
 from noria.modelzoo.weights.weight_formats import WeightFormat
 
 GRID = BucketGrid(64, ((16, 4), (48, 1)), 8, (32, 64), steps_per_call=4, score=True)
 PLAN = Plan("cpu", PlannedModel('a "quoted" \\ name', "sha256:00"), Numbers("float32"), GRID)
 EXPERTS = ExpertPlan(LOSSLESS, Dispatch("capacity", 1.25), "drop")
+
+
+@pytest.mark.parametrize("owner", [Plan, BucketGrid])
+def test_every_field_that_is_a_table_is_listed_under_its_name(owner):
+    kinds = {
+        name: kind
+        for name, hint in get_type_hints(owner).items()
+        for kind in get_args(hint) or [hint]
+        if isinstance(kind, type) and issubclass(kind, PlanTable)
+    }
+    assert kinds == {kind.NAME: kind for kind in owner.TABLES}
 
 
 def test_a_plan_says_which_kernel_was_asked_for():
