@@ -56,7 +56,7 @@ class LayerShapes:
         return attention
 
     def state(self, *, is_cached: bool) -> StateSpec:
-        """What the layer remembers of a token; without `is_cached`, of a new one, not in codes."""
+        """The memory of a cached token, or of a new one, which is not in codes."""
         arrangement = replace(AS_PUBLISHED, cache_codes=self.cache_codes if is_cached else None)
         # any dtype of this size
         return state_spec(self.attention, f"u{self.itemsize}", arrangement)

@@ -56,7 +56,7 @@ NewEntries = PromptKeysValues | PromptLatents
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerState:
-    """What the layers of one block remember of every slot."""
+    """The memory that the layers of one block have of every slot."""
 
     arrays: Mapping[str, Segments]
     """The segments of each array of the specification, by its name."""
