@@ -31,7 +31,8 @@ from noria.compile.graphs.prefill_steps import PrefillOutput
 from noria.compile.graphs.steps import NO_TOKEN, DecodeOutput
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
-from noria.runtime.batch.job import Build, JobSettings
+from noria.runtime.batch.job import Build, JobSettings, ModelFacts
+from noria.runtime.batch.job_files import JobFiles
 from noria.runtime.batch.job_identity import JobIdentity
 from noria.runtime.batch.run import run_job
 from noria.runtime.checkpoint.model_files import open_model
@@ -212,7 +213,7 @@ def measure(options: argparse.Namespace, tokenizer: Tokenizer, stop: list[str]) 
         identity = JobIdentity({"model": "stand-in"})
         started = time.perf_counter()
         code = run_job(
-            JobSettings(rows, output, "stand-in", identity),
+            JobSettings(JobFiles(output, input=rows), identity, ModelFacts("stand-in")),
             model,  # pyright: ignore[reportArgumentType]
             progress=Progress(is_quiet=True),
         )

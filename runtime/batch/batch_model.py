@@ -1,9 +1,10 @@
-"""The model of a batch job, and the options with which it is planned and built.
+"""The model of a batch job, and the source of its plan.
 
 Work is delayed until the job needs it: the model's files are named and fingerprinted first, its
 tokenizer is opened for the scan, and jax is imported only if there is something to build.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -44,53 +45,81 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BuildOptions:
-    """The options of a job that decide its plan, and how the plan is built."""
+class PlanSource:
+    """The plan that the user gave, or the facts from which a plan is derived for the rows."""
 
     target: str
     dtype: str = "auto"
     """The dtype of a plan that is derived, and the one that a given plan must have; or `auto`."""
     overrides: tuple[str, ...] = ()
     """Keys of the plan, as `A.B=V`."""
-    bundle: Path | None = None
-    """The plan or the bundle that the user gave."""
+    table: Mapping[str, Any] | None = None
+    """The given plan."""
+    layout_table: Mapping[str, Any] | None = None
+    """The layout of a plan that is derived; None for the default one."""
+    path: Path | None = None
+    """The file or the bundle of the given plan."""
     requires_bundle: bool = False
     """Whether the job ends unless every executable of the bundle can be used."""
+
+    @property
+    def layout(self) -> "Layout | None":
+        """The layout of a plan that is derived."""
+        from ...sharding.layout import Layout
+
+        return None if self.layout_table is None else Layout.from_table(self.layout_table)
+
+    @property
+    def bundle(self) -> Path | None:
+        """The bundle of the given plan; None without one."""
+        return self.path if self.path is not None and self.path.is_dir() else None
+
+    def facts(self) -> dict[str, str]:
+        """The facts that decide the plan, besides the model and the rows."""
+        layout = "" if self.layout_table is None else json.dumps(self.layout_table, sort_keys=True)
+        # a given plan has the overrides already
+        overrides = " ".join(self.overrides) if self.table is None else ""
+        return {
+            "plan": "derived" if self.table is None else self._given_facts(self.table),
+            "layout": layout,
+            "overrides": overrides,
+            "dtype": self.dtype,
+            "target": self.target,
+        }
+
+    def _given_facts(self, table: Mapping[str, Any]) -> str:
+        """The facts of a given plan, which are those of a bundle that was compiled from it."""
+        from ..plans.plan_facts import plan_facts
+        from .job_plan import given_plan
+
+        plan = given_plan(table, self.overrides)
+        # a bundle has the published formats of the model, which is part of the configuration
+        return plan_facts(replace(plan, numbers=replace(plan.numbers, published={})))
+
+
+@dataclass(frozen=True)
+class BatchModel:
+    """The files of a model, and how a job plans and builds it; implements `JobModel`."""
+
+    files: ModelFiles
+    source: PlanSource
+    peers: Peers = ALONE
+    adapters: AdapterSet | None = None
+    """The adapters that rows may name."""
     part: Part = WHOLE
+    """The part of the rows that the job runs; the other parts need the same dtype."""
     seed: int = 0
     shares: bool = True
     """Whether prompts that begin alike share what they have in common."""
     is_strict: bool = False
     """Whether texts to embed that are too long are refused instead of cut."""
-    shows_plan: bool = False
-    """Whether the whole plan is shown as TOML."""
-
-
-@dataclass(frozen=True)
-class BatchModel:
-    """The files of a model and the options of a job; implements `JobModel`."""
-
-    files: ModelFiles
-    options: BuildOptions
-    plan_table: Mapping[str, Any] | None
-    layout_table: Mapping[str, Any] | None
-    peers: Peers = ALONE
-    adapters: AdapterSet | None = None
-    """The adapters that rows may name."""
     structures: Structures = field(default_factory=Structures)
     """The forms of answers that rows ask for, which the scan compiles."""
-
-    @property
-    def _layout(self) -> "Layout | None":
-        from ...sharding.layout import Layout
-
-        return None if self.layout_table is None else Layout.from_table(self.layout_table)
 
     def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
         """Open the tokenizer, and the process that renders chat templates."""
         adapters = () if self.adapters is None else self.adapters.names
-        is_strict = self.options.is_strict
-        return open_text(self.files, now, self.structures, adapters, is_strict=is_strict)
+        return open_text(self.files, now, self.structures, adapters, is_strict=self.is_strict)
 
     def pooling(self) -> "Pooling":
         """The pooling with which the model makes one vector of a text."""
@@ -126,15 +155,13 @@ class BatchModel:
         opened = self._open(rows, stored_plan)
         plan = opened.plan
         check_kind(plan, rows.text_lengths)
-        facts = {"plan": plan_facts(plan), "--no-sharing": str(not self.options.shares)}
+        facts = {"plan": plan_facts(plan), "--no-sharing": str(not self.shares)}
         self.peers.agree(lambda: facts)
         weights = self.files.weights_digest(self.peers)
         weights.start()
         warm = self._warm_start(opened, cache, progress)
         work = work_of(config, plan.numbers, plan.layout, opened.target, plan.buckets.adapters)
-        progress.note(
-            plan.to_toml().rstrip() if self.options.shows_plan else plan_table(plan, work)
-        )
+        progress.note(plan.to_toml().rstrip() if progress.is_verbose else plan_table(plan, work))
         self._note_rows(rows, opened, progress)
         model = opened.load(progress.note)
         digest = weights.result()
@@ -143,7 +170,7 @@ class BatchModel:
             generator = session.start(
                 model,
                 plan,
-                seed=self.options.seed,
+                seed=self.seed,
                 on_graph=lambda built: progress.note(str(built)),
                 warm=warm,
                 structures=self.structures,
@@ -165,7 +192,7 @@ class BatchModel:
         # if experts have a capacity, the other rows of a call decide which choices are dropped, so
         # a shared prefix could differ from a computed one
         is_lossless = plan.experts is None or plan.experts.prefill.kind != "capacity"
-        shares = self.options.shares and is_lossless
+        shares = self.shares and is_lossless
         # texts to embed share nothing
         grid = None if plan.buckets.embed else plan.buckets
         return partial(plan_submission, grid=grid, shares=shares)
@@ -187,7 +214,7 @@ class BatchModel:
                 if is_served(need, plan) and shapes[i].fits(config.max_position)
             ]
             # with --no-sharing, rows still read the prefixes of a given plan
-            reads = self.options.shares or plan.buckets.prefixes is not None
+            reads = self.shares or plan.buckets.prefixes is not None
             table = rows.shared(reads).of_rows(served)
             notes = notes_on_rows(plan, [shapes[i] for i in served], table, config.max_position)
         for note in notes:
@@ -201,17 +228,17 @@ class BatchModel:
         from ..plans import plan_checks
         from ..session import OpenedModel
 
-        name = self.options.target
+        name = self.source.target
         try:
             backends.prepare_jax(name, self.peers.size)
             target = present_target(name)
             if stored_plan is not None:
                 plan = plan_checks.read_stored(stored_plan)
             else:
-                if self.plan_table is None:
-                    plan_checks.check_layout(self._layout, self.files, target)
+                if self.source.table is None:
+                    plan_checks.check_layout(self.source.layout, self.files, target)
                 plan = self._make_plan(rows, target)
-            return OpenedModel.of(self.files, target, plan, self.adapters, self.options.dtype)
+            return OpenedModel.of(self.files, target, plan, self.adapters, self.source.dtype)
         except CheckpointError:
             raise
         except ValueError as error:
@@ -223,9 +250,7 @@ class BatchModel:
         """The stored executables of the plan, which begin to load."""
         from ..bundles.warm_start import Stores, WarmStart
 
-        given = self.options.bundle
-        bundle = given if given is not None and given.is_dir() else None
-        stores = Stores(bundle, cache, self.options.requires_bundle)
+        stores = Stores(self.source.bundle, cache, self.source.requires_bundle)
         return WarmStart(
             stores,
             opened.plan,
@@ -244,21 +269,21 @@ class BatchModel:
         from ..planning.embedding_plan import embedding_plan
         from .job_plan import PlanBasis, derived_plan, given_plan
 
-        overrides = self.options.overrides
-        if self.plan_table is not None:
-            return given_plan(self.plan_table, overrides)
-        is_part = self.options.part.num_parts > 1
+        source, overrides = self.source, self.source.overrides
+        if source.table is not None:
+            return given_plan(source.table, overrides)
+        is_part = self.part.num_parts > 1
         keys = {override.partition("=")[0].strip() for override in overrides}
-        is_open = self.options.dtype == "auto" and "numbers.dtype" not in keys
+        is_open = source.dtype == "auto" and "numbers.dtype" not in keys
         if is_part and is_open and target.platform == "cpu":
             raise ValueError(
-                f"--rows {self.options.part.option}: expected a plan or a dtype, got auto, which "
+                f"--rows {self.part.option}: expected a plan or a dtype, got auto, which "
                 f"depends on each machine's processor, while all parts need the same dtype. Give "
                 f"all parts the same --plan, --dtype float32 or --dtype bfloat16."
             )
-        dtype = session.resolve_dtype(self.options.dtype, target)
+        dtype = session.resolve_dtype(source.dtype, target)
         model, numbers = PlannedModel(self.files.name, self.files.fingerprint()), Numbers(dtype)
-        config, layout = self.files.spec.config, self._layout
+        config, layout = self.files.spec.config, source.layout
         # the formats of weights decide how much memory is left for the cache
         numbers = keep_published(overridden_numbers(numbers, overrides), self.files)
         if lengths := rows.text_lengths:
@@ -267,7 +292,7 @@ class BatchModel:
         adapters = None if self.adapters is None else self.adapters.grid()
         basis = PlanBasis(target, model, numbers, config, layout, overrides, structured, adapters)
         shapes = list(rows.shapes.values())
-        return derived_plan(shapes, rows.shared(self.options.shares), basis, self.peers)
+        return derived_plan(shapes, rows.shared(self.shares), basis, self.peers)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from ..process.stop_signals import StopSignals
 class Drain:
     """Decides before every step whether a job continues, drains its rows in flight, or stops."""
 
-    def __init__(self, stop: StopSignals, peers: Peers, grace_seconds: float):
+    def __init__(self, stop: StopSignals, peers: Peers):
         self._stop = stop
         self._peers = peers
-        self._grace_seconds = grace_seconds
         self._deadline: float | None = None
         stop.can_drain = True
 
@@ -34,5 +33,5 @@ class Drain:
     def _drain(self, signal_name: str) -> StepDirective:
         now = time.monotonic()
         if self._deadline is None:
-            self._deadline = now + self._grace_seconds
+            self._deadline = now + self._stop.grace_seconds
         return StepDirective("drain" if now < self._deadline else "stop", signal_name)

@@ -32,7 +32,9 @@ from .finished import (
     check_weights,
     exit_code_of,
 )
-from .job import Build, JobModel, JobSettings, facts_to_agree_on
+from .job import Build, JobModel, ModelFacts, OnError, facts_to_agree_on
+from .job_files import JobFiles
+from .job_identity import JobIdentity
 from .job_input import JobInput, record_instant
 from .job_runs import PhaseClock
 from .journal import RETRIED_CODES, Journal
@@ -46,7 +48,10 @@ from .update import keep_answers
 class Execution:
     """One run of a job; on the leader the journal is open and the output is locked."""
 
-    settings: JobSettings
+    files: JobFiles
+    identity: JobIdentity
+    facts: ModelFacts
+    on_error: OnError
     model: JobModel
     source: JobInput
     journal: Journal | None
@@ -63,8 +68,8 @@ class Execution:
         facts = {} if self.journal is None else self.journal.facts
         self.lines = OutputLines(
             # the first run's name, as the model's folder may have been renamed since
-            model_name=facts.get(MODEL, self.settings.model_name),
-            fingerprint=fingerprint(self.settings.identity.configuration),
+            model_name=facts.get(MODEL, self.facts.name),
+            fingerprint=fingerprint(self.identity.configuration),
             tokens=self.source.text.tokens,
             pooling=lambda: self.model.pooling(),
         )
@@ -76,13 +81,13 @@ class Execution:
             keeps_answers: Whether rows keep the answers that the finished outputs have.
         """
         summary = self.source.scan(self._show_bad_row, self.progress)
+        # the whole input was scanned, so a part has the duplicates and the plan of the whole job
+        rows = self.identity.part.take(summary.rows)
         if keeps_answers and self.journal is not None:
-            keep_answers(self.settings, summary, self.journal, self.lines)
+            keep_answers(self.files.outputs, rows, self.journal, self.lines)
         if self.journal is not None and self.source.text.reads_clock():
             self._bind_to_time(self.journal)
-        self.peers.agree(lambda: facts_to_agree_on(self.settings, summary))
-        # the whole input was scanned, so a part has the duplicates and the plan of the whole job
-        rows = self.settings.identity.part.take(summary.rows)
+        self.peers.agree(lambda: facts_to_agree_on(self.identity, self.on_error, summary))
         kept = set(self.peers.broadcast([row.row for row in rows if self._is_kept(row)]))
         waiting = [row for row in rows if row.requirements is not None and row.row not in kept]
         num_bad = sum(row.bad is not None for row in rows)
@@ -104,7 +109,6 @@ class Execution:
             )
             table = summary.prefixes.of_rows([row.row for row in computed])
             runner = RowRunner(
-                self.settings,
                 self.source,
                 self.journal,
                 self.lines,
@@ -112,6 +116,8 @@ class Execution:
                 self.progress,
                 self.stop,
                 repeats,
+                journal_path=self.files.journal,
+                on_error=self.on_error,
             )
             stopped_by = runner.run(built, computed, table)
             self.progress.finish()
@@ -121,15 +127,16 @@ class Execution:
             bundle = built.bundle
             better_plan = partial(built.better_plan, self._output_lengths(computed))
         elif self.journal is not None:
-            check_finished_by(self.settings, self.journal.facts.get(WEIGHTS), self.model)
+            stored = self.journal.facts.get(WEIGHTS)
+            check_finished_by(self.model, self.facts, stored, self.files.output)
         self.phases.enter("run")
         return self._finish(summary, statistics, num_kept, better_plan, bundle)
 
     def _bind_to_time(self, journal: Journal) -> None:
         """Record the time that prompts show, as later runs of the job must show the same time."""
         record_instant(self.source.now, journal)
-        part = self.settings.identity.part_of_stages or self.settings.identity.part
-        if part.num_parts > 1 and self.settings.now is None:
+        part = self.identity.part_of_stages or self.identity.part
+        if part.num_parts > 1 and self.identity.now is None:
             # before the rows run, so that the user can restart with the option
             self.progress.warn(
                 f"prompts show the time, and parts with different times cannot be merged: "
@@ -178,10 +185,11 @@ class Execution:
         self, journal: Journal, stored_plan: str | None, built: Build, summary: ScanSummary
     ) -> None:
         """Record the plan and the weights, or check that they equal the stored ones."""
-        check_weights(self.settings, journal.facts.get(WEIGHTS), built.weights)
+        output = self.files.output
+        check_weights(built.weights, self.facts, journal.facts.get(WEIGHTS), output)
         if stored_plan not in (None, built.plan):
             raise JobError(
-                f"{self.settings.journal_path}: expected the plan that the job was begun with, "
+                f"{journal.path}: expected the plan that the job was begun with, "
                 f"got another one from the build. Discard the journal with --restart.",
                 EXIT_BUILD,
             )
@@ -190,18 +198,18 @@ class Execution:
         if journal.plan_before is not None:
             is_open = any(need.max_tokens is None for need in summary.requirements)
             before, plan = journal.plan_before, built.plan
-            check_same_answers(self.settings, before, plan, has_open_rows=is_open)
+            check_same_answers(output, before, plan, has_open_rows=is_open)
         else:
-            journal.record_fact(MODEL, self.settings.model_name)
+            journal.record_fact(MODEL, self.facts.name)
             journal.record_fact(WEIGHTS, built.weights)
         # recorded last, as a journal with a plan binds later runs
         journal.record_fact(PLAN, built.plan)
 
     def _show_bad_row(self, bad: BadRow) -> None:
-        """Show a row that the scan found in error, or end the job if the settings say so."""
-        if self.settings.on_error == "raise":
+        """Show a row that the scan found in error, or end the job if bad rows end it."""
+        if self.on_error == "raise":
             raise JobError(error_text(bad, bad.error), EXIT_ROWS_FAILED)
-        if self.settings.identity.part.has(bad.row):
+        if self.identity.part.has(bad.row):
             self.progress.show_error(error_text(bad, bad.error))
 
     def _stopped(self, signal_name: str, num_rows: int) -> int:
@@ -213,7 +221,7 @@ class Execution:
             self.journal.record_run(len(self.journal.runs) - 1)
         self.progress.warn(
             f"stopped by {signal_name}: {num_kept} of {plural(num_rows, 'row')} finished, kept in "
-            f"{self.settings.journal_path}; run the same command again to continue"
+            f"{self.files.journal}; run the same command again to continue"
         )
         return EXIT_CODES[signal.Signals[signal_name]]
 
@@ -240,15 +248,15 @@ class Execution:
             return self.peers.broadcast(EXIT_OK)
         self.check_lock()
         finished = FinishedRows(
-            self.settings, summary, self.journal, self.lines, self.source.carried
+            self.files, self.identity, summary, self.journal, self.lines, self.source.carried
         )
         outcome = RunOutcome(num_kept, statistics, bundle, self.source.ignored)
-        manifest = finalise(finished, outcome, self.phases, self.disk)
-        self.progress.note(summarise(self.settings.output_path, manifest))
+        manifest = finalise(finished, self.facts, outcome, self.phases, self.disk)
+        self.progress.note(summarise(self.files.output, manifest))
         run_seconds = manifest["runs"][-1]["run_seconds"]
         if better_plan is not None and (note := better_plan(run_seconds)):
             self.progress.note(note)
-        return self.peers.broadcast(exit_code_of(self.settings, manifest))
+        return self.peers.broadcast(exit_code_of(self.files.output, manifest))
 
 
 def _max_tokens(rows: Iterable[ScannedRow]) -> int | None:

@@ -6,6 +6,7 @@ Does not know how rows run. Guarantees: no function here changes a file.
 import json
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..console import plural
@@ -28,49 +29,48 @@ from ..files.manifest import (
     read_manifest,
     table_in,
 )
-from .job import JobModel, JobSettings
+from .job import JobModel, ModelFacts
+from .job_files import JobFiles
+from .job_identity import JobIdentity
 
 
-def finished_manifest(settings: JobSettings) -> dict[str, Any] | None:
-    """The manifest of a job, if its outputs are finished; else None."""
-    manifest = read_manifest(settings.output_path)
-    if manifest is None or _differences_from(settings, manifest):
-        return None
-    return manifest
+def finished_manifest(
+    files: JobFiles, identity: JobIdentity, *, compares_input: bool = True
+) -> dict[str, Any] | None:
+    """The manifest of a job, if its outputs are finished; else None.
 
-
-def updatable_manifest(settings: JobSettings) -> dict[str, Any] | None:
-    """The manifest of finished outputs that differ from the job in their input only; else None."""
-    manifest = read_manifest(settings.output_path)
-    if manifest is None or _differences_from(settings, manifest, compares_input=False):
+    With `compares_input` false, they may be those of another input.
+    """
+    manifest = read_manifest(files.output)
+    if manifest is None or _differences_from(files, identity, manifest, compares_input):
         return None
     return manifest
 
 
 def _differences_from(
-    settings: JobSettings, manifest: Mapping[str, Any], *, compares_input: bool = True
+    files: JobFiles, identity: JobIdentity, manifest: Mapping[str, Any], compares_input: bool
 ) -> list[str]:
     """The differences of a job and its files from a manifest, one line for each.
 
-    The time is compared only if the settings give a time and the manifest has one. The manifest has
-    one if prompts show the time.
+    The time is compared only if the job gives a time and the manifest has one. The manifest has one
+    if prompts show the time.
     """
-    wanted = settings.identity.stored
-    may_differ = {key: wanted[key] for key in settings.identity.may_differ}
+    wanted = identity.stored
+    may_differ = {key: wanted[key] for key in identity.may_differ}
     stored = {**table_in(manifest, "configuration"), **may_differ}
     lines = differences(stored, wanted, ("there", "now"))
-    instant, shown = settings.now and settings.now.isoformat(), manifest.get("instant")
+    instant, shown = identity.now and identity.now.isoformat(), manifest.get("instant")
     if instant is not None and shown not in (None, instant):
         lines.append(f"  the time: there {shown}, now {instant}")
     if compares_input:
-        digest = digest_table(digest_file(settings.input_path))
+        digest = digest_table(digest_file(files.input))
         known = {key: table_in(manifest, "input").get(key) for key in digest}
         if known != digest:
             lines.append(f"  the input: there {digest_text(known)}, now {digest_text(digest)}")
-    return lines + output_differences(manifest, settings.outputs)
+    return lines + output_differences(manifest, files.outputs)
 
 
-def refuse_foreign_outputs(settings: JobSettings) -> None:
+def refuse_foreign_outputs(files: JobFiles, identity: JobIdentity) -> None:
     """Refuse to replace existing files, unless the job restarts.
 
     Call it only if neither a manifest nor a journal says that the files are this job's.
@@ -78,9 +78,9 @@ def refuse_foreign_outputs(settings: JobSettings) -> None:
     Raises:
         UnusableFile: An output or its temporary file exists and is not this job's.
     """
-    if settings.restart:
+    if files.restart:
         return
-    for path in settings.outputs:
+    for path in files.outputs:
         temporary = path.with_name(temporary_name(path.name))
         if temporary.exists():
             raise UnusableFile(
@@ -88,13 +88,13 @@ def refuse_foreign_outputs(settings: JobSettings) -> None:
                 "got a file. Choose another output, move it away, or discard it with --restart."
             )
         if path.exists():
-            manifest = read_manifest(settings.output_path)
+            manifest = read_manifest(files.output)
             lines, remedy = ["  no manifest is beside it"], ""
             if manifest is not None:
-                lines = _differences_from(settings, manifest)
+                lines = _differences_from(files, identity, manifest, True)
                 # jobs with stages have no --update
-                is_single = "pipeline" not in settings.identity.configuration
-                if is_single and updatable_manifest(settings) is not None:
+                is_single = "pipeline" not in identity.configuration
+                if is_single and not _differences_from(files, identity, manifest, False):
                     remedy = ", keep the answers of equal rows with --update"
             raise UnusableFile(
                 f"{path}: exists and is not the finished output of this input, model and "
@@ -103,13 +103,13 @@ def refuse_foreign_outputs(settings: JobSettings) -> None:
             )
 
 
-def complete_already(settings: JobSettings, manifest: Mapping[str, Any]) -> str:
+def complete_already(output: Path, manifest: Mapping[str, Any]) -> str:
     """The message that a job has nothing to do."""
     errors = plural(manifest["rows"]["errors"], "error")
-    return f"{settings.output_path}: complete already, {errors}, nothing to do"
+    return f"{output}: complete already, {errors}, nothing to do"
 
 
-def exit_code_of(settings: JobSettings, manifest: Mapping[str, Any]) -> int:
+def exit_code_of(output: Path, manifest: Mapping[str, Any]) -> int:
     """The exit code of a complete job.
 
     Raises:
@@ -119,44 +119,45 @@ def exit_code_of(settings: JobSettings, manifest: Mapping[str, Any]) -> int:
         programs = manifest.get("generator", {}).get("unexpected_compiles", ())
         named = f" ({'; '.join(programs[:3])})" if programs else ""
         raise JobError(
-            f"{settings.output_path}: expected no compile after the build, got {num_compiles}"
+            f"{output}: expected no compile after the build, got {num_compiles}"
             f"{named}. The output is complete and correct, but rows waited for the compiler. "
-            f"Please report this with {manifest_path(settings.output_path)}.",
+            f"Please report this with {manifest_path(output)}.",
             EXIT_BUILD,
         )
     return EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK
 
 
-def check_finished_by(settings: JobSettings, stored: str | None, model: JobModel) -> None:
+def check_finished_by(model: JobModel, facts: ModelFacts, stored: str | None, output: Path) -> None:
     """Refuse rows answered with other weights than the model's.
 
     Args:
-        settings: The job.
-        stored: The digest of the weights that answered the rows; None if no weights were used.
         model: The model, whose weights are hashed unless their digest is remembered.
+        facts: The facts of the model.
+        stored: The digest of the weights that answered the rows; None if no weights were used.
+        output: The output with the rows.
 
     Raises:
         JobError: The weights differ.
     """
     if stored is not None:
-        check_weights(settings, stored, model.weights())
+        check_weights(model.weights(), facts, stored, output)
 
 
-def check_weights(settings: JobSettings, stored: str | None, digest: str) -> None:
+def check_weights(digest: str, facts: ModelFacts, stored: str | None, output: Path) -> None:
     """Refuse weights that differ from those the user expects or those the job began with.
 
     Raises:
         JobError: The digest is not the expected or the stored one.
     """
-    if settings.expected_weights not in (None, digest):
+    if facts.expected_weights not in (None, digest):
         raise JobError(
-            f"--expect-weights: expected weights with the digest {settings.expected_weights}, got "
+            f"--expect-weights: expected weights with the digest {facts.expected_weights}, got "
             f"{digest}. Give the model with the expected digest, or this model's digest.",
             EXIT_MODEL,
         )
     if stored not in (None, digest):
         raise JobError(
-            f"{settings.output_path}: expected the weights that its rows were answered with, got "
+            f"{output}: expected the weights that its rows were answered with, got "
             f"others, although the model's other files are the same:\n  weights: there {stored}, "
             f"now {digest}\nRun with the original weights, choose another output, or begin again "
             f"with --restart.",
@@ -164,13 +165,11 @@ def check_weights(settings: JobSettings, stored: str | None, digest: str) -> Non
         )
 
 
-def check_same_answers(
-    settings: JobSettings, before: str, plan: str, *, has_open_rows: bool
-) -> None:
+def check_same_answers(output: Path, before: str, plan: str, *, has_open_rows: bool) -> None:
     """Refuse a plan for other devices that changes more than the order of sums.
 
     Args:
-        settings: The job.
+        output: The output of the job.
         before: The plan of the finished rows, as TOML.
         plan: The plan for the devices of this run.
         has_open_rows: Whether rows without `max_tokens` end at the plan's `max_length`.
@@ -189,7 +188,7 @@ def check_same_answers(
     names = ("finished rows have", "now")
     if lines := differences(kept_facts(before), kept_facts(plan), names):
         raise JobError(
-            f"{settings.output_path}: expected a plan for these devices that answers as the plan "
+            f"{output}: expected a plan for these devices that answers as the plan "
             "of the finished rows, got another one:\n" + "\n".join(lines) + "\nGive the plan the "
             "values of the finished rows, with --set or in the file of --plan.",
             EXIT_USAGE,

@@ -8,21 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..progress.progress import Progress
-from ..rows.answer_tables import AddedColumns
-from ..rows.columns import Columns
-from ..rows.lines import RequestRules
-from ..rows.row_files import check_output
+from ..rows.lines import PLAIN, RequestRules
 from ..rows.scan import ScanSummary
-from ..structured.params import StructuredOutputsParams
-from .job_files import check_job_files, job_outputs, side_files
+from .job_files import JobFiles
 from .job_identity import JobIdentity
 from .job_runs import PhaseClock
-from .journal import journal_path
-from .lock import lock_path
 
 if TYPE_CHECKING:
     from ...compile.grids.prefix_table import PrefixTable
@@ -30,6 +23,9 @@ if TYPE_CHECKING:
     from ..engine.shared_prefixes import RowLengths, Submission
     from ..rows.job_text import JobText
     from ..session import Session
+
+OnError = Literal["row", "raise"]
+"""What a bad row does: it becomes an error row, or ends the job."""
 
 
 @dataclass(frozen=True)
@@ -93,110 +89,56 @@ class JobModel(Protocol):
 
 
 @dataclass(frozen=True)
-class JobSettings:
-    """The input, the outputs and the options of one job."""
+class ModelFacts:
+    """The facts of a job's model that its output lines and its manifest state."""
 
-    input_path: Path
-    """The input, or the file into which standard input or a URL is copied."""
-    output_path: Path
-    model_name: str
-    identity: JobIdentity
-    """The part of the settings that a journal or a finished output must have in common."""
+    name: str
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The sampling parameters of requests that leave them out."""
     sampling_defaults_source: str = "noria"
-    form: StructuredOutputsParams | None = None
-    """The form of answers to rows that ask for none."""
     config_keys_ignored: tuple[str, ...] = ()
     """Keys of the model's configuration that nothing reads, as `key = value`."""
     tensors_not_read: Mapping[str, int] = field(default_factory=dict)
     """The number of the model's tensors that nothing reads, by the beginnings of their names."""
-    error_file: Path | None = None
-    also_read: Sequence[tuple[str, Path]] = ()
-    """Descriptions and paths of other files and folders that are only read, such as the model's."""
-    grace_seconds: float = 20.0
-    on_error: Literal["row", "raise"] = "row"
-    restart: bool = False
     expected_weights: str | None = None
     """The digest that the weights must have; None accepts any weights."""
-    reads_stdin: bool = False
-    input_url: str | None = None
-    """The URL that the input was copied from; None for an input of this machine."""
-    columns: Columns = field(default_factory=Columns)
-    """The columns to read of an input that is a table."""
-    ignores_unknown: bool = False
-    """Whether unknown keys of requests are ignored."""
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """The settings of one job."""
+
+    files: JobFiles
+    identity: JobIdentity
+    """The part of the settings that a journal or a finished output must have in common."""
+    facts: ModelFacts
+    rules: RequestRules = PLAIN
+    """The rules by which the job reads its requests."""
+    grace_seconds: float = 20.0
+    """The time in which rows in flight may finish after a signal."""
+    on_error: OnError = "row"
     price_per_hour: float | None = None
     """The price of all devices; None if it is not known."""
-    now: datetime | None = None
-    """The local time that chat templates see; None for the start of the job."""
-    models: Mapping[str, str | None] | None = None
-    """The adapter of a row, by the `model` that the row names.
-
-    An adapter of None means the model itself. Without a mapping, every name means the model itself.
-    """
 
     def __post_init__(self):
-        if self.identity.part.num_parts > 1 and self.error_file is not None:
+        if self.identity.part.num_parts > 1 and self.files.error_file is not None:
             raise ValueError(
                 "error_file: expected none beside a part of the rows, as a part keeps its error "
-                f"rows in their places, got {self.error_file}. Give it to noria merge instead."
+                f"rows in their places, got {self.files.error_file}. Give it to noria merge "
+                "instead."
             )
 
-    @property
-    def rules(self) -> RequestRules:
-        """The rules by which the job reads its requests."""
-        form = {} if self.form is None else {"structured_outputs": self.form}
-        return RequestRules({**self.sampling_defaults, **form}, self.ignores_unknown, self.models)
 
-    @property
-    def added_columns(self) -> AddedColumns:
-        """The columns that the job adds to those of every output table."""
-        return AddedColumns.of(self.identity.configuration)
-
-    @property
-    def journal_path(self) -> Path:
-        """The path of the journal, beside the output."""
-        return journal_path(self.output_path)
-
-    @property
-    def lock_path(self) -> Path:
-        """The path of the lock, beside the output."""
-        return lock_path(self.output_path)
-
-    @property
-    def input_name(self) -> str:
-        """The name of the input in the manifest."""
-        return "stdin" if self.reads_stdin else self.input_url or self.input_path.name
-
-    @property
-    def outputs(self) -> list[Path]:
-        """The output, and the error file if there is one."""
-        return list(job_outputs(self.output_path, self.error_file).values())
-
-    def check_files(self) -> None:
-        """Check the outputs.
-
-        Raises:
-            UnusableFile: An output cannot be written, is also read, or is written twice.
-        """
-        side, read = side_files(self.output_path), list(self.also_read)
-        if self.reads_stdin:
-            side["the copy of the input"] = self.input_path
-        else:
-            read.append(("the input", self.input_path))
-        check_job_files(self.output_path, self.error_file, read, side)
-        for path in self.outputs:
-            check_output(path, self.added_columns)
-
-
-def facts_to_agree_on(settings: JobSettings, summary: ScanSummary) -> dict[str, str]:
+def facts_to_agree_on(
+    identity: JobIdentity, on_error: OnError, summary: ScanSummary
+) -> dict[str, str]:
     """The facts that must be equal on all processes of a job before they run it."""
     rows = hashlib.sha256()
     for row in summary.rows:
         rows.update(repr((row.key, row.requirements, row.bad and row.bad.error.code)).encode())
     return {
-        **settings.identity.stored,
-        "on-error": settings.on_error,
+        **identity.stored,
+        "on-error": on_error,
         "input": f"sha256:{summary.input_sha256}",
         "rows as tokenized": f"sha256:{rows.hexdigest()}",
     }

@@ -6,8 +6,10 @@ files.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from ..pods.peers import ALONE
+from ..rows.answer_tables import AddedColumns
 from ..rows.part import WHOLE, Part
 from .journal_records import OF_DEVICES, SETUP
 
@@ -29,12 +31,19 @@ class JobIdentity:
     """Whether other processes or devices may have begun the job."""
     updates: bool = False
     """Whether a finished output of another input may be replaced; equal rows keep their answers."""
+    now: datetime | None = None
+    """The local time that chat templates see; None for the start of the job."""
 
     @property
     def stored(self) -> dict[str, str]:
         """The configuration that a journal or a finished output of this job must have."""
         part = self.part_of_stages or self.part
         return {**self.configuration, "rows": str(part), SETUP: self.setup}
+
+    @property
+    def added_columns(self) -> AddedColumns:
+        """The columns that the job adds to those of every output table."""
+        return AddedColumns.of(self.configuration)
 
     @property
     def keeps_plan(self) -> bool:

@@ -29,9 +29,10 @@ from ..rows.job_text import JobText
 from ..rows.lines import BadRow, BatchRow, RequestRules
 from ..rows.part import Part
 from ..rows.repeats import RowDigests
-from ..rows.row_files import open_rows, unit_of
+from ..rows.row_files import unit_of
 from ..rows.scan import ScannedRow, ScanSummary, read_again, scan
-from .job import JobModel, JobSettings
+from .job import JobModel
+from .job_files import JobFiles
 from .journal import Journal
 from .journal_records import INSTANT
 
@@ -195,50 +196,55 @@ class JobInput:
 
 @contextmanager
 def open_input(
-    settings: JobSettings, model: JobModel, now: str, progress: Progress
+    files: JobFiles,
+    part: Part,
+    rules: RequestRules,
+    model: JobModel,
+    now: str,
+    progress: Progress,
 ) -> Iterator[JobInput]:
-    """Open the input of a job; `now` is the time that chat templates see, as ISO 8601.
+    """Open the input of a job.
+
+    Args:
+        files: The files of the job.
+        part: The part of the rows that it runs.
+        rules: The rules by which it reads requests.
+        model: Its model.
+        now: The time that chat templates see, as ISO 8601.
+        progress: Shows how much is read.
 
     Raises:
         InputError: The input is not in the format that its name says, or the disk has no room for
             its lines.
     """
-    folder = settings.output_path.parent
-    rows = open_rows(
-        settings.input_path,
-        settings.columns,
-        folder,
-        note=progress.note,
-        on_progress=progress.show_reading,
-    )
     with (
-        rows as source,
+        files.open_rows(progress) as source,
         model.open_text(datetime.fromisoformat(now)) as text,
-        TokenSpill(folder) as token_ids,
+        TokenSpill(files.output.parent) as token_ids,
     ):
         yield JobInput(
             source.file,
             text,
             now,
-            settings.identity.part,
-            settings.rules,
+            part,
+            rules,
             token_ids,
             source.digest,
-            unit_of(settings.input_path),
+            unit_of(files.input),
             carried=source.carried,
         )
 
 
-def decide_instant(settings: JobSettings, journal: Journal) -> str:
-    """The local time that chat templates see: the time in the settings, or the job's start.
+def decide_instant(given: datetime | None, journal: Journal) -> str:
+    """The local time that chat templates see: the given time, or the job's start.
 
     Raises:
         JournalError: The journal has another time, which finished rows show.
     """
     known = journal.facts.get(INSTANT)
-    if settings.now is None:
+    if given is None:
         return known or datetime.now().isoformat(timespec="seconds")
-    asked = settings.now.isoformat()
+    asked = given.isoformat()
     if known not in (None, asked):
         raise JournalError(
             f"{journal.path}: expected the time that the job was begun with, --now {known}, as its "

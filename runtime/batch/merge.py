@@ -36,11 +36,11 @@ from ..progress.progress import Progress
 from ..rows.answer_tables import AddedColumns
 from ..rows.part import WHOLE, Part
 from ..rows.results import CUT, STOPPED_SAMPLES, TEXTS_CUT, TOKENS_LEFT, error_of_line
-from ..rows.row_files import check_output, encoded, is_plain, output_lines
-from .job_files import check_job_files, job_outputs, side_files
+from ..rows.row_files import encoded, is_plain, output_lines
+from .job_files import OutputFiles
 from .job_runs import runs_of, sums_of_runs
 from .journal import journal_path
-from .lock import JobLock, lock_path
+from .lock import JobLock
 from .outcomes import add_outcomes
 from .output import write_outputs
 
@@ -92,25 +92,24 @@ def merge(
     progress, disk = progress or Progress(), disk or Disk()
     read = [("a part", path) for path in paths]
     read += [("the manifest of a part", manifest_path(path)) for path in paths]
-    check_job_files(output, error_file, read, side_files(output))
-    outputs = list(job_outputs(output, error_file).values())
-    with JobLock(lock_path(output), progress.warn), ExitStack() as files:
-        parts = [_open_part(path, files) for path in paths]
+    files = OutputFiles(output, error_file)
+    files.check_written(read)
+    with JobLock(files.lock, progress.warn), ExitStack() as opened:
+        parts = [_open_part(path, opened) for path in paths]
         _refuse_other_jobs(parts)
         parts = _in_order(parts)
         added = AddedColumns.of(parts[0].manifest["configuration"])
-        for path in outputs:
-            check_output(path, added)
+        files.check_formats(added)
         for part in parts:
             _check_content(part)
         manifest = _merged_manifest(parts)
         errors = manifest["rows"]["errors"]
-        if _is_merged(manifest, outputs):
+        if _is_merged(manifest, files.outputs):
             progress.note(f"{output}: merged already, nothing to do")
         else:
             lines_of = partial(_output_lines, parts, error_file)
-            _refuse_foreign_outputs(outputs, lines_of, added)
-            _write(disk, outputs, lines_of, added, manifest)
+            _refuse_foreign_outputs(files.outputs, lines_of, added)
+            _write(disk, files.outputs, lines_of, added, manifest)
             total = manifest["rows"]["total"]
             merged = f"{plural(total, 'row')} of {plural(len(parts), 'part')}"
             progress.note(f"{output}: {merged}, {plural(errors, 'error')}")

@@ -35,7 +35,9 @@ from ..rows.results import (
 )
 from ..rows.row_files import encoded
 from ..rows.scan import ScannedRow, ScanSummary
-from .job import JobSettings
+from .job import ModelFacts
+from .job_files import JobFiles
+from .job_identity import JobIdentity
 from .job_runs import FINISHED, PhaseClock, sums_of_runs
 from .journal import Journal, JournalRow
 from .journal_records import INSTANT, MODEL, OUTPUTS, REPEATED, WEIGHTS
@@ -60,7 +62,8 @@ class RunOutcome:
 class FinishedRows:
     """The rows of a job, all of which are finished."""
 
-    settings: JobSettings
+    files: JobFiles
+    identity: JobIdentity
     summary: ScanSummary
     journal: Journal
     """The journal, which has every row of the job's part that the scan accepted."""
@@ -72,7 +75,7 @@ class FinishedRows:
     @cached_property
     def rows(self) -> Sequence[ScannedRow]:
         """The rows of the job's part, in input order."""
-        return self.settings.identity.part.take(self.summary.rows)
+        return self.identity.part.take(self.summary.rows)
 
     def code(self, row: ScannedRow) -> str | None:
         """The error code of a row; None for a result."""
@@ -80,10 +83,8 @@ class FinishedRows:
 
     def lines_of(self, path: Path) -> Iterator[bytes]:
         """The lines of one output file in input order."""
-        error_file = self.settings.error_file
-        for row, cells in zip(
-            self.rows, self.carried.of(self.settings.identity.part), strict=False
-        ):
+        error_file = self.files.error_file
+        for row, cells in zip(self.rows, self.carried.of(self.identity.part), strict=False):
             is_error = self.code(row) is not None
             if error_file is not None and is_error != (path == error_file):
                 continue
@@ -95,12 +96,17 @@ class FinishedRows:
 
 
 def finalise(
-    finished: FinishedRows, outcome: RunOutcome, phases: PhaseClock, disk: Disk
+    finished: FinishedRows,
+    facts: ModelFacts,
+    outcome: RunOutcome,
+    phases: PhaseClock,
+    disk: Disk,
 ) -> dict[str, Any]:
     """Write the outputs and the manifest, and remove the journal.
 
     Args:
         finished: The rows.
+        facts: The facts of the model.
         outcome: The figures of the run.
         phases: The clock of the run, which is the journal's last one.
         disk: Disk operations.
@@ -111,13 +117,15 @@ def finalise(
     Raises:
         JobError: The disk refused a file; the message says what is kept.
     """
-    settings, journal = finished.settings, finished.journal
+    files, journal = finished.files, finished.journal
     try:
         if not journal.binds:
             journal.record_fact(OUTPUTS, "begun")
-        outputs = write_outputs(disk, settings.outputs, finished.lines_of, settings.added_columns)
-        manifest = _manifest(finished, outcome, outputs, phases)
-        write_manifest(disk, settings.output_path, manifest)
+        outputs = write_outputs(
+            disk, files.outputs, finished.lines_of, finished.identity.added_columns
+        )
+        manifest = _manifest(finished, facts, outcome, outputs, phases)
+        write_manifest(disk, files.output, manifest)
         disk.remove(journal.path)
         disk.sync_folder(journal.path.parent)
     except OSError as error:
@@ -125,20 +133,24 @@ def finalise(
         if not journal.path.exists():
             kept = "Its journal is missing too, so the same command begins at the first row."
         raise JobError(
-            f"{settings.output_path}: cannot be written ({error.strerror or error}). {kept}",
+            f"{files.output}: cannot be written ({error.strerror or error}). {kept}",
             EXIT_RESUMABLE,
         ) from error
     return manifest
 
 
 def _manifest(
-    finished: FinishedRows, outcome: RunOutcome, outputs: Mapping[str, Any], phases: PhaseClock
+    finished: FinishedRows,
+    facts: ModelFacts,
+    outcome: RunOutcome,
+    outputs: Mapping[str, Any],
+    phases: PhaseClock,
 ) -> dict[str, Any]:
     """The manifest of the job, whose run ends now."""
     journal = finished.journal
     done = [journal.rows[row.key] for row in finished.rows if row.bad is None]
     return {
-        **_job_facts(finished.settings, finished.summary, journal, outputs),
+        **_job_facts(finished, facts, outputs),
         "rows": count_outcomes(
             map(finished.code, finished.rows),
             num_kept=outcome.num_kept,
@@ -155,30 +167,31 @@ def _manifest(
 
 
 def _job_facts(
-    settings: JobSettings, summary: ScanSummary, journal: Journal, outputs: Mapping[str, Any]
+    finished: FinishedRows, facts: ModelFacts, outputs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The facts of a job: its model, configuration, input and outputs."""
+    identity, journal, summary = finished.identity, finished.journal, finished.summary
     plan = journal.plan
     return {
         "schema": SCHEMA,
-        "model": journal.facts.get(MODEL, settings.model_name),
+        "model": journal.facts.get(MODEL, facts.name),
         "weights": journal.facts.get(WEIGHTS),
         "versions": versions(),
         "platform": {"python": platform.python_version(), "system": platform.platform()},
-        "configuration": settings.identity.stored,
+        "configuration": identity.stored,
         "setups": journal.setups,
-        "fingerprint": fingerprint(settings.identity.configuration),
+        "fingerprint": fingerprint(identity.configuration),
         "plan": plan,
         "plan_fingerprint": plan and "sha256:" + hashlib.sha256(plan.encode()).hexdigest(),
         "instant": journal.facts.get(INSTANT),
         "sampling_defaults": {
-            "values": dict(settings.sampling_defaults),
-            "source": settings.sampling_defaults_source,
+            "values": dict(facts.sampling_defaults),
+            "source": facts.sampling_defaults_source,
         },
-        "config_keys_ignored": list(settings.config_keys_ignored),
-        "tensors_not_read": dict(settings.tensors_not_read),
+        "config_keys_ignored": list(facts.config_keys_ignored),
+        "tensors_not_read": dict(facts.tensors_not_read),
         "input": {
-            "name": settings.input_name,
+            "name": finished.files.input_name,
             "sha256": summary.input_sha256,
             "bytes": summary.num_bytes,
             "rows": len(summary.rows),

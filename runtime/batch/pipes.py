@@ -16,7 +16,7 @@ from pathlib import Path
 from ..errors import EXIT_RESUMABLE, JobError, UnusableFile
 from ..files.disk import Disk, replace_file
 from ..files.manifest import manifest_path
-from .job import JobSettings
+from .job_files import JobFiles
 
 PIPE = Path("-")
 """The path that stands for standard input or standard output."""
@@ -29,18 +29,18 @@ def copy_path(output: Path) -> Path:
 
 
 @contextmanager
-def stdin_copied(settings: JobSettings, disk: Disk) -> Iterator[None]:
+def stdin_copied(files: JobFiles, disk: Disk) -> Iterator[None]:
     """Copy standard input to the input path of a job that reads it; else do nothing.
 
     Raises:
         UnusableFile: Another file has the name of the copy, or an unfinished job has another input.
     """
-    if not settings.reads_stdin:
+    if not files.reads_stdin:
         yield
         return
-    path = settings.input_path
-    is_of_job = settings.journal_path.exists() or manifest_path(settings.output_path).exists()
-    if path.exists() and not is_of_job and not settings.restart:
+    path = files.input
+    is_of_job = files.journal.exists() or files.manifest.exists()
+    if path.exists() and not is_of_job and not files.restart:
         raise UnusableFile(
             f"{path}: expected no file, as standard input is copied to this name, got one without "
             f"a journal. Run with -i {path}, move it away, or discard it with --restart."
@@ -48,7 +48,7 @@ def stdin_copied(settings: JobSettings, disk: Disk) -> Iterator[None]:
     if sys.stdin is None:
         raise UnusableFile("-i -: expected standard input, got none. Pipe the input in.")
     pieces = iter(lambda: sys.stdin.buffer.read(_PIECE_BYTES), b"")
-    is_unfinished = path.exists() and settings.journal_path.exists() and not settings.restart
+    is_unfinished = path.exists() and files.journal.exists() and not files.restart
     if is_unfinished and not _is_content_of(path, pieces):
         raise UnusableFile(
             f"-i -: expected the input of the unfinished job, which {path} has, got another one. "
@@ -59,7 +59,7 @@ def stdin_copied(settings: JobSettings, disk: Disk) -> Iterator[None]:
             replace_file(disk, path, pieces)
         yield
     finally:
-        if not settings.journal_path.exists():
+        if not files.journal.exists():
             disk.remove(path)
 
 

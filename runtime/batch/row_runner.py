@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..console import plural
@@ -27,7 +28,7 @@ from ..rows.repeats import Answer, Repeats
 from ..rows.results import OutputLines, error_text, row_metrics
 from ..rows.scan import ScannedRow
 from .drain import Drain
-from .job import Build, JobSettings
+from .job import Build, OnError
 from .job_input import JobInput
 from .journal import Journal
 from .journal_records import FINISHED_AT, REPEATED
@@ -45,7 +46,6 @@ _WaitingRow: TypeAlias = "tuple[ScannedRow, SharedPrefix | None]"
 class RowRunner:
     """Runs the rows of one job, in one process of it."""
 
-    settings: JobSettings
     source: JobInput
     journal: Journal | None
     """The journal; None on processes other than the leader, which records all rows."""
@@ -55,6 +55,8 @@ class RowRunner:
     stop: StopSignals
     repeats: Repeats
     """Rows that are answered by the outputs of other rows."""
+    journal_path: Path
+    on_error: OnError
     _in_flight: dict[str, BatchRow] = field(default_factory=dict)
     _answers: list[Answer] = field(default_factory=list)
     """Outputs that answer more rows in the next steps."""
@@ -78,7 +80,7 @@ class RowRunner:
             for row, prefix in zip(submission.rows, submission.prefixes, strict=True)
         )
         del submission  # it would keep every prefix to the end
-        drain = Drain(self.stop, self.peers, self.settings.grace_seconds)
+        drain = Drain(self.stop, self.peers)
         directive = GO
         while True:
             # a call is in flight meanwhile, and it does not depend on the rows of this step
@@ -116,7 +118,7 @@ class RowRunner:
             generator.drain()
             self.progress.warn(
                 f"{directive.signal}: finishing {plural(generator.unfinished, 'row')} in flight, "
-                f"at most {self.settings.grace_seconds:g} s"
+                f"at most {self.stop.grace_seconds:g} s"
             )
 
     def _submit_rows(self, generator: "Session", waiting: deque[_WaitingRow]) -> None:
@@ -180,8 +182,7 @@ class RowRunner:
             # the cause may be a lost process, whose collectives fail on all others
             self.peers.await_verdict()
             raise JobError(
-                f"the device failed: {error}. Finished rows are kept in "
-                f"{self.settings.journal_path}.",
+                f"the device failed: {error}. Finished rows are kept in {self.journal_path}.",
                 EXIT_BUILD,
             ) from error
 
@@ -208,7 +209,7 @@ class RowRunner:
         self.progress.count_row(is_error=error is not None)
         if error is not None:
             self.progress.show_error(error_text(row, error))
-            if self.settings.on_error == "raise":
+            if self.on_error == "raise":
                 raise JobError(error_text(row, error), EXIT_ROWS_FAILED)
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from ..errors import EXIT_RESUMABLE, exit_code
 from ..files.disk import Disk
-from ..files.manifest import manifest_path
 from ..pods.peers import ALONE, Peers
 from ..process.stop_signals import StopSignals
 from ..progress.progress import Progress
@@ -29,9 +28,10 @@ from .finished import (
     exit_code_of,
     finished_manifest,
     refuse_foreign_outputs,
-    updatable_manifest,
 )
-from .job import JobModel, JobSettings
+from .job import JobModel, JobSettings, ModelFacts
+from .job_files import JobFiles
+from .job_identity import JobIdentity
 from .job_input import decide_instant, open_input
 from .job_runs import PhaseClock, new_run, recorded_run
 from .journal import Journal, renew
@@ -75,17 +75,35 @@ def run_job(
     progress, disk, phases = progress or Progress(), disk or Disk(), phases or PhaseClock()
     progress.enter(phases.phase)
     phases.on_enter = progress.enter
-    if not settings.reads_stdin:
-        check_input(settings.input_path, settings.columns)
-    with StopSignals() if stop is None else nullcontext(stop) as stop, ExitStack() as opened:
-        job = _Job(settings, model, peers, disk, progress, phases, stop)
+    files, identity, facts = settings.files, settings.identity, settings.facts
+    if not files.reads_stdin:
+        check_input(files.input, files.columns)
+    signals = StopSignals(settings.grace_seconds) if stop is None else nullcontext(stop)
+    with signals as stop, ExitStack() as opened:
+        job = _Job(
+            files,
+            identity,
+            facts,
+            settings.price_per_hour,
+            model,
+            peers=peers,
+            disk=disk,
+            progress=progress,
+            phases=phases,
+            stop=stop,
+        )
         begun = job.lead(opened) if peers.is_leader else job.follow()
         if isinstance(begun, int):
             return begun
         now = peers.broadcast(begun.now)
-        source = opened.enter_context(open_input(settings, model, now, progress))
+        source = opened.enter_context(
+            open_input(files, identity.part, settings.rules, model, now, progress)
+        )
         return Execution(
-            settings,
+            files,
+            identity,
+            facts,
+            settings.on_error,
             model,
             source,
             begun.journal,
@@ -115,7 +133,10 @@ class _BegunJob(NamedTuple):
 class _Job:
     """A job in one of its processes, before its input is read."""
 
-    settings: JobSettings
+    files: JobFiles
+    identity: JobIdentity
+    facts: ModelFacts
+    price_per_hour: float | None
     model: JobModel
     peers: Peers
     disk: Disk
@@ -134,58 +155,61 @@ class _Job:
 
         `opened` closes the files, and records the end of the run.
         """
-        settings = self.settings
-        settings.check_files()
-        lock = opened.enter_context(JobLock(settings.lock_path, self.progress.warn))
-        opened.enter_context(stdin_copied(settings, self.disk))
+        files, identity = self.files, self.identity
+        files.check(identity.added_columns)
+        lock = opened.enter_context(JobLock(files.lock, self.progress.warn))
+        opened.enter_context(stdin_copied(files, self.disk))
         # the next run may be on another host, which cannot detect that this process has ended
         self.peers.on_abort(lock.release)
-        if settings.reads_stdin:
-            check_input(settings.input_path, settings.columns)
+        if files.reads_stdin:
+            check_input(files.input, files.columns)
         if lock.took_over:
-            renew(settings.journal_path, self.disk)
-        if settings.restart:
+            renew(files.journal, self.disk)
+        if files.restart:
             # first the manifest: without it the old output no longer counts as complete
-            self.disk.remove(manifest_path(settings.output_path))
-            self.disk.remove(settings.journal_path)
-        elif (manifest := finished_manifest(settings)) is not None:
+            self.disk.remove(files.manifest)
+            self.disk.remove(files.journal)
+        elif (manifest := finished_manifest(files, identity)) is not None:
             return self.peers.broadcast(self._do_nothing(manifest))
-        earlier = updatable_manifest(settings) if settings.identity.updates else None
+        earlier = None
+        if identity.updates:
+            earlier = finished_manifest(files, identity, compares_input=False)
         journal = opened.enter_context(closing(self._open_journal(earlier)))
         if earlier is not None:
             keep_facts(earlier, journal)
         elif not journal.binds:
             # a run that ended before its build left the journal, so no output is this job's
-            refuse_foreign_outputs(settings)
-        now = decide_instant(settings, journal)
+            refuse_foreign_outputs(files, identity)
+        now = decide_instant(identity.now, journal)
         self.peers.broadcast(None)
         opened.enter_context(self._recorded(journal))
         return _BegunJob(journal, now, earlier is not None, lock.check)
 
     def _do_nothing(self, manifest: Mapping[str, Any]) -> int:
         """Check that the finished outputs are those of this job; return their exit code."""
-        check_finished_by(self.settings, manifest.get("weights"), self.model)
-        self.disk.remove(self.settings.journal_path)
-        self.progress.note(complete_already(self.settings, manifest))
-        return exit_code_of(self.settings, manifest)
+        output = self.files.output
+        check_finished_by(self.model, self.facts, manifest.get("weights"), output)
+        self.disk.remove(self.files.journal)
+        self.progress.note(complete_already(output, manifest))
+        return exit_code_of(output, manifest)
 
     def _open_journal(self, earlier: Mapping[str, Any] | None) -> Journal:
         """Open the journal; `earlier` is the manifest of finished outputs that are updated."""
-        settings = self.settings
-        if earlier is None and not settings.journal_path.exists():
-            refuse_foreign_outputs(settings)
+        files, identity = self.files, self.identity
+        if earlier is None and not files.journal.exists():
+            refuse_foreign_outputs(files, identity)
         return Journal.open(
-            settings.journal_path,
-            settings.identity.stored,
-            may_differ=settings.identity.may_differ,
-            keeps_plan=settings.identity.keeps_plan,
+            files.journal,
+            identity.stored,
+            may_differ=identity.may_differ,
+            keeps_plan=identity.keeps_plan,
             disk=self.disk,
         )
 
     @contextmanager
     def _recorded(self, journal: Journal) -> Iterator[None]:
         """Record a run of the job in the journal."""
-        run = new_run(self.phases, self.peers.setup, self.settings.price_per_hour)
+        run = new_run(self.phases, self.peers.setup, self.price_per_hour)
         number = len(journal.runs)
         journal.runs.append(run)
         try:

@@ -9,15 +9,15 @@ plan, the weights and the time stay those of the finished job.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..errors import RowError
 from ..rows.carried import CARRIED
 from ..rows.results import AT_MAX_LENGTH, DROPPED, OutputLines, error_in
 from ..rows.row_files import output_lines
-from ..rows.scan import ScannedRow, ScanSummary
-from .job import JobSettings
+from ..rows.scan import ScannedRow
 from .journal import Journal
 from .journal_records import INSTANT, MODEL, PLAN, WEIGHTS
 
@@ -34,19 +34,19 @@ def keep_facts(manifest: Mapping[str, Any], journal: Journal) -> None:
 
 
 def keep_answers(
-    settings: JobSettings, summary: ScanSummary, journal: Journal, lines: OutputLines
+    outputs: Iterable[Path], rows: Iterable[ScannedRow], journal: Journal, lines: OutputLines
 ) -> None:
-    """Record the finished answers of all rows that the new input still has.
+    """Record the answers in finished outputs of all rows that the new input still has.
 
     Raises:
         InputError: A finished output is damaged.
     """
     wanted = {
         lines.id_of(row): row
-        for row in settings.identity.part.take(summary.rows)
+        for row in rows
         if row.requirements is not None and row.key not in journal.rows
     }
-    for path in settings.outputs:
+    for path in outputs:
         with path.open("rb") as file:
             for content in output_lines(path, file):
                 line = json.loads(content)

@@ -1,7 +1,7 @@
 """Runs the job that the options of `noria batch` describe.
 
 Makes the settings of the job from its options, and opens the model files that it needs. Does not
-know plans, grids or rows.
+know grids or rows.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from typing import Any
 from ..adapters.adapter import Adapter
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.merged_model import open_merged
-from ..batch.batch_model import BatchModel, BuildOptions, target_name
-from ..batch.job import JobSettings
-from ..batch.job_files import check_files, job_outputs, side_files
+from ..batch.batch_model import BatchModel, PlanSource, target_name
+from ..batch.job import JobSettings, ModelFacts
+from ..batch.job_files import JobFiles, check_files
 from ..batch.job_identity import JobIdentity
 from ..batch.job_runs import PhaseClock
 from ..batch.pipes import PIPE, copy_path, write_to_stdout
@@ -46,7 +46,7 @@ from ..progress.progress import Progress
 from ..progress.progress_file import ProgressFile, path_of
 from ..rows.columns import INPUT, Columns
 from ..rows.form_file import read_form_file
-from ..rows.lines import endpoint_of
+from ..rows.lines import RequestRules, endpoint_of
 from ..rows.part import Part
 from ..rows.request_body import read_sampling
 from ..rows.row_files import table_of
@@ -66,42 +66,54 @@ def run_with_options(options: argparse.Namespace) -> int:
     target, disk = target_name(options.target, plan_table), Disk()
     with pod.peers(target) as peers, ExitStack() as opened:
         _check_places(options, peers)
-        progress = Progress(is_quiet=options.quiet, is_silent=not peers.is_leader)
+        progress = Progress(
+            is_quiet=options.quiet, is_verbose=options.verbose, is_silent=not peers.is_leader
+        )
         files = opened.enter_context(open_merged(options.model, options.merge_adapter))
         files.unread.report(progress.warn, is_strict=options.strict_config)
         if options.generation_config == "model":
             files.generation_defaults.report(progress.warn)
-        adapters = open_adapters(options, files)
-        setup = f"{peers.setup} on {target}"  # as manifests name processes and devices
-        settings, outputs = _settings(options, files, plan_table, layout_table, setup, adapters)
-        outputs.check([("the input", settings.input_path), *settings.also_read])
-        if options.progress_file is not None and peers.is_leader:
-            opened.enter_context(_progress_recorded(options, settings, progress))
-        opened.enter_context(outputs.mirrored(disk, progress.note, restarts=options.restart))
-        opened.enter_context(input_copied(options.input, settings.input_path, disk))
-        if settings.sampling_defaults:
-            shown = json.dumps(dict(settings.sampling_defaults))
-            progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
-        build = BuildOptions(
+        adapters = open_adapters(options.adapters, options.model, files)
+        source = PlanSource(
             target,
             dtype=options.dtype,
             overrides=tuple(options.set),
-            bundle=options.plan,
+            table=plan_table,
+            layout_table=layout_table,
+            path=options.plan,
             requires_bundle=options.require_bundle,
-            part=settings.identity.part,
+        )
+        setup = f"{peers.setup} on {target}"  # as manifests name processes and devices
+        settings, outputs = _settings(options, files, source, setup, adapters)
+        outputs.check(settings.files.read)
+        if options.progress_file is not None and peers.is_leader:
+            recorded = _progress_recorded(options.progress_file, settings.files, progress)
+            opened.enter_context(recorded)
+        opened.enter_context(outputs.mirrored(disk, progress.note, restarts=options.restart))
+        opened.enter_context(input_copied(options.input, settings.files.input, disk))
+        if defaults := settings.facts.sampling_defaults:
+            shown = f"{json.dumps(dict(defaults))} ({settings.facts.sampling_defaults_source})"
+            progress.note(f"sampling defaults {shown}")
+        model = BatchModel(
+            files,
+            source,
+            peers,
+            adapters,
+            settings.identity.part,
             seed=options.seed,
             shares=options.shares,
             is_strict=options.strict_length,
-            shows_plan=options.verbose,
         )
-        model = BatchModel(files, build, plan_table, layout_table, peers, adapters)
         if options.pipeline is not None:
-            code = _run_stages(options, files, settings, model, progress)
+            form = None if options.form is None else read_form_file(options.form)
+            code = _run_stages(
+                options.pipeline, form, settings, model, progress, keeps_stages=options.keep_stages
+            )
         else:
             code = run_job(settings, model, peers=peers, progress=progress, phases=phases)
         progress.end(code)
         if options.output == PIPE and code in (EXIT_OK, EXIT_ROWS_FAILED):
-            write_to_stdout(settings.output_path, disk)
+            write_to_stdout(settings.files.output, disk)
         return code
 
 
@@ -142,15 +154,11 @@ def _check_combinations(options: argparse.Namespace, pod: PodOptions) -> None:
 
 
 @contextmanager
-def _progress_recorded(
-    options: argparse.Namespace, settings: JobSettings, progress: Progress
-) -> Iterator[None]:
+def _progress_recorded(place: str, files: JobFiles, progress: Progress) -> Iterator[None]:
     """Write the progress of the job and its end to the progress file."""
-    place = options.progress_file
     if (path := path_of(place)) is not None:
-        files = {**side_files(settings.output_path), "the progress file": path}
-        read = [("the input", settings.input_path), *settings.also_read]
-        check_files(job_outputs(settings.output_path, settings.error_file), read, files)
+        written = {**files.side_files, "the progress file": path}
+        check_files(files.named_outputs, files.read, written)
     with closing(ProgressFile(place, progress.warn)) as progress.file:
         progress.begin()
         try:
@@ -161,25 +169,27 @@ def _progress_recorded(
 
 
 def _run_stages(
-    options: argparse.Namespace,
-    files: ModelFiles,
+    path: Path,
+    form: Mapping[str, Any] | None,
     settings: JobSettings,
     model: BatchModel,
     progress: Progress,
+    *,
+    keeps_stages: bool,
 ) -> int:
+    """Run the stages of a pipeline file; `form` is the form of answers of the last stage."""
     from ..stages.pipeline_file import read_pipeline
     from ..stages.run_stages import run_stages
     from ..stages.staged_model import StagedModel
 
-    form = None if options.form is None else read_form_file(options.form)
-    pipeline = read_pipeline(options.pipeline, form)
+    pipeline = read_pipeline(path, form)
     configuration = {**settings.identity.configuration, "pipeline": pipeline.text}
     identity = replace(settings.identity, configuration=configuration)
     return run_stages(
         replace(settings, identity=identity),
-        StagedModel(model, options.seed, lambda: files.spec.config.max_position),
+        StagedModel(model, model.seed, lambda: model.files.spec.config.max_position),
         pipeline,
-        keeps_stages=options.keep_stages,
+        keeps_stages=keeps_stages,
         progress=progress,
     )
 
@@ -187,94 +197,117 @@ def _run_stages(
 def _settings(
     options: argparse.Namespace,
     files: ModelFiles,
-    plan_table: Mapping[str, Any] | None,
-    layout_table: Mapping[str, Any] | None,
+    source: PlanSource,
     setup: str,
     adapters: AdapterSet | None,
 ) -> tuple[JobSettings, Outputs]:
-    defaults, source = _sampling_defaults(options, files)
+    defaults, defaults_source = _sampling_defaults(
+        files, options.sampling, uses_config=options.generation_config == "model"
+    )
     columns = _columns(options, files)
     form = None
     if options.form is not None and options.pipeline is None:
         form = read_form_file(options.form)
     configuration = {
-        **_configuration(options, files, plan_table, layout_table, adapters),
+        **_configuration(options, files, source, adapters),
         "sampling defaults": json.dumps(defaults, sort_keys=True),
         **_configuration_of_rows(columns, form),
     }
-    output = options.output
-    if output == PIPE:
-        output = output_for_stdout(options, configuration)
-    outputs = Outputs.at(output, options.error_file, options.work_folder)
-    is_url, reads_stdin = isinstance(options.input, Url), options.input == PIPE
-    input_path = options.input
-    if reads_stdin:
-        input_path = copy_path(outputs.output)
-    elif is_url:
-        input_path = input_copy_path(options.input, outputs.output)
+    job_files, outputs = _job_files(options, files, columns, configuration)
     settings = JobSettings(
-        input_path=input_path,
-        output_path=outputs.output,
-        model_name=files.name,
-        identity=JobIdentity(
+        job_files,
+        JobIdentity(
             configuration,
             Part.parse(options.rows),
             setup=setup,
             allow_other_setup=options.allow_different_numerics,
             updates=options.update,
+            now=None if options.now is None else read_instant("--now", options.now),
         ),
-        sampling_defaults=defaults,
-        sampling_defaults_source=source,
-        form=None if form is None else read_form(form),
-        config_keys_ignored=files.unread.keys,
-        tensors_not_read=files.unread.all_tensors,
-        error_file=outputs.error_file,
-        also_read=_also_read(options, files),
+        ModelFacts(
+            files.name,
+            defaults,
+            defaults_source,
+            config_keys_ignored=files.unread.keys,
+            tensors_not_read=files.unread.all_tensors,
+            expected_weights=options.expect_weights,
+        ),
+        RequestRules(
+            defaults if form is None else {**defaults, "structured_outputs": read_form(form)},
+            options.ignore_unknown,
+            adapter_of_models(options.model, files, adapters),
+        ),
         grace_seconds=options.grace_seconds,
         on_error=options.on_error,
-        restart=options.restart,
-        expected_weights=options.expect_weights,
-        reads_stdin=reads_stdin,
-        input_url=str(options.input) if is_url else None,
-        columns=columns,
-        ignores_unknown=options.ignore_unknown,
-        price_per_hour=_price_per_hour(options.prices, target_name(options.target, plan_table)),
-        now=None if options.now is None else read_instant("--now", options.now),
-        models=adapter_of_models(options, files, adapters),
+        price_per_hour=_price_per_hour(options.prices, source.target),
     )
     return settings, outputs
 
 
+def _job_files(
+    options: argparse.Namespace,
+    model: ModelFiles,
+    columns: Columns,
+    configuration: Mapping[str, str],
+) -> tuple[JobFiles, Outputs]:
+    """The files of the job, and their URLs."""
+    place, output = options.input, options.output
+    if output == PIPE:
+        output = output_for_stdout(place, options.rows, options.pipeline, configuration)
+    outputs = Outputs.at(output, options.error_file, options.work_folder)
+    input_path, url, url_path = place, None, None
+    if place == PIPE:
+        input_path = copy_path(outputs.output)
+    elif isinstance(place, Url):
+        input_path, url = input_copy_path(place, outputs.output), str(place)
+        url_path = RemoteFile(place).local_path
+    read = {
+        "the input": url_path,
+        "the model": model.path,
+        "the plan": options.plan,
+        "the layout": layout_file(options.layout or ""),
+        "the pipeline": options.pipeline,
+        "the form": options.form,
+        "the merged adapter": options.merge_adapter,
+    }
+    also_read = [(description, path) for description, path in read.items() if path is not None]
+    adapters = (Path(adapter.partition("=")[2]) for adapter in options.adapters)
+    files = JobFiles(
+        outputs.output,
+        outputs.error_file,
+        input=input_path,
+        reads_stdin=place == PIPE,
+        input_url=url,
+        columns=columns,
+        also_read=[*also_read, *(("an adapter", path) for path in adapters)],
+        restart=options.restart,
+    )
+    return files, outputs
+
+
 def _sampling_defaults(
-    options: argparse.Namespace, files: ModelFiles
+    files: ModelFiles, given: Sequence[str], *, uses_config: bool
 ) -> tuple[dict[str, Any], str]:
     """The sampling parameters of rows that do not have them, and their source."""
-    uses_defaults = options.generation_config == "model"
-    defaults = dict(files.generation_defaults.sampling) if uses_defaults else {}
+    defaults = dict(files.generation_defaults.sampling) if uses_config else {}
     source = "generation_config.json of the model" if defaults else "noria"
-    if options.sampling:
+    if given:
         source = "--sampling" if source == "noria" else f"--sampling, {source}"
-        defaults |= read_sampling(options.sampling)
+        defaults |= read_sampling(given)
     return defaults, source
 
 
 def _configuration(
     options: argparse.Namespace,
     files: ModelFiles,
-    plan_table: Mapping[str, Any] | None,
-    layout_table: Mapping[str, Any] | None,
+    source: PlanSource,
     adapters: AdapterSet | None,
 ) -> dict[str, str]:
     """The facts that decide the answers of a job besides its rows and their defaults."""
     package_versions = versions()
     configuration = {
         "model": files.fingerprint(),
-        "plan": "derived" if plan_table is None else _given_plan(plan_table, options.set),
-        "layout": "" if layout_table is None else json.dumps(layout_table, sort_keys=True),
-        # a given plan has them already
-        "overrides": " ".join(options.set) if plan_table is None else "",
-        "dtype": options.dtype,
-        "target": target_name(options.target, plan_table),
+        **source.facts(),
         "seed": str(options.seed),
         **{
             f"version of {name}": package_versions.get(name, "")
@@ -330,16 +363,6 @@ def _columns(options: argparse.Namespace, files: ModelFiles) -> Columns:
     return Columns(contents, options.id_column, url, carried, generates=generates)
 
 
-def _given_plan(plan_table: Mapping[str, Any], overrides: Sequence[str]) -> str:
-    """The facts of a given plan, which are those of a bundle that was compiled from it."""
-    from ..batch.job_plan import given_plan
-    from ..plans.plan_facts import plan_facts
-
-    plan = given_plan(plan_table, overrides)
-    # a bundle has the published formats of the model, which is part of the configuration
-    return plan_facts(replace(plan, numbers=replace(plan.numbers, published={})))
-
-
 def _check_places(options: argparse.Namespace, peers: Peers) -> None:
     """Refuse pipes and URLs where files are needed."""
     places = [options.input, options.output, options.error_file]
@@ -363,62 +386,47 @@ def _check_places(options: argparse.Namespace, peers: Peers) -> None:
         )
 
 
-def open_adapters(options: argparse.Namespace, files: ModelFiles) -> AdapterSet | None:
-    """The adapters that rows may name; None without any."""
+def open_adapters(given: Sequence[str], model: str, files: ModelFiles) -> AdapterSet | None:
+    """The adapters that rows may name, each given as `NAME=DIR`; None without any."""
     paths: dict[str, Path] = {}
-    for given in options.adapters:
-        name, _, path = given.partition("=")
-        if not name or not path or name in (*paths, files.name, str(options.model)):
+    for adapter in given:
+        name, _, path = adapter.partition("=")
+        if not name or not path or name in (*paths, files.name, model):
             raise ConfigError(
                 f"--adapters: expected NAME=DIR, with a name that neither the model nor another "
-                f"adapter has, got {given!r}."
+                f"adapter has, got {adapter!r}."
             )
         paths[name] = Path(path)
     return AdapterSet.open(files, paths) if paths else None
 
 
 def adapter_of_models(
-    options: argparse.Namespace, files: ModelFiles, adapters: AdapterSet | None
+    model: str, files: ModelFiles, adapters: AdapterSet | None
 ) -> dict[str, str | None] | None:
-    """Map each `model` that a row may name to its adapter, as `JobSettings.models` does.
+    """Map each `model` that a row may name to its adapter, as `RequestRules.models` does.
 
     None if the job has no adapters.
     """
     if adapters is None:
         return None
-    own = dict.fromkeys((files.name, str(options.model)))
+    own = dict.fromkeys((files.name, model))
     return own | {name: name for name in adapters.names}
 
 
-def output_for_stdout(options: argparse.Namespace, configuration: Mapping[str, str]) -> Path:
+def output_for_stdout(
+    place: Path | Url, rows: str, pipeline: Path | None, configuration: Mapping[str, str]
+) -> Path:
     """The output of a job that writes to standard output, in the current folder.
 
     The name is a hash of the job's configuration, and of the names of its input, rows and pipeline.
     So the same command finds its journal again. Jobs that differ in none of these have one name.
     """
-    source = options.input
     names = {
-        "input": str(source) if isinstance(source, Url) else os.path.abspath(source),
-        "rows": str(Part.parse(options.rows)),
-        "pipeline": os.path.abspath(options.pipeline or ""),
+        "input": str(place) if isinstance(place, Url) else os.path.abspath(place),
+        "rows": str(Part.parse(rows)),
+        "pipeline": os.path.abspath(pipeline or ""),
     }
     return Path(f"noria-stdout-{fingerprint({**configuration, **names})[7:19]}.jsonl")
-
-
-def _also_read(options: argparse.Namespace, files: ModelFiles) -> list[tuple[str, Path]]:
-    source = options.input
-    inputs = {
-        "the input": RemoteFile(source).local_path if isinstance(source, Url) else None,
-        "the model": files.path,
-        "the plan": options.plan,
-        "the layout": layout_file(options.layout or ""),
-        "the pipeline": options.pipeline,
-        "the form": options.form,
-        "the merged adapter": options.merge_adapter,
-    }
-    given = [(description, path) for description, path in inputs.items() if path is not None]
-    paths = (Path(adapter.partition("=")[2]) for adapter in options.adapters)
-    return given + [("an adapter", path) for path in paths]
 
 
 def _price_per_hour(prices: Path | None, target: str) -> float | None:

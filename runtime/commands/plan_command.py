@@ -247,9 +247,9 @@ def _plan(options: argparse.Namespace) -> int:
     # the shapes of adapters are compared with those of the weights
     with open_model(options.model, needs_weights=bool(options.adapters)) as files:
         files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
-        adapters = open_adapters(options, files)
+        adapters = open_adapters(options.adapters, options.model, files)
         typed_options = typed(PlanOptions, options)
-        models = adapter_of_models(options, files, adapters)
+        models = adapter_of_models(options.model, files, adapters)
         workload = workload_of(typed_options, files, models)
         if workload.text_lengths:
             return _plan_texts(options, files, workload)

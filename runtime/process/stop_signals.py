@@ -66,11 +66,13 @@ class StopSignals:
     """A context manager that installs the handlers; outside the main thread it installs none.
 
     Attributes:
+        grace_seconds: The time in which rows in flight may finish after the first signal.
         requested: The first signal; None before it.
         can_drain: Whether rows are in flight, so that the first signal must not end the job.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_seconds: float = 20.0) -> None:
+        self.grace_seconds = grace_seconds
         self.requested: signal.Signals | None = None
         self.can_drain = False
         self._previous: dict[int, object] = {}

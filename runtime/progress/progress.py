@@ -40,6 +40,7 @@ class Progress:
         stream: The stream; by default stderr.
         clock: Monotonic seconds.
         is_quiet: Whether only warnings are shown.
+        is_verbose: Whether the whole plan is shown.
         is_silent: Whether nothing is shown, as another process of the job shows it.
     """
 
@@ -49,12 +50,14 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         is_quiet: bool = False,
+        is_verbose: bool = False,
         is_silent: bool = False,
     ):
         self._stream = stream or sys.stderr
         self._clock = clock
         self._is_silent = is_silent
         self._is_quiet = is_quiet or is_silent
+        self.is_verbose = is_verbose
         self.file: ProgressFile | None = None
         """A file that takes the progress as lines of JSON too."""
         self._phase = "scan"

@@ -63,19 +63,20 @@ def write_final(
     Raises:
         JobError: The disk refused a file; every answer is kept in the files of the stages.
     """
+    files = settings.files
     try:
         lines_of = partial(_output_lines, settings, follow, carried)
-        outputs = write_outputs(disk, settings.outputs, lines_of, settings.added_columns)
+        outputs = write_outputs(disk, files.outputs, lines_of, settings.identity.added_columns)
         manifest = {
             **_job_facts(settings, manifests, num_rows),
             "outputs": outputs,
             **_outcomes(stages, manifests, follow),
             **_totals(manifests),
         }
-        write_manifest(disk, settings.output_path, manifest)
+        write_manifest(disk, files.output, manifest)
     except OSError as error:
         raise JobError(
-            f"{settings.output_path}: cannot be written ({error.strerror or error}). Every answer "
+            f"{files.output}: cannot be written ({error.strerror or error}). Every answer "
             f"is kept in {stages[0].folder}; run the same command again to finish.",
             EXIT_RESUMABLE,
         ) from error
@@ -85,9 +86,9 @@ def write_final(
 def _output_lines(
     settings: JobSettings, follow: Follow, carried: CarriedCells, path: Path
 ) -> Iterator[bytes]:
-    is_split = settings.error_file is not None
+    error_file = settings.files.error_file
     for row, cells in zip(follow(), carried.of(settings.identity.part), strict=False):
-        if not is_split or (row.stage is not None) == (path == settings.error_file):
+        if error_file is None or (row.stage is not None) == (path == error_file):
             yield with_carried(row.line, cells) + b"\n"
 
 
@@ -106,8 +107,8 @@ def _job_facts(
         # a stage has a time if its prompts show it
         "instant": next((m["instant"] for m in manifests if m["instant"] is not None), None),
         "input": {
-            "name": settings.input_path.name,
-            **digest_table(digest_file(settings.input_path)),
+            "name": settings.files.input.name,
+            **digest_table(digest_file(settings.files.input)),
             "rows": num_rows,
         },
     }

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -29,7 +29,7 @@ from ..batch.finished import (
     refuse_foreign_outputs,
 )
 from ..batch.job import JobSettings
-from ..batch.job_files import check_job_files, side_files, stages_folder
+from ..batch.job_files import stages_folder
 from ..batch.journal import journal_path
 from ..batch.lock import JobLock
 from ..batch.output import summarise
@@ -50,7 +50,7 @@ from ..rows.columns import Columns
 from ..rows.lines import BadRow
 from ..rows.part import WHOLE, Part
 from ..rows.results import OutputLines, error_text
-from ..rows.row_files import OpenRows, check_input, check_output, open_rows, unit_of
+from ..rows.row_files import OpenRows, check_input, unit_of
 from ..rows.scan import ScanSummary
 from .final_output import write_final
 from .pipeline_file import Pipeline, changed_keys
@@ -93,35 +93,39 @@ def run_stages(
         JobError: The job cannot continue; finished rows are kept.
     """
     progress, disk = progress or Progress(), disk or Disk()
-    check_input(settings.input_path, settings.columns)
-    folder = stages_folder(settings.output_path)
+    files, identity = settings.files, settings.identity
+    check_input(files.input, files.columns)
+    folder = stages_folder(files.output)
     stages = [StageFiles(folder, i, stage.name) for i, stage in enumerate(pipeline.stages, start=1)]
     _check_files(settings, folder)
-    lock = JobLock(settings.lock_path, progress.warn)
-    with StopSignals() as stop, lock, ExitStack() as opened:
-        if settings.restart:
-            disk.remove(manifest_path(settings.output_path))
+    lock = JobLock(files.lock, progress.warn)
+    with StopSignals(settings.grace_seconds) as stop, lock, ExitStack() as opened:
+        if files.restart:
+            disk.remove(files.manifest)
             _remove(folder, disk)
-        elif (manifest := finished_manifest(settings)) is not None:
-            check_finished_by(settings, manifest.get("weights"), model)
-            end = complete_already(settings, manifest)
-            return _end(settings, manifest, end, progress, None if keeps_stages else disk)
-        if _is_foreign(settings, stages[0]):
-            refuse_foreign_outputs(settings)
-        renderers = open_renderers(pipeline, opened, keeps_model=settings.models is not None)
-        source = opened.enter_context(_open_input(settings, progress))
+        elif (manifest := finished_manifest(files, identity)) is not None:
+            check_finished_by(model, settings.facts, manifest.get("weights"), files.output)
+            end = complete_already(files.output, manifest)
+            return _end(files.output, manifest, end, progress, None if keeps_stages else disk)
+        # without a manifest of the first stage, outputs cannot be those of an interrupted run
+        if not manifest_path(stages[0].output).exists() or files.manifest.exists():
+            refuse_foreign_outputs(files, identity)
+        renderers = open_renderers(pipeline, opened, keeps_model=settings.rules.models is not None)
+        # templates read every column of a table
+        columns = replace(files.columns, are_variables=True)
+        source = opened.enter_context(files.open_rows(progress, columns))
         folder.mkdir(exist_ok=True)
         run = _StagesRun(settings, source, model, pipeline, renderers, stages, progress, disk, stop)
         if (code := run.begin()) is not None:
             return code
         lock.check()
         manifest = run.finish()
-        end = summarise(settings.output_path, manifest)
-        return _end(settings, manifest, end, progress, None if keeps_stages else disk)
+        end = summarise(files.output, manifest)
+        return _end(files.output, manifest, end, progress, None if keeps_stages else disk)
 
 
 def _end(
-    settings: JobSettings,
+    output: Path,
     manifest: Mapping[str, Any],
     end: str,
     progress: Progress,
@@ -129,20 +133,9 @@ def _end(
 ) -> int:
     """Say how the job ended, and remove the files of its stages; return its exit code."""
     if removed_from is not None:
-        _remove(stages_folder(settings.output_path), removed_from)
+        _remove(stages_folder(output), removed_from)
     progress.note(end)
-    return exit_code_of(settings, manifest)
-
-
-def _open_input(settings: JobSettings, progress: Progress) -> AbstractContextManager[OpenRows]:
-    """Open the rows of the input, of whose tables templates read every column."""
-    return open_rows(
-        settings.input_path,
-        replace(settings.columns, are_variables=True),
-        settings.output_path.parent,
-        note=progress.note,
-        on_progress=progress.show_reading,
-    )
+    return exit_code_of(output, manifest)
 
 
 @dataclass
@@ -160,7 +153,7 @@ class _StagesRun:
     stop: StopSignals
 
     def __post_init__(self):
-        self._input = digest_text(digest_table(digest_file(self.settings.input_path)))
+        self._input = digest_text(digest_table(digest_file(self.settings.files.input)))
         self.model.measure = self._measure
 
     def begin(self) -> int | None:
@@ -202,7 +195,8 @@ class _StagesRun:
             self.model.plan = self.model.plan or manifest["plan"]
             if (shown := manifest["instant"]) is not None:
                 # prompts of all stages show the same time
-                self.settings = replace(self.settings, now=datetime.fromisoformat(shown))
+                identity = replace(self.settings.identity, now=datetime.fromisoformat(shown))
+                self.settings = replace(self.settings, identity=identity)
         return None
 
     def _measure(self) -> ScanSummary:
@@ -216,7 +210,7 @@ class _StagesRun:
 
     def check_columns(self) -> None:
         """Refuse a table without columns that a template writes for every row; ConfigError."""
-        if unit_of(self.settings.input_path) == "row":
+        if unit_of(self.settings.files.input) == "row":
             # all rows of a table have all of its columns
             table = next((row.data for row in self.rows() if isinstance(row, InputRow)), None)
             if table is not None:
@@ -242,9 +236,9 @@ class _StagesRun:
             )
         if (answered := stored.get(_INPUT)) != self._input:
             raise UnusableFile(
-                f"{self.settings.input_path}: expected the input with which the stages in {folder} "
-                f"were begun, got another one:\n  {_INPUT}: there {answered}, now {self._input}\n"
-                f"{remedy}"
+                f"{self.settings.files.input}: expected the input with which the stages in "
+                f"{folder} were begun, got another one:\n  {_INPUT}: there {answered}, now "
+                f"{self._input}\n{remedy}"
             )
         begun_part, part = Part.from_manifest(str(stored.get("rows"))), self.settings.identity.part
         if begun_part != part:
@@ -278,7 +272,7 @@ class _StagesRun:
 
     def rows(self) -> Iterator[InputRow | BadRow]:
         """Read all rows of the input, from its beginning; one reader at a time."""
-        return read_rows(self.source.file, unit_of(self.settings.input_path))
+        return read_rows(self.source.file, unit_of(self.settings.files.input))
 
     def _settings_of(self, files: StageFiles) -> JobSettings:
         """The settings of a stage's own job, whose input has the rows of the part alone."""
@@ -287,22 +281,25 @@ class _StagesRun:
         of_stage = {"stage": files.name, _INPUT: self._input}
         return replace(
             self.settings,
-            input_path=files.input,
-            output_path=files.output,
+            files=replace(
+                self.settings.files,
+                input=files.input,
+                output=files.output,
+                error_file=None,
+                columns=Columns(),
+                restart=False,
+            ),
             identity=replace(
                 identity,
                 configuration={**identity.configuration, **of_stage},
                 part=WHOLE,
                 part_of_stages=identity.part,
             ),
-            error_file=None,
-            columns=Columns(),
-            restart=False,
         )
 
     def _write_input(self, index: int, renderer: StageRenderer, settings: JobSettings) -> None:
         lines = OutputLines(
-            model_name=settings.model_name, fingerprint=fingerprint(settings.identity.configuration)
+            model_name=settings.facts.name, fingerprint=fingerprint(settings.identity.configuration)
         )
         rows = self._follow(index)
         write_input(self.stages[index], rows, renderer, lines, self.disk, self._show_bad_row)
@@ -326,11 +323,9 @@ class _StagesRun:
 
 def _check_files(settings: JobSettings, folder: Path) -> None:
     """Check that the outputs can be written, and that no input is among the files of stages."""
-    for path in settings.outputs:
-        check_output(path, settings.added_columns)
-    read = [("the input", settings.input_path), *settings.also_read]
-    side = side_files(settings.output_path)
-    check_job_files(settings.output_path, settings.error_file, read, side)
+    settings.files.check_formats(settings.identity.added_columns)
+    read = settings.files.read
+    settings.files.check_written(read)
     if folder.exists() and not folder.is_dir():
         raise UnusableFile(f"{folder}: expected a folder for the files of stages, got a file.")
     for description, path in read:
@@ -339,12 +334,6 @@ def _check_files(settings: JobSettings, folder: Path) -> None:
                 f"{path}: is {description}, and in the folder for the files of stages. Choose "
                 f"another output."
             )
-
-
-def _is_foreign(settings: JobSettings, first: StageFiles) -> bool:
-    """Whether existing outputs cannot be those of an interrupted run of this job."""
-    begun = manifest_path(first.output).exists()
-    return not begun or manifest_path(settings.output_path).exists()
 
 
 def _remove(folder: Path, disk: Disk) -> None:

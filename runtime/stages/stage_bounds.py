@@ -67,8 +67,8 @@ def measure_stages(
     stages = [renderer.stage for renderer in renderers]
     line_numbers: list[int] = []
     with (
-        closing(open_nameless(settings.output_path.parent)) as requests,
-        model.open_text(settings.now or datetime.now()) as text,
+        closing(open_nameless(settings.files.output.parent)) as requests,
+        model.open_text(settings.identity.now or datetime.now()) as text,
     ):
         for content, number in _requests(rows, renderers):
             requests.write(content)

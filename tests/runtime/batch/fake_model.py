@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-from noria.runtime.batch.job import Build, JobSettings
+from noria.runtime.batch.job import Build, JobSettings, ModelFacts
+from noria.runtime.batch.job_files import JobFiles
 from noria.runtime.batch.job_identity import JobIdentity
 from noria.runtime.batch.run import run_job
 from noria.runtime.engine.shared_prefixes import plan_submission
@@ -20,6 +21,7 @@ from noria.runtime.errors import RowError
 from noria.runtime.progress.progress import Progress
 from noria.runtime.request import CompletionOutput, Request, RequestMetrics, RequestOutput
 from noria.runtime.rows.job_text import JobText
+from noria.runtime.rows.lines import RequestRules
 
 VOCAB_SIZE = 256
 
@@ -197,15 +199,20 @@ def encode(row, now=None):
 
 
 def settings(input_path: Path, output_path: Path, **changes) -> JobSettings:
-    """Return the settings of a job with changed fields: those of its identity or the others."""
-    values = {"configuration": {"model": "fake", "dtype": "float32"}} | changes
-    names = JobIdentity.__dataclass_fields__.keys() & values.keys()
-    identity = JobIdentity(**{name: values.pop(name) for name in names})
-    return JobSettings(
-        Path(input_path),
-        Path(output_path),
-        **({"model_name": "fake", "identity": identity} | values),
-    )
+    """Return the settings of a job with changed fields, of its parts or its own."""
+    values = {
+        "configuration": {"model": "fake", "dtype": "float32"},
+        "name": "fake",
+        "input": Path(input_path),
+        "output": Path(output_path),
+    } | changes
+
+    def part(kind):
+        names = kind.__dataclass_fields__.keys() & values.keys()
+        return kind(**{name: values.pop(name) for name in names})
+
+    parts = [part(kind) for kind in (JobFiles, JobIdentity, ModelFacts, RequestRules)]
+    return JobSettings(*parts, **values)
 
 
 def write_input(path: Path, num_rows: int = 40) -> Path:

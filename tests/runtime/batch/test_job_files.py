@@ -7,7 +7,7 @@ import pytest
 from fake_model import FakeModel, run, write_input
 
 from noria.runtime.batch import job_files
-from noria.runtime.batch.job_files import side_files
+from noria.runtime.batch.job_files import OutputFiles
 from noria.runtime.batch.merge import merge
 from noria.runtime.errors import UnusableFile
 from noria.runtime.files.disk import Disk, replace_file
@@ -52,7 +52,9 @@ def test_these_are_all_the_files_that_a_job_writes(source, tmp_path, monkeypatch
 
     run(source, tmp_path / "out.jsonl", disk=WatchedDisk())
     assert seen <= {"in.jsonl", *WRITTEN, *TEMPORARY}
-    assert [path.name for path in side_files(tmp_path / "out.jsonl").values()] == SIDE_NAMES
+    assert [
+        path.name for path in OutputFiles(tmp_path / "out.jsonl").side_files.values()
+    ] == SIDE_NAMES
 
 
 def test_an_error_file_has_another_name_than_the_output_in_another_folder(source, tmp_path):

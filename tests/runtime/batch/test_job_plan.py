@@ -21,7 +21,7 @@ from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.targets import Target, find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.batch import job_plan
-from noria.runtime.batch.batch_model import BatchModel, BuildOptions, _JobRows
+from noria.runtime.batch.batch_model import BatchModel, PlanSource, _JobRows
 from noria.runtime.batch.job_plan import PlanBasis, derived_plan, limit_note
 from noria.runtime.cli import main
 from noria.runtime.devices.graph_memory import MEMORY_SHARE, device_bytes
@@ -348,6 +348,6 @@ def test_a_limit_of_rows_after_prefixes_is_said():
 def test_a_stored_plan_of_another_version_names_it_and_the_remedy():
     table = "[structured]\nstates = 2\nclasses = 2\nmasks = 2\nschemas = []\n"
     text = plan_of(OPEN).to_toml() + table
-    model = BatchModel(None, BuildOptions("cpu"), None, None)
+    model = BatchModel(None, PlanSource("cpu"))
     with pytest.raises(JobError, match=r"'mask_blocks', 'move_blocks'.* begun by another .*--rest"):
         model._open(_JobRows([], {}, NOTHING_SHARED), text)

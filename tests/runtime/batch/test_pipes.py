@@ -2,7 +2,6 @@
 
 import io
 import json
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,8 +112,7 @@ def test_an_output_for_a_pipe_is_kept_until_it_was_written(tmp_path, monkeypatch
 
 def test_jobs_for_standard_output_have_the_same_file_only_if_all_their_names_are_equal():
     def name(source="in.jsonl", rows="0/1", pipeline=None, dtype="auto"):
-        options = Namespace(input=Path(source), rows=rows, pipeline=pipeline)
-        return output_for_stdout(options, {"dtype": dtype})
+        return output_for_stdout(Path(source), rows, pipeline, {"dtype": dtype})
 
     assert name() == name() == name(str(Path("in.jsonl").absolute()))
     others = [

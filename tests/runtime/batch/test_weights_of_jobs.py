@@ -105,14 +105,14 @@ def test_a_job_without_a_row_to_run_is_of_no_weights(tmp_path):
 def test_a_renamed_model_goes_on_under_the_name_that_the_job_began_with(tmp_path, source):
     """The input names no model, so output lines have the folder's name."""
     output = tmp_path / "out.jsonl"
-    run(source, tmp_path / "whole.jsonl", model_name="first")
-    stop_in_the_middle(source, output, model_name="first")
-    assert run(source, output, model_name="second") == 1
+    run(source, tmp_path / "whole.jsonl", name="first")
+    stop_in_the_middle(source, output, name="first")
+    assert run(source, output, name="second") == 1
     assert masked(output) == masked(tmp_path / "whole.jsonl")
     assert b'"model":"first"' in output.read_bytes()
     assert manifest_of(output)["model"] == "first"
     model = FakeModel()
-    assert run(source, output, model, model_name="third") == 1
+    assert run(source, output, model, name="third") == 1
     assert model.num_texts == 0, "it is complete"
 
 

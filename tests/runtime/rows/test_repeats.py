@@ -156,7 +156,7 @@ def test_labels_and_spelling_make_no_row_different(tmp_path):
 def test_defaults_of_the_job_count_as_written(tmp_path):
     source = write_rows(tmp_path / "in.jsonl", [{"prompt": "wheel"}, GREEDY], copies=1)
     output = tmp_path / "out.jsonl"
-    assert run(source, output, sampling_defaults={"temperature": 0}) == ["0-0"]
+    assert run(source, output, defaults={"temperature": 0}) == ["0-0"]
     assert counts(output)["repeated"] == 1
 
 
@@ -398,7 +398,7 @@ def test_all_processes_of_a_pod_compute_and_repeat_the_same_rows(
         monkeypatch.setattr(repeats, "_digest", lambda row, ids: 7)
     job = fake.settings(source, tmp_path / "out.jsonl")
     with contextlib.suppress(Crash):
-        run(source, job.output_path, disk=FaultyDisk(24, Crash()))
+        run(source, job.files.output, disk=FaultyDisk(24, Crash()))
     leader = Recorder()
     processes = [leader, Replica(leader.shared)]
     computed = []

@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -159,7 +158,7 @@ def test_token_ids_and_messages_are_columns_too(tmp_path):
 @pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz"])
 def test_lines_have_no_columns(tmp_path, name, columns):
     (tmp_path / name).write_text('{"prompt": "a"}\n')
-    job = replace(settings(tmp_path / name, tmp_path / "out.jsonl"), columns=columns)
+    job = settings(tmp_path / name, tmp_path / "out.jsonl", columns=columns)
     with pytest.raises(InputError, match=r"expected a table .* got JSON Lines"):
         run_job(job, FakeModel(), progress=Progress(stream=io.StringIO()))
 
