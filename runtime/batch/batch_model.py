@@ -76,25 +76,22 @@ class PlanSource:
 
     def facts(self) -> dict[str, str]:
         """The facts that decide the plan, besides the model and the rows."""
-        layout = "" if self.layout_table is None else json.dumps(self.layout_table, sort_keys=True)
-        # a given plan has the overrides already
-        overrides = " ".join(self.overrides) if self.table is None else ""
+        layout, overrides = self.layout_table, " ".join(self.overrides)
+        facts = "derived"
+        if self.table is not None:
+            from ..plans.plan_facts import plan_facts
+            from .job_plan import given_plan
+
+            plan, overrides = given_plan(self.table, self.overrides), ""
+            # a bundle has the published formats of the model, which is part of the configuration
+            facts = plan_facts(replace(plan, numbers=replace(plan.numbers, published={})))
         return {
-            "plan": "derived" if self.table is None else self._given_facts(self.table),
-            "layout": layout,
+            "plan": facts,
+            "layout": "" if layout is None else json.dumps(layout, sort_keys=True),
             "overrides": overrides,
             "dtype": self.dtype,
             "target": self.target,
         }
-
-    def _given_facts(self, table: Mapping[str, Any]) -> str:
-        """The facts of a given plan, which are those of a bundle that was compiled from it."""
-        from ..plans.plan_facts import plan_facts
-        from .job_plan import given_plan
-
-        plan = given_plan(table, self.overrides)
-        # a bundle has the published formats of the model, which is part of the configuration
-        return plan_facts(replace(plan, numbers=replace(plan.numbers, published={})))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ processes of a pod take the same steps in the same order.
 """
 
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,19 +26,14 @@ from ..progress.progress import Progress
 from ..rows.lines import BadRow
 from ..rows.results import OutputLines, error_of_line, error_text
 from ..rows.scan import ScannedRow, ScanSummary
-from .finished import (
-    check_finished_by,
-    check_same_answers,
-    check_weights,
-    exit_code_of,
-)
-from .job import Build, JobModel, ModelFacts, OnError, facts_to_agree_on
+from .finished import check_same_answers, check_weights, exit_code_of
+from .job import Build, JobModel, ModelFacts, facts_to_agree_on
 from .job_files import JobFiles
 from .job_identity import JobIdentity
-from .job_input import JobInput, record_instant
+from .job_input import JobInput
 from .job_runs import PhaseClock
 from .journal import RETRIED_CODES, Journal
-from .journal_records import MODEL, PLAN, WEIGHTS
+from .journal_records import INSTANT, MODEL, PLAN, WEIGHTS
 from .output import FinishedRows, RunOutcome, finalise, summarise
 from .row_runner import RowRunner
 from .update import keep_answers
@@ -51,7 +46,6 @@ class Execution:
     files: JobFiles
     identity: JobIdentity
     facts: ModelFacts
-    on_error: OnError
     model: JobModel
     source: JobInput
     journal: Journal | None
@@ -87,7 +81,7 @@ class Execution:
             keep_answers(self.files.outputs, rows, self.journal, self.lines)
         if self.journal is not None and self.source.text.reads_clock():
             self._bind_to_time(self.journal)
-        self.peers.agree(lambda: facts_to_agree_on(self.identity, self.on_error, summary))
+        self.peers.agree(lambda: facts_to_agree_on(self.identity, self.source.rules, summary))
         kept = set(self.peers.broadcast([row.row for row in rows if self._is_kept(row)]))
         waiting = [row for row in rows if row.requirements is not None and row.row not in kept]
         num_bad = sum(row.bad is not None for row in rows)
@@ -117,7 +111,6 @@ class Execution:
                 self.stop,
                 repeats,
                 journal_path=self.files.journal,
-                on_error=self.on_error,
             )
             stopped_by = runner.run(built, computed, table)
             self.progress.finish()
@@ -126,15 +119,17 @@ class Execution:
             statistics = built.with_waste(built.generator.statistics())
             bundle = built.bundle
             better_plan = partial(built.better_plan, self._output_lengths(computed))
-        elif self.journal is not None:
-            stored = self.journal.facts.get(WEIGHTS)
-            check_finished_by(self.model, self.facts, stored, self.files.output)
+        elif self.journal is not None and WEIGHTS in self.journal.facts:
+            stored = self.journal.facts[WEIGHTS]
+            check_weights(self.model.weights(), self.facts, stored, self.files)
         self.phases.enter("run")
-        return self._finish(summary, statistics, num_kept, better_plan, bundle)
+        outcome = RunOutcome(num_kept, statistics, bundle, self.source.ignored)
+        return self._finish(summary, outcome, better_plan)
 
     def _bind_to_time(self, journal: Journal) -> None:
         """Record the time that prompts show, as later runs of the job must show the same time."""
-        record_instant(self.source.now, journal)
+        if INSTANT not in journal.facts:
+            journal.record_fact(INSTANT, self.source.now)
         part = self.identity.part_of_stages or self.identity.part
         if part.num_parts > 1 and self.identity.now is None:
             # before the rows run, so that the user can restart with the option
@@ -185,8 +180,7 @@ class Execution:
         self, journal: Journal, stored_plan: str | None, built: Build, summary: ScanSummary
     ) -> None:
         """Record the plan and the weights, or check that they equal the stored ones."""
-        output = self.files.output
-        check_weights(built.weights, self.facts, journal.facts.get(WEIGHTS), output)
+        check_weights(built.weights, self.facts, journal.facts.get(WEIGHTS), self.files)
         if stored_plan not in (None, built.plan):
             raise JobError(
                 f"{journal.path}: expected the plan that the job was begun with, "
@@ -198,7 +192,7 @@ class Execution:
         if journal.plan_before is not None:
             is_open = any(need.max_tokens is None for need in summary.requirements)
             before, plan = journal.plan_before, built.plan
-            check_same_answers(output, before, plan, has_open_rows=is_open)
+            check_same_answers(self.files.output, before, plan, has_open_rows=is_open)
         else:
             journal.record_fact(MODEL, self.facts.name)
             journal.record_fact(WEIGHTS, built.weights)
@@ -207,7 +201,7 @@ class Execution:
 
     def _show_bad_row(self, bad: BadRow) -> None:
         """Show a row that the scan found in error, or end the job if bad rows end it."""
-        if self.on_error == "raise":
+        if self.source.rules.on_error == "raise":
             raise JobError(error_text(bad, bad.error), EXIT_ROWS_FAILED)
         if self.identity.part.has(bad.row):
             self.progress.show_error(error_text(bad, bad.error))
@@ -238,10 +232,8 @@ class Execution:
     def _finish(
         self,
         summary: ScanSummary,
-        statistics: Mapping[str, Any],
-        num_kept: int,
+        outcome: RunOutcome,
         better_plan: Callable[[float], str | None] | None,
-        bundle: Mapping[str, Any] | None,
     ) -> int:
         """Write the outputs on the leader; return the exit code."""
         if self.journal is None:
@@ -250,7 +242,6 @@ class Execution:
         finished = FinishedRows(
             self.files, self.identity, summary, self.journal, self.lines, self.source.carried
         )
-        outcome = RunOutcome(num_kept, statistics, bundle, self.source.ignored)
         manifest = finalise(finished, self.facts, outcome, self.phases, self.disk)
         self.progress.note(summarise(self.files.output, manifest))
         run_seconds = manifest["runs"][-1]["run_seconds"]

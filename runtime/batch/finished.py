@@ -103,10 +103,18 @@ def refuse_foreign_outputs(files: JobFiles, identity: JobIdentity) -> None:
             )
 
 
-def complete_already(output: Path, manifest: Mapping[str, Any]) -> str:
-    """The message that a job has nothing to do."""
+def complete_already(
+    files: JobFiles, facts: ModelFacts, model: JobModel, manifest: Mapping[str, Any]
+) -> str:
+    """The message that a job has nothing to do, as rows were answered with the model's weights.
+
+    Raises:
+        JobError: The weights differ.
+    """
+    if (stored := manifest.get("weights")) is not None:
+        check_weights(model.weights(), facts, stored, files)
     errors = plural(manifest["rows"]["errors"], "error")
-    return f"{output}: complete already, {errors}, nothing to do"
+    return f"{files.output}: complete already, {errors}, nothing to do"
 
 
 def exit_code_of(output: Path, manifest: Mapping[str, Any]) -> int:
@@ -127,23 +135,7 @@ def exit_code_of(output: Path, manifest: Mapping[str, Any]) -> int:
     return EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK
 
 
-def check_finished_by(model: JobModel, facts: ModelFacts, stored: str | None, output: Path) -> None:
-    """Refuse rows answered with other weights than the model's.
-
-    Args:
-        model: The model, whose weights are hashed unless their digest is remembered.
-        facts: The facts of the model.
-        stored: The digest of the weights that answered the rows; None if no weights were used.
-        output: The output with the rows.
-
-    Raises:
-        JobError: The weights differ.
-    """
-    if stored is not None:
-        check_weights(model.weights(), facts, stored, output)
-
-
-def check_weights(digest: str, facts: ModelFacts, stored: str | None, output: Path) -> None:
+def check_weights(digest: str, facts: ModelFacts, stored: str | None, files: JobFiles) -> None:
     """Refuse weights that differ from those the user expects or those the job began with.
 
     Raises:
@@ -157,7 +149,7 @@ def check_weights(digest: str, facts: ModelFacts, stored: str | None, output: Pa
         )
     if stored not in (None, digest):
         raise JobError(
-            f"{output}: expected the weights that its rows were answered with, got "
+            f"{files.output}: expected the weights that its rows were answered with, got "
             f"others, although the model's other files are the same:\n  weights: there {stored}, "
             f"now {digest}\nRun with the original weights, choose another output, or begin again "
             f"with --restart.",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..progress.progress import Progress
 from ..rows.lines import PLAIN, RequestRules
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from ..engine.shared_prefixes import RowLengths, Submission
     from ..rows.job_text import JobText
     from ..session import Session
-
-OnError = Literal["row", "raise"]
-"""What a bad row does: it becomes an error row, or ends the job."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,6 @@ class JobSettings:
     """The rules by which the job reads its requests."""
     grace_seconds: float = 20.0
     """The time in which rows in flight may finish after a signal."""
-    on_error: OnError = "row"
     price_per_hour: float | None = None
     """The price of all devices; None if it is not known."""
 
@@ -130,7 +126,7 @@ class JobSettings:
 
 
 def facts_to_agree_on(
-    identity: JobIdentity, on_error: OnError, summary: ScanSummary
+    identity: JobIdentity, rules: RequestRules, summary: ScanSummary
 ) -> dict[str, str]:
     """The facts that must be equal on all processes of a job before they run it."""
     rows = hashlib.sha256()
@@ -138,7 +134,7 @@ def facts_to_agree_on(
         rows.update(repr((row.key, row.requirements, row.bad and row.bad.error.code)).encode())
     return {
         **identity.stored,
-        "on-error": on_error,
+        "on-error": rules.on_error,
         "input": f"sha256:{summary.input_sha256}",
         "rows as tokenized": f"sha256:{rows.hexdigest()}",
     }

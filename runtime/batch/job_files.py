@@ -4,7 +4,7 @@ Two paths are the same file if their resolved paths are equal, or their device a
 hard links and file systems that ignore case are recognised. If a folder is read, such as a model's,
 all files in it count as read.
 
-Does not know what files contain. Guarantees: a command that passes the check writes no file that it
+Does not know how rows run. Guarantees: a command that passes the check writes no file that it
 reads, writes no file twice, and can write all of them, judged by names and permissions.
 """
 
@@ -22,8 +22,6 @@ from ..progress.progress import Progress
 from ..rows.answer_tables import AddedColumns
 from ..rows.columns import Columns
 from ..rows.row_files import OpenRows, check_output, open_rows
-from .journal import journal_path
-from .lock import lock_path
 
 
 @dataclass(frozen=True)
@@ -52,12 +50,12 @@ class OutputFiles:
     @property
     def journal(self) -> Path:
         """The path of the journal, beside the output."""
-        return journal_path(self.output)
+        return self.output.with_name(f"{self.output.name}.journal")
 
     @property
     def lock(self) -> Path:
-        """The path of the lock, beside the output."""
-        return lock_path(self.output)
+        """The path of the first lock, beside the output."""
+        return self.output.with_name(f"{self.output.name}.lock")
 
     @property
     def side_files(self) -> dict[str, Path]:
@@ -128,21 +126,15 @@ class JobFiles(OutputFiles):
             self.check_written([*self.also_read, ("the input", self.input)])
         self.check_formats(added)
 
-    def open_rows(
-        self, progress: Progress, columns: Columns | None = None
-    ) -> AbstractContextManager[OpenRows]:
+    def open_rows(self, progress: Progress) -> AbstractContextManager[OpenRows]:
         """Open the input as lines; those of a table are kept on the disk of the output.
-
-        Args:
-            progress: Shows how much is read.
-            columns: The columns to read instead of those of the job.
 
         Raises:
             InputError: The input cannot be converted, or the disk has no room for its lines.
         """
         return open_rows(
             self.input,
-            columns or self.columns,
+            self.columns,
             self.output.parent,
             note=progress.note,
             on_progress=progress.show_reading,

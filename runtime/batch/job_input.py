@@ -203,15 +203,7 @@ def open_input(
     now: str,
     progress: Progress,
 ) -> Iterator[JobInput]:
-    """Open the input of a job.
-
-    Args:
-        files: The files of the job.
-        part: The part of the rows that it runs.
-        rules: The rules by which it reads requests.
-        model: Its model.
-        now: The time that chat templates see, as ISO 8601.
-        progress: Shows how much is read.
+    """Open the input of a job; `now` is the time that chat templates see, as ISO 8601.
 
     Raises:
         InputError: The input is not in the format that its name says, or the disk has no room for
@@ -252,9 +244,3 @@ def decide_instant(given: datetime | None, journal: Journal) -> str:
             "output, or discard the finished rows with --restart."
         )
     return asked
-
-
-def record_instant(now: str, journal: Journal) -> None:
-    """Bind later runs of a job to the time that its prompts show."""
-    if INSTANT not in journal.facts:
-        journal.record_fact(INSTANT, now)

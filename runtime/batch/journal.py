@@ -20,6 +20,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -44,11 +45,6 @@ from .journal_records import (
 
 SYNC_ROWS = 64
 SYNC_SECONDS = 1.0
-
-
-def journal_path(output: Path) -> Path:
-    """The path of an output's journal."""
-    return output.with_name(f"{output.name}.journal")
 
 
 def renew(path: Path, disk: Disk) -> None:
@@ -235,17 +231,11 @@ class Journal:
         try:
             self._disk.write(self._descriptor, record)
         except OSError as error:
-            self._cut_to(self._size)
+            with suppress(OSError):  # the next opening removes what is left of the record
+                self._disk.truncate(self._descriptor, self._size)
             raise self._write_error(error) from error
         self._size += len(record)
         return self._size
-
-    def _cut_to(self, size: int) -> None:
-        """Remove an incomplete record; if this fails too, the next opening removes it."""
-        try:
-            self._disk.truncate(self._descriptor, size)
-        except OSError:
-            return
 
     def _write_error(self, error: OSError) -> JournalWriteError:
         return JournalWriteError(

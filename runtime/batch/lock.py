@@ -49,11 +49,6 @@ _owned: set[str] = set()
 """The paths of the locks that this process holds."""
 
 
-def lock_path(output: Path) -> Path:
-    """The path of an output's first lock."""
-    return output.with_name(f"{output.name}.lock")
-
-
 @dataclass(frozen=True)
 class _Found:
     """A lock file that another process holds or held, and its content."""

@@ -10,7 +10,6 @@ A file with other content is never replaced. Merging again does nothing.
 """
 
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,13 +34,11 @@ from ..files.manifest import (
 from ..progress.progress import Progress
 from ..rows.answer_tables import AddedColumns
 from ..rows.part import WHOLE, Part
-from ..rows.results import CUT, STOPPED_SAMPLES, TEXTS_CUT, TOKENS_LEFT, error_of_line
+from ..rows.results import error_of_line
 from ..rows.row_files import encoded, is_plain, output_lines
 from .job_files import OutputFiles
-from .job_runs import runs_of, sums_of_runs
-from .journal import journal_path
 from .lock import JobLock
-from .outcomes import add_outcomes
+from .outcomes import add_figures, add_outcomes
 from .output import write_outputs
 
 _TABLES = ("configuration", "input", "outputs", "rows", "versions")
@@ -108,7 +105,7 @@ def merge(
             progress.note(f"{output}: merged already, nothing to do")
         else:
             lines_of = partial(_output_lines, parts, error_file)
-            _refuse_foreign_outputs(files.outputs, lines_of, added)
+            _refuse_foreign_outputs(files, lines_of, added)
             _write(disk, files.outputs, lines_of, added, manifest)
             total = manifest["rows"]["total"]
             merged = f"{plural(total, 'row')} of {plural(len(parts), 'part')}"
@@ -239,19 +236,11 @@ def _merged_manifest(parts: Sequence[FinishedPart]) -> dict[str, Any]:
     """The manifest of the whole job without `outputs`; facts of single parts are in `parts`."""
     manifests = [part.manifest for part in parts]
     job = next((m for m in manifests if m["plan"] is not None), manifests[0])
-    samples = (STOPPED_SAMPLES, TOKENS_LEFT)
-    runs = [run for manifest in manifests for run in runs_of(manifest)]
-    totals = ("prompt_tokens", CUT, TEXTS_CUT, "output_tokens", *samples, "compiles_during_run")
     return {
         **{key: job[key] for key in COMMON_KEYS if key in job},
         "configuration": {**job["configuration"], "rows": str(WHOLE)},
         "rows": add_outcomes([manifest["rows"] for manifest in manifests]),
-        # parts of an earlier noria do not count cut texts
-        **{key: sum(manifest.get(key, 0) for manifest in manifests) for key in totals},
-        **sums_of_runs(runs),
-        "ignored_keys": dict(
-            sum((Counter(m.get("ignored_keys", ())) for m in manifests), Counter())
-        ),
+        **add_figures(manifests),
         "parts": [
             {"name": part.path.name, "part": str(part.part)}
             | {key: value for key, value in part.manifest.items() if key not in COMMON_KEYS}
@@ -281,19 +270,18 @@ def _output_lines(
 
 
 def _refuse_foreign_outputs(
-    outputs: Sequence[Path], lines_of: Callable[[Path], Iterator[bytes]], added: AddedColumns
+    files: OutputFiles, lines_of: Callable[[Path], Iterator[bytes]], added: AddedColumns
 ) -> None:
     """Refuse to replace files with other content than this merge would write.
 
     An interrupted merge leaves complete files, so an equal file may be its result.
     """
-    journal = journal_path(outputs[0])
-    if journal.exists():
+    if files.journal.exists():
         raise MergeError(
-            f"{outputs[0]}: expected an output without an unfinished job, got {journal.name} "
-            "beside it. Finish that job, or choose another output."
+            f"{files.output}: expected an output without an unfinished job, got "
+            f"{files.journal.name} beside it. Finish that job, or choose another output."
         )
-    for path in outputs:
+    for path in files.outputs:
         if not path.exists():
             continue
         if digest_file(path) != digest_chunks(encoded(path, partial(lines_of, path), added)):

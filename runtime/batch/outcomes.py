@@ -8,31 +8,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..rows.results import CUT, STOPPED_SAMPLES, TEXTS_CUT, TOKENS_LEFT
+from .job_runs import runs_of, sums_of_runs
 from .journal import JournalRow
 
 _BY_CODE = "errors_by_code"
+_SAMPLES = (STOPPED_SAMPLES, TOKENS_LEFT)
+_TOTALS = ("prompt_tokens", CUT, TEXTS_CUT, "output_tokens", *_SAMPLES, "compiles_during_run")
 PERCENTILES = (50, 90, 95, 99)
 
 
-def count_outcomes(
-    codes: Iterable[str | None],
-    *,
-    num_kept: int,
-    num_repeated: int,
-    num_dropping: int,
-    num_at_max_length: int,
-    num_stopping: int,
-) -> dict[str, Any]:
-    """The numbers of rows by outcome.
-
-    Args:
-        codes: The error code of every row; None for a result.
-        num_kept: Rows that earlier runs of the job finished.
-        num_repeated: Rows that were answered with the output of an equal row.
-        num_dropping: Rows with a result although expert choices were dropped.
-        num_at_max_length: Rows without `max_tokens` that ended at the plan's `max_length`.
-        num_stopping: Rows with samples that a rule stopped early.
-    """
+def count_outcomes(codes: Iterable[str | None]) -> dict[str, Any]:
+    """The numbers of rows by outcome, from the error code of every row; None is a result."""
     counts = Counter(codes)
     num_ok = counts.pop(None, 0)
     return {
@@ -40,11 +27,6 @@ def count_outcomes(
         "ok": num_ok,
         "errors": counts.total(),
         _BY_CODE: {str(code): counts[code] for code in sorted(counts, key=str)},
-        "kept_from_earlier_runs": num_kept,
-        "repeated": num_repeated,
-        "ok_with_dropped_choices": num_dropping,
-        "ok_at_max_length": num_at_max_length,
-        "ok_with_stopped_samples": num_stopping,
     }
 
 
@@ -54,6 +36,18 @@ def add_outcomes(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     by_code = dict(sorted(codes.items()))
     return {
         key: by_code if key == _BY_CODE else sum(rows[key] for rows in parts) for key in parts[0]
+    }
+
+
+def add_figures(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sums of tokens, runs and ignored keys over the manifests of parts or stages."""
+    runs = [run for manifest in manifests for run in runs_of(manifest)]
+    ignored = sum((Counter(m.get("ignored_keys", ())) for m in manifests), Counter())
+    return {
+        # parts of an earlier noria do not count cut texts
+        **{key: sum(manifest.get(key, 0) for manifest in manifests) for key in _TOTALS},
+        **sums_of_runs(runs),
+        "ignored_keys": dict(ignored),
     }
 
 

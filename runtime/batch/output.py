@@ -151,14 +151,14 @@ def _manifest(
     done = [journal.rows[row.key] for row in finished.rows if row.bad is None]
     return {
         **_job_facts(finished, facts, outputs),
-        "rows": count_outcomes(
-            map(finished.code, finished.rows),
-            num_kept=outcome.num_kept,
-            num_repeated=sum(REPEATED in row.metrics for row in done),
-            num_dropping=sum(DROPPED in row.metrics for row in done),
-            num_at_max_length=sum(AT_MAX_LENGTH in row.metrics for row in done),
-            num_stopping=sum(STOPPED_SAMPLES in row.metrics for row in done),
-        ),
+        "rows": {
+            **count_outcomes(map(finished.code, finished.rows)),
+            "kept_from_earlier_runs": outcome.num_kept,
+            "repeated": sum(REPEATED in row.metrics for row in done),
+            "ok_with_dropped_choices": sum(DROPPED in row.metrics for row in done),
+            "ok_at_max_length": sum(AT_MAX_LENGTH in row.metrics for row in done),
+            "ok_with_stopped_samples": sum(STOPPED_SAMPLES in row.metrics for row in done),
+        },
         "ignored_keys": dict(outcome.ignored),
         "bundle": outcome.bundle,
         **_figures(outcome.statistics, done),

@@ -28,8 +28,7 @@ from ..errors import (
 from ..files.disk import Disk, replace_file
 from ..files.manifest import manifest_path, output_differences, read_manifest
 from ..files.remote import RemoteFile, Url
-from .job_files import check_files, stages_folder
-from .journal import journal_path
+from .job_files import OutputFiles, check_files, stages_folder
 from .pipes import PIPE
 
 Place = Path | Url
@@ -40,12 +39,10 @@ _UPLOADING = {"upload": "begun"}
 
 
 @dataclass(frozen=True)
-class Outputs:
+class Outputs(OutputFiles):
     """The outputs of a job or a merge on this machine, and the URLs of those that have one."""
 
-    output: Path
-    error_file: Path | None
-    urls: dict[Path, Url]
+    urls: dict[Path, Url] = field(default_factory=dict)
     """The URLs by local path; the manifest is last."""
     _fetched: list[Path] = field(default_factory=list)
 
@@ -119,7 +116,7 @@ class Outputs:
         except OutputIsLocked:
             raise
         except (UnusableFile, MergeError) as error:
-            if self._fetched and not journal_path(self.output).exists():
+            if self._fetched and not self.journal.exists():
                 # the job has not begun; with these states, a kept folder of stages would say it has
                 disk.remove(self._states_path)
             self._leave(remote, states, disk, note)
@@ -206,16 +203,15 @@ class Outputs:
                 ) from error
 
     def _is_begun(self) -> bool:
-        if journal_path(self.output).exists():
+        if self.journal.exists():
             return True
         # the journals of stages are in their folder, which may stay when the job is complete
         has_stages = self._states_path.exists() and stages_folder(self.output).exists()
         return has_stages and not self._is_complete()
 
     def _is_complete(self) -> bool:
-        outputs = [path for path in (self.output, self.error_file) if path is not None]
         manifest = read_manifest(self.output)
-        return manifest is not None and not output_differences(manifest, outputs)
+        return manifest is not None and not output_differences(manifest, self.outputs)
 
     def _remove(self, paths: Sequence[Path], disk: Disk) -> None:
         for path in paths:

@@ -28,7 +28,7 @@ from ..rows.repeats import Answer, Repeats
 from ..rows.results import OutputLines, error_text, row_metrics
 from ..rows.scan import ScannedRow
 from .drain import Drain
-from .job import Build, OnError
+from .job import Build
 from .job_input import JobInput
 from .journal import Journal
 from .journal_records import FINISHED_AT, REPEATED
@@ -56,7 +56,6 @@ class RowRunner:
     repeats: Repeats
     """Rows that are answered by the outputs of other rows."""
     journal_path: Path
-    on_error: OnError
     _in_flight: dict[str, BatchRow] = field(default_factory=dict)
     _answers: list[Answer] = field(default_factory=list)
     """Outputs that answer more rows in the next steps."""
@@ -209,7 +208,7 @@ class RowRunner:
         self.progress.count_row(is_error=error is not None)
         if error is not None:
             self.progress.show_error(error_text(row, error))
-            if self.on_error == "raise":
+            if self.source.rules.on_error == "raise":
                 raise JobError(error_text(row, error), EXIT_ROWS_FAILED)
 
 

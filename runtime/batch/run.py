@@ -20,20 +20,15 @@ from ..files.disk import Disk
 from ..pods.peers import ALONE, Peers
 from ..process.stop_signals import StopSignals
 from ..progress.progress import Progress
+from ..rows.lines import RequestRules
 from ..rows.row_files import check_input
 from .execution import Execution
-from .finished import (
-    check_finished_by,
-    complete_already,
-    exit_code_of,
-    finished_manifest,
-    refuse_foreign_outputs,
-)
+from .finished import complete_already, exit_code_of, finished_manifest, refuse_foreign_outputs
 from .job import JobModel, JobSettings, ModelFacts
 from .job_files import JobFiles
 from .job_identity import JobIdentity
 from .job_input import decide_instant, open_input
-from .job_runs import PhaseClock, new_run, recorded_run
+from .job_runs import JobRun, PhaseClock, new_run, recorded_run
 from .journal import Journal, renew
 from .lock import JobLock
 from .pipes import stdin_copied
@@ -79,41 +74,9 @@ def run_job(
     if not files.reads_stdin:
         check_input(files.input, files.columns)
     signals = StopSignals(settings.grace_seconds) if stop is None else nullcontext(stop)
-    with signals as stop, ExitStack() as opened:
-        job = _Job(
-            files,
-            identity,
-            facts,
-            settings.price_per_hour,
-            model,
-            peers=peers,
-            disk=disk,
-            progress=progress,
-            phases=phases,
-            stop=stop,
-        )
-        begun = job.lead(opened) if peers.is_leader else job.follow()
-        if isinstance(begun, int):
-            return begun
-        now = peers.broadcast(begun.now)
-        source = opened.enter_context(
-            open_input(files, identity.part, settings.rules, model, now, progress)
-        )
-        return Execution(
-            files,
-            identity,
-            facts,
-            settings.on_error,
-            model,
-            source,
-            begun.journal,
-            peers=peers,
-            disk=disk,
-            progress=progress,
-            phases=phases,
-            stop=stop,
-            check_lock=begun.check_lock,
-        ).run(keeps_answers=begun.keeps_answers)
+    with signals as stop:
+        job = _Job(files, identity, facts, model, peers, disk, progress, phases, stop)
+        return job.run(settings.rules, settings.price_per_hour)
 
 
 class _BegunJob(NamedTuple):
@@ -136,7 +99,6 @@ class _Job:
     files: JobFiles
     identity: JobIdentity
     facts: ModelFacts
-    price_per_hour: float | None
     model: JobModel
     peers: Peers
     disk: Disk
@@ -144,13 +106,36 @@ class _Job:
     phases: PhaseClock
     stop: StopSignals
 
+    def run(self, rules: RequestRules, price_per_hour: float | None) -> int:
+        """Run the job; return its exit code."""
+        with ExitStack() as opened:
+            begun = self.lead(opened, price_per_hour) if self.peers.is_leader else self.follow()
+            if isinstance(begun, int):
+                return begun
+            part, now = self.identity.part, self.peers.broadcast(begun.now)
+            source = open_input(self.files, part, rules, self.model, now, self.progress)
+            return Execution(
+                self.files,
+                self.identity,
+                self.facts,
+                self.model,
+                opened.enter_context(source),
+                begun.journal,
+                self.peers,
+                self.disk,
+                self.progress,
+                self.phases,
+                self.stop,
+                begun.check_lock,
+            ).run(keeps_answers=begun.keeps_answers)
+
     def follow(self) -> int | _BegunJob:
         """Begin in a process that has no files; an exit code if there is nothing to do."""
         # process 0 sends an exit code if it has nothing to do
         code = self.peers.broadcast(None)
         return _BegunJob(None, "") if code is None else code
 
-    def lead(self, opened: ExitStack) -> int | _BegunJob:
+    def lead(self, opened: ExitStack, price_per_hour: float | None) -> int | _BegunJob:
         """Begin in the process that has the job's files; an exit code if there is nothing to do.
 
         `opened` closes the files, and records the end of the run.
@@ -182,16 +167,16 @@ class _Job:
             refuse_foreign_outputs(files, identity)
         now = decide_instant(identity.now, journal)
         self.peers.broadcast(None)
-        opened.enter_context(self._recorded(journal))
+        run = new_run(self.phases, self.peers.setup, price_per_hour)
+        opened.enter_context(self._recorded(journal, run))
         return _BegunJob(journal, now, earlier is not None, lock.check)
 
     def _do_nothing(self, manifest: Mapping[str, Any]) -> int:
         """Check that the finished outputs are those of this job; return their exit code."""
-        output = self.files.output
-        check_finished_by(self.model, self.facts, manifest.get("weights"), output)
+        message = complete_already(self.files, self.facts, self.model, manifest)
         self.disk.remove(self.files.journal)
-        self.progress.note(complete_already(output, manifest))
-        return exit_code_of(output, manifest)
+        self.progress.note(message)
+        return exit_code_of(self.files.output, manifest)
 
     def _open_journal(self, earlier: Mapping[str, Any] | None) -> Journal:
         """Open the journal; `earlier` is the manifest of finished outputs that are updated."""
@@ -207,9 +192,8 @@ class _Job:
         )
 
     @contextmanager
-    def _recorded(self, journal: Journal) -> Iterator[None]:
+    def _recorded(self, journal: Journal, run: JobRun) -> Iterator[None]:
         """Record a run of the job in the journal."""
-        run = new_run(self.phases, self.peers.setup, self.price_per_hour)
         number = len(journal.runs)
         journal.runs.append(run)
         try:

@@ -236,9 +236,9 @@ def _settings(
             defaults if form is None else {**defaults, "structured_outputs": read_form(form)},
             options.ignore_unknown,
             adapter_of_models(options.model, files, adapters),
+            options.on_error,
         ),
         grace_seconds=options.grace_seconds,
-        on_error=options.on_error,
         price_per_hour=_price_per_hour(options.prices, source.target),
     )
     return settings, outputs

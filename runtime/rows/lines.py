@@ -74,6 +74,8 @@ class RequestRules:
     models: Mapping[str, str | None] | None = None
     """The adapter that each `model` means, None for the model itself. Without it, every name means
     the model itself."""
+    on_error: Literal["row", "raise"] = "row"
+    """Whether a request in error becomes an error row, or ends the job."""
 
 
 PLAIN = RequestRules()

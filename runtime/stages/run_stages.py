@@ -13,24 +13,22 @@ and nothing is removed before the manifest of the whole job is written.
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..batch.finished import (
-    check_finished_by,
     complete_already,
     exit_code_of,
     finished_manifest,
     refuse_foreign_outputs,
 )
 from ..batch.job import JobSettings
-from ..batch.job_files import stages_folder
-from ..batch.journal import journal_path
+from ..batch.job_files import JobFiles, OutputFiles, stages_folder
+from ..batch.job_identity import JobIdentity
 from ..batch.lock import JobLock
 from ..batch.output import summarise
 from ..batch.run import run_job
@@ -50,14 +48,14 @@ from ..rows.columns import Columns
 from ..rows.lines import BadRow
 from ..rows.part import WHOLE, Part
 from ..rows.results import OutputLines, error_text
-from ..rows.row_files import OpenRows, check_input, unit_of
+from ..rows.row_files import check_input, unit_of
 from ..rows.scan import ScanSummary
 from .final_output import write_final
 from .pipeline_file import Pipeline, changed_keys
 from .stage_bounds import measure_stages
 from .stage_input import write_input
 from .stage_renderer import StageRenderer, check_columns, open_renderers
-from .stage_rows import FollowedRow, InputRow, StageFiles, follow_rows, read_rows
+from .stage_rows import InputRow, StagedRows, StageFiles
 from .staged_model import StagedModel
 
 _INPUT = "input of the stages"
@@ -97,45 +95,34 @@ def run_stages(
     check_input(files.input, files.columns)
     folder = stages_folder(files.output)
     stages = [StageFiles(folder, i, stage.name) for i, stage in enumerate(pipeline.stages, start=1)]
-    _check_files(settings, folder)
+    _check_files(files, identity, folder)
     lock = JobLock(files.lock, progress.warn)
     with StopSignals(settings.grace_seconds) as stop, lock, ExitStack() as opened:
         if files.restart:
             disk.remove(files.manifest)
             _remove(folder, disk)
-        elif (manifest := finished_manifest(files, identity)) is not None:
-            check_finished_by(model, settings.facts, manifest.get("weights"), files.output)
-            end = complete_already(files.output, manifest)
-            return _end(files.output, manifest, end, progress, None if keeps_stages else disk)
-        # without a manifest of the first stage, outputs cannot be those of an interrupted run
-        if not manifest_path(stages[0].output).exists() or files.manifest.exists():
-            refuse_foreign_outputs(files, identity)
-        renderers = open_renderers(pipeline, opened, keeps_model=settings.rules.models is not None)
-        # templates read every column of a table
-        columns = replace(files.columns, are_variables=True)
-        source = opened.enter_context(files.open_rows(progress, columns))
-        folder.mkdir(exist_ok=True)
-        run = _StagesRun(settings, source, model, pipeline, renderers, stages, progress, disk, stop)
-        if (code := run.begin()) is not None:
-            return code
-        lock.check()
-        manifest = run.finish()
-        end = summarise(files.output, manifest)
-        return _end(files.output, manifest, end, progress, None if keeps_stages else disk)
-
-
-def _end(
-    output: Path,
-    manifest: Mapping[str, Any],
-    end: str,
-    progress: Progress,
-    removed_from: Disk | None,
-) -> int:
-    """Say how the job ended, and remove the files of its stages; return its exit code."""
-    if removed_from is not None:
-        _remove(stages_folder(output), removed_from)
-    progress.note(end)
-    return exit_code_of(output, manifest)
+        if (manifest := finished_manifest(files, identity)) is not None:
+            end = complete_already(files, settings.facts, model, manifest)
+        else:
+            # without a manifest of the first stage, outputs are not those of an interrupted run
+            if not manifest_path(stages[0].output).exists() or files.manifest.exists():
+                refuse_foreign_outputs(files, identity)
+            keeps_model = settings.rules.models is not None
+            renderers = open_renderers(pipeline, opened, keeps_model=keeps_model)
+            # templates read every column of a table
+            table = replace(files, columns=replace(files.columns, are_variables=True))
+            source = opened.enter_context(table.open_rows(progress))
+            rows = StagedRows(source, files.input, identity.part, stages)
+            run = _StagesRun(settings, rows, model, pipeline, renderers, progress, disk, stop)
+            if (code := run.begin()) is not None:
+                return code
+            lock.check()
+            manifest = run.finish()
+            end = summarise(files.output, manifest)
+        if not keeps_stages:
+            _remove(folder, disk)
+        progress.note(end)
+        return exit_code_of(files.output, manifest)
 
 
 @dataclass
@@ -143,40 +130,40 @@ class _StagesRun:
     """One run of a job with stages, whose output is locked."""
 
     settings: JobSettings
-    source: OpenRows
+    rows: StagedRows
     model: StagedModel
     pipeline: Pipeline
     renderers: Sequence[StageRenderer]
-    stages: Sequence[StageFiles]
     progress: Progress
     disk: Disk
     stop: StopSignals
 
     def __post_init__(self):
-        self._input = digest_text(digest_table(digest_file(self.settings.files.input)))
+        self._input = digest_text(digest_table(digest_file(self.rows.path)))
         self.model.measure = self._measure
 
     def begin(self) -> int | None:
         """Check the columns, and run the stages; an error before the first row leaves no files."""
+        self.rows.stages[0].folder.mkdir(exist_ok=True)
         try:
             self.check_columns()
             return self.run()
         except Exception:
             if not self.has_begun:
                 # no row has run, so the next run may be another job
-                _remove(self.stages[0].folder, self.disk)
+                _remove(self.rows.stages[0].folder, self.disk)
             raise
 
     def run(self) -> int | None:
         """Run the stages that have not finished; return an exit code if the job was stopped."""
-        first = read_manifest(self.stages[0].output)
+        first = read_manifest(self.rows.stages[0].output)
         if first is not None:
             self._check_begun(table_in(first, "configuration"))
         for index, renderer in enumerate(self.renderers):
             name = renderer.stage.name
-            self.progress.note(f"stage {name} ({index + 1} of {len(self.stages)})")
+            self.progress.note(f"stage {name} ({index + 1} of {len(self.rows.stages)})")
             self.model.stage = name
-            files = self.stages[index]
+            files = self.rows.stages[index]
             settings = self._settings_of(files)
             if not manifest_path(files.output).exists():
                 self._write_input(index, renderer, settings)
@@ -203,31 +190,31 @@ class _StagesRun:
         """Measure the rows of all stages."""
         show, longest = self.progress.show_scan, self.model.max_position()
         summary = measure_stages(
-            self.settings, self.model, self.renderers, self.rows(), longest, show
+            self.settings, self.model, self.renderers, self.rows.all(), longest, show
         )
         self.progress.finish()
         return summary
 
     def check_columns(self) -> None:
         """Refuse a table without columns that a template writes for every row; ConfigError."""
-        if unit_of(self.settings.files.input) == "row":
+        if unit_of(self.rows.path) == "row":
             # all rows of a table have all of its columns
-            table = next((row.data for row in self.rows() if isinstance(row, InputRow)), None)
+            table = next((row.data for row in self.rows.all() if isinstance(row, InputRow)), None)
             if table is not None:
                 check_columns(self.pipeline, self.renderers, table)
 
     @property
     def has_begun(self) -> bool:
         """Whether a stage has finished, or has a journal."""
-        outputs = [files.output for files in self.stages]
-        return any(manifest_path(o).exists() or journal_path(o).exists() for o in outputs)
+        stages = [OutputFiles(files.output) for files in self.rows.stages]
+        return any(stage.manifest.exists() or stage.journal.exists() for stage in stages)
 
     def _check_begun(self, stored: Mapping[str, Any]) -> None:
         """Refuse another pipeline, input or part than those with which the stages were begun.
 
         `stored` is the configuration of a stage.
         """
-        folder, begun, now = self.stages[0].folder, stored.get("pipeline"), self.pipeline.text
+        folder, begun, now = self.rows.stages[0].folder, stored.get("pipeline"), self.pipeline.text
         remedy = "Restore it, choose another output, or discard the stages with --restart."
         if isinstance(begun, str) and begun != now:
             raise UnusableFile(
@@ -236,11 +223,11 @@ class _StagesRun:
             )
         if (answered := stored.get(_INPUT)) != self._input:
             raise UnusableFile(
-                f"{self.settings.files.input}: expected the input with which the stages in "
+                f"{self.rows.path}: expected the input with which the stages in "
                 f"{folder} were begun, got another one:\n  {_INPUT}: there {answered}, now "
                 f"{self._input}\n{remedy}"
             )
-        begun_part, part = Part.from_manifest(str(stored.get("rows"))), self.settings.identity.part
+        begun_part, part = Part.from_manifest(str(stored.get("rows"))), self.rows.part
         if begun_part != part:
             raise UnusableFile(
                 f"--rows: expected {begun_part.option}, with which the stages in {folder} were "
@@ -250,7 +237,7 @@ class _StagesRun:
 
     def _stopped(self, requested: signal.Signals) -> int:
         """Say that a signal ended the job between two stages; return its exit code."""
-        folder = self.stages[0].folder
+        folder = self.rows.stages[0].folder
         self.progress.warn(
             f"stopped by {requested.name}: finished stages are kept in {folder}; run the same "
             f"command again to continue"
@@ -259,20 +246,9 @@ class _StagesRun:
 
     def finish(self) -> dict[str, Any]:
         """Write the output of the job; return its manifest."""
-        manifests = [self._manifest_of(files) for files in self.stages]
-        return write_final(
-            self.settings,
-            self.stages,
-            manifests,
-            partial(self._follow, len(self.stages)),
-            self.source.carried,
-            sum(1 for _ in self.rows()),
-            self.disk,
-        )
-
-    def rows(self) -> Iterator[InputRow | BadRow]:
-        """Read all rows of the input, from its beginning; one reader at a time."""
-        return read_rows(self.source.file, unit_of(self.settings.files.input))
+        manifests = [self._manifest_of(files) for files in self.rows.stages]
+        files, identity = self.settings.files, self.settings.identity
+        return write_final(files, identity, self.rows, manifests, self.disk)
 
     def _settings_of(self, files: StageFiles) -> JobSettings:
         """The settings of a stage's own job, whose input has the rows of the part alone."""
@@ -301,14 +277,8 @@ class _StagesRun:
         lines = OutputLines(
             model_name=settings.facts.name, fingerprint=fingerprint(settings.identity.configuration)
         )
-        rows = self._follow(index)
-        write_input(self.stages[index], rows, renderer, lines, self.disk, self._show_bad_row)
-
-    def _follow(self, num_stages: int) -> Iterator[FollowedRow]:
-        """Follow every row of the job's part through the first stages."""
-        part = self.settings.identity.part
-        rows = (row for row in self.rows() if part.has(row.row))
-        return follow_rows(rows, self.stages[:num_stages])
+        rows = self.rows.follow(index)
+        write_input(self.rows.stages[index], rows, renderer, lines, self.disk, self._show_bad_row)
 
     def _manifest_of(self, files: StageFiles) -> dict[str, Any]:
         manifest = read_manifest(files.output)
@@ -316,19 +286,18 @@ class _StagesRun:
         return manifest
 
     def _show_bad_row(self, bad: BadRow) -> None:
-        if self.settings.on_error == "raise":
+        if self.settings.rules.on_error == "raise":
             raise JobError(error_text(bad, bad.error), EXIT_ROWS_FAILED)
         self.progress.show_error(error_text(bad, bad.error))
 
 
-def _check_files(settings: JobSettings, folder: Path) -> None:
+def _check_files(files: JobFiles, identity: JobIdentity, folder: Path) -> None:
     """Check that the outputs can be written, and that no input is among the files of stages."""
-    settings.files.check_formats(settings.identity.added_columns)
-    read = settings.files.read
-    settings.files.check_written(read)
+    files.check_formats(identity.added_columns)
+    files.check_written(files.read)
     if folder.exists() and not folder.is_dir():
         raise UnusableFile(f"{folder}: expected a folder for the files of stages, got a file.")
-    for description, path in read:
+    for description, path in files.read:
         if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
             raise UnusableFile(
                 f"{path}: is {description}, and in the folder for the files of stages. Choose "

@@ -27,7 +27,9 @@ from ..rows.lines import (
     record_of,
     written_id,
 )
+from ..rows.part import Part
 from ..rows.results import error_of_line
+from ..rows.row_files import OpenRows, unit_of
 from .stage_renderer import answers_table, calls_text
 
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
@@ -79,6 +81,26 @@ class FollowedRow:
     """Whether the last stage that it reached asked its request."""
     line: bytes
     """The last output line, without a line end; empty before the first stage."""
+
+
+@dataclass(frozen=True)
+class StagedRows:
+    """The rows of an input, and the stages that those of the job's part go through."""
+
+    source: OpenRows
+    path: Path
+    """The input."""
+    part: Part
+    stages: Sequence[StageFiles]
+
+    def all(self) -> Iterator[InputRow | BadRow]:
+        """Read all rows of the input, from its beginning; one reader at a time."""
+        return read_rows(self.source.file, unit_of(self.path))
+
+    def follow(self, num_stages: int) -> Iterator[FollowedRow]:
+        """Follow every row of the job's part through the first stages, which have finished."""
+        rows = (row for row in self.all() if self.part.has(row.row))
+        return follow_rows(rows, self.stages[:num_stages])
 
 
 def read_rows(file: BinaryIO, unit: Unit = "line") -> Iterator[InputRow | BadRow]:
