@@ -8,14 +8,17 @@ and no other input takes its place before the job has finished; a finished outpu
 after its last byte was written.
 """
 
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import EXIT_RESUMABLE, JobError, UnusableFile
 from ..files.disk import Disk, replace_file
-from ..files.manifest import manifest_path
+from ..files.manifest import fingerprint, manifest_path
+from ..files.remote import Url
+from ..rows.part import Part
 from .job_files import JobFiles
 
 PIPE = Path("-")
@@ -26,6 +29,22 @@ _PIECE_BYTES = 2**20
 def copy_path(output: Path) -> Path:
     """The path of the copy of standard input, beside an output."""
     return output.with_name(f"{output.name}.input")
+
+
+def output_for_stdout(
+    place: Path | Url, rows: str, pipeline: Path | None, configuration: Mapping[str, str]
+) -> Path:
+    """The output of a job that writes to standard output, in the current folder.
+
+    The name is a hash of the job's configuration, and of the names of its input, rows and pipeline.
+    So the same command finds its journal again. Jobs that differ in none of these have one name.
+    """
+    names = {
+        "input": str(place) if isinstance(place, Url) else os.path.abspath(place),
+        "rows": str(Part.parse(rows)),
+        "pipeline": os.path.abspath(pipeline or ""),
+    }
+    return Path(f"noria-stdout-{fingerprint({**configuration, **names})[7:19]}.jsonl")
 
 
 @contextmanager

@@ -6,7 +6,6 @@ know grids or rows.
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -22,7 +21,7 @@ from ..batch.job import JobSettings, ModelFacts
 from ..batch.job_files import JobFiles, check_files
 from ..batch.job_identity import JobIdentity
 from ..batch.job_runs import PhaseClock
-from ..batch.pipes import PIPE, copy_path, write_to_stdout
+from ..batch.pipes import PIPE, copy_path, output_for_stdout, write_to_stdout
 from ..batch.remote_files import Outputs, input_copied, input_copy_path
 from ..batch.run import run_job
 from ..checkpoint import ModelFiles
@@ -36,7 +35,6 @@ from ..errors import (
 )
 from ..files.disk import Disk
 from ..files.layout_files import layout_file, read_layout_table
-from ..files.manifest import fingerprint
 from ..files.remote import RemoteFile, Url
 from ..files.run_config import read_instant, read_plan_table
 from ..pods.peers import ALONE, Peers
@@ -51,7 +49,7 @@ from ..rows.part import Part
 from ..rows.request_body import read_sampling
 from ..rows.row_files import table_of
 from ..rows.structured_body import read_form
-from .shared_options import typed
+from .shared_options import open_adapters, typed
 
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 
@@ -73,7 +71,7 @@ def run_with_options(options: argparse.Namespace) -> int:
         files.unread.report(progress.warn, is_strict=options.strict_config)
         if options.generation_config == "model":
             files.generation_defaults.report(progress.warn)
-        adapters = open_adapters(options.adapters, options.model, files)
+        adapters, models = open_adapters(options.adapters, options.model, files)
         source = PlanSource(
             target,
             dtype=options.dtype,
@@ -84,7 +82,7 @@ def run_with_options(options: argparse.Namespace) -> int:
             requires_bundle=options.require_bundle,
         )
         setup = f"{peers.setup} on {target}"  # as manifests name processes and devices
-        settings, outputs = _settings(options, files, source, setup, adapters)
+        settings, outputs = _settings(options, files, source, setup, adapters, models)
         outputs.check(settings.files.read)
         if options.progress_file is not None and peers.is_leader:
             recorded = _progress_recorded(options.progress_file, settings.files, progress)
@@ -200,7 +198,9 @@ def _settings(
     source: PlanSource,
     setup: str,
     adapters: AdapterSet | None,
+    models: Mapping[str, str | None] | None,
 ) -> tuple[JobSettings, Outputs]:
+    """The settings of the job, and its outputs with their URLs."""
     defaults, defaults_source = _sampling_defaults(
         files, options.sampling, uses_config=options.generation_config == "model"
     )
@@ -214,6 +214,11 @@ def _settings(
         **_configuration_of_rows(columns, form),
     }
     job_files, outputs = _job_files(options, files, columns, configuration)
+    price = None
+    if options.prices is not None:
+        from ..files.hardware_files import price_per_hour
+
+        price = price_per_hour(source.target, options.prices)
     settings = JobSettings(
         job_files,
         JobIdentity(
@@ -235,11 +240,11 @@ def _settings(
         RequestRules(
             defaults if form is None else {**defaults, "structured_outputs": read_form(form)},
             options.ignore_unknown,
-            adapter_of_models(options.model, files, adapters),
+            models,
             options.on_error,
         ),
         grace_seconds=options.grace_seconds,
-        price_per_hour=_price_per_hour(options.prices, source.target),
+        price_per_hour=price,
     )
     return settings, outputs
 
@@ -384,65 +389,3 @@ def _check_places(options: argparse.Namespace, peers: Peers) -> None:
         raise ConfigError(
             "--error-file: expected a path on this machine beside -o -, got a URL. Name an output."
         )
-
-
-def open_adapters(given: Sequence[str], model: str, files: ModelFiles) -> AdapterSet | None:
-    """The adapters that rows may name, each given as `NAME=DIR`; None without any."""
-    paths: dict[str, Path] = {}
-    for adapter in given:
-        name, _, path = adapter.partition("=")
-        if not name or not path or name in (*paths, files.name, model):
-            raise ConfigError(
-                f"--adapters: expected NAME=DIR, with a name that neither the model nor another "
-                f"adapter has, got {adapter!r}."
-            )
-        paths[name] = Path(path)
-    return AdapterSet.open(files, paths) if paths else None
-
-
-def adapter_of_models(
-    model: str, files: ModelFiles, adapters: AdapterSet | None
-) -> dict[str, str | None] | None:
-    """Map each `model` that a row may name to its adapter, as `RequestRules.models` does.
-
-    None if the job has no adapters.
-    """
-    if adapters is None:
-        return None
-    own = dict.fromkeys((files.name, model))
-    return own | {name: name for name in adapters.names}
-
-
-def output_for_stdout(
-    place: Path | Url, rows: str, pipeline: Path | None, configuration: Mapping[str, str]
-) -> Path:
-    """The output of a job that writes to standard output, in the current folder.
-
-    The name is a hash of the job's configuration, and of the names of its input, rows and pipeline.
-    So the same command finds its journal again. Jobs that differ in none of these have one name.
-    """
-    names = {
-        "input": str(place) if isinstance(place, Url) else os.path.abspath(place),
-        "rows": str(Part.parse(rows)),
-        "pipeline": os.path.abspath(pipeline or ""),
-    }
-    return Path(f"noria-stdout-{fingerprint({**configuration, **names})[7:19]}.jsonl")
-
-
-def _price_per_hour(prices: Path | None, target: str) -> float | None:
-    """The price of all devices of a target, by the user's hardware tables."""
-    if prices is None:
-        return None
-    from ...compile.hardware.hardware import hardware_of
-    from ...compile.target_names import TargetName
-    from ..files.hardware_files import known_hardware
-
-    hardware = hardware_of(target, known_hardware(prices))
-    if hardware.price_per_hour is None:
-        raise ConfigError(
-            f"--prices {prices}: expected a table [{hardware.name}] with price_per_hour, as the "
-            f"job runs on {target}, got none. Add the key."
-        )
-    # the devices of a CPU target are parts of one machine
-    name = TargetName.parse(target)
-    return hardware.price_per_hour * (1 if name.platform == "cpu" else name.num_devices)

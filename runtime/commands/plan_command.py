@@ -18,7 +18,7 @@ from ..devices.default_target import default_target
 from ..errors import ConfigError
 from ..files.remote import path_or_url
 from ..planning.plan_options import PlanOptions
-from .shared_options import add_adapters, add_dtype, add_model, add_quiet, typed
+from .shared_options import add_adapters, add_dtype, add_model, add_quiet, open_adapters, typed
 
 if TYPE_CHECKING:
     from ..checkpoint import ModelFiles
@@ -237,7 +237,6 @@ def _plan(options: argparse.Namespace) -> int:
     from ..planning import report
     from ..planning.prediction import predict, workload_of
     from ..planning.summary import summary
-    from .batch_job import adapter_of_models, open_adapters
 
     _check_files(options)
     if options.compile_layouts:
@@ -247,9 +246,8 @@ def _plan(options: argparse.Namespace) -> int:
     # the shapes of adapters are compared with those of the weights
     with open_model(options.model, needs_weights=bool(options.adapters)) as files:
         files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
-        adapters = open_adapters(options.adapters, options.model, files)
+        adapters, models = open_adapters(options.adapters, options.model, files)
         typed_options = typed(PlanOptions, options)
-        models = adapter_of_models(options.model, files, adapters)
         workload = workload_of(typed_options, files, models)
         if workload.text_lengths:
             return _plan_texts(options, files, workload)

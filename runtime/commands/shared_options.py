@@ -1,6 +1,7 @@
 """Options that several subcommands have, each defined once."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -9,6 +10,7 @@ from ..errors import ConfigError
 from ..files.run_config import STRICT_CONFIG, apply_overrides
 
 if TYPE_CHECKING:
+    from ..adapters.adapter_set import AdapterSet
     from ..checkpoint import ModelFiles
 
 
@@ -42,7 +44,7 @@ def add_strict_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_adapters(parser: argparse.ArgumentParser) -> None:
-    """Add `--adapters`, which `batch_job.open_adapters` reads."""
+    """Add `--adapters`, which `open_adapters` reads."""
     parser.add_argument(
         "--adapters",
         action="extend",
@@ -51,6 +53,33 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIR",
         help="adapters of peft (LoRA, rsLoRA), of which each row may name one as its model",
     )
+
+
+def open_adapters(
+    given: Sequence[str], model: str, files: "ModelFiles"
+) -> "tuple[AdapterSet | None, dict[str, str | None] | None]":
+    """Open the adapters that rows of a model may name, each given as `NAME=DIR`.
+
+    Returns:
+      The adapters, and the adapter of each `model` that a row may name, as in
+      `RequestRules.models`; None and None without adapters.
+
+    Raises:
+      ConfigError: A name or a folder is missing, or two adapters or the model have one name.
+    """
+    from ..adapters.adapter_set import AdapterSet
+
+    paths: dict[str, Path] = {}
+    models: dict[str, str | None] = dict.fromkeys((files.name, model))
+    for adapter in given:
+        name, _, path = adapter.partition("=")
+        if not name or not path or name in models:
+            raise ConfigError(
+                f"--adapters: expected NAME=DIR, with a name that neither the model nor another "
+                f"adapter has, got {adapter!r}."
+            )
+        paths[name], models[name] = Path(path), name
+    return (AdapterSet.open(files, paths), models) if paths else (None, None)
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:

@@ -10,8 +10,7 @@ from fake_model import FakeModel, masked, run, write_input
 from faulty_disk import Crash, FaultyDisk
 
 from noria.runtime.batch import pipes
-from noria.runtime.batch.pipes import copy_path, write_to_stdout
-from noria.runtime.commands.batch_job import output_for_stdout
+from noria.runtime.batch.pipes import copy_path, output_for_stdout, write_to_stdout
 from noria.runtime.errors import EXIT_RESUMABLE, JobError, UnusableFile
 from noria.runtime.files.disk import Disk
 

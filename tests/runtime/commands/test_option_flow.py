@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 START = ("runtime/commands/batch_command.py", "run", "options")
 MADE, NEVER = 5, 10**6
-MAX_PLACES = {NEVER: 30, MADE: 129}
+MAX_PLACES = {NEVER: 16, MADE: 35}
 """Upper bounds for the places of the value alone, and of the value with the dataclasses made of it.
 They only shrink; 40 in all are wanted."""
 
