@@ -82,6 +82,7 @@ class PlanSource:
             from ..plans.plan_facts import plan_facts
             from .job_plan import given_plan
 
+            # a given plan has the overrides already
             plan, overrides = given_plan(self.table, self.overrides), ""
             # a bundle has the published formats of the model, which is part of the configuration
             facts = plan_facts(replace(plan, numbers=replace(plan.numbers, published={})))

@@ -42,13 +42,19 @@ def finished_manifest(
     With `compares_input` false, they may be those of another input.
     """
     manifest = read_manifest(files.output)
-    if manifest is None or _differences_from(files, identity, manifest, compares_input):
+    if manifest is None:
+        return None
+    if _differences_from(files, identity, manifest, compares_input=compares_input):
         return None
     return manifest
 
 
 def _differences_from(
-    files: JobFiles, identity: JobIdentity, manifest: Mapping[str, Any], compares_input: bool
+    files: JobFiles,
+    identity: JobIdentity,
+    manifest: Mapping[str, Any],
+    *,
+    compares_input: bool = True,
 ) -> list[str]:
     """The differences of a job and its files from a manifest, one line for each.
 
@@ -91,10 +97,10 @@ def refuse_foreign_outputs(files: JobFiles, identity: JobIdentity) -> None:
             manifest = read_manifest(files.output)
             lines, remedy = ["  no manifest is beside it"], ""
             if manifest is not None:
-                lines = _differences_from(files, identity, manifest, True)
+                lines = _differences_from(files, identity, manifest)
                 # jobs with stages have no --update
                 is_single = "pipeline" not in identity.configuration
-                if is_single and not _differences_from(files, identity, manifest, False):
+                if is_single and finished_manifest(files, identity, compares_input=False):
                     remedy = ", keep the answers of equal rows with --update"
             raise UnusableFile(
                 f"{path}: exists and is not the finished output of this input, model and "

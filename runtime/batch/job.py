@@ -87,7 +87,7 @@ class JobModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts of a job's model that its output lines and its manifest state."""
+    """The facts of a job's model: those that lines and manifests state, and the expected digest."""
 
     name: str
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)

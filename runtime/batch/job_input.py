@@ -196,12 +196,7 @@ class JobInput:
 
 @contextmanager
 def open_input(
-    files: JobFiles,
-    part: Part,
-    rules: RequestRules,
-    model: JobModel,
-    now: str,
-    progress: Progress,
+    files: JobFiles, part: Part, rules: RequestRules, model: JobModel, now: str, progress: Progress
 ) -> Iterator[JobInput]:
     """Open the input of a job; `now` is the time that chat templates see, as ISO 8601.
 

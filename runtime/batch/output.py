@@ -96,11 +96,7 @@ class FinishedRows:
 
 
 def finalise(
-    finished: FinishedRows,
-    facts: ModelFacts,
-    outcome: RunOutcome,
-    phases: PhaseClock,
-    disk: Disk,
+    finished: FinishedRows, facts: ModelFacts, outcome: RunOutcome, phases: PhaseClock, disk: Disk
 ) -> dict[str, Any]:
     """Write the outputs and the manifest, and remove the journal.
 

@@ -298,10 +298,7 @@ def _sampling_defaults(
 
 
 def _configuration(
-    options: argparse.Namespace,
-    files: ModelFiles,
-    source: PlanSource,
-    adapters: AdapterSet | None,
+    options: argparse.Namespace, files: ModelFiles, source: PlanSource, adapters: AdapterSet | None
 ) -> dict[str, str]:
     """The facts that decide the answers of a job besides its rows and their defaults."""
     package_versions = versions()

@@ -74,10 +74,7 @@ def _output_lines(rows: StagedRows, error_file: Path | None, path: Path) -> Iter
 
 
 def _job_facts(
-    files: JobFiles,
-    identity: JobIdentity,
-    manifests: Sequence[Mapping[str, Any]],
-    num_rows: int,
+    files: JobFiles, identity: JobIdentity, manifests: Sequence[Mapping[str, Any]], num_rows: int
 ) -> dict[str, Any]:
     """The facts of the job: those that its stages have in common, and its own input."""
     # a stage that ran no row has neither plan nor weights
