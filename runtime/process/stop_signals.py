@@ -9,7 +9,8 @@ Python runs a handler only between two instructions of the main thread, which ma
 code for minutes, and ignores the exception of a handler that runs in a callback. So a thread
 receives the numbers of the signals, too. It ends the process if `StopNow` has not done so within
 `END_SECONDS`. During an import the handler ends the process itself: an exception in the middle of
-the start of an extension module can crash the process.
+the start of an extension module can crash the process. Native code may also turn the exception into
+an error of its own; the context ends with `StopNow` all the same.
 
 SIGHUP is sent when a terminal or an SSH connection is closed. Under `nohup` it has no effect.
 
@@ -75,6 +76,7 @@ class StopSignals:
         self.grace_seconds = grace_seconds
         self.requested: signal.Signals | None = None
         self.can_drain = False
+        self._raised: StopNow | None = None
         self._previous: dict[int, object] = {}
         self._writer: int | None = None
         self._previous_writer = -1
@@ -106,6 +108,8 @@ class StopSignals:
             signal.set_wakeup_fd(self._previous_writer)
             os.close(self._writer)  # the thread that reads the pipe ends
             self._writer = None
+        if self._raised is not None and error is not None and not isinstance(error, StopNow):
+            raise self._raised from error
 
     def ignore(self) -> None:
         """Ignore the signals from now on, as the work is done.
@@ -119,10 +123,10 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_first, self.requested = self.requested is None, self.requested or signal.Signals(number)
         if not is_first or not self.can_drain:
-            error = StopNow(number)
+            self._raised = StopNow(number)
             if _is_import(frame):
-                end_process(str(error), error.exit_code)
-            raise error
+                end_process(str(self._raised), self._raised.exit_code)
+            raise self._raised
 
     def _watch(self, reader: int) -> None:
         """End the process after a signal that must end it, if nothing else has."""

@@ -10,7 +10,7 @@ import pytest
 
 from noria.runtime import cli
 from noria.runtime.files.disk import Disk
-from noria.runtime.process.stop_signals import END_SECONDS, StopSignals, at_forced_end
+from noria.runtime.process.stop_signals import END_SECONDS, StopNow, StopSignals, at_forced_end
 from noria.runtime.rows.part import Part
 
 LIMIT_SECONDS = 2.0
@@ -86,6 +86,23 @@ def test_a_signal_after_which_the_handlers_are_gone_ends_nothing(capsys):
         time.sleep(30)
     time.sleep(END_SECONDS + 0.2)
     assert capsys.readouterr().err == ""
+
+
+def test_a_stop_that_native_code_turned_into_an_error_is_a_stop():
+    with pytest.raises(StopNow, match="stopped by SIGTERM") as caught, StopSignals():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(30)
+        except BaseException:
+            raise RuntimeError("unable to start") from None
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_an_error_while_rows_drain_is_an_error():
+    with pytest.raises(OSError, match="disk"), StopSignals() as stop:
+        stop.can_drain = True
+        signal.raise_signal(signal.SIGTERM)
+        raise OSError("disk")
 
 
 def test_an_action_runs_only_while_its_context_is_open():
