@@ -36,12 +36,10 @@ from ..plans.plan_checks import read_stored
 from ..progress.progress import Progress
 from .calibration_file import read_calibration
 from .compiled_layouts import LayoutCompiler, PlannedLayout, describe_problems
-from .fitting_plan import suggest_fitting_plan
-from .layout_ranking import RankedLayout, Ranking, all_layouts
+from .layout_ranking import RankedLayout, Ranking, all_layouts, suggest_fitting_plan
 from .plan_options import PlanOptions
-from .planner import Planner, PlanResult
+from .planner import Planner, PlanResult, SearchProgress
 from .sample import ROWS_TO_SIMULATE, SimulatedRows
-from .search_progress import SearchProgress
 from .workload import Workload, read_workload
 
 ALL = "all"
