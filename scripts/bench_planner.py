@@ -37,6 +37,7 @@ from noria.compile.planning.run_bounds import ExpectedRow
 from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.files.hardware_files import known_hardware
+from noria.runtime.planning.length_table import read_table
 from noria.runtime.planning.planner import Planner
 from noria.runtime.planning.search import (
     MAX_SIMULATED_GRIDS,
@@ -44,7 +45,6 @@ from noria.runtime.planning.search import (
     SimulatedGrid,
     simulate_grid,
 )
-from noria.runtime.planning.workload import read_table
 
 CHUNK_GRAPHS = 8
 TARGETS = {"tpu:v5e:1x1": "bfloat16", "cpu": "float32"}

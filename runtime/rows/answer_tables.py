@@ -18,8 +18,7 @@ from typing import Any, BinaryIO
 from ..errors import InputError, UnusableFile
 from ..files.optional_packages import require
 from .carried import carried_in
-from .form_file import field_names
-from .structured_body import FORM_KEYS
+from .structured_body import FORM_KEYS, field_names
 from .tables import BATCH_ROWS, arrow_errors, parquet_package
 
 _INT64 = range(-(2**63), 2**63)

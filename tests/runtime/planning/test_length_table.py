@@ -3,7 +3,7 @@
 import pytest
 
 from noria.runtime.errors import ConfigError
-from noria.runtime.planning.workload import read_table
+from noria.runtime.planning.length_table import read_table
 
 HEAD = b"prompt_tokens,output_tokens\n"
 
