@@ -20,7 +20,7 @@ from ...sharding.communication import sent_bytes
 from ...sharding.mesh_layout import MeshLayout
 from ..graphs.graph_kinds import GraphKey
 from ..programs.collectives import Collective, read_collectives
-from ..programs.report import ProgramReport, Totals, read_report
+from ..programs.report import Totals, read_report
 from .cost import CostModel
 from .work import Sent, sum_by_key
 
@@ -77,7 +77,10 @@ class ProgramCounts:
             off_tpu = 0.0 if platform == "tpu" else analysis.get("bytes accessed", 0.0)
             return replace(counted, num_bytes=off_tpu, sent=None if mesh.num_devices > 1 else {})
         report = read_report(text, platform, mesh.sizes, cost.hardware, cost.torus)
-        return replace(counted, sent=_sent(text, mesh), **_report_figures(report, steps))
+        # a step has its share of the work that runs once for all steps
+        step, once = _figures(report.step), _figures(report.once)
+        figures = {name: number + once[name] / steps for name, number in step.items()}
+        return replace(counted, sent=_sent(text, mesh), **figures)
 
     def with_more_turns(self, more: float, shorter: "ProgramCounts") -> "ProgramCounts":
         """Extrapolate to a program with `more` additional iterations of the loop over layers.
@@ -176,12 +179,6 @@ def compiled_call(
         copied_bytes=counted.copied_bytes,
         cycles=counted.cycles,
     )
-
-
-def _report_figures(report: ProgramReport, steps: int) -> dict[str, float]:
-    """Figures of a step, with its share of the work that runs once for all steps."""
-    step, once = _figures(report.step), _figures(report.once)
-    return {name: number + once[name] / steps for name, number in step.items()}
 
 
 def _figures(totals: Totals) -> dict[str, float]:

@@ -151,8 +151,8 @@ def read_program(hlo_text: str) -> Program:
     return Program(
         computations,
         entry,
-        num_partitions=_header_number(header, "num_partitions"),
-        num_replicas=_header_number(header, "replica_count"),
+        num_partitions=_number(header, "num_partitions", absent=1),
+        num_replicas=_number(header, "replica_count", absent=1),
         source_lines=read_source_lines(hlo_text),
     )
 
@@ -238,12 +238,6 @@ def _constant(computation: Computation, name: str) -> int | None:
     return int(instruction.arguments) if instruction and is_whole else None
 
 
-def _header_number(header: str, name: str) -> int:
-    """A number in the module's first line; 1 if the text leaves it out."""
-    match = re.search(rf"\b{name}=(\d+)", header)
-    return int(match[1]) if match else 1
-
-
 def _bits(dtype: str) -> int:
     """Bits of one element: the first number in its name (`f8e4m3fn` has 8), 8 for `pred`."""
     match = re.search(r"\d+", dtype)
@@ -297,6 +291,6 @@ def _tables(hlo_text: str) -> dict[str, dict[int, str]]:
     return tables
 
 
-def _number(text: str, name: str) -> int:
+def _number(text: str, name: str, absent: int = 0) -> int:
     match = re.search(rf"\b{name}=(\d+)", text)
-    return int(match[1]) if match else 0
+    return int(match[1]) if match else absent

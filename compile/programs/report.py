@@ -199,10 +199,13 @@ class _Reader:
     def report(self) -> ProgramReport:
         executions = Executions(self._program, self._traffic)
         for execution in executions:
-            if execution.instruction.opcode == "while":
-                self._count_loop(execution, executions)
-            else:
+            if execution.instruction.opcode != "while":
                 self._count(execution)
+            elif execution.instruction is not executions.steps:
+                body = dict(execution.instruction.called())["body"]
+                turns, num_bytes = executions.turns(execution), self._traffic.of_run(body)
+                loop = (*self._place(execution), turns, num_bytes, execution.is_once)
+                self._loops[loop] += execution.times
         moved = [
             LineTraffic(*key[:2], num_bytes, self._excess[key], key[2])
             for key, num_bytes in self._moved.items()
@@ -237,14 +240,6 @@ class _Reader:
             tuple(sorted(rewrites, key=lambda group: -group.num_bytes)),
             tuple(sorted(slow, key=lambda group: -group.flops)),
         )
-
-    def _count_loop(self, execution: Execution, executions: Executions) -> None:
-        if not executions.is_steps(execution.instruction):
-            body = dict(execution.instruction.called())["body"]
-            turns, num_bytes = executions.turns(execution), self._traffic.of_run(body)
-            self._loops[*self._place(execution), turns, num_bytes, execution.is_once] += (
-                execution.times
-            )
 
     def _count(self, execution: Execution) -> None:
         computation, instruction, times = (

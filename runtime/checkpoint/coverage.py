@@ -43,7 +43,11 @@ def check_coverage(
             for name in published.keys() - set(uses) - set(spec.ignored_tensors)
             if not name.startswith(spec.ignored_prefixes)
         ),
-        "tensors that are used more than once": _overlapping(spec),
+        "tensors that are used more than once": sorted(
+            tensor
+            for tensor, rows in _rows_by_tensor(spec).items()
+            if any(end > start for (_, end), (start, _) in pairwise(rows))
+        ),
         "tensors with rows that no parameter uses": _left_over_rows(spec, tensors),
         "parameters that no tensor fills": sorted(abstract.keys() - set(filled)),
         "filled parameters that the model does not have": sorted(set(filled) - abstract.keys()),
@@ -82,14 +86,6 @@ def _rows_by_tensor(spec: "ModelSpec") -> dict[str, list[tuple[int, float]]]:
             for name in part.tensors:
                 used.setdefault(name, []).append(part.rows or (0, math.inf))
     return {tensor: sorted(rows) for tensor, rows in used.items()}
-
-
-def _overlapping(spec: "ModelSpec") -> list[str]:
-    return sorted(
-        tensor
-        for tensor, rows in _rows_by_tensor(spec).items()
-        if any(end > start for (_, end), (start, _) in pairwise(rows))
-    )
 
 
 def _left_over_rows(spec: "ModelSpec", tensors: TensorSource) -> list[str]:

@@ -156,7 +156,9 @@ class WeightsDigest:
             return
         self._stamps = {name: FileStamp(path) for name, path in self._files.items()}
         self._cache = HashRootCache()
-        seen = {name: _facts_on_all_hosts(stamp.facts) for name, stamp in self._stamps.items()}
+        # without the number of the device, the facts of a shared file are equal on all hosts; a
+        # copy has other times or inodes
+        seen = {name: " ".join(map(str, stamp.facts[1:])) for name, stamp in self._stamps.items()}
         known = {name: self._cache.get(stamp.facts) for name, stamp in self._stamps.items()}
         everyone = self._peers.gather({"seen": seen, "known": known})
         # a process shares the work with processes that see the same files, not with copies
@@ -259,11 +261,3 @@ def _hash_block(path: Path, block: FileBlock) -> str:
 
 def _root(hashes: Iterable[str]) -> str:
     return hashlib.sha256(b"".join(map(bytes.fromhex, hashes))).hexdigest()
-
-
-def _facts_on_all_hosts(facts: FileFacts) -> str:
-    """The facts of a shared file that are equal on all hosts; a copy has other times or inodes.
-
-    The device number is left out, as it differs between hosts.
-    """
-    return " ".join(map(str, facts[1:]))

@@ -205,7 +205,8 @@ def submission_order(rows: Sequence[RowLengths], grid: BucketGrid | None = None)
     If the grid has slots of several capacities, the rows for each capacity are spread evenly over
     the job, so that neither long nor short slots run out of rows before its end.
     """
-    longest_first = sorted(range(len(rows)), key=lambda row: _longest_first(*rows[row]))
+    limits = [math.inf if limit is None else length + limit for length, limit in rows]
+    longest_first = sorted(range(len(rows)), key=lambda row: -limits[row])
     if grid is None or grid.span_slots is None:
         return longest_first
     rows_by_capacity: dict[int, list[int]] = defaultdict(list)
@@ -218,11 +219,6 @@ def submission_order(rows: Sequence[RowLengths], grid: BucketGrid | None = None)
         for number, row in enumerate(equal_rows)
     }
     return sorted(longest_first, key=position.__getitem__)
-
-
-def _longest_first(prompt_length: int, max_tokens: int | None) -> float:
-    """The sort key of a row: its negative maximum length."""
-    return -math.inf if max_tokens is None else -(prompt_length + max_tokens)
 
 
 def keep_best(root: PrefixNode, nodes: Sequence[PrefixNode], max_slots: int) -> list[PrefixNode]:

@@ -73,15 +73,6 @@ class PlannedLayout:
         return self.seconds + more
 
 
-def describe_problems(layouts: Sequence[PlannedLayout]) -> list[str]:
-    """One line for each layout whose compiled graphs cannot run, with the reason."""
-    return [
-        f"{layout_plan.name}: {layout_plan.problem}"
-        for layout_plan in layouts
-        if layout_plan.problem
-    ]
-
-
 @dataclass(frozen=True)
 class LayoutCompiler:
     """Compiles the costliest graphs of layouts of one model on one target."""

@@ -83,8 +83,12 @@ class Planner:
         prompts = np.array([row.need.prompt_length for row in self.rows])
         tokens = self.defaults.tokens_per_prefill
         compared = {**self.compared, **rule_based(result.whole, prompts, tokens, self.cost)}
-        others = {name: self._simulate(grid) for name, grid in compared.items()}
-        uncertainty = self._sample.uncertainty(result.best, self.cost)
+        sample = self._sample
+        others = {
+            name: simulate_grid(grid, sample.schedules, self.cost, self.budget, sample.scaled)
+            for name, grid in compared.items()
+        }
+        uncertainty = sample.uncertainty(result.best, self.cost)
         return replace(result, others=others, uncertainty=uncertainty)
 
     @property
@@ -136,10 +140,6 @@ class Planner:
 
     def _grids(self, rows: Sequence[ExpectedRow], table: PrefixTable) -> CandidateGrids:
         return CandidateGrids(rows, self.max_position, self.cost, self.budget, self.defaults, table)
-
-    def _simulate(self, grid: BucketGrid) -> SimulatedGrid:
-        sample = self._sample
-        return simulate_grid(grid, sample.schedules, self.cost, self.budget, sample.scaled)
 
 
 class SearchProgress:

@@ -35,7 +35,7 @@ from ..files.layout_files import named_layout_tables, read_layout_table, split_s
 from ..plans.plan_checks import read_stored
 from ..progress.progress import Progress
 from .calibration_file import read_calibration
-from .compiled_layouts import LayoutCompiler, PlannedLayout, describe_problems
+from .compiled_layouts import LayoutCompiler, PlannedLayout
 from .layout_ranking import RankedLayout, Ranking, all_layouts, suggest_fitting_plan
 from .plan_options import PlanOptions
 from .planner import Planner, PlanResult, SearchProgress
@@ -201,8 +201,9 @@ def _as_compiled(
     )
     ordered = compiler.compile_and_rank(searched, options.compile_layouts)
     if ordered[0].problem:
+        problems = " ".join(f"{one.name}: {one.problem}" for one in ordered if one.problem)
         raise NoPlanFits(
-            f"none of the compiled layouts can run: {' '.join(describe_problems(ordered))} Use "
+            f"none of the compiled layouts can run: {problems} Use "
             f"more devices, shorter rows or less memory (--max-memory-gb), or compile more layouts."
         )
     return ordered

@@ -17,7 +17,7 @@ from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.planning.run_bounds import ExpectedRow
 from ..checkpoint import ModelFiles
-from ..errors import EXIT_USAGE, JobError
+from ..errors import JobError
 from ..rows.columns import Columns
 from ..rows.job_text import open_text, row_shape
 from ..rows.lines import BatchRow, RequestRules
@@ -102,7 +102,6 @@ def read_workload(
             raise JobError(
                 "--from-output: expected the batch file of the job as --workload, got a table of "
                 "lengths, which has output lengths itself. Leave out one of the two.",
-                EXIT_USAGE,
             )
         return Workload(path.name, tuple(read_table(path)))
     check_input(path)

@@ -11,13 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import ModelFiles
-from ..errors import EXIT_MODEL, InvalidTokenizer, JobError, RowError
+from ..errors import EXIT_MODEL, InvalidTokenizer, JobError
 from ..structured.params import AllowedTokens
 from ..structured.structures import Structures
 from ..text.chat_template import ChatRenderer
 from ..text.load_tokenizer import load_tokenizer
 from ..text.tokenizer import Tokenizer
-from .lines import BatchRow
 from .pooled_encoder import PooledEncoder
 from .prompt_encoder import PromptEncoder
 from .row_kinds import refusal
@@ -63,43 +62,31 @@ def open_text(
     Raises:
         JobError: The tokenizer's files are invalid, also if this is found in the `with` block.
     """
+    structures = structures or Structures()
     try:
-        yield from _open_text(files, now, structures or Structures(), adapters, is_strict=is_strict)
+        tokenizer = load_tokenizer(files.tokenizer_files, files.path)
+        structures.compile_allowed = partial(_allowed_tokens, files, tokenizer)
+        options: dict[str, Any] = {
+            "structures": structures,
+            "encode_pooled": PooledEncoder(
+                tokenizer, lambda: files.spec.config, is_strict=is_strict
+            ),
+            "refuse": lambda row: refusal(row, files.spec.config, adapters),
+            "max_length": lambda: files.spec.config.max_position,
+        }
+        if tokenizer is None:
+            yield JobText(PromptEncoder(None, **options), None)
+            return
+        structures.make_trie = partial(_vocabulary, files, tokenizer)
+        with ChatRenderer(tokenizer, now=now) as chat:
+            yield JobText(
+                PromptEncoder(tokenizer, chat.encode_all, **options),
+                tokenizer,
+                reads_clock=lambda: chat.reads_clock,
+                gave_up=lambda: chat.gave_up,
+            )
     except InvalidTokenizer as error:
         raise JobError(str(error), EXIT_MODEL) from error
-
-
-def _open_text(
-    files: ModelFiles,
-    now: datetime | None,
-    structures: Structures,
-    adapters: Sequence[str],
-    *,
-    is_strict: bool,
-) -> Iterator[JobText]:
-    tokenizer = load_tokenizer(files.tokenizer_files, files.path)
-
-    def refuse(row: BatchRow) -> RowError | None:
-        return refusal(row, files.spec.config, adapters)
-
-    structures.compile_allowed = partial(_allowed_tokens, files, tokenizer)
-    options: dict[str, Any] = {
-        "structures": structures,
-        "encode_pooled": PooledEncoder(tokenizer, lambda: files.spec.config, is_strict=is_strict),
-        "refuse": refuse,
-        "max_length": lambda: files.spec.config.max_position,
-    }
-    if tokenizer is None:
-        yield JobText(PromptEncoder(None, **options), None)
-        return
-    structures.make_trie = partial(_vocabulary, files, tokenizer)
-    with ChatRenderer(tokenizer, now=now) as chat:
-        yield JobText(
-            PromptEncoder(tokenizer, chat.encode_all, **options),
-            tokenizer,
-            reads_clock=lambda: chat.reads_clock,
-            gave_up=lambda: chat.gave_up,
-        )
 
 
 def _vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> "TokenTrie":

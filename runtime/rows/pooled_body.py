@@ -13,7 +13,16 @@ from typing import Any, Literal
 from ..errors import RowError
 from ..parameters.checks import wrong_value
 from ..parameters.vllm_options import AcceptedValues
-from .body_keys import HINTS, check_keys, given_values, max_prompt_tokens, refused, unknown_among
+from .body_keys import (
+    HINTS,
+    check_ids,
+    check_keys,
+    given_values,
+    max_prompt_tokens,
+    refused,
+    switch,
+    unknown_among,
+)
 
 Task = Literal["embed", "score", "rerank", "classify"]
 Text = str | tuple[int, ...]
@@ -34,7 +43,6 @@ POOLED_URLS: Mapping[str, Task] = {
 
 MAX_TEXTS = 2048
 """The maximum number of texts of a request, as in OpenAI's interface."""
-MAX_TOKEN_ID = 2**31 - 1
 _COMMON = ("truncate_prompt_tokens", "model")
 _KEYS: Mapping[Task, tuple[str, ...]] = {
     "embed": ("input", "encoding_format", "dimensions", *_COMMON),
@@ -120,9 +128,11 @@ def _request(task: Task, given: Mapping[str, Any]) -> PooledRequest:
                 dimensions=_count(given, "dimensions"),
             )
         case "classify":
-            return PooledRequest(
-                task, _inputs(given.get("input")), use_activation=_use_activation(given)
+            inputs, use_activation = (
+                _inputs(given.get("input")),
+                switch(given, "use_activation", default=True),
             )
+            return PooledRequest(task, inputs, use_activation=use_activation)
         case "score" | "rerank":
             return _pairs(task, given)
 
@@ -155,7 +165,7 @@ def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:
         texts,
         others,
         top_n=_count(given, "top_n", for_all=(0, -1)),
-        use_activation=_use_activation(given),
+        use_activation=switch(given, "use_activation", default=True),
     )
 
 
@@ -204,14 +214,7 @@ def _limited(key: str, items: list[Any]) -> Sequence[Any]:
 
 
 def _token_ids(where: str, ids: list[Any]) -> tuple[int, ...]:
-    for index, token in enumerate(ids):
-        # bool is an int in Python, but true is no token
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
-            raise RowError(
-                "invalid_token_id",
-                f"{where}: expected token ids, got {str(token)[:50]} at index {index}.",
-                "input",
-            )
+    check_ids(where, ids, "input")
     if not ids:
         raise RowError("empty_prompt", f"{where}: expected text or token ids, got none.", "input")
     return tuple(ids)
@@ -234,11 +237,4 @@ def _count(given: Mapping[str, Any], key: str, for_all: tuple[int, ...] = ()) ->
     if not is_integer or value < 1:
         or_all = f", or {' or '.join(map(str, for_all))} for all" if for_all else ""
         raise wrong_value(key, f"an integer of at least 1{or_all}", value)
-    return value
-
-
-def _use_activation(given: Mapping[str, Any]) -> bool:
-    value = given.get("use_activation", True)
-    if not isinstance(value, bool):
-        raise wrong_value("use_activation", "true or false", value)
     return value

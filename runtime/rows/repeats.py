@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import RowError
-from ..request import RequestOutput, SamplingParams
+from ..request import RequestOutput
 from .lines import BatchRow
 from .scan import ScannedRow
 
@@ -48,8 +48,9 @@ class RowDigests:
 
     def add(self, row: BatchRow, ids: Sequence[int]) -> None:
         """Add a row and its prompt ids; rows must be passed in order, each at most once."""
-        if _depends_on_id(row.params):
-            return
+        params = row.params
+        if params.seed is None and params.temperature != 0 and params.max_tokens != 0:
+            return  # the seed is derived from the id, and has an effect
         self._digests.extend([_NO_DIGEST] * (row.row - len(self._digests)))
         self._digests.append(_digest(row, ids))
 
@@ -99,11 +100,6 @@ class Answer:
         return replace(
             self.output, request_id=row.custom_id, prompt=row.prompt, error=error, metrics=None
         )
-
-
-def _depends_on_id(params: SamplingParams) -> bool:
-    """Whether the seed of a request is derived from its id and has an effect."""
-    return params.seed is None and params.temperature != 0 and params.max_tokens != 0
 
 
 def _request(row: BatchRow) -> tuple[object, ...]:

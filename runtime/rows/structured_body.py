@@ -118,7 +118,9 @@ def read_form_file(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text("utf-8")
-        form = {"guided_grammar": text} if path.suffix == ".gbnf" else _form(json.loads(text))
+        form = (
+            {"guided_grammar": text} if path.suffix == ".gbnf" else _keys_of_form(json.loads(text))
+        )
         if read_form(form) is None:
             raise ValueError("the form text, which asks for nothing")
     except OSError as error:
@@ -155,7 +157,7 @@ def field_names(form: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(properties) if isinstance(properties, dict) else ()
 
 
-def _form(value: Any) -> dict[str, Any]:
+def _keys_of_form(value: Any) -> dict[str, Any]:
     keys = [key for key in FORM_KEYS if isinstance(value, dict) and key in value]
     if keys and len(value) > 1:
         raise ValueError(f"the keys {', '.join(value)}")

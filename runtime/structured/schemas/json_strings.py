@@ -128,19 +128,10 @@ def _of_length(
     try:
         return both(content, _characters(least, most), _MAX_STATES)
     except TooLarge:
-        if (short := _short_pattern(patterns, most)) is None:
+        bounded = (_bounded(pattern, repeats) for repeats in REPEATS for pattern in patterns)
+        if (short := next((each for each in bounded if _longest(each) <= most), None)) is None:
             raise
     return both(both(content, _characters(least, None)), compile_language(in_json_string(short)))
-
-
-def _short_pattern(patterns: list[Language], most: int) -> Language | None:
-    """A pattern with bounded repetitions whose texts fit into `most`; None if none is found."""
-    for repeats in REPEATS:
-        for pattern in patterns:
-            short = _bounded(pattern, repeats)
-            if _longest(short) <= most:
-                return short
-    return None
 
 
 @lru_cache(maxsize=64)
