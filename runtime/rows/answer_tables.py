@@ -17,9 +17,8 @@ from typing import Any, BinaryIO
 
 from ..errors import InputError, UnusableFile
 from ..files.optional_packages import require
-from .carried import carried_in
 from .structured_body import FORM_KEYS, field_names
-from .tables import BATCH_ROWS, arrow_errors, parquet_package
+from .tables import BATCH_ROWS, arrow_errors, carried_in, parquet_package
 
 _INT64 = range(-(2**63), 2**63)
 _SCALARS = ("bool_", "int64", "float64", "string")

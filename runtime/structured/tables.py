@@ -15,8 +15,7 @@ from ...compile.grids.structured_grid import (
     StructuredGrid,
 )
 from ...modelzoo.structure import BITS, StructureTables
-from .blocks import Blocks
-from .token_automaton import TokenAutomaton
+from .token_automaton import Blocks, TokenAutomaton
 
 _WORDS_OF_BLOCK = TOKENS_OF_BLOCK // BITS
 
