@@ -19,7 +19,7 @@ from ...sharding.call import Call
 from ...sharding.communication import sent_bytes
 from ...sharding.mesh_layout import MeshLayout
 from ..graphs.graph_kinds import GraphKey
-from ..programs.collectives import Collective, read_collectives
+from ..programs.collectives import read_collectives
 from ..programs.report import Totals, read_report
 from .cost import CostModel
 from .work import Sent, sum_by_key
@@ -195,12 +195,8 @@ def _figures(totals: Totals) -> dict[str, float]:
 def _sent(text: str, mesh: MeshLayout) -> Sent:
     """Bytes sent by kind and mesh axes, without branches that only some rows need."""
     return sum_by_key(
-        ((collective.kind, collective.mesh_axes), _sent_for(collective, mesh))
-        for collective in read_collectives(text, mesh.sizes)
-        if not collective.is_conditional
+        ((x.kind, x.mesh_axes), sent_bytes(x.kind, x.times * x.num_bytes, group))
+        for x in read_collectives(text, mesh.sizes)
+        for group in [mesh.num_shards(x.mesh_axes)]
+        if not x.is_conditional
     )
-
-
-def _sent_for(collective: Collective, mesh: MeshLayout) -> float:
-    group = mesh.num_shards(collective.mesh_axes)
-    return sent_bytes(collective.kind, collective.times * collective.num_bytes, group)

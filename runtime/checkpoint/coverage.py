@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ...modelzoo.families.mapping import ParameterSource
 from ..errors import CheckpointMismatch
 from .axis_pattern import AxisPattern
@@ -51,7 +49,9 @@ def check_coverage(
         "tensors with rows that no parameter uses": _left_over_rows(spec, tensors),
         "parameters that no tensor fills": sorted(abstract.keys() - set(filled)),
         "filled parameters that the model does not have": sorted(set(filled) - abstract.keys()),
-        "parameters that are filled more than once": _repeated(filled),
+        "parameters that are filled more than once": sorted(
+            name for name, count in Counter(filled).items() if count > 1
+        ),
         "wrong shape or type": [
             problem
             for source in spec.sources
@@ -101,15 +101,6 @@ def _left_over_rows(spec: "ModelSpec", tensors: TensorSource) -> list[str]:
     return sorted(left_over)
 
 
-def _repeated(names: list[str]) -> list[str]:
-    return sorted(name for name, count in Counter(names).items() if count > 1)
-
-
-def _is_floating(dtype: np.dtype) -> bool:
-    # ml_dtypes' types (bfloat16) are of numpy's kind V
-    return dtype.kind == "f" or dtype.name == "bfloat16"
-
-
 def _shape_problems(
     source: ParameterSource, tensors: TensorSource, expected: tuple[int, ...]
 ) -> list[str]:
@@ -122,7 +113,8 @@ def _shape_problems(
         problems += [
             f"{name}: expected floating numbers, got {info.stored_as}"
             for name, info in zip(part.tensors, infos, strict=True)
-            if not _is_floating(info.dtype)
+            # ml_dtypes' types (bfloat16) are of numpy's kind V
+            if info.dtype.kind != "f" and info.dtype.name != "bfloat16"
         ]
         try:
             shape = source_of(part, tensors).tensors[part.tensor].shape

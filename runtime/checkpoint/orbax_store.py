@@ -151,16 +151,12 @@ class OrbaxTensors:
             name: _tensor_info(path, name, entry)
             for name, entry in description["parameters"].items()
         }
-        self._tensors = {
+        self.tensors = {
             name: _arranged_info(path, name, info, arrangement)
             for name, info in self._stored.items()
         }
         self._held: tuple[str, np.ndarray] | None = None
         self._lock = threading.Lock()
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
 
     def arranged(self, arrangement: Arrangement) -> "OrbaxTensors":
         """The same checkpoint with its parameters in an arrangement."""

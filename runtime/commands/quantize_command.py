@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..console import note, tell
+from ..console import GIGABYTE, note, tell
 from ..errors import ConfigError
 from ..files.folders import check_new_folder
 from .shared_options import (
@@ -28,8 +28,6 @@ from .shared_options import (
 
 if TYPE_CHECKING:
     from ...modelzoo.weights.weight_formats import WeightFormat
-
-GIGABYTE = 1e9
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -31,11 +31,10 @@ from ...compile.targets import find_target
 from ...modelzoo.config import DecoderConfig
 from ...modelzoo.layer_groups import longest_repeat
 from ...sharding.layout import Layout
+from ..console import GIGABYTE
 from ..devices.compiler_messages import without_alarms
 from ..devices.graph_memory import required_bytes
 from .planner import PlanResult
-
-GIGABYTE = 1e9
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from ...compile.planning.work import Work
 from ...compile.weight_rules import ALL_FLOAT, WeightRules
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
-from ...sharding.legality import ModelSizes, check
+from ...sharding.legality import check
 from ...sharding.mesh_layout import MeshLayout
 from ...sharding.placement import arrangement_of, cache_dtype
+from ..console import GIGABYTE
 from .sample import longest_rows
 
-GIGABYTE = 1e9
 MAX_DEVICES = 4096
 NUM_LAYOUTS_TRIED = 3
 """The number of layouts, those with the smallest need of memory, that are tried on more devices."""
@@ -83,17 +83,14 @@ class Ranking:
 
     def findings(self, layout: Layout | None) -> tuple[str, ...]:
         """The reasons why a layout is illegal for the model; empty if it is legal."""
-        return () if layout is None else tuple(check(layout, self._sizes))
+        sizes = model_sizes(self.config, self.num_devices, weight_rules=self.weight_rules)
+        return () if layout is None else tuple(check(layout, sizes))
 
     def cost(self, layout: Layout | None) -> CostModel:
         """The cost model of calls under a legal layout."""
         stored = cache_dtype(self.platform, self.dtype)
         work = Work(self._definition(layout), self.dtype, layout, stored)
         return CostModel(work, self.hardware, self.calibration, self.torus)
-
-    @property
-    def _sizes(self) -> ModelSizes:
-        return model_sizes(self.config, self.num_devices, weight_rules=self.weight_rules)
 
     def _rate(self, layout: Layout | None) -> RankedLayout:
         if findings := self.findings(layout):

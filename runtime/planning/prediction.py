@@ -309,12 +309,13 @@ def _budget(
     `entry_bytes` depend on the layout. Without them, decode graphs are expected to compile faster.
     """
     platform, seconds = TargetName.parse(options.target).platform, options.seconds_per_graph
+    gigabytes = options.max_memory_gb
     num_defined = len(block_layers(config, Arrangement(scan_layers=options.scan_layers)))
     predicted = GraphSeconds.predicted(platform, num_defined, entry_bytes)
     return Budget(
         prefill_graphs=options.max_prefill_graphs,
         decode_graphs=options.max_decode_graphs,
-        memory_bytes=_memory(options, hardware),
+        memory_bytes=MEMORY_SHARE * hardware.memory_bytes if gigabytes is None else gigabytes * 1e9,
         compile_seconds=options.max_compile_minutes * 60,
         padding=options.max_padding,
         graph_seconds=GraphSeconds(seconds, seconds) if seconds else predicted,
@@ -382,12 +383,6 @@ def _grids_of_run(workload: Workload) -> "dict[str, BucketGrid]":
         return {}
     grid = read_stored(workload.manifest["plan"]).buckets
     return {PLAN_OF_RUN: grid} if grid.prefixes is None else {}
-
-
-def _memory(options: PlanOptions, hardware: Hardware) -> float:
-    if options.max_memory_gb is not None:
-        return options.max_memory_gb * 1e9
-    return MEMORY_SHARE * hardware.memory_bytes
 
 
 def _fingerprint(files: ModelFiles) -> str:

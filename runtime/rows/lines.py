@@ -22,9 +22,16 @@ from ..files.strict_json import MAX_LINE_BYTES, Line, Unit, dump_line, parse_obj
 from ..parameters.checks import wrong_value
 from ..request import SamplingParams
 from ..text.chat_messages import read_messages
-from .body_keys import check_ids
-from .pooled_body import EMBEDDING_URL, POOLED_URLS, PooledRequest, read_pooled, unknown_pooled_keys
-from .request_body import read_params, unknown_keys
+from .body_keys import check_ids, unknown_among
+from .pooled_body import (
+    EMBEDDING_URL,
+    POOLED_KEYS,
+    POOLED_OTHERS,
+    POOLED_URLS,
+    PooledRequest,
+    read_pooled,
+)
+from .request_body import key_tables, read_params
 from .tools import Tools
 
 CHAT_URL = "/v1/chat/completions"
@@ -309,9 +316,9 @@ def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
 
 
 def _unknown_keys(url: str, body: Mapping[str, Any]) -> tuple[str, ...]:
-    if (task := POOLED_URLS.get(url)) is not None:
-        return unknown_pooled_keys(task, body)
-    return unknown_keys(body, is_chat=url == CHAT_URL)
+    task = POOLED_URLS.get(url)
+    tables = key_tables(url == CHAT_URL) if task is None else (POOLED_KEYS[task], POOLED_OTHERS)
+    return unknown_among(body, *tables)
 
 
 def _model(body: Mapping[str, Any]) -> str | None:

@@ -21,7 +21,6 @@ from .body_keys import (
     max_prompt_tokens,
     refused,
     switch,
-    unknown_among,
 )
 
 Task = Literal["embed", "score", "rerank", "classify"]
@@ -44,7 +43,7 @@ POOLED_URLS: Mapping[str, Task] = {
 MAX_TEXTS = 2048
 """The maximum number of texts of a request, as in OpenAI's interface."""
 _COMMON = ("truncate_prompt_tokens", "model")
-_KEYS: Mapping[Task, tuple[str, ...]] = {
+POOLED_KEYS: Mapping[Task, tuple[str, ...]] = {
     "embed": ("input", "encoding_format", "dimensions", *_COMMON),
     "score": ("text_1", "text_2", "use_activation", *_COMMON),
     "rerank": ("query", "documents", "top_n", "use_activation", *_COMMON),
@@ -56,7 +55,7 @@ PAIR_KEYS: Mapping[Task, tuple[str, str]] = {
 }
 """The keys of the two texts of a pair."""
 _INTEGERS = ("dimensions", "top_n", "truncate_prompt_tokens")
-_OTHERS: Mapping[str, AcceptedValues] = {
+POOLED_OTHERS: Mapping[str, AcceptedValues] = {
     **HINTS,
     "add_special_tokens": AcceptedValues((True,), "Give token ids for a text without them"),
     "embed_dtype": AcceptedValues(("float32",), "Vectors have float32"),
@@ -114,7 +113,7 @@ def read_pooled(task: Task, body: Mapping[str, Any]) -> PooledRequest:
         RowError: A key is unknown or unsupported, or its value is invalid.
     """
     given = given_values(body, _INTEGERS)
-    check_keys(given, _KEYS[task], _OTHERS)
+    check_keys(given, POOLED_KEYS[task], POOLED_OTHERS)
     return replace(_request(task, given), max_tokens=max_prompt_tokens(given))
 
 
@@ -135,14 +134,6 @@ def _request(task: Task, given: Mapping[str, Any]) -> PooledRequest:
             return PooledRequest(task, inputs, use_activation=use_activation)
         case "score" | "rerank":
             return _pairs(task, given)
-
-
-def unknown_pooled_keys(task: Task, body: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of a body that noria does not know.
-
-    Keys that it knows but does not support are not among them.
-    """
-    return unknown_among(body, _KEYS[task], _OTHERS)
 
 
 def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:

@@ -60,7 +60,9 @@ class RowDigests:
             return rows, Repeats()
         import numpy as np  # a job that has finished does not wait for this import
 
-        digests = np.fromiter(map(self._digest_of, rows), np.uint64, len(rows))
+        known = self._digests
+        own = (known[row.row] if row.row < len(known) else _NO_DIGEST for row in rows)
+        digests = np.fromiter(own, np.uint64, len(rows))
         places = np.arange(len(rows))
         _, first_places, groups = np.unique(digests, return_index=True, return_inverse=True)
         firsts = np.where(digests == _NO_DIGEST, places, first_places[groups])
@@ -69,9 +71,6 @@ class RowDigests:
         computed = [rows[place] for place in np.flatnonzero(firsts == places).tolist()]
         first_rows = array("q", (rows[place].row for place in firsts[repeats].tolist()))
         return computed, Repeats([rows[place] for place in repeats.tolist()], first_rows)
-
-    def _digest_of(self, row: ScannedRow) -> int:
-        return self._digests[row.row] if row.row < len(self._digests) else _NO_DIGEST
 
 
 @dataclass(frozen=True)

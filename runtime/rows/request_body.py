@@ -26,7 +26,6 @@ from .body_keys import (
     given_values,
     max_prompt_tokens,
     switch,
-    unknown_among,
 )
 from .structured_body import FORM_KEYS, read_form
 from .tools import TOOL_KEYS, Tools, read_tools
@@ -117,7 +116,7 @@ def read_params(
         RowError: A key is unknown or unsupported, or its value is invalid.
     """
     given = given_values(body, _INTEGERS)
-    check_keys(given, *_tables(is_chat))
+    check_keys(given, *key_tables(is_chat))
     if switch(given, "stream"):
         raise RowError("invalid_request", "stream: expected false in a batch, got true.", "stream")
 
@@ -197,15 +196,7 @@ def _in_body_keys(error: RowError, keys: Mapping[str, str]) -> RowError:
     return RowError(error.code, message, f"{keys.get(field, field)}{dot}{rest}")
 
 
-def unknown_keys(body: Mapping[str, Any], *, is_chat: bool) -> tuple[str, ...]:
-    """The keys of a body that noria does not know.
-
-    Keys that it knows but does not support are not among them.
-    """
-    return unknown_among(body, *_tables(is_chat))
-
-
-def _tables(is_chat: bool) -> tuple[tuple[str, ...], Mapping[str, AcceptedValues]]:
+def key_tables(is_chat: bool) -> tuple[tuple[str, ...], Mapping[str, AcceptedValues]]:
     """The keys that decide an answer, and the other keys with their harmless values."""
     return (CHAT_KEYS, OF_CHAT) if is_chat else (COMPLETION_KEYS, OF_COMPLETIONS)
 

@@ -249,7 +249,11 @@ class Mxfp4Tensor:
         if part == "groups":
             groups = np.arange(inputs.start, inputs.stop) // size
             return np.broadcast_to(groups[None, :, None], [len(i) for i in box])
-        scales = _float8_e8m0_values()[fetch(SCALES, blocks)] if part != "codes" else None
+        scales = (
+            _small_float_values("float8_e8m0fnu")[fetch(SCALES, blocks)]
+            if part != "codes"
+            else None
+        )
         if part == "scales":
             assert scales is not None
             return scales.repeat(size, axis=-1).transpose(0, 2, 1)[:, cut]
@@ -276,11 +280,6 @@ def _small_float_values(dtype: str) -> np.ndarray:
     if dtype.startswith("float4"):
         bytes_ &= 15
     return bytes_.view(_ml_dtype(dtype)).astype(np.float32)
-
-
-@cache
-def _float8_e8m0_values() -> np.ndarray:
-    return np.arange(256, dtype=np.uint8).view(_ml_dtype("float8_e8m0fnu")).astype(np.float32)
 
 
 def _ml_dtype(name: str) -> np.dtype:

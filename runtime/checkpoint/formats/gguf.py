@@ -22,7 +22,7 @@ import numpy as np
 from ...errors import CheckpointError
 from ...files.file_facts import FileStamp
 from ...files.optional_packages import require
-from ..tensor_source import Index, Interval, TensorInfo, TensorSource, intervals
+from ..tensor_source import Index, Interval, TensorSource, intervals
 from .coded_tensors import KeptCodes, Part
 from .gguf_codes import CODES
 from .gguf_header import TENSOR_TYPES, GGUFHeader, GGUFTensor, read_header
@@ -54,12 +54,8 @@ class GGUFFile:
                 check_part(file, header, number, len(files), self._entries)
             self.header_bytes[file] = header.num_bytes
             self._entries |= {name: (stamp, entry) for name, entry in header.tensors.items()}
-        self._tensors = {name: entry.info for name, (_, entry) in self._entries.items()}
-        check_whole(path, self.metadata, len(files), len(self._tensors))
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+        self.tensors = {name: entry.info for name, (_, entry) in self._entries.items()}
+        check_whole(path, self.metadata, len(files), len(self.tensors))
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a box as float32; only its rows are read, and only its blocks are dequantised."""
@@ -69,7 +65,7 @@ class GGUFFile:
     def kept(self) -> Mapping[str, KeptCodes]:
         """The codes of tensors that a plan may keep."""
         found = {}
-        for name, info in self._tensors.items():
+        for name, info in self.tensors.items():
             if info.stored_as in CODES:
                 form = CODES[info.stored_as].format
                 blocks = (*[1] * (len(info.shape) - 1), form.group)
@@ -78,7 +74,7 @@ class GGUFFile:
 
     def part(self, part: Part) -> TensorSource:
         """The tensors in codes, each read as a part of its numbers."""
-        return PartOfTensors(self._tensors, self.kept, part, self._read_part)
+        return PartOfTensors(self.tensors, self.kept, part, self._read_part)
 
     def _read_part(self, name: str, index: Index | None, part: Part) -> np.ndarray:
         def of_part(stored: np.ndarray, type_number: int) -> np.ndarray:

@@ -12,7 +12,7 @@ tensor in a shard is listed. A directory with both kinds of checkpoint is refuse
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,7 @@ class SafetensorsDirectory:
                 f"{plural(len(problems), 'difference')}:\n  {shown}\n"
                 f"Fetch the index and all shards of one version, or save the model again."
             )
-        self._tensors = {name: file.tensors[name] for name, file in self._home.items()}
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+        self.tensors = {name: file.tensors[name] for name, file in self._home.items()}
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -248,11 +244,7 @@ class ModuleTensors:
             for name, info in file.tensors.items():
                 self._homes[f"{folder}/{name}"] = file, name
                 tensors[f"{folder}/{name}"] = info
-        self._tensors = tensors
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+        self.tensors = tensors
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a tensor or a box of it."""
