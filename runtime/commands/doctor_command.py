@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import eq, ge, gt, le, lt
 
 from ..bundles.compilation_cache import check_trusted
 from ..console import tell
