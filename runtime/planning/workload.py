@@ -108,8 +108,8 @@ def read_workload(
     finished = None if output is None else read_finished_job(output)
     scanned = _scan(path, files, models)
     if lengths := text_lengths(scanned.summary.requirements):
-        num_bad, first_error = scanned.num_bad, scanned.first_error
-        return Workload(path.name, (), num_bad, first_error, text_lengths=tuple(lengths))
+        num_bad = sum(row.requirements is None for row in scanned.summary.rows)
+        return Workload(path.name, (), num_bad, scanned.first_error, text_lengths=tuple(lengths))
     return _with_lengths(path.name, scanned, finished, share_of_limit)
 
 
@@ -121,11 +121,6 @@ class _Scanned:
     structures: Structures
     chat_rows: Set[int]
     input_sha256: str
-
-    @property
-    def num_bad(self) -> int:
-        """The number of rows in error."""
-        return sum(row.requirements is None for row in self.summary.rows)
 
     @property
     def first_error(self) -> str:

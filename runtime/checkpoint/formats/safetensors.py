@@ -44,11 +44,11 @@ class SafetensorsDirectory:
     """The tensors of a directory, with one memory map for each file."""
 
     def __init__(self, directory: Path):
-        self._shards, weight_map = _find_shards(directory)
+        shards, weight_map = _find_shards(directory)
         self._files: dict[str, SafetensorsFile] = {}
         self._home: dict[str, SafetensorsFile] = {}
         problems: list[str] = []
-        for shard, path in self._shards.items():
+        for shard, path in shards.items():
             file = self._files[shard] = SafetensorsFile(path)
             for name in file.tensors:
                 if name in self._home:
@@ -69,10 +69,6 @@ class SafetensorsDirectory:
                 f"Fetch the index and all shards of one version, or save the model again."
             )
         self.tensors = {name: file.tensors[name] for name, file in self._home.items()}
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return tuple(self._shards.values())
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a tensor or a box of it; only the bytes of the box are read."""
