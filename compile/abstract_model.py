@@ -162,7 +162,9 @@ class AbstractModel:
                     layers = shape[: len(shape) - len(variable.get_metadata()["logical_axes"])]
                     order_shape = (*layers, quantisation.num_inputs(shape))
                     abstract[name + ORDER] = jax.ShapeDtypeStruct(order_shape, "int32")
-            if (size := self._num_ranks(name)) is not None:
+            if self.adapters is not None and name in self.adapted:
+                # the ranks of all adapters are side by side
+                size = self.adapted[name] * self.adapters.count
                 inputs, layers = variable.get_metadata()["inputs"], self._layer_axes(name)
                 down = (*shape[:layers], *down_shape(shape, inputs, size))
                 abstract[name + DOWN] = jax.ShapeDtypeStruct(down, dtype)
@@ -245,11 +247,6 @@ class AbstractModel:
                 f"{unknown[0]!r}. Remove it, or plan again for this model."
             )
         return {name: rank for name, rank in ranks.items() if rank}
-
-    def _num_ranks(self, name: str) -> int | None:
-        """The sum of the ranks of all adapters for a weight; None if it is not adapted."""
-        rank = self.adapted.get(name)
-        return None if rank is None or self.adapters is None else rank * self.adapters.count
 
     def _layer_axes(self, name: str) -> int:
         """The number of axes of layers of a parameter: 1 if it is stacked."""

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
+GIGABYTE = 1e9
+"""The unit of memory in messages, in bytes."""
+
 
 def tell(stream: TextIO, message: object) -> None:
     """Write a message and a line ending, with control characters escaped."""

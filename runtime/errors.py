@@ -76,20 +76,8 @@ def joined(errors: Sequence[RowError]) -> RowError:
     return RowError(errors[0].code, " ".join(messages), errors[0].param)
 
 
-class JobError(RuntimeError):
-    """A job that cannot continue, with the exit code of its command."""
-
-    def __init__(self, message: str, exit_code: int):
-        super().__init__(message)
-        self.exit_code = exit_code
-
-    def __reduce__(self):
-        """Pickle all arguments, so that a worker's error reaches its parent process."""
-        return type(self), (str(self), self.exit_code)
-
-
-class StartFailed(ValueError):
-    """A pod that does not start, with the exit code of all its processes."""
+class _WithExitCode(Exception):
+    """An error with the exit code of its command."""
 
     def __init__(self, message: str, exit_code: int = EXIT_USAGE):
         super().__init__(message)
@@ -98,6 +86,14 @@ class StartFailed(ValueError):
     def __reduce__(self):
         """Pickle all arguments, so that a worker's error reaches its parent process."""
         return type(self), (str(self), self.exit_code)
+
+
+class JobError(_WithExitCode, RuntimeError):
+    """A job that cannot continue, with the exit code of its command."""
+
+
+class StartFailed(_WithExitCode, ValueError):
+    """A pod that does not start, with the exit code of all its processes."""
 
 
 class JournalError(ValueError):

@@ -27,9 +27,8 @@ from .bundles.warm_start import Stores, WarmStart
 from .console import tell
 from .devices import backends
 from .devices.default_target import default_target
-from .embedding.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from .embedding.texts import pack
-from .embedding.vectors import shortened
+from .embedding.vectors import EmbeddingOutput, EmbeddingRequestOutput, shortened
 from .errors import RowError, check_process
 from .files.run_config import read_instant, read_plan_table
 from .parameters.vllm_options import CALL, CHAT, EMBED, MODEL, also_accepts

@@ -35,9 +35,8 @@ from .devices.graph_memory import check_memory
 from .devices.host_arrays import HostArrays
 from .engine.admission import Admission
 from .engine.embedding import EmbeddingSession
-from .engine.expert_use import ExpertSetup
 from .engine.generation import GenerationSession
-from .engine.metrics import RunFigures
+from .engine.metrics import ExpertSetup, RunFigures
 from .engine.model_runner import ModelRunner
 from .engine.shared_prefixes import SharedPrefix
 from .engine.slot_calls import SlotCalls

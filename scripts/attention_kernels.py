@@ -41,7 +41,7 @@ from noria.modelzoo.attention.attend import Attend, Visibility, attend_masked, m
 from noria.modelzoo.attention.blockwise import attend_blockwise, block_sizes
 from noria.modelzoo.cache.segments import EMPTY_POSITION
 from noria.modelzoo.config import DecoderConfig
-from noria.modelzoo.kernels import flash_blocks, splash
+from noria.modelzoo.kernels import flash, splash
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
@@ -141,16 +141,16 @@ def chunk_cells(target: str, length: int, chunk: int) -> str:
 def flash_bytes(start: int, chunk: int, num_keys: int, num_seen: int | None) -> int:
     """Return the bytes of a flash call over the first entries of a cache, or over the chunk."""
     shape, first = (1, chunk, K, G, H), start if num_seen is None else 0
-    block = flash_blocks.block_sizes(shape, H, num_keys)
+    block = flash.block_sizes(shape, H, num_keys)
     position_BS = first + jnp.arange(num_keys)[None]
     if num_seen is not None:
         position_BS = jnp.where(position_BS < num_seen, position_BS, EMPTY_POSITION)
     seen = Visibility(start + jnp.arange(chunk)[None], position_BS)
-    read = np.asarray(flash_blocks.blocks_read(seen, block)).ravel()
+    read = np.asarray(flash.blocks_read(seen, block)).ravel()
     # a block that is on the chip already is not read again
     num_brought = 1 + np.count_nonzero(np.diff(read))
     dtype = jnp.dtype(jnp.bfloat16)
-    return flash_blocks.call_bytes(shape, H, int(num_brought) * block.S, block, dtype)
+    return flash.call_bytes(shape, H, int(num_brought) * block.S, block, dtype)
 
 
 def merge_bytes(chunk: int) -> int:

@@ -17,8 +17,8 @@ from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.engine.admission import Admission
-from noria.runtime.engine.expert_use import ExpertSetup
 from noria.runtime.engine.generation import GenerationSession
+from noria.runtime.engine.metrics import ExpertSetup
 from noria.runtime.engine.model_runner import ModelRunner
 from noria.runtime.engine.slot_calls import SlotCalls
 

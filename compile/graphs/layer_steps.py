@@ -95,45 +95,19 @@ class CalibrationLayer:
         Experts are not among them."""
         self.experts = tuple(product.parameter for product in record.expert_products)
         """The weights of experts, gate and up before down; empty in a dense layer."""
-        self._input_sum = jax.jit(
+        self.input_sum = jax.jit(
             self._trace_input_sum, static_argnames=("parameter", "is_diagonal")
         )
-        self._expert_input = jax.jit(self._trace_expert_input)
-        self._output = jax.jit(self._trace_output)
+        self.expert_input = jax.jit(self._trace_expert_input)
+        """The input of the experts of a sparse layer; see `_trace_input_sum`."""
+        self.output = jax.jit(self._trace_output)
+        """The residual stream after the layer; see `_trace_input_sum`."""
         options = self._model.config.layers[0].feed_forward
         if isinstance(options, Experts):
             self.weighs_input = options.moe.routing.weighs_input
             """Whether routing weights multiply the inputs of experts."""
             unit = gated_unit(options)
             self._hidden = jax.jit(partial(hidden, unit=unit, project=multiply))
-
-    def input_sum(
-        self,
-        parameters: Mapping[str, jax.Array],
-        x_BTD: jax.Array,
-        true_length_B: jax.Array,
-        parameter: str,
-        *,
-        is_diagonal: bool = False,
-    ) -> jax.Array:
-        """The sum `[A, A]` over all tokens of the outer products of the input of a weight.
-
-        Args:
-          parameters: The parameters of the layer, by their paths in the layer.
-          x_BTD: The residual stream before the layer.
-          true_length_B: The number of tokens of each prompt.
-          parameter: The path of the weight in the layer.
-          is_diagonal: Whether only the diagonal `[A]` is computed.
-        """
-        return self._input_sum(
-            parameters, x_BTD, true_length_B, parameter=parameter, is_diagonal=is_diagonal
-        )
-
-    def expert_input(
-        self, parameters: Mapping[str, jax.Array], x_BTD: jax.Array, true_length_B: jax.Array
-    ) -> ExpertInput:
-        """The input of the experts of a sparse layer; see `input_sum`."""
-        return self._expert_input(parameters, x_BTD, true_length_B)
 
     def expert_hidden(
         self, x_UD: np.ndarray, gate_up_PDF: np.ndarray, bias_PF: np.ndarray | None
@@ -148,20 +122,23 @@ class CalibrationLayer:
             h_UF[start : start + _TILE] = np.asarray(h_WF)[: len(x_WD)]
         return h_UF
 
-    def output(
-        self, parameters: Mapping[str, jax.Array], x_BTD: jax.Array, true_length_B: jax.Array
-    ) -> jax.Array:
-        """The residual stream after the layer; see `input_sum`."""
-        return self._output(parameters, x_BTD, true_length_B)
-
     def _trace_input_sum(
         self,
         parameters: Mapping[str, jax.Array],
         x_BTD: jax.Array,
         true_length_B: jax.Array,
         parameter: str,
-        is_diagonal: bool,
+        is_diagonal: bool = False,
     ) -> jax.Array:
+        """The sum `[A, A]` over all tokens of the outer products of the input of a weight.
+
+        Args:
+          parameters: The parameters of the layer, by their paths in the layer.
+          x_BTD: The residual stream before the layer.
+          true_length_B: The number of tokens of each prompt.
+          parameter: The path of the weight in the layer.
+          is_diagonal: Whether only the diagonal `[A]` is computed.
+        """
         decoder = self._bind(parameters)
         (weight,) = (
             i for i, name in parameter_names(decoder.layers[0]).items() if name == parameter

@@ -8,7 +8,6 @@ take the longest rows first, so that rows of similar length run at the same time
 for long rows in all slots. Knows nothing of models.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -70,11 +69,7 @@ def with_ragged_slots(grid: BucketGrid, use: SlotUse, layout: Layout | None = No
         busy = SPARE * slots * steps_R[is_longer_R].sum() / steps_R.sum()
         needed = rows if use.num_sequences <= slots else min(rows, int(np.ceil(busy)))
         counts.append(min(-(-max(1, needed) // groups) * groups, counts[-1]))
-    if not _is_worthwhile(counts, spans):
+    kept_entries = np.diff([0, *spans]) @ np.array(counts)
+    if kept_entries > WORTHWHILE * counts[0] * spans[-1]:
         return grid
     return replace(grid, span_slots=tuple(counts), slot_groups=groups)
-
-
-def _is_worthwhile(counts: Sequence[int], spans: Sequence[int]) -> bool:
-    kept_entries = np.diff([0, *spans]) @ np.array(counts)
-    return bool(kept_entries <= WORTHWHILE * counts[0] * spans[-1])

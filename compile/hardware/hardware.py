@@ -56,7 +56,11 @@ class Hardware:
                 numbers[name] = getattr(self, name)
         for name, number in numbers.items():
             check_number(f"hardware {self.name}.{name}", number, above=0)
-        if not _is_block(self.wraps):
+        if (
+            not isinstance(self.wraps, list)
+            or any(type(side) is not int or side <= 1 for side in self.wraps)
+            or len(set(self.wraps)) > 1
+        ):
             raise ValueError(
                 f"hardware {self.name}.wraps: expected the sides of a block of devices, all alike, "
                 f"as [16] or [4, 4, 4], or [] for a switch, got {self.wraps!r}."
@@ -185,11 +189,3 @@ def hardware_of(target: str, known: Mapping[str, Hardware], kind: str = "") -> H
         )
     device = known[name]
     return device.shared_by(parsed.num_devices) if is_cpu else device
-
-
-def _is_block(sides: object) -> bool:
-    return (
-        isinstance(sides, list)
-        and all(type(side) is int and side > 1 for side in sides)
-        and len(set(sides)) <= 1
-    )

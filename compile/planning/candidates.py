@@ -38,8 +38,7 @@ from ..grids.span_slots import SlotUse, with_ragged_slots
 from .compile_time import NO_TIME, GraphSeconds
 from .cost import CostModel
 from .graph_prices import GraphPrices
-from .prefill_calls import calls_to_fill
-from .run_bounds import Candidate, ExpectedRow, RunBounds
+from .run_bounds import Candidate, ExpectedRow, RunBounds, calls_to_fill
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TOKENS_PER_PREFILL = (32, 64, 128, 256, 512, 1024, 2048)

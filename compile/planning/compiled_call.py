@@ -19,8 +19,8 @@ from ...sharding.call import Call
 from ...sharding.communication import sent_bytes
 from ...sharding.mesh_layout import MeshLayout
 from ..graphs.graph_kinds import GraphKey
-from ..programs.collectives import Collective, read_collectives
-from ..programs.report import ProgramReport, Totals, read_report
+from ..programs.collectives import read_collectives
+from ..programs.report import Totals, read_report
 from .cost import CostModel
 from .work import Sent, sum_by_key
 
@@ -77,7 +77,10 @@ class ProgramCounts:
             off_tpu = 0.0 if platform == "tpu" else analysis.get("bytes accessed", 0.0)
             return replace(counted, num_bytes=off_tpu, sent=None if mesh.num_devices > 1 else {})
         report = read_report(text, platform, mesh.sizes, cost.hardware, cost.torus)
-        return replace(counted, sent=_sent(text, mesh), **_report_figures(report, steps))
+        # a step has its share of the work that runs once for all steps
+        step, once = _figures(report.step), _figures(report.once)
+        figures = {name: number + once[name] / steps for name, number in step.items()}
+        return replace(counted, sent=_sent(text, mesh), **figures)
 
     def with_more_turns(self, more: float, shorter: "ProgramCounts") -> "ProgramCounts":
         """Extrapolate to a program with `more` additional iterations of the loop over layers.
@@ -178,12 +181,6 @@ def compiled_call(
     )
 
 
-def _report_figures(report: ProgramReport, steps: int) -> dict[str, float]:
-    """Figures of a step, with its share of the work that runs once for all steps."""
-    step, once = _figures(report.step), _figures(report.once)
-    return {name: number + once[name] / steps for name, number in step.items()}
-
-
 def _figures(totals: Totals) -> dict[str, float]:
     return {
         "num_bytes": totals.bytes_moved,
@@ -198,12 +195,8 @@ def _figures(totals: Totals) -> dict[str, float]:
 def _sent(text: str, mesh: MeshLayout) -> Sent:
     """Bytes sent by kind and mesh axes, without branches that only some rows need."""
     return sum_by_key(
-        ((collective.kind, collective.mesh_axes), _sent_for(collective, mesh))
-        for collective in read_collectives(text, mesh.sizes)
-        if not collective.is_conditional
+        ((x.kind, x.mesh_axes), sent_bytes(x.kind, x.times * x.num_bytes, group))
+        for x in read_collectives(text, mesh.sizes)
+        for group in [mesh.num_shards(x.mesh_axes)]
+        if not x.is_conditional
     )
-
-
-def _sent_for(collective: Collective, mesh: MeshLayout) -> float:
-    group = mesh.num_shards(collective.mesh_axes)
-    return sent_bytes(collective.kind, collective.times * collective.num_bytes, group)

@@ -13,7 +13,7 @@ from ..grids.bucket_grid import BucketGrid
 from ..grids.bucket_search import cheapest_cuts
 from ..grids.prefill_bucket import PrefillBucket
 from .cost import CostModel
-from .prefill_calls import rows_by_bucket
+from .run_bounds import rows_by_bucket
 
 LANES = 128
 """The step of lengths that fill a TPU's lanes."""

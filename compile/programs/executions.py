@@ -43,26 +43,16 @@ class Executions:
     def __init__(self, program: Program, traffic: Traffic):
         self._program, self._traffic = program, traffic
         entry = program.computations[program.entry]
-        self._steps = next(
-            (
-                instruction
-                for instruction in entry.instructions.values()
-                if self._is_steps(instruction)
-            ),
-            None,
-        )
+        self.steps = next(filter(self._is_steps, entry.instructions.values()), None)
+        """The loop over steps; None without one."""
 
     def __iter__(self) -> Iterator[Execution]:
         """Visit every instruction that runs, in the order of the text, callers first."""
-        return self._visit(_CallSite(self._program.entry, is_once=self._steps is not None))
+        return self._visit(_CallSite(self._program.entry, is_once=self.steps is not None))
 
     def turns(self, loop: Execution) -> int | None:
         """Iterations of a loop in each of its runs; None if the text does not prove a number."""
         return trip_count(self._program, loop.computation, loop.instruction)
-
-    def is_steps(self, loop: Instruction) -> bool:
-        """Whether this is the loop over steps."""
-        return loop is self._steps
 
     def _is_steps(self, instruction: Instruction) -> bool:
         entry = self._program.computations[self._program.entry]
@@ -81,7 +71,7 @@ class Executions:
                 turns = self.turns(execution)
                 times = site.times * (1 if turns is None else turns)
                 body = dict(instruction.called())["body"]
-                is_once = site.is_once and instruction is not self._steps
+                is_once = site.is_once and instruction is not self.steps
                 yield from self._visit(_CallSite(body, times, is_once))
             elif instruction.opcode in CALLERS:
                 yield from self._visit(

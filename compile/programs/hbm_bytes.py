@@ -16,7 +16,6 @@ the chip for the next call count in addition to those for itself.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 from .hlo_text import Computation, Instruction, Program, array_bytes, read_program, trip_count
@@ -172,16 +171,10 @@ def _read_inside(program: Program, fused: Computation, value: Instruction, whole
         _read_inside(program, fused, user, whole)
         if (user.opcode in _VIEWS or position in _passed_on(user)) and not user.is_root
         else _read(program, user, position, whole)
-        for user, position in _uses(fused, value)
+        for user in fused.instructions.values()
+        for position, name in enumerate(user.operands)
+        if name == value.name
     )
-
-
-def _uses(computation: Computation, value: Instruction) -> Iterator[tuple[Instruction, int]]:
-    """Instructions that use a value, and the position of the operand."""
-    for user in computation.instructions.values():
-        for position, name in enumerate(user.operands):
-            if name == value.name:
-                yield user, position
 
 
 def _written(program: Program, computation: Computation, instruction: Instruction) -> int:

@@ -11,8 +11,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from .source_lines import read_source_lines
+_ROOT = Path(__file__).resolve().parents[2]
+_SECTIONS = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_ENTRY = re.compile(r"^(\d+) (.*)$")
 
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(
@@ -148,8 +151,8 @@ def read_program(hlo_text: str) -> Program:
     return Program(
         computations,
         entry,
-        num_partitions=_header_number(header, "num_partitions"),
-        num_replicas=_header_number(header, "replica_count"),
+        num_partitions=_number(header, "num_partitions", absent=1),
+        num_replicas=_number(header, "replica_count", absent=1),
         source_lines=read_source_lines(hlo_text),
     )
 
@@ -235,13 +238,59 @@ def _constant(computation: Computation, name: str) -> int | None:
     return int(instruction.arguments) if instruction and is_whole else None
 
 
-def _header_number(header: str, name: str) -> int:
-    """A number in the module's first line; 1 if the text leaves it out."""
-    match = re.search(rf"\b{name}=(\d+)", header)
-    return int(match[1]) if match else 1
-
-
 def _bits(dtype: str) -> int:
     """Bits of one element: the first number in its name (`f8e4m3fn` has 8), 8 for `pred`."""
     match = re.search(r"\d+", dtype)
     return int(match[0]) if match else {"pred": 8}.get(dtype, 0)
+
+
+def read_source_lines(hlo_text: str) -> dict[int, str]:
+    """The source line of each frame, by the frame's number; empty if the text has no tables.
+
+    An instruction names a stack frame, and a table of frames names places in files. The reported
+    frame is the innermost one below the folder of this package, such as
+    `modelzoo/cache/kv_cache.py:245`. If there is none, it is the innermost frame, with the file's
+    bare name.
+    """
+    tables = _tables(hlo_text)
+    files = {number: text.strip('"') for number, text in tables["FileNames"].items()}
+    places = {
+        number: (files[_number(text, "file_name_id")], _number(text, "line"))
+        for number, text in tables["FileLocations"].items()
+    }
+    frames = {
+        # parents are counted from one, because 0 means that there is no parent
+        number: (places[_number(text, "file_location_id")], _number(text, "parent_frame_id") - 1)
+        for number, text in tables["StackFrames"].items()
+    }
+    return {number: _line(frames, number) for number in frames}
+
+
+def _line(frames: dict[int, tuple[tuple[str, int], int]], number: int) -> str:
+    """The innermost of a frame and its parents that is in this package, else the frame itself."""
+    (name, line), parent = frames[number]
+    fallback = f"{Path(name).name}:{line}"
+    while not Path(name).is_relative_to(_ROOT):
+        if parent not in frames:
+            return fallback
+        (name, line), parent = frames[parent]
+    return f"{Path(name).relative_to(_ROOT).as_posix()}:{line}"
+
+
+def _tables(hlo_text: str) -> dict[str, dict[int, str]]:
+    """Entries of each section at the head of the text, by their numbers."""
+    tables: dict[str, dict[int, str]] = {name: {} for name in _SECTIONS}
+    current = None
+    for line in hlo_text.splitlines()[1:]:
+        if line.startswith(("%", "ENTRY")):
+            break
+        if line in tables:
+            current = line
+        elif current and (entry := _ENTRY.match(line)):
+            tables[current][int(entry[1])] = entry[2]
+    return tables
+
+
+def _number(text: str, name: str, absent: int = 0) -> int:
+    match = re.search(rf"\b{name}=(\d+)", text)
+    return int(match[1]) if match else absent

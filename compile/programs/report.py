@@ -20,11 +20,10 @@ from ..hardware.hardware import Hardware
 from ..hardware.interconnect import Interconnect
 from .arguments import Arguments
 from .collectives import read_collectives
-from .cycles import Prices
+from .cycles import Prices, slow_flops
 from .executions import Execution, Executions
 from .hbm_bytes import Traffic
 from .hlo_text import Computation, Program, array_bytes, read_program
-from .products import slow_flops
 from .rewrites import LARGE, RewrittenArgument, find_rewrites
 
 MOVES_SHOWN = 12
@@ -200,10 +199,13 @@ class _Reader:
     def report(self) -> ProgramReport:
         executions = Executions(self._program, self._traffic)
         for execution in executions:
-            if execution.instruction.opcode == "while":
-                self._count_loop(execution, executions)
-            else:
+            if execution.instruction.opcode != "while":
                 self._count(execution)
+            elif execution.instruction is not executions.steps:
+                body = dict(execution.instruction.called())["body"]
+                turns, num_bytes = executions.turns(execution), self._traffic.of_run(body)
+                loop = (*self._place(execution), turns, num_bytes, execution.is_once)
+                self._loops[loop] += execution.times
         moved = [
             LineTraffic(*key[:2], num_bytes, self._excess[key], key[2])
             for key, num_bytes in self._moved.items()
@@ -238,14 +240,6 @@ class _Reader:
             tuple(sorted(rewrites, key=lambda group: -group.num_bytes)),
             tuple(sorted(slow, key=lambda group: -group.flops)),
         )
-
-    def _count_loop(self, execution: Execution, executions: Executions) -> None:
-        if not executions.is_steps(execution.instruction):
-            body = dict(execution.instruction.called())["body"]
-            turns, num_bytes = executions.turns(execution), self._traffic.of_run(body)
-            self._loops[*self._place(execution), turns, num_bytes, execution.is_once] += (
-                execution.times
-            )
 
     def _count(self, execution: Execution) -> None:
         computation, instruction, times = (

@@ -74,14 +74,10 @@ def unread_tensors(prefix: str, *heads: str) -> tuple[str, ...]:
     return (*(f"{start}{part}" for part in parts for start in (prefix, "")), *heads)
 
 
-def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    return encoder_options(config, num_layers, first_position=0)
-
-
 FAMILY = Family(
     "bert",
     "BertModel",
-    _hf_options,
+    lambda config, num_layers: encoder_options(config, num_layers, first_position=0),
     hf_defaults={"type_vocab_size": 2, "layer_norm_eps": 1e-12, "max_position_embeddings": 512},
     hf_names=tensor_names("bert."),
     hf_prefix="bert.",

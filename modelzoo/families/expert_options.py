@@ -12,21 +12,23 @@ GATING_FUNCTIONS: dict[int, Scoring] = {1: "softmax", 2: "sigmoid"}
 """Values of `expert_gating_func` (gguf.constants.ExpertGatingFuncType)."""
 
 
-def read_routing(
+def read_experts(
     config: ConfigReader,
     *,
     num_experts: int,
     num_chosen: int,
+    width_key: str = "intermediate_size",
     scoring: Scoring = "softmax",
     is_normalized: bool = True,
     has_option: bool = False,
-) -> Routing:
-    """Read the routing of config.json.
+) -> MoeConfig:
+    """Read the mixture of experts of config.json.
 
     Args:
       config: The table of config.json.
       num_experts: The default number of experts, as in the reference.
       num_chosen: The default number of chosen experts, as in the reference.
+      width_key: The key of the hidden size of an expert.
       scoring: The scoring of the family.
       is_normalized: Whether weights are normalized in the family; not used with `has_option`.
       has_option: Whether the key `norm_topk_prob` tells if weights are normalized; its default is
@@ -36,7 +38,8 @@ def read_routing(
         is_normalized = config.flag("norm_topk_prob", default=False)
     count = _num_experts(config, num_experts)
     chosen = config.integer("num_experts_per_tok", maximum=count, default=num_chosen)
-    return Routing(count, chosen, scoring, is_normalized)
+    routing = Routing(count, chosen, scoring, is_normalized)
+    return MoeConfig(routing, config.integer(width_key, maximum=MAX_MLP))
 
 
 def sparse_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:

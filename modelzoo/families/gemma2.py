@@ -65,14 +65,17 @@ def read_cap(config: ConfigReader, key: str, default: float | None) -> float | N
     return config.number(key, above=0.0, default=default)
 
 
-def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    windows = windows_except_every(2, config, num_layers, DEFAULT_WINDOW)
-    options = shared_hf_options(config, windows)
+def _with_caps(options: Options, config: ConfigReader) -> Options:
     return replace(
         options,
         scores=replace(options.scores, cap=read_cap(config, "attn_logit_softcapping", 50.0)),
         logit_cap=read_cap(config, "final_logit_softcapping", 30.0),
     )
+
+
+def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+    windows = windows_except_every(2, config, num_layers, DEFAULT_WINDOW)
+    return _with_caps(shared_hf_options(config, windows), config)
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
@@ -80,12 +83,7 @@ def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
         "attention.sliding_window", maximum=MAX_POSITION, default=DEFAULT_WINDOW
     )
     windows = tuple(window if i % 2 == 0 else None for i in range(num_layers))
-    options = shared_gguf_options(config, windows, _LAYERS_OF_27B)
-    return replace(
-        options,
-        scores=replace(options.scores, cap=read_cap(config, "attn_logit_softcapping", 50.0)),
-        logit_cap=read_cap(config, "final_logit_softcapping", 30.0),
-    )
+    return _with_caps(shared_gguf_options(config, windows, _LAYERS_OF_27B), config)
 
 
 FAMILY = Family("gemma2", "Gemma2ForCausalLM", _hf_options, _gguf_options, HF_DEFAULTS, HF_NAMES)

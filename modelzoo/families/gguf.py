@@ -14,7 +14,7 @@ from ..layer_config import Attention
 from ..rope_config import FactorScaling, LinearScaling, RopeConfig, YarnScaling
 from .config_reader import ConfigReader, UnsupportedModel
 from .expert_sources import ExpertNames, find_expert_names
-from .family import Family, ModelSpec, Options
+from .family import Family, ModelSpec
 from .hugging_face import (
     MAX_EMBED,
     MAX_HEADS,
@@ -143,7 +143,14 @@ def _decoder_config(
 ) -> DecoderConfig:
     num_layers = config.integer("block_count", maximum=MAX_LAYERS)
     assert family.gguf_options is not None, family.name
-    options = _with_biases(family.gguf_options(config, num_layers), tensors)
+    options = family.gguf_options(config, num_layers)
+    # the biases that the family always has, and those that have tensors
+    options = replace(
+        options,
+        qkv_bias=options.qkv_bias or NAMES.query.format(i=0) + ".bias" in tensors,
+        output_bias=options.output_bias or NAMES.output.format(i=0) + ".bias" in tensors,
+        mlp_bias=options.mlp_bias or NAMES.down.format(i=0) + ".bias" in tensors,
+    )
     embed = config.integer("embedding_length", maximum=MAX_EMBED)
     if options.latent is not None:
         num_heads = num_kv_heads = config.integer("attention.head_count", maximum=MAX_HEADS)
@@ -175,16 +182,6 @@ def _decoder_config(
         head_dim=head_dim,
         tie_embeddings=f"{NAMES.head}.weight" not in tensors,
         **options.decoder_fields(),
-    )
-
-
-def _with_biases(options: Options, tensors: frozenset[str]) -> Options:
-    """Options with the biases that the family always has, and those that have tensors."""
-    return replace(
-        options,
-        qkv_bias=options.qkv_bias or NAMES.query.format(i=0) + ".bias" in tensors,
-        output_bias=options.output_bias or NAMES.output.format(i=0) + ".bias" in tensors,
-        mlp_bias=options.mlp_bias or NAMES.down.format(i=0) + ".bias" in tensors,
     )
 
 

@@ -13,10 +13,10 @@ from ..moe_config import ClampedUnit, MoeConfig, Scoring
 from ..rope_config import RopeConfig, YarnScaling
 from . import gguf
 from .config_reader import ConfigReader
-from .expert_options import read_gguf_experts, read_routing
+from .expert_options import read_experts, read_gguf_experts
 from .expert_sources import ExpertNames
 from .family import Family, Options
-from .hugging_face import MAX_MLP, windows_except_every
+from .hugging_face import windows_except_every
 from .rope_options import MAX_POSITION, read_rope
 
 _THETA = 150_000.0
@@ -57,13 +57,12 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
         raise config.error("rope_scaling", "a table of rotary options")
     # second names of options; the reference does not read them
     config.ignore(("experts_per_token", "initial_context_length"))
-    routing = read_routing(config, num_experts=128, num_chosen=4, scoring=_SCORING)
-    width = config.integer("intermediate_size", maximum=MAX_MLP)
+    moe = read_experts(config, num_experts=128, num_chosen=4, scoring=_SCORING)
     max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
     return _options(
         windows_except_every(2, config, num_layers, _WINDOW),
         read_rope(config, max_position, _THETA),
-        MoeConfig(routing, width),
+        moe,
         unit=ClampedUnit(
             config.number("swiglu_alpha", above=0.0, default=_UNIT.alpha),
             config.number("swiglu_limit", above=0.0, default=_UNIT.limit),

@@ -5,13 +5,11 @@ Names and meanings are those of `granitemoe` in transformers and, for GGUF, of l
 
 from dataclasses import replace
 
-from ..moe_config import MoeConfig
 from .config_reader import ConfigReader
-from .expert_options import read_gguf_experts, read_routing
+from .expert_options import read_experts, read_gguf_experts
 from .expert_sources import ExpertNames
 from .family import Family, Options
 from .granite import factor_options, gguf_factor_options
-from .hugging_face import MAX_MLP
 
 _BLOCK = "model.layers.{i}.block_sparse_moe"
 _PUBLISHED = ExpertNames(
@@ -29,9 +27,7 @@ _IN_MEMORY = ExpertNames(
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    routing = read_routing(config, num_experts=8, num_chosen=2, scoring="softmax_of_chosen")
-    width = config.integer("intermediate_size", maximum=MAX_MLP)
-    moe = MoeConfig(routing, width)
+    moe = read_experts(config, num_experts=8, num_chosen=2, scoring="softmax_of_chosen")
     return replace(factor_options(config, num_layers), moe=moe)
 
 

@@ -152,7 +152,9 @@ def model_spec(
     if kind != "head":
         decoder = replace(decoder, has_head=False)
     names = names_of(family, decoder, tensor_names)
-    if _is_bare(tensor_names, family.hf_prefix, is_base=kind == "base"):
+    has_prefix = [name.startswith(family.hf_prefix) for name in tensor_names]
+    # the tensors of a model without a head have no prefix
+    if not any(has_prefix) if has_prefix else kind == "base":
         names = replace(names, prefix=TensorPrefix(family.hf_prefix, ""))
     if kind == "classifier":
         classifier = family.hf_classifier
@@ -272,13 +274,6 @@ def _published_class(config: ConfigReader, family: Family) -> Literal["head", "b
     kinds |= dict.fromkeys((f"{stem}Model", *family.hf_other_heads), "base")
     kinds[f"{stem}ForSequenceClassification"] = "classifier"
     return list(kinds.values())[check_architecture(config, *kinds)]
-
-
-def _is_bare(tensor_names: Collection[str], prefix: str, *, is_base: bool) -> bool:
-    """Whether tensors have the names of the model without a head, which have no prefix."""
-    if not tensor_names:
-        return is_base
-    return not any(name.startswith(prefix) for name in tensor_names)
 
 
 def check_architecture(config: ConfigReader, *architectures: str) -> int:

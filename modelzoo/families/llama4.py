@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..layer_config import Chunk
-from ..moe_config import MoeConfig
 from ..rope_config import NoRope, RopeConfig
 from .config_reader import ConfigReader
-from .expert_options import read_routing
+from .expert_options import read_experts
 from .expert_sources import ExpertNames
 from .family import Family, Options, WholeModel
 from .hugging_face import MAX_LAYERS, MAX_MLP
@@ -98,11 +97,8 @@ def _experts(config: ConfigReader, num_layers: int) -> dict[str, Any]:
     sparse = tuple(range(step - 1, num_layers, step))
     if config.has("moe_layers"):
         sparse = config.integers("moe_layers", minimum=0, maximum=num_layers - 1)
-    routing = read_routing(
-        config, num_experts=16, num_chosen=1, scoring="sigmoid", is_normalized=False
-    )
-    width = config.integer("intermediate_size", maximum=MAX_MLP)
-    moe = MoeConfig(replace(routing, weighs_input=True), width, shared_mlp=width)
+    moe = read_experts(config, num_experts=16, num_chosen=1, scoring="sigmoid", is_normalized=False)
+    moe = replace(moe, routing=replace(moe.routing, weighs_input=True), shared_mlp=moe.mlp)
     return {"moe": moe, "sparse": tuple(i in sparse for i in range(num_layers))}
 
 

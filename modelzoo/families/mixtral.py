@@ -6,11 +6,10 @@ architecture `llama`.
 
 from dataclasses import replace
 
-from ..moe_config import MoeConfig
 from .config_reader import ConfigReader
-from .expert_options import read_routing
+from .expert_options import read_experts
 from .family import Family, Options
-from .hugging_face import FUSED_EXPERTS, MAX_MLP, SPLIT_EXPERTS
+from .hugging_face import FUSED_EXPERTS, SPLIT_EXPERTS
 from .rope_options import MAX_POSITION, read_rope
 
 _THETA = 1e6
@@ -29,13 +28,12 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     if config.has("sliding_window"):
         window = config.integer("sliding_window", maximum=MAX_POSITION)
     config.ignore(("router_jitter_noise",))  # about training
-    routing = read_routing(config, num_experts=8, num_chosen=2)
-    width = config.integer("intermediate_size", maximum=MAX_MLP)
+    moe = read_experts(config, num_experts=8, num_chosen=2)
     max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
     return Options(
         windows=(window,) * num_layers,
         rope=read_rope(config, max_position, _THETA),
-        moe=MoeConfig(routing, width),
+        moe=moe,
     )
 
 

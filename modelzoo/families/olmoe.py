@@ -6,16 +6,13 @@ defaults are those of `olmoe` in transformers.
 
 from ..moe_config import MoeConfig
 from .config_reader import ConfigReader
-from .expert_options import read_gguf_experts, read_routing
+from .expert_options import read_experts, read_gguf_experts
 from .family import Family, Options
-from .hugging_face import MAX_MLP
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     config.expect("clip_qkv", None)
-    routing = read_routing(config, num_experts=64, num_chosen=8, has_option=True)
-    width = config.integer("intermediate_size", maximum=MAX_MLP)
-    moe = MoeConfig(routing, width)
+    moe = read_experts(config, num_experts=64, num_chosen=8, has_option=True)
     return _options(moe).with_biases(config)
 
 

@@ -9,19 +9,19 @@ from dataclasses import replace
 
 from ..moe_config import MoeConfig
 from .config_reader import ConfigReader
-from .expert_options import read_gguf_experts, read_routing, sparse_layers
+from .expert_options import read_experts, read_gguf_experts, sparse_layers
 from .family import Family, Options
 from .hugging_face import MAX_MLP, windows_if_used
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    routing = read_routing(config, num_experts=60, num_chosen=4, has_option=True)
-    width = config.integer("moe_intermediate_size", maximum=MAX_MLP)
+    key = "moe_intermediate_size"
+    moe = read_experts(config, num_experts=60, num_chosen=4, width_key=key, has_option=True)
     shared = config.integer("shared_expert_intermediate_size", maximum=MAX_MLP)
     return Options(
         windows=windows_if_used(config, num_layers, lambda i, first: i % 2 == 0 and i < first),
         qkv_bias=config.flag("qkv_bias", default=True),
-        moe=_mixture(MoeConfig(routing, width), shared),
+        moe=_mixture(moe, shared),
         sparse=sparse_layers(config, num_layers),
     )
 

@@ -4,20 +4,18 @@ Source: "Qwen3 Technical Report" (2505.09388), section 2. Options and defaults a
 `qwen3_moe` in transformers, where either all layers have a window or none.
 """
 
-from ..moe_config import MoeConfig
 from .config_reader import ConfigReader
-from .expert_options import read_gguf_experts, read_routing, sparse_layers
+from .expert_options import read_experts, read_gguf_experts, sparse_layers
 from .family import Family, Options
-from .hugging_face import MAX_MLP, windows_if_used
+from .hugging_face import windows_if_used
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     config.expect("use_qk_norm", True)
-    routing = read_routing(config, num_experts=128, num_chosen=8, has_option=True)
-    width = config.integer("moe_intermediate_size", maximum=MAX_MLP)
+    key = "moe_intermediate_size"
+    moe = read_experts(config, num_experts=128, num_chosen=8, width_key=key, has_option=True)
     layers = sparse_layers(config, num_layers)
     windows = windows_if_used(config, num_layers, lambda i, first: True)
-    moe = MoeConfig(routing, width)
     return Options(windows, qk_norm="head", moe=moe, sparse=layers).with_biases(config)
 
 

@@ -7,8 +7,12 @@ imports no jax. Guarantees: every option of a returned model is supported; other
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
+from ..config import DecoderConfig
+from ..layer_config import Mlp
 from ..pooling_config import Pooling
+from ..rope_config import RopeConfig
 from . import (
     bert,
     cohere,
@@ -36,6 +40,7 @@ from . import (
 )
 from .config_reader import ConfigReader, UnsupportedModel
 from .family import Family, ModelSpec
+from .hugging_face import ACTIVATIONS, EPSILONS
 from .mapping import TensorPrefix
 from .sources import parameter_sources
 
@@ -186,3 +191,48 @@ def _find(key: str, values: Mapping[str, object], families: Mapping[str, Family]
         return families[name]
     got = repr(name) if key in values else "no such key"
     raise UnsupportedModel(f"{key}: expected one of {', '.join(families)}, got {got}.")
+
+
+def write_config(family_name: str, config: DecoderConfig) -> tuple[dict[str, Any], ModelSpec]:
+    """The table of config.json of a decoder, and the model that it describes.
+
+    It is for models whose own files have none. The table is read as the same decoder.
+
+    Args:
+      family_name: The name of the family.
+      config: The decoder.
+
+    Raises:
+      UnsupportedModel: The decoder has options that this function does not write.
+    """
+    family = next(family for family in FAMILIES if family.name == family_name)
+    # a decoder whose layers are not alike differs from the one that is read again
+    attention, parts = config.attentions[0], [layer.feed_forward for layer in config.layers]
+    mlp = next((part for part in parts if isinstance(part, Mlp)), Mlp(config.embed))
+    table = {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed,
+        "intermediate_size": mlp.size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": attention.num_query_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "max_position_embeddings": config.max_position,
+        EPSILONS[config.norm]: config.norm_epsilon,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": ACTIVATIONS[mlp.activation],
+        "attention_bias": attention.output_bias,
+        "mlp_bias": mlp.has_bias,
+    }
+    if isinstance(attention.rope, RopeConfig):
+        table["rope_theta"] = attention.rope.theta
+    spec = from_hf_config(table)
+    if spec.config != config:
+        raise UnsupportedModel(
+            f"{family.name}: expected a model whose config.json noria can write, got one with "
+            f"other options than sizes, biases and the base of rotation. Start from its published "
+            f"directory, which has a config.json."
+        )
+    return table, spec

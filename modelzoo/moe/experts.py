@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from .. import axes
 from ..weights.product import Product, einsum, gate_up_product
-from ..weights.quantised_weight import QuantisedWeight, float_dtype, slice_weight
+from ..weights.quantised_weight import QuantisedWeight, slice_weight
 from ..weights.weight_products import Axes, Project
 from .dispatch import ExpertRows
 
@@ -233,5 +233,7 @@ def _piece(weights: ExpertWeights, piece_bytes: int | None) -> int:
     unit = axes.LANES if F % axes.LANES == 0 else 1
     if isinstance(down_EFD, QuantisedWeight):
         unit = math.lcm(unit, down_EFD.quantisation.format.group or 1)
-    max_size = piece_bytes // (P * D * float_dtype(gate_up_EPDF).itemsize)
+    is_coded = isinstance(gate_up_EPDF, QuantisedWeight)
+    dtype = gate_up_EPDF.value_dtype if is_coded else gate_up_EPDF.dtype
+    max_size = piece_bytes // (P * D * dtype.itemsize)
     return max(d for d in range(unit, F + 1, unit) if F % d == 0 and (d == unit or d <= max_size))

@@ -141,11 +141,6 @@ def take_rows(table: jax.Array | QuantisedWeight, ids: jax.Array) -> jax.Array:
     return rows.dequantise() if isinstance(rows, QuantisedWeight) else rows
 
 
-def float_dtype(weight: jax.Array | QuantisedWeight) -> jnp.dtype:
-    """The dtype of a weight; of a quantised one, that of its dequantised value."""
-    return weight.value_dtype if isinstance(weight, QuantisedWeight) else weight.dtype
-
-
 def slice_weight(weight: jax.Array | QuantisedWeight, starts: list[Any], sizes: list[int]) -> Any:
     """A slice of a weight by `dynamic_slice`, with whole groups of its only input axis."""
     if not isinstance(weight, QuantisedWeight):

@@ -20,10 +20,10 @@ from ...modelzoo.families.mapping import ParameterSource, TensorPart
 from ...modelzoo.layer_groups import single_layer_names
 from ..checkpoint import ModelFiles
 from ..checkpoint.axis_pattern import AxisPattern
-from ..checkpoint.tensor_source import Index, TensorInfo, TensorSource, source_of
+from ..checkpoint.tensor_source import Index, TensorInfo, source_of
 from ..errors import InvalidAdapter
 from .adapter import Adapter, AdapterWeights, LoraPair, check_shape
-from .merged_model import PublishedTensors
+from .merged_model import published_spec, published_tensors
 
 if TYPE_CHECKING:
     import jax
@@ -118,22 +118,11 @@ class AdapterSet:
 
     @cached_property
     def _spec(self) -> "ModelSpec":
-        """The model in its Hugging Face form."""
-        from ...modelzoo.families.registry import hugging_face_form
-
-        spec = self.model.spec
-        return spec if self.model.kind == "hf" else hugging_face_form(spec)
-
-    def _tensors(self) -> TensorSource:
-        """The tensors of the model in its Hugging Face form."""
-        model = self.model
-        if model.kind == "hf":
-            return model.tensors
-        return PublishedTensors(model.tensors, model.spec.sources, self._spec.sources)
+        return published_spec(self.model)
 
     @cached_property
     def _weights(self) -> dict[str, AdapterWeights]:
-        spec, tensors = self._spec, self._tensors()
+        spec, tensors = self._spec, published_tensors(self.model, self._spec)
         return {name: adapter.weights(spec, tensors) for name, adapter in self.adapters.items()}
 
     @cached_property
@@ -141,7 +130,7 @@ class AdapterSet:
         """The largest rank of an adapter for each weight of a layer."""
         from ...compile.abstract_model import AbstractModel
 
-        spec, tensors = self._spec, self._tensors()
+        spec, tensors = self._spec, published_tensors(self.model, self._spec)
         definition = AbstractModel(spec.config)
         ranks: dict[str, int] = {}
         for name, weights in self._weights.items():

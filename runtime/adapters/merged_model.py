@@ -45,16 +45,11 @@ class MergedModel(ModelFiles):
 
     @cached_property
     def spec(self) -> "ModelSpec":
-        from ...modelzoo.families.registry import hugging_face_form
-
-        spec = self._model.spec
-        return spec if self._model.kind == "hf" else hugging_face_form(spec)
+        return published_spec(self._model)
 
     @cached_property
     def tensors(self) -> TensorSource:
-        model, tensors = self._model, self._model.tensors
-        if model.kind != "hf":
-            tensors = PublishedTensors(tensors, model.spec.sources, self.spec.sources)
+        tensors = published_tensors(self._model, self.spec)
         weights = self._adapter.weights(self.spec, tensors)
         return MergedTensors(tensors, weights, self._adapter.path)
 
@@ -122,16 +117,12 @@ class MergedTensors:
                 raise InvalidAdapter(f"{path}: expected {name} in the model, got no such tensor.")
             check_shape(path, name, infos[name].shape, shape)
             infos[name] = replace(infos[name], dtype=_FLOAT32)
-        self._tensors = infos
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+        self.tensors = infos
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a tensor or a box of it."""
         pair, whole = self._weights.pairs.get(name), self._weights.whole
-        box = index or (slice(None),) * len(self._tensors[name].shape)
+        box = index or (slice(None),) * len(self.tensors[name].shape)
         base = np.array(whole[name][box]) if name in whole else self._source.read(name, index)
         if pair is None:
             return base
@@ -190,17 +181,13 @@ class PublishedTensors:
         self._parameter_of: dict[str, str] = {}
         self._held: tuple[str, Mapping[str, np.ndarray]] = ("", {})
         self._lock = threading.Lock()
-        self._tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         for parameter, source in self._published.items():
             zeros = np.broadcast_to(np.float32(0), self._shape(parameter))
             for name, array in self._publish(source, zeros).items():
                 self._parameter_of[name] = parameter
                 num_bytes = array.size * _FLOAT32.itemsize
-                self._tensors[name] = TensorInfo(array.shape, _FLOAT32, "F32", num_bytes)
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+                self.tensors[name] = TensorInfo(array.shape, _FLOAT32, "F32", num_bytes)
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a tensor or a box of it."""
@@ -227,6 +214,20 @@ class PublishedTensors:
             raise InvalidAdapter(
                 f"{error}. Merge the adapter into a Hugging Face directory of the model."
             ) from None
+
+
+def published_spec(model: ModelFiles) -> "ModelSpec":
+    """A model in its Hugging Face form."""
+    from ...modelzoo.families.registry import hugging_face_form
+
+    return model.spec if model.kind == "hf" else hugging_face_form(model.spec)
+
+
+def published_tensors(model: ModelFiles, published: "ModelSpec") -> TensorSource:
+    """The tensors of a model in its Hugging Face form."""
+    if model.kind == "hf":
+        return model.tensors
+    return PublishedTensors(model.tensors, model.spec.sources, published.sources)
 
 
 def open_merged(model: str | Path, adapter: str | Path | None) -> ModelFiles:

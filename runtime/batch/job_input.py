@@ -24,13 +24,13 @@ from ..errors import JournalError, RowError
 from ..files.disk import FileDigest, open_nameless
 from ..files.strict_json import Unit
 from ..progress.progress import Progress
-from ..rows.carried import CarriedCells
 from ..rows.job_text import JobText
 from ..rows.lines import BadRow, BatchRow, RequestRules
 from ..rows.part import Part
 from ..rows.repeats import RowDigests
 from ..rows.row_files import unit_of
 from ..rows.scan import ScannedRow, ScanSummary, read_again, scan
+from ..rows.tables import CarriedCells
 from .job import JobModel
 from .job_files import JobFiles
 from .journal import Journal

@@ -39,8 +39,7 @@ from ..devices.graph_memory import GIGABYTE, device_bytes
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
 from ..planning.better_plan import OtherGrids, better_plan_note
-from ..planning.forecast import expected_rows, fits_grid, forecast_steps
-from ..planning.shared_grids import with_sharing
+from ..planning.shared_grids import expected_rows, fits_grid, forecast_steps, with_sharing
 from ..planning.target_work import cache_fits, room_on_accelerator, work_of
 from ..pods.peers import ALONE, Peers
 

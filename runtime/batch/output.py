@@ -23,7 +23,6 @@ from ..files.disk import Disk, replace_file
 from ..files.manifest import SCHEMA, digest_table, fingerprint, write_manifest
 from ..files.strict_json import dump_line
 from ..rows.answer_tables import AddedColumns
-from ..rows.carried import CarriedCells, with_carried
 from ..rows.results import (
     AT_MAX_LENGTH,
     CUT,
@@ -35,6 +34,7 @@ from ..rows.results import (
 )
 from ..rows.row_files import encoded
 from ..rows.scan import ScannedRow, ScanSummary
+from ..rows.tables import CarriedCells, with_carried
 from .job import ModelFacts
 from .job_files import JobFiles
 from .job_identity import JobIdentity

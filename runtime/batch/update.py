@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RowError
-from ..rows.carried import CARRIED
 from ..rows.results import AT_MAX_LENGTH, DROPPED, OutputLines, error_in
 from ..rows.row_files import output_lines
 from ..rows.scan import ScannedRow
+from ..rows.tables import CARRIED
 from .journal import Journal
 from .journal_records import INSTANT, MODEL, PLAN, WEIGHTS
 

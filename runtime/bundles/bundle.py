@@ -34,8 +34,8 @@ from ..files.own_files import RecordedFile, open_own_folder, read_file, read_rec
 from ..files.run_config import PLAN
 from ..plans.plan_facts import plan_table
 from ..pods.peers import ALONE, Peers
+from .executable_cache import dump
 from .key import check_key, key_of
-from .loading import dump
 
 SCHEMA = 3
 CONTENTS, GRAPHS = "bundle.json", "graphs"

@@ -12,12 +12,15 @@ is compiled, and a note says why.
 import hashlib
 import json
 import os
+import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import jax
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from ...compile.graphs.graph_kinds import GraphKey, graph_keys, read_values
 from ...compile.plan import Plan
@@ -26,7 +29,6 @@ from ...modelzoo.config import DecoderConfig
 from ..plans.plan_facts import plan_table
 from .compilation_cache import remove_oldest
 from .key import digest, surroundings
-from .loading import dump
 
 
 class ExecutableCache:
@@ -104,3 +106,48 @@ def digests(plan: Plan, target: Target, config: DecoderConfig) -> dict[GraphKey,
     """For each graph of a plan, a hash of everything that its executable depends on."""
     common, table = json.dumps(surroundings(target, config)), plan_table(plan)
     return {key: digest(f"{common}\n{read_values(table, key)}") for key in graph_keys(plan.buckets)}
+
+
+class LoadError(ValueError):
+    """An executable that cannot be loaded, with the reason."""
+
+
+def dump(executable: jax.stages.Compiled) -> bytes:
+    """Serialize an executable, for `load_in_background`.
+
+    The bytes are a pickle, so the caller must know that nobody else can have written them.
+
+    NOTE: an executable for the CPU must have been compiled in this process. If it was itself
+    loaded, its bytes lack functions when they are loaded again.
+    """
+    return pickle.dumps(serialize(executable))
+
+
+def load_in_background(
+    dumped: Mapping[GraphKey, bytes], target: Target
+) -> dict[GraphKey, Future[jax.stages.Compiled]]:
+    """Start to load executables in threads, small executables first.
+
+    Args:
+      dumped: Trusted bytes from `dump`.
+      target: The devices that the executables were compiled for.
+
+    Returns:
+      Futures of the executables; a future raises `LoadError` if its executable cannot be loaded.
+    """
+    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+    by_size = sorted(dumped.items(), key=lambda item: len(item[1]))
+    loading = {key: pool.submit(_load, key, data, target) for key, data in by_size}
+    pool.shutdown(wait=False)
+    return loading
+
+
+def _load(key: GraphKey, dumped: bytes, target: Target) -> jax.stages.Compiled:
+    try:
+        return deserialize_and_load(
+            *pickle.loads(dumped),
+            backend=target.devices[0].client,
+            execution_devices=list(target.devices),
+        )
+    except Exception as error:  # a pickle may raise anything
+        raise LoadError(f"its executable {key} cannot be loaded ({error})") from error

@@ -22,8 +22,7 @@ from ..console import plural
 from ..errors import BundleRequired, BundleUnusable
 from ..pods.peers import ALONE, Peers
 from .bundle import Bundle, own_folder
-from .executable_cache import ExecutableCache
-from .loading import LoadError, load_in_background
+from .executable_cache import ExecutableCache, LoadError, load_in_background
 
 _NOT_USED = "The bundle is not used; make one in a new folder with noria compile."
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ...modelzoo.families.mapping import ParameterSource
 from ..errors import CheckpointMismatch
 from .axis_pattern import AxisPattern
@@ -43,11 +41,17 @@ def check_coverage(
             for name in published.keys() - set(uses) - set(spec.ignored_tensors)
             if not name.startswith(spec.ignored_prefixes)
         ),
-        "tensors that are used more than once": _overlapping(spec),
+        "tensors that are used more than once": sorted(
+            tensor
+            for tensor, rows in _rows_by_tensor(spec).items()
+            if any(end > start for (_, end), (start, _) in pairwise(rows))
+        ),
         "tensors with rows that no parameter uses": _left_over_rows(spec, tensors),
         "parameters that no tensor fills": sorted(abstract.keys() - set(filled)),
         "filled parameters that the model does not have": sorted(set(filled) - abstract.keys()),
-        "parameters that are filled more than once": _repeated(filled),
+        "parameters that are filled more than once": sorted(
+            name for name, count in Counter(filled).items() if count > 1
+        ),
         "wrong shape or type": [
             problem
             for source in spec.sources
@@ -84,14 +88,6 @@ def _rows_by_tensor(spec: "ModelSpec") -> dict[str, list[tuple[int, float]]]:
     return {tensor: sorted(rows) for tensor, rows in used.items()}
 
 
-def _overlapping(spec: "ModelSpec") -> list[str]:
-    return sorted(
-        tensor
-        for tensor, rows in _rows_by_tensor(spec).items()
-        if any(end > start for (_, end), (start, _) in pairwise(rows))
-    )
-
-
 def _left_over_rows(spec: "ModelSpec", tensors: TensorSource) -> list[str]:
     blocks = {part.tensor: part.block for source in spec.sources for part in source.parts}
     left_over = []
@@ -103,15 +99,6 @@ def _left_over_rows(spec: "ModelSpec", tensors: TensorSource) -> list[str]:
         if shape and used < (in_block := blocks[tensor] or shape[0]):
             left_over.append(f"{tensor}: expected {used} rows, got {in_block}")
     return sorted(left_over)
-
-
-def _repeated(names: list[str]) -> list[str]:
-    return sorted(name for name, count in Counter(names).items() if count > 1)
-
-
-def _is_floating(dtype: np.dtype) -> bool:
-    # ml_dtypes' types (bfloat16) are of numpy's kind V
-    return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
 def _shape_problems(
@@ -126,7 +113,8 @@ def _shape_problems(
         problems += [
             f"{name}: expected floating numbers, got {info.stored_as}"
             for name, info in zip(part.tensors, infos, strict=True)
-            if not _is_floating(info.dtype)
+            # ml_dtypes' types (bfloat16) are of numpy's kind V
+            if info.dtype.kind != "f" and info.dtype.name != "bfloat16"
         ]
         try:
             shape = source_of(part, tensors).tensors[part.tensor].shape

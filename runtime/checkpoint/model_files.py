@@ -23,10 +23,14 @@ from ..errors import CheckpointError, InvalidConfig, ModelNotFound
 from ..files.small_files import has_file, read_json_object, read_small
 from ..pods.peers import ALONE, Peers
 from .formats.dequantised_tensors import DequantisedTensors, dequantise
-from .formats.gguf import GGUFFile
-from .formats.gguf_parts import whole_name
-from .formats.module_tensors import ModuleTensors, module_weight_files
-from .formats.safetensors import PICKLES, SafetensorsDirectory, safetensors_files
+from .formats.gguf import GGUFFile, whole_name
+from .formats.safetensors import (
+    PICKLES,
+    ModuleTensors,
+    SafetensorsDirectory,
+    module_weight_files,
+    safetensors_files,
+)
 from .generation_defaults import GenerationDefaults
 from .orbax_store import (
     GGUF_METADATA,

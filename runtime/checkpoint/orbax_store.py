@@ -13,7 +13,6 @@ from the list in noria.json is refused before anything is read.
 
 import dataclasses
 import json
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from ...modelzoo.families.mapping import ParameterSource, TensorPart
 from ...modelzoo.layer_groups import single_layer_names
 from ..console import plural
 from ..errors import InvalidOrbax
+from ..files.disk import Disk, replace_file
 from ..files.small_files import (
     MORE_TEMPLATES,
     has_file,
@@ -151,16 +151,12 @@ class OrbaxTensors:
             name: _tensor_info(path, name, entry)
             for name, entry in description["parameters"].items()
         }
-        self._tensors = {
+        self.tensors = {
             name: _arranged_info(path, name, info, arrangement)
             for name, info in self._stored.items()
         }
         self._held: tuple[str, np.ndarray] | None = None
         self._lock = threading.Lock()
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
 
     def arranged(self, arrangement: Arrangement) -> "OrbaxTensors":
         """The same checkpoint with its parameters in an arrangement."""
@@ -384,9 +380,5 @@ def _write_tokenizer(directory: Path, files: Path | Mapping[str, Any] | None) ->
 
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON such that the file is either complete or absent."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, ensure_ascii=False, indent=1, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    text = json.dumps(content, ensure_ascii=False, indent=1, allow_nan=False)
+    replace_file(Disk(), path, [text.encode()])

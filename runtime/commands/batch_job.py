@@ -40,15 +40,13 @@ from ..files.run_config import read_instant, read_plan_table
 from ..pods.peers import ALONE, Peers
 from ..pods.pod_options import PodOptions
 from ..process.standard_streams import is_closed
-from ..progress.progress import Progress
-from ..progress.progress_file import ProgressFile, path_of
+from ..progress.progress import Progress, ProgressFile, path_of
 from ..rows.columns import INPUT, Columns
-from ..rows.form_file import read_form_file
 from ..rows.lines import RequestRules, endpoint_of
 from ..rows.part import Part
 from ..rows.request_body import read_sampling
 from ..rows.row_files import table_of
-from ..rows.structured_body import read_form
+from ..rows.structured_body import read_form, read_form_file
 from .shared_options import open_adapters, typed
 
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..batch.job_files import check_files
-from ..console import note, plural, tell
+from ..console import GIGABYTE, note, plural, tell
 from ..devices.default_target import default_target
 from ..errors import EXIT_BUILD, JobError
 from ..files.run_config import read_plan_table
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ...compile.targets import Target
     from ...sharding.placement import Placement
     from ..checkpoint import ModelFiles
-
-GIGABYTE = 1e9
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -12,14 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..console import note, plural, tell
+from ..console import GIGABYTE, note, plural, tell
 from ..files.folders import check_new_folder
 from .shared_options import add_model, add_quiet, add_stored_dtype, stored_dtype
 
 if TYPE_CHECKING:
     from ..checkpoint import ModelFiles
-
-GIGABYTE = 1e9
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -14,8 +14,9 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import eq, ge, gt, le, lt
 
 from ..bundles.compilation_cache import check_trusted
 from ..console import tell
@@ -56,13 +57,7 @@ class Requirement:
     def admits(self, version: str) -> bool:
         """Whether the version lies inside every bound."""
         got = _numbers(version)
-        compare: dict[str, Callable[[tuple, tuple], bool]] = {
-            ">=": lambda a, b: a >= b,
-            "<=": lambda a, b: a <= b,
-            "<": lambda a, b: a < b,
-            ">": lambda a, b: a > b,
-            "==": lambda a, b: a == b,
-        }
+        compare = {">=": ge, "<=": le, "<": lt, ">": gt, "==": eq}
         return all(compare[operator](got, bound) for operator, bound in self.bounds)
 
     @property

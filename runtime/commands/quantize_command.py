@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..console import note, tell
+from ..console import GIGABYTE, note, tell
 from ..errors import ConfigError
 from ..files.folders import check_new_folder
 from .shared_options import (
@@ -28,8 +28,6 @@ from .shared_options import (
 
 if TYPE_CHECKING:
     from ...modelzoo.weights.weight_formats import WeightFormat
-
-GIGABYTE = 1e9
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     from ..checkpoint.model_stamp import ModelStamp
     from ..devices import backends
     from ..quantisation.quantise import QuantiseOptions, quantise
-    from ..rows.row_ids import read_row_ids
+    from ..rows.job_text import read_row_ids
 
     say = partial(note, is_quiet=options.quiet)
     started = time.monotonic()

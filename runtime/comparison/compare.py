@@ -5,9 +5,10 @@ or all models read given rows. End tokens do not end an answer, so that all rows
 number of tokens. The reference and one other model are in memory at the same time.
 """
 
+import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,11 @@ import numpy as np
 
 from ...compile.expert_plan import default_experts
 from ...compile.graphs.comparison_steps import comparison_graph
+from ...compile.graphs.graph_kinds import GraphKey
 from ...compile.graphs.steps import NO_TOKEN
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.default_grid import ladder_grid
+from ...compile.grids.grid_defaults import GridDefaults, round_up
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.targets import Target, present_target
 from ...sharding.layout import Layout
@@ -25,17 +30,75 @@ from ..checkpoint.published_numbers import override_plan
 from ..devices import backends
 from ..devices.compiler_messages import without_alarms
 from ..devices.default_target import default_target
+from ..engine.model_runner import GraphCall, ModelRunner
+from ..engine.padding import pack_greedy
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
 from ..plans import plan_checks
-from ..rows.row_ids import read_row_ids
+from ..rows.job_text import read_row_ids
 from ..session import OpenedModel, build, resolve_dtype
-from .forced_model import ForcedModel, forced_grid
 from .statistics import PairFigures
 
 if TYPE_CHECKING:
     from ...compile.build import BuildProgress
     from ...compile.grids.bucket_grid import BucketGrid
+    from ...sharding.layout import Layout
+
+
+def forced_grid(
+    prompt_lengths: Sequence[int], max_length: int, slots: int, layout: "Layout | None"
+) -> BucketGrid:
+    """The grid of models that are compared.
+
+    Args:
+      prompt_lengths: The lengths of all prompts.
+      max_length: The longest row, prompt and answer together.
+      slots: The number of rows that run at once.
+      layout: The layout of the models.
+    """
+    defaults = GridDefaults.for_layout(layout)
+    # a grid has the lengths and spans that the layout divides, which must not be shorter than rows
+    max_length = round_up(max_length, math.lcm(defaults.length_multiple, defaults.span_multiple))
+    grid = ladder_grid(max_length, slots, score=False, defaults=defaults)
+    used = {grid.bucket_of(length) for length in prompt_lengths}
+    prefill = tuple(bucket for bucket in grid.prefill if bucket in used)
+    spans = (grid.decode_spans[-1],)
+    return replace(grid, prefill=prefill, decode_spans=spans, steps_per_call=1)
+
+
+class ForcedModel:
+    """A built model whose rows read given tokens, one token in each call.
+
+    It runs the graphs of a plan, as a job does, so that every number of the plan has its effect:
+    formats of weights, of activations and of the cache. No call waits for another one: tokens are
+    chosen and read on the devices.
+    """
+
+    def __init__(self, runner: ModelRunner, padded_vocab: int):
+        self.runner = runner
+        self._padded_vocab = padded_vocab
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Write prompts into the first slots, in order."""
+        start, grid = 0, self.runner.grid
+        while start < len(prompts):
+            # a call has prompts of one bucket
+            bucket = grid.bucket_of(len(prompts[start]))
+            stop = start + 1
+            while stop < min(start + bucket.batch, len(prompts)):
+                if grid.bucket_of(len(prompts[stop])) != bucket:
+                    break
+                stop += 1
+            rows = pack_greedy(prompts[start:stop], start, bucket, grid, self._padded_vocab)
+            self.runner.call(GraphCall(GraphKey("prefill", bucket), rows))
+            start = stop
+
+    def read(self, forced_BV: jax.Array, is_live_B: np.ndarray) -> None:
+        """Read the token that `forced_BV` chooses in each live slot."""
+        self.runner.state = self.runner.decode_state._replace(logits_BV=forced_BV)
+        key = GraphKey("decode", self.runner.grid.max_length)
+        self.runner.call(GraphCall(key, (is_live_B,)))
+
 
 DEFAULT_MAX_TOKENS = 64
 DEFAULT_SLOTS = 16

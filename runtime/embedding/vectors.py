@@ -1,8 +1,11 @@
 """Shorter vectors, similarities and scores from the vectors of texts, in float32.
 
+The names of the outputs of `LLM.embed` are vLLM's (outputs.py).
+
 Knows nothing of requests, files or devices. Guarantees: a result depends only on its own vectors.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,29 @@ from ...modelzoo.pooling_config import Pooling
 from ..errors import RowError
 
 SMALLEST_LENGTH = np.float32(1e-12)
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The vector of one text."""
+
+    embedding: np.ndarray
+    """A float32 array."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The number of features of the vector."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """The result of one text."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
 
 
 def shortened(vectors: np.ndarray, dimensions: int | None, *, normalises: bool) -> np.ndarray:

@@ -70,16 +70,6 @@ class PrefillAction:
     """The group of slots that all rows go to, in a plan with prefixes."""
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompts that the call computes."""
-        return sum(row.count for row in self.rows)
-
-    @property
-    def prefix_tokens(self) -> int:
-        """Tokens of the prompts that the call computes for shared prefixes."""
-        return sum(row.count for row in self.rows if row.is_of_prefix)
-
-    @property
     def shared_tokens(self) -> int:
         """Tokens of the prompts that are part of a planned prefix."""
         prefixes = (row.sequence.request.planned_prefix for row in self.rows)

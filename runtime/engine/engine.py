@@ -21,8 +21,7 @@ from ...compile.monitor import compile_monitor
 from ..errors import check_process
 from ..request import RequestOutput
 from .call_results import CallResults
-from .expert_use import ExpertSetup
-from .metrics import EngineMetrics
+from .metrics import EngineMetrics, ExpertSetup
 from .model_runner import GraphCall, ModelRunner
 
 ActionType = TypeVar("ActionType")

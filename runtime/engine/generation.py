@@ -157,10 +157,6 @@ class GenerationSession(Engine[Action, OpenRequest]):
         self.slots = self.slots.emptied()
         super().abandon()
 
-    @property
-    def _refuses_drops(self) -> bool:
-        return self.experts is not None and self.experts.plan.overflow == "error"
-
     def _collect(self, event: Event, now: float) -> int:
         """Add an event to its request; return the number of the request."""
         entry = self._open[event.number]
@@ -240,7 +236,8 @@ class GenerationSession(Engine[Action, OpenRequest]):
         if entry.samples is not None and entry.samples.has_failed:
             entry.error = _nonfinite(entry.request)
         num_dropped = entry.count_dropped()
-        if num_dropped and self._refuses_drops and entry.error is None:
+        refuses_drops = self.experts is not None and self.experts.plan.overflow == "error"
+        if num_dropped and refuses_drops and entry.error is None:
             entry.error = _overflow(entry.request, num_dropped)
         output = RequestOutput(
             entry.request.request_id,

@@ -14,7 +14,7 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,18 +154,19 @@ def replace_file(disk: Disk, path: Path, chunks: Iterable[bytes | memoryview]) -
 
 
 def _write_new(disk: Disk, path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
-    digest = hashlib.sha256()
-    num_bytes = 0
     descriptor = disk.open_new(path)
-    try:
+
+    def written() -> Iterator[bytes | memoryview]:
         for chunk in chunks:
             disk.write(descriptor, chunk)
-            digest.update(chunk)
-            num_bytes += len(chunk)
+            yield chunk
+
+    try:
+        digest = digest_chunks(written())
         disk.fsync(descriptor)
     finally:
         disk.close(descriptor)
-    return FileDigest(digest.hexdigest(), num_bytes)
+    return digest
 
 
 def digest_file(path: Path) -> FileDigest:
@@ -174,7 +175,7 @@ def digest_file(path: Path) -> FileDigest:
         return digest_chunks(iter(lambda: file.read(2**20), b""))
 
 
-def digest_chunks(chunks: Iterable[bytes]) -> FileDigest:
+def digest_chunks(chunks: Iterable[bytes | memoryview]) -> FileDigest:
     """The SHA-256 and the size of a file with these chunks."""
     digest = hashlib.sha256()
     num_bytes = 0

@@ -77,13 +77,9 @@ def read_recorded(file: RecordedFile, folder: int) -> bytes:
       BundleUnusable: The content differs, or another user owns the file or can write to it.
     """
     content = read_file(file.name, folder)
-    _check_hash(file, content)
-    return content
-
-
-def _check_hash(file: RecordedFile, content: bytes) -> None:
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise BundleUnusable(f"{file.name} differs from the file that was written")
+    return content
 
 
 def _check_own(path: Path | str, descriptor: int) -> None:

@@ -31,11 +31,10 @@ from ...compile.targets import find_target
 from ...modelzoo.config import DecoderConfig
 from ...modelzoo.layer_groups import longest_repeat
 from ...sharding.layout import Layout
+from ..console import GIGABYTE
 from ..devices.compiler_messages import without_alarms
 from ..devices.graph_memory import required_bytes
 from .planner import PlanResult
-
-GIGABYTE = 1e9
 
 
 @dataclass(frozen=True)
@@ -71,15 +70,6 @@ class PlannedLayout:
             for phase, call in self.compiled.items()
         )
         return self.seconds + more
-
-
-def describe_problems(layouts: Sequence[PlannedLayout]) -> list[str]:
-    """One line for each layout whose compiled graphs cannot run, with the reason."""
-    return [
-        f"{layout_plan.name}: {layout_plan.problem}"
-        for layout_plan in layouts
-        if layout_plan.problem
-    ]
 
 
 @dataclass(frozen=True)

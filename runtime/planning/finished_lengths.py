@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..console import plural
-from ..errors import EXIT_USAGE, JobError
+from ..errors import JobError
 from ..files.disk import digest_file
 from ..files.manifest import read_manifest
 from ..rows.part import WHOLE
@@ -73,27 +73,23 @@ def read_finished_job(output: Path) -> FinishedJob:
         raise JobError(
             f"{output}: expected the output of a finished job with its manifest beside it, got no "
             f"manifest. Finish the job first.",
-            EXIT_USAGE,
         )
     if "pipeline" in manifest["configuration"] and "stages" in manifest:
         raise JobError(
             f"{output}: expected the output of a job without stages, got one that has stages. Keep "
             f"their files with --keep-stages, and give the input and the output of one stage.",
-            EXIT_USAGE,
         )
     recorded = manifest["outputs"].get(output.name, {}).get("sha256")
     if recorded != digest_file(output).sha256:
         raise JobError(
             f"{output}: expected the content that its manifest records, got another content. Run "
             f"the job again.",
-            EXIT_USAGE,
         )
     rows = _answered_rows(output)
     if not rows or not manifest["plan"]:
         raise JobError(
             f"{output}: expected the output of a job with at least one row of answered tokens, got "
             f"none. Give that of another job.",
-            EXIT_USAGE,
         )
     return FinishedJob(output, manifest, rows)
 

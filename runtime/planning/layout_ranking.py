@@ -6,7 +6,7 @@ layouts only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...compile.abstract_model import AbstractModel, model_sizes
 from ...compile.grids.adapter_grid import AdapterGrid
@@ -19,9 +19,15 @@ from ...compile.planning.work import Work
 from ...compile.weight_rules import ALL_FLOAT, WeightRules
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
-from ...sharding.legality import ModelSizes, check
+from ...sharding.legality import check
+from ...sharding.mesh_layout import MeshLayout
 from ...sharding.placement import arrangement_of, cache_dtype
+from ..console import GIGABYTE
 from .sample import longest_rows
+
+MAX_DEVICES = 4096
+NUM_LAYOUTS_TRIED = 3
+"""The number of layouts, those with the smallest need of memory, that are tried on more devices."""
 
 MAX_SAMPLE_ROWS = 400
 """The largest number of rows in evenly spaced steps from which bounds are computed."""
@@ -77,17 +83,14 @@ class Ranking:
 
     def findings(self, layout: Layout | None) -> tuple[str, ...]:
         """The reasons why a layout is illegal for the model; empty if it is legal."""
-        return () if layout is None else tuple(check(layout, self._sizes))
+        sizes = model_sizes(self.config, self.num_devices, weight_rules=self.weight_rules)
+        return () if layout is None else tuple(check(layout, sizes))
 
     def cost(self, layout: Layout | None) -> CostModel:
         """The cost model of calls under a legal layout."""
         stored = cache_dtype(self.platform, self.dtype)
         work = Work(self._definition(layout), self.dtype, layout, stored)
         return CostModel(work, self.hardware, self.calibration, self.torus)
-
-    @property
-    def _sizes(self) -> ModelSizes:
-        return model_sizes(self.config, self.num_devices, weight_rules=self.weight_rules)
 
     def _rate(self, layout: Layout | None) -> RankedLayout:
         if findings := self.findings(layout):
@@ -145,3 +148,73 @@ def all_layouts(tables: Mapping[str, Mapping[str, object]], num_devices: int) ->
         layout = Layout.from_table(table, name)
         for mesh in layout.mesh.all_fitted(num_devices):
             yield layout.with_mesh(mesh)
+
+
+def suggest_fitting_plan(ranking: Ranking, refused: Sequence[RankedLayout]) -> str:
+    """A sentence on what would fit; empty if no layout was refused for lack of memory.
+
+    Rows may be shorter, or devices more. Fewer slots do not help: the smallest cache has the
+    smallest number of slots that the layout can divide.
+    """
+    allowed = ranking.budget.memory_bytes
+    too_large = [
+        ranked for ranked in refused if ranked.min_bytes is not None and ranked.min_bytes > allowed
+    ]
+    too_large.sort(key=lambda ranked: ranked.min_bytes or 0)
+    if not too_large:
+        return ""
+    layouts = [r.layout for r in too_large[:NUM_LAYOUTS_TRIED] if r.layout is not None]
+    suggestions = [_shorter_rows(ranking, too_large[0]), _more_devices(ranking, layouts)]
+    return (
+        " The closest plan that fits: "
+        + (", or ".join(filter(None, suggestions)) or "none under these layouts")
+        + "."
+    )
+
+
+def _shorter_rows(ranking: Ranking, ranked: RankedLayout) -> str | None:
+    """The longest rows whose cache fits beside the weights; None if no cache does."""
+    assert ranked.cost is not None and ranked.max_row_length is not None
+    work, defaults = ranked.cost.work, GridDefaults.for_layout(ranked.layout)
+    free = ranking.budget.memory_bytes - work.parameter_bytes
+    slots, step = defaults.slot_multiple, defaults.span_multiple
+    fitting, too_long = 0, ranked.max_row_length // step + 1
+    while too_long - fitting > 1:
+        middle = (fitting + too_long) // 2
+        if work.cache_bytes(slots, middle * step) <= free:
+            fitting = middle
+        else:
+            too_long = middle
+    if not fitting:
+        return None
+    return (
+        f"rows of at most {fitting * step} tokens instead of {ranked.max_row_length}, "
+        f"{slots} at a time"
+    )
+
+
+def _more_devices(ranking: Ranking, layouts: Sequence[Layout]) -> str | None:
+    """The first doubling of the number of devices at which a layout has a mesh that fits."""
+    count = 2 * ranking.num_devices
+    while layouts and count <= MAX_DEVICES:
+        meshed = [
+            layout.with_mesh(mesh) for layout in layouts for mesh in meshes_of(layout.mesh, count)
+        ]
+        ranked = replace(ranking, num_devices=count, torus=()).rank(meshed)
+        fitting = [ranked_layout for ranked_layout in ranked if ranked_layout.bound is not None]
+        if fitting:
+            best = min(fitting, key=lambda ranked_layout: ranked_layout.min_bytes or 0)
+            assert best.layout is not None and best.min_bytes is not None
+            return (
+                f"{count} devices instead of {ranking.num_devices} ({best.layout.name}, "
+                f"{best.layout.mesh}: {best.min_bytes / GIGABYTE:.2f} GB a device)"
+            )
+        count *= 2
+    return None
+
+
+def meshes_of(mesh: MeshLayout, count: int) -> Iterator[MeshLayout]:
+    """All meshes of `count` devices with the same axes; an axis of size 1 keeps its size."""
+    wide = MeshLayout(tuple((name, size) for name, size in mesh.axes if size > 1))
+    for fitted in wide.all_fitted(count):
+        yield MeshLayout.from_table({name: fitted.sizes.get(name, 1) for name, _ in mesh.axes})

@@ -16,7 +16,9 @@ from ...compile.planning.candidates import Budget, CandidateGrids
 from ...compile.planning.cost import CostModel
 from ...compile.planning.other_grids import rule_based
 from ...compile.planning.run_bounds import Candidate, ExpectedRow
+from ..console import plural
 from ..errors import NoPlanFits
+from ..progress.progress import Progress
 from .sample import ROWS_TO_SIMULATE, Sample, SampleUncertainty, SimulatedRows
 from .search import (
     MAX_SIMULATED_GRIDS,
@@ -81,8 +83,12 @@ class Planner:
         prompts = np.array([row.need.prompt_length for row in self.rows])
         tokens = self.defaults.tokens_per_prefill
         compared = {**self.compared, **rule_based(result.whole, prompts, tokens, self.cost)}
-        others = {name: self._simulate(grid) for name, grid in compared.items()}
-        uncertainty = self._sample.uncertainty(result.best, self.cost)
+        sample = self._sample
+        others = {
+            name: simulate_grid(grid, sample.schedules, self.cost, self.budget, sample.scaled)
+            for name, grid in compared.items()
+        }
+        uncertainty = sample.uncertainty(result.best, self.cost)
         return replace(result, others=others, uncertainty=uncertainty)
 
     @property
@@ -135,6 +141,41 @@ class Planner:
     def _grids(self, rows: Sequence[ExpectedRow], table: PrefixTable) -> CandidateGrids:
         return CandidateGrids(rows, self.max_position, self.cost, self.budget, self.defaults, table)
 
-    def _simulate(self, grid: BucketGrid) -> SimulatedGrid:
-        sample = self._sample
-        return simulate_grid(grid, sample.schedules, self.cost, self.budget, sample.scaled)
+
+class SearchProgress:
+    """The progress of the search in several layouts.
+
+    The search of a layout simulates a limited number of rows, so the time that is left has an upper
+    bound at the rate so far.
+    """
+
+    def __init__(self, progress: Progress, num_layouts: int):
+        self._progress = progress
+        self._layouts_left = num_layouts
+        """The layouts whose search has not begun."""
+        self._num_grids = 0
+        self._num_rows = 0
+        """The rows that were simulated so far, those of each grid counted."""
+        self.note: Callable[[str], None] = progress.note
+        self.finish: Callable[[], None] = progress.finish
+
+    def plan(self, planner: Planner) -> PlanResult:
+        """The plan of the next layout; each simulated grid is shown."""
+        self._layouts_left -= 1
+        max_rows = planner.max_rows_simulated
+        end = self._num_rows + max_rows
+
+        def show(simulated: SimulatedGrid, num_rows: int) -> None:
+            self._num_grids += 1
+            self._num_rows += num_rows
+            self.note(f"{simulated.seconds:10.1f} s to compile and run: {_short(simulated)}")
+            left = max(0, end - self._num_rows) + self._layouts_left * max_rows
+            self._progress.show_search(self._num_grids, self._num_rows, left)
+
+        return replace(planner, on_simulated=show).plan()
+
+
+def _short(simulated: SimulatedGrid) -> str:
+    grid = simulated.grid
+    pieces = "chunks" if grid.chunks else "whole prompts"
+    return f"{pieces} {', '.join(map(str, grid.prefill))}, {plural(grid.decode_slots, 'slot')}"

@@ -34,14 +34,12 @@ from ..files.hardware_files import known_hardware
 from ..files.layout_files import named_layout_tables, read_layout_table, split_spellings
 from ..plans.plan_checks import read_stored
 from ..progress.progress import Progress
-from .calibration_file import read_calibration
-from .compiled_layouts import LayoutCompiler, PlannedLayout, describe_problems
-from .fitting_plan import suggest_fitting_plan
-from .layout_ranking import RankedLayout, Ranking, all_layouts
+from .calibration import read_calibration
+from .compiled_layouts import LayoutCompiler, PlannedLayout
+from .layout_ranking import RankedLayout, Ranking, all_layouts, suggest_fitting_plan
 from .plan_options import PlanOptions
-from .planner import Planner, PlanResult
+from .planner import Planner, PlanResult, SearchProgress
 from .sample import ROWS_TO_SIMULATE, SimulatedRows
-from .search_progress import SearchProgress
 from .workload import Workload, read_workload
 
 ALL = "all"
@@ -203,8 +201,9 @@ def _as_compiled(
     )
     ordered = compiler.compile_and_rank(searched, options.compile_layouts)
     if ordered[0].problem:
+        problems = " ".join(f"{one.name}: {one.problem}" for one in ordered if one.problem)
         raise NoPlanFits(
-            f"none of the compiled layouts can run: {' '.join(describe_problems(ordered))} Use "
+            f"none of the compiled layouts can run: {problems} Use "
             f"more devices, shorter rows or less memory (--max-memory-gb), or compile more layouts."
         )
     return ordered
@@ -310,12 +309,13 @@ def _budget(
     `entry_bytes` depend on the layout. Without them, decode graphs are expected to compile faster.
     """
     platform, seconds = TargetName.parse(options.target).platform, options.seconds_per_graph
+    gigabytes = options.max_memory_gb
     num_defined = len(block_layers(config, Arrangement(scan_layers=options.scan_layers)))
     predicted = GraphSeconds.predicted(platform, num_defined, entry_bytes)
     return Budget(
         prefill_graphs=options.max_prefill_graphs,
         decode_graphs=options.max_decode_graphs,
-        memory_bytes=_memory(options, hardware),
+        memory_bytes=MEMORY_SHARE * hardware.memory_bytes if gigabytes is None else gigabytes * 1e9,
         compile_seconds=options.max_compile_minutes * 60,
         padding=options.max_padding,
         graph_seconds=GraphSeconds(seconds, seconds) if seconds else predicted,
@@ -383,12 +383,6 @@ def _grids_of_run(workload: Workload) -> "dict[str, BucketGrid]":
         return {}
     grid = read_stored(workload.manifest["plan"]).buckets
     return {PLAN_OF_RUN: grid} if grid.prefixes is None else {}
-
-
-def _memory(options: PlanOptions, hardware: Hardware) -> float:
-    if options.max_memory_gb is not None:
-        return options.max_memory_gb * 1e9
-    return MEMORY_SHARE * hardware.memory_bytes
 
 
 def _fingerprint(files: ModelFiles) -> str:

@@ -18,9 +18,8 @@ from ...compile.planning.candidates import num_graphs
 from ...compile.planning.work import sent_by_axes
 from ..engine.metrics import DecodeUse, PrefillUse, prefill_name, prefix_bucket
 from ..files.disk import Disk, replace_file
-from . import pictures
 from .compiled_layouts import PlannedLayout
-from .page import Picture, render_page
+from .page import Picture, draw_roofline, draw_workload, render_page
 
 if TYPE_CHECKING:
     from .layout_ranking import RankedLayout
@@ -142,7 +141,7 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
         Picture(
             "Rows and buckets",
             f"The lengths of the workload's rows, and those of the plan's graphs. {_padding(grid)}",
-            pictures.draw_workload(
+            draw_workload(
                 [row.need.prompt_length for row in rows],
                 [row.output for row in rows],
                 [bucket.length for bucket in grid.prefill],
@@ -154,7 +153,7 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
             "a graph under its flat part for arithmetic. A graph far below the line waits for the "
             "network, or was measured to be slower by a calibration; a graph above the line was "
             "measured to be faster than the peaks.",
-            pictures.draw_roofline(
+            draw_roofline(
                 report["graphs"], hardware.peak(prediction.plan.numbers.dtype), hardware.memory_rate
             ),
         ),

@@ -6,9 +6,8 @@ All seconds are predictions. *Predicted* seconds are those of the run, without t
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..console import align_columns, plural
+from ..console import GIGABYTE, align_columns, plural
 
-GIGABYTE = 1e9
 GRAPHS = (
     "graph", "calls", "tokens real / computed", "predicted ms a call", "waits for", "predicted s",
 )  # fmt: skip

@@ -17,7 +17,7 @@ from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.planning.run_bounds import ExpectedRow
 from ..checkpoint import ModelFiles
-from ..errors import EXIT_USAGE, JobError
+from ..errors import JobError
 from ..rows.columns import Columns
 from ..rows.job_text import open_text, row_shape
 from ..rows.lines import BatchRow, RequestRules
@@ -102,15 +102,14 @@ def read_workload(
             raise JobError(
                 "--from-output: expected the batch file of the job as --workload, got a table of "
                 "lengths, which has output lengths itself. Leave out one of the two.",
-                EXIT_USAGE,
             )
         return Workload(path.name, tuple(read_table(path)))
     check_input(path)
     finished = None if output is None else read_finished_job(output)
     scanned = _scan(path, files, models)
     if lengths := text_lengths(scanned.summary.requirements):
-        num_bad, first_error = scanned.num_bad, scanned.first_error
-        return Workload(path.name, (), num_bad, first_error, text_lengths=tuple(lengths))
+        num_bad = sum(row.requirements is None for row in scanned.summary.rows)
+        return Workload(path.name, (), num_bad, scanned.first_error, text_lengths=tuple(lengths))
     return _with_lengths(path.name, scanned, finished, share_of_limit)
 
 
@@ -122,11 +121,6 @@ class _Scanned:
     structures: Structures
     chat_rows: Set[int]
     input_sha256: str
-
-    @property
-    def num_bad(self) -> int:
-        """The number of rows in error."""
-        return sum(row.requirements is None for row in self.summary.rows)
 
     @property
     def first_error(self) -> str:

@@ -9,7 +9,6 @@ import tomllib
 import jax.numpy as jnp
 
 from ...compile.attention_kernels import AttentionChoices, choose_kernels
-from ...compile.expert_plan import ExpertPlan
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.plan import Plan
 from ...compile.target_names import TargetName
@@ -109,16 +108,7 @@ def check_model(plan: Plan, files: ModelFiles) -> None:
             f"plan buckets.max_length: expected at most {longest}, the published context of "
             f"{files.name}, got {plan.buckets.max_length}. Plan again for shorter rows."
         )
-    check_experts(plan.experts, files)
-
-
-def check_experts(experts: ExpertPlan | None, files: ModelFiles) -> None:
-    """Check that only a mixture of experts has an expert plan.
-
-    Raises:
-      ValueError: The model is dense and has an expert plan.
-    """
-    if experts is not None and files.spec.config.moe is None:
+    if plan.experts is not None and config.moe is None:
         raise ValueError(
             f"plan [experts]: expected no such table, as {files.name} is a dense model, got one. "
             f"Remove it."

@@ -20,8 +20,7 @@ from typing import Any
 
 from .. import errors
 from ..console import plural
-from ..devices.device_shares import simulated_devices
-from ..devices.machine import versions
+from ..devices.machine import simulated_devices, versions
 from ..errors import EXIT_RESUMABLE, OutOfStep
 from ..files.differences import differences
 from ..process.stop_signals import at_forced_end

@@ -19,8 +19,7 @@ from ...compile.weight_rules import WeightRules
 from ...modelzoo.config import AS_PUBLISHED, DecoderConfig
 from ...modelzoo.families.config_reader import UnsupportedModel
 from ...modelzoo.families.family import ModelSpec
-from ...modelzoo.families.registry import from_hf_config
-from ...modelzoo.families.written_config import write_config
+from ...modelzoo.families.registry import from_hf_config, write_config
 from ...modelzoo.weights.weight_formats import SCALES, WeightFormat
 from ..checkpoint import ModelFiles
 from ..checkpoint.formats.compressed_tensors import Layout, Matrix, quantisation_config

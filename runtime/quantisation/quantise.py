@@ -23,10 +23,9 @@ from ..checkpoint.model_stamp import ModelStamp
 from ..checkpoint.quantiser import dequantise
 from ..errors import ConfigError, InvalidConfig
 from .calibration import Calibration
-from .gptq import MIN_TOKENS
 from .published_form import Parameters, PublishedForm, pooling_files
 from .rotation import Rotation
-from .rounding import CLIP, GPTQ, NEAREST, round_weight
+from .rounding import CLIP, GPTQ, MIN_TOKENS, NEAREST, round_weight
 from .smoothing import smooth_layer
 
 Say = Callable[[str], object]

@@ -7,13 +7,14 @@ an answer. Guarantees: one error names all keys of a body that are refused.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..errors import RowError, joined, unknown_parameter
 from ..parameters.checks import whole_number, wrong_value
 from ..parameters.vllm_options import ANY, CHAT, SAMPLING, AcceptedValues
 
+MAX_TOKEN_ID = 2**31 - 1
 _NOT_OFFERED = "noria has no such feature: leave it out"
 _OFF, _ON, _NONE = (
     AcceptedValues((False,), _NOT_OFFERED),
@@ -138,6 +139,23 @@ def max_prompt_tokens(given: Mapping[str, Any]) -> int | None:
     if value is not None and not (is_integer and (value >= 1 or value == -1)):
         raise wrong_value(key, "an integer of at least 1, or -1", value)
     return value
+
+
+def switch(given: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    """The value of a key that is true or false; RowError if it is neither."""
+    value = given.get(key, default)
+    if not isinstance(value, bool):
+        raise wrong_value(key, "true or false", value)
+    return value
+
+
+def check_ids(where: str, ids: Sequence[Any], param: str) -> None:
+    """Raise RowError unless the items of a list are token ids."""
+    for index, token in enumerate(ids):
+        # bool is an int in Python, but true is no token
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
+            got = f"{str(token)[:50]} at index {index}"
+            raise RowError("invalid_token_id", f"{where}: expected token ids, got {got}.", param)
 
 
 def check_keys(

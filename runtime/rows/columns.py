@@ -55,11 +55,18 @@ class RequestColumns:
             cells: The cells of the row by column.
         """
         url, body = self.url, {key: cells[name] for key, name in self.contents.items()}
-        if url == COMPLETION_URL and _are_messages(body["prompt"]):
-            url, body = CHAT_URL, {"messages": body["prompt"]}
+        prompt = body.get("prompt") if url == COMPLETION_URL else None
+        if isinstance(prompt, list) and any(isinstance(item, dict) for item in prompt):
+            url, body = CHAT_URL, {"messages": prompt}
         if url == CHAT_URL:
-            is_json = self.contents.get("messages") == "messages"
-            body = {"messages": _messages(body["messages"], is_json=is_json)}
+            # a cell has a list of messages, its JSON, or the text of a user
+            if not isinstance(cell := body["messages"], str):
+                # in a column of structs, keys that a message lacks are null
+                body = {"messages": _without_null_keys(cell)}
+            elif self.contents.get("messages") == "messages":
+                body = {"messages": _parsed(cell)}
+            else:
+                body = {"messages": [{"role": "user", "content": cell}]}
         custom_id = None if self.id is None else cells[self.id]
         if custom_id is None:
             custom_id = f"row-{row}"
@@ -149,18 +156,6 @@ def _check(path: Path, option: str, name: str, present: Sequence[str]) -> None:
             f"{path}: expected one column {name!r}, got {count} of it among {', '.join(present)}. "
             f"Name another one with {option}."
         )
-
-
-def _are_messages(prompt: object) -> bool:
-    return isinstance(prompt, list) and any(isinstance(item, dict) for item in prompt)
-
-
-def _messages(cell: object, *, is_json: bool) -> object:
-    """The messages in a cell: a list of them, its JSON, or the text of a user."""
-    if isinstance(cell, str):
-        return _parsed(cell) if is_json else [{"role": "user", "content": cell}]
-    # in a column of structs, keys that a message lacks are null
-    return _without_null_keys(cell)
 
 
 def _without_null_keys(value: object) -> object:

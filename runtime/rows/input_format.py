@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 HEAD_BYTES = 2**20
 """The number of bytes that are read to recognise a format."""
@@ -50,7 +50,7 @@ def other_format(path: Path, file: BinaryIO) -> tuple[str, str] | None:
     ends_as_array = tail.rstrip().endswith(b"]")
     if text.startswith("[") and _is_array(text, is_whole=is_whole, ends_as_array=ends_as_array):
         return "a JSON array", f"Write one line for each of its items: jq -c '.[]' {path}"
-    if text.startswith("{") and _ends_on_a_later_line(text):
+    if text.startswith("{") and "\n" in text[: _first_value(text)[1] or 0]:
         return "an object over several lines", f"Write one line for each: jq -c . {path}"
     lines = text.splitlines() if is_whole else text.splitlines()[:-1]
     if _is_table(lines, is_named_so=path.suffix.lower() in (".csv", ".tsv")):
@@ -61,31 +61,21 @@ def other_format(path: Path, file: BinaryIO) -> tuple[str, str] | None:
 def _is_array(text: str, *, is_whole: bool, ends_as_array: bool) -> bool:
     """Whether a text that begins with a bracket is one array, and not lines with a bad first
     line."""
-    decoder = json.JSONDecoder()
-    try:
-        _, end = decoder.raw_decode(text)
-    except (ValueError, RecursionError):
-        if is_whole or not ends_as_array:
-            return False
-        return _begins_with_item(decoder, text)
-    return "\n" in text[:end] or (is_whole and not text[end:].strip())
-
-
-def _begins_with_item(decoder: json.JSONDecoder, text: str) -> bool:
-    inside = text[1:].lstrip()
-    try:
-        item, end = decoder.raw_decode(inside)
-    except (ValueError, RecursionError):
+    if (end := _first_value(text)[1]) is not None:
+        return "\n" in text[:end] or (is_whole and not text[end:].strip())
+    if is_whole or not ends_as_array:
         return False
+    inside = text[1:].lstrip()
+    item, end = _first_value(inside)
     return isinstance(item, dict) and inside[end:].lstrip().startswith(",")
 
 
-def _ends_on_a_later_line(text: str) -> bool:
+def _first_value(text: str) -> tuple[Any, int | None]:
+    """The value in JSON with which a text begins, and its end; None for both without one."""
     try:
-        _, end = json.JSONDecoder().raw_decode(text)
+        return json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
-        return False
-    return "\n" in text[:end]
+        return None, None
 
 
 def _is_table(lines: Sequence[str], *, is_named_so: bool) -> bool:

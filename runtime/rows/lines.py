@@ -22,8 +22,16 @@ from ..files.strict_json import MAX_LINE_BYTES, Line, Unit, dump_line, parse_obj
 from ..parameters.checks import wrong_value
 from ..request import SamplingParams
 from ..text.chat_messages import read_messages
-from .pooled_body import EMBEDDING_URL, POOLED_URLS, PooledRequest, read_pooled, unknown_pooled_keys
-from .request_body import read_params, unknown_keys
+from .body_keys import check_ids, unknown_among
+from .pooled_body import (
+    EMBEDDING_URL,
+    POOLED_KEYS,
+    POOLED_OTHERS,
+    POOLED_URLS,
+    PooledRequest,
+    read_pooled,
+)
+from .request_body import key_tables, read_params
 from .tools import Tools
 
 CHAT_URL = "/v1/chat/completions"
@@ -32,7 +40,6 @@ COMPLETION_URL = "/v1/completions"
 _SIMPLE_URLS = {"prompt": COMPLETION_URL, "messages": CHAT_URL, "input": EMBEDDING_URL}
 """The endpoint of a simple line, by the key that it has."""
 _ENVELOPE = ("custom_id", "method", "url", "body")
-_MAX_TOKEN_ID = 2**31 - 1
 _URLS = (CHAT_URL, COMPLETION_URL, *POOLED_URLS)
 _NOT_PATH = re.compile(r"^https?://[^/]*|[?#].*$", re.DOTALL)
 _WRITTEN_ID = re.compile(rb'[\s\x1e]*\{\s*"(?:custom_id|id)"\s*:\s*("(?:[^"\\]|\\.)+")')
@@ -174,12 +181,6 @@ def record_of(line: Line) -> dict[str, Any]:
     return parse_object(line.content)
 
 
-def duplicate_of(row: BatchRow | BadRow, first_line_number: int) -> BadRow:
-    """The error row for a line with the custom_id of an earlier line."""
-    first = f"{row.unit} {first_line_number}"
-    return row.failed(duplicate_error(row.place, row.custom_id, first))
-
-
 def duplicate_error(place: str, custom_id: str | None, first_place: str) -> RowError:
     """The error for a line with the custom_id of an earlier line."""
     return RowError(
@@ -315,9 +316,9 @@ def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
 
 
 def _unknown_keys(url: str, body: Mapping[str, Any]) -> tuple[str, ...]:
-    if (task := POOLED_URLS.get(url)) is not None:
-        return unknown_pooled_keys(task, body)
-    return unknown_keys(body, is_chat=url == CHAT_URL)
+    task = POOLED_URLS.get(url)
+    tables = key_tables(url == CHAT_URL) if task is None else (POOLED_KEYS[task], POOLED_OTHERS)
+    return unknown_among(body, *tables)
 
 
 def _model(body: Mapping[str, Any]) -> str | None:
@@ -349,14 +350,7 @@ def _prompt(prompt: object) -> str | list[int]:
             "prompt: expected one prompt, got a list of prompts. Write one line for each.",
             "prompt",
         )
-    for index, token in enumerate(prompt):
-        # bool is an int in Python, but true is no token
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= _MAX_TOKEN_ID:
-            raise RowError(
-                "invalid_token_id",
-                f"prompt: expected token ids, got {str(token)[:50]} at index {index}.",
-                "prompt",
-            )
+    check_ids("prompt", prompt, "prompt")
     return prompt
 
 

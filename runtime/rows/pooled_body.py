@@ -13,7 +13,15 @@ from typing import Any, Literal
 from ..errors import RowError
 from ..parameters.checks import wrong_value
 from ..parameters.vllm_options import AcceptedValues
-from .body_keys import HINTS, check_keys, given_values, max_prompt_tokens, refused, unknown_among
+from .body_keys import (
+    HINTS,
+    check_ids,
+    check_keys,
+    given_values,
+    max_prompt_tokens,
+    refused,
+    switch,
+)
 
 Task = Literal["embed", "score", "rerank", "classify"]
 Text = str | tuple[int, ...]
@@ -34,9 +42,8 @@ POOLED_URLS: Mapping[str, Task] = {
 
 MAX_TEXTS = 2048
 """The maximum number of texts of a request, as in OpenAI's interface."""
-MAX_TOKEN_ID = 2**31 - 1
 _COMMON = ("truncate_prompt_tokens", "model")
-_KEYS: Mapping[Task, tuple[str, ...]] = {
+POOLED_KEYS: Mapping[Task, tuple[str, ...]] = {
     "embed": ("input", "encoding_format", "dimensions", *_COMMON),
     "score": ("text_1", "text_2", "use_activation", *_COMMON),
     "rerank": ("query", "documents", "top_n", "use_activation", *_COMMON),
@@ -48,7 +55,7 @@ PAIR_KEYS: Mapping[Task, tuple[str, str]] = {
 }
 """The keys of the two texts of a pair."""
 _INTEGERS = ("dimensions", "top_n", "truncate_prompt_tokens")
-_OTHERS: Mapping[str, AcceptedValues] = {
+POOLED_OTHERS: Mapping[str, AcceptedValues] = {
     **HINTS,
     "add_special_tokens": AcceptedValues((True,), "Give token ids for a text without them"),
     "embed_dtype": AcceptedValues(("float32",), "Vectors have float32"),
@@ -106,7 +113,7 @@ def read_pooled(task: Task, body: Mapping[str, Any]) -> PooledRequest:
         RowError: A key is unknown or unsupported, or its value is invalid.
     """
     given = given_values(body, _INTEGERS)
-    check_keys(given, _KEYS[task], _OTHERS)
+    check_keys(given, POOLED_KEYS[task], POOLED_OTHERS)
     return replace(_request(task, given), max_tokens=max_prompt_tokens(given))
 
 
@@ -120,19 +127,13 @@ def _request(task: Task, given: Mapping[str, Any]) -> PooledRequest:
                 dimensions=_count(given, "dimensions"),
             )
         case "classify":
-            return PooledRequest(
-                task, _inputs(given.get("input")), use_activation=_use_activation(given)
+            inputs, use_activation = (
+                _inputs(given.get("input")),
+                switch(given, "use_activation", default=True),
             )
+            return PooledRequest(task, inputs, use_activation=use_activation)
         case "score" | "rerank":
             return _pairs(task, given)
-
-
-def unknown_pooled_keys(task: Task, body: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of a body that noria does not know.
-
-    Keys that it knows but does not support are not among them.
-    """
-    return unknown_among(body, _KEYS[task], _OTHERS)
 
 
 def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:
@@ -155,7 +156,7 @@ def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:
         texts,
         others,
         top_n=_count(given, "top_n", for_all=(0, -1)),
-        use_activation=_use_activation(given),
+        use_activation=switch(given, "use_activation", default=True),
     )
 
 
@@ -204,14 +205,7 @@ def _limited(key: str, items: list[Any]) -> Sequence[Any]:
 
 
 def _token_ids(where: str, ids: list[Any]) -> tuple[int, ...]:
-    for index, token in enumerate(ids):
-        # bool is an int in Python, but true is no token
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
-            raise RowError(
-                "invalid_token_id",
-                f"{where}: expected token ids, got {str(token)[:50]} at index {index}.",
-                "input",
-            )
+    check_ids(where, ids, "input")
     if not ids:
         raise RowError("empty_prompt", f"{where}: expected text or token ids, got none.", "input")
     return tuple(ids)
@@ -234,11 +228,4 @@ def _count(given: Mapping[str, Any], key: str, for_all: tuple[int, ...] = ()) ->
     if not is_integer or value < 1:
         or_all = f", or {' or '.join(map(str, for_all))} for all" if for_all else ""
         raise wrong_value(key, f"an integer of at least 1{or_all}", value)
-    return value
-
-
-def _use_activation(given: Mapping[str, Any]) -> bool:
-    value = given.get("use_activation", True)
-    if not isinstance(value, bool):
-        raise wrong_value("use_activation", "true or false", value)
     return value

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import RowError
-from ..request import RequestOutput, SamplingParams
+from ..request import RequestOutput
 from .lines import BatchRow
 from .scan import ScannedRow
 
@@ -48,8 +48,9 @@ class RowDigests:
 
     def add(self, row: BatchRow, ids: Sequence[int]) -> None:
         """Add a row and its prompt ids; rows must be passed in order, each at most once."""
-        if _depends_on_id(row.params):
-            return
+        params = row.params
+        if params.seed is None and params.temperature != 0 and params.max_tokens != 0:
+            return  # the seed is derived from the id, and has an effect
         self._digests.extend([_NO_DIGEST] * (row.row - len(self._digests)))
         self._digests.append(_digest(row, ids))
 
@@ -59,7 +60,9 @@ class RowDigests:
             return rows, Repeats()
         import numpy as np  # a job that has finished does not wait for this import
 
-        digests = np.fromiter(map(self._digest_of, rows), np.uint64, len(rows))
+        known = self._digests
+        own = (known[row.row] if row.row < len(known) else _NO_DIGEST for row in rows)
+        digests = np.fromiter(own, np.uint64, len(rows))
         places = np.arange(len(rows))
         _, first_places, groups = np.unique(digests, return_index=True, return_inverse=True)
         firsts = np.where(digests == _NO_DIGEST, places, first_places[groups])
@@ -68,9 +71,6 @@ class RowDigests:
         computed = [rows[place] for place in np.flatnonzero(firsts == places).tolist()]
         first_rows = array("q", (rows[place].row for place in firsts[repeats].tolist()))
         return computed, Repeats([rows[place] for place in repeats.tolist()], first_rows)
-
-    def _digest_of(self, row: ScannedRow) -> int:
-        return self._digests[row.row] if row.row < len(self._digests) else _NO_DIGEST
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,6 @@ class Answer:
         return replace(
             self.output, request_id=row.custom_id, prompt=row.prompt, error=error, metrics=None
         )
-
-
-def _depends_on_id(params: SamplingParams) -> bool:
-    """Whether the seed of a request is derived from its id and has an effect."""
-    return params.seed is None and params.temperature != 0 and params.max_tokens != 0
 
 
 def _request(row: BatchRow) -> tuple[object, ...]:

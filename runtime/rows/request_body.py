@@ -25,7 +25,7 @@ from .body_keys import (
     check_keys,
     given_values,
     max_prompt_tokens,
-    unknown_among,
+    switch,
 )
 from .structured_body import FORM_KEYS, read_form
 from .tools import TOOL_KEYS, Tools, read_tools
@@ -116,8 +116,9 @@ def read_params(
         RowError: A key is unknown or unsupported, or its value is invalid.
     """
     given = given_values(body, _INTEGERS)
-    check_keys(given, *_tables(is_chat))
-    _check_without_effect(given)
+    check_keys(given, *key_tables(is_chat))
+    if switch(given, "stream"):
+        raise RowError("invalid_request", "stream: expected false in a batch, got true.", "stream")
 
     fields: dict[str, Any] = dict(defaults)
     fields.update((key, given[key]) for key in _DIRECT if key in given)
@@ -129,8 +130,8 @@ def read_params(
         if key in given:
             fields[key] = read(given[key])
 
-    echo = _switch(given, "echo")
-    logprobs = _chat_logprobs(given) if is_chat else _completion_logprobs(given)
+    echo = switch(given, "echo")
+    logprobs = _chat_logprobs(given) if is_chat else _count(given, "logprobs")
     asked_prompt_logprobs = _count(given, "prompt_logprobs")
     fields["logprobs"] = logprobs
     if echo and logprobs is not None:
@@ -195,40 +196,19 @@ def _in_body_keys(error: RowError, keys: Mapping[str, str]) -> RowError:
     return RowError(error.code, message, f"{keys.get(field, field)}{dot}{rest}")
 
 
-def unknown_keys(body: Mapping[str, Any], *, is_chat: bool) -> tuple[str, ...]:
-    """The keys of a body that noria does not know.
-
-    Keys that it knows but does not support are not among them.
-    """
-    return unknown_among(body, *_tables(is_chat))
-
-
-def _tables(is_chat: bool) -> tuple[tuple[str, ...], Mapping[str, AcceptedValues]]:
+def key_tables(is_chat: bool) -> tuple[tuple[str, ...], Mapping[str, AcceptedValues]]:
     """The keys that decide an answer, and the other keys with their harmless values."""
     return (CHAT_KEYS, OF_CHAT) if is_chat else (COMPLETION_KEYS, OF_COMPLETIONS)
 
 
-def _check_without_effect(given: Mapping[str, Any]) -> None:
-    """Check keys that are accepted only with values that have no effect."""
-    if _switch(given, "stream"):
-        raise RowError("invalid_request", "stream: expected false in a batch, got true.", "stream")
-
-
 def _read_prefill(given: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether the prompt ends with the beginning of an answer, or within the last message."""
-    begins = _switch(given, "add_generation_prompt", default=True)
-    continues = _switch(given, "continue_final_message")
+    begins = switch(given, "add_generation_prompt", default=True)
+    continues = switch(given, "continue_final_message")
     if begins and continues:
         expected = "false beside continue_final_message"
         raise wrong_value("add_generation_prompt", expected, True)
     return begins, continues
-
-
-def _switch(given: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
-    value = given.get(key, default)
-    if not isinstance(value, bool):
-        raise wrong_value(key, "true or false", value)
-    return value
 
 
 def _count(given: Mapping[str, Any], key: str) -> int | None:
@@ -241,17 +221,13 @@ def _count(given: Mapping[str, Any], key: str) -> int | None:
 
 
 def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
-    is_wanted = _switch(given, "logprobs")
+    is_wanted = switch(given, "logprobs")
     count = _count(given, "top_logprobs")
     if count and not is_wanted:
         raise RowError(
             "invalid_request", "top_logprobs: expected logprobs to be true beside it.", "logprobs"
         )
     return (count or 0) if is_wanted else None
-
-
-def _completion_logprobs(given: Mapping[str, Any]) -> int | None:
-    return _count(given, "logprobs")
 
 
 def _read_stop(value: object) -> list[str]:

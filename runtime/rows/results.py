@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..embedding.texts import lengths_of, num_cut, num_texts_cut
 from ..errors import RowError
-from ..request import CompletionOutput, RequestOutput, SampleCounts, TokenLogprob
+from ..request import CompletionOutput, RequestOutput, TokenLogprob
 from ..text.tokenizer import Tokenizer
 from .lines import BadRow, BatchRow
 from .scan import ScannedRow
@@ -108,7 +108,13 @@ class OutputLines:
                 zip(body["choices"], completions, strict=True)
             ):
                 choice["index"] = index
-                choice["noria"] = _sample_facts(completion, output.samples)
+                choice["noria"] = {
+                    "sample": completion.index,
+                    "samples": output.samples.total,
+                    "answer": completion.answer,
+                    "votes": completion.votes,
+                    "stopped_early": completion.stopped_early,
+                }
         if output.dropped_expert_choices:
             body["noria"] = {DROPPED: output.dropped_expert_choices}
         if is_chat and row.prompt_logprobs is not None:
@@ -177,8 +183,14 @@ class OutputLines:
     ) -> dict[str, Any]:
         logprobs = None
         if row.logprobs is not None:
-            entries = completion.logprobs or []
-            logprobs = {"content": [self._chat_logprob(e, row.logprobs) for e in entries]}
+            content = [
+                {
+                    **self._named(e.token_id, e.logprob),
+                    "top_logprobs": [self._named(*other) for other in e.top[: row.logprobs]],
+                }
+                for e in completion.logprobs or []
+            ]
+            logprobs = {"content": content}
         message, finish_reason = self._message(row, completion)
         return {
             "index": completion.index,
@@ -263,12 +275,6 @@ class OutputLines:
             # two tokens may have the same text; the likelier token comes first
             result.setdefault(self._text(token), _finite(logprob))
         return result
-
-    def _chat_logprob(self, entry: TokenLogprob, count: int) -> dict[str, Any]:
-        return {
-            **self._named(entry.token_id, entry.logprob),
-            "top_logprobs": [self._named(token, value) for token, value in entry.top[:count]],
-        }
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         raw = None if self._tokens is None else list(self._tokens.token_bytes(token))
@@ -362,17 +368,6 @@ def _num_output_tokens(output: RequestOutput) -> int:
     if output.samples is not None:
         return output.samples.output_tokens
     return sum(len(completion.token_ids) for completion in output.outputs)
-
-
-def _sample_facts(completion: CompletionOutput, samples: SampleCounts) -> dict[str, Any]:
-    """The table `noria` of a choice, in a row with a rule for its samples."""
-    return {
-        "sample": completion.index,
-        "samples": samples.total,
-        "answer": completion.answer,
-        "votes": completion.votes,
-        "stopped_early": completion.stopped_early,
-    }
 
 
 def _finite(logprob: float) -> float:

@@ -30,10 +30,9 @@ from ..files.disk import Disk, FileDigest, digest_file, open_nameless
 from ..files.file_facts import FileFacts
 from ..files.strict_json import Unit
 from .answer_tables import AddedColumns, from_parquet, to_parquet
-from .carried import CarriedCells
 from .columns import Columns
 from .input_format import other_format
-from .tables import TableRow, csv_rows, parquet_package, parquet_rows
+from .tables import CarriedCells, TableRow, csv_rows, parquet_package, parquet_rows
 
 _PIECE_BYTES = 2**20
 

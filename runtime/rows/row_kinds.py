@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..embedding.vectors import too_many_dimensions
-from ..errors import EXIT_USAGE, JobError, RowError
+from ..errors import JobError, RowError
 from .lines import BatchRow
 from .pooled_body import PooledRequest
 from .scan import RowRequirements
@@ -83,7 +83,6 @@ def text_lengths(rows: Sequence[RowRequirements]) -> list[int]:
             f"the rows of a job: expected all to ask for vectors of texts (/v1/embeddings, "
             f"/v1/score, /v1/rerank, /v1/classify) or none, got {num_pooled} of {len(rows)} rows "
             f"that do. Their graphs differ: run them as two jobs.",
-            EXIT_USAGE,
         )
     return [length for row in rows for length in row.text_lengths]
 
@@ -99,5 +98,4 @@ def check_kind(plan: "Plan", lengths: Sequence[int]) -> None:
         raise JobError(
             f"plan buckets.embed: expected {str(bool(lengths)).lower()}, as the rows ask for "
             f"{asked}, got {str(plan.buckets.embed).lower()}. Run without --plan, or plan again.",
-            EXIT_USAGE,
         )

@@ -22,7 +22,7 @@ from .lines import (
     BatchRow,
     PlacedRow,
     RequestRules,
-    duplicate_of,
+    duplicate_error,
     read_row,
 )
 from .prompt_encoder import Encoded
@@ -172,7 +172,8 @@ def _read_chunks(
         if row.custom_id is not None:
             first = first_lines.setdefault(row.custom_id, line.number)
             if first != line.number:
-                row = duplicate_of(row, first)
+                first_place = f"{row.unit} {first}"
+                row = row.failed(duplicate_error(row.place, row.custom_id, first_place))
         chunk.append(row)
         num_bytes += len(line.content or b"")
         if len(chunk) == CHUNK_ROWS or num_bytes >= CHUNK_BYTES:

@@ -1,7 +1,9 @@
 """Reads rows from CSV and Parquet tables as lines of a batch file.
 
-Does not know what makes a request valid. Guarantees: a table with n rows gives n lines; memory does
-not grow with the number of rows.
+Carried cells are no part of requests: they are kept in a file of their own, one line for each row,
+change no answer, and stand under the key `carried` of output lines. Does not know what makes a
+request valid. Guarantees: a table with n rows gives n lines; memory does not grow with the number
+of rows; an output line has the carried cells of its own row, whichever run or part answered it.
 """
 
 import csv
@@ -10,7 +12,8 @@ import decimal
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +22,10 @@ from ..files.compression import without_compression
 from ..files.optional_packages import require
 from ..files.strict_json import MAX_LINE_BYTES, dump_line
 from .columns import Columns, RequestColumns
+from .part import Part
+
+CARRIED = "carried"
+"""The key of the carried cells in output lines."""
 
 BATCH_ROWS = 1024
 """Rows of a Parquet table that are in memory at once."""
@@ -204,3 +211,28 @@ def _note_columns(
         note(f"{path.name}: columns that are not read: {', '.join(unread)}")
     if found.id is None:
         note(f"{path.name}: ids are row numbers; --id-column names a column of ids")
+
+
+@dataclass(frozen=True)
+class CarriedCells:
+    """The carried cells of all rows of an input, as lines of JSON in the order of the rows."""
+
+    file: BinaryIO | None = None
+    """The lines; None if nothing is carried."""
+
+    def of(self, part: Part) -> Iterator[bytes]:
+        """The cells of each row of a part, in order; empty if nothing is carried."""
+        if self.file is None:
+            return repeat(b"")
+        self.file.seek(0)
+        return islice(self.file, part.index, None, part.num_parts)
+
+
+def with_carried(line: bytes, cells: bytes) -> bytes:
+    """An output line with the carried cells of its row, if there are any."""
+    return line[:-1] + b',"%s":%s}' % (CARRIED.encode(), cells.rstrip()) if cells else line
+
+
+def carried_in(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The carried cells of an output line by name."""
+    return record.get(CARRIED, {})

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 from ..errors import RowError
 from ..parameters.checks import wrong_value
 from ..structured.params import StructuredOutputsParams
+from .body_keys import switch
 
 TOOL_KEYS = ("tools", "tool_choice", "parallel_tool_calls")
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
@@ -113,9 +114,7 @@ def read_tools(given: Mapping[str, Any]) -> Tools | None:
     tools = Tools(tuple(value))
     if len(tools._names) < len(value):
         raise wrong_value("tools", "tools of different names", "one name twice")
-    is_parallel = given.get("parallel_tool_calls", True)
-    if not isinstance(is_parallel, bool):
-        raise wrong_value("parallel_tool_calls", "true or false", is_parallel)
+    is_parallel = switch(given, "parallel_tool_calls", default=True)
     return _with_choice(replace(tools, is_parallel=is_parallel), given.get("tool_choice", "auto"))
 
 

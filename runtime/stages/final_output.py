@@ -19,8 +19,8 @@ from ..batch.output import write_outputs
 from ..errors import EXIT_RESUMABLE, JobError
 from ..files.disk import Disk, digest_file
 from ..files.manifest import COMMON_KEYS, digest_table, fingerprint, write_manifest
-from ..rows.carried import with_carried
 from ..rows.results import error_of_line
+from ..rows.tables import with_carried
 from .stage_rows import StagedRows
 
 

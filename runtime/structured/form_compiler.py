@@ -15,7 +15,7 @@ from .params import StructuredOutputsParams
 from .pattern import PatternError, read_pattern
 from .schemas.json_scalars import SchemaError, too_large
 from .schemas.json_schema import read_schema
-from .schemas.json_text import any_object
+from .schemas.json_text import any_value, json_map
 from .token_automaton import NoTokens, TokenAutomaton, TokenTrie, compile_tokens
 
 DEPTH_OF_OBJECTS = 4
@@ -86,7 +86,7 @@ def _read_other(form: StructuredOutputsParams) -> Language:
         except UnicodeEncodeError:
             raise PatternError("choice: expected texts without lone surrogates") from None
         return Alternatives(tuple(map(Literal, form.choice)), Origin("choice", ""))
-    return any_object(DEPTH_OF_OBJECTS)
+    return json_map(any_value(DEPTH_OF_OBJECTS - 1))
 
 
 def make_trie(

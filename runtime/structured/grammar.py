@@ -66,10 +66,6 @@ class _Item:
     least: int = 1
     most: int | None = 1
 
-    def is_call(self, name: str) -> bool:
-        """Whether this is one call of a rule and nothing else."""
-        return self == _Item(_Call(name))
-
 
 _Choice = tuple[tuple[_Item, ...], ...]
 """Alternatives, each of which is a sequence."""
@@ -201,7 +197,7 @@ class _Expander:
         inner = (*calls, name)
         between, before, after, others = [], [], [], []
         for items in self._rules[name]:
-            begins, ends = (bool(items) and items[at].is_call(name) for at in (0, -1))
+            begins, ends = (bool(items) and items[at] == _Item(_Call(name)) for at in (0, -1))
             if begins and ends and len(items) > 1:
                 between.append(self._items(items[1:-1], inner))
             elif begins:

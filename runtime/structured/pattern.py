@@ -123,7 +123,8 @@ class _Reader:
         items = self._items(reaches_end=True)
         # what stands here begins where the items end
         ends = ends._replace(is_start=ends.is_start and not items, has_before=False)
-        if (is_negated := self._look_ahead()) is not None:
+        is_negated = self._takes("(?!")
+        if is_negated or self._takes("(?="):
             self._depth += 1  # for the bound of what is inside each other
             self._is_large ^= is_negated
             other = self._alternatives(ends._replace(has_after=True))
@@ -160,10 +161,6 @@ class _Reader:
         """Whether a group begins here, after which its alternative ends."""
         closing = self._closings.get(self._at)
         return closing is not None and self._pattern[closing + 1 : closing + 2] in ("", "|", ")")
-
-    def _look_ahead(self) -> bool | None:
-        """Begin a look-ahead: whether it is negative; None if there is none."""
-        return False if self._takes("(?=") else True if self._takes("(?!") else None
 
     def _repeated(self) -> Language:
         atom = self._atom()

@@ -15,8 +15,7 @@ from ...compile.grids.structured_grid import (
     StructuredGrid,
 )
 from ...modelzoo.structure import BITS, StructureTables
-from .blocks import Blocks
-from .token_automaton import TokenAutomaton
+from .token_automaton import Blocks, TokenAutomaton
 
 _WORDS_OF_BLOCK = TOKENS_OF_BLOCK // BITS
 
@@ -109,7 +108,13 @@ def pack_tables(
     """
     job = JobTables()
     blocks = {schema: job.add(automata[schema]) for schema in grid.schemas if schema in automata}
-    _check_sizes(job.grid(grid.schemas), grid)
+    needed = job.grid(grid.schemas)
+    for name in ("states", "classes", "masks", "move_blocks", "mask_blocks"):
+        if getattr(needed, name) > getattr(grid, name):
+            raise ValueError(
+                f"plan [structured]: expected {name} of at least {getattr(needed, name)}, got "
+                f"{getattr(grid, name)}. Plan again."
+            )
     tables = job.empty(grid, padded_vocab)
     first_state, first_mask = 1, 1
     first_states = dict.fromkeys(grid.schemas, 0)
@@ -129,12 +134,3 @@ def pack_tables(
         first_state, first_mask = own.stop, masks.stop
     served = {schema: automata[schema] for schema in blocks}
     return PackedStructures(tables, {s: first_states[s] for s in served}, served)
-
-
-def _check_sizes(needed: StructuredGrid, planned: StructuredGrid) -> None:
-    for name in ("states", "classes", "masks", "move_blocks", "mask_blocks"):
-        if getattr(needed, name) > getattr(planned, name):
-            raise ValueError(
-                f"plan [structured]: expected {name} of at least {getattr(needed, name)}, got "
-                f"{getattr(planned, name)}. Plan again."
-            )

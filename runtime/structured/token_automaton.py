@@ -14,11 +14,47 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from ...compile.grids.structured_grid import CLASSES_OF_BLOCK, MAX_LEVELS, TOKENS_OF_BLOCK
 from .automaton import DEAD, START, ByteAutomaton
-from .blocks import Blocks
 from .byte_automaton import TooLarge, steps_to
+
+
+class Blocks:
+    """Different blocks of one width, in the order in which they came. The first is all zeros.
+
+    Args:
+      width: The number of entries of a block.
+      dtype: The type of an entry.
+    """
+
+    def __init__(self, width: int, dtype: npt.DTypeLike):
+        self._width, self._dtype = width, np.dtype(dtype)
+        self._numbers: dict[bytes, int] = {}
+        self.add(np.zeros((1, width), dtype))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, rows_RX: np.ndarray) -> np.ndarray:
+        """The numbers of the blocks of some rows, whose last blocks are completed by zeros."""
+        num_rows, num_entries = rows_RX.shape
+        num_blocks = -(-num_entries // self._width)
+        padded = np.zeros((num_rows, num_blocks * self._width), self._dtype)
+        padded[:, :num_entries] = rows_RX
+        size = self._width * self._dtype.itemsize
+        text, numbers = padded.tobytes(), self._numbers
+        found = [
+            numbers.setdefault(text[start : start + size], len(numbers))
+            for start in range(0, len(text), size)
+        ]
+        return np.array(found, np.int32).reshape(num_rows, num_blocks)
+
+    def stacked(self) -> np.ndarray:
+        """All blocks as one table."""
+        return np.frombuffer(b"".join(self._numbers), self._dtype).reshape(-1, self._width)
+
 
 _NEVER = np.iinfo(np.int32).max
 FAR = np.iinfo(np.int16).max

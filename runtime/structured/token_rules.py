@@ -13,9 +13,8 @@ import numpy as np
 
 from ...compile.grids.structured_grid import CLASSES_OF_BLOCK
 from ..errors import RowError
-from .blocks import Blocks
 from .params import AllowedTokens
-from .token_automaton import FAR, MAX_MOVES, TokenAutomaton, TooLarge, levels_of
+from .token_automaton import FAR, MAX_MOVES, Blocks, TokenAutomaton, TooLarge, levels_of
 
 EncodeTexts = Callable[[Sequence[str]], Sequence[list[int] | RowError]]
 """Encodes texts in which special tokens are parsed, without BOS."""

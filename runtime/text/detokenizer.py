@@ -86,13 +86,8 @@ class TextCollector:
       stop_reason: The stop string that ended the text, or None.
     """
 
-    def __init__(
-        self, tokenizer: TokenTable | None, params: SamplingParams, *, continues_text: bool = True
-    ):
-        """Without a tokenizer the text stays empty, and stop strings are refused with RowError.
-
-        `continues_text` is passed to the Detokenizer: True, as the ids continue their prompt.
-        """
+    def __init__(self, tokenizer: TokenTable | None, params: SamplingParams):
+        """Without a tokenizer the text stays empty, and stop strings are refused with RowError."""
         if tokenizer is None and params.stop:
             raise RowError(
                 "invalid_request",
@@ -103,8 +98,9 @@ class TextCollector:
         self._params = params
         self._detokenizer = None
         if tokenizer is not None:
+            # the ids continue their prompt
             self._detokenizer = Detokenizer(
-                tokenizer, params.skip_special_tokens, continues_text=continues_text
+                tokenizer, params.skip_special_tokens, continues_text=True
             )
         self.text = ""
         self.num_tokens_kept = 0

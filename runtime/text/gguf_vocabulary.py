@@ -143,7 +143,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer | None:
     if model is None or model == "none":
         return None
     if model == "gpt2":
-        return _merges_tokenizer(metadata)
+        backend, settings, unused_ids = _merges_backend(metadata)
+        return build_tokenizer(backend, settings, source=_SOURCE, unused_ids=unused_ids)
     if model == "llama":
         return _sentencepiece_tokenizer(metadata)
     raise InvalidTokenizer(
@@ -177,11 +178,6 @@ def files_from_gguf(metadata: Mapping[str, object]) -> dict[str, bytes]:
         table["chat_template"] = templates[DEFAULT].text if list(templates) == [DEFAULT] else named
     content = json.dumps(table, indent=1, ensure_ascii=False)
     return {"tokenizer.json": backend.to_str().encode(), "tokenizer_config.json": content.encode()}
-
-
-def _merges_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
-    backend, settings, unused_ids = _merges_backend(metadata)
-    return build_tokenizer(backend, settings, source=_SOURCE, unused_ids=unused_ids)
 
 
 def _merges_backend(

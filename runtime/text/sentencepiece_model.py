@@ -107,7 +107,8 @@ def tokenizer_from_sentencepiece(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.model"
     settings = read_directory(directory)
     model = load_model(read_small(path), source=str(path), settings=settings)
-    bos, eos = (_valid_id(getattr(model.processor, name)()) for name in ("bos_id", "eos_id"))
+    ids = (getattr(model.processor, name)() for name in ("bos_id", "eos_id"))
+    bos, eos = (None if token < 0 else token for token in ids)
     # models of this form begin each text with BOS unless their configuration says otherwise
     return model.tokenizer(
         settings.resolve(
@@ -226,10 +227,6 @@ def _strips_leading_space(processor, size: int) -> bool:
         if text.startswith("▁") and "▁" not in text[1:] and len(text) > 1:
             return not processor.decode([token]).startswith(" ")
     return False
-
-
-def _valid_id(token: int) -> int | None:
-    return token if token >= 0 else None
 
 
 def _varint(value: int) -> bytes:

@@ -230,18 +230,16 @@ class TemplateProcess:
     def _end_failed(self, error: Exception, seconds: float) -> TemplateFailure:
         process = self._process
         assert process is not None
-        timed_out = isinstance(error, _Timeout)
-        if timed_out:
+        reason = f"it takes longer than {seconds:g} s"
+        if isinstance(error, _Timeout):
             process.kill()
         self._end()
-        return TemplateFailure(self._why_ended(process.returncode, timed_out, seconds))
-
-    def _why_ended(self, returncode: int | None, timed_out: bool, seconds: float) -> str:
-        if timed_out:
-            return f"it takes longer than {seconds:g} s"
-        if returncode == -signal.SIGXCPU:
-            return f"it takes more than {self._limits.cpu_seconds:g} s of processor time"
-        return f"its process ended with status {returncode}; the memory allowed may be used up"
+        if not isinstance(error, _Timeout):
+            status = process.returncode
+            reason = f"its process ended with status {status}; the memory allowed may be used up"
+            if status == -signal.SIGXCPU:
+                reason = f"it takes more than {self._limits.cpu_seconds:g} s of processor time"
+        return TemplateFailure(reason)
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

@@ -9,7 +9,6 @@ files refer to (`auto_map`) is never read.
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 from ..errors import InvalidTokenizer
@@ -51,11 +50,8 @@ class DirectorySettings:
 
     def marked(self, token: AddedToken) -> AddedToken:
         """An added token, which is special if it has a role."""
-        return replace(token, is_special=token.is_special or token.text in self._texts_of_roles)
-
-    @cached_property
-    def _texts_of_roles(self) -> frozenset[str | None]:
-        return frozenset(self.named_tokens.values())
+        has_role = token.text in self.named_tokens.values()
+        return replace(token, is_special=token.is_special or has_role)
 
     def wrong_id(self, text: str, expected: int, got: object) -> InvalidTokenizer:
         """The error for an added token that has another id in the vocabulary than in the files."""

@@ -45,13 +45,13 @@ class _JsonEncoder:
         self._lock = threading.Lock()  # the mode is a property of the backend, not of a call
 
     def plain(self, text: str) -> list[int]:
-        (ids,) = self._encode([text], as_text=True)
-        if isinstance(ids, RowError):
-            raise ids
-        return ids
+        (encoding,) = self._encode([text], as_text=True)
+        if isinstance(encoding, RowError):
+            raise encoding
+        return encoding.ids
 
     def parsed(self, texts: Sequence[str]) -> list[list[int] | RowError]:
-        return self._encode(texts, as_text=False)
+        return [x if isinstance(x, RowError) else x.ids for x in self._encode(texts)]
 
     def templated(
         self, texts: Sequence[TextOrPair], max_tokens: int | None = None
@@ -61,41 +61,38 @@ class _JsonEncoder:
             needed = self._backend.num_special_tokens_to_add(is_pair)
             if max_tokens <= needed:
                 return [no_room(max_tokens, needed)] * len(texts)
+        encoded = self._encode(texts, is_templated=True, max_tokens=max_tokens)
+        return [x if isinstance(x, RowError) else _by_types(x.ids, x.type_ids) for x in encoded]
+
+    def _encode(
+        self, texts: Sequence[TextOrPair], *, max_tokens: int | None = None, **modes: bool
+    ) -> "Sequence[tokenizers.Encoding | RowError]":
         try:
             with self._lock, self._truncating(max_tokens):
-                self._backend.encode_special_tokens = False
-                encoded = self._backend.encode_batch_fast(texts, add_special_tokens=True)
-        except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            if len(texts) > 1:
-                return [each for text in texts for each in self.templated([text], max_tokens)]
-            return [_cannot_encode(error)]
-        return [_by_types(encoding.ids, encoding.type_ids) for encoding in encoded]
-
-    @contextmanager
-    def _truncating(self, max_tokens: int | None) -> Iterator[None]:
-        if max_tokens is not None:
-            self._backend.enable_truncation(max_tokens, direction="right")
-        try:
-            yield
-        finally:
-            self._backend.no_truncation()
-
-    def _encode(self, texts: Sequence[str], *, as_text: bool) -> list[list[int] | RowError]:
-        try:
-            with self._lock:
-                self._backend.encode_special_tokens = as_text
+                self._backend.encode_special_tokens = modes.get("as_text", False)
                 # the fast variant computes no offsets; several texts are encoded on all cores
-                encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+                return self._backend.encode_batch_fast(
+                    texts, add_special_tokens=modes.get("is_templated", False)
+                )
         except BaseException as error:
             # if a pattern backtracks too often, the library panics; a panic is not an Exception
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            if len(texts) > 1:
-                return [ids for text in texts for ids in self._encode([text], as_text=as_text)]
-            return [_cannot_encode(error)]
-        return [encoding.ids for encoding in encoded]
+            if len(texts) == 1:
+                return [_cannot_encode(error)]
+        singly = (self._encode([text], max_tokens=max_tokens, **modes) for text in texts)
+        return [encoding for (encoding,) in singly]
+
+    @contextmanager
+    def _truncating(self, max_tokens: int | None) -> Iterator[None]:
+        if max_tokens is None:
+            yield
+            return
+        self._backend.enable_truncation(max_tokens, direction="right")
+        try:
+            yield
+        finally:
+            self._backend.no_truncation()
 
 
 def _by_types(ids: Sequence[int], types: Sequence[int]) -> EncodedText | RowError:

@@ -15,8 +15,7 @@ from noria.modelzoo.attention.attend import Slots, Visibility, attend_dense, wit
 from noria.modelzoo.cache.segments import EMPTY_POSITION
 from noria.modelzoo.kernels.call import AttentionCall
 from noria.modelzoo.kernels.cudnn import attend_cudnn
-from noria.modelzoo.kernels.flash import attend_flash
-from noria.modelzoo.kernels.flash_blocks import Blocks, blocks_read
+from noria.modelzoo.kernels.flash import Blocks, attend_flash, blocks_read
 from noria.modelzoo.kernels.splash import attend_splash
 from noria.modelzoo.layer_config import PLAIN_SCORES, Chunk, Scores
 

@@ -30,10 +30,10 @@ from .coded_tensors import (
     CodedMatrix,
     CodedTensor,
     Mxfp4Tensor,
+    Packing,
     Shape,
     StoredMatrix,
 )
-from .packed_words import Packing
 
 _FLOATS = ("F32", "BF16", "F16")
 

@@ -17,7 +17,39 @@ import numpy as np
 from ....modelzoo.weights.weight_formats import WeightFormat
 from ...files.optional_packages import require
 from ..tensor_source import Box, Index, Interval
-from .packed_words import Packing
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A packing of codes of 4 or 8 bits without a sign in words of 32 bits along one axis."""
+
+    bits: int
+    places: tuple[int, ...] | None = None
+    """The place of each code in its word, from the lowest bits; None for the order of codes."""
+
+    @property
+    def per_word(self) -> int:
+        """The number of codes in a word."""
+        return WORD_BITS // self.bits
+
+    def words(self, codes: Interval) -> Interval:
+        """The words that contain an interval of codes."""
+        return Interval(codes.start // self.per_word, -(-codes.stop // self.per_word))
+
+    def unpack(self, words: np.ndarray, axis: int, codes: Interval) -> np.ndarray:
+        """The codes of an interval along an axis as uint8, from the array of their words."""
+        places = self.places or range(self.per_word)
+        shape = [1] * words.ndim
+        shape.insert(axis + 1, self.per_word)
+        shifts = np.array([place * self.bits for place in places], np.uint32).reshape(shape)
+        each = np.expand_dims(words.view(np.uint32), axis + 1) >> shifts
+        each = (each & np.uint32(2**self.bits - 1)).astype(np.uint8)
+        each = each.reshape(*words.shape[:axis], -1, *words.shape[axis + 1 :])
+        first = self.words(codes).start * self.per_word
+        return each[(slice(None),) * axis + (codes.as_slice(first),)]
+
 
 Shape = tuple[int, ...]
 Part = Literal["values", "codes", "scales", "offsets", "groups"]
@@ -217,7 +249,11 @@ class Mxfp4Tensor:
         if part == "groups":
             groups = np.arange(inputs.start, inputs.stop) // size
             return np.broadcast_to(groups[None, :, None], [len(i) for i in box])
-        scales = _float8_e8m0_values()[fetch(SCALES, blocks)] if part != "codes" else None
+        scales = (
+            _small_float_values("float8_e8m0fnu")[fetch(SCALES, blocks)]
+            if part != "codes"
+            else None
+        )
         if part == "scales":
             assert scales is not None
             return scales.repeat(size, axis=-1).transpose(0, 2, 1)[:, cut]
@@ -244,11 +280,6 @@ def _small_float_values(dtype: str) -> np.ndarray:
     if dtype.startswith("float4"):
         bytes_ &= 15
     return bytes_.view(_ml_dtype(dtype)).astype(np.float32)
-
-
-@cache
-def _float8_e8m0_values() -> np.ndarray:
-    return np.arange(256, dtype=np.uint8).view(_ml_dtype("float8_e8m0fnu")).astype(np.float32)
 
 
 def _ml_dtype(name: str) -> np.dtype:

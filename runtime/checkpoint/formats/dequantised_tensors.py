@@ -58,11 +58,7 @@ class DequantisedTensors:
             for name, info in stored.tensors.items()
             if name not in used and not name.endswith(form.unused or ("\0",))
         }
-        self._tensors = plain | joined
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+        self.tensors = plain | joined
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a tensor or a box of it; a quantised tensor is read as float32."""
@@ -77,10 +73,10 @@ class DequantisedTensors:
 
     def part(self, part: Part) -> TensorSource:
         """The quantised tensors, each read as a part of its numbers."""
-        return PartOfTensors(self._tensors, self.kept, part, self._read_part)
+        return PartOfTensors(self.tensors, self.kept, part, self._read_part)
 
     def _read_part(self, name: str, index: Index | None, part: Part) -> np.ndarray:
-        shape = self._tensors[name].shape
+        shape = self.tensors[name].shape
         box = intervals(index or (slice(None),) * len(shape), shape)
         if not all(map(len, box)):
             return np.empty([len(interval) for interval in box], np.float32)
@@ -100,7 +96,7 @@ class DequantisedTensors:
         Some programs write a bias beside each quantised tensor, also for models without biases.
         """
         names = (name.removesuffix("weight") + "bias" for name in self._coded)
-        present = (name for name in names if name in self._tensors)
+        present = (name for name in names if name in self.tensors)
         return tuple(name for name in present if not self._stored.read(name).any())
 
     def close(self) -> None:

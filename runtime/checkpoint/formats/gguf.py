@@ -1,28 +1,34 @@
 """Read the tensors of GGUF files, dequantised row by row to float32, or as codes and scales.
 
-A model may be split into several files, of which the first has the metadata. The package `gguf`
+A model may be split into several files, named `model-00001-of-00003.gguf` as llama.cpp writes them.
+Each part has the tensors of its own, and the keys `split.no`, `split.count` and
+`split.tensors.count`; the first part has all other keys. The package `gguf`
 dequantises the blocks (`gguf.quants`), so it is needed only when numbers are read. Does not know
-about architectures or tokenizers.
+about architectures or tokenizers. Guarantees: every part of a model that is opened is there once,
+and in its place.
 """
 
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...errors import CheckpointError
 from ...files.file_facts import FileStamp
 from ...files.optional_packages import require
-from ..tensor_source import Index, Interval, TensorInfo, TensorSource, intervals
+from ..tensor_source import Index, Interval, TensorSource, intervals
 from .coded_tensors import KeptCodes, Part
 from .gguf_codes import CODES
-from .gguf_header import TENSOR_TYPES, GGUFTensor, read_header
-from .gguf_parts import check_part, check_whole, parts_of
+from .gguf_header import TENSOR_TYPES, GGUFHeader, GGUFTensor, read_header
 from .published_formats import PartOfTensors
+
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GGUFFile:
@@ -48,12 +54,8 @@ class GGUFFile:
                 check_part(file, header, number, len(files), self._entries)
             self.header_bytes[file] = header.num_bytes
             self._entries |= {name: (stamp, entry) for name, entry in header.tensors.items()}
-        self._tensors = {name: entry.info for name, (_, entry) in self._entries.items()}
-        check_whole(path, self.metadata, len(files), len(self._tensors))
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+        self.tensors = {name: entry.info for name, (_, entry) in self._entries.items()}
+        check_whole(path, self.metadata, len(files), len(self.tensors))
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a box as float32; only its rows are read, and only its blocks are dequantised."""
@@ -63,7 +65,7 @@ class GGUFFile:
     def kept(self) -> Mapping[str, KeptCodes]:
         """The codes of tensors that a plan may keep."""
         found = {}
-        for name, info in self._tensors.items():
+        for name, info in self.tensors.items():
             if info.stored_as in CODES:
                 form = CODES[info.stored_as].format
                 blocks = (*[1] * (len(info.shape) - 1), form.group)
@@ -72,7 +74,7 @@ class GGUFFile:
 
     def part(self, part: Part) -> TensorSource:
         """The tensors in codes, each read as a part of its numbers."""
-        return PartOfTensors(self._tensors, self.kept, part, self._read_part)
+        return PartOfTensors(self.tensors, self.kept, part, self._read_part)
 
     def _read_part(self, name: str, index: Index | None, part: Part) -> np.ndarray:
         def of_part(stored: np.ndarray, type_number: int) -> np.ndarray:
@@ -150,3 +152,70 @@ def _dequantise(stored: np.ndarray, type_number: int) -> np.ndarray:
         return stored.view("<f2").astype(np.float32)
     quants = require("gguf.quants", "gguf")
     return quants.dequantize(stored, require("gguf", "gguf").GGMLQuantizationType(type_number))
+
+
+def whole_name(path: Path) -> str:
+    """The name of the model in a file, without the number of a part."""
+    part = _PART.fullmatch(path.name)
+    return part[1] if part else path.stem
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All parts of the model of which a file is a part, in order; the file alone if it is whole.
+
+    Raises:
+      CheckpointError: A part is missing; the message names it.
+    """
+    part = _PART.fullmatch(path.name)
+    if part is None or not 1 <= int(part[2]) <= int(part[3]):
+        return [path]
+    name, count = part[1], int(part[3])
+    files = [path.with_name(f"{name}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    if missing := [file.name for file in files if not file.is_file()]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(
+            f"{path}: expected all {count} parts of the model in its folder, got none of the name "
+            f"{', '.join(missing[:3])}{more}. Fetch the missing parts, too."
+        )
+    return files
+
+
+def check_part(
+    path: Path, header: GGUFHeader, number: int, count: int, earlier: Collection[str]
+) -> None:
+    """Check that a file is the part that its name says, with other tensors than earlier parts.
+
+    Raises:
+      CheckpointError: It is not.
+    """
+    got = header.metadata.get("split.no"), header.metadata.get("split.count")
+    if got != (number, count):
+        raise CheckpointError(
+            f"{path}: expected split.no {number} and split.count {count}, as its name says, got "
+            f"{got[0]} and {got[1]}. Give each part the name that it was published with."
+        )
+    if twice := sorted(header.tensors.keys() & set(earlier)):
+        raise CheckpointError(
+            f"{path}: expected other tensors than in the parts before it, got {twice[0]} again. "
+            f"Give each part the name that it was published with."
+        )
+
+
+def check_whole(path: Path, metadata: Mapping[str, Any], num_files: int, num_tensors: int) -> None:
+    """Check that the opened files are a whole model.
+
+    Raises:
+      CheckpointError: They are not.
+    """
+    if (count := metadata.get("split.count") or 1) != num_files:
+        raise CheckpointError(
+            f"{path}: expected a whole GGUF file, or a name such as MODEL-00001-of-00003.gguf, got "
+            f"one of {count} parts with another name. Give each part the name that it was "
+            f"published with, or merge them: llama-gguf-split --merge FIRST-PART WHOLE.gguf"
+        )
+    expected = metadata.get("split.tensors.count", num_tensors)
+    if num_tensors != expected:
+        raise CheckpointError(
+            f"{path}: expected {expected} tensors in all parts, got {num_tensors}. Fetch the parts "
+            f"of one model."
+        )

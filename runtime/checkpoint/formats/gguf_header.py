@@ -139,7 +139,8 @@ def parse_header(buffer: bytes | mmap.mmap, where: str = "GGUF data") -> GGUFHea
         metadata[key] = cursor.value()
 
     entries = _read_entries(cursor, num_tensors)
-    data_start = _align(cursor.position, _alignment(cursor, metadata))
+    alignment = _alignment(cursor, metadata)
+    data_start = -(-cursor.position // alignment) * alignment
     tensors = {
         name: GGUFTensor(tensor.info, tensor.type_number, data_start + tensor.offset)
         for name, tensor in entries.items()
@@ -293,10 +294,6 @@ def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
             f"general.alignment to be a power of two up to {MAX_ALIGNMENT}", repr(alignment)[:80]
         )
     return alignment
-
-
-def _align(position: int, alignment: int) -> int:
-    return -(-position // alignment) * alignment
 
 
 def _check_ranges(

@@ -12,7 +12,7 @@ tensor in a shard is listed. A directory with both kinds of checkpoint is refuse
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ...errors import CheckpointError, InvalidSafetensors, ModelNotFound
 from ...files.file_facts import FileStamp
 from ...files.optional_packages import require
 from ...files.small_files import file_inside, has_file, parse_json_object, read_json_object
-from ..tensor_source import Box, Index, TensorInfo, intervals
+from ..tensor_source import Box, Index, TensorInfo, TensorSource, intervals
 
 MAX_HEADER_BYTES = 32 * 2**20
 MAX_TENSORS = 100_000
@@ -44,11 +44,11 @@ class SafetensorsDirectory:
     """The tensors of a directory, with one memory map for each file."""
 
     def __init__(self, directory: Path):
-        self._shards, weight_map = _find_shards(directory)
+        shards, weight_map = _find_shards(directory)
         self._files: dict[str, SafetensorsFile] = {}
         self._home: dict[str, SafetensorsFile] = {}
         problems: list[str] = []
-        for shard, path in self._shards.items():
+        for shard, path in shards.items():
             file = self._files[shard] = SafetensorsFile(path)
             for name in file.tensors:
                 if name in self._home:
@@ -68,15 +68,7 @@ class SafetensorsDirectory:
                 f"{plural(len(problems), 'difference')}:\n  {shown}\n"
                 f"Fetch the index and all shards of one version, or save the model again."
             )
-        self._tensors = {name: file.tensors[name] for name, file in self._home.items()}
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return tuple(self._shards.values())
+        self.tensors = {name: file.tensors[name] for name, file in self._home.items()}
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a tensor or a box of it; only the bytes of the box are read."""
@@ -222,3 +214,57 @@ def _numpy_dtype(stored_as: str) -> np.dtype:
         return np.dtype(bool)
     kind = {"F": "f", "I": "i", "U": "u"}[stored_as[0]]
     return np.dtype(f"{kind}{int(stored_as[1:]) // 8}")
+
+
+def module_weight_files(directory: Path, folders: Iterable[str]) -> dict[str, Path]:
+    """The files with the weights of modules, by `FOLDER/FILE`.
+
+    Raises:
+      ModelNotFound: A folder has no safetensors.
+    """
+    return {f"{folder}/{SINGLE}": _file_of(directory / folder) for folder in folders}
+
+
+class ModuleTensors:
+    """The tensors of a directory and of its modules, which have folders of their own.
+
+    A tensor of a module is named `FOLDER/NAME`.
+    """
+
+    def __init__(self, model: TensorSource, directory: Path, folders: Iterable[str]):
+        self._model = model
+        self._homes: dict[str, tuple[SafetensorsFile, str]] = {}
+        tensors = dict(model.tensors)
+        for folder in folders:
+            file = SafetensorsFile(_file_of(directory / folder))
+            for name, info in file.tensors.items():
+                self._homes[f"{folder}/{name}"] = file, name
+                tensors[f"{folder}/{name}"] = info
+        self.tensors = tensors
+
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        """Read a tensor or a box of it."""
+        if name not in self._homes:
+            return self._model.read(name, index)
+        file, own_name = self._homes[name]
+        return file.read(own_name, index)
+
+    def close(self) -> None:
+        # a memory map is closed with its last reference
+        self._homes.clear()
+        self._model.close()
+
+
+def _file_of(folder: Path) -> Path:
+    if has_file(folder, SINGLE):
+        return file_inside(folder, SINGLE, ".safetensors", str(folder))
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+    remedy = (
+        " noria never opens a pickle: save the model again with sentence-transformers, in an "
+        "environment you trust."
+        if pickles
+        else " Fetch the model again."
+    )
+    raise ModelNotFound(
+        f"{folder}: expected {SINGLE}, got {', '.join(pickles) or 'no weights'}.{remedy}"
+    )

@@ -1,18 +1,22 @@
 """Reads the parts of JSON Schemas for numbers and constants, and makes the errors of schemas.
 
-Does not know about objects, arrays, references or tokens.
+Does not know about objects, arrays, references or tokens. Guarantees: every number that
+`multipleOf` allows is a multiple of the step in decimal arithmetic, and also for a validator that
+divides it by the step in doubles.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from decimal import Decimal
 from typing import Any
 
-from ..byte_automaton import TooLarge
-from ..language import Alternatives, Language, Origin
-from .json_multiples import MAX_MULTIPLES, integer_multiples, listed_multiples
+from ..byte_automaton import TooLarge, both, compile_language, multiples_of
+from ..language import Alternatives, Compiled, Language, Literal, Origin
 from .json_text import INTEGER, MAX_DIGITS, NUMBER, bounded_integer, bounded_number, literal
+
+MAX_MULTIPLES = 1_000
+"""Maximum number of multiples that are listed, and maximum step of integers."""
 
 LARGEST = 10**MAX_DIGITS - 1
 """The largest whole number that an answer with a bound can have."""
@@ -181,3 +185,39 @@ def schema_error(key: str, at: str, expected: str, got: Any = None) -> SchemaErr
     shown = "" if got is None else f", got {json.dumps(got, ensure_ascii=False)[:100]}"
     where = Origin(key, at) if key else f"schema at {at or '/'}"
     return SchemaError(f"{where}: expected {expected}{shown}")
+
+
+def integer_multiples(step: int, least: int | None, most: int | None) -> Language:
+    """The multiples of an integer between two bounds, both included; None for no bound.
+
+    Raises:
+      TooLarge: It would need too many states.
+    """
+    no_bounds = least is None and most is None
+    integers = INTEGER if no_bounds else bounded_integer(least, most)
+    return Compiled(both(compile_language(integers), multiples_of(step)))
+
+
+def listed_multiples(
+    step: Decimal,
+    low: Decimal,
+    high: Decimal,
+    excluded: Collection[Decimal],
+    *,
+    only_integers: bool,
+) -> Language | None:
+    """The multiples from `low` to `high`, without those excluded; None if there are too many."""
+    first, last = math.ceil(low / step), math.floor(high / step)
+    if last - first >= MAX_MULTIPLES:
+        return None
+    values = [number * step for number in range(first, last + 1)]
+    fitting = [
+        value
+        for value in values
+        if (value % 1 == 0 or not only_integers)
+        and value not in excluded
+        and (float(value) / float(step)).is_integer()
+    ]
+    # without trailing zeros, which do not change a number
+    texts = [f"{value.normalize():f}" for value in fitting]
+    return Alternatives(tuple(map(Literal, texts)))

@@ -93,17 +93,7 @@ def any_value(depth: int) -> Language:
     if depth == 0:
         return SCALAR
     inner = any_value(depth - 1)
-    return either(*SCALAR.options, json_array(inner), json_map(inner))
-
-
-def any_object(depth: int) -> Language:
-    """Any object with at most `depth` arrays and objects inside each other, itself included."""
-    return json_map(any_value(depth - 1))
-
-
-def json_array(item: Language) -> Language:
-    """An array of any number of items."""
-    return sequence("[", Separated(item, COMMA), "]")
+    return either(*SCALAR.options, sequence("[", Separated(inner, COMMA), "]"), json_map(inner))
 
 
 def json_map(value: Language, key: Language = STRING) -> Language:

@@ -81,13 +81,10 @@ def _check_combined(left: Mapping[str, Any], right: Mapping[str, Any], at: str) 
     if one != other and ("additionalProperties" in left or "additionalProperties" in right):
         expected = "no additionalProperties where schemas with other patterns hold, too"
         raise schema_error("patternProperties", at, expected)
-    first = [s.get("prefixItems", s["items"] if _has_tuple(s) else None) for s in (left, right)]
+    tuples = [s["items"] if isinstance(s.get("items"), list) else None for s in (left, right)]
+    first = [s.get("prefixItems", x) for s, x in zip((left, right), tuples, strict=True)]
     if first[0] != first[1] and any(key in s for s in (left, right) for key in _REST_OF_ITEMS):
         raise schema_error("prefixItems", at, "no items where schemas with other tuples hold, too")
-
-
-def _has_tuple(schema: Mapping[str, Any]) -> bool:
-    return isinstance(schema.get("items"), list)
 
 
 def _common_types(left: Any, right: Any) -> list[Any]:

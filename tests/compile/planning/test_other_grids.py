@@ -16,7 +16,7 @@ from noria.compile.planning.other_grids import (
     rule_based,
     with_lengths,
 )
-from noria.compile.planning.prefill_calls import rows_by_bucket
+from noria.compile.planning.run_bounds import rows_by_bucket
 
 COST = CostModel(work_of(PLAIN), Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, []))
 TOKENS = 512

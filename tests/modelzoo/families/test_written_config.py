@@ -5,8 +5,7 @@ from alike import changed
 
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.families.config_reader import UnsupportedModel
-from noria.modelzoo.families.registry import from_hf_config
-from noria.modelzoo.families.written_config import write_config
+from noria.modelzoo.families.registry import from_hf_config, write_config
 from noria.modelzoo.rope_config import RopeConfig
 
 CONFIG = DecoderConfig.alike(

@@ -26,8 +26,8 @@ from noria.runtime.batch.job_plan import PlanBasis, derived_plan, limit_note
 from noria.runtime.cli import main
 from noria.runtime.devices.graph_memory import MEMORY_SHARE, device_bytes
 from noria.runtime.errors import JobError
-from noria.runtime.planning.forecast import forecast_steps
 from noria.runtime.planning.search import simulate_in_order
+from noria.runtime.planning.shared_grids import forecast_steps
 from noria.runtime.planning.target_work import work_of
 from noria.sharding.layout import Layout
 

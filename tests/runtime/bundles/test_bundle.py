@@ -22,9 +22,8 @@ from noria.compile.plan_evidence import PlanEvidence
 from noria.compile.targets import Target
 from noria.modelzoo.rope_config import RopeConfig
 from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder, write
-from noria.runtime.bundles.executable_cache import digests
+from noria.runtime.bundles.executable_cache import LoadError, digests, load_in_background
 from noria.runtime.bundles.key import key_of
-from noria.runtime.bundles.loading import LoadError, load_in_background
 from noria.runtime.bundles.warm_start import Stores, WarmStart
 from noria.runtime.engine.padding import pack_greedy
 from noria.runtime.errors import BundleRequired, BundleUnusable, ConfigError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from noria.modelzoo.pooling_config import Pooling, Projection
-from noria.runtime.checkpoint.formats.module_tensors import module_weight_files
+from noria.runtime.checkpoint.formats.safetensors import module_weight_files
 from noria.runtime.checkpoint.sentence_modules import dense_folders, module_files, read_pooling
 from noria.runtime.errors import InvalidConfig, ModelNotFound
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from noria.runtime.checkpoint import WeightsDigest, hash_root_cache
+from noria.runtime.checkpoint import WeightsDigest
 from noria.runtime.checkpoint import weights_digest as module
-from noria.runtime.checkpoint.hash_root_cache import HashRootCache
+from noria.runtime.checkpoint.weights_digest import HashRootCache
 from noria.runtime.errors import CheckpointChanged
 from noria.runtime.files.file_facts import FileFacts
 from noria.runtime.pods.peers import Peers
@@ -34,7 +34,7 @@ def own_cache(monkeypatch, tmp_path) -> Path:
 @pytest.fixture
 def settled(monkeypatch):
     """Treat files of the test as written long ago."""
-    monkeypatch.setattr(hash_root_cache, "SETTLED_NS", -(10**18))
+    monkeypatch.setattr(module, "SETTLED_NS", -(10**18))
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_file_that_has_just_changed_is_not_remembered(tmp_path, own_cache):
 def test_a_cache_that_is_damaged_is_written_anew(tmp_path, own_cache, settled, hashed, content):
     files = write_files(tmp_path / "m")
     before = digest_of(files)
-    (own_cache / hash_root_cache.NAME).write_bytes(content)
+    (own_cache / module.NAME).write_bytes(content)
     hashed.clear()
     assert digest_of(files) == before and len(hashed) == 12
     assert digest_of(files) == before and len(hashed) == 12
@@ -148,7 +148,7 @@ def test_a_cache_that_is_damaged_is_written_anew(tmp_path, own_cache, settled, h
 def test_a_cache_that_others_can_write_is_not_believed(tmp_path, own_cache, settled, which):
     files = write_files(tmp_path / "m")
     before = digest_of(files)
-    cache = own_cache / hash_root_cache.NAME
+    cache = own_cache / module.NAME
     kept = json.loads(cache.read_text())
     cache.write_text(json.dumps(dict.fromkeys(kept, "0" * 64)))
     assert digest_of(files) != before, "the test's lie would be believed"
@@ -165,7 +165,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path, own_cac
 
 
 def test_the_cache_keeps_the_newest_and_is_bounded(own_cache, settled, monkeypatch):
-    monkeypatch.setattr(hash_root_cache, "MAX_FILES", 5)
+    monkeypatch.setattr(module, "MAX_FILES", 5)
     files = [FileFacts(1, inode, 3, 4, 5) for inode in range(8)]
     for file in files:
         HashRootCache(own_cache).add({file: "0" * 64})

@@ -16,12 +16,11 @@ from noria.compile.graphs.steps import NO_TOKEN
 from noria.runtime.checkpoint import load_params, open_model
 from noria.runtime.cli import main
 from noria.runtime.comparison import compare as module
-from noria.runtime.comparison.compare import ComparedModel, compare
-from noria.runtime.comparison.forced_model import forced_grid
+from noria.runtime.comparison.compare import ComparedModel, compare, forced_grid
 from noria.runtime.errors import ConfigError, InputError
 from noria.runtime.files import disk
 from noria.runtime.files.layout_files import read_layout_table
-from noria.runtime.rows.row_ids import read_row_ids
+from noria.runtime.rows.job_text import read_row_ids
 from noria.sharding.layout import Layout
 
 RNG = np.random.default_rng(0)

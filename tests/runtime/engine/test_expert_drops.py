@@ -14,7 +14,7 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.modelzoo.moe.call import ExpertUse
 from noria.modelzoo.moe_config import LOSSLESS, Dispatch, MoeConfig, Routing
 from noria.runtime.engine.actions import DecodeAction, ForkAction, PrefillAction
-from noria.runtime.engine.expert_use import ExpertSetup, ExpertTotals
+from noria.runtime.engine.metrics import ExpertSetup, ExpertTotals
 from noria.runtime.request import Request, SamplingParams
 
 NUM_CHOSEN = 2

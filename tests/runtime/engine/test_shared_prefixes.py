@@ -16,8 +16,12 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_tree import PrefixNode, count_slots, dissolve
 from noria.compile.grids.row_shape import RowShape
 from noria.compile.planning.run_bounds import ExpectedRow
-from noria.runtime.engine.kept_prefixes import keep_best
-from noria.runtime.engine.shared_prefixes import Submission, plan_submission, submission_order
+from noria.runtime.engine.shared_prefixes import (
+    Submission,
+    keep_best,
+    plan_submission,
+    submission_order,
+)
 from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.planning.simulator import SimulatedRow, schedule
 from noria.runtime.request import Request, SamplingParams

@@ -10,8 +10,7 @@ from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.candidates import Budget
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.runtime.files.layout_files import read_layout_table
-from noria.runtime.planning.fitting_plan import suggest_fitting_plan
-from noria.runtime.planning.layout_ranking import Ranking
+from noria.runtime.planning.layout_ranking import Ranking, suggest_fitting_plan
 from noria.sharding.layout import Layout
 
 SPLIT = changed(CONFIG, vocab_size=256, mlp=64, num_query_heads=8, num_kv_heads=8)

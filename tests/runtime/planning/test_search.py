@@ -19,8 +19,7 @@ from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.candidates import Budget, CandidateGrids
 from noria.compile.planning.compile_time import GraphSeconds
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.prefill_calls import rows_by_bucket
-from noria.compile.planning.run_bounds import ExpectedRow
+from noria.compile.planning.run_bounds import ExpectedRow, rows_by_bucket
 from noria.compile.planning.work import Work
 from noria.runtime.errors import NoPlanFits
 from noria.runtime.planning import search

@@ -4,9 +4,8 @@ import io
 from dataclasses import dataclass
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.runtime.planning.planner import Planner
+from noria.runtime.planning.planner import Planner, SearchProgress
 from noria.runtime.planning.search import SimulatedGrid
-from noria.runtime.planning.search_progress import SearchProgress
 from noria.runtime.planning.simulator import Simulation
 from noria.runtime.progress.progress import LOG_SECONDS, Progress
 

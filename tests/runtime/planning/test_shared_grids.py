@@ -25,9 +25,8 @@ from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.files.layout_files import named_layout_tables, read_layout_table
 from noria.runtime.planning import shared_grids
-from noria.runtime.planning.forecast import fits_grid
 from noria.runtime.planning.search import simulate_in_order
-from noria.runtime.planning.shared_grids import with_sharing
+from noria.runtime.planning.shared_grids import fits_grid, with_sharing
 from noria.runtime.rows.prefix_index import UNIT, PrefixIndex
 from noria.sharding.layout import Layout
 from noria.sharding.legality import check

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from noria.runtime.errors import ConfigError
-from noria.runtime.progress.progress import RECORD_SECONDS, Progress
-from noria.runtime.progress.progress_file import ProgressFile, path_of
+from noria.runtime.progress.progress import RECORD_SECONDS, Progress, ProgressFile, path_of
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
 

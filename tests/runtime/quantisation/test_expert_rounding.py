@@ -20,8 +20,7 @@ from noria.modelzoo.weights.weight_formats import Quantisation, WeightFormat
 from noria.runtime.checkpoint.quantiser import dequantise
 from noria.runtime.cli import main
 from noria.runtime.quantisation.calibration import ExpertTokens
-from noria.runtime.quantisation.gptq import MIN_TOKENS
-from noria.runtime.quantisation.rounding import round_weight
+from noria.runtime.quantisation.rounding import MIN_TOKENS, round_weight
 
 E, Z = 3, 2
 ROWS = [np.random.default_rng(n).integers(3, 250, 20).tolist() for n in range(8)]

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from noria.runtime.quantisation import gptq
-from noria.runtime.quantisation.gptq import DAMPING, gptq_codes
+from noria.runtime.quantisation import rounding
+from noria.runtime.quantisation.rounding import DAMPING, gptq_codes
 
 A, F, LARGEST = 60, 6, 7
 
@@ -42,7 +42,7 @@ def loss(weight_AF, codes_AF, scales_AF, hessian_AA) -> float:
 
 
 def test_codes_are_those_of_the_plain_algorithm(monkeypatch):
-    monkeypatch.setattr(gptq, "_BLOCK", 16)
+    monkeypatch.setattr(rounding, "_BLOCK", 16)
     weight_AF, hessian_AA, scales_AF = problem()
     codes_AF = gptq_codes(weight_AF, hessian_AA, scales_AF, LARGEST)
     assert codes_AF.dtype == np.int8

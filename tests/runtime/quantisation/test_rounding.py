@@ -6,8 +6,14 @@ from quantised import dequantised, quantise
 
 from noria.modelzoo.weights.weight_formats import Quantisation, WeightFormat
 from noria.runtime.checkpoint.quantiser import dequantise, largest_code
-from noria.runtime.quantisation.gptq import gptq_codes
-from noria.runtime.quantisation.rounding import CLIP, GPTQ, NEAREST, SHARES, round_weight
+from noria.runtime.quantisation.rounding import (
+    CLIP,
+    GPTQ,
+    NEAREST,
+    SHARES,
+    gptq_codes,
+    round_weight,
+)
 
 SHAPES = [((24, 10), (-2,)), ((2, 24, 10), (-2,)), ((2, 3, 4, 10), (-4, -3, -2)), ((7, 24), (-1,))]
 FORMATS = [WeightFormat("int8"), WeightFormat("int4"), WeightFormat("int4", 4)]

@@ -4,8 +4,8 @@ import pytest
 
 from noria.runtime.errors import RowError
 from noria.runtime.parameters.vllm_options import ANY
-from noria.runtime.rows.body_keys import HINTS, OF_CHAT, OF_COMPLETIONS
-from noria.runtime.rows.request_body import BodyParams, read_params, read_sampling, unknown_keys
+from noria.runtime.rows.body_keys import HINTS, OF_CHAT, OF_COMPLETIONS, unknown_among
+from noria.runtime.rows.request_body import BodyParams, key_tables, read_params, read_sampling
 from noria.runtime.structured.params import AllowedTokens
 
 PLAIN = {"max_tokens": 3, "temperature": 0}
@@ -80,7 +80,7 @@ def test_keys_that_change_answers_are_never_unknown():
     keys = ("use_beam_search", "chat_template", "reasoning_effort", "logits_processors", "suffix")
     keys += ("max_new_tokens", "do_sample", "stop_sequences", "repeat_penalty", "enable_thinking")
     keys += ("extra_body", "typical_p", "no_repeat_ngram_size", "mirostat", "system_prompt")
-    assert not unknown_keys(dict.fromkeys((*keys, "bad_words"), "x"), is_chat=True)
+    assert not unknown_among(dict.fromkeys((*keys, "bad_words"), "x"), *key_tables(is_chat=True))
     assert {refusal(**{key: "x"}).param for key in keys} == set(keys)
     assert "Give max_tokens" in refusal(max_new_tokens=5).message
     assert read(typical_p=1.0, no_repeat_ngram_size=0, num_beams=1) == read()

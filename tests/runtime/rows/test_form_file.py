@@ -6,8 +6,8 @@ import pytest
 
 from noria.runtime.errors import ConfigError
 from noria.runtime.files.strict_json import Line
-from noria.runtime.rows.form_file import read_form_file
 from noria.runtime.rows.lines import BadRow, BatchRow, RequestRules, read_row
+from noria.runtime.rows.structured_body import read_form_file
 from noria.runtime.stages.pipeline_file import read_pipeline
 from noria.runtime.structured.params import StructuredOutputsParams
 

@@ -3,12 +3,14 @@
 import pytest
 
 from noria.runtime.errors import RowError
+from noria.runtime.rows.body_keys import unknown_among
 from noria.runtime.rows.pooled_body import (
     MAX_TEXTS,
+    POOLED_KEYS,
+    POOLED_OTHERS,
     POOLED_URLS,
     PooledRequest,
     read_pooled,
-    unknown_pooled_keys,
 )
 
 
@@ -144,7 +146,7 @@ def test_wrong_bodies_are_refused_by_name(task, body, param):
 
 def test_keys_that_noria_does_not_know_differ_from_those_it_does_not_support():
     body = {"input": "a", "zeta": 1, "normalize": True}
-    assert unknown_pooled_keys("embed", body) == ("zeta",)
+    assert unknown_among(body, POOLED_KEYS["embed"], POOLED_OTHERS) == ("zeta",)
 
 
 def test_every_endpoint_has_a_task():

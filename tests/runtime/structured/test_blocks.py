@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from noria.runtime.structured.blocks import Blocks
+from noria.runtime.structured.token_automaton import Blocks
 
 
 def test_rows_are_the_blocks_of_their_numbers():
