@@ -25,7 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        with StopSignals() as signals, at_forced_end(lambda: _tell_pod_of_stop(arguments, signals)):
+        with (
+            StopSignals() as signals,
+            at_forced_end(lambda code: _tell_pod_of_stop(arguments, signals)),
+        ):
             from .commands.command_line import run_command
 
             return run_command(arguments)

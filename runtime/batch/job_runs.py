@@ -133,7 +133,7 @@ def recorded_run(
     record()
     phases.on_enter = enter
     try:
-        with at_forced_end(lambda: end("error"), is_first=True):
+        with at_forced_end(lambda code: end("error"), is_first=True):
             yield
     except BaseException as error:
         first_line = (str(error) or type(error).__name__).partition("\n")[0]

@@ -109,7 +109,7 @@ class JobLock:
         try:
             self._take()
             _owned.add(self._place)
-            self._registered.enter_context(at_forced_end(self.release))
+            self._registered.enter_context(at_forced_end(lambda code: self.release()))
             threading.Thread(target=self._beat, name="noria lock", daemon=True).start()
         except BaseException:
             self.__exit__(None, None, None)

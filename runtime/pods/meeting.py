@@ -293,8 +293,8 @@ def _watched(address: Address, others: Mapping[int, Connection]) -> Iterator[Non
         for other in others.values():
             other.fail(_failure_of(error, address))
 
-    stop = StartFailed(f"process {address.process_id} was stopped by a signal", EXIT_RESUMABLE)
-    with at_forced_end(lambda: fail(stop)):
+    reason = f"process {address.process_id} was stopped by a signal"
+    with at_forced_end(lambda code: fail(StartFailed(reason, code))):
         watch.start()
         try:
             yield

@@ -21,7 +21,7 @@ from typing import Any
 from .. import errors
 from ..console import plural
 from ..devices.machine import simulated_devices, versions
-from ..errors import EXIT_RESUMABLE, OutOfStep
+from ..errors import OutOfStep
 from ..files.differences import differences
 from ..process.stop_signals import at_forced_end
 from . import coordination
@@ -80,7 +80,7 @@ def join(
     watchdog.start()
     try:
         reason = "it was stopped by a signal"
-        with at_forced_end(lambda: watchdog.fail(reason, EXIT_RESUMABLE, linger=0.2)):
+        with at_forced_end(lambda code: watchdog.fail(reason, code, linger=0.2)):
             from ..devices import backends
 
             pod = Pod(store, watchdog)

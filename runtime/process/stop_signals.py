@@ -38,7 +38,7 @@ EXIT_CODES = {
 }
 END_SECONDS = 1.0
 """The time for a normal end after a signal; after it, the process ends wherever it is."""
-_at_forced_end: list[Callable[[], object]] = []
+_at_forced_end: list[Callable[[int], object]] = []
 
 
 class StopNow(BaseException):
@@ -50,11 +50,11 @@ class StopNow(BaseException):
 
 
 @contextmanager
-def at_forced_end(action: Callable[[], object], *, is_first: bool = False) -> Iterator[None]:
+def at_forced_end(action: Callable[[int], object], *, is_first: bool = False) -> Iterator[None]:
     """Run an action before the process is ended by `end_process` while the context is open.
 
-    Actions run in the order of their contexts: a pod is told before a lock is released. An action
-    that uses a locked file runs first, with `is_first`.
+    An action gets the exit code. Actions run in the order of their contexts: a pod is told before a
+    lock is released. An action that uses a locked file runs first, with `is_first`.
     """
     _at_forced_end.insert(0 if is_first else len(_at_forced_end), action)
     try:
@@ -158,6 +158,6 @@ def end_process(message: str, code: int) -> NoReturn:
     """End the process from anywhere, with a message, after the actions of `at_forced_end`."""
     for action in list(_at_forced_end):
         with suppress(Exception):
-            action()
+            action(code)
     tell(sys.stderr, f"noria: {message}")
     os._exit(code)

@@ -178,7 +178,7 @@ def test_a_run_that_is_ended_from_another_thread_has_its_signal(
         def build(self, *arguments, **options):
             stop.requested = signal.SIGTERM
             for action in actions:
-                action()
+                action(75)
             raise Forced
 
     output = tmp_path / "out.jsonl"

@@ -105,22 +105,24 @@ def test_an_error_while_rows_drain_is_an_error():
         raise OSError("disk")
 
 
-def test_an_action_runs_only_while_its_context_is_open():
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_an_action_gets_the_code_and_runs_only_while_its_context_is_open(number, code):
     ran = []
     program = (
         f"{START}"
         "from noria.runtime.process.stop_signals import at_forced_end\n"
         "with StopSignals():\n"
-        "    with at_forced_end(lambda: print('closed')): pass\n"
-        "    with at_forced_end(lambda: 1 / 0), at_forced_end(lambda: print('open', flush=True)):\n"
+        "    with at_forced_end(print): pass\n"
+        "    show = lambda code: print('open', code, flush=True)\n"
+        "    with at_forced_end(lambda code: 1 / 0), at_forced_end(show):\n"
         "        native()\n"
     )
     process = started("-c", program)
     assert process.stdout is not None and process.stdout.readline() == "waits\n"
-    process.terminate()
+    process.send_signal(number)
     out, _ = process.communicate(timeout=20)
-    assert (process.returncode, out) == (75, "open\n")
-    with at_forced_end(lambda: ran.append(1)):
+    assert (process.returncode, out) == (code, f"open {code}\n")
+    with at_forced_end(ran.append):
         pass
     assert not ran
 
