@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from . import errors
 from .console import tell
 from .process.standard_streams import prepare_streams
-from .process.stop_signals import StopNow, StopSignals, at_forced_end
+from .process.stop_signals import StopNow, StopSignals, at_forced_end, ignore_signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def main_of_process() -> int:
     signals = StopSignals()
     signals.__enter__()
     # the first to be registered is the last to run
-    atexit.register(signals.ignore)
+    atexit.register(ignore_signals)
     return main()
 
 

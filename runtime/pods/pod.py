@@ -23,7 +23,7 @@ from ..console import plural
 from ..devices.machine import simulated_devices, versions
 from ..errors import OutOfStep
 from ..files.differences import differences
-from ..process.stop_signals import at_forced_end
+from ..process.stop_signals import at_forced_end, ignore_signals
 from . import coordination
 from .meeting import START_SECONDS, Address
 from .peers import Peers, StepDirective, Value
@@ -88,12 +88,15 @@ def join(
             backends.prepare_jax(target, store.size)
             pod.setup = _setup(target, store.size)
             yield pod
+            watchdog.finish()
     except BaseException as error:
         code = errors.exit_code(error) or 1
         watchdog.fail(errors.message(error), code)
         # jax's own shutdown would wait for lost processes and collectives
         atexit.register(errors.leave_at_once, code)
         raise
+    # all processes have done their work, and a signal would leave the others waiting
+    ignore_signals()
     watchdog.leave()
     store.leave()
 

@@ -31,6 +31,7 @@ MARGIN_SECONDS = 5.0
 MAX_INTERVAL_SECONDS = 0.5
 _FOLDER = "alive"
 LINGER_SECONDS = 3.0
+_LAST_STAGE = 2
 
 
 class Verdict(NamedTuple):
@@ -46,6 +47,17 @@ class _Member:
 
     changed: float
     report: dict[str, Any]
+
+    @property
+    def stage(self) -> int:
+        """The stage of its normal end; 0 while it works."""
+        return (self.report.get("end") or {}).get("stage", 0)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it reports no longer, as it failed or left."""
+        end = self.report.get("end") or {}
+        return end.get("failed") is not None or self.stage == _LAST_STAGE
 
 
 class Watchdog:
@@ -105,9 +117,32 @@ class Watchdog:
         signals = (member.report.get("signal") for member in self._others.values())
         return next(filter(None, signals), None)
 
+    def finish(self) -> None:
+        """Report that this process has done its work, and wait until all others have done theirs.
+
+        If another one fails or is lost before, this process ends here. It may still fail itself.
+        """
+        self._reach(1)
+
     def leave(self) -> None:
-        """Report that this process ends normally; the others no longer watch it."""
-        self._announce({"failed": None})
+        """Report that this process knows that all have done their work, and wait for the others.
+
+        After that, no process watches another. Without this second report, a process that fails
+        while it waits in `finish` could be waited for by one that has waited long enough.
+        """
+        self._reach(_LAST_STAGE)
+
+    def _reach(self, stage: int) -> None:
+        """Report a stage of the normal end, and wait until all others have reached it."""
+        self._ending = {"failed": None, "stage": stage}
+        while True:
+            with suppress(RuntimeError):  # process 0 is gone; the verdict says for how long
+                self.exchange()
+            if all(member.stage >= stage for member in self._others.values()):
+                return
+            if (verdict := self.verdict()) is not None:
+                self._end_by(verdict)
+            time.sleep(self._interval / 4)
 
     def fail(self, reason: str, exit_code: int, *, linger: float = LINGER_SECONDS) -> None:
         """Report why this process ends; the others end too.
@@ -130,7 +165,7 @@ class Watchdog:
             # process 0 runs the store; while it does not answer, no other process can be heard
             until = self._clock() if rank == 0 else self._answered
             silence = until - member.changed
-            if silence > self.limit and not member.report.get("end"):
+            if silence > self.limit and not member.has_ended:
                 return self._lost(f"process {rank} has been silent for {silence:.1f} s")
         return None
 
@@ -169,11 +204,15 @@ class Watchdog:
             else:
                 verdict = self.verdict()
             if verdict is not None and self._ending is None:
-                tell(sys.stderr, f"noria: process {self._rank}: {verdict.reason}")
-                with suppress(OSError):  # a full disk must not keep this process alive
-                    self.on_abort()
-                self._end_all(verdict.reason, verdict.exit_code, LINGER_SECONDS)
-                self._end(verdict.exit_code)
+                self._end_by(verdict)
+
+    def _end_by(self, verdict: Verdict) -> None:
+        """End this process because another one has failed or is lost."""
+        tell(sys.stderr, f"noria: process {self._rank}: {verdict.reason}")
+        with suppress(OSError):  # a full disk must not keep this process alive
+            self.on_abort()
+        self._end_all(verdict.reason, verdict.exit_code, LINGER_SECONDS)
+        self._end(verdict.exit_code)
 
     def _lost(self, what: str) -> Verdict:
         return Verdict(
@@ -192,9 +231,14 @@ class Watchdog:
     def _announce(self, ending: dict[str, Any]) -> None:
         """Publish how this process ends."""
         self._ending = ending
-        self._wake.set()
+        publishing = threading.Thread(target=self._publish, daemon=True)
+        publishing.start()
         # not longer: if process 0 is gone, the store hangs and no other process can read it
-        self._published.wait(self._interval)
+        publishing.join(self._interval)
+
+    def _publish(self) -> None:
+        with suppress(RuntimeError):
+            self.exchange()
 
     def _has_live_member(self) -> bool:
         """Whether another process has neither ended nor become silent."""
@@ -203,6 +247,6 @@ class Watchdog:
         except RuntimeError:
             return False
         return not all(
-            member.report.get("end") or self._answered - member.changed > self.limit
+            member.has_ended or self._answered - member.changed > self.limit
             for member in self._others.values()
         )

@@ -111,15 +111,6 @@ class StopSignals:
         if self._raised is not None and error is not None and not isinstance(error, StopNow):
             raise self._raised from error
 
-    def ignore(self) -> None:
-        """Ignore the signals from now on, as the work is done.
-
-        While Python ends, it replaces handlers by the default ones, with which a signal would
-        replace the exit code. It leaves signals that are ignored alone.
-        """
-        for number in self._previous:
-            signal.signal(number, signal.SIG_IGN)
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_first, self.requested = self.requested is None, self.requested or signal.Signals(number)
         if not is_first or not self.can_drain:
@@ -143,6 +134,17 @@ class StopSignals:
                     error = StopNow(number)
                     end_process(str(error), error.exit_code)
         os.close(reader)
+
+
+def ignore_signals() -> None:
+    """Ignore the signals from now on, as the work is done; has no effect outside the main thread.
+
+    While Python ends, it replaces handlers by the default ones, with which a signal would replace
+    the exit code. It leaves signals that are ignored alone.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in EXIT_CODES:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _is_import(frame: FrameType | None) -> bool:

@@ -92,13 +92,64 @@ def test_a_process_that_fails_is_followed_with_its_reason_and_code(pod):
     assert watchdogs[2].verdict() == ("process 1 ended: row 'x': no", 3)
 
 
+def test_processes_that_have_done_their_work_wait_for_all_others_and_leave():
+    store, left = Store(), []
+
+    def end(watchdog: Watchdog, after: float) -> None:
+        time.sleep(after)
+        watchdog.finish()
+        watchdog.leave()
+        left.append(time.monotonic())
+
+    watchdogs = [Watchdog(store, rank, 3, 3.0, end=pytest.fail) for rank in range(3)]
+    for watchdog in watchdogs:
+        watchdog.start()
+    start = time.monotonic()
+    # one works far longer than the limit of silence
+    waits = [
+        threading.Thread(target=end, args=(watchdog, after))
+        for watchdog, after in zip(watchdogs, (0.0, 4.0, 0.1), strict=True)
+    ]
+    for wait in waits:
+        wait.start()
+    for wait in waits:
+        wait.join(20)
+    assert len(left) == 3 and min(left) - start >= 4.0
+
+
 def test_a_process_that_left_well_is_not_missed(pod):
-    _, clock, watchdogs = pod
+    store, clock, watchdogs = pod
     run(clock, watchdogs, 2)
-    watchdogs[1].leave()
-    run(clock, watchdogs, 1)
+    store.put("alive/1", json.dumps({"end": {"failed": None, "stage": 2}}).encode())
     run(clock, [watchdogs[0], watchdogs[2]], 50)
     assert watchdogs[0].verdict() is None
+
+
+@pytest.mark.parametrize(
+    ("end", "said", "code"),
+    [
+        ({"failed": "process 0 ended: stopped by SIGTERM", "exit_code": 75}, "stopped by", 75),
+        ({"failed": None, "stage": 1}, "process 0 has been silent", EXIT_RESUMABLE),
+        (None, "process 0 has been silent", EXIT_RESUMABLE),
+    ],
+    ids=["stopped", "killed while it waits", "killed at work"],
+)
+def test_a_process_that_waits_for_the_end_of_another_ends_if_that_one_fails(
+    capsys, end, said, code
+):
+    class Ended(Exception):
+        """Stands for the end of the process."""
+
+    def end_process(code: int) -> None:
+        raise Ended(code)
+
+    store = Store()
+    store.put("alive/0", json.dumps({"end": end}).encode())
+    watchdog = Watchdog(store, 1, 2, 0.5, end=end_process)
+    with pytest.raises(Ended, match=str(code)):
+        watchdog.finish()
+        watchdog.leave()
+    assert f"noria: process 1: {said}" in capsys.readouterr().err.replace("process 0 ended: ", "")
 
 
 def test_the_signal_of_one_process_is_known_to_the_others(pod):
