@@ -20,14 +20,13 @@ from ..files.disk import Disk
 from ..pods.peers import ALONE, Peers
 from ..process.stop_signals import StopSignals
 from ..progress.progress import Progress
-from ..rows.lines import RequestRules
 from ..rows.row_files import check_input
 from .execution import Execution
 from .finished import complete_already, exit_code_of, finished_manifest, refuse_foreign_outputs
 from .job import JobModel, JobSettings, ModelFacts
 from .job_files import JobFiles
 from .job_identity import JobIdentity
-from .job_input import decide_instant, open_input
+from .job_input import JobInput, decide_instant, open_input
 from .job_runs import JobRun, PhaseClock, new_run, recorded_run
 from .journal import Journal, renew
 from .lock import JobLock
@@ -74,9 +73,15 @@ def run_job(
     if not files.reads_stdin:
         check_input(files.input, files.columns)
     signals = StopSignals(settings.grace_seconds) if stop is None else nullcontext(stop)
-    with signals as stop:
+    with signals as stop, ExitStack() as opened:
         job = _Job(files, identity, facts, model, peers, disk, progress, phases, stop)
-        return job.run(settings.rules, settings.price_per_hour)
+        price = settings.price_per_hour
+        begun = job.lead(opened, price) if peers.is_leader else job.follow()
+        if isinstance(begun, int):
+            return begun
+        part, now = identity.part, peers.broadcast(begun.now)
+        source = opened.enter_context(open_input(files, part, settings.rules, model, now, progress))
+        return job.execution(source, begun).run(keeps_answers=begun.keeps_answers)
 
 
 class _BegunJob(NamedTuple):
@@ -106,28 +111,22 @@ class _Job:
     phases: PhaseClock
     stop: StopSignals
 
-    def run(self, rules: RequestRules, price_per_hour: float | None) -> int:
-        """Run the job; return its exit code."""
-        with ExitStack() as opened:
-            begun = self.lead(opened, price_per_hour) if self.peers.is_leader else self.follow()
-            if isinstance(begun, int):
-                return begun
-            part, now = self.identity.part, self.peers.broadcast(begun.now)
-            source = open_input(self.files, part, rules, self.model, now, self.progress)
-            return Execution(
-                self.files,
-                self.identity,
-                self.facts,
-                self.model,
-                opened.enter_context(source),
-                begun.journal,
-                self.peers,
-                self.disk,
-                self.progress,
-                self.phases,
-                self.stop,
-                begun.check_lock,
-            ).run(keeps_answers=begun.keeps_answers)
+    def execution(self, source: JobInput, begun: _BegunJob) -> Execution:
+        """The run of the job's rows, which are open."""
+        return Execution(
+            self.files,
+            self.identity,
+            self.facts,
+            self.model,
+            source,
+            begun.journal,
+            self.peers,
+            self.disk,
+            self.progress,
+            self.phases,
+            self.stop,
+            begun.check_lock,
+        )
 
     def follow(self) -> int | _BegunJob:
         """Begin in a process that has no files; an exit code if there is nothing to do."""
