@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from laid_out import LaidOut, expected, greedy_rows, layout_of
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
@@ -42,8 +43,11 @@ def test_the_forward_pass_is_that_of_numpy():
     assert report is None
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", [{}, {"in_chunks": True}, {"cache_codes": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    covering(LAYOUTS, [{}, {"in_chunks": True}, {"cache_codes": "int8"}]),
+    ids=str,
+)
 def test_rows_answer_as_with_whole_forward_passes(layout, options):
     laid = LaidOut(UNLIKE, layout and layout_of(layout), **options)
     answers = laid.answer(greedy_rows())
