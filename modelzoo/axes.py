@@ -79,6 +79,8 @@ CACHE_KEYS = ("", ATTENTION_BATCH, KV_HEADS, "", CACHE_LENGTH)
 """Keys in the cache. Arrays of the cache have layers as first axis, which is never split."""
 CACHE_VALUES = ("", ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH, "")
 CACHE_LATENTS = ("", ATTENTION_BATCH, CACHE_LENGTH, "")
+CACHE_ENTRIES = (CACHE_KEYS, CACHE_VALUES, CACHE_LATENTS)
+"""The axes of all arrays of vectors in the cache."""
 CACHE_SCALES = ("", ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH)
 """Scales of keys or of values in codes."""
 CACHE_LATENT_SCALES = ("", ATTENTION_BATCH, "", CACHE_LENGTH)

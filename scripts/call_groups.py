@@ -8,10 +8,10 @@ is identified by its source file and by the operations in it. Knows nothing of t
 import re
 from collections.abc import Iterable
 
-from noria.compile.programs.cycles import product_flops
 from noria.compile.programs.executions import Executions
 from noria.compile.programs.hbm_bytes import Traffic
 from noria.compile.programs.hlo_text import Computation, Instruction, read_program
+from noria.compile.programs.products import product_flops
 
 PRODUCTS = {
     "BTD,DKJH->BTKJH": "queries, keys, values",

@@ -18,10 +18,11 @@ from read_graphs import GraphReader, known, read_config
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.hardware.interconnect import Interconnect
 from noria.compile.programs.collectives import KINDS, read_collectives
-from noria.compile.programs.cycles import Prices, product_flops
+from noria.compile.programs.cycles import Prices
 from noria.compile.programs.executions import Executions
 from noria.compile.programs.hbm_bytes import Traffic
 from noria.compile.programs.hlo_text import read_program
+from noria.compile.programs.products import product_flops
 from noria.compile.target_names import TargetName
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout

@@ -27,7 +27,6 @@ from .sharded_operations import ShardedOperations
 
 _TABLES = ("embedding.table", "head.table")
 _MAKES_HEADS = (axes.EMBED_IN, axes.QUERY_HEADS, "", "")
-_CACHES = (axes.CACHE_KEYS, axes.CACHE_VALUES, axes.CACHE_LATENTS)
 
 
 def arrangement_of(
@@ -117,7 +116,7 @@ class Placement:
         scatter writes an entry in place.
         """
         sharding = self.sharding("decode", logical_axes)
-        if self.platform != "tpu" or logical_axes not in _CACHES:
+        if self.platform != "tpu" or logical_axes not in axes.CACHE_ENTRIES:
             return sharding
         order = heads_last(len(logical_axes), logical_axes.index(axes.CACHE_LENGTH))
         return Format(MemoryLayout(major_to_minor=order), sharding)

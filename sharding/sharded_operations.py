@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ..modelzoo.weights.weight_products import Weight
 
 MeshAxes = tuple[str, ...]
-_CACHES = (axes.CACHE_KEYS, axes.CACHE_VALUES, axes.CACHE_LATENTS, axes.CACHE_POSITIONS)
+_CACHES = (*axes.CACHE_ENTRIES, axes.CACHE_POSITIONS)
 
 
 class ShardedOperations(Operations):

@@ -9,7 +9,6 @@ of memory and links for the whole program is a separate bound.
 Knows nothing of models. Every figure is an estimate; nothing was run.
 """
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,9 +19,8 @@ from ..hardware.interconnect import Interconnect
 from .collectives import KINDS, Collective
 from .executions import Execution
 from .hbm_bytes import CALLERS, Traffic
-from .hlo_text import Computation, Instruction, Program, array_sizes
-
-_LIBRARY = '"__ynn_fusion"'
+from .hlo_text import Computation, Instruction, Program
+from .products import product_flops
 
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN = 2**63 - 1
@@ -97,45 +95,3 @@ class Prices:
             return 0.0
         sent = sent_bytes(collective.kind, collective.num_bytes, collective.group_size)
         return self._interconnect.seconds(collective.kind, collective.mesh_axes, sent)
-
-
-def product_flops(program: Program, computation: Computation, instruction: Instruction) -> int:
-    """Operations of an instruction's products, also inside a fusion: two for each factor pair."""
-    if instruction.opcode == "dot":
-        return _dot_flops(computation, instruction)
-    if instruction.opcode == "convolution":
-        return _convolution_flops(computation, instruction)
-    if instruction.opcode != "fusion":
-        return 0
-    inside = program.computations[dict(instruction.called())["calls"]]
-    return sum(product_flops(program, inside, each) for each in inside.instructions.values())
-
-
-def slow_flops(program: Program, computation: Computation, instruction: Instruction) -> int:
-    """Operations of products in a CPU's program that do not run in the fast library."""
-    return (
-        0
-        if _LIBRARY in instruction.attributes
-        else product_flops(program, computation, instruction)
-    )
-
-
-def _dot_flops(computation: Computation, instruction: Instruction) -> int:
-    sizes = array_sizes(computation.instructions[instruction.operands[0]].arrays[0])
-    dimensions = instruction.attribute("lhs_contracting_dims", r"\{[\d,]*\}") or "{}"
-    contracted = [sizes[int(number)] for number in dimensions.strip("{}").split(",") if number]
-    return 2 * math.prod(array_sizes(instruction.arrays[0])) * math.prod(contracted)
-
-
-def _convolution_flops(computation: Computation, instruction: Instruction) -> int:
-    """Operations of a matrix product that the TPU's compiler writes as a convolution.
-
-    In B products of [M, K] and [K, N], the operands and the result have B M K, B K N and B M N
-    elements, and the product of these numbers is B (B M N K)^2. B is the dilated dimension.
-    """
-    factors = (computation.instructions[name].arrays[0] for name in instruction.operands)
-    elements = math.prod(
-        math.prod(array_sizes(array)) for array in (*factors, instruction.arrays[0])
-    )
-    dilated = instruction.attribute("lhs_dilate", r"[\dx]+") or "1"
-    return 2 * math.isqrt(elements // math.prod(map(int, dilated.split("x"))))

@@ -20,10 +20,11 @@ from ..hardware.hardware import Hardware
 from ..hardware.interconnect import Interconnect
 from .arguments import Arguments
 from .collectives import read_collectives
-from .cycles import Prices, slow_flops
+from .cycles import Prices
 from .executions import Execution, Executions
 from .hbm_bytes import Traffic
 from .hlo_text import Computation, Program, array_bytes, read_program
+from .products import slow_flops
 from .rewrites import LARGE, RewrittenArgument, find_rewrites
 
 MOVES_SHOWN = 12

@@ -13,7 +13,7 @@ Knows nothing of slots' owners, spans, meshes or the contents of entries.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import ClassVar
 
 import jax
@@ -142,15 +142,19 @@ class StateSpec:
         """The entries of a slot, where the longest span is `longest`."""
         return num_cache_entries(self.window, longest, stripes)
 
+    @cached_property
+    def _vector_bytes(self) -> tuple[int, int]:
+        """Bytes of an entry: of what each key/value head has, and of all else."""
+        of_heads = [array.vector_bytes for array in self.arrays.values() if array.has_kv_heads]
+        others = [array for array in self.arrays.values() if not array.has_kv_heads]
+        return sum(of_heads), sum((array.heads or 1) * array.vector_bytes for array in others)
+
     def row_bytes(self, longest: int, head_shards: int = 1, stripes: int = 1) -> int:
         """Bytes of one slot of one layer on each device."""
-        entry_bytes = sum(
-            array.num_heads(head_shards)
-            // (head_shards if array.has_kv_heads else 1)
-            * array.vector_bytes
-            for array in self.arrays.values()
-        )
-        return -(-self.num_entries(longest, stripes) // stripes) * entry_bytes
+        of_head, others = self._vector_bytes
+        num_heads = self.num_kv_heads * head_copies(self.num_kv_heads, head_shards) // head_shards
+        entries = -(-self.num_entries(longest, stripes) // stripes)
+        return entries * (num_heads * of_head + others)
 
     def encode(self, new: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """New entries as the arrays hold them, without an axis of layers."""
@@ -211,6 +215,7 @@ def latents_as_heads(latent_BSH: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.expand_dims(latent_BSH.swapaxes(-1, -2), -3), jnp.expand_dims(latent_BSH, -3)
 
 
+@cache
 def state_spec(
     attention: Attention,
     dtype: DTypeLike,

@@ -26,9 +26,10 @@ from ..errors import (
     UnusableFile,
 )
 from ..files.disk import Disk, replace_file
+from ..files.file_checks import check_files
 from ..files.manifest import manifest_path, output_differences, read_manifest
 from ..files.remote import RemoteFile, Url
-from .job_files import OutputFiles, check_files, stages_folder
+from .job_files import OutputFiles, stages_folder
 from .pipes import PIPE
 
 Place = Path | Url

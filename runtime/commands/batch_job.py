@@ -18,7 +18,7 @@ from ..adapters.adapter_set import AdapterSet
 from ..adapters.merged_model import open_merged
 from ..batch.batch_model import BatchModel, PlanSource, target_name
 from ..batch.job import JobSettings, ModelFacts
-from ..batch.job_files import JobFiles, check_files
+from ..batch.job_files import JobFiles
 from ..batch.job_identity import JobIdentity
 from ..batch.job_runs import PhaseClock
 from ..batch.pipes import PIPE, copy_path, output_for_stdout, write_to_stdout
@@ -34,6 +34,7 @@ from ..errors import (
     exit_code,
 )
 from ..files.disk import Disk
+from ..files.file_checks import check_files
 from ..files.layout_files import layout_file, read_layout_table
 from ..files.remote import RemoteFile, Url
 from ..files.run_config import read_instant, read_plan_table

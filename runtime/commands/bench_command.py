@@ -23,12 +23,12 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..batch.job_files import check_files
 from ..console import tell
 from ..devices.default_target import default_target
 from ..devices.machine import describe_machine
 from ..errors import EXIT_BUILD, ConfigError, JobError
 from ..files.disk import Disk, replace_file
+from ..files.file_checks import check_files
 from ..files.layout_files import layout_file, read_layout_table
 from ..request import Request, SamplingParams
 from .shared_options import add_dtype, add_layout, add_model, add_overrides

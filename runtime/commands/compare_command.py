@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..batch.job_files import check_files
 from ..console import note, tell
 from ..devices.default_target import default_target
 from ..errors import ConfigError
+from ..files.file_checks import check_files
 from ..files.folders import check_fillable
 from ..files.layout_files import layout_file
 from .shared_options import (
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     from ..comparison.compare import compare
     from ..devices import backends
     from ..files import png_figure
-    from ..rows.job_text import read_row_ids
+    from ..rows.row_ids import read_row_ids
 
     models = _models(options)
     _check(options)

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..batch.job_files import check_files
 from ..console import GIGABYTE, note, plural, tell
 from ..devices.default_target import default_target
 from ..errors import EXIT_BUILD, JobError
+from ..files.file_checks import check_files
 from ..files.run_config import read_plan_table
 from ..pods.peers import Peers
 from ..pods.pod_options import PodOptions

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..batch.job_files import check_files
 from ..console import note, plural, tell
 from ..devices.compiler_messages import without_alarms
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError
+from ..files.file_checks import check_files
 from ..files.folders import check_fillable
 from ..files.layout_files import (
     layout_file,

@@ -35,7 +35,7 @@ from ..engine.padding import pack_greedy
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
 from ..plans import plan_checks
-from ..rows.job_text import read_row_ids
+from ..rows.row_ids import read_row_ids
 from ..session import OpenedModel, build, resolve_dtype
 from .statistics import PairFigures
 

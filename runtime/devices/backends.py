@@ -9,7 +9,7 @@ from contextlib import suppress
 import jax
 
 from ..errors import note_start
-from .machine import simulated_devices
+from .device_shares import simulated_devices
 
 
 def prepare_jax(target: str, num_processes: int = 1) -> None:

@@ -7,18 +7,16 @@ a sequence with non-finite logits ends without effect on the others.
 """
 
 from array import array
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ...compile.graphs.graph_kinds import CLEAR_PREFIX, FORK, PREFIX, GraphKey
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_grid import PlannedPrefix
-from ...modelzoo.sampling import SamplingState, TokenScores
+from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import StructureTables
-from ..request import Request, TokenLogprob
 from .actions import (
     Action,
     DecodeAction,
@@ -29,83 +27,12 @@ from .actions import (
     ScheduledSequence,
 )
 from .admission import AdmittedRequest
-from .call_results import CallResults, Event, PromptScored, token_logprob
+from .call_results import CallResults, Event
 from .metrics import EngineMetrics
 from .model_runner import GraphCall
 from .padding import greedy_sampling, pack_pieces, pack_prefix, pack_requests, pack_sampling
+from .prompt_scores import PromptScores, num_alternatives
 from .scheduler import Scheduler
-from .shared_prefixes import SharedPrefix
-
-
-class PromptScores:
-    """The log-probabilities of prompts that are not complete, and of shared prefixes.
-
-    The pieces of a shared prefix are scored once. Each prompt that begins with it gets their
-    log-probabilities, also that of the token after the prefix: the prompts have it in common (see
-    `prefix_index`). So a prompt has the same ones whether its beginning is computed or copied.
-    """
-
-    def __init__(self):
-        self._of_prompts: dict[int, list[TokenLogprob]] = {}
-        """Log-probabilities of the pieces so far, by the number of the request."""
-        self._of_prefixes: MutableMapping[SharedPrefix, list[TokenLogprob]] = WeakKeyDictionary()
-        """Log-probabilities that a prefix adds to its parent, while requests may begin with it."""
-
-    def add(
-        self,
-        rows: Iterable[PromptPiece],
-        scores: TokenScores,
-        requests: Mapping[int, AdmittedRequest],
-    ) -> list[PromptScored]:
-        """Add the results of a scored call; return an event for each complete prompt.
-
-        Args:
-          rows: The pieces that were scored.
-          scores: The results of the call.
-          requests: The requests of the rows, by their numbers.
-        """
-        events: list[PromptScored] = []
-        for i, row in enumerate(rows):
-            number = row.sequence.request.number
-            own = _scores_of(requests[number].request, scores, i, row)
-            if row.is_of_prefix:
-                self._of_prefixes.setdefault(_prefix_of(row), []).extend(own)
-                continue
-            if number not in self._of_prompts:
-                self._of_prompts[number] = self._before(row)
-            self._of_prompts[number] += own
-            if row.is_last:
-                events.append(PromptScored(number, self._of_prompts.pop(number)))
-        return events
-
-    def _before(self, row: PromptPiece) -> list[TokenLogprob]:
-        """The log-probabilities that come with the copied beginning of a prompt."""
-        prefix = row.sequence.request.prefix
-        path = [] if prefix is None else prefix.path
-        copied = [prefix for prefix in path if prefix.length <= row.start]
-        return [score for prefix in copied for score in self._of_prefixes[prefix]]
-
-
-def num_alternatives(request: Request) -> int:
-    """The number of alternatives to each prompt token that a request asks for; -1 for no scores."""
-    count = request.params.prompt_logprobs
-    return -1 if count is None else count
-
-
-def _prefix_of(row: PromptPiece) -> SharedPrefix:
-    """The shared prefix to which a piece belongs."""
-    prefix = row.sequence.request.prefix
-    assert prefix is not None
-    return next(p for p in prefix.path if p.length >= row.start + row.count)
-
-
-def _scores_of(
-    request: Request, scores: TokenScores, index: int, row: PromptPiece
-) -> list[TokenLogprob]:
-    """Log-probabilities of the prompt tokens at positions `start + 1` to `start + count`."""
-    next_ids = request.prompt_token_ids[row.start + 1 : row.start + row.count + 1]
-    count = num_alternatives(request)
-    return [token_logprob(scores, (index, t), token, count) for t, token in enumerate(next_ids)]
 
 
 class SlotCalls:

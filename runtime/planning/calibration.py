@@ -1,17 +1,15 @@
 """Time the graphs of a model on a present target, so that predictions for the target are right.
 
 Rows of random token ids run through the engine, a few calls of each shape. The time of a call
-begins when the scheduler chooses it and ends when the slots of finished rows are free.
-`read_calibration` compares what a calibration was measured for with what it is read for.
+begins when the scheduler chooses it and ends when the slots of finished rows are free. Does not
+know about files.
 """
 
-import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +23,6 @@ from ...sharding.call import Call
 from ..console import plural
 from ..devices.machine import describe_machine
 from ..engine.actions import DecodeAction, PrefillAction
-from ..errors import ConfigError
 from ..request import Request, SamplingParams
 from ..session import LoadedModel, Session, start
 
@@ -180,33 +177,3 @@ def _run(
                 seconds[bucket.call()].append(taken)
             case DecodeAction(span=span):
                 seconds[grid.decode_call(span)].append(taken)
-
-
-def read_calibration(path: Path, expected: Mapping[str, Any]) -> Calibration:
-    """Read the calibration that `noria bench` wrote.
-
-    Args:
-      path: The file.
-      expected: Fields that the calibration must have.
-
-    Raises:
-      ConfigError: The file is no calibration, or it was measured for something else.
-    """
-    with path.open(encoding="utf-8") as file:
-        try:
-            calibration = Calibration.from_json(json.load(file))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"{path}: expected a calibration in JSON, got: {error}. Write one with noria bench "
-                f"--calibration."
-            ) from None
-        except ValueError as error:
-            raise ConfigError(f"{path}: {error}") from None
-    for name, value in expected.items():
-        if (got := getattr(calibration, name)) != value:
-            raise ConfigError(
-                f"{path} {name}: expected {value}, got {got}. Calibrate again with noria bench "
-                f"--calibration, or plan for the calibrated model, dtype and layout, with the same "
-                f"tables (--hardware)."
-            )
-    return calibration

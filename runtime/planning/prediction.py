@@ -34,7 +34,7 @@ from ..files.hardware_files import known_hardware
 from ..files.layout_files import named_layout_tables, read_layout_table, split_spellings
 from ..plans.plan_checks import read_stored
 from ..progress.progress import Progress
-from .calibration import read_calibration
+from .calibration_file import read_calibration
 from .compiled_layouts import LayoutCompiler, PlannedLayout
 from .layout_ranking import RankedLayout, Ranking, all_layouts, suggest_fitting_plan
 from .plan_options import PlanOptions

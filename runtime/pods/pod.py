@@ -20,7 +20,8 @@ from typing import Any
 
 from .. import errors
 from ..console import plural
-from ..devices.machine import simulated_devices, versions
+from ..devices.device_shares import simulated_devices
+from ..devices.machine import versions
 from ..errors import OutOfStep
 from ..files.differences import differences
 from ..process.stop_signals import at_forced_end, ignore_signals

@@ -49,15 +49,9 @@ class _Member:
     report: dict[str, Any]
 
     @property
-    def stage(self) -> int:
-        """The stage of its normal end; 0 while it works."""
-        return (self.report.get("end") or {}).get("stage", 0)
-
-    @property
     def has_ended(self) -> bool:
-        """Whether it reports no longer, as it failed or left."""
-        end = self.report.get("end") or {}
-        return end.get("failed") is not None or self.stage == _LAST_STAGE
+        """Whether it may be silent, as it failed, or knows that all have done their work."""
+        return bool(self.report.get("end")) or self.report.get("stage") == _LAST_STAGE
 
 
 class Watchdog:
@@ -92,6 +86,8 @@ class Watchdog:
         self._interval = min(MAX_INTERVAL_SECONDS, limit / 5)
         self._signal: str | None = None
         self._beats = 0
+        self._stage = 0
+        """The stage of the normal end; 0 while this process works."""
         self._ending: dict[str, Any] | None = None
         self._wake = threading.Event()
         self._published = threading.Event()
@@ -131,17 +127,16 @@ class Watchdog:
         while it waits in `finish` could be waited for by one that has waited long enough.
         """
         self._reach(_LAST_STAGE)
+        self._announce({"failed": None})
 
     def _reach(self, stage: int) -> None:
-        """Report a stage of the normal end, and wait until all others have reached it."""
-        self._ending = {"failed": None, "stage": stage}
-        while True:
-            with suppress(RuntimeError):  # process 0 is gone; the verdict says for how long
-                self.exchange()
-            if all(member.stage >= stage for member in self._others.values()):
-                return
-            if (verdict := self.verdict()) is not None:
-                self._end_by(verdict)
+        """Report a stage of the normal end, and wait until all others have reached it.
+
+        The threads go on to report and to watch, as while this process works.
+        """
+        self._stage = stage
+        while not all(member.report.get("stage", 0) >= stage for member in self._others.values()):
+            self._wake.set()
             time.sleep(self._interval / 4)
 
     def fail(self, reason: str, exit_code: int, *, linger: float = LINGER_SECONDS) -> None:
@@ -172,7 +167,12 @@ class Watchdog:
     def exchange(self) -> None:
         """Store this process's report, and read the reports of the others."""
         ending, self._beats = self._ending, self._beats + 1
-        own_report = {"beat": self._beats, "signal": self._signal, "end": ending}
+        own_report = {
+            "beat": self._beats,
+            "signal": self._signal,
+            "stage": self._stage,
+            "end": ending,
+        }
         self._store.put(f"{_FOLDER}/{self._rank}", json.dumps(own_report).encode())
         reports = self._store.folder(_FOLDER)
         self._answered = self._clock()
@@ -204,15 +204,11 @@ class Watchdog:
             else:
                 verdict = self.verdict()
             if verdict is not None and self._ending is None:
-                self._end_by(verdict)
-
-    def _end_by(self, verdict: Verdict) -> None:
-        """End this process because another one has failed or is lost."""
-        tell(sys.stderr, f"noria: process {self._rank}: {verdict.reason}")
-        with suppress(OSError):  # a full disk must not keep this process alive
-            self.on_abort()
-        self._end_all(verdict.reason, verdict.exit_code, LINGER_SECONDS)
-        self._end(verdict.exit_code)
+                tell(sys.stderr, f"noria: process {self._rank}: {verdict.reason}")
+                with suppress(OSError):  # a full disk must not keep this process alive
+                    self.on_abort()
+                self._end_all(verdict.reason, verdict.exit_code, LINGER_SECONDS)
+                self._end(verdict.exit_code)
 
     def _lost(self, what: str) -> Verdict:
         return Verdict(
@@ -231,14 +227,9 @@ class Watchdog:
     def _announce(self, ending: dict[str, Any]) -> None:
         """Publish how this process ends."""
         self._ending = ending
-        publishing = threading.Thread(target=self._publish, daemon=True)
-        publishing.start()
+        self._wake.set()
         # not longer: if process 0 is gone, the store hangs and no other process can read it
-        publishing.join(self._interval)
-
-    def _publish(self) -> None:
-        with suppress(RuntimeError):
-            self.exchange()
+        self._published.wait(self._interval)
 
     def _has_live_member(self) -> bool:
         """Whether another process has neither ended nor become silent."""

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from fake_model import FakeModel, run, write_input
 
-from noria.runtime.batch import job_files
 from noria.runtime.batch.job_files import OutputFiles
 from noria.runtime.batch.merge import merge
 from noria.runtime.errors import UnusableFile
+from noria.runtime.files import file_checks
 from noria.runtime.files.disk import Disk, replace_file
 from noria.runtime.progress.progress import Progress
 from noria.runtime.rows.part import Part
@@ -187,7 +187,7 @@ def test_what_comes_in_the_place_of_a_side_file_after_the_check_is_not_written(
     """The system checks again when the file is opened."""
     precious = tmp_path / "precious"
     precious.write_text("precious")
-    monkeypatch.setattr(job_files, "check_replaceable", lambda path: None)
+    monkeypatch.setattr(file_checks, "check_replaceable", lambda path: None)
     for link in (os.symlink, os.link):
         link(precious, tmp_path / name)
         refused(tmp_path, name, lambda: run(source, tmp_path / "out.jsonl"))
