@@ -81,11 +81,19 @@ def meet(address: Address, limit: float) -> Iterator[None]:
     """
     global _begun
     _begun = True
+    come = _gather if address.process_id == 0 else _attend
+    made: list[Connection] = []
     with ExitStack() as opened:
-        come = _gather if address.process_id == 0 else _attend
-        others = come(address, limit, opened)
-        with _watched(address, others):
-            yield
+        try:
+            others = come(address, limit, opened, made)
+            with _watched(address, others):
+                yield
+        except BaseException as error:
+            # a signal may raise between any two lines
+            failure = _failure_of(error, address)
+            for connection in made:
+                connection.fail(failure)
+            raise
 
 
 def report_failure(address: Address, message: str, code: int, seconds: float) -> None:
@@ -149,13 +157,17 @@ def _listening(address: Address) -> Iterator[socket.socket]:
         yield listener
 
 
-def _gather(address: Address, limit: float, opened: ExitStack) -> dict[int, Connection]:
-    """Wait for all other processes, as process 0; return their connections."""
+def _gather(
+    address: Address, limit: float, opened: ExitStack, made: list[Connection]
+) -> dict[int, Connection]:
+    """Wait for all other processes, as process 0; return their connections.
+
+    Every connection is added to `made`, those of strangers as well.
+    """
     patience = _Patience(address, limit)
     others = set(range(1, address.num_processes))
     members: dict[int, Connection] = {}
     strangers: list[Connection] = []
-    everyone: list[Connection] = []
     with _listening(address) as listener:
         try:
             while missing := sorted(others - members.keys()):
@@ -180,20 +192,19 @@ def _gather(address: Address, limit: float, opened: ExitStack) -> dict[int, Conn
                         raise_failure(said)
                 if listener in ready:
                     accepted = opened.enter_context(listener.accept()[0])
-                    everyone.append(Connection(accepted))
-                    strangers.append(everyone[-1])
+                    made.append(Connection(accepted))
+                    strangers.append(made[-1])
                 for stranger in [one for one in strangers if one in ready]:
                     if (hellos := stranger.receive()) != []:
                         strangers.remove(stranger)
                     for hello in hellos or []:
                         members[_rank_of(hello, address, members)] = stranger
-        except BaseException as error:
-            failure = _failure_of(error, address)
-            for connection in everyone:
+        except StartFailed as failure:
+            for connection in made:
                 connection.fail(failure)
-            if isinstance(error, StartFailed) and patience.left > 0:
+            if patience.left > 0:
                 until = time.monotonic() + min(LINGER_SECONDS, patience.left)
-                _refuse(listener, failure, until, address.num_processes - 1 - len(everyone))
+                _refuse(listener, failure, until, address.num_processes - 1 - len(made))
             raise
     # only now, as the port is free for jax
     for member in members.values():
@@ -228,8 +239,13 @@ def _rank_of(hello: Mapping[str, Any], address: Address, members: Mapping[Any, C
     return rank
 
 
-def _attend(address: Address, limit: float, opened: ExitStack) -> dict[int, Connection]:
-    """Connect to process 0 and wait until it lets this process go; return the connection."""
+def _attend(
+    address: Address, limit: float, opened: ExitStack, made: list[Connection]
+) -> dict[int, Connection]:
+    """Connect to process 0 and wait until it lets this process go; return the connection.
+
+    Every connection is added to `made`.
+    """
     patience = _Patience(address, limit)
     reason = "nothing listens there"
     while patience.left > 0:
@@ -240,6 +256,7 @@ def _attend(address: Address, limit: float, opened: ExitStack) -> dict[int, Conn
         else:
             opened.enter_context(connected)
             connection = Connection(connected)
+            made.append(connection)
             if _is_let_go(connection, address, patience):
                 return {0: connection}
             connected.close()
@@ -261,26 +278,22 @@ def _is_let_go(connection: Connection, address: Address, patience: _Patience) ->
     rank, size = address.process_id, address.num_processes
     connection.send({"rank": rank, "size": size, "noria": version("noria")})
     what = "process 0"
-    try:
-        # process 0 has the same limit, and names whoever is missing
-        while patience.left > -POLL_SECONDS * 10:
-            patience.remind(what)
-            if not select.select([connection], [], [], POLL_SECONDS)[0]:
-                continue
-            if (messages := connection.receive()) is None:
-                return False
-            raise_failure(messages)
-            for message in messages:
-                what = message.get("waits_for", what)
-                if "go" in message:
-                    return True
-        raise StartFailed(
-            f"expected all {size} processes to come to {address.coordinator} in time, but "
-            f"{'not all came' if what == 'process 0' else f'{what} did not'}. {_REMEDY}"
-        )
-    except BaseException as error:
-        connection.fail(_failure_of(error, address))
-        raise
+    # process 0 has the same limit, and names whoever is missing
+    while patience.left > -POLL_SECONDS * 10:
+        patience.remind(what)
+        if not select.select([connection], [], [], POLL_SECONDS)[0]:
+            continue
+        if (messages := connection.receive()) is None:
+            return False
+        raise_failure(messages)
+        for message in messages:
+            what = message.get("waits_for", what)
+            if "go" in message:
+                return True
+    raise StartFailed(
+        f"expected all {size} processes to come to {address.coordinator} in time, but "
+        f"{'not all came' if what == 'process 0' else f'{what} did not'}. {_REMEDY}"
+    )
 
 
 @contextmanager
@@ -289,21 +302,19 @@ def _watched(address: Address, others: Mapping[int, Connection]) -> Iterator[Non
     done = threading.Event()
     watch = threading.Thread(target=_watch, args=(address, others, done), daemon=True)
 
-    def fail(error: BaseException) -> None:
+    def fail(failure: StartFailed) -> None:
         for other in others.values():
-            other.fail(_failure_of(error, address))
+            other.fail(failure)
 
     reason = f"process {address.process_id} was stopped by a signal"
     with at_forced_end(lambda code: fail(StartFailed(reason, code))):
-        watch.start()
         try:
+            watch.start()
             yield
-        except BaseException as error:
-            fail(error)
-            raise
         finally:
             done.set()
-            watch.join()
+            if watch.is_alive():
+                watch.join()
     for other in others.values():
         other.send({"connected": True})
 

@@ -281,3 +281,31 @@ def test_the_end_of_a_process_ends_all_that_connect(place, victim, number, messa
             assert process.returncode == 75
             assert f"noria: process {rank}: {message}" in said
     assert time.monotonic() - start < 5
+
+
+STOPPED_AFTER = """
+import os, signal, sys, time
+from noria.runtime.pods import meeting
+from noria.runtime.process.stop_signals import StopNow, StopSignals
+rank, watched = int(sys.argv[2]), meeting._watched
+def stopped_here(*arguments):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    return watched(*arguments)
+meeting._watched = stopped_here
+try:
+    with StopSignals(), meeting.meet(meeting.Address(sys.argv[1], 2, rank), 60):
+        time.sleep(60)
+except StopNow as stop:
+    sys.exit(stop.exit_code)
+"""
+
+
+def test_a_signal_right_after_the_meeting_ends_the_others_with_its_code(place):
+    """No thread watches the connections yet."""
+    pipe = {"stderr": subprocess.PIPE, "text": True}
+    arguments = [[sys.executable, "-c", STOPPED_AFTER, place, str(rank)] for rank in range(2)]
+    processes = [subprocess.Popen(words, **pipe) for words in arguments]
+    said = [process.communicate(timeout=30)[1] for process in processes]
+    assert [process.returncode for process in processes] == [130, 130]
+    assert "noria: process 0: process 1 ended: stopped by SIGINT" in said[0]
