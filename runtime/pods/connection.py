@@ -19,10 +19,15 @@ _MAX_BYTES = 2**16
 
 
 class Connection:
-    """A socket that carries lines of JSON."""
+    """A socket that carries lines of JSON.
+
+    Attributes:
+      is_connected: Whether the other side has said that it is connected to all.
+    """
 
     def __init__(self, sock: socket.socket):
         self.socket = sock
+        self.is_connected = False
         self._received = b""
 
     def fileno(self) -> int:
@@ -50,7 +55,10 @@ class Connection:
             messages = [json.loads(line) for line in lines]
         except ValueError:
             return None
-        return messages if all(isinstance(one, dict) for one in messages) else None
+        if not all(isinstance(one, dict) for one in messages):
+            return None
+        self.is_connected |= any("connected" in one for one in messages)
+        return messages
 
     def has_gone(self) -> bool:
         """Whether the other side has closed the connection."""

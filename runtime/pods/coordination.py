@@ -13,7 +13,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
 
@@ -64,10 +65,13 @@ class Coordination:
         jax.distributed.shutdown()
 
 
+@contextmanager
 def connect(
     address: Address | None, *, start_seconds: float, farewell_seconds: float, patience: float
-) -> Coordination:
-    """Meet the other processes, and connect to them.
+) -> Iterator[Coordination]:
+    """Meet the other processes, and connect to them; in the context, the end of one ends all.
+
+    The context ends for all processes together.
 
     Args:
       address: The coordinator's address; None on a cluster that jax detects.
@@ -83,7 +87,7 @@ def connect(
     address = address or _detected(start_seconds)
     # an import of jax takes seconds, so the others are met before, and watched during it
     with meet(address, start_seconds):
-        return _connect(address, int(farewell_seconds), int(patience))
+        yield _connect(address, int(farewell_seconds), int(patience))
 
 
 def _connect(address: Address, farewell_seconds: int, patience: int) -> Coordination:

@@ -71,6 +71,8 @@ class Address:
 def meet(address: Address, limit: float) -> Iterator[None]:
     """Wait until all processes of the pod have come; in the context, the end of one ends all.
 
+    The context ends for all processes together.
+
     Args:
       address: The meeting's place, and the number of this process.
       limit: Seconds to wait.
@@ -311,17 +313,17 @@ def _watched(address: Address, others: Mapping[int, Connection]) -> Iterator[Non
         try:
             watch.start()
             yield
+            for other in others.values():
+                other.send({"connected": True})
+            # one that fails before it is connected can tell the others here alone
+            watch.join()
         finally:
             done.set()
-            if watch.is_alive():
-                watch.join()
-    for other in others.values():
-        other.send({"connected": True})
 
 
 def _watch(address: Address, others: Mapping[int, Connection], done: threading.Event) -> None:
     """Wait until all others are connected, and end this process if one of them ends before."""
-    left = dict(others)
+    left = {rank: other for rank, other in others.items() if not other.is_connected}
     while left and not done.is_set():
         ready = select.select(list(left.values()), [], [], POLL_SECONDS)[0]
         for rank, other in [item for item in left.items() if item[1] in ready]:
@@ -338,7 +340,7 @@ def _watch(address: Address, others: Mapping[int, Connection], done: threading.E
                 for one in others.values():
                     one.fail(failure)
                 end_process(f"process {address.process_id}: {failure}", failure.exit_code)
-            if any("connected" in message for message in messages):
+            if other.is_connected:
                 del left[rank]
 
 

@@ -15,7 +15,7 @@ import json
 import platform
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from .. import errors
@@ -70,32 +70,36 @@ def join(
         )
     if address is not None:  # refuses an impossible number of devices before the meeting
         simulated_devices(target, address.num_processes)
-    store = coordination.connect(
-        address,
-        start_seconds=start_seconds,
-        farewell_seconds=limit + MARGIN_SECONDS,
-        # longer than the watchdog's limit, so that the watchdog names the lost process first
-        patience=max(100.0, 4 * limit),
-    )
-    watchdog = Watchdog(store, store.rank, store.size, limit)
-    watchdog.start()
-    try:
-        reason = "it was stopped by a signal"
-        with at_forced_end(lambda code: watchdog.fail(reason, code, linger=0.2)):
-            from ..devices import backends
+    with ExitStack() as meeting:
+        connected = coordination.connect(
+            address,
+            start_seconds=start_seconds,
+            farewell_seconds=limit + MARGIN_SECONDS,
+            # longer than the watchdog's limit, so that the watchdog names the lost process first
+            patience=max(100.0, 4 * limit),
+        )
+        store = meeting.enter_context(connected)
+        watchdog = Watchdog(store, store.rank, store.size, limit)
+        try:
+            watchdog.start()
+            reason = "it was stopped by a signal"
+            with at_forced_end(lambda code: watchdog.fail(reason, code, linger=0.2)):
+                # only now, so that a process can tell of its end at any moment
+                meeting.close()
+                from ..devices import backends
 
-            pod = Pod(store, watchdog)
-            pod.agree(lambda: _facts_for_one_mesh(store.size, target))
-            backends.prepare_jax(target, store.size)
-            pod.setup = _setup(target, store.size)
-            yield pod
-            watchdog.finish()
-    except BaseException as error:
-        code = errors.exit_code(error) or 1
-        watchdog.fail(errors.message(error), code)
-        # jax's own shutdown would wait for lost processes and collectives
-        atexit.register(errors.leave_at_once, code)
-        raise
+                pod = Pod(store, watchdog)
+                pod.agree(lambda: _facts_for_one_mesh(store.size, target))
+                backends.prepare_jax(target, store.size)
+                pod.setup = _setup(target, store.size)
+                yield pod
+                watchdog.finish()
+        except BaseException as error:
+            code = errors.exit_code(error) or 1
+            watchdog.fail(errors.message(error), code)
+            # jax's own shutdown would wait for lost processes and collectives
+            atexit.register(errors.leave_at_once, code)
+            raise
     # all processes have done their work, and a signal would leave the others waiting
     ignore_signals()
     watchdog.leave()

@@ -283,29 +283,38 @@ def test_the_end_of_a_process_ends_all_that_connect(place, victim, number, messa
     assert time.monotonic() - start < 5
 
 
-STOPPED_AFTER = """
+STOPPED = """
 import os, signal, sys, time
-from noria.runtime.pods import meeting
+from noria.runtime.errors import leave_at_once
+from noria.runtime.pods import meeting, pod, watchdog
 from noria.runtime.process.stop_signals import StopNow, StopSignals
-rank, watched = int(sys.argv[2]), meeting._watched
+rank, place = int(sys.argv[2]), eval(sys.argv[3])
+original = getattr(place, sys.argv[4])
 def stopped_here(*arguments):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGINT)
-    return watched(*arguments)
-meeting._watched = stopped_here
+    return original(*arguments)
+setattr(place, sys.argv[4], stopped_here)
 try:
-    with StopSignals(), meeting.meet(meeting.Address(sys.argv[1], 2, rank), 60):
+    with StopSignals(), pod.join(meeting.Address(sys.argv[1], 2, rank), 60, "cpu:2"):
         time.sleep(60)
 except StopNow as stop:
-    sys.exit(stop.exit_code)
+    leave_at_once(stop.exit_code)
 """
 
 
-def test_a_signal_right_after_the_meeting_ends_the_others_with_its_code(place):
-    """No thread watches the connections yet."""
+@pytest.mark.parametrize(
+    "where",
+    [("meeting", "_watched"), ("pod", "Watchdog"), ("pod.Watchdog", "start"), ("pod", "Pod")],
+    ids=" ".join,
+)
+def test_a_signal_at_any_moment_of_the_start_ends_the_others_with_its_code(place, where):
+    """Each moment is between two ways of telling the others."""
     pipe = {"stderr": subprocess.PIPE, "text": True}
-    arguments = [[sys.executable, "-c", STOPPED_AFTER, place, str(rank)] for rank in range(2)]
+    arguments = [[sys.executable, "-c", STOPPED, place, str(rank), *where] for rank in range(2)]
+    start = time.monotonic()
     processes = [subprocess.Popen(words, **pipe) for words in arguments]
-    said = [process.communicate(timeout=30)[1] for process in processes]
-    assert [process.returncode for process in processes] == [130, 130]
+    said = [process.communicate(timeout=90)[1] for process in processes]
+    assert [process.returncode for process in processes] == [130, 130], said
     assert "noria: process 0: process 1 ended: stopped by SIGINT" in said[0]
+    assert time.monotonic() - start < 40
