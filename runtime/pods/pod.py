@@ -58,16 +58,15 @@ def join(
       StartFailed: Not all processes have come in time, or one of them failed.
       Disagreement: The processes have different targets or versions.
     """
-    if not 0 < limit <= LONGEST_TIMEOUT:
-        raise ValueError(
-            f"--peer-timeout-seconds: expected more than 0 and at most {LONGEST_TIMEOUT}, a day, "
-            f"got {limit:g}."
-        )
-    if not 0 < start_seconds <= LONGEST_TIMEOUT:
-        raise ValueError(
-            f"--start-timeout-seconds: expected more than 0 and at most {LONGEST_TIMEOUT}, a day, "
-            f"got {start_seconds:g}."
-        )
+    for option, seconds in (
+        ("--peer-timeout-seconds", limit),
+        ("--start-timeout-seconds", start_seconds),
+    ):
+        if not 0 < seconds <= LONGEST_TIMEOUT:
+            raise ValueError(
+                f"{option}: expected more than 0 and at most {LONGEST_TIMEOUT}, a day, got "
+                f"{seconds:g}."
+            )
     if address is not None:  # refuses an impossible number of devices before the meeting
         simulated_devices(target, address.num_processes)
     with ExitStack() as meeting:
