@@ -85,13 +85,7 @@ def join(
             with at_forced_end(lambda code: watchdog.fail(reason, code, linger=0.2)):
                 # only now, so that a process can tell of its end at any moment
                 meeting.close()
-                from ..devices import backends
-
-                pod = Pod(store, watchdog)
-                pod.agree(lambda: _facts_for_one_mesh(store.size, target))
-                backends.prepare_jax(target, store.size)
-                pod.setup = _setup(target, store.size)
-                yield pod
+                yield _pod_of_equals(store, watchdog, target)
                 watchdog.finish()
         except BaseException as error:
             code = errors.exit_code(error) or 1
@@ -103,6 +97,21 @@ def join(
     ignore_signals()
     watchdog.leave()
     store.leave()
+
+
+def _pod_of_equals(store: coordination.Coordination, watchdog: Watchdog, target: str) -> "Pod":
+    """The pod of processes that have the same target and versions, with jax ready for the target.
+
+    Raises:
+      Disagreement: The processes have different targets or versions.
+    """
+    from ..devices import backends
+
+    pod = Pod(store, watchdog)
+    pod.agree(lambda: _facts_for_one_mesh(store.size, target))
+    backends.prepare_jax(target, store.size)
+    pod.setup = _setup(target, store.size)
+    return pod
 
 
 class Pod(Peers):
