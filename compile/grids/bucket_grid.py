@@ -29,6 +29,7 @@ from .grid_values import (
     check_decode_graphs,
     check_growing,
     check_list,
+    check_page_size,
     check_span_slots,
     chunk_sizes,
 )
@@ -95,6 +96,11 @@ class BucketGrid(PlanTable, name="buckets"):
     decode_graphs: tuple[int, ...] | None = None
     """The entries of `decode_spans` that have a graph. The last one must have one. Without this
     key, every span has a graph. Unit: positions."""
+    pages: int | None = None
+    """The number of pages of the cache. A row takes pages as it grows, wherever they are free, so
+    rows hold what they need. Without this key, each slot has a place of its own. Unit: pages."""
+    page: int | None = None
+    """With `pages`, the entries of a page: a power of two. Unit: positions."""
     prefixes: PrefixGrid | None = None
     """The prefixes that rows begin with: the table `[prefixes]`. All other lengths are then counted
     from the end of a row's prefix."""
@@ -142,6 +148,7 @@ class BucketGrid(PlanTable, name="buckets"):
         if self.decode_graphs is not None:
             check_decode_graphs(self.decode_graphs, self.decode_spans, self.max_length)
         self._check_prefixes()
+        self._check_pages()
         if self.structured is not None and only_scores:
             raise ValueError(
                 "plan [structured]: expected none without decode slots, got one. Remove it."
@@ -286,6 +293,11 @@ class BucketGrid(PlanTable, name="buckets"):
         spans = self.graph_spans
         return spans[bisect_left(spans, length)]
 
+    def num_pages(self, length: int) -> int:
+        """The number of pages that hold `length` positions, in a grid with pages."""
+        assert self.page is not None
+        return -(-length // self.page)
+
     def num_segments(self, length: int) -> int:
         """Number of cache segments, from the first one on, that hold `length` positions."""
         return bisect_left(self.decode_spans, length) + 1
@@ -380,6 +392,29 @@ class BucketGrid(PlanTable, name="buckets"):
                 f"({self.decode_slots}), got {self.prefixes.groups}. Change either."
             )
 
+    def _check_pages(self) -> None:
+        check_page_size(self.pages, self.page)
+        if self.pages is None:
+            return
+        for name, got, expected in (
+            ("buckets.decode_spans", self.decode_spans, (self.max_length,)),
+            ("buckets.span_slots", self.span_slots, None),
+            ("buckets.decode_graphs", self.decode_graphs, None),
+            ("plan [prefixes]", self.prefixes, None),
+        ):
+            if got != expected:
+                raise ValueError(
+                    f"{name}: with buckets.pages, by which a decode step reads what rows hold, "
+                    f"expected {'none' if expected is None else list(expected)}, got {got!r}. "
+                    f"Change it, or leave out buckets.pages and buckets.page."
+                )
+        if self.pages < (longest := self.num_pages(self.max_length)):
+            raise ValueError(
+                f"buckets.pages: expected at least {longest}, as a row of max_length "
+                f"({self.max_length}) takes {longest} pages of {self.page}, got {self.pages}. Give "
+                f"more pages, or lower max_length."
+            )
+
     def _check_chunks(self, spans: Sequence[int]) -> None:
         every = list(product(spans, self.chunks or [None]))
         if [(bucket.length, bucket.chunk) for bucket in self.prefill] != every:
@@ -396,7 +431,7 @@ class BucketGrid(PlanTable, name="buckets"):
             return
         check_count("buckets.chunks_per_decode", self.chunks_per_decode)
         longest = chunk_sizes(self.chunks)[-1]
-        first = self.decode_spans[: len(spans)]
+        first = tuple(spans) if self.pages else self.decode_spans[: len(spans)]
         if tuple(spans) != first:
             raise ValueError(
                 f"buckets.prefill: with buckets.chunk, expected the first of buckets.decode_spans "

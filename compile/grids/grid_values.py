@@ -83,3 +83,18 @@ def check_decode_graphs(graphs: Any, spans: Sequence[int], max_length: int) -> N
             f"buckets.decode_graphs: expected some of decode_spans {list(spans)}, "
             f"the last one among them, got {list(graphs)}."
         )
+
+
+def check_page_size(pages: Any, page: Any) -> None:
+    """Raise ValueError unless both are None, or positive numbers and `page` a power of two."""
+    if pages is None and page is None:
+        return
+    for name, value, other in (("pages", pages, "page"), ("page", page, "pages")):
+        if value is None:
+            raise ValueError(
+                f"buckets.{name}: expected a number beside buckets.{other}, got none. Give both, "
+                f"or leave out both."
+            )
+        check_count(f"buckets.{name}", value)
+    if page & (page - 1):
+        raise ValueError(f"buckets.page: expected a power of two, got {page}. Take 64, or another.")

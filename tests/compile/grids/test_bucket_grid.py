@@ -58,6 +58,21 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
     ("change", "message"),
     [
         ({"prefill": ()}, "buckets.prefill lengths: expected growing"),
+        ({"pages": 8}, "buckets.page: expected a number beside buckets.pages, got none"),
+        ({"page": 8}, "buckets.pages: expected a number beside buckets.page, got none"),
+        ({"pages": 20, "page": 24}, "buckets.page: expected a power of two, got 24"),
+        (
+            {"pages": 20, "page": 16},
+            r"buckets.decode_spans: with buckets.pages, .* expected \[96\], got \(32, 96\)",
+        ),
+        (
+            {"pages": 5, "page": 16, "decode_spans": (96,)},
+            r"buckets.pages: expected at least 6, as a row of max_length \(96\) takes 6",
+        ),
+        (
+            {"pages": 8, "page": 16, "decode_slots": 0, "decode_spans": (), "score": True},
+            "buckets.pages: with buckets.decode_slots = 0",
+        ),
         ({"prefill": ((64, 2), (16, 4))}, "buckets.prefill lengths: expected growing"),
         ({"prefill": ((16, 0),)}, "batch of length 16: expected a positive integer, got 0"),
         ({"prefill": ((128, 1),)}, r"lengths of at most max_length \(96\), got 128"),
