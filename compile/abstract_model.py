@@ -14,6 +14,7 @@ from flax import nnx
 
 from ..modelzoo.attention.attend import Attend
 from ..modelzoo.attention.blockwise import attend_blockwise
+from ..modelzoo.attention.paged import PageReader
 from ..modelzoo.cache.state_spec import array_bytes
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.decoder import Decoder
@@ -287,7 +288,7 @@ class AbstractModel:
         parameters: Mapping[str, jax.Array],
         operations: Operations = ON_ONE_DEVICE,
         dispatch: Dispatch = LOSSLESS,
-        attend: Attend = attend_blockwise,
+        attend: Attend | PageReader = attend_blockwise,
     ) -> Decoder:
         """The decoder with these arrays as parameters, for use inside a trace.
 
@@ -304,7 +305,10 @@ class AbstractModel:
         decoder = nnx.merge(self._graphdef, nnx.from_flat_state(flat))
         decoder.operations = operations
         decoder.dispatch = dispatch
-        decoder.attend = attend
+        if isinstance(attend, PageReader):
+            decoder.attend_pages = attend.attend
+        else:
+            decoder.attend = attend
         return decoder
 
 

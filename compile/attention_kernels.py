@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from ..modelzoo import axes
 from ..modelzoo.attention.attend import Attend
 from ..modelzoo.attention.blockwise import attend_blockwise
+from ..modelzoo.attention.paged import PageReader, attend_in_groups
 from ..modelzoo.cache.segments import segment_lengths
 from ..modelzoo.cache.state_spec import num_cache_entries
 from ..modelzoo.config import DecoderConfig
@@ -44,7 +45,7 @@ class Kernel:
     phases: tuple[str, ...]
     refusal: Callable[[AttentionCall], str | None]
     """The reason why the kernel cannot serve a call of its platforms and phases, or None."""
-    attend: Callable[[Sequence[AttentionCall]], Attend]
+    attend: Callable[[Sequence[AttentionCall]], Attend | PageReader]
     """The implementation for calls that the kernel serves."""
 
     def refuses_one(self, calls: Sequence[AttentionCall]) -> str | None:
@@ -74,6 +75,26 @@ KERNELS = (
     Kernel("xla", ("cpu", "gpu", "tpu"), PHASES, lambda call: None, lambda calls: attend_blockwise),
 )
 """Kernels in order of preference; the last one serves every call."""
+GROUP_ON_CPU = 8
+"""The rows of a group that attends to pages on the CPU. A group has as many turns as its longest
+row has pages, and larger groups make larger products."""
+PAGE_KERNELS = (
+    Kernel(
+        "xla",
+        ("cpu",),
+        ("decode",),
+        lambda call: None,
+        lambda calls: PageReader(partial(attend_in_groups, group=GROUP_ON_CPU)),
+    ),
+    Kernel(
+        "xla",
+        ("gpu", "tpu"),
+        ("decode",),
+        lambda call: None,
+        lambda calls: PageReader(attend_in_groups),
+    ),
+)
+"""Kernels of decode graphs that read a cache in pages, in order of preference."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +120,7 @@ class AttentionPlan(PlanTable, name="attention"):
 
 
 AUTO_ATTENTION = AttentionPlan()
+_NOT_FOR_PAGES = "it does not read pages (buckets.pages)"
 
 
 @dataclass(frozen=True)
@@ -107,7 +129,7 @@ class Choice:
 
     kernel: str
     reason: str
-    attend: Attend
+    attend: Attend | PageReader
 
     def __str__(self) -> str:
         return f"{self.kernel} ({self.reason})"
@@ -166,15 +188,24 @@ def choose_kernels(
     in_order = placement.has_whole("prefill", axes.LENGTH)
     spans, prefixes = grid.decode_spans, grid.prefixes
 
-    def choose_for(phase: str, call_of: Callable[[Sequence[Attention]], AttentionCall]) -> Choice:
+    def choose_for(
+        phase: str,
+        call_of: Callable[[Sequence[Attention]], AttentionCall],
+        kernels: Sequence[Kernel] = KERNELS,
+    ) -> Choice:
         calls = [replace(call_of(kind), has_codes=has_codes) for kind in _kinds(config)]
-        return choose(calls, placement.platform, phase, getattr(plan, phase))
+        return choose(calls, placement.platform, phase, getattr(plan, phase), kernels)
 
     def prompt_call(bucket: PrefillBucket, kind: Sequence[Attention]) -> AttentionCall:
         if prefixes is not None:
             return _after_prefix(kind, dtype, bucket.tokens, prefixes, placement)
         if bucket.chunk is None:
             return _prompt_call(kind, dtype, bucket.tokens, in_order)
+        if grid.page is not None:
+            # no token of a chunk sees as many last entries as the chunk has tokens
+            seen = grid.num_pages(bucket.length) * grid.page - bucket.chunk
+            call = _cache_call(kind, dtype, bucket.chunk)
+            return replace(call, segments=frozenset({seen}) - {0})
         num_segments = grid.num_segments(bucket.length)
         return _chunk_call(kind, dtype, bucket.chunk, spans, num_segments, placement)
 
@@ -189,11 +220,18 @@ def choose_kernels(
             "prefill", lambda kind: _chunk_call(kind, dtype, chunk, length, 1, placement)
         )
     if grid.decode_slots:
-        decode = choose_for("decode", lambda kind: _cache_call(kind, dtype, num_queries=1))
+        kernels = KERNELS if grid.pages is None else PAGE_KERNELS
+        decode = choose_for("decode", lambda kind: _cache_call(kind, dtype, num_queries=1), kernels)
     return AttentionChoices(prefill, decode, prefix)
 
 
-def choose(calls: Sequence[AttentionCall], platform: str, phase: str, asked: str = AUTO) -> Choice:
+def choose(
+    calls: Sequence[AttentionCall],
+    platform: str,
+    phase: str,
+    asked: str = AUTO,
+    kernels: Sequence[Kernel] = KERNELS,
+) -> Choice:
     """Choose the named kernel, or the first one that serves the calls of a phase on a platform.
 
     Args:
@@ -201,20 +239,24 @@ def choose(calls: Sequence[AttentionCall], platform: str, phase: str, asked: str
       platform: The platform.
       phase: The phase.
       asked: The name of the kernel.
+      kernels: The kernels to choose from, in order of preference.
 
     Raises:
       ValueError: The named kernel cannot serve a call.
     """
     if asked != AUTO:
-        (kernel,) = (kernel for kernel in KERNELS if kernel.name == asked)
-        if (refusal := kernel.refuses(calls, platform, phase)) is not None:
+        named = [kernel for kernel in kernels if kernel.name == asked]
+        own = [kernel for kernel in named if platform in kernel.platforms]
+        kernel = next(iter(own or named), None)
+        refusal = _NOT_FOR_PAGES if kernel is None else kernel.refuses(calls, platform, phase)
+        if kernel is None or refusal is not None:
             raise ValueError(
                 f"[attention] {phase}: expected a kernel that can serve it, got {asked!r}: "
                 f"{refusal}. Set it to {AUTO!r} or to another kernel."
             )
         return Choice(kernel.name, "as the plan asks", kernel.attend(calls))
     refusals = []
-    for kernel in KERNELS:
+    for kernel in kernels:
         if platform not in kernel.platforms or phase not in kernel.phases:
             continue
         if (refusal := kernel.refuses_one(calls)) is None:

@@ -26,6 +26,8 @@ from .attention.layer_attention import (
     TokenRows,
     WriteCache,
 )
+from .attention.page_pieces import positions_in_pages, write_to_pages
+from .attention.paged import AttendPages, attend_in_groups
 from .attention.prompt_pieces import (
     PromptPieces,
     positions_below,
@@ -36,6 +38,7 @@ from .attention.prompt_pieces import (
 from .block import make_block
 from .cache.kv_cache import KVCache, Positions, append_position
 from .cache.layer_state import LayerState, NewEntries
+from .cache.pages import page_size
 from .cache.prefixes import Prefixes
 from .cache.segments import EMPTY_POSITION, IN_ORDER, change_stripes
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig
@@ -85,6 +88,7 @@ class Decoder(nnx.Module):
         self.pooler = Pooler(rngs, config.embed, config.pooling)
         self.config = config
         self.attend = attend
+        self.attend_pages: AttendPages = attend_in_groups
         self.operations = operations
         self.dispatch = dispatch
 
@@ -156,6 +160,8 @@ class Decoder(nnx.Module):
         def write(
             layers: LayerState, new: NewEntries, scan_index: jax.Array, options: Attention
         ) -> LayerState:
+            if rows.page_BN is not None:
+                return write_to_pages(layers, new, scan_index, rows, cache_operations)
             arrays = zip(new, new.POSITION_AXES, strict=True)
             new = type(new)(
                 *(change_stripes(x, axis, stripes, cache_stripes, 0) for x, axis in arrays)
@@ -165,6 +171,8 @@ class Decoder(nnx.Module):
 
         call = tokens_BT, rows.count_B, cache.layers, write
         x_BTD, layers, report = self._whole(*call, adapter_B=adapter_B)
+        if rows.page_BN is not None:
+            return x_BTD, KVCache(layers, cache.positions), report
         position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         position_BT = jnp.where(position_BT < rows.count_B[:, None], position_BT, EMPTY_POSITION)
         position_BT = change_stripes(position_BT, 1, IN_ORDER, cache_stripes, EMPTY_POSITION)
@@ -221,7 +229,10 @@ class Decoder(nnx.Module):
         new_position_BT = jnp.where(is_token_BT, own_position_BT, EMPTY_POSITION)
         # the last entries of a stripe are not the last entries of the cache
         num_unseen = 0 if cache_operations.cache_stripes.count > 1 else tokens_BT.shape[1]
-        cached = positions_below(cache.positions, rows, num_unseen, cache_operations)
+        if rows.page_BN is None:
+            cached = positions_below(cache.positions, rows, num_unseen, cache_operations)
+        else:
+            cached = positions_in_pages(rows, tokens_BT.shape[1], page_size(cache))
         position_BT, chunk_position_BT, prefix = own_position_BT, new_position_BT, None
         if prefixes is not None:
             prefix_B = rows.prefix_B
@@ -246,7 +257,9 @@ class Decoder(nnx.Module):
         )
         call = position_BT, attention, is_token_BT, cache.layers, prefixes, adapter_B
         x_BTD, layers, report = self._run_blocks(self.embed(tokens_BT), *call)
-        positions = write_positions(cache.positions, new_position_BT, rows, cache_operations)
+        positions = cache.positions
+        if rows.page_BN is None:
+            positions = write_positions(positions, new_position_BT, rows, cache_operations)
         return self.final_norm(x_BTD), KVCache(layers, positions), report
 
     def decode(
@@ -257,6 +270,7 @@ class Decoder(nnx.Module):
         is_token_B: jax.Array,
         prefixes: Prefixes | None = None,
         adapter_B: jax.Array | None = None,
+        page_BN: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
         """Run one more token per row, and write it to the cache at its position.
 
@@ -269,6 +283,7 @@ class Decoder(nnx.Module):
           is_token_B: Whether a row has a token.
           prefixes: The prefixes, if rows begin with one.
           adapter_B: The number of each row's adapter, if weights are adapted.
+          page_BN: The pages of each row, if the cache is in pages.
 
         Returns:
           Float32 `logits_BV`, undefined for rows without a token; the updated cache; the report of
@@ -281,7 +296,9 @@ class Decoder(nnx.Module):
         def mark(positions: Positions, position_B: jax.Array) -> Positions:
             return append_position(positions, position_B, operations.stripe)
 
-        positions = operations.by_row(mark, cache.positions, own_position_B)
+        positions = cache.positions
+        if page_BN is None:
+            positions = operations.by_row(mark, positions, own_position_B)
         position_B, seen, prefix = own_position_B, positions, None
         if prefixes is not None:
             first_B = prefixes.by_slot(prefixes.length_B, len(position_B))
@@ -289,8 +306,8 @@ class Decoder(nnx.Module):
             position_B = operations.constrain(position_B, axes.LOGITS[:1])
             seen = operations.by_row(Positions.counted_from, positions, first_B)
             prefix = prefixes.positions()
-        rows = TokenRows(position_B, own_position_B, seen, prefix, jnp.int32(0))
-        attention = TokenAttention(self.attend, operations, rows)
+        rows = TokenRows(position_B, own_position_B, seen, prefix, jnp.int32(0), page_BN)
+        attention = TokenAttention(self.attend, self.attend_pages, operations, rows)
         x_B1D, layers, report = self._run_blocks(
             self.embed(token_B[:, None]),
             position_B[:, None],

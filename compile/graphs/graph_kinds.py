@@ -19,7 +19,7 @@ from ..grids.prefix_grid import PrefixGrid
 from . import signatures
 from .embed_step import embed_step
 from .prefill_steps import clear_prefix_step, fork_step, prefill_step, prefix_step, score_step
-from .steps import decode_step
+from .steps import decode_step, decode_step_in_pages
 
 if TYPE_CHECKING:
     from ..abstract_model import AbstractModel
@@ -135,6 +135,8 @@ _STATE = (
     "buckets.decode_slots",
     "buckets.decode_spans",
     "buckets.span_slots",
+    "buckets.pages",
+    "buckets.page",
     "prefixes.groups",
     "prefixes.length",
 )
@@ -164,6 +166,11 @@ def _prefill_kind(body: Callable[..., Any], *, is_scored: bool, **entries: Any) 
 def _prefixes(grid: BucketGrid) -> PrefixGrid:
     assert grid.prefixes is not None
     return grid.prefixes
+
+
+def _decode_body(grid: BucketGrid, span: int, _: Operations) -> Callable[..., Any]:
+    step = decode_step if grid.pages is None else decode_step_in_pages
+    return partial(step, span=span, num_steps=grid.steps_per_call)
 
 
 GRAPH_KINDS: Mapping[str, GraphKind] = {
@@ -207,7 +214,7 @@ GRAPH_KINDS: Mapping[str, GraphKind] = {
             "structured",
             "compiler.decode",
         ),
-        body=lambda grid, span, _: partial(decode_step, span=span, num_steps=grid.steps_per_call),
+        body=_decode_body,
         arguments=lambda model, grid, span: signatures.decode_arguments(model, grid),
         num_segments=BucketGrid.num_segments,
         call=BucketGrid.decode_call,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ...modelzoo import axes
 from ...modelzoo.attention.prompt_pieces import PromptPieces, put_blocks
+from ...modelzoo.cache.kv_cache import EMPTY_CACHE
 from ...modelzoo.cache.prefixes import Prefixes
 from ...modelzoo.cache.segments import EMPTY_POSITION, Segments
 from ...modelzoo.moe.call import ExpertReport
@@ -106,19 +107,28 @@ def fork_step(
     source: jax.Array,
     slot: jax.Array,
     sampling: SamplingState,
+    source_page: jax.Array | None = None,
+    page: jax.Array | None = None,
     *,
     cache_operations: Operations,
 ) -> tuple[DecodeState, None]:
     """Copy slot `source` to `slot`, with other sampling parameters. Donated: state.
 
-    A source past all slots clears the slot: it then has zeros and empty positions.
+    A source past all slots clears the slot: it then has zeros and empty positions. In a cache in
+    pages, `source_page` is copied to `page`, and the other pages of a slot are shared. A source
+    past all pages clears the page, and a page past all pages is not written.
     """
 
-    def take(segments: Segments, logical_axes: Axes) -> Segments:
-        return cache_operations.take_rows(segments, source[None], logical_axes)
+    def take(segments: Segments, logical_axes: Axes, row: jax.Array = source) -> Segments:
+        return cache_operations.take_rows(segments, row[None], logical_axes)
 
-    def put(old: Segments, new: Segments, logical_axes: Axes) -> Segments:
-        return _put_row(old, new, slot, logical_axes, cache_operations)
+    def put(old: Segments, new: Segments, logical_axes: Axes, row: jax.Array = slot) -> Segments:
+        return _put_row(old, new, row, logical_axes, cache_operations)
+
+    def copy_page(segments: Segments, logical_axes: Axes) -> Segments:
+        assert source_page is not None and page is not None
+        taken = take(segments, logical_axes, source_page)
+        return put(segments, taken, logical_axes, page)
 
     def copy(segments: Segments, logical_axes: Axes) -> Segments:
         if logical_axes != axes.CACHE_POSITIONS:
@@ -131,7 +141,11 @@ def fork_step(
         return put((old,), (new,), _BY_SLOT)[0]
 
     sampling = jax.tree.map(put_sampling, state.sampling, sampling)
-    return state.map(copy)._replace(sampling=sampling), None
+    if page is None:
+        return state.map(copy)._replace(sampling=sampling), None
+    copied = state._replace(cache=EMPTY_CACHE).map(copy)
+    cache = state.cache.map(copy_page)
+    return copied._replace(sampling=sampling, cache=cache), None
 
 
 def prefix_step(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ...modelzoo.attention.prompt_pieces import PromptPieces
 from ...modelzoo.cache import kv_cache
+from ...modelzoo.cache.pages import allocate_pages
 from ...modelzoo.cache.prefixes import Prefixes
 from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import BITS, StructureTables
@@ -65,13 +66,14 @@ def decode_state(
             jnp.zeros((planned.groups, planned.length), jnp.int32),
             jnp.zeros(planned.groups, jnp.int32),
         )
+    if grid.pages is None or grid.page is None:
+        chunk = grid.chunks[0] if grid.chunks else None
+        cache = allocate(B, grid.decode_spans, span_slots=grid.span_slots, chunk=chunk)
+    else:
+        pool = grid.pages, grid.page, dtype, head_shards
+        cache = allocate_pages(config, *pool, arrangement=arrangement)
     return DecodeState(
-        cache=allocate(
-            B,
-            grid.decode_spans,
-            span_slots=grid.span_slots,
-            chunk=grid.chunks[0] if grid.chunks else None,
-        ),
+        cache=cache,
         logits_BV=jnp.zeros((B, V), jnp.float32),
         tokens_BS=jnp.zeros((B, grid.max_length), jnp.int32),
         prompt_length_B=zeros(),
@@ -121,7 +123,8 @@ def prefill_arguments(
     int_B = jax.ShapeDtypeStruct((B,), jnp.int32)
     start_B = None if bucket.is_whole else int_B
     prefix_B = None if grid.prefixes is None else jax.ShapeDtypeStruct((1,), jnp.int32)
-    rows = PromptPieces._make((int_B, start_B, int_B, prefix_B))
+    page_BN = _pages(grid, B, bucket.length)
+    rows = PromptPieces._make((int_B, start_B, int_B, prefix_B, page_BN))
     sampling = _abstract_sampling(model, grid, B)
     tokens_BT = jax.ShapeDtypeStruct((B, bucket.tokens), jnp.int32)
     return rows, SlotRequests._make((int_B, int_B, sampling)), tokens_BT
@@ -147,7 +150,7 @@ def prefix_arguments(grid: BucketGrid) -> tuple[PromptPieces | jax.ShapeDtypeStr
     int_B = jax.ShapeDtypeStruct((prefixes.batch,), jnp.int32)
     tokens_BT = jax.ShapeDtypeStruct((prefixes.batch, prefixes.chunk), jnp.int32)
     own = () if grid.adapters is None else (int_B,)
-    return PromptPieces._make((int_B, int_B, int_B, None)), tokens_BT, *own
+    return PromptPieces._make((int_B, int_B, int_B, None, None)), tokens_BT, *own
 
 
 def prefix_row() -> jax.ShapeDtypeStruct:
@@ -156,17 +159,30 @@ def prefix_row() -> jax.ShapeDtypeStruct:
 
 
 def fork_arguments(model: "AbstractModel", grid: BucketGrid):
-    """Arguments of the fork graph: `source, slot` and the row's sampling parameters."""
+    """Arguments of the fork graph: `source, slot` and the row's sampling parameters.
+
+    In a plan with pages, they are followed by `source_page, page`.
+    """
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    return number, number, _abstract_sampling(model, grid, 1)
+    pages = () if grid.pages is None else (number, number)
+    return number, number, _abstract_sampling(model, grid, 1), *pages
 
 
 def decode_arguments(model: "AbstractModel", grid: BucketGrid) -> tuple[Any, ...]:
-    """Arguments of a decode graph: `is_live_B`, and `structures` in a plan that has automata."""
-    is_live_B = jax.ShapeDtypeStruct((grid.decode_slots,), jnp.bool_)
-    if grid.structured is None:
-        return (is_live_B,)
-    return is_live_B, _structure_tables(grid.structured, model)
+    """Arguments of a decode graph: `is_live_B`, `page_BN` in a plan with pages, and `structures` in
+    a plan that has automata."""
+    slots, structured = grid.decode_slots, grid.structured
+    page_BN = _pages(grid, slots, grid.max_length)
+    pages = () if page_BN is None else (page_BN,)
+    tables = () if structured is None else (_structure_tables(structured, model),)
+    return jax.ShapeDtypeStruct((slots,), jnp.bool_), *pages, *tables
+
+
+def _pages(grid: BucketGrid, rows: int, length: int) -> jax.ShapeDtypeStruct | None:
+    """The pages of rows of up to `length` entries; None in a plan without pages."""
+    if grid.pages is None:
+        return None
+    return jax.ShapeDtypeStruct((rows, grid.num_pages(length)), jnp.int32)
 
 
 def _structure_tables(structured: StructuredGrid, model: "AbstractModel") -> StructureTables:

@@ -120,6 +120,7 @@ def decode_step(
     *,
     span: int,
     num_steps: int,
+    page_BN: jax.Array | None = None,
 ) -> tuple[DecodeState, DecodeOutput]:
     """Decode up to `num_steps` tokens of every live row. Static: span, num_steps. Donated: state.
 
@@ -133,9 +134,10 @@ def decode_step(
       structures: The automata of rows whose answers have a given form; None if no row has one.
       span: Number of cache positions that the graph reads.
       num_steps: Maximum number of steps.
+      page_BN: The pages of each slot, in a cache in pages.
     """
     B, prefixes = state.length_B.shape[0], state.prefixes
-    output = _empty_output(B, num_steps)._replace(experts=_no_report(decoder, state))
+    output = _empty_output(B, num_steps)._replace(experts=_no_report(decoder, state, page_BN))
 
     def runs(state: DecodeState) -> jax.Array:
         return state.is_active_B & is_live_B & (state.length_B < span)
@@ -165,7 +167,13 @@ def decode_step(
         output = _record(output, step, jnp.where(emits_B, token_B, NO_TOKEN), is_finite_B, scores)
 
         logits_BV, cache, experts = decoder.decode(
-            token_B, state.length_B, state.cache, emits_B, prefixes, state.sampling.adapter_B
+            token_B,
+            state.length_B,
+            state.cache,
+            emits_B,
+            prefixes,
+            state.sampling.adapter_B,
+            page_BN,
         )
         output = output._replace(
             experts=jax.tree.map(jnp.add, output.experts, experts),
@@ -191,6 +199,24 @@ def decode_step(
     carry = (jnp.int32(0), state._replace(prefixes=None), output)
     _, state, output = jax.lax.while_loop(more, one_token, carry)
     return state._replace(prefixes=prefixes), output._replace(is_active_B=state.is_active_B)
+
+
+def decode_step_in_pages(
+    decoder: "Decoder",
+    state: DecodeState,
+    is_live_B: jax.Array,
+    page_BN: jax.Array,
+    structures: StructureTables | None = None,
+    *,
+    span: int,
+    num_steps: int,
+) -> tuple[DecodeState, DecodeOutput]:
+    """Decode as `decode_step` does, with a cache in pages; each live row has pages for its steps.
+
+    Static: span, num_steps. Donated: state.
+    """
+    static = {"span": span, "num_steps": num_steps}
+    return decode_step(decoder, state, is_live_B, structures, **static, page_BN=page_BN)
 
 
 def _constrain_slots(state: DecodeState, operations: Operations) -> DecodeState:
@@ -220,14 +246,21 @@ def _empty_output(B: int, num_steps: int) -> DecodeOutput:
     return DecodeOutput(tokens_BQ, jnp.zeros(B, bool), jnp.ones(B, bool), jnp.ones(B, bool), scores)
 
 
-def _no_report(decoder: "Decoder", state: DecodeState) -> ExpertReport | None:
+def _no_report(
+    decoder: "Decoder", state: DecodeState, page_BN: jax.Array | None
+) -> ExpertReport | None:
     """Zeros in the shapes of the sparse layers' report; None for a dense model."""
     if decoder.config.moe is None:
         # the shapes of a report would need a trace of all layers
         return None
     _, _, report = jax.eval_shape(
         lambda: decoder.decode(
-            state.length_B, state.length_B, state.cache, state.is_active_B, state.prefixes
+            state.length_B,
+            state.length_B,
+            state.cache,
+            state.is_active_B,
+            state.prefixes,
+            page_BN=page_BN,
         )
     )
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), report)

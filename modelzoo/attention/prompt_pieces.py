@@ -58,6 +58,8 @@ class PromptPieces(NamedTuple):
     """The prefix of each group of consecutive rows, where groups are equally large; None without
     prefixes. A caller gives one prefix for all rows. With a prefix, the position of the first token
     is counted from its end."""
+    page_BN: jax.Array | None = None
+    """The pages of the row, in a cache in pages; the number of pages where it has none."""
 
     @property
     def first_B(self) -> jax.Array:
@@ -72,6 +74,8 @@ class PromptPieces(NamedTuple):
     def after(self, x_BTD: jax.Array, operations: Operations) -> "PromptPieces":
         """The same rows, with slots that depend on `x_BTD` (see `Operations.after`)."""
         rows = self._replace(slot_B=operations.after(self.slot_B, x_BTD))
+        if self.page_BN is not None:
+            rows = rows._replace(page_BN=operations.after(self.page_BN, x_BTD))
         if self.prefix_B is None:
             return rows
         return rows._replace(prefix_B=operations.after(self.prefix_B, x_BTD))

@@ -144,6 +144,10 @@ class KVCache(NamedTuple):
         )
 
 
+EMPTY_CACHE = KVCache((), Positions((), {}))
+"""A cache of no layers."""
+
+
 def _is_segments(x: object) -> bool:
     """Whether `x` is the segments of an array: a tuple of nothing but arrays."""
     return type(x) is tuple and jax.tree_util.all_leaves(x)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from .. import axes
 from ..weights.weight_products import Axes
 from .segments import Segments
-from .state_spec import KeysAndValues, StateSpec, latents_as_heads
+from .state_spec import KeysAndValues, StateSpec, latents_as_heads, transposed
 
 
 class PromptKeysValues(NamedTuple):
@@ -105,6 +105,11 @@ class LayerState:
         name, array = next(pair for pair in self.spec.arrays.items() if not pair[1].blocks)
         return [x.shape[array.position_axis] for x in self.arrays[name]]
 
+    @property
+    def num_slots(self) -> int:
+        """The slots of the first segment, which has all of them, or the pages of a pool."""
+        return next(iter(self.arrays.values()))[0].shape[1]
+
     def keys_values(self) -> list[KeysAndValues]:
         """Keys and values by segment; with the axis of layers if the arrays have one."""
         names = list(self.spec.arrays)
@@ -116,6 +121,18 @@ class LayerState:
     def read_layer(self, layer: jax.Array) -> list[KeysAndValues]:
         """Keys and values of one layer, by segment."""
         return jax.tree.map(lambda x: layer_of(x, layer), self).keys_values()
+
+    def pages(self) -> KeysAndValues:
+        """Keys and values of a cache in pages, each `[layers * pages, heads, entries, features]`.
+
+        The pages of a layer follow those of the layer before it, so none is sliced out.
+        """
+
+        def flat(x: jax.Array) -> jax.Array:
+            return x.reshape(-1, *x.shape[2:])
+
+        ((keys, values),) = jax.tree.map(flat, self).keys_values()
+        return transposed(keys), values
 
     def without_segments(self) -> "LayerState":
         """The same memory, without entries."""

@@ -12,7 +12,7 @@ Knows nothing of slots' owners, spans, meshes or the contents of entries.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import ClassVar
 
@@ -191,6 +191,22 @@ class KeysValues(StateSpec):
         return keys, values
 
 
+class PagedKeysValues(KeysValues):
+    """A key and a value for each key/value head, where keys have head features last, as values."""
+
+    VECTORS: ClassVar = {"k": axes.CACHE_VALUES, "v": axes.CACHE_VALUES}
+
+    def encode(self, new: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        """See `StateSpec`."""
+        k_BKHT, v_BKTH = new
+        return super().encode((k_BKHT.swapaxes(-1, -2), v_BKTH))
+
+    def keys_values(self, arrays: Mapping[str, jax.Array]) -> KeysAndValues:
+        """See `StateSpec`."""
+        keys, values = super().keys_values(arrays)
+        return transposed(keys), values
+
+
 class Latents(StateSpec):
     """A latent and its rotated key, side by side: the key and the value of all query heads."""
 
@@ -204,6 +220,13 @@ class Latents(StateSpec):
             return keys, values
         scale = jnp.expand_dims(arrays["latent_scale"], -3)
         return EntryCodes(keys, scale, self.splits), EntryCodes(values, scale, self.splits)
+
+
+def transposed(keys: Entries) -> Entries:
+    """Keys with head features and positions exchanged."""
+    if isinstance(keys, EntryCodes):
+        return replace(keys, codes=keys.codes.swapaxes(-1, -2))
+    return keys.swapaxes(-1, -2)
 
 
 def latents_as_heads(latent_BSH: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -221,6 +244,8 @@ def state_spec(
     dtype: DTypeLike,
     arrangement: Arrangement = AS_PUBLISHED,
     chunk: int | None = None,
+    *,
+    in_pages: bool = False,
 ) -> StateSpec:
     """The memory of layers with this attention.
 
@@ -230,9 +255,13 @@ def state_spec(
       arrangement: The padding of heads, the blocks of keys, and the dtype of codes.
       chunk: The number of tokens of which all prompt chunks are multiples, if prompts come in
         chunks. Blocks of keys must divide it, as a chunk is written in whole blocks.
+      in_pages: Whether entries are in pages. A layer with a window then keeps all entries.
     """
     kind = KeysValues if attention.latent is None else Latents
     codes = arrangement.cache_codes
+    if in_pages:
+        kind = PagedKeysValues if attention.latent is None else Latents
+        arrangement = replace(arrangement, key_blocks=())
     blocks = tuple(size for size in arrangement.key_blocks if not (chunk or 0) % size)
     assert not (codes and blocks), "entries in codes are not in blocks"
     return kind(
@@ -242,5 +271,5 @@ def state_spec(
         None if codes is None else jnp.dtype(codes),
         attention.entry_splits,
         blocks,
-        attention.window,
+        None if in_pages else attention.window,
     )

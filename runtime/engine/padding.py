@@ -55,7 +55,7 @@ def pack_pieces(
             slot_B[i] = row.slot
     prefix_B = None if prefix is None else np.array([prefix], np.int32)
     start_B = None if bucket.is_whole else start_B
-    pieces = PromptPieces._make((slot_B, start_B, count_B, prefix_B))
+    pieces = PromptPieces._make((slot_B, start_B, count_B, prefix_B, None))
     return pieces, tokens_BT, next_BT
 
 
@@ -85,7 +85,7 @@ def pack_prefix(
     start_B, count_B = np.zeros_like(group_B), np.zeros_like(group_B)
     group_B[0], start_B[0], count_B[0] = group, start, len(tokens)
     own = () if adapter is None else (np.full_like(group_B, adapter),)
-    return PromptPieces._make((group_B, start_B, count_B, None)), tokens_BT, *own
+    return PromptPieces._make((group_B, start_B, count_B, None, None)), tokens_BT, *own
 
 
 def pack_greedy(

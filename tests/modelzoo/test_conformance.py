@@ -9,6 +9,7 @@ Deeper models of some families also scan their layers.
 
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -23,6 +24,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.attention.prompt_pieces import PromptPieces
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.kv_cache import KVCache
+from noria.modelzoo.cache.pages import allocate_pages
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement
 from noria.modelzoo.families.registry import FAMILIES
 from noria.modelzoo.operations import ON_ONE_DEVICE
@@ -35,8 +37,18 @@ BUCKET_LENGTH, SPANS = 24, (8, 16, 48)
 """Bucket and spans of prefill and decode in every run; both share prefill's program."""
 
 
+PAGE, ROW_PAGES = 4, 10
+"""The entries of a page of caches in pages, and the pages of each of their slots."""
+
+
 class LoadedCase:
-    """A case as read by noria, with the log-probabilities of transformers."""
+    """A case as read by noria, with the log-probabilities of transformers.
+
+    Attributes:
+      in_pages: Whether caches are in pages.
+    """
+
+    in_pages = False
 
     def __init__(self, case: Case, directory, arrangement: Arrangement = AS_PUBLISHED):
         self.case = case
@@ -63,7 +75,8 @@ class LoadedCase:
         def step(parameters, token_B, position_B, cache):
             is_token_B = position_B < spans[-1]
             decoder = definition.bind(parameters)
-            return decoder.decode(token_B, position_B, cache, is_token_B)[:2]
+            page_BN = self._pages(np.arange(len(TRUE_LENGTHS)))
+            return decoder.decode(token_B, position_B, cache, is_token_B, page_BN=page_BN)[:2]
 
         _, cache = self._prefill_prompts(BUCKET_LENGTH, spans, first)
         tokens_BT = self.padded_prompts(longest)
@@ -85,7 +98,9 @@ class LoadedCase:
         for start in range(0, max(TRUE_LENGTHS), chunk):
             count_B = np.clip(np.asarray(TRUE_LENGTHS) - start, 0, chunk)
             slots_B = np.where(count_B, slot_B, len(slot_B))
-            rows = PromptPieces(slots_B, np.full_like(slot_B, start), count_B)
+            rows = PromptPieces(
+                slots_B, np.full_like(slot_B, start), count_B, page_BN=self._pages(slots_B)
+            )
             head = cache.head(1 + sum(start + chunk > span for span in spans))
             logits_BTV, head = self._prefill(tokens_BT[:, start : start + chunk], rows, head)
             cache = cache.with_head(head)
@@ -97,14 +112,32 @@ class LoadedCase:
     ) -> tuple[jax.Array, KVCache]:
         """Prefill the first `count` tokens as a prompt; return logits and the cache."""
         count_B = np.minimum(TRUE_LENGTHS, count)
-        rows = PromptPieces(np.arange(len(count_B)), None, count_B)
+        slot_B = np.arange(len(count_B))
+        rows = PromptPieces(slot_B, None, count_B, page_BN=self._pages(slot_B))
         return self._prefill(self.padded_prompts(bucket_length), rows, self._empty_cache(spans))
 
     def _empty_cache(self, spans: tuple[int, ...]) -> KVCache:
         B, definition = len(TRUE_LENGTHS), self.definition
+        if self.in_pages:
+            return allocate_pages(
+                definition.config,
+                B * ROW_PAGES,
+                PAGE,
+                jnp.dtype(jnp.float32),
+                arrangement=definition.arrangement,
+            )
         return kv_cache.allocate(
             definition.config, B, spans, jnp.float32, arrangement=definition.arrangement
         )
+
+    def _pages(self, slot_B: np.ndarray) -> np.ndarray | None:
+        """The pages of slots, which lie between those of other slots; no page has a number for a
+        slot that does not exist."""
+        if not self.in_pages:
+            return None
+        B = len(TRUE_LENGTHS)
+        page_BN = np.arange(B * ROW_PAGES, dtype=np.int32)[::-1].reshape(ROW_PAGES, B).T
+        return np.concatenate([page_BN, np.full_like(page_BN[:1], page_BN.size)])[slot_B]
 
     @cached_property
     def _prefill(self) -> Callable[..., tuple[jax.Array, KVCache]]:
@@ -234,6 +267,26 @@ def test_prefill_in_chunks_gives_the_logprobs_of_transformers(
     if not (is_slow or loaded.case.name in IN_CHUNKS):
         pytest.skip("slow; run with --slow")
     loaded.assert_close(loaded.chunk_logits(spans))
+
+
+def test_a_cache_in_pages_gives_the_logprobs_of_transformers(loaded: LoadedCase, is_slow: bool):
+    """Every run tests one family for each kind of layer cache; `--slow` tests the others."""
+    if not (is_slow or loaded.case.name in IN_CHUNKS):
+        pytest.skip("slow; run with --slow")
+    paged = copy(loaded)
+    paged.in_pages = True
+    paged.assert_close(paged.decode_logits((40,), first=5), first=5)
+    paged.assert_close(paged.chunk_logits((40,)))
+
+
+def test_scanned_layers_in_pages_give_the_logprobs_of_transformers(
+    scanned: LoadedCase, is_slow: bool
+):
+    if not (is_slow or scanned.case.name in SCANNED_IN_CHUNKS):
+        pytest.skip("slow; run with --slow")
+    paged = copy(scanned)
+    paged.in_pages = True
+    paged.assert_close(paged.decode_logits((40,), first=5), first=5)
 
 
 def test_every_family_has_at_least_four_cases():

@@ -1,0 +1,158 @@
+"""Attention of rows to their pages, page by page, so that no more is read than rows hold.
+
+A query sees the entries at positions up to its own, as far as its window reaches: they follow from
+the row's length, and no positions are stored. Knows nothing of layers, of how pages are written, or
+of meshes. Guarantees: a row's pages are read in order and merged one after the other, and pages of
+other rows are never read for it, so its bits depend on its own entries alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from ..cache.kv_cache import match_head_dim
+from ..cache.segments import EMPTY_POSITION
+from ..cache.state_spec import Entries, KeysAndValues, transposed
+from ..layer_config import PLAIN_SCORES, Scores, Window
+from .attend import attend_masked, first_visible, merge, visible
+
+
+class PagedRows(NamedTuple):
+    """The pages of rows, and the positions of their queries."""
+
+    page_BN: jax.Array
+    """The pages of each row in order; after its last page any number of a page."""
+    position_BT: jax.Array
+    """The position of each query; `EMPTY_POSITION` in a row without tokens."""
+
+
+class AttendPages(Protocol):
+    """Attention to pages, which must equal `attend_in_groups` within tolerance.
+
+    It takes keys and values `[pages, heads, entries, features]`, which are in codes if the cache
+    has codes, and returns `(out, lse)` as `attend_masked` does, `out` in the dtype of queries.
+    """
+
+    def __call__(
+        self,
+        q_BTKGH: jax.Array,
+        k_PKSH: Any,
+        v_PKSH: Any,
+        rows: PagedRows,
+        window: Window = ...,
+        scores: Scores = ...,
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+
+@dataclass(frozen=True)
+class PageReader:
+    """An attention implementation of a decode graph that reads pages."""
+
+    attend: AttendPages
+
+
+def attend_in_groups(
+    q_BTKGH: jax.Array,
+    k_PKSH: Entries,
+    v_PKSH: Entries,
+    rows: PagedRows,
+    window: Window = None,
+    scores: Scores = PLAIN_SCORES,
+    *,
+    group: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend in groups of rows, each with as many turns as its longest row has pages.
+
+    Args:
+      q_BTKGH: Queries.
+      k_PKSH: Keys.
+      v_PKSH: Values.
+      rows: The pages of each row, and the positions of its queries.
+      window: The window of the layer.
+      scores: Scale and cap of the scores.
+      group: Static: the rows of a group; None for all rows. Groups run one after the other.
+    """
+    B = len(q_BTKGH)
+    size = min(group or B, B)
+    count = -(-B // size)
+
+    def pad(x: jax.Array, fill: int) -> jax.Array:
+        padding = [(0, count * size - B)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, padding, constant_values=fill).reshape(count, size, *x.shape[1:])
+
+    def attend(inputs: tuple[jax.Array, PagedRows]) -> tuple[jax.Array, jax.Array]:
+        q_BTKGH, rows = inputs
+        return _attend_turns(q_BTKGH, k_PKSH, v_PKSH, rows, window, scores)
+
+    groups = pad(q_BTKGH, 0), PagedRows(pad(rows.page_BN, 0), pad(rows.position_BT, EMPTY_POSITION))
+    if count == 1:
+        out, lse = attend(jax.tree.map(lambda x: x[0], groups))
+    else:
+        attended = jax.lax.map(attend, groups)
+        out, lse = (x.reshape(-1, *x.shape[2:])[:B] for x in attended)
+    return out.astype(q_BTKGH.dtype), lse
+
+
+def _attend_turns(
+    q_BTKGH: jax.Array,
+    k_PKSH: Entries,
+    v_PKSH: Entries,
+    rows: PagedRows,
+    window: Window,
+    scores: Scores,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend to one page of each row at a time, and merge the results."""
+    page_BN, position_BT = rows
+    S = v_PKSH.shape[2]
+    last_B = jnp.maximum(position_BT.max(axis=1), 0) // S
+    first = jnp.int32(0)
+    if window is not None:
+        is_token_B = position_BT[:, 0] > EMPTY_POSITION
+        first_B = jnp.maximum(first_visible(position_BT[:, 0], window), 0) // S
+        first = jnp.where(is_token_B, first_B, page_BN.shape[1]).min().astype(jnp.int32)
+    end = jnp.where(position_BT.max() > EMPTY_POSITION, last_B.max() + 1, 0)
+
+    def turn(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # a row that is shorter than others reads its last page again, and sees nothing of it: the
+        # pages of other rows may hold NaN
+        is_page_B = index <= last_B
+        page_B = jnp.take_along_axis(page_BN, jnp.minimum(index, last_B)[:, None], axis=1)[:, 0]
+        k_BKSH, v_BKSH = jax.tree.map(lambda x: x.at[page_B].get(mode="clip"), (k_PKSH, v_PKSH))
+        entry_BS = jnp.where(is_page_B[:, None], index * S + jnp.arange(S)[None], EMPTY_POSITION)
+        mask_BTS = visible(position_BT, entry_BS, window)
+        part = attend_masked(q_BTKGH, transposed(k_BKSH), v_BKSH, mask_BTS, scores)
+        return merge([carry, part])
+
+    shape = q_BTKGH.shape[:-1]
+    empty = jnp.zeros((*shape, v_PKSH.shape[3])), jnp.full(shape, -jnp.inf)
+    return jax.lax.fori_loop(first, end, turn, empty)
+
+
+def attend_pages(
+    attend: AttendPages,
+    window: Window,
+    scores: Scores,
+    q_BTKGH: jax.Array,
+    pages: KeysAndValues,
+    rows: PagedRows,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with queries whose heads and features may differ from those of the pages.
+
+    Args:
+      attend: The implementation.
+      window: The window of the layer.
+      scores: Scale and cap of the scores. They have an explicit scale if the cache pads heads.
+      q_BTKGH: Queries. Several of their key/value heads may read the same head of the pages.
+      pages: Keys and values of all pages.
+      rows: The pages of each row, and the positions of its queries.
+
+    Returns:
+      `out` and `lse`, grouped by the heads of the pages, with the head size of queries.
+    """
+    H, (_, num_heads, _, cache_dim) = q_BTKGH.shape[-1], pages[1].shape
+    grouped = q_BTKGH.reshape(*q_BTKGH.shape[:2], num_heads, -1, H)
+    grouped = match_head_dim(grouped, cache_dim, axis=-1)
+    out_BTKGH, lse_BTKG = attend(grouped, *pages, rows, window, scores)
+    return out_BTKGH[..., :H], lse_BTKG

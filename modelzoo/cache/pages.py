@@ -1,0 +1,122 @@
+"""A cache in pages: the entries of a row are in pages of a pool, in any order and place.
+
+The arrays of a layer are those of a cache with slots (`kv_cache`), with a page in the place of each
+slot: entry e of a row is entry e % page of the row's page e // page, and holds position e. A table
+`page_BN` says which pages are a row's; it is data, so rows take pages as they grow. It has the
+number of pages, which no page has, where a row has none: such entries are not written.
+
+Layers with windows keep all entries, and masks follow from a row's length. So there are no stored
+positions and no rolling buffers. Keys have head features last, as values do: a token is then one
+line of an array on every platform.
+
+Knows nothing of owners of pages, buckets or meshes. Guarantees: `append_to_pages` writes in place
+inside a loop if the arrays are donated, and writes nothing for a row without a page.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
+from ..layer_groups import block_layers
+from .kv_cache import KVCache, Positions, match_head_dim
+from .layer_state import LayerState, NewEntries
+from .segments import EMPTY_POSITION, Segments
+from .state_spec import StateArray, state_spec
+
+
+def allocate_pages(
+    config: DecoderConfig,
+    pages: int,
+    page: int,
+    dtype: jnp.dtype,
+    head_shards: int = 1,
+    arrangement: Arrangement = AS_PUBLISHED,
+) -> KVCache:
+    """Allocate a pool of pages of zeros.
+
+    Args:
+      config: The decoder.
+      pages: The number of pages.
+      page: The entries of a page.
+      dtype: The dtype of keys, values and latents, or of their scales if they are in codes.
+      head_shards: The number of shards of query heads in decode; key/value heads have copies until
+        they divide over them.
+      arrangement: The arrangement of weights and cache.
+    """
+
+    def allocate_layers(layers: range) -> LayerState | None:
+        attention = config.layers[layers.start].attention
+        if attention is None:
+            return None
+        spec = state_spec(attention, dtype, arrangement, in_pages=True)
+        return LayerState.empty(spec, len(layers), [(pages, page)], head_shards)
+
+    layers = tuple(map(allocate_layers, block_layers(config, arrangement)))
+    return KVCache(layers, Positions((), {}))
+
+
+def page_size(cache: KVCache) -> int:
+    """The entries of a page."""
+    return next(layer.lengths[0] for layer in cache.layers if layer is not None)
+
+
+def page_of(page_BN: jax.Array, position_B: jax.Array, page: int, num_pages: int) -> jax.Array:
+    """The page of a position of each row; `num_pages`, which no page has, for an empty position."""
+    index_B = jnp.clip(position_B // page, 0, page_BN.shape[1] - 1)
+    page_B = jnp.take_along_axis(page_BN, index_B[:, None], axis=1)[:, 0]
+    return jnp.where(position_B > EMPTY_POSITION, page_B, num_pages)
+
+
+def append_to_pages(
+    state: LayerState,
+    new: NewEntries,
+    page_BN: jax.Array,
+    position_B: jax.Array,
+    layer: jax.Array,
+) -> LayerState:
+    """Write the new entries of one layer, one token per row.
+
+    Args:
+      state: The memory of the layers of one block.
+      new: Keys and values, or latents, of one token per row.
+      page_BN: The pages of each row.
+      position_B: The position of each token; an empty position is not written.
+      layer: The index of the layer in the arrays.
+    """
+
+    def write(segments: Segments, array: StateArray, new: jax.Array) -> Segments:
+        (pages,) = segments
+        L, P, S = pages.shape[0], pages.shape[1], pages.shape[array.position_axis]
+        page_B = page_of(page_BN, position_B, S, P)
+        # past the end for rows without a page, and therefore dropped
+        index_B = jnp.where(page_B < P, layer * P + page_B, L * P)
+        # new entries do not have the axis of layers
+        new_BKH = jnp.squeeze(new, array.position_axis - 1).astype(pages.dtype)
+        if array.feature_axis is None:
+            return (_write_scales(pages, new_BKH, index_B, position_B % S),)
+        H = pages.shape[array.feature_axis]
+        lines = pages.reshape(-1, S, H)
+        new_BKH = match_head_dim(new_BKH, H, axis=-1).reshape(len(index_B), -1, H)
+        K = new_BKH.shape[1]
+        line_BK = index_B[:, None] * K + jnp.arange(K)[None]
+        entry_B1 = (position_B % S)[:, None]
+        at = lines.at[line_BK, jnp.broadcast_to(entry_B1, line_BK.shape)]
+        return (at.set(new_BKH, mode="drop", unique_indices=True).reshape(pages.shape),)
+
+    return state.map(write, state.spec.encode(new))
+
+
+def _write_scales(
+    scale_LPKS: jax.Array, new_BK: jax.Array, index_B: jax.Array, entry_B: jax.Array
+) -> jax.Array:
+    """Write one scale per row and head, in the pages `index_B` of all layers.
+
+    NOTE: XLA for TPU compiles a scatter of single numbers to a loop over rows, so all scales of a
+    page are written again.
+    """
+    scale_PKS = scale_LPKS.reshape(-1, *scale_LPKS.shape[2:])
+    old_BKS = scale_PKS.at[index_B].get(mode="clip")
+    is_entry_BS = jnp.arange(scale_PKS.shape[-1])[None] == entry_B[:, None]
+    row_BKS = jnp.where(is_entry_BS[:, None], new_BK[..., None], old_BKS)
+    written = scale_PKS.at[index_B].set(row_BKS, mode="drop", unique_indices=True)
+    return written.reshape(scale_LPKS.shape)
