@@ -77,6 +77,7 @@ def attend_in_groups(
     B = len(q_BTKGH)
     size = min(group or B, B)
     count = -(-B // size)
+    pages = _Pages(k_PKSH, v_PKSH)
 
     def pad(x: jax.Array, fill: int) -> jax.Array:
         padding = [(0, count * size - B)] + [(0, 0)] * (x.ndim - 1)
@@ -84,7 +85,7 @@ def attend_in_groups(
 
     def attend(inputs: tuple[jax.Array, PagedRows]) -> tuple[jax.Array, jax.Array]:
         q_BTKGH, rows = inputs
-        return _attend_turns(q_BTKGH, k_PKSH, v_PKSH, rows, window, scores)
+        return _attend_turns(q_BTKGH, pages, rows, window, scores)
 
     groups = pad(q_BTKGH, 0), PagedRows(pad(rows.page_BN, 0), pad(rows.position_BT, EMPTY_POSITION))
     if count == 1:
@@ -96,16 +97,11 @@ def attend_in_groups(
 
 
 def _attend_turns(
-    q_BTKGH: jax.Array,
-    k_PKSH: Entries,
-    v_PKSH: Entries,
-    rows: PagedRows,
-    window: Window,
-    scores: Scores,
+    q_BTKGH: jax.Array, pages: "_Pages", rows: PagedRows, window: Window, scores: Scores
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to one page of each row at a time, and merge the results."""
     page_BN, position_BT = rows
-    S = v_PKSH.shape[2]
+    _, _, S, H = pages.shape
     last_B = jnp.maximum(position_BT.max(axis=1), 0) // S
     first = jnp.int32(0)
     if window is not None:
@@ -119,15 +115,36 @@ def _attend_turns(
         # pages of other rows may hold NaN
         is_page_B = index <= last_B
         page_B = jnp.take_along_axis(page_BN, jnp.minimum(index, last_B)[:, None], axis=1)[:, 0]
-        k_BKSH, v_BKSH = jax.tree.map(lambda x: x.at[page_B].get(mode="clip"), (k_PKSH, v_PKSH))
+        k_BKSH, v_BKSH = pages.take(page_B)
         entry_BS = jnp.where(is_page_B[:, None], index * S + jnp.arange(S)[None], EMPTY_POSITION)
         mask_BTS = visible(position_BT, entry_BS, window)
         part = attend_masked(q_BTKGH, transposed(k_BKSH), v_BKSH, mask_BTS, scores)
         return merge([carry, part])
 
     shape = q_BTKGH.shape[:-1]
-    empty = jnp.zeros((*shape, v_PKSH.shape[3])), jnp.full(shape, -jnp.inf)
+    empty = jnp.zeros((*shape, H)), jnp.full(shape, -jnp.inf)
     return jax.lax.fori_loop(first, end, turn, empty)
+
+
+class _Pages:
+    """Keys and values of pages, each page as one line.
+
+    NOTE: with one head, XLA for the CPU would copy the pool to another order of its axes.
+    """
+
+    def __init__(self, k_PKSH: Entries, v_PKSH: Entries):
+        arrays, self._tree = jax.tree.flatten((k_PKSH, v_PKSH))
+        self._shapes = [x.shape[1:] for x in arrays]
+        self._lines = [x.reshape(len(x), -1) for x in arrays]
+        self.shape = v_PKSH.shape
+
+    def take(self, page_B: jax.Array) -> KeysAndValues:
+        """The keys and values of some pages."""
+        taken = [
+            lines.at[page_B].get(mode="clip").reshape(-1, *shape)
+            for lines, shape in zip(self._lines, self._shapes, strict=True)
+        ]
+        return jax.tree.unflatten(self._tree, taken)
 
 
 def attend_pages(

@@ -336,10 +336,10 @@ def _write(
         row = row * count + jnp.repeat(block_B, len(new) // B)
     at = rows.at[row, :, entry] if head_axis < axis else rows.at[row, entry]
     written = at.set(new, mode="drop", unique_indices=True).reshape(segment.shape)
-    return jax.lax.platform_dependent(written, cpu=_with_axes_in_order, default=lambda x: x)
+    return jax.lax.platform_dependent(written, cpu=with_axes_in_order, default=lambda x: x)
 
 
-def _with_axes_in_order(segment: jax.Array) -> jax.Array:
+def with_axes_in_order(segment: jax.Array) -> jax.Array:
     """Keep the order of the axes in memory.
 
     NOTE: with one head on a device, XLA for the CPU chooses another order for the segment in a

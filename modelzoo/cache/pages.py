@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..layer_groups import block_layers
-from .kv_cache import KVCache, Positions, match_head_dim
+from .kv_cache import KVCache, Positions, match_head_dim, with_axes_in_order
 from .layer_state import LayerState, NewEntries
 from .segments import EMPTY_POSITION, Segments
 from .state_spec import StateArray, state_spec
@@ -101,7 +101,8 @@ def append_to_pages(
         line_BK = index_B[:, None] * K + jnp.arange(K)[None]
         entry_B1 = (position_B % S)[:, None]
         at = lines.at[line_BK, jnp.broadcast_to(entry_B1, line_BK.shape)]
-        return (at.set(new_BKH, mode="drop", unique_indices=True).reshape(pages.shape),)
+        written = at.set(new_BKH, mode="drop", unique_indices=True).reshape(pages.shape)
+        return (jax.lax.platform_dependent(written, cpu=with_axes_in_order, default=lambda x: x),)
 
     return state.map(write, state.spec.encode(new))
 
