@@ -121,7 +121,7 @@ def prefill_arguments(
     int_B = jax.ShapeDtypeStruct((B,), jnp.int32)
     start_B = None if bucket.is_whole else int_B
     prefix_B = None if grid.prefixes is None else jax.ShapeDtypeStruct((1,), jnp.int32)
-    rows = PromptPieces._make((int_B, start_B, int_B, prefix_B))
+    rows = PromptPieces._make((int_B, start_B, int_B, prefix_B, None))
     sampling = _abstract_sampling(model, grid, B)
     tokens_BT = jax.ShapeDtypeStruct((B, bucket.tokens), jnp.int32)
     return rows, SlotRequests._make((int_B, int_B, sampling)), tokens_BT
@@ -147,7 +147,7 @@ def prefix_arguments(grid: BucketGrid) -> tuple[PromptPieces | jax.ShapeDtypeStr
     int_B = jax.ShapeDtypeStruct((prefixes.batch,), jnp.int32)
     tokens_BT = jax.ShapeDtypeStruct((prefixes.batch, prefixes.chunk), jnp.int32)
     own = () if grid.adapters is None else (int_B,)
-    return PromptPieces._make((int_B, int_B, int_B, None)), tokens_BT, *own
+    return PromptPieces._make((int_B, int_B, int_B, None, None)), tokens_BT, *own
 
 
 def prefix_row() -> jax.ShapeDtypeStruct:

@@ -58,6 +58,9 @@ class PromptPieces(NamedTuple):
     """The prefix of each group of consecutive rows, where groups are equally large; None without
     prefixes. A caller gives one prefix for all rows. With a prefix, the position of the first token
     is counted from its end."""
+    page_BN: jax.Array | None = None
+    """The pages of each row's slot up to the span of the graph, past the last page for no page;
+    None in a cache without pages."""
 
     @property
     def first_B(self) -> jax.Array:
