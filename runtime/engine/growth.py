@@ -1,4 +1,4 @@
-"""How far rows are expected to grow, in a grid with pages, and in which order they take pages.
+"""Forecasts how far rows grow in a grid with pages, and orders them by age.
 
 A row is expected to emit as many tokens as the sequences that ended so far did on average, and at
 least those of one more call. Before any sequence ended, it is expected to reach its limit.

@@ -341,7 +341,7 @@ class EngineMetrics:
     def _of_pages(self) -> dict[str, Any]:
         if not self.has_pages:
             return {}
-        return {"pages": {"waits": self.pages.waits, "replays": self.pages.replays}}
+        return {"waits": self.pages.waits, "replays": self.pages.replays}
 
     @property
     def _prompt_tokens(self) -> int:
