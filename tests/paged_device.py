@@ -139,9 +139,19 @@ class PagedDevice:
         return TokenScores(-ids / VOCAB, empty, empty.astype(float))
 
 
+class Letters:
+    """A tokenizer with one of eight letters for each token."""
+
+    special_ids = frozenset({EOS_ID})
+    strips_leading_space = False
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([ord("a") + token_id % 8])
+
+
 def session(grid: BucketGrid) -> GenerationSession:
     """Return a session on a device of tokens."""
-    admission = Admission(grid, VOCAB, grid.max_length, (EOS_ID,))
+    admission = Admission(grid, VOCAB, grid.max_length, (EOS_ID,), Letters())
     return GenerationSession(
         runner=PagedDevice(grid),
         slots=SlotCalls(grid, VOCAB, admission.planned_ids),
