@@ -59,7 +59,8 @@ class PromptPieces(NamedTuple):
     prefixes. A caller gives one prefix for all rows. With a prefix, the position of the first token
     is counted from its end."""
     page_BN: jax.Array | None = None
-    """The pages of the row, in a cache in pages; the number of pages where it has none."""
+    """The pages of each row's slot up to the span of the graph, past the last page for no page;
+    None in a cache without pages."""
 
     @property
     def first_B(self) -> jax.Array:

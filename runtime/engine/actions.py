@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PlannedPrefix
+from .page_pool import CopiedPage
 from .shared_prefixes import SharedPrefix
 
 
@@ -52,6 +53,9 @@ class PromptPiece:
     count: int
     is_of_prefix: bool = False
     """Whether the piece belongs to a shared prefix; `sequence` is then one that begins with it."""
+    num_known: int | None = None
+    """For a sequence that gave its slot back and starts again, the tokens that it emitted before;
+    else None."""
 
     @property
     def is_last(self) -> bool:
@@ -98,6 +102,8 @@ class ForkAction:
     """The sequence that decodes in the slot from now on; None for a copy of a prefix."""
     num_copied: int = 0
     """Tokens of a request's prompt that are copied from a shared prefix."""
+    copied_page: CopiedPage | None = None
+    """The page to copy, in a grid with pages."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,10 @@ class DecodeAction:
     slots: tuple[int, ...]
     length: int
     """The number of positions that the longest row has after the call."""
+    num_waiting: int = 0
+    """The number of rows that wait for pages in their slots."""
+    given_back: tuple[int, ...] = ()
+    """Slots that rows gave back before the call, in a grid with pages; they start again later."""
 
 
 Action = PrefillAction | PrefixAction | ForkAction | DecodeAction

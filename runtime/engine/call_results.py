@@ -61,6 +61,10 @@ class CallResults:
     """The time at which the call ended."""
     sequences: Mapping[int, ScheduledSequence] = field(default_factory=dict)
     """The sequences that were in the slots during the call, for calls on slots."""
+    num_known: Mapping[int, int] = field(default_factory=dict)
+    """For slots of replays, the number of ids in a decode call that were emitted before."""
+    read_entries: int = 0
+    """In a grid with pages, the entries in whole pages that rows read in a decode call."""
 
     @cached_property
     def num_emitted_B(self) -> np.ndarray:
@@ -68,8 +72,14 @@ class CallResults:
         return np.count_nonzero(self.output.tokens_BQ != NO_TOKEN, axis=1)
 
     def ids_of(self, slot: int) -> list[int]:
-        """The ids that a slot emitted in a decode call."""
-        return self.output.tokens_BQ[slot, : self.num_emitted_B[slot]].tolist()
+        """The ids that a slot emitted in a decode call, without those that were known."""
+        first = self.num_known.get(slot, 0)
+        return self.output.tokens_BQ[slot, first : self.num_emitted_B[slot]].tolist()
+
+    def is_known(self, slot: int) -> bool:
+        """Whether nothing is new in a decode call: all ids of a slot were emitted before."""
+        num_known = self.num_known.get(slot)
+        return num_known == self.num_emitted_B[slot] and not self.has_ended(slot)
 
     def has_ended(self, slot: int) -> bool:
         """Whether the device ended the sequence in a slot during a decode call."""
@@ -81,7 +91,7 @@ class CallResults:
         if num_logprobs is not None:
             scores = [
                 token_logprob(self.output.scores, (slot, q), token_id, num_logprobs)
-                for q, token_id in enumerate(token_ids)
+                for q, token_id in enumerate(token_ids, start=self.num_known.get(slot, 0))
             ]
         return TokensEmitted(
             number=sequence.request.number,

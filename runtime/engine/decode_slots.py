@@ -5,12 +5,14 @@ with the same planned prefix. The slots of a grid without prefixes are one group
 prefix.
 
 Pure state, without clock or device. Does not know how prompts are queued, nor how they are written
-into slots. Guarantees: the prefix of a group changes only while none of its slots is taken.
+into slots. Guarantees: the prefix of a group changes only while none of its slots is taken; in a
+grid with pages, a row decodes only while it has the pages for all steps of the call, and the oldest
+row finds them when the youngest rows give theirs back.
 """
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,19 +20,37 @@ import numpy as np
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_grid import PlannedPrefix
 from .actions import DecodeAction, ScheduledSequence
+from .growth import Growth
+from .page_pool import PagePool
 
 ENOUGH_ROWS = 1 / 2
 """Number of waiting rows, as a share of the slots of a group, for which a second group gets the
 same prefix."""
 
 
+class GivenBack(NamedTuple):
+    """A slot that a sequence gave back before it ended."""
+
+    slot: int
+    sequence: ScheduledSequence
+    num_known: int
+    """The tokens that the sequence has emitted."""
+
+
 class DecodeSlots:
-    """The decode slots: free, claimed for a prompt that is being prefilled, or decoding."""
+    """The decode slots: free, claimed for a prompt that is being prefilled, or decoding.
+
+    Attributes:
+      pool: The pages of the slots; None in a grid without pages.
+      growth: The expected growth of rows; it is kept in a grid with pages alone.
+    """
 
     def __init__(self, grid: BucketGrid):
         self._grid = grid
-        self._occupants: dict[int, int] = {}
-        """The number of the request that decodes in a slot."""
+        self.pool = None if grid.pages is None else PagePool(grid)
+        self.growth = Growth(grid)
+        self._occupants: dict[int, ScheduledSequence] = {}
+        """The sequence that decodes in a slot."""
         self._length_B = np.zeros(grid.decode_slots, np.int64)
         """The lengths of the sequences that decode."""
         self._max_length_B = np.zeros(grid.decode_slots, np.int64)
@@ -77,17 +97,34 @@ class DecodeSlots:
     @property
     def request_numbers(self) -> set[int]:
         """The numbers of the requests that decode."""
-        return set(self._occupants.values())
+        return {sequence.request.number for sequence in self._occupants.values()}
+
+    @property
+    def expected_pages(self) -> int:
+        """The number of pages that rows with slots are expected to take from now on."""
+        assert self.pool is not None
+        return self.growth.expected_pages(self._length_B, self.pool.held_B)
 
     def claim(self, slots: list[int]) -> None:
         """Reserve free slots for the sequences of a prompt."""
         for slot in slots:
             self._free.remove(slot)
 
+    def begin(self, slot: int, sequence: ScheduledSequence, num_known: int) -> None:
+        """Record which sequence will decode in a claimed slot, in a grid with pages.
+
+        Args:
+          slot: The slot.
+          sequence: The sequence.
+          num_known: The tokens that it emitted before it gave another slot back.
+        """
+        self._length_B[slot] = sequence.request.prompt_length
+        self.growth.begin(slot, sequence, num_known)
+
     def put(self, slot: int, sequence: ScheduledSequence) -> None:
         """Start to decode a sequence whose prompt is complete in the slot."""
         request = sequence.request
-        self._occupants[slot] = request.number
+        self._occupants[slot] = sequence
         self._length_B[slot] = request.prompt_length
         self._max_length_B[slot] = request.max_total_length
         self._idle[self._capacities[slot]] -= 1
@@ -102,29 +139,105 @@ class DecodeSlots:
         self._prefixes.remove(slot)
         self._idle[self._capacities[slot]] += 1
 
-    def advance(self, slots: int | list[int], num_tokens: int) -> None:
+    def advance(self, slots: int | list[int], num_tokens: int | np.ndarray) -> None:
         """Record that the sequences in one or several slots grew by some tokens each."""
         self._length_B[slots] += num_tokens
 
+    def read_entries(self, slots: Sequence[int], num_tokens_B: np.ndarray) -> int:
+        """The entries in whole pages that rows read in a call; 0 in a grid without pages.
+
+        Args:
+          slots: The slots that decode, which have not been advanced.
+          num_tokens_B: The number of tokens that each of them emits, one a step.
+        """
+        if self.pool is None:
+            return 0
+        length_B = self._length_B[list(slots)]
+        before, after = (_sum_of_pages(n, self._grid) for n in (length_B, length_B + num_tokens_B))
+        return int((after - before).sum())
+
     def release(self, slot: int) -> None:
-        """Free a slot that was claimed or that decoded."""
+        """Free a slot that was claimed or that decoded, because its sequence ended."""
+        if self.pool is not None and slot in self._occupants:
+            self.growth.end(slot, int(self._length_B[slot]))
+        self._free_slot(slot)
+
+    def _free_slot(self, slot: int) -> None:
+        if self.pool is not None:
+            self.growth.leave(slot)
+            self.pool.release(slot)
         if self._occupants.pop(slot, None) is not None or slot in self._prefixes:
             self._idle[self._capacities[slot]] += 1
         self._prefixes.discard(slot)
         self._max_length_B[slot] = 0
         insort(self._free, slot, key=self._order)
 
+    def give_back(self) -> list[GivenBack]:
+        """Let the youngest rows give their slots back until the oldest row finds pages to grow."""
+        given: list[GivenBack] = []
+        if self.pool is None or not self._occupants:
+            return given
+        oldest, *others = self.growth.by_age(np.array(self.live)).tolist()
+        needed = int(self._num_missing(np.array([oldest]))[0])
+        while needed > self.pool.num_free and others:
+            slot = others.pop()
+            num_known = self.growth.num_known(slot, int(self._length_B[slot]))
+            given.append(GivenBack(slot, self._occupants[slot], num_known))
+            self._free_slot(slot)
+        return given
+
     def decode(self) -> DecodeAction | None:
         """The decode call of all live slots, over the shortest span that holds them; None if no
-        slot is live."""
-        if not self._occupants:
+        slot is live.
+
+        In a grid with pages, rows for which pages lack wait. It is None if all of them wait.
+        """
+        slots = self.live if self.pool is None else self._grow(self.pool)
+        if not slots:
             return None
         length_B = np.minimum(self._length_B + self._grid.steps_per_call, self._max_length_B)
-        length = int(length_B.max())
-        return DecodeAction(self._grid.span_of(length), self.live, length)
+        length = int(length_B.max() if self.pool is None else length_B[list(slots)].max())
+        num_waiting = len(self._occupants) - len(slots)
+        return DecodeAction(self._grid.span_of(length), slots, length, num_waiting)
+
+    def _grow(self, pool: PagePool) -> tuple[int, ...]:
+        """Give the rows their pages for the next call, oldest first; return those that have them.
+
+        A row that finds too few pages keeps younger rows from taking any.
+        """
+        if not self._occupants:
+            return ()
+        slots = self.growth.by_age(np.array(self.live))
+        missing = self._num_missing(slots)
+        goes_on = (missing == 0) | (np.cumsum(missing) <= pool.num_free)
+        growing = goes_on & (missing > 0)
+        length_B = self._next_length(slots[growing])
+        for slot, length in zip(slots[growing].tolist(), length_B.tolist(), strict=True):
+            pool.take(slot, length)
+        return tuple(sorted(slots[goes_on].tolist()))
+
+    def _next_length(self, slots: np.ndarray) -> np.ndarray:
+        """The lengths of rows after the next call, if they do not end."""
+        next_length = self._length_B[slots] + self._grid.steps_per_call
+        return np.minimum(next_length, self._max_length_B[slots])
+
+    def _num_missing(self, slots: np.ndarray) -> np.ndarray:
+        """The number of pages that rows must take for the next call."""
+        assert self.pool is not None
+        return self.pool.num_missing(slots, self._next_length(slots))
 
     def _order(self, slot: int) -> tuple[int, int]:
         return self._capacities[slot], slot
+
+
+def _sum_of_pages(length_B: np.ndarray, grid: BucketGrid) -> np.ndarray:
+    """The entries in whole pages that a row reads in all steps up to a length, from the first on.
+
+    The step that makes a row n positions long reads the pages of n positions.
+    """
+    assert grid.page is not None
+    num_full, rest = np.divmod(length_B, grid.page)
+    return grid.page * (grid.page * num_full * (num_full + 1) // 2 + rest * (num_full + 1))
 
 
 class WaitingRows(NamedTuple):

@@ -42,6 +42,10 @@ class GenerationSession(Engine[Action, OpenRequest]):
     _ended_by_text: set[int] = field(default_factory=set, init=False)
     """Numbers of the open requests whose text may end them: stop strings, a rule for samples."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.metrics.has_pages = self.admission.grid.pages is not None
+
     @property
     def wants_more(self) -> bool:
         """Whether another request should be submitted before the next step."""
@@ -182,12 +186,13 @@ class GenerationSession(Engine[Action, OpenRequest]):
             sequence = results.sequences[slot]
             if sequence.request.number in self._ended_by_text:
                 entry = self._open[sequence.request.number]
-                entry.read(
-                    sequence.sample,
-                    results.ids_of(slot),
-                    has_ended=results.has_ended(slot),
-                    is_finite=bool(results.output.is_finite_B[slot]),
-                )
+                if not results.is_known(slot):
+                    entry.read(
+                        sequence.sample,
+                        results.ids_of(slot),
+                        has_ended=results.has_ended(slot),
+                        is_finite=bool(results.output.is_finite_B[slot]),
+                    )
                 read.append((slot, entry))
         # after all were read, because a sample that ends may end the other samples of its row
         for slot, entry in read:

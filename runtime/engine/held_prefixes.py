@@ -111,15 +111,20 @@ class HeldPrefixes:
         self.num_blocked += 1
         self._settle(prompt.base)
 
-    def copy(self, prompt: Prompt) -> int:
-        """Record that a prompt copies the prefix with which it begins; return the prefix's slot."""
-        assert prompt.base is not None
-        held = self._held[prompt.base]
-        assert held.slot is not None
-        slot = held.slot
-        held.num_users -= 1
-        self._settle(prompt.base)
+    def slot_of(self, prefix: SharedPrefix) -> int:
+        """The slot of a complete prefix."""
+        slot = self._held[prefix].slot
+        assert slot is not None
         return slot
+
+    def count_copy(self, prompt: Prompt) -> None:
+        """Record that a prompt copies the prefix with which it begins, whose slot may be released.
+
+        In a grid with pages, the prompt must already share those of the prefix.
+        """
+        assert prompt.base is not None
+        self._held[prompt.base].num_users -= 1
+        self._settle(prompt.base)
 
     def complete(self, prompt: Prompt) -> None:
         """Record that a prefix is complete."""

@@ -154,6 +154,29 @@ class DecodeUse(_Use):
     """Slot-steps of slots that held a sequence, whether or not it emitted."""
     computed_tokens: int = 0
     seconds: float = 0.0
+    read_entries: int = 0
+    """In a grid with pages, the entries in whole pages that live rows read, over all steps."""
+
+    def report(self, *, has_pages: bool) -> dict[str, Any]:
+        """The counters as a dict that can be written as JSON."""
+        counters = dict(vars(self))
+        if not has_pages:
+            del counters["read_entries"]
+        return counters
+
+
+@dataclass
+class PageUse(_Use):
+    """Counters of rows in a grid with pages."""
+
+    waits: int = 0
+    """The rows that waited for pages, summed over decode calls."""
+    replays: int = 0
+    """The sequences that gave their slots back and started again."""
+    recomputed_prompt_tokens: int = 0
+    """The prompt tokens that replays computed again."""
+    recomputed_output_tokens: int = 0
+    """The tokens that replays emitted again."""
 
 
 @dataclass
@@ -173,6 +196,10 @@ class EngineMetrics:
     """The number of tokens that were emitted past a stop string and cut."""
     experts: dict[str, ExpertTotals] = field(default_factory=lambda: defaultdict(ExpertTotals))
     """Expert counts by phase; empty for a dense model."""
+    pages: PageUse = field(default_factory=PageUse)
+    """All 0 in a grid without pages."""
+    has_pages: bool = False
+    """Whether the report has the counters of pages."""
 
     def count_prefill(
         self, name: str, use: PrefillUse, *, prefix_tokens: int = 0, shared_tokens: int = 0
@@ -189,7 +216,12 @@ class EngineMetrics:
     def count_prompts(self, action: PrefillAction, seconds: float = 0.0) -> None:
         """Count a call that prefilled the prompts of an action."""
         bucket, rows = action.bucket, action.rows
-        num_tokens, num_computed = sum(row.count for row in rows), bucket.batch * bucket.tokens
+        again = [row for row in rows if row.num_known is not None]
+        num_again = sum(row.count for row in again)
+        num_tokens = sum(row.count for row in rows) - num_again
+        num_computed = bucket.batch * bucket.tokens
+        self.pages.recomputed_prompt_tokens += num_again
+        self.pages.replays += sum(row.start == 0 for row in again)
         self.count_prefill(
             prefill_name(bucket, is_scored=action.is_scored),
             PrefillUse(1, len(rows), num_tokens, num_computed, seconds),
@@ -203,12 +235,27 @@ class EngineMetrics:
         self.count_prefill(str(prefix_bucket(prefixes)), use, prefix_tokens=real_tokens)
 
     def count_decode(
-        self, span: int, *, steps: int, emitted: int, live_slots: int, slots: int, seconds: float
+        self,
+        span: int,
+        *,
+        steps: int,
+        emitted: int,
+        live_slots: int,
+        slots: int,
+        seconds: float,
+        read_entries: int = 0,
     ) -> None:
         """Count one decode call: steps that ran, and tokens that its live slots emitted."""
+        live_tokens, computed_tokens = steps * live_slots, steps * slots
         self.decode[str(span)].add(
-            DecodeUse(1, steps, emitted, steps * live_slots, steps * slots, seconds)
+            DecodeUse(1, steps, emitted, live_tokens, computed_tokens, seconds, read_entries)
         )
+
+    def count_waits(self, num_waiting: int, num_known: int) -> None:
+        """Count the rows that wait for pages during a decode call, and the tokens that it emits
+        again, which do not count as emitted."""
+        self.pages.waits += num_waiting
+        self.pages.recomputed_output_tokens += num_known
 
     def count_fork(self, num_copied: int, seconds: float = 0.0) -> None:
         """Count one copy of a slot, and the tokens of a request that it takes from a prefix."""
@@ -220,6 +267,7 @@ class EngineMetrics:
         """The counters multiplied by a factor; integers stay integers."""
         totals = ("forks", "fork_seconds", "copied_tokens", "prefix_tokens", "cut_tokens")
         scaled = EngineMetrics(**{name: _times(getattr(self, name), factor) for name in totals})
+        scaled.pages, scaled.has_pages = self.pages.scaled(factor), self.has_pages
         scaled.prefill |= {name: use.scaled(factor) for name, use in self.prefill.items()}
         scaled.decode |= {name: use.scaled(factor) for name, use in self.decode.items()}
         return scaled
@@ -230,12 +278,19 @@ class EngineMetrics:
         prefill_computed = sum(use.computed_tokens for use in self.prefill.values())
         decode_computed = sum(use.computed_tokens for use in self.decode.values())
         live = sum(use.live_tokens for use in self.decode.values())
+        pages = self.pages
+        prompts_again, outputs_again = (
+            pages.recomputed_prompt_tokens,
+            pages.recomputed_output_tokens,
+        )
+        of_pages = {"recomputed_tokens": prompts_again + outputs_again} if self.has_pages else {}
         return {
             "real_tokens": self._prompt_tokens + self.emitted_tokens,
             "computed_tokens": prefill_computed + decode_computed,
-            "prefill_padding_tokens": prefill_computed - self._prompt_tokens,
+            "prefill_padding_tokens": prefill_computed - self._prompt_tokens - prompts_again,
             "idle_slot_tokens": decode_computed - live,
-            "overshoot_tokens": live - self.emitted_tokens,
+            "overshoot_tokens": live - self.emitted_tokens - outputs_again,
+            **of_pages,
         }
 
     @property
@@ -252,9 +307,12 @@ class EngineMetrics:
         return {
             "buckets": {
                 "prefill": {name: vars(use) for name, use in self.prefill.items()},
-                "decode": {name: vars(use) for name, use in self.decode.items()},
+                "decode": {
+                    name: use.report(has_pages=self.has_pages) for name, use in self.decode.items()
+                },
             },
             "padding": self.padding,
+            **self._of_pages,
             "shared_prefixes": self.shared_prefixes,
             "phases": {
                 "prefill_seconds": prefill_seconds,
@@ -278,6 +336,12 @@ class EngineMetrics:
     def saved_tokens(self) -> int:
         """The prompt tokens that were not computed, because rows share prefixes."""
         return self.copied_tokens - self.prefix_tokens
+
+    @property
+    def _of_pages(self) -> dict[str, Any]:
+        if not self.has_pages:
+            return {}
+        return {"waits": self.pages.waits, "replays": self.pages.replays}
 
     @property
     def _prompt_tokens(self) -> int:

@@ -27,6 +27,7 @@ def pack_pieces(
     bucket: PrefillBucket,
     num_slots: int,
     prefix: int | None = None,
+    page_BN: np.ndarray | None = None,
 ) -> tuple[PromptPieces, np.ndarray, np.ndarray]:
     """Pack the pieces of one prefill call.
 
@@ -36,6 +37,7 @@ def pack_pieces(
       bucket: The bucket, which gives the shapes.
       num_slots: The number of decode slots; this value in `slot_B` means no slot.
       prefix: The planned prefix of all rows, by its group; None in a plan without prefixes.
+      page_BN: The pages of each row's slot; None in a plan without pages.
 
     Returns:
       The slot, start and count of each row; `tokens_BT`, padded with zeros on the right; `next_BT`,
@@ -55,7 +57,7 @@ def pack_pieces(
             slot_B[i] = row.slot
     prefix_B = None if prefix is None else np.array([prefix], np.int32)
     start_B = None if bucket.is_whole else start_B
-    pieces = PromptPieces._make((slot_B, start_B, count_B, prefix_B, None))
+    pieces = PromptPieces._make((slot_B, start_B, count_B, prefix_B, page_BN))
     return pieces, tokens_BT, next_BT
 
 

@@ -44,6 +44,9 @@ class PromptScores:
         events: list[PromptScored] = []
         for i, row in enumerate(rows):
             number = row.sequence.request.number
+            if row.num_known is not None:
+                # the first run of the prompt was reported
+                continue
             own = _scores_of(requests[number].request, scores, i, row)
             if row.is_of_prefix:
                 self._of_prefixes.setdefault(_prefix_of(row), []).extend(own)

@@ -30,10 +30,16 @@ its slot; a whole prompt is one piece. The next action is, in this order:
      decode together.
 4. Decode all live slots, over the shortest span that holds them.
 
+In a grid with pages, a prompt also needs pages to start (see `page_room`), and no younger prompt
+starts before the oldest one that finds too few. Idle pages then count like idle slots. Rows that
+lack pages wait in their slots. If the oldest row lacks pages and no prompt has pieces left, the
+youngest rows give their slots back and are queued again, each for itself. If no row can go on, the
+pieces that are left run.
+
 Guarantees: the pieces of a prompt and their graphs depend only on its own length, whether they are
-computed for it or copied; every submitted sequence decodes exactly once or is dropped by `drain`; a
+computed for it or copied; every submitted sequence ends exactly once or is dropped by `drain`; a
 prompt is prefilled once, and again for each further group of its sequences if it has more sequences
-than there are slots long enough.
+than there are slots long enough, and for each sequence that gave its slot back.
 """
 
 import math
@@ -44,6 +50,7 @@ from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_grid import PlannedPrefix
 from .actions import (
     Action,
+    DecodeAction,
     ForkAction,
     PrefillAction,
     PrefixAction,
@@ -53,6 +60,7 @@ from .actions import (
 )
 from .decode_slots import DecodeSlots, PrefixGroups
 from .held_prefixes import HeldPrefixes
+from .page_room import PageRoom, claim_pages, max_samples
 from .waiting_prompts import NO_SLOT, Prompt, PromptQueue, WaitingPrompts, number_of
 
 IDLE_SHARE = 1 / 16
@@ -87,6 +95,8 @@ class Scheduler:
         self._next_prefill: PrefillAction | None = None
         """The prefill call that waits for `_copies`."""
         self._forks: deque[ForkAction] = deque()
+        self._ended: list[int] = []
+        """Slots of prompts without output whose last piece is in the last prefill call."""
         self.slots = DecodeSlots(grid)
         self._prefixes = HeldPrefixes(self.slots, self._queue)
         self._groups = PrefixGroups(grid, self.slots)
@@ -128,6 +138,9 @@ class Scheduler:
             return
         max_slots = self.slots.num_usable(request.max_total_length) - self._prefixes.max_slots
         max_slots = min(max_slots, self._groups.size)
+        if self._grid.pages is not None:
+            num_held = self._prefixes.max_slots
+            max_slots = min(max_slots, max_samples(self._grid, request.prompt_length, num_held))
         for first in range(0, request.num_sequences, max_slots):
             num_slots = min(max_slots, request.num_sequences - first)
             self._add(Prompt(request, num_slots, first, base=base))
@@ -139,6 +152,8 @@ class Scheduler:
         if (prefill := self._next_prefill) is not None:
             self._next_prefill = None
             return prefill
+        while self._ended:
+            self.slots.release(self._ended.pop())
         if self._forks:
             fork = self._forks.popleft()
             assert fork.sequence is not None
@@ -147,21 +162,14 @@ class Scheduler:
         if self._prefix_pieces or self._assign_group():
             return self._prefix_pieces.popleft()
         if (chosen := self._choose()) is not None:
-            self._batches_since_decode += self.slots.has_live
-            queue, batch = chosen
-            # all slots are claimed before any prompt of the batch ends: one that ends returns its
-            # slot, and no other row of the same call may take it
-            free = self._groups.free(queue.prefix)
-            for prompt in batch:
-                self._remove(queue, prompt, free)
-            rows = tuple(self._next_piece(queue, prompt) for prompt in batch)
-            group = 0 if rows[0].slot is None else self._groups.group_of(rows[0].slot)
-            self._next_prefill = PrefillAction(queue.bucket, queue.is_scored, rows, group)
-            return self.next_action()
+            return self._prefill(*chosen)
         self._batches_since_decode = 0
-        if (decode := self.slots.decode()) is None and self._prefixes.leave():
-            return self.next_action()
-        return decode
+        if (decode := self._decode()) is not None:
+            return decode
+        if self._started:
+            # all rows wait for pages, which come free when these prompts are complete
+            return self._prefill(*self._largest_pieces())
+        return self.next_action() if self._prefixes.leave() else None
 
     def drain(self) -> list[ScheduledRequest]:
         """Drop the requests that have no slot yet; requests with a sequence in a slot stay.
@@ -220,13 +228,37 @@ class Scheduler:
         self._prefix_pieces.extend(PrefixAction(group, prefix, *piece) for piece in pieces)
         return True
 
+    def _prefill(self, queue: PromptQueue, batch: list[Prompt]) -> Action | None:
+        """Plan the prefill call of a batch; return the first action that it needs."""
+        self._batches_since_decode += self.slots.has_live
+        free = self._groups.free(queue.prefix)
+        for prompt in batch:
+            self._remove(queue, prompt, free)
+        rows = tuple(self._next_piece(queue, prompt) for prompt in batch)
+        group = 0 if rows[0].slot is None else self._groups.group_of(rows[0].slot)
+        self._next_prefill = PrefillAction(queue.bucket, queue.is_scored, rows, group)
+        return self.next_action()
+
+    def _decode(self) -> DecodeAction | None:
+        """The next decode call; sequences that give their slots back for it are queued again."""
+        given_back = [] if self._started else self.slots.give_back()
+        for _, sequence, num_known in given_back:
+            request, sample = sequence
+            self._waiting.add(Prompt(request, 1, sample, num_known=num_known))
+        decode = self.slots.decode()
+        if given_back and decode is not None:
+            decode = replace(decode, given_back=tuple(given.slot for given in given_back))
+        return decode
+
+    def _largest_pieces(self) -> tuple[PromptQueue, list[Prompt]]:
+        """A batch of started prompts: of the largest pieces, those in the shortest span."""
+        queue = min(self._started, key=lambda q: (-q.bucket.tokens, q.bucket.length))
+        return queue, self._started[queue][: queue.bucket.batch]
+
     def _choose(self) -> tuple[PromptQueue, list[Prompt]] | None:
         """The queue and the prompts of the prefill batch to run now; None for no batch."""
         if not self.num_waiting:
-            if not self._started or self._must_decode:
-                return None
-            queue = min(self._started, key=lambda q: (-q.bucket.tokens, q.bucket.length))
-            return queue, self._started[queue][: queue.bucket.batch]
+            return self._largest_pieces() if self._started and not self._must_decode else None
         batches = self._batches()
         urgent = {
             queue: batch
@@ -255,7 +287,8 @@ class Scheduler:
     def _batches(self) -> dict[PromptQueue, list[Prompt]]:
         """The batches that may run next: started prompts, and the batch of the oldest waiting
         prompt of each planned prefix."""
-        oldest = self._oldest_that_wait()
+        room = PageRoom(self._grid, self.slots)
+        oldest = self._oldest_that_wait(room)
         queues = dict.fromkeys(
             [*self._started, *(PromptQueue.of(self._grid, p) for p, _ in oldest.values())]
         )
@@ -263,7 +296,7 @@ class Scheduler:
         for queue in queues:
             prompt, free = oldest.get(queue.prefix, (None, []))
             last = -1 if prompt is None else prompt.request.number + self._target_waiting
-            batches[queue] = self._batch(queue, list(free), last)
+            batches[queue] = self._batch(queue, list(free), last, room.copy())
         return batches
 
     @property
@@ -276,7 +309,12 @@ class Scheduler:
         has_few = usable < FEW_SLOTS * len(self.slots)
         if has_few and idle > MANY_IDLE * usable:
             return True
-        return self._prefixes.num_blocked > 0 and idle > MOST_IDLE * usable
+        has_most = idle > MOST_IDLE * usable and self._has_spare_pages(MOST_IDLE)
+        return self._prefixes.num_blocked > 0 and has_most
+
+    def _has_spare_pages(self, share: float) -> bool:
+        """Whether this share of the pages is idle; true in a grid without pages."""
+        return PageRoom(self._grid, self.slots).has_spare(share)
 
     def _must_wait(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
         """Whether a batch that is not full waits for more prompts or for more idle slots."""
@@ -289,7 +327,8 @@ class Scheduler:
             idle, usable = self.slots.num_idle(length), self.slots.num_usable(length)
         else:
             idle, usable = len(self._groups.free(queue.prefix)), self._groups.size
-        return self._batches_since_decode > 0 or idle < IDLE_SHARE * usable
+        has_idle = idle >= IDLE_SHARE * usable and self._has_spare_pages(IDLE_SHARE)
+        return self._batches_since_decode > 0 or not has_idle
 
     def _cannot_fill(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
         """Whether no other waiting prompt can fill the batch, and no more requests are submitted.
@@ -301,10 +340,13 @@ class Scheduler:
             queue.bucket.is_whole and is_over and set(batch).issuperset(self._waiting.by_age(queue))
         )
 
-    def _oldest_that_wait(self) -> dict[PlannedPrefix | None, tuple[Prompt, list[int]]]:
+    def _oldest_that_wait(
+        self, room: PageRoom
+    ) -> dict[PlannedPrefix | None, tuple[Prompt, list[int]]]:
         """By planned prefix, the oldest waiting prompt that can start, and the slots left to take.
 
-        Slots that older prompts wait for, because too few of them are free, are left out.
+        Slots that older prompts wait for, because too few of them are free, are left out. So are
+        all slots if an older prompt waits for pages.
         """
         last = self._last_in_turn
         free: dict[PlannedPrefix | None, list[int]] = {}
@@ -316,11 +358,13 @@ class Scheduler:
                 continue
             if prefix not in free:
                 free[prefix] = self._groups.free(prefix)
-            if self._slots_for(head, free[prefix]) is not None:
+            if self._slots_with_pages(head, free[prefix], room) is not None:
                 oldest[prefix] = head, free[prefix]
         return oldest
 
-    def _batch(self, queue: PromptQueue, free: list[int], last: int) -> list[Prompt]:
+    def _batch(
+        self, queue: PromptQueue, free: list[int], last: int, room: PageRoom
+    ) -> list[Prompt]:
         """At most a batch of prompts of a queue: started prompts, then the oldest waiting prompts.
 
         Waiting prompts younger than the request number `last` are left out.
@@ -333,10 +377,21 @@ class Scheduler:
         for prompt in self._waiting.by_age(queue, has_slot):
             if len(batch) == queue.bucket.batch or prompt.request.number > last:
                 break
-            if (slots := self._slots_for(prompt, free)) is not None:
+            if (slots := self._slots_with_pages(prompt, free, room)) is not None:
                 batch.append(prompt)
                 del free[slots]
+                room.add(prompt)
         return batch
+
+    def _slots_with_pages(self, prompt: Prompt, free: list[int], room: PageRoom) -> slice | None:
+        """The part of `free` that a prompt takes; None if there are too few slots or pages.
+
+        If there are too few pages, all slots are removed from `free`.
+        """
+        if room.holds(prompt):
+            return self._slots_for(prompt, free)
+        free.clear()
+        return None
 
     def _slots_for(self, prompt: Prompt, free: list[int]) -> slice | None:
         """The part of `free` that a prompt takes; None if there are too few long enough slots.
@@ -366,10 +421,12 @@ class Scheduler:
         prompt.slots = free[slots]
         del free[slots]
         self.slots.claim(prompt.slots)
-        if prompt.base is not None:
-            source = self._prefixes.copy(prompt)
+        source = None if prompt.base is None else self._prefixes.slot_of(prompt.base)
+        copied_page = claim_pages(self.slots, prompt, source)
+        if source is not None:
+            self._prefixes.count_copy(prompt)
             num_copied = prompt.length if prompt.prefix is None else 0
-            self._copies.append(ForkAction(source, prompt.slots[0], num_copied=num_copied))
+            self._copies.append(ForkAction(source, prompt.slots[0], None, num_copied, copied_page))
 
     def _next_piece(self, queue: PromptQueue, prompt: Prompt) -> PromptPiece:
         """Return a prompt's next piece, and move the prompt to the queue of the piece after it."""
@@ -385,21 +442,21 @@ class Scheduler:
             self._complete(prompt)
         slot = prompt.slots[0] if prompt.slots else None
         sequence = ScheduledSequence(request, prompt.first_sample)
-        return PromptPiece(slot, sequence, start, count, is_of_prefix)
+        return PromptPiece(slot, sequence, start, count, is_of_prefix, prompt.num_known)
 
     def _complete(self, prompt: Prompt) -> None:
         """Start to decode a complete prompt, and plan the forks for its other sequences."""
         request, first = prompt.request, prompt.first_sample
         if not request.generates:
-            for slot in prompt.slots:
-                self.slots.release(slot)
+            # the call still writes to them
+            self._ended += prompt.slots
             return
         source, *others = prompt.slots
         self.slots.put(source, ScheduledSequence(request, first))
-        self._forks.extend(
-            ForkAction(source, slot, ScheduledSequence(request, first + i))
-            for i, slot in enumerate(others, start=1)
-        )
+        for i, slot in enumerate(others):
+            copied_page = prompt.copied_pages[i] if prompt.copied_pages else None
+            sequence = ScheduledSequence(request, first + i + 1)
+            self._forks.append(ForkAction(source, slot, sequence, copied_page=copied_page))
 
 
 def _number_of_oldest(entry: tuple[PromptQueue, list[Prompt]]) -> int:

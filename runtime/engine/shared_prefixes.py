@@ -69,8 +69,11 @@ class SharedPrefix:
 def max_held_slots(grid: BucketGrid, longest_row: int) -> int:
     """The maximum number of slots that hold prefixes, for rows up to a total length."""
     num_usable = sum(grid.slot_capacity(s) >= longest_row for s in range(grid.decode_slots))
-    # at least one slot that holds the longest row must be left for rows
-    return min(grid.decode_slots // SLOTS_PER_PREFIX or 1, num_usable - 1)
+    # at least one slot that holds the longest row must be left for rows, and pages for one row
+    num_left = num_usable - 1
+    if grid.pages is not None:
+        num_left = min(num_left, grid.pages // grid.num_pages(grid.max_length) - 1)
+    return min(grid.decode_slots // SLOTS_PER_PREFIX or 1, num_left)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 It is the part of token generation between the scheduler and the device: it knows the requests in
 the slots. Does not know about text, files or stop strings, nor about devices. Only ids, flags,
-expert counts and, if requested, log-probabilities are copied to the host after a call. Guarantees:
-a sequence with non-finite logits ends without effect on the others.
+expert counts and, if requested, log-probabilities are copied to the host after a call. A sequence
+that gave its slot back emits its tokens again, which are left out. Guarantees: a sequence with
+non-finite logits ends without effect on the others; each token of a sequence is in one event.
 """
 
 from array import array
@@ -31,6 +32,7 @@ from .call_results import CallResults, Event
 from .metrics import EngineMetrics
 from .model_runner import GraphCall
 from .padding import greedy_sampling, pack_pieces, pack_prefix, pack_requests, pack_sampling
+from .page_pool import CopiedPage
 from .prompt_scores import PromptScores, num_alternatives
 from .scheduler import Scheduler
 
@@ -68,6 +70,11 @@ class SlotCalls:
         """Slots whose cache may hold non-finite numbers."""
         self._unclean_prefixes: set[int] = set()
         """Groups whose prefix may hold non-finite numbers."""
+        self._pool = self.scheduler.slots.pool
+        self._num_known: dict[int, int] = {}
+        """The tokens that replays in slots still have to emit again."""
+        self._prefilled_page_BN: np.ndarray | None = None
+        """The pages of the rows of the last prefill call; None without pages."""
 
     def submit(self, request: AdmittedRequest) -> None:
         """Queue a request.
@@ -97,7 +104,12 @@ class SlotCalls:
     def release(self, slot: int) -> None:
         """Free a slot whose sequence ended, on the device or at a stop string."""
         self.scheduler.slots.release(slot)
+        self._leave(slot)
+
+    def _leave(self, slot: int) -> None:
+        """Record that no sequence decodes in a slot any more."""
         del self.in_slot[slot]
+        self._num_known.pop(slot, None)
 
     def emptied(self) -> "SlotCalls":
         """The calls of the same plan, without requests."""
@@ -114,7 +126,7 @@ class SlotCalls:
             case ForkAction():
                 return [self._fork(action)]
             case DecodeAction():
-                return [self._decode(action)]
+                return self._decode(action)
 
     def fetched(self, action: Action, output: Any) -> Any:
         """The part of a call's output to copy to the host.
@@ -134,12 +146,13 @@ class SlotCalls:
         output = results.output
         match results.action:
             case PrefillAction(rows=rows):
-                for row, is_clean in zip(rows, output.is_clean_B, strict=False):
-                    self._note_contents(row, is_clean=bool(is_clean))
+                for i, row in enumerate(rows):
+                    self._note_contents(i, row, is_clean=bool(output.is_clean_B[i]))
             case PrefixAction(group=group):
                 if not output.is_clean_B[0]:
                     self._unclean_prefixes.add(group)
             case DecodeAction(slots=slots):
+                self._leave_out_known(results)
                 self._note_lengths(slots, results)
 
     def events(self, results: CallResults, metrics: EngineMetrics) -> list[Event]:
@@ -157,21 +170,24 @@ class SlotCalls:
             case ForkAction(num_copied=num_copied):
                 metrics.count_fork(num_copied, results.seconds)
             case DecodeAction() as action:
+                num_known = sum(results.num_known.values())
                 metrics.count_decode(
                     action.span,
                     # the device's loop ends early when no sequence emits any more
                     steps=int(results.num_emitted_B.max()),
-                    emitted=int(results.num_emitted_B.sum()),
+                    emitted=int(results.num_emitted_B.sum()) - num_known,
                     live_slots=len(action.slots),
                     slots=len(results.num_emitted_B),
                     seconds=results.seconds,
+                    read_entries=results.read_entries,
                 )
+                metrics.count_waits(action.num_waiting, num_known)
                 return self._events_of_decode(action, results)
         return []
 
     def _prefill(self, action: PrefillAction) -> list[GraphCall]:
         grid, bucket, rows = self._grid, action.bucket, action.rows
-        calls = [
+        calls = self._clear_pages() + [
             # the attention of the next owner would multiply non-finite numbers by zero, which gives
             # NaN; a fork from a source beyond the last slot writes an empty slot
             self._copy(grid.decode_slots, row.slot, None)
@@ -181,7 +197,13 @@ class SlotCalls:
         requests = [self._requests[row.sequence.request.number] for row in rows]
         prompts = [request.own_token_ids for request in requests]
         prefix = None if grid.prefixes is None else action.group
-        pieces, tokens_BT, next_BT = pack_pieces(rows, prompts, bucket, grid.decode_slots, prefix)
+        if self._pool is not None:
+            slots = [row.slot for row in rows] + [None] * (bucket.batch - len(rows))
+            page_BN = self._pool.rows(slots, grid.num_pages(bucket.length))
+            self._prefilled_page_BN = page_BN
+        pieces, tokens_BT, next_BT = pack_pieces(
+            rows, prompts, bucket, grid.decode_slots, prefix, self._prefilled_page_BN
+        )
         slot_requests = pack_requests(
             [row.sequence.request for row in rows],
             [self._sampling_of(row.sequence) for row in rows],
@@ -202,7 +224,7 @@ class SlotCalls:
         if action.is_scored:
             events += self._scores.add(rows, output.scores, self._requests)
         if output.experts is not None:
-            sequences = enumerate(row.sequence for row in rows)
+            sequences = [(i, row.sequence) for i, row in enumerate(rows) if row.num_known is None]
             events += results.dropped(sequences, is_of_prompt=True)
         return events
 
@@ -221,57 +243,115 @@ class SlotCalls:
             calls.append(GraphCall(PREFIX, packed))
         return calls
 
-    def _note_contents(self, row: PromptPiece, *, is_clean: bool) -> None:
+    def _note_contents(self, index: int, row: PromptPiece, *, is_clean: bool) -> None:
         """Record the contents of a slot after a piece was written to it, if the row has a slot."""
         if (slot := row.slot) is None:
             return
         if not is_clean:
             self._unclean.add(slot)
+            if self._pool is not None and self._prefilled_page_BN is not None:
+                self._pool.mark_unclean(self._prefilled_page_BN[index])
         if row.is_last and row.sequence.request.generates:
             self.in_slot[slot] = row.sequence
+            if row.num_known:
+                self._num_known[slot] = row.num_known
 
     def _sampling_of(self, sequence: ScheduledSequence) -> SamplingState:
         sampling = self._sampling[sequence.request.number]
         return sampling._replace(sample_B=np.array([sequence.sample], np.int32))
 
     def _fork(self, action: ForkAction) -> GraphCall:
-        call = self._copy(action.source, action.slot, action.sequence)
+        call = self._copy(action.source, action.slot, action.sequence, action.copied_page)
         if action.sequence is not None:
             self.in_slot[action.slot] = action.sequence
         if action.source in self._unclean:
             self._unclean.add(action.slot)
+            if self._pool is not None:
+                self._pool.mark_unclean(self._pool.table[action.slot])
         return call
 
-    def _copy(self, source: int, slot: int, sequence: ScheduledSequence | None) -> GraphCall:
-        """Copy a slot, with the sampling parameters of a sequence if it has one."""
+    def _clear_pages(self) -> list[GraphCall]:
+        """The calls that clear unclean pages before the next call of another graph."""
+        if self._pool is None:
+            return []
+        no_slot, none = self._grid.decode_slots, self._pool.no_page
+        return [
+            self._copy(no_slot, no_slot, None, CopiedPage(none, page))
+            for page in self._pool.pages_to_clear()
+        ]
+
+    def _copy(
+        self,
+        source: int,
+        slot: int,
+        sequence: ScheduledSequence | None,
+        copied_page: CopiedPage | None = None,
+    ) -> GraphCall:
+        """Copy a slot, with the sampling parameters of a sequence if it has one.
+
+        In a grid with pages, a page is copied too, if one is given.
+        """
         sampling = greedy_sampling(self._padded_vocab, self._grid)
         if sequence is not None:
             sampling = self._sampling_of(sequence)
         self._unclean.discard(slot)
-        return GraphCall(FORK, (np.int32(source), np.int32(slot), sampling))
+        pages: tuple[np.int32, ...] = ()
+        if self._pool is not None:
+            none = self._pool.no_page
+            source_page, page = (none, none) if copied_page is None else copied_page
+            pages = np.int32(source_page), np.int32(page)
+        return GraphCall(FORK, (np.int32(source), np.int32(slot), sampling, *pages))
 
-    def _decode(self, action: DecodeAction) -> GraphCall:
+    def _decode(self, action: DecodeAction) -> list[GraphCall]:
+        for slot in action.given_back:
+            self._leave(slot)
         is_live_B = np.zeros(self._grid.decode_slots, bool)
         is_live_B[list(action.slots)] = True
         tables = () if self._structures is None else (self._structures,)
-        return GraphCall(GraphKey("decode", action.span), (is_live_B,), tables)
+        arguments = (is_live_B,)
+        if (pool := self._pool) is not None:
+            arguments = is_live_B, np.where(is_live_B[:, None], pool.table, pool.no_page)
+        decode = GraphCall(GraphKey("decode", action.span), arguments, tables)
+        return [*self._clear_pages(), decode]
+
+    def _leave_out_known(self, results: CallResults) -> None:
+        """Record how many tokens of a decode call replays had emitted before."""
+        known = {
+            slot: min(self._num_known[slot], int(results.num_emitted_B[slot]))
+            for slot in results.action.slots
+            if slot in self._num_known
+        }
+        results.num_known = known
+        for slot, count in known.items():
+            self._num_known[slot] -= count
+            if not self._num_known[slot]:
+                del self._num_known[slot]
 
     def _note_lengths(self, slots: tuple[int, ...], results: CallResults) -> None:
         """Record the new lengths after a decode call, and free the slots of ended sequences."""
         output, num_emitted = results.output, results.num_emitted_B.tolist()
         is_active, is_clean = output.is_active_B.tolist(), output.is_clean_B.tolist()
-        self._unclean.update(slot for slot in slots if not is_clean[slot])
+        unclean = [slot for slot in slots if not is_clean[slot]]
+        self._unclean.update(unclean)
+        if self._pool is not None:
+            self._pool.mark_unclean(self._pool.table[unclean].ravel())
+            emitted_B = results.num_emitted_B[list(slots)]
+            results.read_entries = self.scheduler.slots.read_entries(slots, emitted_B)
         for slot in slots:
-            if is_active[slot]:
-                self.scheduler.slots.advance(slot, num_emitted[slot])
-            else:
+            self.scheduler.slots.advance(slot, num_emitted[slot])
+            if not is_active[slot]:
                 self.release(slot)
 
     def _events_of_decode(self, action: DecodeAction, results: CallResults) -> list[Event]:
         events: list[Event] = []
         if results.output.experts is not None:
-            events += results.dropped(results.sequences.items(), is_of_prompt=False)
+            new = [
+                entry for entry in results.sequences.items() if entry[0] not in results.num_known
+            ]
+            events += results.dropped(new, is_of_prompt=False)
         for slot in action.slots:
+            if results.is_known(slot):
+                continue
             request = self._requests[results.sequences[slot].request.number].request
             events.append(results.emitted(slot, request.params.logprobs))
         return events

@@ -18,6 +18,7 @@ from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PlannedPrefix
 from .actions import ScheduledRequest
 from .decode_slots import WaitingRows
+from .page_pool import CopiedPage
 from .shared_prefixes import SharedPrefix
 
 NO_SLOT = 0
@@ -41,6 +42,15 @@ class Prompt:
     """Its slots; empty until its first piece runs."""
     length: int = 0
     """Tokens from the start that are computed, or that come with the copy of its base."""
+    num_known: int | None = None
+    """For a sequence that gave its slot back, the tokens that it emitted before; else None."""
+    copied_pages: list[CopiedPage] = field(default_factory=list)
+    """The page to copy to each of its slots but the first, in a grid with pages."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether sequences decode in its slots when it is complete."""
+        return self.prefix is None and self.request.generates
 
     @property
     def end(self) -> int:

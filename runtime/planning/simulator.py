@@ -13,7 +13,8 @@ the call, so a row that ends at a stop string runs to the end of the call.
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
@@ -152,14 +153,18 @@ class Schedule:
         return seconds
 
 
-class _LastCall(NamedTuple):
-    """The last decode call of a sequence."""
+class _SlotCounts:
+    """The decode calls that the sequences in the slots still take."""
 
-    slot: int
-    emitted: int
-    """Tokens that the call emits, those past a stop string included."""
-    cut: int
-    """Tokens that the sequence emits past a stop string."""
+    def __init__(self, num_slots: int):
+        self.num_calls_B = np.zeros(num_slots, np.int64)
+        """The calls up to the end of the sequence; all calls before the last emit every step."""
+        self.last_B = np.zeros(num_slots, np.int64)
+        """The tokens that its last call emits, those past a stop string included."""
+        self.cut_B = np.zeros(num_slots, np.int64)
+        """The tokens that it emits past a stop string."""
+        self.num_known_B = np.zeros(num_slots, np.int64)
+        """The tokens that it emits again, as it emitted them before it gave a slot back."""
 
 
 def schedule(grid: BucketGrid, rows: Sequence[SimulatedRow], num_held: int = 0) -> Schedule:
@@ -182,9 +187,8 @@ class _Run:
         self._grid, self._rows = grid, rows
         self.scheduler = Scheduler(grid)
         self._result = Schedule()
-        self._num_decode_calls = 0
-        self._last_calls: dict[int, list[_LastCall]] = defaultdict(list)
-        """The sequences that end, by the number of the decode call."""
+        self._result.metrics.has_pages = grid.pages is not None
+        self._counts = _SlotCounts(grid.decode_slots)
         self._calls: dict[tuple[PrefillBucket, bool], Call] = {}
         """Prefill calls by bucket and scoring."""
 
@@ -208,7 +212,7 @@ class _Run:
                 self._count_prefill(action)
                 for row in rows:
                     if row.slot is not None and row.is_last and row.sequence.request.generates:
-                        self._start(row.slot, row.sequence)
+                        self._start(row.slot, row.sequence, row.num_known or 0)
             case PrefixAction(count=count) if count:
                 prefixes = self._grid.prefixes
                 assert prefixes is not None
@@ -230,33 +234,42 @@ class _Run:
             self._result.prefill_calls[name] = call
         self._result.metrics.count_prompts(action)
 
-    def _start(self, slot: int, sequence: ScheduledSequence) -> None:
-        """Note the decode call in which a sequence ends: all calls before it emit every step."""
+    def _start(self, slot: int, sequence: ScheduledSequence, num_known: int = 0) -> None:
+        """Note how many decode calls a sequence takes."""
         row, steps = self._rows[sequence.request.number], self._grid.steps_per_call
         wanted = row.outputs[sequence.sample]
         # a stop string ends a row after the call, and the device goes on up to the limit
         length = row.limit - row.prompt_length if row.ends_on_host else wanted
         num_calls = max(1, -(-wanted // steps))
         emitted = min(num_calls * steps, length)
-        last = _LastCall(slot, emitted - (num_calls - 1) * steps, emitted - wanted)
-        self._last_calls[self._num_decode_calls + num_calls].append(last)
+        counts = self._counts
+        counts.num_calls_B[slot] = num_calls
+        counts.last_B[slot] = emitted - (num_calls - 1) * steps
+        counts.cut_B[slot] = emitted - wanted
+        counts.num_known_B[slot] = num_known
 
     def _decode(self, action: DecodeAction) -> None:
-        self._num_decode_calls += 1
-        steps, num_live = self._grid.steps_per_call, len(action.slots)
-        ending = self._last_calls.pop(self._num_decode_calls, [])
-        num_longer = num_live - len(ending)
-        run_steps = steps if num_longer else max(last.emitted for last in ending)
+        slots, steps, counts = np.array(action.slots), self._grid.steps_per_call, self._counts
+        counts.num_calls_B[slots] -= 1
+        is_last = counts.num_calls_B[slots] == 0
+        emitted_B = np.where(is_last, counts.last_B[slots], steps)
+        run_steps = int(emitted_B.max())
+        known_B = np.minimum(counts.num_known_B[slots], emitted_B)
+        counts.num_known_B[slots] -= known_B
+        num_known = int(known_B.sum())
         self._result.decode[action.length].add(
             DecodeUse(
                 calls=1,
                 steps=run_steps,
-                emitted_tokens=num_longer * steps + sum(last.emitted for last in ending),
-                live_tokens=run_steps * num_live,
+                emitted_tokens=int(emitted_B.sum()) - num_known,
+                live_tokens=run_steps * len(slots),
                 computed_tokens=run_steps * self._grid.decode_slots,
+                read_entries=self.scheduler.slots.read_entries(action.slots, emitted_B),
             )
         )
-        self.scheduler.slots.advance(list(action.slots), steps)
-        for last in ending:
-            self._result.metrics.cut_tokens += last.cut
-            self.scheduler.slots.release(last.slot)
+        metrics, ending = self._result.metrics, slots[is_last]
+        metrics.count_waits(action.num_waiting, num_known)
+        metrics.cut_tokens += int(counts.cut_B[ending].sum())
+        self.scheduler.slots.advance(list(action.slots), emitted_B)
+        for slot in ending.tolist():
+            self.scheduler.slots.release(slot)

@@ -1,0 +1,138 @@
+"""The pages of the cache: which are free, which belong to each slot, and which must be cleared.
+
+A slot takes pages as its row grows. Slots share pages whose entries are all in common; a page that
+is filled in part is copied, because each row goes on in its own.
+
+Pure state, without device. Does not know about requests, nor when a slot may take pages.
+Guarantees: a page is free, or as many slots as its count says have it; which page is taken depends
+on the order of calls alone; a page that may hold non-finite numbers is cleared, or written as a
+whole by a copy, before a row uses it again.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ...compile.grids.bucket_grid import BucketGrid
+
+
+class CopiedPage(NamedTuple):
+    """A page whose entries are copied to another; both are past the last page for no copy."""
+
+    source_page: int
+    page: int
+
+
+class PagePool:
+    """The pages of a grid.
+
+    Args:
+      grid: A grid with pages.
+
+    Attributes:
+      table: The pages of each slot in the order of its entries, `[slots, pages of the longest
+        row]`; the rest of a row is the number after the last page.
+      held_B: The number of pages of each slot.
+    """
+
+    def __init__(self, grid: BucketGrid):
+        assert grid.pages is not None and grid.page is not None
+        self._grid, self._page, self.no_page = grid, grid.page, grid.pages
+        shape = (grid.decode_slots, grid.num_pages(grid.max_length))
+        self.table = np.full(shape, self.no_page, np.int32)
+        self.held_B = np.zeros(grid.decode_slots, np.int64)
+        self._num_users = np.zeros(grid.pages, np.int64)
+        """The number of slots that have each page."""
+        self._free = list(range(grid.pages))[::-1]
+        """The last one is taken first."""
+        self._unclean: set[int] = set()
+        """Pages, free or not, that may hold non-finite numbers."""
+        self._to_clear: dict[int, None] = {}
+        """Unclean pages that were taken, in this order, and are not cleared yet."""
+
+    @property
+    def num_free(self) -> int:
+        """The number of pages that no slot has."""
+        return len(self._free)
+
+    def num_missing(self, slots: np.ndarray, length_B: np.ndarray) -> np.ndarray:
+        """The number of pages that slots lack to hold numbers of positions, at least 0."""
+        return np.maximum(-(-length_B // self._page) - self.held_B[slots], 0)
+
+    def take(self, slot: int, length: int) -> None:
+        """Give a slot the pages that it lacks to hold a number of positions; they must be free."""
+        first, end = int(self.held_B[slot]), self._grid.num_pages(length)
+        if end <= first:
+            return
+        pages = [self._take_one() for _ in range(end - first)]
+        for page in self._unclean.intersection(pages) if self._unclean else ():
+            self._unclean.remove(page)
+            self._to_clear[page] = None
+        self.table[slot, first:end] = pages
+        self.held_B[slot] = end
+
+    def share(self, source: int, slot: int, length: int) -> CopiedPage:
+        """Give a slot without pages the first entries of another slot.
+
+        Args:
+          source: The other slot.
+          slot: The slot.
+          length: The number of entries. Full pages are shared.
+
+        Returns:
+          The page that is filled in part, and the slot's own page to which it must be copied before
+          the slot is used.
+        """
+        assert not self.held_B[slot]
+        num_full = length // self._page
+        shared = self.table[source, :num_full]
+        self.table[slot, :num_full] = shared
+        self._num_users[shared] += 1
+        self.held_B[slot] = num_full
+        if length == num_full * self._page:
+            return CopiedPage(self.no_page, self.no_page)
+        page = self._take_one()
+        # the copy writes all of it
+        self._unclean.discard(page)
+        self.table[slot, num_full] = page
+        self.held_B[slot] += 1
+        return CopiedPage(int(self.table[source, num_full]), page)
+
+    def release(self, slot: int) -> None:
+        """Give the pages of a slot back; those that no other slot has become free."""
+        pages = self.table[slot, : self.held_B[slot]]
+        self._num_users[pages] -= 1
+        freed = pages[self._num_users[pages] == 0].tolist()
+        self._free += freed[::-1]
+        if self._to_clear:
+            for page in freed:
+                if page in self._to_clear:
+                    del self._to_clear[page]
+                    self._unclean.add(page)
+        self.table[slot] = self.no_page
+        self.held_B[slot] = 0
+
+    def mark_unclean(self, pages: np.ndarray) -> None:
+        """Record that pages may hold non-finite numbers; numbers past the last page are ignored."""
+        self._unclean.update(pages[pages < self.no_page].tolist())
+        self._unclean.difference_update(self._to_clear)
+
+    def pages_to_clear(self) -> list[int]:
+        """The unclean pages that were taken; the caller clears them before the next call."""
+        pages = list(self._to_clear)
+        self._to_clear.clear()
+        return pages
+
+    def rows(self, slots: Sequence[int | None], num_pages: int) -> np.ndarray:
+        """The first pages of some slots, `[slots, num_pages]`; None for a row without pages."""
+        page_BN = np.full((len(slots), num_pages), self.no_page, np.int32)
+        for row, slot in enumerate(slots):
+            if slot is not None:
+                page_BN[row] = self.table[slot, :num_pages]
+        return page_BN
+
+    def _take_one(self) -> int:
+        page = self._free.pop()
+        self._num_users[page] = 1
+        return page

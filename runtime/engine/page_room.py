@@ -1,0 +1,125 @@
+"""Decides which prompts may start in a grid with pages, and gives them their pages.
+
+A prompt starts if the pages of all its slots are free and, beyond them, more pages are free than
+the sequences with slots are expected to take (see `growth`). It takes all its pages when it starts,
+so prefill never waits for pages. If no sequence has a slot, only its own pages must be free.
+
+A sequence that gave its slot back also waits until the tokens that it had would find pages.
+
+Knows nothing of queues or of the order of prompts. Guarantees: without pages, every prompt may
+start; a prompt that is alone finds its pages, however many pages held prefixes have.
+"""
+
+import math
+
+from ...compile.grids.bucket_grid import BucketGrid
+from .actions import ScheduledSequence
+from .decode_slots import DecodeSlots
+from .page_pool import CopiedPage
+from .waiting_prompts import Prompt
+
+
+class PageRoom:
+    """The free pages as they are, for prompts that may start together."""
+
+    def __init__(self, grid: BucketGrid, slots: DecodeSlots):
+        self._grid, self._slots = grid, slots
+        self._num_free, self._growth, self._is_empty = math.inf, 0, False
+        if slots.pool is not None:
+            self._num_free = slots.pool.num_free
+            self._growth, self._is_empty = slots.expected_pages, slots.growth.is_empty
+
+    def copy(self) -> "PageRoom":
+        """The same room, for other prompts."""
+        room = object.__new__(PageRoom)
+        room.__dict__ |= self.__dict__
+        return room
+
+    def has_spare(self, share: float) -> bool:
+        """Whether at least this share of all pages is free beyond the expected growth."""
+        return self._grid.pages is None or self._num_free - self._growth >= share * self._grid.pages
+
+    def holds(self, prompt: Prompt) -> bool:
+        """Whether a prompt may start."""
+        if self._grid.pages is None or not prompt.num_slots:
+            return True
+        needed = num_pages_of(self._grid, prompt)
+        if self._is_empty:
+            return needed <= self._num_free
+        if prompt.num_known is not None:
+            request = prompt.request
+            length = request.prompt_length + prompt.num_known + self._grid.steps_per_call
+            needed = self._grid.num_pages(min(length, request.max_total_length))
+        return self._num_free - needed > self._growth
+
+    def add(self, prompt: Prompt) -> None:
+        """Count the pages of a prompt that starts."""
+        if self._grid.pages is None or not prompt.num_slots:
+            return
+        self._num_free -= num_pages_of(self._grid, prompt)
+        if prompt.generates:
+            self._growth += prompt.num_slots * self._growth_of(prompt)
+            self._is_empty = False
+
+    def _growth_of(self, prompt: Prompt) -> int:
+        """The pages that one sequence of a prompt is expected to take after the prompt."""
+        request = prompt.request
+        total = self._slots.growth.expected_length(
+            request.prompt_length, request.max_total_length, prompt.num_known or 0
+        )
+        return self._grid.num_pages(total) - self._grid.num_pages(request.prompt_length)
+
+
+def num_pages_of(grid: BucketGrid, prompt: Prompt) -> int:
+    """The number of pages that the slots of a prompt take, without those that are shared."""
+    assert grid.page is not None
+    length = _length_of(prompt)
+    num_shared = 0 if prompt.base is None else prompt.base.length // grid.page
+    num_copied = (prompt.num_slots - 1) * (length % grid.page > 0)
+    return grid.num_pages(length) - num_shared + num_copied
+
+
+def max_samples(grid: BucketGrid, prompt_length: int, num_held: int) -> int:
+    """The maximum number of sequences that share a prompt, so that its pages are always found.
+
+    Args:
+      grid: A grid with pages.
+      prompt_length: The length of the prompt.
+      num_held: The number of slots that may hold shared prefixes.
+    """
+    assert grid.pages is not None and grid.page is not None
+    of_others = num_held * grid.num_pages(grid.max_length) + prompt_length // grid.page
+    return max(1, grid.pages - of_others)
+
+
+def claim_pages(slots: DecodeSlots, prompt: Prompt, source: int | None) -> CopiedPage | None:
+    """Give the slots of a prompt all its pages; does nothing in a grid without pages.
+
+    Args:
+      slots: The decode slots.
+      prompt: The prompt. The pages to copy to its other slots are written into it.
+      source: The slot of the prefix with which it begins; None if it begins with none.
+
+    Returns:
+      The page of the prefix to copy to the first slot; None without a prefix or without pages.
+    """
+    if (pool := slots.pool) is None or not prompt.slots:
+        return None
+    first, *others = prompt.slots
+    copied = None
+    if source is not None:
+        assert prompt.base is not None
+        copied = pool.share(source, first, prompt.base.length)
+    length = _length_of(prompt)
+    pool.take(first, length)
+    prompt.copied_pages = [pool.share(first, slot, length) for slot in others]
+    if prompt.generates:
+        for i, slot in enumerate(prompt.slots):
+            sequence = ScheduledSequence(prompt.request, prompt.first_sample + i)
+            slots.begin(slot, sequence, prompt.num_known or 0)
+    return copied
+
+
+def _length_of(prompt: Prompt) -> int:
+    """The length for which a prompt takes pages: its own, or that of the last in its slot."""
+    return prompt.request.prompt_length if prompt.prefix is None else prompt.max_total_length
