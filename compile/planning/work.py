@@ -22,7 +22,7 @@ from ...modelzoo import axes
 from ...modelzoo.attention.attend import first_visible
 from ...modelzoo.attention.blockwise import block_sizes
 from ...modelzoo.cache.state_spec import num_cache_entries
-from ...modelzoo.layer_config import BothSides, Window
+from ...modelzoo.layer_config import Attention, BothSides, Window, window_size
 from ...modelzoo.layer_groups import block_layers
 from ...modelzoo.moe_config import LOSSLESS
 from ...modelzoo.products import WeightProduct, record_logits
@@ -30,7 +30,11 @@ from ...sharding import communication
 from ...sharding.axis_rules import AxisRules
 from ...sharding.call import CachePieces, Call, pieces
 from ...sharding.communication import sent_bytes
-from ...sharding.device_bytes import cache_bytes_per_device, parameter_bytes_per_device
+from ...sharding.device_bytes import (
+    cache_bytes_per_device,
+    entry_bytes_per_device,
+    parameter_bytes_per_device,
+)
 from ...sharding.layer_shapes import LayerShapes
 from ...sharding.layout import Layout
 from ...sharding.projection import MeshAxes
@@ -91,8 +95,8 @@ class NeededBytes:
     experts: float
     """The experts that the tokens choose if routing is uniform."""
     cache: float
-    """All cache entries below the span, live or not, and those of prefixes; in prefill, the entries
-    that it writes."""
+    """All cache entries below the span, live or not, and those of prefixes; with pages, the entries
+    of the pages that rows read. In prefill, the entries that it writes."""
     logits: float
     """Logits, written once and read once."""
 
@@ -184,9 +188,27 @@ class Work:
 
     def grid_bytes(self, grid: BucketGrid) -> int:
         """Bytes of the cache of a grid on each device."""
+        if grid.pages is not None:
+            assert grid.page is not None
+            return self.page_bytes(grid.pages * grid.page)
         prefixes = grid.prefixes
         of_prefixes = 0 if prefixes is None else self.cache_bytes(prefixes.groups, prefixes.length)
         return self.pieces_bytes(grid.segments(grid.max_length)) + of_prefixes
+
+    def page_bytes(self, entries: int) -> int:
+        """Bytes of so many entries of pages on each device: every layer has them, also those with
+        windows."""
+        kinds = self.config.attention_kinds.items()
+        return entries * sum(count * self._page_entry_bytes(kind) for kind, count in kinds)
+
+    def num_pages(self, max_bytes: float, page: int) -> float:
+        """The number of pages, not rounded, that take at most so many bytes on each device."""
+        return max(0.0, max_bytes / self.page_bytes(page))
+
+    def _page_entry_bytes(self, attention: Attention) -> int:
+        """Bytes of an entry of a page in one layer, on each device."""
+        arrangement = self.model.arrangement
+        return entry_bytes_per_device(attention, self.layout, self.cache_dtype, arrangement)
 
     def _products(self, call: Call) -> Part:
         """Products with the weights that all tokens pass through."""
@@ -302,6 +324,11 @@ class Work:
 
     def _span_bytes(self, call: Call) -> float:
         """Bytes of keys and values below the span, or of all tokens of a prompt."""
+        if call.entries is not None:
+            return sum(
+                count * _read_entries(call, kind.window) * self._page_entry_bytes(kind)
+                for kind, count in self.config.attention_kinds.items()
+            )
         if call.phase == "decode":
             return self.pieces_bytes(call.segments or ((call.rows, call.span),))
         # bytes of one row on one device, divided as the prompt's attention is
@@ -392,8 +419,22 @@ def sent_by_axes(tables: Iterable[Sent]) -> dict[str, float]:
     )
 
 
-def _pairs(call: Call, window: Window) -> int:
+def _read_entries(call: Call, window: Window) -> float:
+    """The entries that a decode step with pages reads in one layer.
+
+    A row with a window reads the pages that the window touches, at most one page more than it
+    fills. Rows count as equally long, so the windows of short rows are read a little less.
+    """
+    assert call.entries is not None
+    if window is None:
+        return call.entries
+    return min(call.entries, call.rows * (window_size(window) + call.page))
+
+
+def _pairs(call: Call, window: Window) -> float:
     """Number of query-key pairs that attention computes in one layer, in whole blocks."""
+    if call.entries is not None:
+        return _read_entries(call, window)
     with_prefix = call.num_tokens * num_cache_entries(window, call.prefix[1])
     if call.phase == "decode":
         return with_prefix + sum(

@@ -154,6 +154,8 @@ class DecodeUse(_Use):
     """Slot-steps of slots that held a sequence, whether or not it emitted."""
     computed_tokens: int = 0
     seconds: float = 0.0
+    read_entries: int = 0
+    """With pages, the entries that live rows read in whole pages, summed over steps."""
 
 
 @dataclass
