@@ -8,8 +8,8 @@ computes at least the prompt tokens of the full calls that hold all pieces. So a
 already pads too much by this count is excluded, whatever its schedule.
 
 With pages, a step costs what its rows read. So the bound has the fewest steps that may emit all
-tokens, and the fewest entries that these tokens may read: the pages that hold what is before each
-token. No step reads more entries than the pool has, unless rows share pages.
+tokens, and the entries that these tokens read: whole pages, up to the token itself. No step reads
+more entries than the pool has, unless rows share pages.
 
 The bound does not count two costs. Rows that wait for others to fill a call of chunks hold slots
 that do not decode meanwhile. Slots of several lengths mix rows of all lengths, so that every call
@@ -228,8 +228,8 @@ class RunBounds:
         """Minimum seconds of decode with pages."""
         assert grid.page is not None and grid.pages is not None
         emitted_at = np.diff(self.emitted_below[: grid.max_length + 1])
-        before = np.maximum(np.arange(grid.max_length), 1)
-        entries = float(emitted_at @ round_up(before, grid.page))
+        # the step that emits a token at a position reads the entries up to this one
+        entries = float(emitted_at @ round_up(np.arange(1, grid.max_length + 1), grid.page))
         if not entries:
             return 0.0
         steps = max(emitted_at.sum() / grid.decode_slots, self._longest_output)
