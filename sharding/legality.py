@@ -235,7 +235,7 @@ def page_findings(layout: Layout) -> Iterable[str]:
             yield (
                 f"{phase}: {axis} = {_quoted(mesh_axes)}: with buckets.pages, whose pages belong "
                 f"to any row, expected no split of {what}, got {pieces} pieces. Split heads "
-                f"alone, as the layout tensor-parallel does, or leave out buckets.pages and "
+                f"alone, as the layout weight-stationary-1d does, or leave out buckets.pages and "
                 f"buckets.page."
             )
 
