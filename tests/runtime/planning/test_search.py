@@ -531,3 +531,16 @@ def test_rows_that_are_only_scored_need_no_pages():
     rows = [ExpectedRow(RowShape(20, 0, is_scored=True), 0)] * 3
     whole = [one.grid for one in paged_candidates(rows) if not one.grid.chunks]
     assert whole and all(grid.pages is None for grid in whole)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_no_schedule_with_pages_comes_below_its_bound(num_sequences):
+    rows = rows_of(num_sequences)
+    rows = [replace(row, need=replace(row.need, num_sequences=num_sequences)) for row in rows]
+    memory = COST.work.parameter_bytes + 20 * COST.work.page_bytes(16)
+    budget = Budget(graph_seconds=GraphSeconds(0.003, 0.003), memory_bytes=memory)
+    found = candidates(rows, budget, GridDefaults(page=16))
+    assert {bool(one.grid.chunks) for one in found} == {True, False}
+    for candidate in found[::11]:
+        simulated = simulate_grid(candidate.grid, Schedules(rows), COST, budget)
+        assert simulated.seconds >= candidate.bound * (1 - 1e-9)
