@@ -19,10 +19,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ...modelzoo import axes
-from ...modelzoo.attention.attend import first_visible
 from ...modelzoo.attention.blockwise import block_sizes
-from ...modelzoo.cache.state_spec import num_cache_entries
-from ...modelzoo.layer_config import Attention, BothSides, Window, window_size
+from ...modelzoo.layer_config import Attention
 from ...modelzoo.layer_groups import block_layers
 from ...modelzoo.moe_config import LOSSLESS
 from ...modelzoo.products import WeightProduct, record_logits
@@ -40,6 +38,7 @@ from ...sharding.layout import Layout
 from ...sharding.projection import MeshAxes
 from ..abstract_model import AbstractModel
 from ..grids.bucket_grid import BucketGrid
+from .attention_pairs import num_pairs, read_entries
 
 FLOAT32_BYTES = 4
 ONE_DEVICE = Layout.from_table({"name": "one device", "mesh": {"data": 1}, "rules": {}})
@@ -287,7 +286,7 @@ class Work:
         scores = flops = 0.0
         for kind, count in config.attention_kinds.items():
             layer = next(i for i, x in enumerate(config.layers) if x.attention == kind)
-            pairs = count * _pairs(call, kind.window)
+            pairs = count * num_pairs(call, kind.window)
             of_kind = pairs * kind.num_query_heads / shards
             scores += of_kind
             flops += 2 * of_kind * sum(self._shapes(call, layer).record.head_dims)
@@ -302,7 +301,7 @@ class Work:
         blocks = math.ceil(call.tokens / block)
         own = replace(call, prefix=(0, 0))
         kinds = self.config.attention_kinds.items()
-        seen = sum(count * _pairs(own, kind.window) for kind, count in kinds)
+        seen = sum(count * num_pairs(own, kind.window) for kind, count in kinds)
         everything = call.num_tokens * call.span * len(self.config.attentions)
         own_bytes = span_bytes * (blocks * seen / everything + call.tokens / call.span)
         return own_bytes + blocks * prefix_bytes
@@ -326,7 +325,7 @@ class Work:
         """Bytes of keys and values below the span, or of all tokens of a prompt."""
         if call.entries is not None:
             return sum(
-                count * _read_entries(call, kind.window) * self._page_entry_bytes(kind)
+                count * read_entries(call, kind.window) * self._page_entry_bytes(kind)
                 for kind, count in self.config.attention_kinds.items()
             )
         if call.phase == "decode":
@@ -417,39 +416,3 @@ def sent_by_axes(tables: Iterable[Sent]) -> dict[str, float]:
         for table in tables
         for (_, mesh_axes), num_bytes in table.items()
     )
-
-
-def _read_entries(call: Call, window: Window) -> float:
-    """The entries that a decode step with pages reads in one layer.
-
-    A row with a window reads the pages that the window touches, at most one page more than it
-    fills. Rows count as equally long, so the windows of short rows are read a little less.
-    """
-    assert call.entries is not None
-    if window is None:
-        return call.entries
-    return min(call.entries, call.rows * (window_size(window) + call.page))
-
-
-def _pairs(call: Call, window: Window) -> float:
-    """Number of query-key pairs that attention computes in one layer, in whole blocks."""
-    if call.entries is not None:
-        return _read_entries(call, window)
-    with_prefix = call.num_tokens * num_cache_entries(window, call.prefix[1])
-    if call.phase == "decode":
-        return with_prefix + sum(
-            rows * (num_cache_entries(window, end) - num_cache_entries(window, start))
-            for rows, start, end in call.pieces
-        )
-    block_T, block_S = block_sizes(call.tokens, call.span)
-    first = call.span - call.tokens
-    pairs = 0
-    for start in range(first, call.span, block_T):
-        seen_from = 0 if window is None else max(0, first_visible(start, window))
-        last = min(start + block_T, call.span) - 1
-        if isinstance(window, BothSides):
-            last = call.span - 1 if window.reach is None else last + window.reach
-            last = min(last, call.span - 1)
-        num_blocks = last // block_S - seen_from // block_S + 1
-        pairs += block_T * min(num_blocks * block_S, call.span)
-    return call.rows * pairs + with_prefix
