@@ -67,6 +67,7 @@ def model_sizes(
         grid.slot_groups,
         bool(grid.chunks),
         prefixes is not None,
+        grid.pages is not None,
         groups,
     )
 

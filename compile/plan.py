@@ -258,11 +258,23 @@ class Plan:
                 'the other rows of a call decide what a prefix loses. Set dispatch = "lossless" in '
                 "[experts.prefill], or leave [prefixes] out."
             )
+        if self.buckets.pages is not None and self.experts is not None:
+            self._check_experts_of_pages(self.experts)
         built = {kind.options for kind in GRAPH_KINDS.values() if kind.is_built(self.buckets)}
         if unused := [kind for kind in self.compiler if kind not in built]:
             raise ValueError(
                 f"plan [compiler]: expected options for graphs that the plan has, got {unused}. "
                 f"Remove them."
+            )
+
+    @staticmethod
+    def _check_experts_of_pages(experts: ExpertPlan) -> None:
+        if experts.decode.kind == "capacity":
+            raise ValueError(
+                "plan [experts.decode]: expected lossless dispatch with buckets.pages, got a "
+                f"capacity_factor of {experts.decode.capacity_factor:g}: rows wait for pages and "
+                "are computed again beside other rows, and these would decide what a capacity "
+                'drops. Set dispatch = "lossless", or leave out buckets.pages and buckets.page.'
             )
 
     def to_toml(self) -> str:

@@ -30,6 +30,11 @@ class Call:
     """The pieces of the cache, where there is more than one."""
     prefix: tuple[int, int] = (0, 0)
     """Rows and length of the prefixes that tokens also see. Outside of decode there is one row."""
+    entries: float | None = None
+    """The cache entries of all rows, in whole pages, that a decode step reads; None for a cache
+    without pages, whose rows read all entries below the span."""
+    page: int = 0
+    """The entries of a page; 0 without pages."""
 
     @classmethod
     def of_step(cls, slots: int, span: int) -> "Call":

@@ -67,6 +67,18 @@ def cache_bytes_per_device(
     return (slots // over_rows) * sum(count * row_bytes(kind) for kind, count in kinds)
 
 
+def entry_bytes_per_device(
+    attention: Attention, layout: Layout, dtype: DTypeLike, arrangement: Arrangement = AS_PUBLISHED
+) -> int:
+    """Bytes of one entry of a page, in one layer, on one device.
+
+    Pages are split by heads alone: every device has a part of each page.
+    """
+    rules = layout.phase("decode")
+    over_heads = layout.mesh.num_shards(rules[axes.KV_HEADS])
+    return state_spec(attention, dtype, arrangement).row_bytes(1, over_heads)
+
+
 def max_context(
     config: DecoderConfig, layout: Layout, slots: int, cache_bytes: int, dtype: DTypeLike
 ) -> int:

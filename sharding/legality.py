@@ -65,6 +65,8 @@ class ModelSizes:
     """Whether prompts are prefilled in chunks."""
     has_prefixes: bool = False
     """Whether groups of slots share prefixes. These are prefilled in chunks."""
+    has_pages: bool = False
+    """Whether the cache is a pool of pages."""
     groups: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """The number of groups of each weight that is quantised in groups, and the logical axis of its
     first input."""
@@ -86,6 +88,8 @@ def check(layout: Layout, sizes: ModelSizes) -> list[str]:
         findings += [f if f in in_both else f"{phase}: {f}" for f in phase_findings]
     if sizes.is_chunked or sizes.has_prefixes:
         findings += chunk_findings(layout)
+    if sizes.has_pages:
+        findings += page_findings(layout)
     return list(dict.fromkeys([*findings, *_weight_findings(layout, sizes)]))
 
 
@@ -215,6 +219,25 @@ def chunk_findings(layout: Layout) -> Iterable[str]:
             f"mesh axes of cache_length in decode, {_quoted(cache_length)}: each device reads the "
             f"tokens of a chunk that it keeps. Change either rule, or leave these keys out."
         )
+
+
+def page_findings(layout: Layout) -> Iterable[str]:
+    """Check that every device has a part of each page, and sees all rows and all tokens."""
+    for phase, axis, what in (
+        ("decode", axes.ATTENTION_BATCH, "rows"),
+        ("decode", axes.CACHE_LENGTH, "entries"),
+        ("prefill", axes.ATTENTION_BATCH, "rows"),
+        ("prefill", axes.LENGTH, "tokens of prompts"),
+        ("prefill", axes.RESIDUAL_LENGTH, "tokens of prompts"),
+    ):
+        mesh_axes = layout.phase(phase)[axis]
+        if (pieces := layout.mesh.num_shards(mesh_axes)) > 1:
+            yield (
+                f"{phase}: {axis} = {_quoted(mesh_axes)}: with buckets.pages, whose pages belong "
+                f"to any row, expected no split of {what}, got {pieces} pieces. Split heads "
+                f"alone, as the layout weight-stationary-1d does, or leave out buckets.pages and "
+                f"buckets.page."
+            )
 
 
 def _collisions(rules: AxisRules) -> Iterable[str]:

@@ -338,11 +338,24 @@ class BucketGrid(PlanTable, name="buckets"):
         return replace(call, phase="chunk", prefix=(1, self.prefixes.length))
 
     def decode_call(self, span: int) -> Call:
-        """The shape of one step of a decode call."""
+        """The shape of one step of a decode call; with pages, of a step that reads all pages."""
+        if self.pages is not None and self.page is not None:
+            most = min(self.pages, self.decode_slots * self.num_pages(self.max_length))
+            return self.average_step(most * self.page)
         segments, prefixes = self.segments(span), self.prefixes
         prefix = (0, 0) if prefixes is None else (prefixes.groups, prefixes.length)
         pieces = segments[1:] and segments
         return Call("decode", self.decode_slots, 1, span, segments=pieces, prefix=prefix)
+
+    def average_step(self, entries: float) -> Call:
+        """The shape of a decode step that reads so many entries, in a grid with pages.
+
+        Args:
+          entries: The entries in the pages of all rows that decode, on average.
+        """
+        assert self.page is not None
+        slots, span = self.decode_slots, self.max_length
+        return Call("decode", slots, 1, span, entries=entries, page=self.page)
 
     def _normalise(self) -> None:
         """Turn lists into tuples, and set the defaults that depend on other fields."""
@@ -360,6 +373,7 @@ class BucketGrid(PlanTable, name="buckets"):
     def _check_without_slots(self) -> None:
         task = "embedded" if self.embed else "scored"
         for name, got, expected, shown in (
+            ("pages", self.pages, None, "none"),
             ("decode_spans", self.decode_spans, (), "[]"),
             ("score", self.score, not self.embed, "false" if self.embed else "true"),
             ("chunk", self.chunks, (), "none, as prompts in chunks need a slot"),

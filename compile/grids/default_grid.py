@@ -16,7 +16,7 @@ import numpy as np
 from ...modelzoo.config_values import check_count
 from .bucket_grid import BucketGrid
 from .grid_defaults import GridDefaults, round_up
-from .grid_values import chunk_sizes
+from .grid_values import check_page_size, chunk_sizes
 from .prefill_bucket import PrefillBucket
 from .prefill_ladder import cheapest_prefill, with_small_calls
 from .row_shape import RowShape
@@ -63,7 +63,9 @@ def derive_grid(
     if defaults.max_length is not None:
         max_length = defaults.longest_span(defaults.max_length)
     elif fits is not None and any(row.max_tokens is None for row in rows):
-        room = partial(fits, round_up(slots, defaults.slot_multiple))
+        # rows share pages, so there must be room for one of the longest rows
+        at_once = round_up(slots, defaults.slot_multiple) if defaults.page is None else 1
+        room = partial(fits, at_once)
         max_length = max(expected, _longest_that_fits(room, max_position, defaults))
     expected = min(expected, max_length)
     lengths = [row.prompt_length for row in rows]
@@ -140,7 +142,7 @@ def with_chunks(defaults: GridDefaults, chunk: Any) -> GridDefaults:
 
 
 def with_overrides(defaults: GridDefaults, asked: Any) -> GridDefaults:
-    """The defaults, changed by a user's values of `chunk`, `max_length` and slots.
+    """The defaults, changed by a user's values of `chunk`, `max_length`, `page` and slots.
 
     Raises:
       ValueError: `asked` is not a table, or the value of one of these keys is invalid.
@@ -151,7 +153,10 @@ def with_overrides(defaults: GridDefaults, asked: Any) -> GridDefaults:
         )
     if "chunk" in asked:
         defaults = with_chunks(defaults, asked["chunk"])
-    asks_for_slots = {"decode_slots", "decode_spans", "span_slots"} & set(asked)
+    if "page" in asked:
+        check_page_size(1, asked["page"])
+        defaults = replace(defaults, page=asked["page"])
+    asks_for_slots = {"decode_slots", "decode_spans", "span_slots", "page"} & set(asked)
     if asks_for_slots and asked.get("decode_slots") != 0:
         defaults = replace(defaults, keeps_slots=True)
     if "max_length" in asked:

@@ -55,6 +55,8 @@ class GridDefaults:
     """Spans are multiples of this number."""
     keeps_slots: bool = False
     """Whether a grid has decode slots even if all rows are only scored."""
+    page: int | None = None
+    """The entries of a page of the cache; None for slots with places of their own."""
     chunks: tuple[int, ...] = ()
     """Chunk sizes, growing; empty for a ladder of whole-prompt buckets."""
 

@@ -55,7 +55,7 @@ def with_ragged_slots(grid: BucketGrid, use: SlotUse, layout: Layout | None = No
     groups = 1
     if layout is not None:
         groups = layout.mesh.num_shards(layout.phase("decode")[axes.ATTENTION_BATCH])
-    if grid.span_slots is not None:
+    if grid.span_slots is not None or grid.pages is not None:
         return grid
     limit_R = use.limits(grid)
     steps_R = use.count_R * (limit_R - use.prompt_R if use.output_R is None else use.output_R)

@@ -19,7 +19,14 @@ from ..plan_tables import check_keys, check_number
 
 PEAKS = "published peaks"
 EVIDENCE = ("measured", "compiler's cycles", PEAKS)
+PAGES = "pages"
+"""The kind of attention that reads the pages of a cache, in the tables by kind of call."""
+ASSUMED_SHARE_OF_PAGES = 0.83
+"""The share of the roofline that reads of pages are assumed to reach where none was measured: that
+of the reads of a cache without pages on an H200. A device whose reads in decode reach less is
+assumed to read pages as fast as these."""
 _CURVES = {"products", "logits"}
+_KINDS_OF_ATTENTION = {*KINDS, PAGES}
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,8 @@ class Efficiency:
     logits: Mapping[str, Shares] = field(default_factory=dict)
     """Share of the product with the vocabulary, by dtype. Unit: shares of the roofline."""
     attention: Mapping[str, float] = field(default_factory=dict)
-    """Share of attention, by kind of call. Unit: shares of the roofline."""
+    """Share of attention, by kind of call; `pages` is decode with a cache of pages. Unit: shares of
+    the roofline."""
     activations: float = 1.0
     """Share of work on the residual stream. Unit: share of the roofline."""
     score_bytes: Mapping[str, float] = field(default_factory=dict)
@@ -83,15 +91,22 @@ class Efficiency:
                 f"measured, got {about}. Write them beside the figures."
             )
 
+    @property
+    def has_pages(self) -> bool:
+        """Whether the share of reads of pages is known, and not assumed."""
+        return PAGES in self.attention
+
     def share(self, part: str, kind: str, dtype: str, rows: float) -> float:
         """The share of the roofline that a part of a call reaches.
 
         Args:
           part: The name of the part.
-          kind: The kind of call.
+          kind: The kind of call, or `PAGES`.
           dtype: The dtype of the operands of products.
           rows: The rows of activations that products have on a device.
         """
+        if part == "attention" and kind == PAGES and not self.has_pages:
+            return min(ASSUMED_SHARE_OF_PAGES, self.attention.get("decode", 1.0))
         if part == "attention":
             return self.attention.get(kind, 1.0)
         if part == "activations":
@@ -137,7 +152,7 @@ class Efficiency:
             check_number(f"{where}.{name}", values.get(name, 0.0))
         check_number(f"{where}.activations", values.get("activations", 1.0), above=0)
         for name in ("attention", "score_bytes"):
-            check_keys(f"{where}.{name}", values.get(name, {}), set(), set(KINDS))
+            check_keys(f"{where}.{name}", values.get(name, {}), set(), _KINDS_OF_ATTENTION)
             for kind, number in values.get(name, {}).items():
                 above = 0 if name == "attention" else None
                 check_number(f"{where}.{name}.{kind}", number, above=above)

@@ -7,6 +7,9 @@ Slots of several lengths are tried in two cases: slots of one length do not fit 
 every row has a slot of its own. Otherwise they are not needed: with slots of one length the longest
 rows come first, so rows of similar length run at the same time, and decode reads little, too.
 
+With pages, rows take what memory beside the weights holds, and every span of decode is the whole
+length.
+
 Knows nothing of schedules. Every time here is a prediction.
 """
 
@@ -24,6 +27,7 @@ from ..grids.bucket_grid import BucketGrid
 from ..grids.bucket_search import cheapest_cuts
 from ..grids.default_grid import SPAN_STEP, slot_use
 from ..grids.grid_defaults import GridDefaults, round_up
+from ..grids.page_count import with_pages
 from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefill_ladder import with_small_calls
 from ..grids.prefix_choice import (
@@ -160,12 +164,13 @@ class CandidateGrids:
     def whole_prompt_candidates(self) -> Iterator[Candidate]:
         """Candidates that prefill whole prompts."""
         step = math.lcm(SPAN_STEP, self._defaults.span_multiple)
-        return self._within_budget(
+        grids = (
             self._grid(slots, self.prefill_buckets(tokens, slots), spans)
             for slots in self._slot_counts(has_chunks=False)
             for spans in [self._spans(slots, step, self.max_length, self._budget.decode_graphs)]
             for tokens in TOKENS_PER_PREFILL
         )
+        return self._within_budget(grid for grid in grids if grid is not None)
 
     def chunk_candidates(self) -> Iterator[Candidate]:
         """Candidates that prefill prompts in chunks of one size or two sizes."""
@@ -180,9 +185,10 @@ class CandidateGrids:
     def prefix_candidates(self, slots: int) -> Iterator[Candidate]:
         """Candidates with planned prefixes for groups of about `slots` slots in all.
 
-        Their bounds leave out the work of the prefixes, and allow any padding.
+        Their bounds leave out the work of the prefixes, and allow any padding. There are none with
+        pages, as rows share pages in place of prefixes.
         """
-        if self._score:
+        if self._score or self._defaults.page is not None:
             return
         for prefixes in prefix_grids(self._table, self._prompts, slots, self._defaults):
             rest = self._after(self._planned(prefixes), prefixes.groups)
@@ -216,6 +222,8 @@ class CandidateGrids:
     def min_bytes(self) -> int:
         """Bytes of the weights and the smallest cache on each device."""
         work, slots = self._cost.work, 0 if self._only_scores else self._defaults.slot_multiple
+        if slots and (page := self._defaults.page) is not None:
+            return work.parameter_bytes + work.page_bytes(round_up(self.max_length, page))
         return work.parameter_bytes + work.cache_bytes(slots, self.max_length)
 
     def _within_budget(self, grids: Iterable[BucketGrid]) -> Iterator[Candidate]:
@@ -330,8 +338,9 @@ class CandidateGrids:
         slots: int,
         prefill: Sequence[PrefillBucket],
         spans: tuple[int, ...],
-    ) -> BucketGrid:
-        return BucketGrid(
+    ) -> BucketGrid | None:
+        """The grid of these graphs; None if its pages have no room for a row of its length."""
+        grid = BucketGrid(
             max_length=spans[-1] if spans else self.max_length,
             prefill=tuple(prefill),
             decode_slots=slots,
@@ -340,6 +349,11 @@ class CandidateGrids:
             score=self._score,
             chunks_per_decode=calls_to_fill(slots, prefill),
         )
+        if not slots or (page := self._defaults.page) is None:
+            return grid
+        work = self._cost.work
+        room = work.num_pages(self._budget.memory_bytes - work.parameter_bytes, page)
+        return with_pages(grid, self._slot_use[bool(grid.chunks)], page, room)
 
     def _spans(self, slots: int, step: int, longest: int, max_spans: int) -> tuple[int, ...]:
         """At most `max_spans` spans of least cost, if a token's step read only the token's span."""

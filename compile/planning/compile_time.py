@@ -77,6 +77,9 @@ class GraphSeconds:
     def of_grid(self, grid: BucketGrid) -> float:
         """Seconds to compile all graphs of a grid."""
         num_prefill = len(grid.prefill) * len(kinds_of(grid, PrefillBucket))
+        if grid.pages is not None and grid.page is not None:
+            decode = self.of_decode_graph(grid.pages, grid.page)
+            return num_prefill * self.prefill + decode
         decode = sum(self.of_decode_graph(grid.decode_slots, span) for span in grid.graph_spans)
         return num_prefill * self.prefill + decode
 

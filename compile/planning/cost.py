@@ -22,13 +22,15 @@ import numpy as np
 from scipy.optimize import nnls
 
 from ...sharding.call import KINDS, Call
-from ..hardware.efficiency import Efficiency
+from ..hardware.efficiency import PAGES, Efficiency
 from ..hardware.hardware import Hardware
 from ..hardware.interconnect import Interconnect
 from ..plan_tables import check_keys, check_number
 from .compile_time import first_call_seconds
 from .work import Part, Sent, Work
 
+PAGES_ASSUMED = "reads of pages assumed"
+"""The evidence of a plan with pages, if no read of pages was measured."""
 BINDS = ("compute", "memory", "network", "overhead")
 MEMORY_FACTORS = tuple(sorted(map(float, 2 ** np.linspace(-3, 3, 13)), key=lambda x: abs(x - 1)))
 """Memory factors that a fit tries, as the peaks of an unmeasured machine may be this wrong."""
@@ -137,6 +139,11 @@ class CostModel:
         """The evidence of the seconds, as `measured h200, jax 0.11.2` or `calibration`."""
         return self.hardware.evidence if self.calibration is None else "calibration"
 
+    def evidence_of(self, *, has_pages: bool) -> str:
+        """The evidence of the seconds of a grid, with or without pages."""
+        is_assumed = self.calibration is not None or not self.hardware.efficiency.has_pages
+        return f"{self.evidence}, {PAGES_ASSUMED}" if has_pages and is_assumed else self.evidence
+
     def seconds(self, call: Call) -> float:
         """Seconds of one call; for decode, of one step."""
         return self.estimate(call).seconds
@@ -167,11 +174,12 @@ class CostModel:
         """Seconds of a call by the efficiency of the hardware, by part and by limit."""
         parts: dict[str, float] = {}
         limits: dict[str, float] = dict.fromkeys(BINDS, 0.0)
+        kind = call.phase if call.entries is None else PAGES
         for part in self.work.parts(call):
             local, limit = self._local(part, KindFactors())
             dtype = "int8" if part.int8_flops else self.work.dtype
-            local /= efficiency.share(part.name, call.phase, dtype, part.rows)
-            extra_bytes = part.elements * efficiency.extra_bytes(part.name, call.phase)
+            local /= efficiency.share(part.name, kind, dtype, part.rows)
+            extra_bytes = part.elements * efficiency.extra_bytes(part.name, kind)
             extra = extra_bytes / self.hardware.memory_rate
             network = self._network(part)
             parts[part.name] = local + extra + network

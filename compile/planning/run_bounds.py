@@ -7,6 +7,10 @@ count once in the bound of chunks, because they may be computed once. Likewise, 
 computes at least the prompt tokens of the full calls that hold all pieces. So a candidate that
 already pads too much by this count is excluded, whatever its schedule.
 
+With pages, a step costs what its rows read. So the bound has the fewest steps that may emit all
+tokens, and the entries that these tokens read: whole pages, up to the token itself. No step reads
+more entries than the pool has, unless rows share pages.
+
 The bound does not count two costs. Rows that wait for others to fill a call of chunks hold slots
 that do not decode meanwhile. Slots of several lengths mix rows of all lengths, so that every call
 reads the longest span. The expected time of a candidate counts both. It orders the candidates for
@@ -112,6 +116,8 @@ class RunBounds:
         self._count_R, self._table = count_R, table
         self._prompts = np.array([row.need.prompt_length for row in rows])
         self._longest_output = max(row.output for row in rows)
+        self._may_share = table.shares or any(row.need.num_sequences > 1 for row in rows)
+        """Whether rows may share pages."""
         change = np.zeros(longest + 2)
         for row in rows:
             start = row.need.prompt_length
@@ -175,7 +181,7 @@ class RunBounds:
         choices = (replace(grid, decode_graphs=(*kept, last)) for kept in chosen)
         seconds = (
             (self._graph_seconds.of_grid(choice), self._decode_bound(choice))
-            for choice in (choices if grid.decode_spans else [grid])
+            for choice in (choices if spans else [grid])
         )
         return min(seconds, key=sum)
 
@@ -207,6 +213,8 @@ class RunBounds:
         """
         if not grid.decode_slots:
             return 0.0
+        if grid.pages is not None:
+            return self._decode_bound_of_pages(grid)
         step_seconds = [self._step_seconds(grid, grid.span_of(span)) for span in grid.decode_spans]
         starts = [0, *grid.decode_spans[:-1]]
         emitted_beyond = self.emitted_below[grid.max_length] - self.emitted_below[starts]
@@ -215,6 +223,22 @@ class RunBounds:
         shared = float(steps @ np.diff([0, *step_seconds]))
         first = self._cost.first_call_seconds(grid.decode_call(grid.max_length))
         return max(shared, self._longest_output * min(step_seconds)) + first * bool(shared)
+
+    def _decode_bound_of_pages(self, grid: BucketGrid) -> float:
+        """Minimum seconds of decode with pages."""
+        assert grid.page is not None and grid.pages is not None
+        emitted_at = np.diff(self.emitted_below[: grid.max_length + 1])
+        # the step that emits a token at a position reads the entries up to this one
+        entries = float(emitted_at @ round_up(np.arange(1, grid.max_length + 1), grid.page))
+        if not entries:
+            return 0.0
+        steps = max(emitted_at.sum() / grid.decode_slots, self._longest_output)
+        if not self._may_share:
+            steps = max(steps, entries / (grid.pages * grid.page))
+        step = grid.average_step(entries / steps)
+        of_call = self._cost.decode_call_seconds() / grid.steps_per_call
+        seconds = float(steps) * (of_call + self._cost.seconds(step))
+        return seconds + self._cost.first_call_seconds(step)
 
     def _decode_mixed(self, grid: BucketGrid) -> float:
         """Seconds of decode with all slots busy and a long row among them at any time.

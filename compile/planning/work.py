@@ -19,10 +19,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ...modelzoo import axes
-from ...modelzoo.attention.attend import first_visible
 from ...modelzoo.attention.blockwise import block_sizes
-from ...modelzoo.cache.state_spec import num_cache_entries
-from ...modelzoo.layer_config import BothSides, Window
+from ...modelzoo.layer_config import Attention
 from ...modelzoo.layer_groups import block_layers
 from ...modelzoo.moe_config import LOSSLESS
 from ...modelzoo.products import WeightProduct, record_logits
@@ -30,12 +28,17 @@ from ...sharding import communication
 from ...sharding.axis_rules import AxisRules
 from ...sharding.call import CachePieces, Call, pieces
 from ...sharding.communication import sent_bytes
-from ...sharding.device_bytes import cache_bytes_per_device, parameter_bytes_per_device
+from ...sharding.device_bytes import (
+    cache_bytes_per_device,
+    entry_bytes_per_device,
+    parameter_bytes_per_device,
+)
 from ...sharding.layer_shapes import LayerShapes
 from ...sharding.layout import Layout
 from ...sharding.projection import MeshAxes
 from ..abstract_model import AbstractModel
 from ..grids.bucket_grid import BucketGrid
+from .attention_pairs import num_pairs, read_entries
 
 FLOAT32_BYTES = 4
 ONE_DEVICE = Layout.from_table({"name": "one device", "mesh": {"data": 1}, "rules": {}})
@@ -91,8 +94,8 @@ class NeededBytes:
     experts: float
     """The experts that the tokens choose if routing is uniform."""
     cache: float
-    """All cache entries below the span, live or not, and those of prefixes; in prefill, the entries
-    that it writes."""
+    """All cache entries below the span, live or not, and those of prefixes; with pages, the entries
+    of the pages that rows read. In prefill, the entries that it writes."""
     logits: float
     """Logits, written once and read once."""
 
@@ -184,9 +187,27 @@ class Work:
 
     def grid_bytes(self, grid: BucketGrid) -> int:
         """Bytes of the cache of a grid on each device."""
+        if grid.pages is not None:
+            assert grid.page is not None
+            return self.page_bytes(grid.pages * grid.page)
         prefixes = grid.prefixes
         of_prefixes = 0 if prefixes is None else self.cache_bytes(prefixes.groups, prefixes.length)
         return self.pieces_bytes(grid.segments(grid.max_length)) + of_prefixes
+
+    def page_bytes(self, entries: int) -> int:
+        """Bytes of so many entries of pages on each device: every layer has them, also those with
+        windows."""
+        kinds = self.config.attention_kinds.items()
+        return entries * sum(count * self._page_entry_bytes(kind) for kind, count in kinds)
+
+    def num_pages(self, max_bytes: float, page: int) -> float:
+        """The number of pages, not rounded, that take at most so many bytes on each device."""
+        return max(0.0, max_bytes / self.page_bytes(page))
+
+    def _page_entry_bytes(self, attention: Attention) -> int:
+        """Bytes of an entry of a page in one layer, on each device."""
+        arrangement = self.model.arrangement
+        return entry_bytes_per_device(attention, self.layout, self.cache_dtype, arrangement)
 
     def _products(self, call: Call) -> Part:
         """Products with the weights that all tokens pass through."""
@@ -265,7 +286,7 @@ class Work:
         scores = flops = 0.0
         for kind, count in config.attention_kinds.items():
             layer = next(i for i, x in enumerate(config.layers) if x.attention == kind)
-            pairs = count * _pairs(call, kind.window)
+            pairs = count * num_pairs(call, kind.window)
             of_kind = pairs * kind.num_query_heads / shards
             scores += of_kind
             flops += 2 * of_kind * sum(self._shapes(call, layer).record.head_dims)
@@ -280,7 +301,7 @@ class Work:
         blocks = math.ceil(call.tokens / block)
         own = replace(call, prefix=(0, 0))
         kinds = self.config.attention_kinds.items()
-        seen = sum(count * _pairs(own, kind.window) for kind, count in kinds)
+        seen = sum(count * num_pairs(own, kind.window) for kind, count in kinds)
         everything = call.num_tokens * call.span * len(self.config.attentions)
         own_bytes = span_bytes * (blocks * seen / everything + call.tokens / call.span)
         return own_bytes + blocks * prefix_bytes
@@ -302,6 +323,11 @@ class Work:
 
     def _span_bytes(self, call: Call) -> float:
         """Bytes of keys and values below the span, or of all tokens of a prompt."""
+        if call.entries is not None:
+            return sum(
+                count * read_entries(call, kind.window) * self._page_entry_bytes(kind)
+                for kind, count in self.config.attention_kinds.items()
+            )
         if call.phase == "decode":
             return self.pieces_bytes(call.segments or ((call.rows, call.span),))
         # bytes of one row on one device, divided as the prompt's attention is
@@ -390,25 +416,3 @@ def sent_by_axes(tables: Iterable[Sent]) -> dict[str, float]:
         for table in tables
         for (_, mesh_axes), num_bytes in table.items()
     )
-
-
-def _pairs(call: Call, window: Window) -> int:
-    """Number of query-key pairs that attention computes in one layer, in whole blocks."""
-    with_prefix = call.num_tokens * num_cache_entries(window, call.prefix[1])
-    if call.phase == "decode":
-        return with_prefix + sum(
-            rows * (num_cache_entries(window, end) - num_cache_entries(window, start))
-            for rows, start, end in call.pieces
-        )
-    block_T, block_S = block_sizes(call.tokens, call.span)
-    first = call.span - call.tokens
-    pairs = 0
-    for start in range(first, call.span, block_T):
-        seen_from = 0 if window is None else max(0, first_visible(start, window))
-        last = min(start + block_T, call.span) - 1
-        if isinstance(window, BothSides):
-            last = call.span - 1 if window.reach is None else last + window.reach
-            last = min(last, call.span - 1)
-        num_blocks = last // block_S - seen_from // block_S + 1
-        pairs += block_T * min(num_blocks * block_S, call.span)
-    return call.rows * pairs + with_prefix

@@ -4,6 +4,7 @@ Rows without `max_tokens` may continue to the model's context if the cache for i
 of the memory; if not, the plan gives the reason why they end earlier. Does not know about files.
 """
 
+import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import derive_grid, slot_use, with_chunks, with_overrides
 from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.grids.page_count import expected_pages, with_pages
 from ...compile.grids.prefill_ladder import prefill_padding
 from ...compile.grids.prefix_choice import own_lengths, prefixes_of_rows
 from ...compile.grids.prefix_table import PrefixTable
@@ -31,21 +33,24 @@ from ...compile.planning.work import Work
 from ...compile.target_names import TargetName
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
+from ...modelzoo.config_values import check_count
 from ...sharding.layout import Layout
 from ...sharding.legality import chunk_findings
 from ..checkpoint.published_numbers import overridden_numbers, override_plan
 from ..console import plural
-from ..devices.graph_memory import GIGABYTE, device_bytes
+from ..devices.graph_memory import GIGABYTE, MEMORY_SHARE, device_bytes
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
 from ..planning.better_plan import OtherGrids, better_plan_note
 from ..planning.shared_grids import expected_rows, fits_grid, forecast_steps, with_sharing
-from ..planning.target_work import cache_fits, room_on_accelerator, work_of
+from ..planning.target_work import cache_fits, room_on_accelerator, row_fits_pages, work_of
 from ..pods.peers import ALONE, Peers
 
 _KEYS_WITHOUT_SHARING = {"chunk", "prefill", "decode_spans", "decode_graphs"}
 """If the user sets one of these keys of `[buckets]`, no grid with shared beginnings is tried."""
-_KEYS_WITHOUT_PREFIXES = {"decode_slots", "max_length", "score", "span_slots", "slot_groups"}
+_KEYS_WITHOUT_PREFIXES = {
+    "decode_slots", "max_length", "score", "span_slots", "slot_groups", "page",
+}  # fmt: skip
 """If the user sets one of these keys of `[buckets]`, no prefixes are derived.
 
 With prefixes, slots must divide into groups, and some of the keys would mean something else.
@@ -143,6 +148,8 @@ class _Derivation:
         holds = room_on_accelerator(self.work, self.basis.target, self.memory_bytes)
 
         def derive(rows: Sequence[RowShape], defaults: GridDefaults) -> BucketGrid:
+            if (page := self.defaults.page) is not None:
+                return self._grid_of_pages(rows, defaults, fits, page)
             return derive_grid(rows, config.max_position, defaults, fits, self.prices, holds)
 
         grid = derive(rows, self.defaults)
@@ -157,6 +164,53 @@ class _Derivation:
         is_whole = grid.max_length >= self.defaults.longest_span(config.max_position)
         return grid, "" if is_whole else reason
 
+    def _grid_of_pages(
+        self,
+        rows: Sequence[RowShape],
+        defaults: GridDefaults,
+        fits: Callable[[int, int], bool] | None,
+        page: int,
+    ) -> BucketGrid:
+        """The grid with a cache of pages, and with as many slots as rows are expected to fill it.
+
+        Raises:
+            ValueError: There is no room for the pages of one row.
+        """
+        max_position = self.basis.config.max_position
+        use = slot_use(
+            [row for row in rows if row.min_length <= max_position],
+            has_chunks=bool(defaults.chunks),
+        )
+        room = self._room_for_pages(page)
+        if (asked := self.asked.get("pages")) is not None:
+            check_count("buckets.pages", asked)
+            room = asked
+        if self.basis.target.platform != "cpu":
+            at_once = room / expected_pages(use, page, defaults.unspecified_output)
+            slots = max(1, int(min(defaults.max_decode_slots, at_once)))
+            defaults = replace(defaults, max_decode_slots=slots)
+        grid = derive_grid(rows, max_position, defaults, fits, self.prices)
+        paged = with_pages(grid, use, page, room if asked is None else math.inf)
+        if paged is None:
+            needed = -(-grid.max_length // page)
+            raise ValueError(
+                f"buckets.page: expected room for {needed} pages of {page}, as a row of "
+                f"{grid.max_length} tokens takes, got {int(room)} in the memory that weights "
+                f"leave. Give buckets.pages, a shorter buckets.max_length, or a layout that "
+                f"splits more."
+            )
+        return paged
+
+    def _room_for_pages(self, page: int) -> float:
+        """The number of pages that the memory beside the weights holds, where it is known."""
+        if not self.memory_bytes:
+            return math.inf
+        weights = self.work.parameter_bytes
+        room = MEMORY_SHARE * self.memory_bytes - weights
+        if self.basis.target.platform == "cpu":
+            room = self.defaults.cpu_cache_share * (self.memory_bytes - weights)
+        return self.work.num_pages(room, page)
+
     def _limit(self, rows: Sequence[RowShape]) -> tuple[Callable[[int, int], bool] | None, str]:
         """Whether a cache is small enough, for rows without `max_tokens`; and the reason if not."""
         defaults = self.defaults
@@ -165,7 +219,10 @@ class _Derivation:
         is_cpu = self.basis.target.platform == "cpu"
         share = defaults.cpu_cache_share if is_cpu else defaults.cache_share
         free_bytes = self.memory_bytes - self.work.parameter_bytes
-        return partial(cache_fits, self.work, share * free_bytes), (
+        fits = partial(cache_fits, self.work, share * free_bytes)
+        if (page := defaults.page) is not None:
+            fits = partial(row_fits_pages, self.work, share * free_bytes, page)
+        return fits, (
             f"a longer cache would take more than {share:g} of the memory that weights leave "
             f"({free_bytes / GIGABYTE:.1f} GB per device)"
         )
@@ -178,7 +235,7 @@ class _Derivation:
         # similar length at any time and need equal capacity
         if use.num_sequences <= grid.decode_slots and grid.prefixes is None:
             grid = with_ragged_slots(grid, use, plan.layout)
-        if not {"decode_spans", "decode_graphs"} & set(self.asked):
+        if grid.pages is None and not {"decode_spans", "decode_graphs"} & set(self.asked):
             grid = self.prices.without_idle_spans(grid, forecast_steps(rows, grid))
         return grid
 
@@ -301,7 +358,8 @@ def better_plan(
 
 def _defaults(plan: Plan) -> GridDefaults:
     """The aims of grids that are compared with that of a plan."""
-    return GridDefaults.for_layout(plan.layout, TargetName.parse(plan.target).platform)
+    defaults = GridDefaults.for_layout(plan.layout, TargetName.parse(plan.target).platform)
+    return replace(defaults, page=plan.buckets.page)
 
 
 def _padding(rows: Sequence[RowShape], grid: BucketGrid) -> str:

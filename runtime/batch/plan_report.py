@@ -33,7 +33,10 @@ def plan_table(plan: Plan, work: Work) -> str:
         rows.append(("layout", f"{plan.layout.name}: {plan.layout.mesh}"))
     weights, cache = _size(work.parameter_bytes), _size(work.grid_bytes(grid))
     where = "" if plan.layout is None else " on each device"
-    rows.append(("memory", f"weights {weights}, cache {cache}{where}"))
+    pages = ""
+    if grid.pages is not None:
+        pages = f" in {plural(grid.pages, 'page')} of {grid.page} entries"
+    rows.append(("memory", f"weights {weights}, cache {cache}{pages}{where}"))
     return "\n".join(align_columns(rows, num_left=2))
 
 
@@ -53,6 +56,12 @@ def with_waste(statistics: Mapping[str, Any], grid: BucketGrid, work: Work) -> d
         bucket = PrefillBucket(prefixes.length, prefixes.batch, prefixes.chunk)
         calls[str(bucket)] = prefixes.call
     steps = {str(span): grid.decode_call(span) for span in grid.graph_spans}
+    if grid.pages is not None:
+        steps |= {
+            span: grid.average_step(use["read_entries"] / use["steps"])
+            for span, use in statistics["buckets"]["decode"].items()
+            if use["steps"]
+        }
     flops = {
         name: devices * sum(part.flops for part in work.parts(call))
         for name, call in (*calls.items(), *steps.items())
@@ -92,7 +101,8 @@ def _decode(grid: BucketGrid) -> str:
         return "none, as rows are only scored"
     spans = " or ".join(map(str, grid.graph_spans))
     steps = plural(grid.steps_per_call, "step")
-    return f"{plural(grid.decode_slots, 'slot')}, {steps} in a call over {spans} tokens"
+    over = f"over {spans} tokens" if grid.pages is None else f"of rows up to {spans} tokens"
+    return f"{plural(grid.decode_slots, 'slot')}, {steps} in a call {over}"
 
 
 def _size(num_bytes: float) -> str:

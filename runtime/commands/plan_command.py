@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _OF_DECODE = (
     "report", "from_output", "expected_output", "max_length", "calibration", "hardware", "chunks",
     "max_padding", "max_prefill_graphs", "max_decode_graphs", "max_compile_minutes",
-    "seconds_per_graph", "compile_layouts", "max_memory_gb", "tries", "cache",
+    "seconds_per_graph", "compile_layouts", "max_memory_gb", "tries", "cache", "page",
 )  # fmt: skip
 """The options of the search and of the cache, which a plan for vectors of texts does not have."""
 MAX_DECODE_GRAPHS = 8
@@ -145,6 +145,13 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "never", "always"),
         default="auto",
         help="use chunked prefill: auto, never, always (default: auto)",
+    )
+    add(
+        "--page",
+        type=int,
+        metavar="N",
+        help="plan a cache of pages of N entries, a power of two, that rows take as they grow "
+        "(default: each slot has a place of its own)",
     )
     add(
         "--scan-layers",
@@ -311,10 +318,13 @@ def _check(options: argparse.Namespace) -> None:
         "--max-memory-gb": options.max_memory_gb,
         "--tries": options.tries,
         "--max-length": options.max_length,
+        "--page": options.page,
     }
     for name, number in positive.items():
         if number is not None and not number > 0:
             raise ConfigError(f"{name}: expected a number above 0, got {number}.")
+    if (page := options.page) is not None and page & (page - 1):
+        raise ConfigError(f"--page: expected a power of two, got {page}. Take 64, or another.")
     if options.max_decode_graphs > MAX_DECODE_GRAPHS:
         raise ConfigError(
             f"--max-decode-graphs: expected at most {MAX_DECODE_GRAPHS}, as the search compares "

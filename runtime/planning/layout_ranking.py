@@ -74,6 +74,8 @@ class Ranking:
     """The dtype of cache entries in codes; None for float entries."""
     adapters: AdapterGrid | None = None
     """The room for adapters, whose matrices are weights."""
+    page: int | None = None
+    """The entries of a page of the cache; None for a cache without pages."""
     _definitions: dict[object, AbstractModel] = field(default_factory=dict)
 
     def rank(self, layouts: Sequence[Layout | None]) -> list[RankedLayout]:
@@ -84,6 +86,7 @@ class Ranking:
     def findings(self, layout: Layout | None) -> tuple[str, ...]:
         """The reasons why a layout is illegal for the model; empty if it is legal."""
         sizes = model_sizes(self.config, self.num_devices, weight_rules=self.weight_rules)
+        sizes = replace(sizes, has_pages=self.page is not None)
         return () if layout is None else tuple(check(layout, sizes))
 
     def cost(self, layout: Layout | None) -> CostModel:
@@ -96,7 +99,7 @@ class Ranking:
         if findings := self.findings(layout):
             return RankedLayout(layout, findings=findings)
         cost = self.cost(layout)
-        defaults = GridDefaults.for_layout(layout)
+        defaults = replace(GridDefaults.for_layout(layout), page=self.page)
         try:
             grids = CandidateGrids(
                 self._sample(), self.config.max_position, cost, self.budget, defaults
@@ -179,9 +182,12 @@ def _shorter_rows(ranking: Ranking, ranked: RankedLayout) -> str | None:
     free = ranking.budget.memory_bytes - work.parameter_bytes
     slots, step = defaults.slot_multiple, defaults.span_multiple
     fitting, too_long = 0, ranked.max_row_length // step + 1
+    if (page := ranking.page) is not None:
+        slots, step, too_long = 1, page, -(-ranked.max_row_length // page)
     while too_long - fitting > 1:
         middle = (fitting + too_long) // 2
-        if work.cache_bytes(slots, middle * step) <= free:
+        needed = work.cache_bytes(slots, middle * step)
+        if (needed if page is None else work.page_bytes(middle * page)) <= free:
             fitting = middle
         else:
             too_long = middle

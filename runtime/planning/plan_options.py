@@ -30,6 +30,8 @@ class PlanOptions:
     hardware: Path | None = None
     """Device tables in addition to the published ones."""
     chunks: Literal["auto", "never", "always"] = "auto"
+    page: int | None = None
+    """The entries of a page of the cache; None for a cache without pages."""
     scan_layers: bool = False
     max_padding: float = math.inf
     """The largest ratio of computed to real prompt tokens."""

@@ -165,7 +165,7 @@ def _evidence(options: PlanOptions, workload: Workload, best: PlannedLayout) -> 
     if hardware.price_per_hour is not None:
         num_devices = TargetName.parse(options.target).num_devices
         price = hardware.price_per_hour * num_devices * simulated.seconds / 3600
-    costs = best.cost.evidence
+    costs = best.cost.evidence_of(has_pages=simulated.grid.pages is not None)
     if options.calibration is not None:
         costs = f"{costs} {options.calibration.name}"
     return PlanEvidence(
@@ -258,6 +258,7 @@ def _ranking(
         target.platform,
         numbers.weight_rules,
         numbers.cache_codes,
+        page=options.page,
     )
 
 
@@ -290,7 +291,7 @@ def _planner(
         config.max_position,
         cost,
         _budget(options, config, cost.hardware, cost.work.entry_bytes),
-        replace(defaults, max_length=options.max_length),
+        replace(defaults, max_length=options.max_length, page=options.page),
         may_chunk=options.chunks != "never",
         must_chunk=options.chunks == "always",
         max_simulated=options.tries,
@@ -337,7 +338,7 @@ def _layouts(options: PlanOptions, count: int) -> list[Layout | None]:
 def _require(layout: Layout | None, ranking: Ranking, grid: BucketGrid | None = None) -> None:
     if layout is not None:
         sizes = model_sizes(ranking.config, ranking.num_devices, grid, ranking.weight_rules)
-        require(layout, sizes)
+        require(layout, replace(sizes, has_pages=ranking.page is not None))
 
 
 def planned_model(options: PlanOptions, files: ModelFiles) -> PlannedModel:

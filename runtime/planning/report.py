@@ -16,6 +16,7 @@ from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.planning.candidates import num_graphs
 from ...compile.planning.work import sent_by_axes
+from ...sharding.call import Call
 from ..engine.metrics import DecodeUse, PrefillUse, prefill_name, prefix_bucket
 from ..files.disk import Disk, replace_file
 from .compiled_layouts import PlannedLayout
@@ -57,6 +58,7 @@ def to_json(prediction: "Prediction") -> dict[str, Any]:
         "memory_bytes": {
             "weights": work.parameter_bytes,
             "cache": work.grid_bytes(grid),
+            "page": work.page_bytes(grid.page) if grid.page else None,
             "device": cost.hardware.memory_bytes,
         },
         "search": {
@@ -87,7 +89,10 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
         use, key = metrics.decode.get(str(span), DecodeUse()), GraphKey("decode", span)
         figures = _graph(str(key), use, use.steps, use.emitted_tokens)
         figures["seconds_beside_steps"] = use.calls * cost.decode_call_seconds()
-        entries.append(figures | _estimate(prediction, key))
+        step = None
+        if grid.pages is not None and use.steps:
+            step = grid.average_step(use.read_entries / use.steps)
+        entries.append(figures | _estimate(prediction, key, step))
     return entries
 
 
@@ -180,9 +185,12 @@ def _ranked(ranked_layout: "RankedLayout") -> dict[str, Any]:
     }
 
 
-def _estimate(prediction: "Prediction", key: GraphKey) -> dict[str, Any]:
-    """The predicted seconds of a graph's call with their causes, and the figures of its program."""
-    cost, call = prediction.cost, call_of(prediction.result.best.grid, key)
+def _estimate(prediction: "Prediction", key: GraphKey, call: Call | None = None) -> dict[str, Any]:
+    """The predicted seconds of a graph's call with their causes, and the figures of its program.
+
+    `call` is the shape of an average call; None if all calls are alike.
+    """
+    cost, call = prediction.cost, call or call_of(prediction.result.best.grid, key)
     parts, estimate = cost.work.parts(call), cost.estimate(call)
     return {
         "flops": sum(part.flops for part in parts),
@@ -210,6 +218,8 @@ def _figures(simulated: "SimulatedGrid") -> dict[str, Any]:
         "decode_slots": simulated.grid.decode_slots,
         "decode_spans": list(simulated.grid.decode_spans),
         "decode_graphs": list(simulated.grid.graph_spans),
+        "pages": simulated.grid.pages,
+        "page": simulated.grid.page,
         "graphs": num_graphs(simulated.grid),
         "run_seconds": simulated.simulation.seconds,
         "build_seconds": simulated.build_seconds,

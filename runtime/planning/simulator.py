@@ -93,9 +93,9 @@ class Simulation:
         return sum(use.live_tokens for use in uses) / computed if computed else 0.0
 
 
-Counts = dict[str | int, tuple[int, int]]
-"""Numbers of calls and steps: by name for a prefill graph, whose calls have one step, and by the
-length of the longest row for decode calls."""
+Counts = dict[str | int, tuple[int, int, int]]
+"""Numbers of calls, of steps, and of entries of pages that steps read: by name for a prefill graph,
+whose calls have one step, and by the length of the longest row for decode calls."""
 
 
 @dataclass
@@ -113,9 +113,11 @@ class Schedule:
 
     @property
     def counts(self) -> Counts:
-        """The calls and steps of each prefill graph, and of the decode calls of each length."""
-        prefill = {name: (use.calls, use.calls) for name, use in self.metrics.prefill.items()}
-        return prefill | {length: (use.calls, use.steps) for length, use in self.decode.items()}
+        """The counts of each prefill graph, and of the decode calls of each length."""
+        prefill = {name: (use.calls, use.calls, 0) for name, use in self.metrics.prefill.items()}
+        return prefill | {
+            length: (use.calls, use.steps, use.read_entries) for length, use in self.decode.items()
+        }
 
     def priced(self, grid: BucketGrid, cost: CostModel | None) -> Simulation:
         """The schedule with seconds.
@@ -137,20 +139,29 @@ class Schedule:
         self, counts: Counts, grid: BucketGrid, cost: CostModel | None
     ) -> dict[str, float]:
         """Seconds of these calls and steps, first calls included, by name of the graph."""
+        by_graph: dict[tuple[str, int | None], tuple[int, int, int]] = {}
+        for key, count in counts.items():
+            span = grid.span_of(key) if isinstance(key, int) else None
+            graph = str(key if span is None else span), span
+            calls, steps, entries = by_graph.get(graph, (0, 0, 0))
+            by_graph[graph] = calls + count[0], steps + count[1], entries + count[2]
         seconds: dict[str, float] = {}
-        for key, (num_calls, num_steps) in counts.items():
-            if is_decode := isinstance(key, int):
-                key, call = str(span := grid.span_of(key)), grid.decode_call(span)
-            else:
-                call = self.prefill_calls[key]
+        for (name, span), (num_calls, num_steps, entries) in by_graph.items():
             if cost is None:
-                seconds[key] = 0.0
+                seconds[name] = 0.0
                 continue
-            if key not in seconds:
-                seconds[key] = cost.first_call_seconds(call)
-            of_call = cost.decode_call_seconds() if is_decode else 0.0
-            seconds[key] += num_calls * of_call + num_steps * cost.seconds(call)
+            if span is None:
+                call, of_call = self.prefill_calls[name], 0.0
+            else:
+                call, of_call = _step(grid, span, entries / num_steps), cost.decode_call_seconds()
+            first_call = cost.first_call_seconds(call)
+            seconds[name] = first_call + num_calls * of_call + num_steps * cost.seconds(call)
         return seconds
+
+
+def _step(grid: BucketGrid, span: int, entries: float) -> Call:
+    """The shape of a decode step; with pages, of one that reads so many entries."""
+    return grid.decode_call(span) if grid.pages is None else grid.average_step(entries)
 
 
 class _SlotCounts:

@@ -49,7 +49,7 @@ def summary(report: Mapping[str, Any]) -> str:
         f"evidence   {_evidence(report['evidence']['costs'])}",
         *([f"sample     {report['sample']['error']}"] if report["sample"] else []),
         *_shared_lines(report),
-        f"memory     {_gigabytes(report['memory_bytes'])}",
+        f"memory     {_gigabytes(report['memory_bytes'], predicted)}",
         f"search     {search['simulated']} of {plural(search['candidates'], 'grid')} simulated; "
         f"none of the others can be more than {search['gap']:.1%} faster to build and run; "
         f"{search['seconds']:.1f} s",
@@ -113,7 +113,7 @@ def _rates(evidence: Mapping[str, Any]) -> str:
 
 def _evidence(costs: str) -> str:
     """The evidence of the seconds, and what it is worth."""
-    return f"{costs}: {PEAKS_NOTE}" if costs.endswith("peaks") else costs
+    return f"{costs}: {PEAKS_NOTE}" if "peaks" in costs else costs
 
 
 def _slots(predicted: Mapping[str, Any]) -> str:
@@ -189,6 +189,12 @@ def _program(name: str, program: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _gigabytes(memory: Mapping[str, float]) -> str:
+def _gigabytes(memory: Mapping[str, float], predicted: Mapping[str, Any]) -> str:
     weights, cache, device = (memory[part] / GIGABYTE for part in ("weights", "cache", "device"))
-    return f"weights {weights:.2f} GB and cache {cache:.2f} GB of {device:.1f} GB on each device"
+    pages = ""
+    if predicted["pages"] is not None:
+        pages = f" ({plural(predicted['pages'], 'page')} of {predicted['page']} entries)"
+    return (
+        f"weights {weights:.2f} GB and cache {cache:.2f} GB{pages} of {device:.1f} GB on each "
+        f"device"
+    )

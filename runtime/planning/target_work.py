@@ -8,6 +8,7 @@ from functools import partial
 
 from ...compile.abstract_model import AbstractModel
 from ...compile.grids.adapter_grid import AdapterGrid
+from ...compile.grids.grid_defaults import round_up
 from ...compile.plan import Numbers
 from ...compile.planning.work import Work
 from ...compile.targets import Target
@@ -41,6 +42,11 @@ def room_on_accelerator(
     if target.platform == "cpu" or not memory_bytes:
         return None
     return partial(cache_fits, work, MEMORY_SHARE * memory_bytes - work.parameter_bytes)
+
+
+def row_fits_pages(work: Work, max_bytes: float, page: int, slots: int, length: int) -> bool:
+    """Whether the pages of so many rows of a length take at most `max_bytes` on each device."""
+    return slots * work.page_bytes(round_up(length, page)) <= max_bytes
 
 
 def cache_fits(work: Work, max_bytes: float, slots: int, length: int) -> bool:

@@ -321,3 +321,16 @@ def test_tiles_are_the_targets_and_no_plans():
     assert [of_v5p.tile(128 * n, 128) for n in (4, 16, 500)] == [16, 32, 256], "twice the mean load"
     with pytest.raises(ValueError, match=r"\[experts.prefill\] tiles: expected the target's tiles"):
         ExpertPlan(Dispatch(tiles=Tiles(2, 2)))
+
+
+def test_pages_are_refused_with_experts_of_a_fixed_capacity_in_decode():
+    grid = replace(GRID, decode_spans=(64,), pages=8, page=16)
+    assert replace(PLAN, buckets=grid, experts=ExpertPlan(Dispatch("capacity", 2.0))).experts
+    with pytest.raises(ValueError, match=r"expected lossless dispatch .* capacity_factor of 1.25"):
+        replace(PLAN, buckets=grid, experts=EXPERTS)
+
+
+def test_a_plan_with_pages_is_read_as_it_is_written():
+    plan = replace(PLAN, buckets=replace(GRID, decode_spans=(64,), pages=8, page=16))
+    assert "pages = 8\npage = 16" in plan.to_toml()
+    assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan

@@ -549,3 +549,39 @@ def test_a_table_of_another_form_is_refused(changes, expected):
     with pytest.raises(ValueError) as refused:
         Layout.from_table({"mesh": MESH, "rules": RULES, **changes}, "mine.toml")
     assert str(refused.value) == expected
+
+
+PAGED = BucketGrid(64, ((16, 16), (32, 8)), 16, (64,), pages=40, page=16)
+SPLIT_HEADS = (
+    "Split heads alone, as the layout weight-stationary-1d does, or leave out buckets.pages and "
+    "buckets.page."
+)
+
+
+@pytest.mark.parametrize(
+    ("illegal", "expected"),
+    [
+        (
+            layout(),
+            'decode: attention_batch = "data": with buckets.pages, whose pages belong to any row, '
+            f"expected no split of rows, got 2 pieces. {SPLIT_HEADS}",
+        ),
+        (
+            layout(CUBE, batch="", prefill={"length": "sequence"}, max_replicated=1),
+            'prefill: length = "sequence": with buckets.pages, whose pages belong to any row, '
+            f"expected no split of tokens of prompts, got 2 pieces. {SPLIT_HEADS}",
+        ),
+        (
+            layout(CUBE, batch="", decode={"cache_length": "sequence"}, max_replicated=1),
+            'decode: cache_length = "sequence": with buckets.pages, whose pages belong to any '
+            f"row, expected no split of entries, got 2 pieces. {SPLIT_HEADS}",
+        ),
+    ],
+)
+def test_rows_and_entries_are_whole_with_pages(illegal, expected):
+    assert expected in findings(illegal, PAGED)
+
+
+def test_heads_may_be_split_with_pages():
+    heads = layout({"data": 1, "tensor": 8}, kv_heads="")
+    assert findings(heads, PAGED) == []

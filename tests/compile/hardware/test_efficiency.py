@@ -145,3 +145,19 @@ def test_evidence_says_what_seconds_are_made_from():
     assert hardware["h100"].evidence == "published peaks"
     assert hardware["v5e"].evidence == "compiler's cycles"
     assert replace(MINE, source="assumed by me").evidence == "assumed peaks"
+
+
+def test_reads_of_pages_have_a_share_of_their_own_that_is_assumed_until_it_is_measured():
+    step = Call("decode", 4, 1, 64, entries=192, page=16)
+    peaks = parts_of(step, attention={"pages": 1.0})["attention"]
+    assert parts_of(step, attention={"pages": 0.5})["attention"] == pytest.approx(2 * peaks)
+    assert parts_of(step)["attention"] == pytest.approx(peaks / 0.83)
+    slow = parts_of(step, attention={"decode": 0.5})["attention"]
+    assert slow == pytest.approx(2 * peaks), "no faster than reads of a cache without pages"
+
+
+def test_evidence_says_that_the_rate_of_reads_of_pages_is_assumed():
+    assert cost_of().evidence_of(has_pages=True) == "published peaks, reads of pages assumed"
+    assert cost_of().evidence_of(has_pages=False) == "published peaks"
+    measured = cost_of(attention={"pages": 0.6})
+    assert measured.evidence_of(has_pages=True) == "published peaks"

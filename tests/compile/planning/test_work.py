@@ -1,5 +1,7 @@
 """The work of graphs, against what the compiler counts and against sums by hand."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import pytest
 from alike import changed
@@ -178,3 +180,40 @@ def test_gathered_weights_are_written_and_read_whole():
     call = Call("prefill", 4, 32, 32)
     whole, ours = (part(work, call, "products").bytes for work in (alone, gathered))
     assert ours == pytest.approx(1.5 * whole, rel=0.01)
+
+
+PAGED = BucketGrid(128, ((64, 1),), 4, (128,), pages=12, page=16)
+
+
+@pytest.mark.parametrize("config", [PLAIN, CONFIG], ids=["plain", "windows"])
+def test_a_cache_of_pages_has_all_entries_in_every_layer(config):
+    work = work_of(config)
+    whole = work_of(changed(config, windows=(None,) * config.num_layers))
+    assert work.grid_bytes(PAGED) == whole.cache_bytes(12, 16) == 12 * work.page_bytes(16)
+    assert work.num_pages(work.grid_bytes(PAGED) + 1, 16) == pytest.approx(12, rel=1e-3)
+
+
+def test_a_step_with_pages_reads_the_entries_that_rows_hold():
+    work = work_of(PLAIN)
+    whole, part_of_it = (part(work, PAGED.average_step(n), "attention") for n in (192, 80))
+    assert whole == part(work, PAGED.decode_call(128), "attention")
+    assert whole.bytes == work.grid_bytes(PAGED)
+    for figure in ("bytes", "flops", "elements"):
+        assert getattr(part_of_it, figure) == getattr(whole, figure) * 80 / 192
+    assert work.needed(PAGED.average_step(80)).cache == part_of_it.bytes
+    few = replace(PAGED, pages=100)
+    assert few.decode_call(128).entries == 4 * 128, "rows read no more than their longest"
+
+
+def test_a_row_reads_one_page_more_than_its_window_at_most():
+    work = work_of(changed(PLAIN, windows=(24,) * 3))
+    assert part(work, PAGED.average_step(192), "attention").bytes == work.page_bytes(4 * (24 + 16))
+    assert part(work, PAGED.average_step(80), "attention").bytes == work.page_bytes(80)
+
+
+def test_devices_that_split_heads_have_a_part_of_each_page():
+    table = {"name": "heads", "mesh": {"tensor": 2}, "rules": {"query_heads": "tensor"}}
+    split, whole = work_of(PLAIN, Layout.from_table(table)), work_of(PLAIN)
+    assert 2 * split.grid_bytes(PAGED) == whole.grid_bytes(PAGED)
+    parts = [part(work, PAGED.average_step(80), "attention") for work in (split, whole)]
+    assert 2 * parts[0].bytes == parts[1].bytes and 2 * parts[0].flops == parts[1].flops

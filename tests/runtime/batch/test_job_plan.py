@@ -23,6 +23,7 @@ from noria.modelzoo.config import DecoderConfig
 from noria.runtime.batch import job_plan
 from noria.runtime.batch.batch_model import BatchModel, PlanSource, _JobRows
 from noria.runtime.batch.job_plan import PlanBasis, derived_plan, limit_note
+from noria.runtime.batch.plan_report import plan_table
 from noria.runtime.cli import main
 from noria.runtime.devices.graph_memory import MEMORY_SHARE, device_bytes
 from noria.runtime.errors import JobError
@@ -240,7 +241,16 @@ def keys(table, prefix=""):
 
 
 KEYS = [*keys(tomllib.loads(plan_of(OPEN).to_toml()))]
-KEYS += ["a", "a.b", "buckets.chunk", "buckets.span_slots", "buckets.slot_groups", "mesh.data"]
+KEYS += [
+    "a",
+    "a.b",
+    "buckets.page",
+    "buckets.pages",
+    "buckets.chunk",
+    "buckets.span_slots",
+    "buckets.slot_groups",
+    "mesh.data",
+]
 KEYS += ["rules.batch", "decode.rules.batch", "attention.prefill", "experts.overflow", "layout"]
 
 
@@ -351,3 +361,45 @@ def test_a_stored_plan_of_another_version_names_it_and_the_remedy():
     model = BatchModel(None, PlanSource("cpu"))
     with pytest.raises(JobError, match=r"'mask_blocks', 'move_blocks'.* begun by another .*--rest"):
         model._open(_JobRows([], {}, NOTHING_SHARED), text)
+
+
+def test_a_derived_plan_has_pages_if_the_user_gives_their_size():
+    rows = [RowShape(20, 30), RowShape(100, 100), RowShape(9, 4)]
+    grid = plan_of(rows, "buckets.page=16").buckets
+    assert (grid.page, grid.decode_spans) == (16, (grid.max_length,))
+    assert grid.pages == 4 + 13 + 1, "all rows at their longest"
+    given = plan_of(rows, "buckets.page=16", "buckets.pages=15").buckets
+    assert (given.pages, given.decode_slots) == (15, grid.decode_slots)
+    chunks = plan_of(rows, "buckets.page=16", "buckets.chunk=32").buckets
+    assert chunks.pages == 18 and chunks.prefill[-1].length < chunks.max_length
+
+
+def test_an_accelerator_has_as_many_slots_as_rows_are_expected_to_fill_its_pages(gpu, memory):
+    """Most rows are short, and one is long."""
+    rows = [*[RowShape(20, 40)] * 3000, RowShape(20, 4000)]
+    basis = PlanBasis(gpu, MODEL, Numbers("float32"), LONG, overrides=["buckets.page=16"])
+    work = work_of(LONG, Numbers("float32"), None, gpu)
+    memory(80 * 10**9)
+    full = derived_plan(rows, NOTHING_SHARED, basis).buckets
+    assert full.decode_slots == 512 and full.pages == 511 * 4 + 252
+    memory(int((work.parameter_bytes + work.page_bytes(16) * 400.5) / MEMORY_SHARE))
+    few = derived_plan(rows, NOTHING_SHARED, basis).buckets
+    assert few.pages == 400 and few.decode_slots == int(400.5 / ((3000 * 4 + 252) / 3001))
+    memory(int((work.parameter_bytes + work.page_bytes(16) * 250) / MEMORY_SHARE))
+    with pytest.raises(ValueError, match=r"buckets.page: expected room for 25\d pages of 16"):
+        derived_plan(rows, NOTHING_SHARED, basis)
+
+
+def test_rows_without_max_tokens_have_room_for_one_of_the_models_context(gpu, memory):
+    basis = PlanBasis(gpu, MODEL, Numbers("float32"), LONG, overrides=["buckets.page=64"])
+    work = work_of(LONG, Numbers("float32"), None, gpu)
+    memory(int((work.parameter_bytes + 2.505 * work.page_bytes(8192)) / MEMORY_SHARE))
+    grid = derived_plan([RowShape(20, None)] * 100, NOTHING_SHARED, basis).buckets
+    assert grid.max_length == 8192 and grid.pages == 320
+    assert grid.decode_slots == 320 // 9
+
+
+def test_the_table_of_a_plan_says_how_many_pages_the_cache_has():
+    plan = plan_of([RowShape(20, 30)], "buckets.page=16")
+    said = plan_table(plan, work_of(LONG, Numbers("float32"), None, find_target("cpu")))
+    assert "in 4 pages of 16 entries" in said and "in a call of rows up to 64 tokens" in said

@@ -46,3 +46,12 @@ def test_more_dimensions_of_a_torus_make_links_count_for_less():
     line, plane = (bounds(ranked(SLOW, 4, torus=torus)) for torus in ((4,), (2, 2)))
     for name in ("expert-parallel", "data-parallel"):
         assert plane[name] == pytest.approx(line[name] / 2, rel=0.02)
+
+
+def test_with_pages_only_layouts_that_split_heads_are_ranked():
+    found = ranked(FAST, 2, page=16)
+    by_name = {one.layout.name: one for one in found if one.layout}
+    (finding, *_) = by_name["data-parallel"].findings
+    assert by_name["data-parallel"].bound is None
+    assert 'decode: attention_batch = "data": with buckets.pages' in finding
+    assert "expected no split of rows, got 2 pieces. Split heads alone" in finding

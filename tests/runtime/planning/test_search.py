@@ -21,6 +21,7 @@ from noria.compile.planning.compile_time import GraphSeconds
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.run_bounds import ExpectedRow, rows_by_bucket
 from noria.compile.planning.work import Work
+from noria.runtime.engine.metrics import DecodeUse
 from noria.runtime.errors import NoPlanFits
 from noria.runtime.planning import search
 from noria.runtime.planning.planner import Planner, PlanResult
@@ -31,7 +32,7 @@ from noria.runtime.planning.search import (
     simulate_grid,
     simulate_in_order,
 )
-from noria.runtime.planning.simulator import schedule
+from noria.runtime.planning.simulator import Schedule, schedule
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COST = CostModel(Work(AbstractModel(CONFIG), "float32"), HARDWARE)
@@ -473,3 +474,73 @@ def test_prompts_that_are_only_scored_are_tried_in_full_calls_of_chunks():
     assert {one.grid.decode_slots for one in grids.whole_prompt_candidates()} == {0}
     assert max(one.grid.decode_slots for one in grids.chunk_candidates()) == 64
     assert any(bucket.batch > 1 for one in grids.chunk_candidates() for bucket in one.grid.prefill)
+
+
+PAGED = BucketGrid(64, ((32, 1),), 4, (64,), steps_per_call=4, pages=8, page=16)
+
+
+def test_a_step_with_pages_takes_the_seconds_of_what_its_rows_read():
+    half, whole = (
+        Schedule(decode={length: DecodeUse(calls=2, steps=8, read_entries=8 * entries)})
+        for length, entries in ((20, 64), (60, 128))
+    )
+    for priced, entries in ((half, 64), (whole, 128)):
+        found = priced.priced(PAGED, COST).metrics.decode["64"]
+        assert found.seconds == pytest.approx(8 * COST.seconds(PAGED.average_step(entries)))
+    both = Schedule(decode={**half.decode, **whole.decode}).priced(PAGED, COST)
+    assert both.seconds == pytest.approx(16 * COST.seconds(PAGED.average_step(96)))
+    assert both.metrics.decode["64"].read_entries == 8 * (64 + 128)
+
+
+def test_the_bound_of_a_grid_with_pages_is_that_of_rows_that_read_their_own_pages():
+    rows = [ExpectedRow(RowShape(15, 6), 6), ExpectedRow(RowShape(30, 4), 4)]
+    grids = CandidateGrids(rows, CONFIG.max_position, COST, Budget(), GridDefaults())
+    read = 1 * 16 + 5 * 32 + 2 * 32 + 2 * 48
+    for slots, pages, steps in ((1, 8, 10), (2, 8, 6), (2, 4, 6)):
+        grid = replace(PAGED, decode_slots=slots, pages=pages)
+        without = replace(grid, decode_slots=1, pages=None, page=None)
+        prefill = 2 * COST.seconds(grid.prefill[0].call())
+        decode = steps * COST.seconds(grid.average_step(read / steps))
+        assert grids.run_seconds(grid) == pytest.approx(prefill + decode)
+        assert grids.run_seconds(grid) < grids.run_seconds(without) or slots > 1
+
+
+def paged_candidates(rows, **options) -> list:
+    return candidates(rows, Budget(**options), GridDefaults(page=16))
+
+
+def test_candidates_with_pages_have_what_memory_holds_and_room_for_the_longest_row():
+    rows = rows_of(3)
+    limit = max(row.limit(0) for row in rows)
+    grids = [candidate.grid for candidate in paged_candidates(rows)]
+    assert {bool(grid.chunks) for grid in grids} == {True, False}
+    assert all(grid.page == 16 and grid.decode_spans == (grid.max_length,) for grid in grids)
+    assert all(grid.pages <= -(-grid.max_length // 16) * grid.decode_slots for grid in grids)
+    weights = COST.work.parameter_bytes
+    num_longest = -(-max(grid.max_length for grid in grids if not grid.chunks) // 16)
+    tight = weights + COST.work.page_bytes(16) * (num_longest + 1)
+    small = [candidate.grid for candidate in paged_candidates(rows, memory_bytes=tight)]
+    assert {grid.pages for grid in small if grid.decode_slots > 1} == {num_longest + 1}
+    assert all(weights + COST.work.grid_bytes(grid) <= tight for grid in small)
+    assert all(grid.max_length >= limit for grid in small)
+    short = weights + COST.work.page_bytes(16) * (num_longest - 1)
+    assert not paged_candidates(rows, memory_bytes=short)
+
+
+def test_rows_that_are_only_scored_need_no_pages():
+    rows = [ExpectedRow(RowShape(20, 0, is_scored=True), 0)] * 3
+    whole = [one.grid for one in paged_candidates(rows) if not one.grid.chunks]
+    assert whole and all(grid.pages is None for grid in whole)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_no_schedule_with_pages_comes_below_its_bound(num_sequences):
+    rows = rows_of(num_sequences)
+    rows = [replace(row, need=replace(row.need, num_sequences=num_sequences)) for row in rows]
+    memory = COST.work.parameter_bytes + 20 * COST.work.page_bytes(16)
+    budget = Budget(graph_seconds=GraphSeconds(0.003, 0.003), memory_bytes=memory)
+    found = candidates(rows, budget, GridDefaults(page=16))
+    assert {bool(one.grid.chunks) for one in found} == {True, False}
+    for candidate in found[::11]:
+        simulated = simulate_grid(candidate.grid, Schedules(rows), COST, budget)
+        assert simulated.seconds >= candidate.bound * (1 - 1e-9)

@@ -1,0 +1,49 @@
+"""The queries, keys and cache entries that the attention of one layer reads in a call.
+
+Windows bound them. With pages, a step reads the entries that rows hold, in whole pages.
+
+Knows nothing of heads, bytes, layouts or hardware.
+"""
+
+from ...modelzoo.attention.attend import first_visible
+from ...modelzoo.attention.blockwise import block_sizes
+from ...modelzoo.cache.state_spec import num_cache_entries
+from ...modelzoo.layer_config import BothSides, Window, window_size
+from ...sharding.call import Call
+
+
+def read_entries(call: Call, window: Window) -> float:
+    """The entries that a decode step with pages reads in one layer.
+
+    A row with a window reads the pages that the window touches: on average, at most one page more
+    than the window is long. Slots count as equally long, so a little less is read if some rows are
+    shorter than the window, or slots are idle.
+    """
+    assert call.entries is not None
+    if window is None:
+        return call.entries
+    return min(call.entries, call.rows * (window_size(window) + call.page))
+
+
+def num_pairs(call: Call, window: Window) -> float:
+    """Number of query-key pairs that attention computes in one layer, in whole blocks."""
+    if call.entries is not None:
+        return read_entries(call, window)
+    with_prefix = call.num_tokens * num_cache_entries(window, call.prefix[1])
+    if call.phase == "decode":
+        return with_prefix + sum(
+            rows * (num_cache_entries(window, end) - num_cache_entries(window, start))
+            for rows, start, end in call.pieces
+        )
+    block_T, block_S = block_sizes(call.tokens, call.span)
+    first = call.span - call.tokens
+    pairs = 0
+    for start in range(first, call.span, block_T):
+        seen_from = 0 if window is None else max(0, first_visible(start, window))
+        last = min(start + block_T, call.span) - 1
+        if isinstance(window, BothSides):
+            last = call.span - 1 if window.reach is None else last + window.reach
+            last = min(last, call.span - 1)
+        num_blocks = last // block_S - seen_from // block_S + 1
+        pairs += block_T * min(num_blocks * block_S, call.span)
+    return call.rows * pairs + with_prefix

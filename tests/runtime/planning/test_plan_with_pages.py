@@ -1,0 +1,69 @@
+"""`noria plan --page`: a plan whose cache is a pool of pages, its report, and what is refused."""
+
+import json
+import tomllib
+
+import pytest
+from model_on_disk import write_model
+
+from noria.runtime.cli import main
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    """A function that plans some rows; it returns the plan's table and what was said."""
+    model, source, path = (tmp_path / name for name in ("model", "in.csv", "plan.toml"))
+    write_model(model)
+    rows = (f"{3 + i},{2 + i % 5}" for i in range(12))
+    source.write_text("\n".join(["prompt_tokens,output_tokens", *rows]) + "\n")
+    arguments = ["plan", "--model", model, "--workload", source, "-o", path, "--quiet"]
+
+    def run(*options):
+        code, said = main([*map(str, (*arguments, *options))]), capsys.readouterr()
+        return (tomllib.loads(path.read_text()), said.out) if code == 0 else (None, said.err)
+
+    return run
+
+
+@pytest.mark.parametrize("chunks", ["never", "always"])
+def test_a_plan_with_pages_says_what_its_cache_holds_and_that_reads_are_assumed(
+    plan, tmp_path, chunks
+):
+    folder = tmp_path / "report"
+    table, said = plan("--page", 4, "--chunks", chunks, "--tries", 2, "--report", folder)
+    grid = table["buckets"]
+    assert grid["page"] == 4 and grid["decode_spans"] == [grid["max_length"]]
+    assert f"({grid['pages']} pages of 4 entries)" in said
+    assert table["evidence"]["costs"].endswith("reads of pages assumed")
+    report = json.loads((folder / "report.json").read_text())
+    assert report["predicted"]["pages"] == grid["pages"]
+    memory = report["memory_bytes"]
+    assert memory["cache"] == grid["pages"] * memory["page"]
+
+
+def test_without_the_option_a_plan_has_no_pages(plan):
+    table, said = plan("--chunks", "never", "--tries", 1)
+    assert not {"page", "pages"} & set(table["buckets"]) and "assumed" not in said
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        (24, "--page: expected a power of two, got 24. Take 64, or another."),
+        (0, "--page: expected a number above 0, got 0."),
+    ],
+)
+def test_a_page_that_cannot_be_is_refused(plan, page, message):
+    table, said = plan("--page", page)
+    assert table is None and message in said
+
+
+def test_a_layout_that_splits_rows_is_refused(plan):
+    options = ("--target", "cpu:2", "--layout", "data-parallel@data=2")
+    table, said = plan("--page", 4, *options)
+    assert table is None and "with buckets.pages" in said and "no split of rows" in said
+
+
+def test_a_pool_that_holds_no_row_is_refused_with_what_would_fit(plan):
+    table, said = plan("--page", 4, "--max-memory-gb", 1e-6)
+    assert table is None and "weights and the smallest cache need" in said
