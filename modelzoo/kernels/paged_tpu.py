@@ -13,7 +13,7 @@ Large Language Model Serving with PagedAttention" (2309.06180); Dao 2023, "Flash
 (2307.08691), section 3.1, for the single division of results at the end.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from ..attention.attend import first_visible, soft_cap
 from ..attention.paged import PagedRows
 from ..axes import LANES
 from ..cache.entry_codes import EntryCodes
+from ..cache.segments import EMPTY_POSITION
 from ..cache.state_spec import Entries
 from ..layer_config import PLAIN_SCORES, Scores, Window
 from .call import AttentionCall
@@ -52,8 +53,10 @@ class Walk(NamedTuple):
     """For each row, the index after its last page; no more than `first` if it sees nothing."""
     later: Any
     """For each row, the next row that sees something; the number of rows if there is none."""
-    position: Any
-    """The positions of queries, row by row."""
+    earliest: Any
+    """The first position that each query sees, row by row."""
+    latest: Any
+    """The last position that each query sees, row by row; -1 for a query without a token."""
 
 
 class Pages(NamedTuple):
@@ -86,7 +89,6 @@ class Form(NamedTuple):
     page: int
     turn: int
     """Pages of a turn."""
-    window: Window
     cap: float | None
 
 
@@ -146,13 +148,13 @@ def attend_pages_tpu(
     page, num_pages = k_PKSH.shape[2], rows.page_BN.shape[1]
     pages = Pages.of(k_PKSH, v_PKSH)
     turn = min(num_pages, _pages_of_turn(pages, page))
-    form = Form(num_pages, T, G, len(splits) + 1, page, turn, window, scores.cap)
+    form = Form(num_pages, T, G, len(splits) + 1, page, turn, scores.cap)
 
     scale = H**-0.5 if scores.scale is None else scores.scale
     q_BKTGH = (q_BTKGH * scale).astype(q_BTKGH.dtype).transpose(0, 2, 1, 3, 4)
     padding = (0, 0), (0, 0), (0, -(T * G) % SUBLANES), (0, k_PKSH.shape[-1] - H)
     q_BKAH = _queries_of_parts(jnp.pad(q_BKTGH.reshape(B, K, T * G, H), padding), splits)
-    out_BKAH, lse_B1A = _call(q_BKAH, pages, _walk(rows, form), form)
+    out_BKAH, lse_B1A = _call(q_BKAH, pages, _walk(rows, window, page), form)
     out_BKTGH = out_BKAH[:, :, : T * G].reshape(B, K, T, G, -1)
     lse_BKTG = lse_B1A.reshape(B, K, -1)[:, :, : T * G].reshape(B, K, T, G)
     return out_BKTGH.transpose(0, 2, 1, 3, 4), lse_BKTG.transpose(0, 2, 1, 3)
@@ -174,20 +176,20 @@ def _queries_of_parts(q_BKAH: jax.Array, splits: tuple[int, ...]) -> jax.Array:
     return jnp.where(is_part_PH[:, None], q_BKAH[:, :, None], 0).reshape(B, K, -1, H)
 
 
-def _walk(rows: PagedRows, form: Form) -> Walk:
-    """The pages that each row reads."""
-    end_B = rows.position_BT.max(axis=1) // form.page + 1
-    first_B = jnp.zeros_like(end_B)
-    if form.window is not None:
-        first_BT = first_visible(rows.position_BT, form.window)
-        # tokens alone count: a query without one sees nothing
-        first_BT = jnp.where(rows.position_BT < 0, jnp.iinfo(jnp.int32).max, first_BT)
-        first_B = jnp.maximum(first_BT.min(axis=1), 0) // form.page
+def _walk(rows: PagedRows, window: Window, page: int) -> Walk:
+    """The pages that each row reads, and what its queries see."""
+    latest_BT = rows.position_BT
+    is_token_BT = latest_BT > EMPTY_POSITION
+    earliest_BT = jnp.zeros_like(latest_BT)
+    if window is not None:
+        earliest_BT = jnp.maximum(first_visible(latest_BT, window), 0)
+    end_B = latest_BT.max(axis=1) // page + 1
+    first_B = jnp.where(is_token_BT, earliest_BT, page * rows.page_BN.shape[1]).min(axis=1) // page
     B = len(end_B)
     row_B = jnp.where(end_B > first_B, jnp.arange(B), B)
     later_B = jax.lax.cummin(jnp.append(row_B[1:], B), reverse=True)
-    scalars = rows.page_BN.ravel(), first_B, end_B, later_B, rows.position_BT.ravel()
-    return Walk(*(x.astype(jnp.int32) for x in scalars))
+    scalars = rows.page_BN, first_B, end_B, later_B, earliest_BT, latest_BT
+    return Walk(*(x.ravel().astype(jnp.int32) for x in scalars))
 
 
 def _call(q_BKAH: jax.Array, pages: Pages, walk: Walk, form: Form) -> tuple[jax.Array, jax.Array]:
@@ -270,7 +272,7 @@ def _attend_row(
     own.sum_KAH[...] = jnp.zeros_like(own.sum_KAH)
 
     def take_turn(turn: jax.Array, _: None) -> None:
-        buffer = (before + turn) % 2
+        buffer = jax.lax.rem(before + turn, 2)
         is_last = turn + 1 == num_turns
         next_row = jnp.where(is_last, walk.later[b], b)
 
@@ -294,7 +296,8 @@ def _attend_row(
 
 def _num_turns(walk: Walk, form: Form, b: Any) -> Any:
     """The turns of a row."""
-    return (jnp.maximum(walk.end[b] - walk.first[b], 0) + form.turn - 1) // form.turn
+    num_pages = jnp.maximum(walk.end[b] - walk.first[b], 0)
+    return jax.lax.div(num_pages + form.turn - 1, form.turn)
 
 
 def _turn_copies(
@@ -328,10 +331,9 @@ def _add_turn(form: Form, walk: Walk, q_KAH: Any, own: Buffers, place: tuple[Any
     b, entry, buffer = place
     K, A, _ = own.sum_KAH.shape
     S = form.turn * form.page
-    position_B = [walk.position[b * form.num_tokens + t] for t in range(form.num_tokens)]
-    last = position_B[0]
-    for position in position_B[1:]:
-        last = jnp.maximum(last, position)
+    queries = [b * form.num_tokens + t for t in range(form.num_tokens)]
+    earliest, latest = ([x[i] for i in queries] for x in (walk.earliest, walk.latest))
+    last = reduce(jnp.maximum, latest)
     values = own.pages.entries[-1].at[buffer]
     is_entry_1S1 = entry + jax.lax.broadcasted_iota(jnp.int32, (1, S, 1), 1) <= last
     v_KSH = jnp.where(is_entry_1S1, values[...].astype(q_KAH.dtype), 0)
@@ -345,7 +347,9 @@ def _add_turn(form: Form, walk: Walk, q_KAH: Any, own: Buffers, place: tuple[Any
             for p in range(form.num_parts)
         ]
         scores_KAS = sum(parts[1:], parts[0])
-    mask_1AS = _mask(form, position_B, entry, (1, A, S))
+    position_1AS = entry + jax.lax.broadcasted_iota(jnp.int32, (1, A, S), 2)
+    of_rows = partial(_of_rows, form.num_heads, (1, A, S))
+    mask_1AS = (position_1AS >= of_rows(earliest)) & (position_1AS <= of_rows(latest))
     scores_KAS = jnp.where(mask_1AS, soft_cap(scores_KAS, form.cap), _MASKED_SCORE)
     old_KA1 = own.max_KA1[...]
     new_KA1 = jnp.maximum(old_KA1, scores_KAS.max(axis=2, keepdims=True))
@@ -360,21 +364,13 @@ def _add_turn(form: Form, walk: Walk, q_KAH: Any, own: Buffers, place: tuple[Any
     own.sum_KAH[...] = decay_KA1 * own.sum_KAH[...] + added_KAH
 
 
-def _mask(form: Form, positions: list[Any], entry: Any, shape: tuple[int, ...]) -> Any:
-    """Whether each query, of a token and a head, sees each entry of a turn."""
+def _of_rows(num_heads: int, shape: tuple[int, ...], scalars: list[Any]) -> Any:
+    """The scalar of the token of each row of a product."""
     row_1AS = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    entry_1AS = entry + jax.lax.broadcasted_iota(jnp.int32, shape, 2)
-    last_1AS = jnp.full(shape, positions[0])
-    for t, position in enumerate(positions[1:], 1):
-        last_1AS = jnp.where(row_1AS >= t * form.num_heads, position, last_1AS)
-    mask_1AS = entry_1AS <= last_1AS
-    if form.window is None:
-        return mask_1AS
-    starts = [first_visible(position, form.window) for position in positions]
-    first_1AS = jnp.full(shape, starts[0])
-    for t, start in enumerate(starts[1:], 1):
-        first_1AS = jnp.where(row_1AS >= t * form.num_heads, start, first_1AS)
-    return mask_1AS & (entry_1AS >= first_1AS)
+    x_1AS = jnp.full(shape, scalars[0])
+    for t, scalar in enumerate(scalars[1:], 1):
+        x_1AS = jnp.where(row_1AS >= t * num_heads, scalar, x_1AS)
+    return x_1AS
 
 
 def _product(x_KAB: jax.Array, y: jax.Array, axis: int) -> jax.Array:
