@@ -34,6 +34,8 @@ class AttentionCall:
     device or under a layout; else empty."""
     has_rotated_codes: bool = False
     """Whether these codes are those of rotated entries."""
+    group: int = 1
+    """The query heads of a key/value head."""
     page: int | None = None
     """The entries of a page of the cache; None if the cache has no pages. With pages, `key_dim` and
     `value_dim` are the sizes of cached heads, the zeros that pad them included."""
