@@ -73,7 +73,9 @@ class Pages(NamedTuple):
         if not isinstance(k_PKSH, EntryCodes):
             return cls([k_PKSH] if k_PKSH is v_PKSH else [k_PKSH, v_PKSH], [])
         both = [k_PKSH] if k_PKSH.codes is v_PKSH.codes else [k_PKSH, v_PKSH]
-        return cls([x.codes for x in both], [x.scale_BKPS for x in both])
+        # heads and parts are one axis: XLA would pad an axis of one part to the rows of a tile
+        scales = [x.scale_BKPS.reshape(len(x.codes), -1, x.codes.shape[2]) for x in both]
+        return cls([x.codes for x in both], scales)
 
 
 class Form(NamedTuple):
@@ -208,7 +210,7 @@ def _call(q_BKAH: jax.Array, pages: Pages, walk: Walk, form: Form) -> tuple[jax.
     scratch = Buffers(
         Pages(
             [pltpu.VMEM((2, K, size, x.shape[-1]), x.dtype) for x in pages.entries],
-            [pltpu.VMEM((2, *x.shape[1:3], size), x.dtype) for x in pages.scales],
+            [pltpu.VMEM((2, x.shape[1], size), x.dtype) for x in pages.scales],
         ),
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.SMEM((1,), jnp.int32),
@@ -321,7 +323,7 @@ def _turn_copies(
                 getattr(copy, act)()
             for x, to in zip(pages.scales, own.pages.scales, strict=True):
                 copy = pltpu.make_async_copy(
-                    x.at[page], to.at[buffer, :, :, own_S], own.semaphores.at[buffer]
+                    x.at[page], to.at[buffer, :, own_S], own.semaphores.at[buffer]
                 )
                 getattr(copy, act)()
 
@@ -341,7 +343,7 @@ def _add_turn(form: Form, walk: Walk, q_KAH: Any, own: Buffers, place: tuple[Any
 
     scores_KAS = _product(q_KAH[...], k_KSH, 2)
     if own.pages.scales:
-        scale_KPS = own.pages.scales[0][buffer].astype(jnp.float32)
+        scale_KPS = own.pages.scales[0][buffer].astype(jnp.float32).reshape(K, -1, S)
         parts = [
             scores_KAS[:, p * A : (p + 1) * A] * scale_KPS[:, p : p + 1]
             for p in range(form.num_parts)
@@ -358,8 +360,8 @@ def _add_turn(form: Form, walk: Walk, q_KAH: Any, own: Buffers, place: tuple[Any
     own.max_KA1[...] = new_KA1
     own.sum_KA1[...] = decay_KA1 * own.sum_KA1[...] + weights_KAS.sum(axis=2, keepdims=True)
     if own.pages.scales:
-        scale_K1S = own.pages.scales[-1][buffer][:, :1].astype(jnp.float32)
-        weights_KAS = jnp.where(mask_1AS, weights_KAS * scale_K1S, 0.0)
+        scale_KPS = own.pages.scales[-1][buffer].astype(jnp.float32).reshape(K, -1, S)
+        weights_KAS = jnp.where(mask_1AS, weights_KAS * scale_KPS[:, :1], 0.0)
     added_KAH = _product(weights_KAS.astype(v_KSH.dtype), v_KSH, 1)
     own.sum_KAH[...] = decay_KA1 * own.sum_KAH[...] + added_KAH
 
