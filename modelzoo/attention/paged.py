@@ -80,12 +80,12 @@ def _attend_to_all(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to gathered pages."""
     k_BKSH, v_BKSH = (_gathered(x_PKSH, rows.page_BN) for x_PKSH in pages)
-    position_S = jnp.arange(k_BKSH.shape[2])
+    position_1S = jnp.arange(k_BKSH.shape[2])[None]
     length_B = rows.position_BT.max(axis=1) + 1
-    is_entry_BS = position_S < length_B[:, None]
+    is_entry_BS = position_1S < length_B[:, None]
     v_BKSH = jnp.where(is_entry_BS[:, None, :, None], v_BKSH, 0)
     k_BKSH = jnp.where(is_entry_BS[:, None, :, None], k_BKSH, 0)
-    key_position_BS = jnp.where(is_entry_BS, position_S, EMPTY_POSITION)
+    key_position_BS = jnp.where(is_entry_BS, position_1S, EMPTY_POSITION)
     mask_BTS = visible(rows.position_BT, key_position_BS, window)
     out, lse = attend_masked(q_BTKGH, k_BKSH.swapaxes(2, 3), v_BKSH, mask_BTS, scores)
     return out.astype(q_BTKGH.dtype), lse

@@ -198,7 +198,9 @@ def _attend(form: Form, q_BKAH: Any, k_PKSH: Any, v_PKSH: Any, *refs: Any) -> No
 
     @pl.when(jax.lax.axis_index("group") == 0)
     def _() -> None:
-        _attend_row(form, q_BKAH.at[row, head], walk, shared, [x.at[row, head] for x in results], row)
+        _attend_row(
+            form, q_BKAH.at[row, head], walk, shared, [x.at[row, head] for x in results], row
+        )
 
 
 def _load(
@@ -250,7 +252,8 @@ def _attend_row(
     plgpu.barrier_wait(shared.q_is_here)
     first, end = walk.bound_B2[row, 0], walk.bound_B2[row, 1]
     bounds = [
-        [x_BT[row, t] for t in range(form.num_tokens)] for x_BT in (walk.earliest_BT, walk.latest_BT)
+        [x_BT[row, t] for t in range(form.num_tokens)]
+        for x_BT in (walk.earliest_BT, walk.latest_BT)
     ]
     A, H = shared.q_AH.shape
     per_row = plgpu.Layout.WGMMA.reduce(1)

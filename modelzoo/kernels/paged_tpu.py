@@ -60,8 +60,7 @@ class Walk(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Arrays of keys and of values, in the pool or on the chip; only keys if values are the same.
-    """
+    """Arrays of keys and values, in the pool or on the chip; keys alone if values are the same."""
 
     entries: list[Any]
     scales: list[Any]
@@ -114,22 +113,39 @@ def paged_tpu_refusal(call: AttentionCall) -> str | None:
         return f"it takes at most {MAX_QUERIES} queries a row, got {call.num_queries}"
     if call.sees_later:
         return "it takes no windows in both directions"
+    if call.dtype == jnp.float16:
+        return "it takes bfloat16 and float32, got float16"
     if call.key_dim % LANES or call.value_dim % LANES:
         return (
             f"it takes cached heads of a multiple of {LANES} features, got {call.key_dim} for keys "
             f"and {call.value_dim} for values"
         )
-    if call.has_rotated_codes:
-        return "it takes codes in int8 or float8_e4m3fn only (numbers.cache)"
-    least = SUBLANES * 4 // (1 if call.has_codes else call.dtype.itemsize)
-    if call.page % least:
-        return f"it takes pages of {least} entries or more, got {call.page} (buckets.page)"
     if call.table > MAX_TABLE:
         return (
             f"it takes a table of at most {MAX_TABLE} pages, half of the scalar memory, got "
             f"{call.table}: larger pages (buckets.page), fewer slots (buckets.decode_slots) or a "
             f"lower buckets.max_length make it smaller"
         )
+    if call.has_codes:
+        return _codes_refusal(call)
+    least = SUBLANES * 4 // call.dtype.itemsize
+    if call.page % least:
+        return f"it takes pages of {least} entries or more, got {call.page} (buckets.page)"
+    return None
+
+
+def _codes_refusal(call: AttentionCall) -> str | None:
+    """The reason why the kernel cannot serve a cache in codes, or None if it can.
+
+    In other forms, XLA keeps codes or scales in another memory layout where tokens are written, and
+    would copy all of them for the kernel.
+    """
+    if call.has_rotated_codes:
+        return "it takes codes in int8 or float8_e4m3fn only (numbers.cache)"
+    if {call.key_dim, call.value_dim} != {LANES}:
+        return f"it takes codes of heads of {LANES} features, got {call.key_dim} (numbers.cache)"
+    if call.page % LANES:
+        return f"it takes codes in pages of {LANES} entries, got {call.page} (buckets.page)"
     return None
 
 
@@ -175,7 +191,7 @@ def _queries_of_parts(q_BKAH: jax.Array, splits: tuple[int, ...]) -> jax.Array:
     B, K, _, H = q_BKAH.shape
     part_H = np.searchsorted(splits, np.arange(H), side="right")
     is_part_PH = np.arange(len(splits) + 1)[:, None] == part_H
-    return jnp.where(is_part_PH[:, None], q_BKAH[:, :, None], 0).reshape(B, K, -1, H)
+    return jnp.where(is_part_PH[None, None, :, None], q_BKAH[:, :, None], 0).reshape(B, K, -1, H)
 
 
 def _walk(rows: PagedRows, window: Window, page: int) -> Walk:
@@ -328,7 +344,9 @@ def _turn_copies(
                 getattr(copy, act)()
 
 
-def _add_turn(form: Form, walk: Walk, q_KAH: Any, own: Buffers, place: tuple[Any, Any, Any]) -> None:
+def _add_turn(
+    form: Form, walk: Walk, q_KAH: Any, own: Buffers, place: tuple[Any, Any, Any]
+) -> None:
     """Add the entries of a turn, which are in a buffer, to the running result of a row."""
     b, entry, buffer = place
     K, A, _ = own.sum_KAH.shape
