@@ -46,6 +46,7 @@ HERE = Path(__file__).parent
 NOT_OPTIMIZED = (
     "end_to_end/",
     "modelzoo/attention/test_blockwise.py",
+    "modelzoo/kernels/",
     "modelzoo/test_conformance.py",
     "modelzoo/test_decoder.py",
     "modelzoo/cache/test_kv_cache.py",

@@ -32,6 +32,15 @@ class AttentionCall:
     segments: frozenset[int] = frozenset()
     """The lengths of the cache segments that a device attends to, for chunks of prompts on one
     device or under a layout; else empty."""
+    has_rotated_codes: bool = False
+    """Whether these codes are those of rotated entries."""
+    group: int = 1
+    """The query heads of a key/value head."""
+    page: int | None = None
+    """The entries of a page of the cache; None if the cache has no pages. With pages, `key_dim` and
+    `value_dim` are the sizes of cached heads, the zeros that pad them included."""
+    table: int = 0
+    """The pages in the table of a device: those of all its rows, at their maximum length."""
 
     @property
     def sees_later(self) -> bool:

@@ -1,0 +1,357 @@
+"""A kernel of decode for GPUs of the Hopper generation that reads the live pages of a pool only.
+
+A block of threads serves one row and one key/value head. One of its two groups of warps copies
+pages to the memory of the core, in the order of the row, while the other attends to those that have
+come. A row walks from the first page in which its queries see an entry to the page of its last
+entry. Queries of several tokens and heads are the rows of one product of 64 rows.
+
+Knows nothing of layers, pools or meshes. Guarantees: equals `attend_in_groups` up to the order of
+sums, `lse` included; the bits of a row depend on its queries, positions and entries alone, not on
+the numbers of its pages, its place in the batch or the rows beside it; values after the last
+position of a row may hold anything. Sources: Kwon et al. 2023, "Efficient Memory Management for
+Large Language Model Serving with PagedAttention" (2309.06180); Shah et al. 2024, "FlashAttention-3"
+(2407.08608), section 3.1, for the groups of warps.
+"""
+
+import math
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..attention.attend import first_visible
+from ..attention.paged import PagedRows
+from ..cache.segments import EMPTY_POSITION
+from ..layer_config import PLAIN_SCORES, Scores, Window
+from .call import AttentionCall
+
+ROWS = 64
+"""The rows of a product: tokens times heads of a group."""
+ROWS_STORED = 8
+"""Rows that are copied at a time."""
+HEAD_DIMS, PAGES = (64, 128, 256), (64, 128)
+SHARED_BYTES = 112 * 2**10
+"""The memory of a core for keys and values: two blocks of threads fit on a core."""
+MAX_STAGES = 4
+"""The maximum pages that are on their way at a time."""
+_MASKED_SCORE = -1e30
+_LOG2_E = math.log2(math.e)
+
+
+class Form(NamedTuple):
+    """Static facts of a call."""
+
+    num_tokens: int
+    num_heads: int
+    """Query heads of a group."""
+    num_rows: int
+    """Rows of a product that are stored."""
+    page: int
+    stages: int
+    cap: float | None
+
+
+class Walk(NamedTuple):
+    """Which pages each row reads, and what its queries see."""
+
+    page_BN: Any
+    bound_B2: Any
+    """The index of the first page of a row, and the index after its last page."""
+    earliest_BT: Any
+    latest_BT: Any
+
+
+class Shared(NamedTuple):
+    """Memory of a core, and the barriers that tell when it is filled and when it is free."""
+
+    q_AH: Any
+    k_OSH: Any
+    v_OSH: Any
+    lse_A: Any
+    q_is_here: Any
+    k_is_here: Any
+    v_is_here: Any
+    k_is_free: Any
+    v_is_free: Any
+
+
+def paged_gpu_refusal(call: AttentionCall) -> str | None:
+    """The reason why the kernel cannot serve a call, or None if it can."""
+    if call.page is None:
+        return "it takes a cache in pages (buckets.page)"
+    if call.page not in PAGES:
+        return f"it takes pages of {PAGES[0]} or {PAGES[1]} entries, got {call.page} (buckets.page)"
+    if call.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 and float16, got {call.dtype.name}"
+    if call.has_codes:
+        return "it takes no cache in codes (numbers.cache)"
+    if call.reads_latents:
+        return "it takes no latents"
+    if call.sees_later:
+        return "it takes no windows in both directions"
+    if call.key_dim != call.value_dim or call.key_dim not in HEAD_DIMS:
+        return (
+            f"it takes heads of 64, 128 or 256 features, got {call.key_dim} for keys and "
+            f"{call.value_dim} for values"
+        )
+    if _num_stages(call.page, call.key_dim) == 0:
+        return (
+            f"pages of {call.page} entries of {call.key_dim} features are too large for the memory "
+            f"of a core: set buckets.page to {PAGES[0]}"
+        )
+    if call.num_queries * call.group > ROWS:
+        return (
+            f"it takes at most {ROWS} queries of a key/value head, got {call.num_queries} of each "
+            f"of {call.group} heads"
+        )
+    return None
+
+
+def attend_pages_gpu(
+    q_BTKGH: jax.Array,
+    k_PKSH: jax.Array,
+    v_PKSH: jax.Array,
+    rows: PagedRows,
+    window: Window = None,
+    scores: Scores = PLAIN_SCORES,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend as `attend_in_groups` does; see `AttendPages`."""
+    B, T, K, G, H = q_BTKGH.shape
+    page = k_PKSH.shape[2]
+    num_rows = -(-T * G // ROWS_STORED) * ROWS_STORED
+    form = Form(T, G, num_rows, page, _num_stages(page, H), scores.cap)
+    scale = H**-0.5 if scores.scale is None else scores.scale
+    q_BKTGH = (q_BTKGH * scale).astype(q_BTKGH.dtype).transpose(0, 2, 1, 3, 4)
+    padding = (0, 0), (0, 0), (0, num_rows - T * G), (0, 0)
+    q_BKAH = jnp.pad(q_BKTGH.reshape(B, K, T * G, H), padding)
+    out_BKAH, lse_BKA = _call(q_BKAH, k_PKSH, v_PKSH, _walk(rows, window, page), form)
+    out_BKTGH = out_BKAH[:, :, : T * G].reshape(B, K, T, G, H)
+    lse_BKTG = lse_BKA[:, :, : T * G].reshape(B, K, T, G)
+    return out_BKTGH.transpose(0, 2, 1, 3, 4), lse_BKTG.transpose(0, 2, 1, 3)
+
+
+def _num_stages(page: int, head_dim: int) -> int:
+    """The pages that are on their way at a time; 0 if not even two fit."""
+    stages = min(MAX_STAGES, SHARED_BYTES // (4 * page * head_dim))
+    return stages if stages > 1 else 0
+
+
+def _walk(rows: PagedRows, window: Window, page: int) -> Walk:
+    """The pages that each row reads."""
+    latest_BT = rows.position_BT
+    is_token_BT = latest_BT > EMPTY_POSITION
+    earliest_BT = jnp.zeros_like(latest_BT)
+    if window is not None:
+        earliest_BT = jnp.maximum(first_visible(latest_BT, window), 0)
+    end_B = latest_BT.max(axis=1) // page + 1
+    first_B = jnp.where(is_token_BT, earliest_BT, page * rows.page_BN.shape[1]).min(axis=1) // page
+    # at most the end: a row without tokens reads nothing
+    bound_B2 = jnp.stack([jnp.minimum(first_B, end_B), end_B], axis=1)
+    return Walk(*(x.astype(jnp.int32) for x in (rows.page_BN, bound_B2, earliest_BT, latest_BT)))
+
+
+def _call(
+    q_BKAH: jax.Array, k_PKSH: jax.Array, v_PKSH: jax.Array, walk: Walk, form: Form
+) -> tuple[jax.Array, jax.Array]:
+    """Call the kernel with queries whose tokens and heads are the rows of a product."""
+    # imported late: only starts with this kernel spend the tenth of a second that Pallas takes
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    B, K, A, H = q_BKAH.shape
+    tiled = {"transforms": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))}
+    pages = form.stages, form.page, H
+    barriers = [plgpu.Barrier(num_barriers=form.stages) for _ in range(4)]
+    kernel = plgpu.kernel(
+        partial(_attend, form),
+        out_type=(
+            jax.ShapeDtypeStruct((B, K, A, H), q_BKAH.dtype),
+            jax.ShapeDtypeStruct((B, K, A), jnp.float32),
+        ),
+        scratch_types=[
+            plgpu.SMEM((ROWS, H), q_BKAH.dtype, **tiled),
+            plgpu.SMEM(pages, k_PKSH.dtype, **tiled),
+            plgpu.SMEM(pages, v_PKSH.dtype, **tiled),
+            plgpu.SMEM((ROWS,), jnp.float32),
+            plgpu.Barrier(),
+            *barriers,
+        ],
+        grid=(K, B),
+        grid_names=("head", "row"),
+        num_threads=2,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    return kernel(q_BKAH, k_PKSH, v_PKSH, *walk)
+
+
+def _attend(form: Form, q_BKAH: Any, k_PKSH: Any, v_PKSH: Any, *refs: Any) -> None:
+    """Serve one row and one key/value head."""
+    from jax.experimental import pallas as pl
+
+    walk, results, shared = Walk(*refs[:4]), refs[4:6], Shared(*refs[6:])
+    head, row = jax.lax.axis_index("head"), jax.lax.axis_index("row")
+
+    @pl.when(jax.lax.axis_index("group") == 1)
+    def _() -> None:
+        _load(form, (k_PKSH, v_PKSH), walk, shared, (row, head))
+
+    @pl.when(jax.lax.axis_index("group") == 0)
+    def _() -> None:
+        _attend_row(
+            form, q_BKAH.at[row, head], walk, shared, [x.at[row, head] for x in results], row
+        )
+
+
+def _load(
+    form: Form, pages: tuple[Any, Any], walk: Walk, shared: Shared, place: tuple[Any, Any]
+) -> None:
+    """Copy the pages of a row to the core, each as soon as there is room for it."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+    from jax.experimental import pallas as pl
+
+    row, head = place
+    first = walk.bound_B2[row, 0]
+    num_pages = walk.bound_B2[row, 1] - first
+
+    def wait(i: Any) -> None:
+        stage = jax.lax.rem(i, jnp.int32(form.stages))
+        plgpu.barrier_wait(shared.k_is_free.at[stage])
+        plgpu.barrier_wait(shared.v_is_free.at[stage])
+
+    def copy(i: Any, _: None) -> None:
+        stage = jax.lax.rem(i, jnp.int32(form.stages))
+
+        @pl.when(i >= form.stages)
+        def _() -> None:
+            wait(i)
+
+        page = walk.page_BN[row, first + i]
+        k_PKSH, v_PKSH = pages
+        plgpu.copy_gmem_to_smem(
+            k_PKSH.at[page, head], shared.k_OSH.at[stage], shared.k_is_here.at[stage]
+        )
+        plgpu.copy_gmem_to_smem(
+            v_PKSH.at[page, head], shared.v_OSH.at[stage], shared.v_is_here.at[stage]
+        )
+
+    jax.lax.fori_loop(0, num_pages, copy, None)
+    start = jnp.maximum(0, num_pages - form.stages)
+    jax.lax.fori_loop(start, num_pages, lambda i, _: wait(i), None)
+
+
+def _attend_row(
+    form: Form, q_AH: Any, walk: Walk, shared: Shared, results: list[Any], row: Any
+) -> None:
+    """Attend to the pages of a row as they come."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+    from jax.experimental import pallas as pl
+
+    stored = pl.ds(0, form.num_rows)
+    plgpu.copy_gmem_to_smem(q_AH, shared.q_AH.at[stored], shared.q_is_here)
+    plgpu.barrier_wait(shared.q_is_here)
+    first, end = walk.bound_B2[row, 0], walk.bound_B2[row, 1]
+    bounds = [
+        [x_BT[row, t] for t in range(form.num_tokens)]
+        for x_BT in (walk.earliest_BT, walk.latest_BT)
+    ]
+    A, H = shared.q_AH.shape
+    per_row = plgpu.Layout.WGMMA.reduce(1)
+    max_A = plgpu.layout_cast(jnp.full((A,), _MASKED_SCORE, jnp.float32), per_row)
+    sum_A = plgpu.layout_cast(jnp.zeros((A,), jnp.float32), per_row)
+    sum_AH = plgpu.layout_cast(jnp.zeros((A, H), jnp.float32), plgpu.Layout.WGMMA)
+
+    def add(i: Any, running: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        return _add_page(form, shared, bounds, (first + i, i, first + i + 1 == end), running)
+
+    max_A, sum_A, sum_AH = jax.lax.fori_loop(0, end - first, add, (max_A, sum_A, sum_AH))
+    is_empty_A = sum_A == 0.0
+    safe_A = jnp.where(is_empty_A, 1.0, sum_A)
+    out_AH = sum_AH / jax.lax.broadcast_in_dim(safe_A, sum_AH.shape, [0])
+    shared.q_AH[...] = out_AH.astype(shared.q_AH.dtype)
+    lse_A = (max_A + jnp.log2(safe_A)) * (1 / _LOG2_E)
+    shared.lse_A[...] = jnp.where(is_empty_A, -jnp.inf, lse_A)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(shared.q_AH.at[stored], results[0])
+    plgpu.copy_smem_to_gmem(shared.lse_A.at[stored], results[1])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _add_page(
+    form: Form, shared: Shared, bounds: list[list[Any]], place: tuple[Any, Any, Any], running: Any
+) -> tuple[Any, Any, Any]:
+    """Add a page to the running maximum, in powers of two, and to the sums of a row."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+    from jax.experimental import pallas as pl
+
+    index, i, is_last = place
+    max_A, sum_A, sum_AH = running
+    stage = jax.lax.rem(i, jnp.int32(form.stages))
+    k_SH, v_SH = shared.k_OSH.at[stage], shared.v_OSH.at[stage]
+
+    def scores(product_AS: Any) -> Any:
+        plgpu.wgmma(product_AS, shared.q_AH, plgpu.transpose_ref(k_SH, (1, 0)))
+        return product_AS[...]
+
+    plgpu.barrier_wait(shared.k_is_here.at[stage])
+    scores_AS = pl.run_scoped(scores, plgpu.ACC((ROWS, form.page), jnp.float32))
+    plgpu.barrier_arrive(shared.k_is_free.at[stage])
+    scores_AS = _masked(form, _soft_cap(scores_AS, form.cap), bounds, index * form.page)
+    new_A = jnp.maximum(max_A, scores_AS.max(axis=1) * _LOG2_E)
+    decay_A = jnp.exp2(max_A - new_A)
+    weights_AS = jnp.exp2(
+        scores_AS * _LOG2_E - jax.lax.broadcast_in_dim(new_A, scores_AS.shape, [0])
+    )
+    sum_A = sum_A * decay_A + weights_AS.sum(axis=1)
+    sum_AH = sum_AH * jax.lax.broadcast_in_dim(decay_A, sum_AH.shape, [0])
+    plgpu.barrier_wait(shared.v_is_here.at[stage])
+
+    @pl.when(is_last)
+    def _() -> None:
+        _clear_after(v_SH, reduce(jnp.maximum, bounds[1]) - index * form.page)
+
+    def add(total_AH: Any) -> None:
+        plgpu.wgmma(total_AH, weights_AS.astype(v_SH.dtype), v_SH)
+
+    sum_AH = pl.run_state(add)(plgpu.ACC.init(sum_AH))
+    plgpu.barrier_arrive(shared.v_is_free.at[stage])
+    return new_A, sum_A, sum_AH
+
+
+def _clear_after(v_SH: Any, last: Any) -> None:
+    """Put zeros after the last entry of a row: what other rows left there may not be finite."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    values_SH = plgpu.load(v_SH, (), layout=plgpu.Layout.WGMMA)
+    entry_SH = plgpu.broadcasted_iota(jnp.int32, v_SH.shape, 0, layout=plgpu.Layout.WGMMA)
+    v_SH[...] = jnp.where(entry_SH <= last, values_SH, jnp.zeros_like(values_SH))
+    plgpu.commit_smem()
+
+
+def _soft_cap(x: Any, cap: float | None) -> Any:
+    """The cap of scores, by powers of two: the approximate tanh of a GPU has 11 bits."""
+    if cap is None:
+        return x
+    return cap - 2 * cap / (jnp.exp2(x * (2 * _LOG2_E / cap)) + 1)
+
+
+def _masked(form: Form, scores_AS: Any, bounds: list[list[Any]], start: Any) -> Any:
+    """Scores of the entries that queries see; others are so small that their weights are zero."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    row_AS, entry_AS = (
+        plgpu.broadcasted_iota(jnp.int32, scores_AS.shape, axis, layout=plgpu.Layout.WGMMA)
+        for axis in (0, 1)
+    )
+    position_AS = entry_AS + start
+    earliest, latest = (_of_rows(form, row_AS, scalars) for scalars in bounds)
+    is_seen_AS = (position_AS >= earliest) & (position_AS <= latest)
+    return jnp.where(is_seen_AS, scores_AS, _MASKED_SCORE)
+
+
+def _of_rows(form: Form, row_AS: Any, scalars: list[Any]) -> Any:
+    """The scalar of the token of each row of a product."""
+    x = scalars[0]
+    for t, scalar in enumerate(scalars[1:], 1):
+        x = jnp.where(row_AS >= t * form.num_heads, scalar, x)
+    return x
