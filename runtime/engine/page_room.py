@@ -35,10 +35,6 @@ class PageRoom:
         room.__dict__ |= self.__dict__
         return room
 
-    def has_spare(self, share: float) -> bool:
-        """Whether at least this share of all pages is free beyond the expected growth."""
-        return self._grid.pages is None or self._num_free - self._growth >= share * self._grid.pages
-
     def holds(self, prompt: Prompt) -> bool:
         """Whether a prompt may start."""
         if self._grid.pages is None or not prompt.num_slots:
@@ -64,9 +60,7 @@ class PageRoom:
     def _growth_of(self, prompt: Prompt) -> int:
         """The pages that one sequence of a prompt is expected to take after the prompt."""
         request = prompt.request
-        total = self._slots.growth.expected_length(
-            request.prompt_length, request.max_total_length, prompt.num_known or 0
-        )
+        total = self._slots.growth.expected_length(request, prompt.num_known or 0)
         return self._grid.num_pages(total) - self._grid.num_pages(request.prompt_length)
 
 

@@ -309,12 +309,13 @@ class Scheduler:
         has_few = usable < FEW_SLOTS * len(self.slots)
         if has_few and idle > MANY_IDLE * usable:
             return True
-        has_most = idle > MOST_IDLE * usable and self._has_spare_pages(MOST_IDLE)
+        has_most = idle > MOST_IDLE * usable and self._has_idle_pages(MOST_IDLE)
         return self._prefixes.num_blocked > 0 and has_most
 
-    def _has_spare_pages(self, share: float) -> bool:
+    def _has_idle_pages(self, share: float) -> bool:
         """Whether this share of the pages is idle; true in a grid without pages."""
-        return PageRoom(self._grid, self.slots).has_spare(share)
+        pages = self._grid.pages
+        return pages is None or self.slots.num_idle_pages >= share * pages
 
     def _must_wait(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
         """Whether a batch that is not full waits for more prompts or for more idle slots."""
@@ -327,7 +328,7 @@ class Scheduler:
             idle, usable = self.slots.num_idle(length), self.slots.num_usable(length)
         else:
             idle, usable = len(self._groups.free(queue.prefix)), self._groups.size
-        has_idle = idle >= IDLE_SHARE * usable and self._has_spare_pages(IDLE_SHARE)
+        has_idle = idle >= IDLE_SHARE * usable and self._has_idle_pages(IDLE_SHARE)
         return self._batches_since_decode > 0 or not has_idle
 
     def _cannot_fill(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
