@@ -76,6 +76,17 @@ class DecodeSlots:
         """The index in `free`, shortest first, of the first slot that holds a total length."""
         return bisect_left(free, length, key=self._capacities.__getitem__)
 
+    def part_of(self, free: list[int], length: int, count: int) -> slice | None:
+        """The part of `free`, shortest first, with `count` slots that hold a total length.
+
+        None if there are too few. Then these slots are removed from `free`: they are reserved.
+        """
+        first = self.first_usable(length, free)
+        if len(free) - first >= count:
+            return slice(first, first + count)
+        del free[first:]
+        return None
+
     def num_usable(self, length: int) -> int:
         """The number of slots, free or not, that hold a total length."""
         return len(self) - bisect_left(self._sorted_capacities, length)
