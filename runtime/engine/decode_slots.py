@@ -12,7 +12,7 @@ row finds them when the youngest rows give theirs back.
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +76,17 @@ class DecodeSlots:
         """The index in `free`, shortest first, of the first slot that holds a total length."""
         return bisect_left(free, length, key=self._capacities.__getitem__)
 
+    def part_of(self, free: list[int], length: int, count: int) -> slice | None:
+        """The part of `free`, shortest first, with `count` slots that hold a total length.
+
+        None if there are too few. Then these slots are removed from `free`: they are reserved.
+        """
+        first = self.first_usable(length, free)
+        if len(free) - first >= count:
+            return slice(first, first + count)
+        del free[first:]
+        return None
+
     def num_usable(self, length: int) -> int:
         """The number of slots, free or not, that hold a total length."""
         return len(self) - bisect_left(self._sorted_capacities, length)
@@ -102,8 +113,20 @@ class DecodeSlots:
     @property
     def expected_pages(self) -> int:
         """The number of pages that rows with slots are expected to take from now on."""
+        return int(self._expected_pages_B().sum())
+
+    @property
+    def num_idle_pages(self) -> int:
+        """The pages that no row and no prefix has, and that no row is expected to take.
+
+        As in `num_idle`, those of prompts that are not complete are idle.
+        """
         assert self.pool is not None
-        return self.growth.expected_pages(self._length_B, self.pool.held_B)
+        is_live_B = self._max_length_B > 0
+        is_idle_B = ~is_live_B
+        is_idle_B[list(self._prefixes)] = False
+        of_prompts = self.pool.held_B[is_idle_B].sum()
+        return int(self.pool.num_free + of_prompts - self._expected_pages_B()[is_live_B].sum())
 
     def claim(self, slots: list[int]) -> None:
         """Reserve free slots for the sequences of a prompt."""
@@ -139,11 +162,11 @@ class DecodeSlots:
         self._prefixes.remove(slot)
         self._idle[self._capacities[slot]] += 1
 
-    def advance(self, slots: int | list[int], num_tokens: int | np.ndarray) -> None:
+    def advance(self, slots: int | np.ndarray, num_tokens: int | np.ndarray) -> None:
         """Record that the sequences in one or several slots grew by some tokens each."""
         self._length_B[slots] += num_tokens
 
-    def read_entries(self, slots: Sequence[int], num_tokens_B: np.ndarray) -> int:
+    def read_entries(self, slots: np.ndarray, num_tokens_B: np.ndarray) -> int:
         """The entries in whole pages that rows read in a call; 0 in a grid without pages.
 
         Args:
@@ -152,7 +175,7 @@ class DecodeSlots:
         """
         if self.pool is None:
             return 0
-        length_B = self._length_B[list(slots)]
+        length_B = self._length_B[slots]
         before, after = (_sum_of_pages(n, self._grid) for n in (length_B, length_B + num_tokens_B))
         return int((after - before).sum())
 
@@ -216,6 +239,11 @@ class DecodeSlots:
             pool.take(slot, length)
         return tuple(sorted(slots[goes_on].tolist()))
 
+    def _expected_pages_B(self) -> np.ndarray:
+        """The number of pages that the row in each slot is expected to take from now on."""
+        assert self.pool is not None
+        return self.pool.num_missing(self.growth.expected_length_B(self._length_B))
+
     def _next_length(self, slots: np.ndarray) -> np.ndarray:
         """The lengths of rows after the next call, if they do not end."""
         next_length = self._length_B[slots] + self._grid.steps_per_call
@@ -224,7 +252,7 @@ class DecodeSlots:
     def _num_missing(self, slots: np.ndarray) -> np.ndarray:
         """The number of pages that rows must take for the next call."""
         assert self.pool is not None
-        return self.pool.num_missing(slots, self._next_length(slots))
+        return self.pool.num_missing(self._next_length(slots), slots)
 
     def _order(self, slot: int) -> tuple[int, int]:
         return self._capacities[slot], slot

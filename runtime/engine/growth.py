@@ -10,7 +10,7 @@ forecast depends on the lengths of sequences alone.
 import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
-from .actions import ScheduledSequence
+from .actions import ScheduledRequest, ScheduledSequence
 
 
 class Growth:
@@ -65,25 +65,30 @@ class Growth:
         """Slots with sequences, oldest first: by the number of the request, then by sample."""
         return slots[np.lexsort((self._sample_B[slots], self._number_B[slots]))]
 
-    def expected_pages(self, length_B: np.ndarray, held_B: np.ndarray) -> int:
-        """The number of pages that all sequences are expected to take from now on.
+    def expected_length_B(self, length_B: np.ndarray) -> np.ndarray:
+        """The expected total length of the sequence in each slot, from its length now.
+
+        It is 0 for a slot without a sequence.
+        """
+        if not self._num_ended:
+            return self._limit_B
+        emitted_B = np.maximum(length_B - self._prompt_length_B, self._known_B)
+        output_B = np.maximum(emitted_B + self._grid.steps_per_call, self._mean_output)
+        return np.minimum(self._prompt_length_B + output_B, self._limit_B)
+
+    def expected_length(self, request: ScheduledRequest, num_known: int) -> int:
+        """The expected total length of a sequence that has no slot yet.
 
         Args:
-          length_B: The length of the sequence in each slot.
-          held_B: The number of pages of each slot.
+          request: Its request.
+          num_known: The tokens that it emitted before it gave a slot back.
         """
-        emitted_B = np.maximum(length_B - self._prompt_length_B, self._known_B)
-        total_B = self._expected_length(self._prompt_length_B, self._limit_B, emitted_B)
-        missing_B = np.maximum(self._grid.num_pages(total_B) - held_B, 0)
-        return int(missing_B[self._limit_B > 0].sum())
-
-    def expected_length(self, prompt_length: int, limit: int, num_known: int) -> int:
-        """The expected total length of a sequence that has no slot yet."""
-        return int(self._expected_length(prompt_length, limit, num_known))
-
-    def _expected_length(self, prompt_length, limit, num_emitted):
         if not self._num_ended:
-            return np.minimum(limit, limit)
-        mean = -(-self._num_output // self._num_ended)
-        output = np.maximum(mean, num_emitted + self._grid.steps_per_call)
-        return np.minimum(limit, prompt_length + output)
+            return request.max_total_length
+        output = max(self._mean_output, num_known + self._grid.steps_per_call)
+        return min(request.max_total_length, request.prompt_length + output)
+
+    @property
+    def _mean_output(self) -> int:
+        """The mean number of tokens of the sequences that ended, rounded up."""
+        return -(-self._num_output // self._num_ended)

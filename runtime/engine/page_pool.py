@@ -56,7 +56,9 @@ class PagePool:
         """The number of pages that no slot has."""
         return len(self._free)
 
-    def num_missing(self, slots: np.ndarray, length_B: np.ndarray) -> np.ndarray:
+    def num_missing(
+        self, length_B: np.ndarray, slots: np.ndarray | slice = slice(None)
+    ) -> np.ndarray:
         """The number of pages that slots lack to hold numbers of positions, at least 0."""
         return np.maximum(-(-length_B // self._page) - self.held_B[slots], 0)
 

@@ -35,12 +35,28 @@ class PageRoom:
         room.__dict__ |= self.__dict__
         return room
 
-    def has_spare(self, share: float) -> bool:
-        """Whether at least this share of all pages is free beyond the expected growth."""
-        return self._grid.pages is None or self._num_free - self._growth >= share * self._grid.pages
+    def slots_for(self, prompt: Prompt, free: list[int]) -> slice | None:
+        """The part of `free` that a prompt takes; None if there are too few slots or pages.
 
-    def holds(self, prompt: Prompt) -> bool:
-        """Whether a prompt may start."""
+        In the latter case, the slots that it needs are removed from `free`: they are reserved for
+        the prompt. If there are too few pages, all slots are.
+        """
+        if self._holds(prompt):
+            return self._slots.part_of(free, prompt.max_total_length, prompt.num_slots)
+        free.clear()
+        return None
+
+    def add(self, prompt: Prompt) -> None:
+        """Count the pages of a prompt that starts."""
+        if self._grid.pages is None or not prompt.num_slots:
+            return
+        self._num_free -= num_pages_of(self._grid, prompt)
+        if prompt.generates:
+            self._growth += prompt.num_slots * self._growth_of(prompt)
+            self._is_empty = False
+
+    def _holds(self, prompt: Prompt) -> bool:
+        """Whether there are enough pages for a prompt to start."""
         if self._grid.pages is None or not prompt.num_slots:
             return True
         needed = num_pages_of(self._grid, prompt)
@@ -52,21 +68,10 @@ class PageRoom:
             needed = self._grid.num_pages(min(length, request.max_total_length))
         return self._num_free - needed > self._growth
 
-    def add(self, prompt: Prompt) -> None:
-        """Count the pages of a prompt that starts."""
-        if self._grid.pages is None or not prompt.num_slots:
-            return
-        self._num_free -= num_pages_of(self._grid, prompt)
-        if prompt.generates:
-            self._growth += prompt.num_slots * self._growth_of(prompt)
-            self._is_empty = False
-
     def _growth_of(self, prompt: Prompt) -> int:
         """The pages that one sequence of a prompt is expected to take after the prompt."""
         request = prompt.request
-        total = self._slots.growth.expected_length(
-            request.prompt_length, request.max_total_length, prompt.num_known or 0
-        )
+        total = self._slots.growth.expected_length(request, prompt.num_known or 0)
         return self._grid.num_pages(total) - self._grid.num_pages(request.prompt_length)
 
 

@@ -30,11 +30,9 @@ its slot; a whole prompt is one piece. The next action is, in this order:
      decode together.
 4. Decode all live slots, over the shortest span that holds them.
 
-In a grid with pages, a prompt also needs pages to start (see `page_room`), and no younger prompt
-starts before the oldest one that finds too few. Idle pages then count like idle slots. Rows that
-lack pages wait in their slots. If the oldest row lacks pages and no prompt has pieces left, the
-youngest rows give their slots back and are queued again, each for itself. If no row can go on, the
-pieces that are left run.
+In a grid with pages, a prompt also needs pages to start (see `page_room`), and rows that lack pages
+wait in their slots. If the oldest row lacks pages and no prompt has pieces left, the youngest rows
+give their slots back and are queued again, each for itself. If no row can go on, pieces run.
 
 Guarantees: the pieces of a prompt and their graphs depend only on its own length, whether they are
 computed for it or copied; every submitted sequence ends exactly once or is dropped by `drain`; a
@@ -60,21 +58,9 @@ from .actions import (
 )
 from .decode_slots import DecodeSlots, PrefixGroups
 from .held_prefixes import HeldPrefixes
+from .idle_slots import IdleSlots
 from .page_room import PageRoom, claim_pages, max_samples
 from .waiting_prompts import NO_SLOT, Prompt, PromptQueue, WaitingPrompts, number_of
-
-IDLE_SHARE = 1 / 16
-"""A batch that is not full runs if this share of the slots for its oldest prompt is idle."""
-FEW_SLOTS = 1 / 4
-"""Share of all slots below which the slots that a prompt can use count as few."""
-MANY_IDLE = 1 / 4
-"""Idle share of few slots above which a batch for these slots runs as if it were full, because
-perhaps no other prompts come to fill it. If most slots can hold a prompt, later prompts fill the
-batch."""
-MOST_IDLE = 1 / 2
-"""Idle share of the slots above which a batch runs as if it were full while prompts wait for shared
-prefixes. These prompts come only after more prefill calls, and a decode call would compute few
-rows."""
 
 
 class Scheduler:
@@ -100,6 +86,7 @@ class Scheduler:
         self.slots = DecodeSlots(grid)
         self._prefixes = HeldPrefixes(self.slots, self._queue)
         self._groups = PrefixGroups(grid, self.slots)
+        self._idle = IdleSlots(grid, self.slots, self._groups, self._prefixes)
         self._prefix_pieces: deque[PrefixAction] = deque()
         """Pieces of planned prefixes that must run before the next prefill call."""
         self._newest_prefix: PlannedPrefix | None = None
@@ -263,7 +250,7 @@ class Scheduler:
         urgent = {
             queue: batch
             for queue, batch in batches.items()
-            if len(batch) == queue.bucket.batch or self._has_many_idle(batch[0].max_total_length)
+            if len(batch) == queue.bucket.batch or self._idle.has_many(batch[0])
         }
         if urgent:
             return None if self._must_decode else min(urgent.items(), key=_number_of_oldest)
@@ -303,32 +290,13 @@ class Scheduler:
     def _must_decode(self) -> bool:
         return self.slots.has_live and self._batches_since_decode >= self._max_batches
 
-    def _has_many_idle(self, length: int) -> bool:
-        """Whether so many slots for a total length are idle that a batch should not wait."""
-        idle, usable = self.slots.num_idle(length), self.slots.num_usable(length)
-        has_few = usable < FEW_SLOTS * len(self.slots)
-        if has_few and idle > MANY_IDLE * usable:
-            return True
-        has_most = idle > MOST_IDLE * usable and self._has_spare_pages(MOST_IDLE)
-        return self._prefixes.num_blocked > 0 and has_most
-
-    def _has_spare_pages(self, share: float) -> bool:
-        """Whether this share of the pages is idle; true in a grid without pages."""
-        return PageRoom(self._grid, self.slots).has_spare(share)
-
     def _must_wait(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
         """Whether a batch that is not full waits for more prompts or for more idle slots."""
         oldest = batch[0]
         is_ready = not oldest.num_slots or oldest.prefix is not None
         if not self.slots.has_live or is_ready or self._cannot_fill(queue, batch):
             return self._must_decode
-        if self._grid.prefixes is None:
-            length = oldest.max_total_length
-            idle, usable = self.slots.num_idle(length), self.slots.num_usable(length)
-        else:
-            idle, usable = len(self._groups.free(queue.prefix)), self._groups.size
-        has_idle = idle >= IDLE_SHARE * usable and self._has_spare_pages(IDLE_SHARE)
-        return self._batches_since_decode > 0 or not has_idle
+        return self._batches_since_decode > 0 or not self._idle.has_enough(oldest)
 
     def _cannot_fill(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
         """Whether no other waiting prompt can fill the batch, and no more requests are submitted.
@@ -358,7 +326,7 @@ class Scheduler:
                 continue
             if prefix not in free:
                 free[prefix] = self._groups.free(prefix)
-            if self._slots_with_pages(head, free[prefix], room) is not None:
+            if room.slots_for(head, free[prefix]) is not None:
                 oldest[prefix] = head, free[prefix]
         return oldest
 
@@ -377,32 +345,11 @@ class Scheduler:
         for prompt in self._waiting.by_age(queue, has_slot):
             if len(batch) == queue.bucket.batch or prompt.request.number > last:
                 break
-            if (slots := self._slots_with_pages(prompt, free, room)) is not None:
+            if (slots := room.slots_for(prompt, free)) is not None:
                 batch.append(prompt)
                 del free[slots]
                 room.add(prompt)
         return batch
-
-    def _slots_with_pages(self, prompt: Prompt, free: list[int], room: PageRoom) -> slice | None:
-        """The part of `free` that a prompt takes; None if there are too few slots or pages.
-
-        If there are too few pages, all slots are removed from `free`.
-        """
-        if room.holds(prompt):
-            return self._slots_for(prompt, free)
-        free.clear()
-        return None
-
-    def _slots_for(self, prompt: Prompt, free: list[int]) -> slice | None:
-        """The part of `free` that a prompt takes; None if there are too few long enough slots.
-
-        In the latter case these slots are removed from `free`: they are reserved for the prompt.
-        """
-        first = self.slots.first_usable(prompt.max_total_length, free)
-        if len(free) - first >= prompt.num_slots:
-            return slice(first, first + prompt.num_slots)
-        del free[first:]
-        return None
 
     def _remove(self, queue: PromptQueue, prompt: Prompt, free: list[int]) -> None:
         """Remove a prompt from its queue; a prompt that waits claims its slots, out of `free`."""
@@ -416,7 +363,7 @@ class Scheduler:
 
     def _claim_slots(self, prompt: Prompt, free: list[int]) -> None:
         """Claim the slots of a prompt, and plan the copy of the prefix with which it begins."""
-        slots = self._slots_for(prompt, free)
+        slots = self.slots.part_of(free, prompt.max_total_length, prompt.num_slots)
         assert slots is not None
         prompt.slots = free[slots]
         del free[slots]

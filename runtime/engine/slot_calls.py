@@ -335,8 +335,9 @@ class SlotCalls:
         self._unclean.update(unclean)
         if self._pool is not None:
             self._pool.mark_unclean(self._pool.table[unclean].ravel())
-            emitted_B = results.num_emitted_B[list(slots)]
-            results.read_entries = self.scheduler.slots.read_entries(slots, emitted_B)
+            slots_B = np.array(slots)
+            emitted_B = results.num_emitted_B[slots_B]
+            results.read_entries = self.scheduler.slots.read_entries(slots_B, emitted_B)
         for slot in slots:
             self.scheduler.slots.advance(slot, num_emitted[slot])
             if not is_active[slot]:

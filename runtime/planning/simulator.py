@@ -275,12 +275,12 @@ class _Run:
                 emitted_tokens=int(emitted_B.sum()) - num_known,
                 live_tokens=run_steps * len(slots),
                 computed_tokens=run_steps * self._grid.decode_slots,
-                read_entries=self.scheduler.slots.read_entries(action.slots, emitted_B),
+                read_entries=self.scheduler.slots.read_entries(slots, emitted_B),
             )
         )
         metrics, ending = self._result.metrics, slots[is_last]
         metrics.count_waits(action.num_waiting, num_known)
         metrics.cut_tokens += int(counts.cut_B[ending].sum())
-        self.scheduler.slots.advance(list(action.slots), emitted_B)
+        self.scheduler.slots.advance(slots, emitted_B)
         for slot in ending.tolist():
             self.scheduler.slots.release(slot)
