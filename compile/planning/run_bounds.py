@@ -232,12 +232,12 @@ class RunBounds:
         entries = float(emitted_at @ round_up(np.arange(1, grid.max_length + 1), grid.page))
         if not entries:
             return 0.0
-        steps = max(emitted_at.sum() / grid.decode_slots, self._longest_output)
+        steps = max(float(emitted_at.sum()) / grid.decode_slots, self._longest_output)
         if not self._may_share:
             steps = max(steps, entries / (grid.pages * grid.page))
         step = grid.average_step(entries / steps)
         of_call = self._cost.decode_call_seconds() / grid.steps_per_call
-        seconds = float(steps) * (of_call + self._cost.seconds(step))
+        seconds = steps * (of_call + self._cost.seconds(step))
         return seconds + self._cost.first_call_seconds(step)
 
     def _decode_mixed(self, grid: BucketGrid) -> float:
