@@ -31,10 +31,11 @@ ROWS = 64
 ROWS_STORED = 8
 """Rows that are copied at a time."""
 HEAD_DIMS, PAGES = (64, 128, 256), (64, 128)
-SHARED_BYTES = 112 * 2**10
-"""The memory of a core for keys and values: two blocks of threads fit on a core."""
-MAX_STAGES = 4
-"""The maximum pages that are on their way at a time."""
+SHARED_BYTES, MAX_SHARED_BYTES = 112 * 2**10, 192 * 2**10
+"""The memory of a core for keys and values that lets two blocks of threads share a core, and the
+maximum."""
+MIN_STAGES, MAX_STAGES = 2, 4
+"""The minimum and maximum pages that are on their way at a time."""
 _MASKED_SCORE = -1e30
 _LOG2_E = math.log2(math.e)
 
@@ -133,8 +134,10 @@ def attend_pages_gpu(
 
 def _num_stages(page: int, head_dim: int) -> int:
     """The pages that are on their way at a time; 0 if not even two fit."""
-    stages = min(MAX_STAGES, SHARED_BYTES // (4 * page * head_dim))
-    return stages if stages > 1 else 0
+    num_bytes = 4 * page * head_dim
+    if MIN_STAGES * num_bytes > MAX_SHARED_BYTES:
+        return 0
+    return max(MIN_STAGES, min(MAX_STAGES, SHARED_BYTES // num_bytes))
 
 
 def _walk(rows: PagedRows, window: Window, page: int) -> Walk:
