@@ -281,7 +281,7 @@ def _attend_row(
 
         @pl.when(first < B)
         def _() -> None:
-            reader(first, 0, 0, "start")
+            reader((first, 0, 0), "start")
 
     before = own.turns[0]
     own.turns[0] = before + num_turns
@@ -296,9 +296,9 @@ def _attend_row(
 
         @pl.when(next_row < B)
         def _() -> None:
-            reader(next_row, jnp.where(is_last, 0, turn + 1), 1 - buffer, "start")
+            reader((next_row, jnp.where(is_last, 0, turn + 1), 1 - buffer), "start")
 
-        reader(b, turn, buffer, "wait")
+        reader((b, turn, buffer), "wait")
         entry = (walk.first[b] + turn * form.turn) * form.page
         _add_turn(form, walk, q_KAH, own, (b, entry, buffer))
 
@@ -319,12 +319,13 @@ def _num_turns(walk: Walk, form: Form, b: Any) -> Any:
 
 
 def _turn_copies(
-    form: Form, walk: Walk, pages: Pages, own: Buffers, b: Any, turn: Any, buffer: Any, act: str
+    form: Form, walk: Walk, pages: Pages, own: Buffers, place: tuple[Any, Any, Any], act: str
 ) -> None:
-    """Start the copies of a turn to a buffer, or wait for them."""
+    """Start the copies of a turn of a row to a buffer, or wait for them."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
+    b, turn, buffer = place
     for i in range(form.turn):
         index = walk.first[b] + turn * form.turn + i
 
