@@ -162,7 +162,8 @@ def _call(
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     B, K, A, H = q_BKAH.shape
-    tiled = {"transforms": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))}
+    tiles = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    tiled = partial(plgpu.SMEM, transforms=tiles)
     pages = form.stages, form.page, H
     barriers = [plgpu.Barrier(num_barriers=form.stages) for _ in range(4)]
     kernel = plgpu.kernel(
@@ -172,9 +173,9 @@ def _call(
             jax.ShapeDtypeStruct((B, K, A), jnp.float32),
         ),
         scratch_types=[
-            plgpu.SMEM((ROWS, H), q_BKAH.dtype, **tiled),
-            plgpu.SMEM(pages, k_PKSH.dtype, **tiled),
-            plgpu.SMEM(pages, v_PKSH.dtype, **tiled),
+            tiled((ROWS, H), q_BKAH.dtype),
+            tiled(pages, k_PKSH.dtype),
+            tiled(pages, v_PKSH.dtype),
             plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.Barrier(),
             *barriers,
@@ -297,7 +298,7 @@ def _add_page(
         return product_AS[...]
 
     plgpu.barrier_wait(shared.k_is_here.at[stage])
-    scores_AS = pl.run_scoped(scores, plgpu.ACC((ROWS, form.page), jnp.float32))
+    scores_AS = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((ROWS, form.page), jnp.float32))
     plgpu.barrier_arrive(shared.k_is_free.at[stage])
     scores_AS = _masked(form, _soft_cap(scores_AS, form.cap), bounds, index * form.page)
     new_A = jnp.maximum(max_A, scores_AS.max(axis=1) * _LOG2_E)
@@ -316,7 +317,7 @@ def _add_page(
     def add(total_AH: Any) -> None:
         plgpu.wgmma(total_AH, weights_AS.astype(v_SH.dtype), v_SH)
 
-    sum_AH = pl.run_state(add)(plgpu.ACC.init(sum_AH))
+    sum_AH = pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(sum_AH))
     plgpu.barrier_arrive(shared.v_is_free.at[stage])
     return new_A, sum_A, sum_AH
 

@@ -71,6 +71,7 @@ class Pages(NamedTuple):
         """The arrays of the pool."""
         if not isinstance(k_PKSH, EntryCodes):
             return cls([k_PKSH] if k_PKSH is v_PKSH else [k_PKSH, v_PKSH], [])
+        assert isinstance(v_PKSH, EntryCodes), "values are in codes if keys are"
         both = [k_PKSH] if k_PKSH.codes is v_PKSH.codes else [k_PKSH, v_PKSH]
         # heads and parts are one axis: XLA would pad an axis of one part to the rows of a tile
         scales = [x.scale_BKPS.reshape(len(x.codes), -1, x.codes.shape[2]) for x in both]
@@ -127,14 +128,14 @@ def paged_tpu_refusal(call: AttentionCall) -> str | None:
             f"lower buckets.max_length make it smaller"
         )
     if call.has_codes:
-        return _codes_refusal(call)
+        return _codes_refusal(call, call.page)
     least = SUBLANES * 4 // call.dtype.itemsize
     if call.page % least:
         return f"it takes pages of {least} entries or more, got {call.page} (buckets.page)"
     return None
 
 
-def _codes_refusal(call: AttentionCall) -> str | None:
+def _codes_refusal(call: AttentionCall, page: int) -> str | None:
     """The reason why the kernel cannot serve a cache in codes, or None if it can.
 
     In other forms, XLA keeps codes or scales in another memory layout where tokens are written, and
@@ -144,8 +145,8 @@ def _codes_refusal(call: AttentionCall) -> str | None:
         return "it takes codes in int8 or float8_e4m3fn only (numbers.cache)"
     if {call.key_dim, call.value_dim} != {LANES}:
         return f"it takes codes of heads of {LANES} features, got {call.key_dim} (numbers.cache)"
-    if call.page % LANES:
-        return f"it takes codes in pages of {LANES} entries, got {call.page} (buckets.page)"
+    if page % LANES:
+        return f"it takes codes in pages of {LANES} entries, got {page} (buckets.page)"
     return None
 
 
@@ -367,7 +368,7 @@ def _add_turn(
             scores_KAS[:, p * A : (p + 1) * A] * scale_KPS[:, p : p + 1]
             for p in range(form.num_parts)
         ]
-        scores_KAS = sum(parts[1:], parts[0])
+        scores_KAS = reduce(jnp.add, parts)
     position_1AS = entry + jax.lax.broadcasted_iota(jnp.int32, (1, A, S), 2)
     of_rows = partial(_of_rows, form.num_heads, (1, A, S))
     mask_1AS = (position_1AS >= of_rows(earliest)) & (position_1AS <= of_rows(latest))
