@@ -21,7 +21,7 @@ from noria.modelzoo.layer_config import Chunk, Scores, Window
 
 NUM_ROWS, NUM_PAGES, NUM_STEPS = 64, 4096, 4
 PAGES_OF_ROW = 16
-MAX_TEMP = 0.05
+MAX_TEMP = 0.1
 """The most temporary memory, as a share of the pool; a copy of keys or values is half of it."""
 
 
