@@ -65,7 +65,7 @@ def interpreted_on_cpu() -> Iterator[None]:
         )
         patch.setattr(plgpu, "transpose_ref", lambda ref, _: Transposed(ref))
         patch.setattr(plgpu, "wgmma", _wgmma)
-        patch.setattr(plgpu.ACC, "init", staticmethod(lambda value: value))
+        patch.setattr(plgpu.WGMMAAccumulatorRef, "init", staticmethod(lambda value: value))
         patch.setattr(pl, "run_scoped", _run_scoped)
         patch.setattr(pl, "run_state", _run_state)
         yield

@@ -31,10 +31,11 @@ ROWS = 64
 ROWS_STORED = 8
 """Rows that are copied at a time."""
 HEAD_DIMS, PAGES = (64, 128, 256), (64, 128)
-SHARED_BYTES = 112 * 2**10
-"""The memory of a core for keys and values: two blocks of threads fit on a core."""
-MAX_STAGES = 4
-"""The maximum pages that are on their way at a time."""
+SHARED_BYTES, MAX_SHARED_BYTES = 112 * 2**10, 192 * 2**10
+"""The memory of a core for keys and values that lets two blocks of threads share a core, and the
+maximum."""
+MIN_STAGES, MAX_STAGES = 2, 4
+"""The minimum and maximum pages that are on their way at a time."""
 _MASKED_SCORE = -1e30
 _LOG2_E = math.log2(math.e)
 
@@ -133,8 +134,10 @@ def attend_pages_gpu(
 
 def _num_stages(page: int, head_dim: int) -> int:
     """The pages that are on their way at a time; 0 if not even two fit."""
-    stages = min(MAX_STAGES, SHARED_BYTES // (4 * page * head_dim))
-    return stages if stages > 1 else 0
+    num_bytes = 4 * page * head_dim
+    if MIN_STAGES * num_bytes > MAX_SHARED_BYTES:
+        return 0
+    return max(MIN_STAGES, min(MAX_STAGES, SHARED_BYTES // num_bytes))
 
 
 def _walk(rows: PagedRows, window: Window, page: int) -> Walk:
@@ -159,7 +162,8 @@ def _call(
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     B, K, A, H = q_BKAH.shape
-    tiled = {"transforms": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))}
+    tiles = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    tiled = partial(plgpu.SMEM, transforms=tiles)
     pages = form.stages, form.page, H
     barriers = [plgpu.Barrier(num_barriers=form.stages) for _ in range(4)]
     kernel = plgpu.kernel(
@@ -169,9 +173,9 @@ def _call(
             jax.ShapeDtypeStruct((B, K, A), jnp.float32),
         ),
         scratch_types=[
-            plgpu.SMEM((ROWS, H), q_BKAH.dtype, **tiled),
-            plgpu.SMEM(pages, k_PKSH.dtype, **tiled),
-            plgpu.SMEM(pages, v_PKSH.dtype, **tiled),
+            tiled((ROWS, H), q_BKAH.dtype),
+            tiled(pages, k_PKSH.dtype),
+            tiled(pages, v_PKSH.dtype),
             plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.Barrier(),
             *barriers,
@@ -294,7 +298,7 @@ def _add_page(
         return product_AS[...]
 
     plgpu.barrier_wait(shared.k_is_here.at[stage])
-    scores_AS = pl.run_scoped(scores, plgpu.ACC((ROWS, form.page), jnp.float32))
+    scores_AS = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((ROWS, form.page), jnp.float32))
     plgpu.barrier_arrive(shared.k_is_free.at[stage])
     scores_AS = _masked(form, _soft_cap(scores_AS, form.cap), bounds, index * form.page)
     new_A = jnp.maximum(max_A, scores_AS.max(axis=1) * _LOG2_E)
@@ -313,7 +317,7 @@ def _add_page(
     def add(total_AH: Any) -> None:
         plgpu.wgmma(total_AH, weights_AS.astype(v_SH.dtype), v_SH)
 
-    sum_AH = pl.run_state(add)(plgpu.ACC.init(sum_AH))
+    sum_AH = pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(sum_AH))
     plgpu.barrier_arrive(shared.v_is_free.at[stage])
     return new_A, sum_A, sum_AH
 

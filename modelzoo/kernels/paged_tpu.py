@@ -71,6 +71,7 @@ class Pages(NamedTuple):
         """The arrays of the pool."""
         if not isinstance(k_PKSH, EntryCodes):
             return cls([k_PKSH] if k_PKSH is v_PKSH else [k_PKSH, v_PKSH], [])
+        assert isinstance(v_PKSH, EntryCodes), "values are in codes if keys are"
         both = [k_PKSH] if k_PKSH.codes is v_PKSH.codes else [k_PKSH, v_PKSH]
         # heads and parts are one axis: XLA would pad an axis of one part to the rows of a tile
         scales = [x.scale_BKPS.reshape(len(x.codes), -1, x.codes.shape[2]) for x in both]
@@ -127,14 +128,14 @@ def paged_tpu_refusal(call: AttentionCall) -> str | None:
             f"lower buckets.max_length make it smaller"
         )
     if call.has_codes:
-        return _codes_refusal(call)
+        return _codes_refusal(call, call.page)
     least = SUBLANES * 4 // call.dtype.itemsize
     if call.page % least:
         return f"it takes pages of {least} entries or more, got {call.page} (buckets.page)"
     return None
 
 
-def _codes_refusal(call: AttentionCall) -> str | None:
+def _codes_refusal(call: AttentionCall, page: int) -> str | None:
     """The reason why the kernel cannot serve a cache in codes, or None if it can.
 
     In other forms, XLA keeps codes or scales in another memory layout where tokens are written, and
@@ -144,8 +145,8 @@ def _codes_refusal(call: AttentionCall) -> str | None:
         return "it takes codes in int8 or float8_e4m3fn only (numbers.cache)"
     if {call.key_dim, call.value_dim} != {LANES}:
         return f"it takes codes of heads of {LANES} features, got {call.key_dim} (numbers.cache)"
-    if call.page % LANES:
-        return f"it takes codes in pages of {LANES} entries, got {call.page} (buckets.page)"
+    if page % LANES:
+        return f"it takes codes in pages of {LANES} entries, got {page} (buckets.page)"
     return None
 
 
@@ -281,7 +282,7 @@ def _attend_row(
 
         @pl.when(first < B)
         def _() -> None:
-            reader(first, 0, 0, "start")
+            reader((first, 0, 0), "start")
 
     before = own.turns[0]
     own.turns[0] = before + num_turns
@@ -296,9 +297,9 @@ def _attend_row(
 
         @pl.when(next_row < B)
         def _() -> None:
-            reader(next_row, jnp.where(is_last, 0, turn + 1), 1 - buffer, "start")
+            reader((next_row, jnp.where(is_last, 0, turn + 1), 1 - buffer), "start")
 
-        reader(b, turn, buffer, "wait")
+        reader((b, turn, buffer), "wait")
         entry = (walk.first[b] + turn * form.turn) * form.page
         _add_turn(form, walk, q_KAH, own, (b, entry, buffer))
 
@@ -319,12 +320,13 @@ def _num_turns(walk: Walk, form: Form, b: Any) -> Any:
 
 
 def _turn_copies(
-    form: Form, walk: Walk, pages: Pages, own: Buffers, b: Any, turn: Any, buffer: Any, act: str
+    form: Form, walk: Walk, pages: Pages, own: Buffers, place: tuple[Any, Any, Any], act: str
 ) -> None:
-    """Start the copies of a turn to a buffer, or wait for them."""
+    """Start the copies of a turn of a row to a buffer, or wait for them."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
+    b, turn, buffer = place
     for i in range(form.turn):
         index = walk.first[b] + turn * form.turn + i
 
@@ -366,7 +368,7 @@ def _add_turn(
             scores_KAS[:, p * A : (p + 1) * A] * scale_KPS[:, p : p + 1]
             for p in range(form.num_parts)
         ]
-        scores_KAS = sum(parts[1:], parts[0])
+        scores_KAS = reduce(jnp.add, parts)
     position_1AS = entry + jax.lax.broadcasted_iota(jnp.int32, (1, A, S), 2)
     of_rows = partial(_of_rows, form.num_heads, (1, A, S))
     mask_1AS = (position_1AS >= of_rows(earliest)) & (position_1AS <= of_rows(latest))

@@ -32,7 +32,7 @@ NUM_POOL = 24
 
 
 class Case(NamedTuple):
-    """What a kernel attends to."""
+    """Sizes and options of a call."""
 
     T: int = 1
     K: int = 1
@@ -102,7 +102,8 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
     position_BT = np.array(LENGTHS)[:, None] + np.arange(case.T)
     position_BT[EMPTY] = -1
     dtype = np.dtype(case.dtype)
-    return Inputs(*(x.astype(dtype) for x in (q, k, k if case.is_latent else v)), position_BT)
+    q, k, v = (x.astype(dtype) for x in (q, k, k if case.is_latent else v))
+    return Inputs(q, k, v, position_BT)
 
 
 def in_pages(x_BKSH: np.ndarray, page_BN: np.ndarray, last_B: np.ndarray, rest: Any) -> np.ndarray:
@@ -174,7 +175,7 @@ def expected(given: Inputs, case: Case) -> tuple[np.ndarray, np.ndarray]:
     lse = np.full(out.shape[:-1], -np.inf)
     scale = case.H**-0.5 if case.scores.scale is None else case.scores.scale
     for b, t in np.ndindex(*given.position_BT.shape):
-        if (position := given.position_BT[b, t]) < 0:
+        if (position := int(given.position_BT[b, t])) < 0:
             continue
         seen = slice(first_seen(position, case.window), position + 1)
         q_KGH = given.q_BTKGH[b, t].astype(np.float64)

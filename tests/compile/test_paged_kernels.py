@@ -1,0 +1,168 @@
+"""Kernels that read live pages, compiled for absent devices beside writes to the same pool.
+
+A loop writes a token of each row into the pool, and then attends to its pages, as decode does.
+"""
+
+import re
+from importlib.util import find_spec
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from noria.compile.targets import find_target
+from noria.modelzoo.attention.paged import AttendPages, PagedRows
+from noria.modelzoo.cache.entry_codes import EntryCodes
+from noria.modelzoo.kernels.paged_gpu import attend_pages_gpu
+from noria.modelzoo.kernels.paged_tpu import attend_pages_tpu
+from noria.modelzoo.layer_config import Chunk, Scores, Window
+
+NUM_ROWS, NUM_PAGES, NUM_STEPS = 64, 4096, 4
+PAGES_OF_ROW = 16
+MAX_TEMP = 0.1
+"""The most temporary memory, as a share of the pool; a copy of keys or values is half of it."""
+
+
+class Form(NamedTuple):
+    """The sizes and options of a call."""
+
+    T: int = 1
+    K: int = 8
+    G: int = 4
+    H: int = 128
+    page: int = 64
+    dtype: str = "bfloat16"
+    codes: str | None = None
+    window: Window = None
+    cap: float | None = None
+    is_latent: bool = False
+
+
+ON_TPU = {
+    "plain": Form(),
+    "8 queries, a window and a cap": Form(T=8, window=100, cap=30.0),
+    "chunks, heads of 256": Form(T=2, K=4, H=256, window=Chunk(128)),
+    "float32": Form(dtype="float32"),
+    "int8": Form(codes="int8", page=128),
+    "float8": Form(codes="float8_e4m3fn", page=128),
+    "latents": Form(K=1, G=128, H=640, is_latent=True),
+}
+ON_GPU = {
+    "plain": Form(),
+    "8 queries, a window and a cap": Form(T=8, window=100, cap=30.0),
+    "chunks, heads of 256": Form(T=2, K=4, H=256, window=Chunk(128)),
+    "float16, heads of 64, large pages": Form(dtype="float16", H=64, page=128),
+}
+TPUS = "tpu:v5e:1x1", "tpu:v6e:1x1", "tpu:v5p:1x1x1"
+OFTEN = "tpu:v5e:1x1", "plain"
+on_gpu = [
+    pytest.mark.gpu_compile,
+    pytest.mark.skipif(
+        find_spec("jax_cuda12_plugin") is None or find_spec("nvidia") is None,
+        reason="needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12",
+    ),
+]
+
+
+def arguments(form: Form, target: str) -> list[Any]:
+    """Return the pool, queries, tables and positions, without values."""
+    sharding = find_target(target).placement().replicated
+
+    def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    pool = {"k": array(form.codes or form.dtype, NUM_PAGES, form.K, form.page, form.H)}
+    if form.codes is not None:
+        pool["k scales"] = array(form.dtype, NUM_PAGES, form.K, 1, form.page)
+    if not form.is_latent:
+        pool |= {name.replace("k", "v", 1): x for name, x in pool.items()}
+    return [
+        pool,
+        array(form.dtype, NUM_ROWS, form.T, form.K, form.G, form.H),
+        array("int32", NUM_ROWS, PAGES_OF_ROW),
+        array("int32", NUM_ROWS, form.T),
+    ]
+
+
+def written(x: jax.Array, new_BKH: jax.Array, page_B: jax.Array, entry_B: jax.Array) -> jax.Array:
+    """Write one entry, or its scale, of each row and head."""
+    P, K, *rest = x.shape
+    if rest[0] == 1:
+        at = x.at[page_B[:, None], jnp.arange(K)[None], 0, entry_B[:, None]]
+        return at.set(new_BKH[..., 0].astype(x.dtype), mode="drop", unique_indices=True)
+    page, H = rest
+    row_BK = (page_B[:, None] * K + jnp.arange(K)[None]) * page + entry_B[:, None]
+    at = x.reshape(-1, H).at[row_BK.ravel()]
+    new = new_BKH.reshape(-1, H).astype(x.dtype)
+    return at.set(new, mode="drop", unique_indices=True).reshape(P, K, page, H)
+
+
+def compiled(attend: AttendPages, form: Form, target: str) -> Any:
+    """Return the executable of a loop of steps over a donated pool."""
+
+    def entries(pool: dict[str, jax.Array], name: str) -> Any:
+        if form.codes is None:
+            return pool[name]
+        return EntryCodes(pool[name], pool[f"{name} scales"])
+
+    def step(carry: Any) -> Any:
+        i, pool, q_BTKGH, page_BN, position_BT = carry
+        page_B = page_BN[jnp.arange(NUM_ROWS), position_BT[:, 0] // form.page]
+        entry_B = position_BT[:, 0] % form.page
+        new_BKH = q_BTKGH[:, 0, :, 0]
+        pool = {name: written(x, new_BKH, page_B, entry_B) for name, x in pool.items()}
+        k = entries(pool, "k")
+        v = k if form.is_latent else entries(pool, "v")
+        rows, scores = PagedRows(page_BN, position_BT), Scores(cap=form.cap)
+        out, lse = attend(q_BTKGH, k, v, rows, form.window, scores)
+        q_BTKGH = jnp.where(jnp.isneginf(lse)[..., None], q_BTKGH, out)
+        return i + 1, pool, q_BTKGH, page_BN, position_BT + 1
+
+    def run(pool: Any, q_BTKGH: Any, page_BN: Any, position_BT: Any) -> Any:
+        carry = 0, pool, q_BTKGH, page_BN, position_BT
+        return jax.lax.while_loop(lambda carry: carry[0] < NUM_STEPS, step, carry)[1:3]
+
+    return jax.jit(run, donate_argnums=0).lower(*arguments(form, target)).compile()
+
+
+def copies(text: str, form: Form) -> list[str]:
+    """Return instructions that make an array as large as keys, values or their scales."""
+    features = (form.H,) if form.codes is None else (1, form.H)
+    sizes = {NUM_PAGES * form.K * form.page * n for n in features}
+    moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|copy-done|transpose|convert)\(.*", text)
+    return [shape for shape in moved if prod(map(int, shape.split(","))) in sizes]
+
+
+@pytest.mark.parametrize(
+    ("attend", "form", "target"),
+    [
+        pytest.param(
+            attend_pages_tpu,
+            form,
+            target,
+            marks=[pytest.mark.tpu_compile]
+            + ([] if (target, name) == OFTEN else [pytest.mark.slow]),
+            id=f"{target}, {name}",
+        )
+        for target in TPUS
+        for name, form in ON_TPU.items()
+    ]
+    + [
+        pytest.param(
+            attend_pages_gpu,
+            form,
+            "gpu:h100:1",
+            marks=on_gpu + ([] if name == OFTEN[1] else [pytest.mark.slow]),
+            id=f"gpu:h100:1, {name}",
+        )
+        for name, form in ON_GPU.items()
+    ],
+)
+def test_a_loop_that_writes_and_reads_pages_copies_no_pool(attend, form, target):
+    executable = compiled(attend, form, target)
+    pool = arguments(form, target)[0]
+    num_bytes = sum(prod(x.shape) * x.dtype.itemsize for x in pool.values())
+    assert executable.memory_analysis().temp_size_in_bytes < MAX_TEMP * num_bytes
+    assert copies(executable.as_text(), form) == []
