@@ -17,13 +17,16 @@ from ..modelzoo import axes
 from ..modelzoo.attention.attend import Attend
 from ..modelzoo.attention.blockwise import attend_blockwise
 from ..modelzoo.attention.paged import PageReader, attend_in_groups
+from ..modelzoo.cache.entry_codes import is_rotated
 from ..modelzoo.cache.segments import segment_lengths
 from ..modelzoo.cache.state_spec import num_cache_entries
-from ..modelzoo.config import DecoderConfig
+from ..modelzoo.config import Arrangement, DecoderConfig
 from ..modelzoo.kernels.call import AttentionCall
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
 from ..modelzoo.kernels.flash import attend_flash, flash_refusal
 from ..modelzoo.kernels.latents import attend_latents, latents_refusal
+from ..modelzoo.kernels.paged_gpu import attend_pages_gpu, paged_gpu_refusal
+from ..modelzoo.kernels.paged_tpu import attend_pages_tpu, paged_tpu_refusal
 from ..modelzoo.kernels.splash import attend_splash, splash_refusal
 from ..modelzoo.layer_config import PLAIN_ROPE, Attention, Window
 from ..sharding.layout import PHASES
@@ -80,6 +83,20 @@ GROUP_ON_CPU = 8
 row has pages, and larger groups make larger products."""
 PAGE_KERNELS = (
     Kernel(
+        "paged",
+        ("gpu",),
+        ("decode",),
+        paged_gpu_refusal,
+        lambda calls: PageReader(attend_pages_gpu),
+    ),
+    Kernel(
+        "paged",
+        ("tpu",),
+        ("decode",),
+        paged_tpu_refusal,
+        lambda calls: PageReader(attend_pages_tpu),
+    ),
+    Kernel(
         "xla",
         ("cpu",),
         ("decode",),
@@ -104,10 +121,10 @@ class AttentionPlan(PlanTable, name="attention"):
     prefill: str = AUTO
     """The kernel of prefill graphs: `auto`, `splash`, `flash`, `cudnn` or `xla`."""
     decode: str = AUTO
-    """The kernel of decode graphs: `auto`, `latents` or `xla`."""
+    """The kernel of decode graphs: `auto`, `latents`, `paged` or `xla`."""
 
     def __post_init__(self):
-        names = [AUTO, *(kernel.name for kernel in KERNELS)]
+        names = list(dict.fromkeys([AUTO, *(x.name for x in (*KERNELS, *PAGE_KERNELS))]))
         for phase in PHASES:
             if (name := getattr(self, phase)) not in names:
                 raise ValueError(
@@ -120,7 +137,6 @@ class AttentionPlan(PlanTable, name="attention"):
 
 
 AUTO_ATTENTION = AttentionPlan()
-_NOT_FOR_PAGES = "it does not read pages (buckets.pages)"
 
 
 @dataclass(frozen=True)
@@ -170,7 +186,7 @@ def choose_kernels(
     dtype: jnp.dtype,
     plan: AttentionPlan = AUTO_ATTENTION,
     *,
-    has_codes: bool = False,
+    cache_codes: str | None = None,
 ) -> AttentionChoices:
     """Choose the kernel of every graph.
 
@@ -180,7 +196,7 @@ def choose_kernels(
       placement: The layout and the platform.
       dtype: Dtype of activations.
       plan: Kernels that the plan names.
-      has_codes: Whether the entries of the cache are in codes.
+      cache_codes: The dtype of the codes of the cache; None for entries that are not in codes.
 
     Raises:
       ValueError: A named kernel cannot serve a graph; the error says why.
@@ -193,7 +209,9 @@ def choose_kernels(
         call_of: Callable[[Sequence[Attention]], AttentionCall],
         kernels: Sequence[Kernel] = KERNELS,
     ) -> Choice:
-        calls = [replace(call_of(kind), has_codes=has_codes) for kind in _kinds(config)]
+        calls = [
+            replace(call_of(kind), has_codes=cache_codes is not None) for kind in _kinds(config)
+        ]
         return choose(calls, placement.platform, phase, getattr(plan, phase), kernels)
 
     def prompt_call(bucket: PrefillBucket, kind: Sequence[Attention]) -> AttentionCall:
@@ -220,8 +238,12 @@ def choose_kernels(
             "prefill", lambda kind: _chunk_call(kind, dtype, chunk, length, 1, placement)
         )
     if grid.decode_slots:
-        kernels = KERNELS if grid.pages is None else PAGE_KERNELS
-        decode = choose_for("decode", lambda kind: _cache_call(kind, dtype, num_queries=1), kernels)
+        decode = choose_for("decode", lambda kind: _cache_call(kind, dtype, num_queries=1))
+    if grid.pages is not None:
+        arrangement = placement.arrangement(config, cache_codes=cache_codes)
+        decode = choose_for(
+            "decode", lambda kind: _paged_call(kind, dtype, grid, arrangement), PAGE_KERNELS
+        )
     return AttentionChoices(prefill, decode, prefix)
 
 
@@ -248,7 +270,11 @@ def choose(
         named = [kernel for kernel in kernels if kernel.name == asked]
         own = [kernel for kernel in named if platform in kernel.platforms]
         kernel = next(iter(own or named), None)
-        refusal = _NOT_FOR_PAGES if kernel is None else kernel.refuses(calls, platform, phase)
+        if kernel is None:
+            reads = "does not read" if kernels is PAGE_KERNELS else "only reads"
+            refusal = f"it {reads} a cache in pages (buckets.page)"
+        else:
+            refusal = kernel.refuses(calls, platform, phase)
         if kernel is None or refusal is not None:
             raise ValueError(
                 f"[attention] {phase}: expected a kernel that can serve it, got {asked!r}: "
@@ -327,6 +353,22 @@ def _cache_call(kind: Sequence[Attention], dtype: jnp.dtype, num_queries: int) -
     """Attention to a cache; latents serve as keys and as values."""
     call = _call(kind, dtype, num_queries, kind[0].cache_dim, kind[0].cache_dim)
     return replace(call, reads_latents=kind[0].latent is not None)
+
+
+def _paged_call(
+    kind: Sequence[Attention], dtype: jnp.dtype, grid: BucketGrid, arrangement: Arrangement
+) -> AttentionCall:
+    """Attention of decode to a cache in pages, with the heads that the pages have."""
+    size, codes = arrangement.cache_dim(kind[0]), arrangement.cache_codes
+    return replace(
+        _cache_call(kind, dtype, num_queries=1),
+        key_dim=size,
+        value_dim=size,
+        has_rotated_codes=codes is not None and is_rotated(jnp.dtype(codes)),
+        group=kind[0].heads_per_kv,
+        page=grid.page,
+        table=grid.decode_slots * grid.num_pages(grid.max_length),
+    )
 
 
 def _call(

@@ -170,10 +170,8 @@ class _GraphPlanner:
         platform, kind = placement.platform, kind_of(placement.mesh.devices.flat)
         self._dispatch = {phase: experts.dispatch(phase, platform, kind) for phase in PHASES}
         self._dispatch["chunk"] = self._dispatch["prefill"]
-        has_codes = model.arrangement.cache_codes is not None
-        self._kernels = choose_kernels(
-            config, grid, placement, dtype, attention, has_codes=has_codes
-        )
+        codes = model.arrangement.cache_codes
+        self._kernels = choose_kernels(config, grid, placement, dtype, attention, cache_codes=codes)
         logical_axes = model.logical_axes()
         shardings = placement.parameters(logical_axes)
         self._parameters = {

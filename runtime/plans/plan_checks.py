@@ -57,10 +57,8 @@ def attention_kernels(plan: Plan, config: DecoderConfig, target: Target) -> Atte
       ValueError: The plan asks for a kernel that cannot serve its graphs.
     """
     placement, dtype = target.placement(plan.layout), jnp.dtype(plan.numbers.dtype)
-    has_codes = plan.numbers.cache_codes is not None
-    return choose_kernels(
-        config, plan.buckets, placement, dtype, plan.attention, has_codes=has_codes
-    )
+    codes = plan.numbers.cache_codes
+    return choose_kernels(config, plan.buckets, placement, dtype, plan.attention, cache_codes=codes)
 
 
 def check_target(plan: Plan, target: Target) -> None:

@@ -203,7 +203,7 @@ def test_what_is_chosen_is_said_by_length():
 def test_latents_in_codes_are_decoded_by_their_kernel_on_tpu_under_rings_too():
     for placement in (placed(), placed("ring@sequence=4")):
         call = LATENTS, WIDE_GRID, placement, jnp.dtype(jnp.bfloat16)
-        decode = choose_kernels(*call, has_codes=True).report()["decode"]
+        decode = choose_kernels(*call, cache_codes="int8").report()["decode"]
         assert decode == "latents (tpu, bfloat16, heads of 96, causal)"
         assert choose_kernels(*call).report()["decode"].startswith("xla (latents: ")
 
