@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ..cache.kv_cache import match_head_dim
+from ..cache.pages import pick
 from ..cache.segments import EMPTY_POSITION
 from ..cache.state_spec import Entries, KeysAndValues, transposed
 from ..layer_config import PLAIN_SCORES, Scores, Window
@@ -114,7 +115,7 @@ def _attend_turns(
         # a row that is shorter than others reads its last page again, and sees nothing of it: the
         # pages of other rows may hold NaN
         is_page_B = index <= last_B
-        page_B = jnp.take_along_axis(page_BN, jnp.minimum(index, last_B)[:, None], axis=1)[:, 0]
+        page_B = pick(page_BN, jnp.minimum(index, last_B))
         k_BKSH, v_BKSH = pages.take(page_B)
         entry_BS = jnp.where(is_page_B[:, None], index * S + jnp.arange(S)[None], EMPTY_POSITION)
         mask_BTS = visible(position_BT, entry_BS, window)

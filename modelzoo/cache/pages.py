@@ -62,9 +62,17 @@ def page_size(cache: KVCache) -> int:
 
 def page_of(page_BN: jax.Array, position_B: jax.Array, page: int, num_pages: int) -> jax.Array:
     """The page of a position of each row; `num_pages`, which no page has, for an empty position."""
-    index_B = jnp.clip(position_B // page, 0, page_BN.shape[1] - 1)
-    page_B = jnp.take_along_axis(page_BN, index_B[:, None], axis=1)[:, 0]
+    page_B = pick(page_BN, position_B // page)
     return jnp.where(position_B > EMPTY_POSITION, page_B, num_pages)
+
+
+def pick(page_BN: jax.Array, index_B: jax.Array) -> jax.Array:
+    """The page of each row at an index; 0 if it is outside of the row.
+
+    NOTE: XLA for TPU compiles a gather of single numbers to a loop over rows.
+    """
+    is_page_BN = jnp.arange(page_BN.shape[1])[None] == index_B[:, None]
+    return jnp.where(is_page_BN, page_BN, 0).sum(axis=1, dtype=page_BN.dtype)
 
 
 def append_to_pages(

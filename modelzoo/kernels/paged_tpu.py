@@ -246,8 +246,27 @@ def _call(q_BKAH: jax.Array, pages: Pages, walk: Walk, form: Form) -> tuple[jax.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES
         ),
+        cost_estimate=_most_work(q_BKAH, pages, form, value_dim),
         name="paged",
     )(walk, q_BKAH, pages)
+
+
+def _most_work(q_BKAH: jax.Array, pages: Pages, form: Form, value_dim: int) -> Any:
+    """The work of a call whose rows have all pages that they may have, each page in one row."""
+    from jax.experimental import pallas as pl
+
+    B, K, A, key_dim = q_BKAH.shape
+    pool = pages.entries[0].shape[0]
+    num_pages = min(pool, B * form.num_pages)
+    results = B * K * A * (value_dim * q_BKAH.dtype.itemsize + 4)
+    num_entries = num_pages * form.page
+    return pl.CostEstimate(
+        flops=2 * num_entries * K * A * (key_dim + value_dim),
+        transcendentals=num_entries * K * A,
+        bytes_accessed=sum(x.nbytes for x in jax.tree.leaves(pages)) // pool * num_pages
+        + q_BKAH.nbytes
+        + results,
+    )
 
 
 def _in_hbm(pages: Pages) -> Any:

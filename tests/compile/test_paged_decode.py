@@ -1,0 +1,53 @@
+"""Decode graphs with a cache in pages, compiled for absent devices: they move few dead bytes.
+
+The pages that rows may hold at most count as read, as the kernels declare. No step copies the pool
+or gathers the cache of a row, and no loop runs over slots outside of the kernel.
+"""
+
+import re
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+from layers_of_8b import LAYERS_OF_8B
+
+from noria.compile.abstract_model import AbstractModel
+from noria.compile.build import compile_with_text, plan_graphs
+from noria.compile.graphs.graph_kinds import GraphKey
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.planning.work import Work
+from noria.compile.programs.hbm_bytes import hbm_bytes
+from noria.compile.targets import find_target
+
+GRID = BucketGrid(2048, ((2048, 1),), 128, (2048,), pages=2048, page=64)
+MOST_BYTES = 1.15
+"""The most bytes that a step may move, as a multiple of those that it needs."""
+
+
+def decode_of(target_name: str):
+    """Return the model, the executable and the text of the decode graph for one device."""
+    target = find_target(target_name)
+    placement = replace(target, devices=target.devices[:1]).placement()
+    model, dtype = AbstractModel(LAYERS_OF_8B, placement.arrangement(LAYERS_OF_8B)), "bfloat16"
+    graphs = plan_graphs(model, GRID, placement, jnp.dtype(dtype))
+    (graph,) = (graph for graph in graphs if graph.key == GraphKey("decode", 2048))
+    return model, *compile_with_text(graph)[:2]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "tpu:v5e:1x1",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("tpu:v6e:1x1", "tpu:v5p:1x1x1")),
+    ],
+)
+def test_a_decode_step_moves_little_more_than_it_needs(target):
+    model, executable, text = decode_of(target)
+    needed = Work(model, "bfloat16").needed(GRID.decode_call(2048)).total
+    moved = hbm_bytes(text)
+    assert 0.9 * needed < moved <= MOST_BYTES * needed
+    pool = GRID.pages * GRID.page * 8 * 128 * 2
+    assert executable.memory_analysis().temp_size_in_bytes < pool / 4
+    # sampling has loops, in branches that run if a row asks for them
+    loops = re.findall(r' while\(.*op_name="([^"]*)"', text)
+    assert len([name for name in loops if "/cond/" not in name]) == 1
