@@ -19,6 +19,8 @@ from noria.compile.planning.work import Work
 from noria.compile.programs.hbm_bytes import hbm_bytes
 from noria.compile.targets import find_target
 
+pytestmark = pytest.mark.tpu_compile
+
 GRID = BucketGrid(2048, ((2048, 1),), 128, (2048,), pages=2048, page=64)
 MOST_BYTES = 1.15
 """The most bytes that a step may move, as a multiple of those that it needs."""
