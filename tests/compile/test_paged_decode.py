@@ -6,6 +6,7 @@ or gathers the cache of a row, and no loop runs over slots outside of the kernel
 
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 
 import jax.numpy as jnp
 import pytest
@@ -19,32 +20,44 @@ from noria.compile.planning.work import Work
 from noria.compile.programs.hbm_bytes import hbm_bytes
 from noria.compile.targets import find_target
 
-pytestmark = pytest.mark.tpu_compile
-
 GRID = BucketGrid(2048, ((2048, 1),), 128, (2048,), pages=2048, page=64)
 MOST_BYTES = 1.15
 """The most bytes that a step may move, as a multiple of those that it needs."""
 
 
-def decode_of(target_name: str):
+def decode_of(target_name: str, repeats: int):
     """Return the model, the executable and the text of the decode graph for one device."""
     target = find_target(target_name)
     placement = replace(target, devices=target.devices[:1]).placement()
-    model, dtype = AbstractModel(LAYERS_OF_8B, placement.arrangement(LAYERS_OF_8B)), "bfloat16"
+    config = replace(LAYERS_OF_8B, layers=LAYERS_OF_8B.layers * repeats)
+    model, dtype = AbstractModel(config, placement.arrangement(config)), "bfloat16"
     graphs = plan_graphs(model, GRID, placement, jnp.dtype(dtype))
     (graph,) = (graph for graph in graphs if graph.key == GraphKey("decode", 2048))
     return model, *compile_with_text(graph)[:2]
 
 
+ON_TPU = pytest.mark.tpu_compile
+ON_GPU = (
+    pytest.mark.gpu_compile,
+    pytest.mark.skipif(
+        find_spec("jax_cuda12_plugin") is None or find_spec("nvidia") is None,
+        reason="needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12",
+    ),
+)
+
+
 @pytest.mark.parametrize(
     "target",
     [
-        "tpu:v5e:1x1",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("tpu:v6e:1x1", "tpu:v5p:1x1x1")),
+        pytest.param("tpu:v5e:1x1", marks=ON_TPU),
+        pytest.param("tpu:v6e:1x1", marks=(ON_TPU, pytest.mark.slow)),
+        pytest.param("tpu:v5p:1x1x1", marks=(ON_TPU, pytest.mark.slow)),
+        pytest.param("gpu:h100:1", marks=ON_GPU),
     ],
 )
 def test_a_decode_step_moves_little_more_than_it_needs(target):
-    model, executable, text = decode_of(target)
+    # on a GPU, the choice of tokens moves about as much as two layers
+    model, executable, text = decode_of(target, repeats=3 if target.startswith("gpu") else 1)
     needed = Work(model, "bfloat16").needed(GRID.decode_call(2048)).total
     moved = hbm_bytes(text)
     assert 0.9 * needed < moved <= MOST_BYTES * needed
