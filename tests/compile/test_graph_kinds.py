@@ -47,6 +47,7 @@ ADAPTED = replace(PLAN, buckets=replace(WHOLE, adapters=AdapterGrid(2, {"mlp.dow
 LAID_OUT = replace(PLAN, target="cpu:2", buckets=WHOLE, layout=Layout.from_table(MESH))
 XLA = replace(PLAN, attention=AttentionPlan(decode="xla"))
 EXPERTS = replace(PLAN, buckets=WHOLE, experts=ExpertPlan())
+PAGES = replace(PLAN, buckets=replace(WHOLE, decode_spans=(32,), pages=9, page=8))
 
 PROMPTS = {"prefill", "score"}
 MODEL = PROMPTS | {"decode"}
@@ -83,6 +84,8 @@ CHANGES = {
     "decode_slots": (EXPERTS, buckets(EXPERTS, decode_slots=6), EVERY),
     "span_slots": (PLAN, buckets(PLAN, span_slots=(4, 1)), EVERY),
     "max_length": (EXPERTS, buckets(EXPERTS, max_length=48, decode_spans=(16, 48)), EVERY),
+    "pages": (PAGES, buckets(PAGES, pages=10), EVERY),
+    "page": (PAGES, buckets(PAGES, page=16), EVERY),
     "scan_layers": (PLAN, replace(PLAN, model=PlannedModel("tiny", "", True)), EVERY),
     "dtype": (PLAN, numbers(dtype="bfloat16"), EVERY),
     "weights": (PLAN, numbers(weights="int8"), MODEL),

@@ -378,6 +378,8 @@ class LaidOut:
     cache_codes: str | None = None
     """The dtype of cache entries in codes."""
     adapters: AdapterGrid | None = None
+    page: int | None = None
+    """The entries of a page; None for slots with places of their own."""
 
     @property
     def num_devices(self) -> int:
@@ -388,6 +390,9 @@ class LaidOut:
         grid = replace(grid_of(self.num_devices, self.in_chunks), adapters=self.adapters)
         if self.prefixes is not None:
             return replace(grid, score=False, prefixes=self.prefixes)
+        if self.page is not None:
+            pages = grid.decode_slots * -(-grid.max_length // self.page)
+            return replace(grid, decode_spans=(grid.max_length,), pages=pages, page=self.page)
         if self.long_slots is None:
             return grid
         groups = 1
@@ -395,6 +400,14 @@ class LaidOut:
             groups = self.layout.mesh.num_shards(self.layout.phase("decode")[axes.ATTENTION_BATCH])
         slots = *[grid.decode_slots] * (len(grid.decode_spans) - 1), self.long_slots
         return replace(grid, span_slots=slots, slot_groups=groups)
+
+    def pages_of(self, slots: Sequence[int], length: int) -> np.ndarray | None:
+        """Return the pages of slots; they lie scattered over the pool."""
+        if (grid := self.grid).pages is None:
+            return None
+        pages = np.random.default_rng(5).permutation(grid.pages).astype(np.int32)
+        table_BN = pages.reshape(grid.decode_slots, -1)
+        return table_BN[list(slots), : grid.num_pages(length)]
 
     @cached_property
     def placement(self):
@@ -528,7 +541,12 @@ class LaidOut:
         prompts, sampling = [row.prompt for row in of_pieces], map(self._sampling, of_pieces)
         slots = self.grid.decode_slots
         prefix = None if self.prefixes is None else self.group_of(pieces[0].slot)
-        packed, tokens_BT, next_BT = pack_pieces(pieces, prompts, bucket, slots, prefix)
+        page_BN = self.pages_of([piece.slot for piece in pieces], bucket.length)
+        if page_BN is not None:
+            # rows without tokens have no pages
+            padding = [(0, bucket.batch - len(pieces)), (0, 0)]
+            page_BN = np.pad(page_BN, padding, constant_values=self.grid.pages)
+        packed, tokens_BT, next_BT = pack_pieces(pieces, prompts, bucket, slots, prefix, page_BN)
         jobs = [piece.sequence.request for piece in pieces]
         requests = pack_requests(jobs, list(sampling), bucket.batch)
         return self.put((packed, requests, tokens_BT, next_BT))
@@ -555,10 +573,12 @@ class LaidOut:
         prompt_logprobs_BV = self._logprobs(state.logits_BV)
         is_live_B = np.zeros(self.grid.decode_slots, bool)
         is_live_B[list(slots)] = True
+        page_BN = self.pages_of(range(self.grid.decode_slots), self.grid.max_length)
+        arguments = self.put((is_live_B,) if page_BN is None else (is_live_B, page_BN))
         outputs = []
         for _ in range(num_calls):
             key = GraphKey("decode", self.grid.decode_spans[-1])
-            state, output = self.graphs.call(key, self.parameters, state, self.put(is_live_B))
+            state, output = self.graphs.call(key, self.parameters, state, *arguments)
             outputs.append(jax.device_get(output))
         joined = jax.tree.map(lambda *calls: np.concatenate(calls, axis=1), *map(_steps, outputs))
         is_finite_B, is_clean_B = (

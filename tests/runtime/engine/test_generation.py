@@ -10,6 +10,8 @@ from tiny import (
     CHUNK_GRID,
     EOS_ID,
     GRID,
+    PAGED_CHUNK_GRID,
+    PAGED_GRID,
     RAGGED_CHUNK_GRID,
     RAGGED_GRID,
     TAIL_GRID,
@@ -35,13 +37,16 @@ GRIDS = {
     "chunks": CHUNK_GRID,
     "tails": TAIL_GRID,
     "ragged chunks": RAGGED_CHUNK_GRID,
+    "pages": PAGED_GRID,
+    "chunks in pages": PAGED_CHUNK_GRID,
 }
-OPTIMIZED = {"whole", "ragged chunks"}
+OPTIMIZED = {"whole", "ragged chunks", "chunks in pages"}
 """Grids with optimized programs in every run: whole prompts with equal slots, and chunks longer and
-shorter than the window with ragged slots. The other grids combine these features differently, and
-LLVM optimizes their programs only with `--slow`."""
-COMBINED = {"tails"}
-"""Grids that only `--slow` runs: "ragged chunks" has these chunks, and "chunks" has equal slots."""
+shorter than the window with ragged slots, or in few pages. The other grids combine these features
+differently, and LLVM optimizes their programs only with `--slow`."""
+COMBINED = {"tails", "pages"}
+"""Grids that only `--slow` runs: "ragged chunks" has the chunks of "tails", and "chunks" has equal
+slots; "chunks in pages" has few pages, and tests of layouts have whole prompts in pages."""
 
 
 @pytest.fixture(
@@ -115,6 +120,20 @@ def test_rows_are_bit_identical_under_permutation_subset_and_split(model, temper
         for name, output in other.items():
             assert output.outputs == whole[name].outputs
             assert output.prompt_logprobs == whole[name].prompt_logprobs
+
+
+def test_rows_that_are_computed_again_have_the_bits_that_they_have_alone(model):
+    """With few pages, rows give theirs to others while they decode."""
+    params = SamplingParams(temperature=0.9, max_tokens=20, logprobs=2, ignore_eos=True, n=2)
+    requests = requests_of(prompts(12, seed=25), params)
+    generator = model.generator()
+    for request in requests:
+        generator.submit(request)
+    together = {output.request_id: output.outputs for output in generator.run()}
+    assert (generator.metrics.pages.replays > 0) == (model.grid.pages is not None)
+    for request in requests[::3]:
+        alone = run(model, [request])[request.request_id]
+        assert alone.outputs == together[request.request_id]
 
 
 def test_a_row_with_nan_weights_in_its_path_fails_alone(model):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from alike import changed
-from tiny import CHUNK_GRID, CONFIG, GRID, TAIL_GRID, TinyModel, prompts
+from tiny import CHUNK_GRID, CONFIG, GRID, PAGED_CHUNK_GRID, TAIL_GRID, TinyModel, prompts
 
 from noria.runtime.planning.simulator import SimulatedRow, schedule
 from noria.runtime.request import Request, SamplingParams
@@ -12,7 +12,9 @@ COUNTS = ("calls", "rows", "steps", "real_tokens", "computed_tokens", "emitted_t
 
 
 @pytest.fixture(
-    scope="module", params=[GRID, CHUNK_GRID, TAIL_GRID], ids=["whole", "chunks", "tails"]
+    scope="module",
+    params=[GRID, CHUNK_GRID, TAIL_GRID, PAGED_CHUNK_GRID],
+    ids=["whole", "chunks", "tails", "few pages"],
 )
 def model(request) -> TinyModel:
     # the counts do not depend on layers
@@ -53,7 +55,7 @@ def counts(report) -> dict:
         for phase, of_phase in report["buckets"].items()
         for name, use in of_phase.items()
     }
-    return uses | {"padding": report["padding"]}
+    return uses | {key: report[key] for key in ("padding", "waits", "replays") if key in report}
 
 
 def ran(model: TinyModel, requests):
@@ -73,6 +75,8 @@ def test_calls_padding_and_occupancy_are_those_of_the_run(model, seed):
     simulation = schedule(model.grid, as_it_ran(requests, outputs)).priced(model.grid, None)
     assert counts(simulation.metrics.report()) == counts(metrics.report())
     assert simulation.metrics.forks == metrics.forks
+    assert simulation.metrics.pages == metrics.pages
+    assert (metrics.pages.waits > 0) == (model.grid.pages is not None)
     live = sum(use.live_tokens for use in metrics.decode.values())
     computed = sum(use.computed_tokens for use in metrics.decode.values())
     assert simulation.occupancy == live / computed
