@@ -201,8 +201,6 @@ def choose_kernels(
     Raises:
       ValueError: A named kernel cannot serve a graph; the error says why.
     """
-    in_order = placement.has_whole("prefill", axes.LENGTH)
-    spans, prefixes = grid.decode_spans, grid.prefixes
 
     def choose_for(
         phase: str,
@@ -214,36 +212,21 @@ def choose_kernels(
         ]
         return choose(calls, placement.platform, phase, getattr(plan, phase), kernels)
 
-    def prompt_call(bucket: PrefillBucket, kind: Sequence[Attention]) -> AttentionCall:
-        if prefixes is not None:
-            return _after_prefix(kind, dtype, bucket.tokens, prefixes, placement)
-        if bucket.chunk is None:
-            return _prompt_call(kind, dtype, bucket.tokens, in_order)
-        if grid.page is not None:
-            # no token of a chunk sees as many last entries as the chunk has tokens
-            seen = grid.num_pages(bucket.length) * grid.page - bucket.chunk
-            call = _cache_call(kind, dtype, bucket.chunk)
-            return replace(call, segments=frozenset({seen}) - {0})
-        num_segments = grid.num_segments(bucket.length)
-        return _chunk_call(kind, dtype, bucket.chunk, spans, num_segments, placement)
-
     prefill = {
-        bucket.tokens: choose_for("prefill", partial(prompt_call, bucket))
+        bucket.tokens: choose_for("prefill", partial(_prefill_call, grid, bucket, placement, dtype))
         for bucket in grid.prefill
     }
     decode = prefix = None
-    if prefixes is not None:
+    if (prefixes := grid.prefixes) is not None:
         chunk, length = prefixes.chunk, [prefixes.length]
         prefix = choose_for(
             "prefill", lambda kind: _chunk_call(kind, dtype, chunk, length, 1, placement)
         )
-    if grid.decode_slots:
-        decode = choose_for("decode", lambda kind: _cache_call(kind, dtype, num_queries=1))
     if grid.pages is not None:
         arrangement = placement.arrangement(config, cache_codes=cache_codes)
-        decode = choose_for(
-            "decode", lambda kind: _paged_call(kind, dtype, grid, arrangement), PAGE_KERNELS
-        )
+        decode = choose_for("decode", partial(_paged_call, grid, arrangement, dtype), PAGE_KERNELS)
+    elif grid.decode_slots:
+        decode = choose_for("decode", lambda kind: _cache_call(kind, dtype, num_queries=1))
     return AttentionChoices(prefill, decode, prefix)
 
 
@@ -301,6 +284,28 @@ def _kinds(config: DecoderConfig) -> list[list[Attention]]:
     return list(kinds.values())
 
 
+def _prefill_call(
+    grid: BucketGrid,
+    bucket: PrefillBucket,
+    placement: Placement,
+    dtype: jnp.dtype,
+    kind: Sequence[Attention],
+) -> AttentionCall:
+    """Attention of the prompts of a bucket, or of their chunks."""
+    if grid.prefixes is not None:
+        return _after_prefix(kind, dtype, bucket.tokens, grid.prefixes, placement)
+    if bucket.chunk is None:
+        in_order = placement.has_whole("prefill", axes.LENGTH)
+        return _prompt_call(kind, dtype, bucket.tokens, in_order)
+    if grid.page is not None:
+        # no token of a chunk sees as many last entries as the chunk has tokens
+        seen = grid.num_pages(bucket.length) * grid.page - bucket.chunk
+        call = _cache_call(kind, dtype, bucket.chunk)
+        return replace(call, segments=frozenset({seen}) - {0})
+    num_segments = grid.num_segments(bucket.length)
+    return _chunk_call(kind, dtype, bucket.chunk, grid.decode_spans, num_segments, placement)
+
+
 def _prompt_call(
     kind: Sequence[Attention], dtype: jnp.dtype, num_tokens: int, is_in_order: bool
 ) -> AttentionCall:
@@ -356,7 +361,7 @@ def _cache_call(kind: Sequence[Attention], dtype: jnp.dtype, num_queries: int) -
 
 
 def _paged_call(
-    kind: Sequence[Attention], dtype: jnp.dtype, grid: BucketGrid, arrangement: Arrangement
+    grid: BucketGrid, arrangement: Arrangement, dtype: jnp.dtype, kind: Sequence[Attention]
 ) -> AttentionCall:
     """Attention of decode to a cache in pages, with the heads that the pages have."""
     size, codes = arrangement.cache_dim(kind[0]), arrangement.cache_codes

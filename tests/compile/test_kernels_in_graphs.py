@@ -13,7 +13,7 @@ from tiny import CONFIG, random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
-from noria.compile.attention_kernels import choose_kernels
+from noria.compile.attention_kernels import AttentionPlan, choose_kernels
 from noria.compile.build import GraphSpec, compile_graph, compile_with_text, plan_graphs
 from noria.compile.graphs.graph_kinds import GraphKey
 from noria.compile.grids.bucket_grid import BucketGrid
@@ -221,3 +221,37 @@ def test_what_has_no_whole_prompts_in_order_on_a_device_keeps_xla(why):
     kernels = choose_kernels(WIDE, grid, placement, jnp.dtype(jnp.bfloat16))
     assert {choice.kernel for choice in kernels.prefill.values()} == {"xla"}
     assert "tokens lie in order on one device" in kernels.report()["prefill"]
+
+
+PAGED = BucketGrid(1024, ((64, 8), (1024, 2)), 8, (1024,), pages=128, page=64)
+
+
+@pytest.mark.tpu_compile
+def test_decode_from_pages_has_kernels_of_its_own():
+    heads = DecoderConfig.alike(
+        vocab_size=64,
+        embed=64,
+        mlp=64,
+        num_query_heads=8,
+        num_kv_heads=2,
+        head_dim=128,
+        windows=(None, 200),
+        max_position=1024,
+    )
+
+    def decode(grid: BucketGrid = PAGED, name: str = "auto", codes: str | None = None) -> str:
+        plan, dtype = AttentionPlan(decode=name), jnp.dtype("bfloat16")
+        choice = choose_kernels(heads, grid, placed(), dtype, plan, cache_codes=codes).decode
+        return str(choice)
+
+    assert decode().startswith("paged (tpu, bfloat16, heads of 128")
+    assert decode(name="xla") == "xla (as the plan asks)"
+    assert decode(name="paged") == "paged (as the plan asks)"
+    assert decode(codes="int8").startswith("xla (paged: it takes codes in pages of 128 entries")
+    assert decode(replace(PAGED, page=128, pages=64), codes="int8").startswith("paged")
+    with pytest.raises(ValueError, match="got 'latents': it does not read a cache in pages"):
+        decode(name="latents")
+    with pytest.raises(ValueError, match="got 'paged': it only reads a cache in pages"):
+        decode(replace(PAGED, page=None, pages=None), name="paged")
+    wide = replace(PAGED, max_length=2**20, decode_spans=(2**20,), pages=2**14, decode_slots=64)
+    assert "a table of at most 131072 pages" in decode(wide)
