@@ -124,7 +124,7 @@ class AttentionPlan(PlanTable, name="attention"):
     """The kernel of decode graphs: `auto`, `latents`, `paged` or `xla`."""
 
     def __post_init__(self):
-        names = list(dict.fromkeys([AUTO, *(x.name for x in (*KERNELS, *PAGE_KERNELS))]))
+        names = list(dict.fromkeys([AUTO, *(x.name for x in (*KERNELS[:-1], *PAGE_KERNELS))]))
         for phase in PHASES:
             if (name := getattr(self, phase)) not in names:
                 raise ValueError(
