@@ -68,22 +68,22 @@ def test_a_chunk_computes_rotations_once_and_attends_once_in_each_layer(batch):
 
 
 FEW_WEIGHTS = changed(CONFIG, embed=32, mlp=32, vocab_size=64, windows=(None,) * 2)
-PAGES = BucketGrid(128, ((64, 2, 16), (128, 2, 16)), 4, (128,), pages=4096, page=8)
+PAGES = BucketGrid(128, ((64, 2, 16), (128, 2, 16)), 4, (128,), pages=16384, page=8)
 
 
 @pytest.mark.parametrize(
     ("num_heads", "scan_layers", "codes"),
     [
-        (1, True, None),
+        (1, True, "int8"),
         (3, False, None),
-        (3, True, "int8"),
+        pytest.param(1, True, None, marks=pytest.mark.slow),
         pytest.param(1, False, None, marks=pytest.mark.slow),
         pytest.param(3, True, None, marks=pytest.mark.slow),
-        pytest.param(1, True, "int4", marks=pytest.mark.slow),
+        pytest.param(3, True, "int8", marks=pytest.mark.slow),
     ],
 )
 def test_no_program_needs_memory_for_a_copy_of_the_pages(num_heads, scan_layers, codes):
-    """The pages of one side of one layer are larger than all that a program needs beside them."""
+    """The pages of one layer, or their scales, are larger than all that a program needs else."""
     config = changed(FEW_WEIGHTS, num_query_heads=2 * num_heads, num_kv_heads=num_heads)
     placement = find_target("cpu").placement(None)
     model = AbstractModel(config, placement.arrangement(config, scan_layers, codes))
@@ -93,7 +93,7 @@ def test_no_program_needs_memory_for_a_copy_of_the_pages(num_heads, scan_layers,
         (state,) = (x for x in graph.arguments if isinstance(x, DecodeState))
         arrays = [x for layer in state.cache.layers for (x,) in layer.arrays.values()]
         num_layers = {x.shape[0] for x in arrays}
-        of_one = max(math.prod(x.shape) * x.dtype.itemsize for x in arrays) // max(num_layers)
+        of_one = min(math.prod(x.shape) * x.dtype.itemsize for x in arrays) // max(num_layers)
         memory = compile_graph(graph)[0].memory_analysis()
         assert memory.temp_size_in_bytes < of_one, str(graph.key)
         assert memory.alias_size_in_bytes > of_one

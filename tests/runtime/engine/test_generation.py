@@ -40,10 +40,10 @@ GRIDS = {
     "pages": PAGED_GRID,
     "chunks in pages": PAGED_CHUNK_GRID,
 }
-OPTIMIZED = {"whole", "ragged chunks", "chunks in pages"}
+OPTIMIZED = {"whole", "ragged chunks"}
 """Grids with optimized programs in every run: whole prompts with equal slots, and chunks longer and
-shorter than the window with ragged slots, or in few pages. The other grids combine these features
-differently, and LLVM optimizes their programs only with `--slow`."""
+shorter than the window with ragged slots. The other grids combine these features differently, and
+LLVM optimizes their programs only with `--slow`."""
 COMBINED = {"tails", "pages"}
 """Grids that only `--slow` runs: "ragged chunks" has the chunks of "tails", and "chunks" has equal
 slots; "chunks in pages" has few pages, and tests of layouts have whole prompts in pages."""

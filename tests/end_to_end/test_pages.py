@@ -1,0 +1,110 @@
+"""Jobs with a cache in pages, through the command: whole, killed, planned and from a bundle."""
+
+import random
+import re
+import tomllib
+
+import pytest
+from command import answer, completion, plan_text, read_manifest, read_rows, write_lines
+
+from noria.runtime import session
+
+CHUNKS = ("--set", "buckets.chunk=16")
+FEW = ("--set", "buckets.page=16", "--set", "buckets.pages=8", *CHUNKS)
+"""Pages for one of the longest rows."""
+
+
+@pytest.fixture(scope="module")
+def source(noria, tmp_path_factory):
+    rng = random.Random(9)
+    beginning = [rng.randrange(3, 250) for _ in range(35)]
+    rows = [
+        completion(
+            f"row-{i}",
+            beginning * (i % 4 == 1) + [rng.randrange(3, 250) for _ in range(rng.randint(1, 30))],
+            temperature=0.8 * (i % 2),
+            max_tokens=rng.randint(20, 60),
+            n=1 + (i % 9 == 2),
+        )
+        for i in range(40)
+    ]
+    return write_lines(tmp_path_factory.mktemp("pages") / "in.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def few(noria, source):
+    """The output of an undisturbed job in few pages."""
+    output = source.with_name("few.jsonl")
+    noria.batch(source, output, *FEW)
+    return output
+
+
+def masked(path) -> str:
+    return re.sub(r'"created":\d+', '"created":0', path.read_text("utf-8"))
+
+
+def test_few_pages_give_the_texts_of_slots_and_the_counts_are_in_the_manifest(noria, source, few):
+    slots, _ = noria.batch(source, source.with_name("slots.jsonl"), *CHUNKS)
+    assert list(map(answer, read_rows(few))) == list(map(answer, slots))
+    report = read_manifest(few)["generator"]
+    assert report["waits"] > 0 and report["replays"] > 0
+    padding = report["padding"]
+    assert padding["recomputed_tokens"] > 0
+    wasted = ("prefill_padding_tokens", "idle_slot_tokens", "overshoot_tokens", "recomputed_tokens")
+    assert padding["computed_tokens"] == padding["real_tokens"] + sum(padding[x] for x in wasted)
+    assert read_manifest(few)["compiles_during_run"] == 0
+
+
+def test_a_killed_job_in_few_pages_ends_as_if_undisturbed(noria, source, few, tmp_path):
+    output = tmp_path / "out.jsonl"
+    noria.kill(output, "-i", source, *FEW, after=12)
+    _, manifest = noria.batch(source, output, *FEW)
+    assert 0 < manifest["rows"]["kept_from_earlier_runs"] < 40
+    assert manifest["generator"]["replays"] > 0
+    assert masked(output) == masked(few)
+
+
+@pytest.mark.slow
+def test_a_planned_cache_in_pages_is_compiled_into_a_bundle_and_runs_from_it(noria, source, few):
+    plan, folder = source.with_name("plan.toml"), source.with_name("bundle")
+    options = ("--model", noria.model, "--workload", source, "-o", plan, "--quiet")
+    noria.run_here("plan", *options, "--page", "16", "--chunks", "never")
+    buckets = tomllib.loads(plan.read_text("utf-8"))["buckets"]
+    assert buckets["page"] == 16 and buckets["pages"] >= buckets["max_length"] // 16
+    noria.run("compile", "--model", noria.model, "--plan", plan, "-o", folder)
+    output = source.with_name("planned.jsonl")
+    arguments = ("-i", source, "-o", output, "--model", noria.model, "--plan", folder)
+    noria.run("batch", *arguments, "--require-bundle")
+    assert read_manifest(output)["bundle"]["reason"] is None
+    assert list(map(answer, read_rows(output))) == list(map(answer, read_rows(few)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["buckets.page=16", "buckets.pages=3"], "buckets.pages: expected at least "),
+        (["buckets.page=12", "buckets.pages=40"], "buckets.page: expected a power of two, got 12"),
+        (["buckets.pages=40"], "buckets.pages"),
+        (["buckets.page=16", "buckets.span_slots=[4]"], "buckets.span_slots"),
+    ],
+)
+def test_a_plan_of_pages_that_cannot_be_is_refused_before_weights_load(
+    noria, source, tmp_path, monkeypatch, settings, message
+):
+    monkeypatch.setattr(session, "load_model", pytest.fail)
+    options = [option for one in settings for option in ("--set", one)]
+    output = tmp_path / "out.jsonl"
+    arguments = ("-i", source, "-o", output, "--model", noria.model, "--quiet", *options)
+    assert message in noria.refuse("batch", *arguments)
+    assert not output.exists()
+
+
+def test_pages_and_planned_prefixes_are_refused_together(noria, source, tmp_path):
+    plan = tmp_path / "plan.toml"
+    prefixes = '\n[prefixes]\ngroups = 1\nlength = 16\nchunk = 16\nshared = [[16, "'
+    buckets = "max_length = 128\nprefill = [[96, 1]]\ndecode_slots = 2\ndecode_spans = [128]\n"
+    buckets += "pages = 16\npage = 16\n"
+    plan.write_text(plan_text(buckets, others=prefixes + "0" * 16 + '"]]\n'), "utf-8")
+    arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model)
+    said = noria.refuse("batch", *arguments, "--plan", plan)
+    assert "with buckets.pages" in said and "prefixes" in said
