@@ -188,6 +188,22 @@ def test_every_sequence_of_a_request_continues_the_whole_prompt(model):
     assert sequences == [model.greedy(row, 12)] * 3
 
 
+def test_logprobs_of_different_samples_equal_the_reference(model):
+    """The samples begin within a page, and none reads what another one has written."""
+    from tolerances import FLOAT32_MODEL_LOGPROB
+
+    row = prompts(1, seed=26, longest=14)[0][:11]
+    params = SamplingParams(temperature=1.0, max_tokens=6, seed=5, n=3, logprobs=0)
+    completions = run(model, requests_of([row], params))["row-0"].outputs
+    assert len({tuple(completion.token_ids) for completion in completions}) == 3
+    for completion in completions:
+        for t, score in enumerate(completion.logprobs):
+            logits = model.next_logits(row + completion.token_ids[:t]).astype(np.float64)
+            logprob = logits[score.token_id] - logits.max()
+            logprob -= np.log(np.exp(logits - logits.max()).sum())
+            assert score.logprob == pytest.approx(logprob, abs=FLOAT32_MODEL_LOGPROB)
+
+
 def test_unseeded_rows_differ_by_id_and_repeat_under_the_same_run_seed(model):
     params = SamplingParams(temperature=1.0, max_tokens=10)
     requests = requests_of([[5, 6, 7]] * 2, params)
