@@ -31,6 +31,7 @@ from ..modelzoo.kernels.splash import attend_splash, splash_refusal
 from ..modelzoo.layer_config import PLAIN_ROPE, Attention, Window
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
+from .device_kinds import kind_of
 from .grids.bucket_grid import BucketGrid
 from .grids.prefill_bucket import PrefillBucket
 from .grids.prefix_grid import PrefixGrid
@@ -224,7 +225,9 @@ def choose_kernels(
         )
     if grid.pages is not None:
         arrangement = placement.arrangement(config, cache_codes=cache_codes)
-        decode = choose_for("decode", partial(_paged_call, grid, arrangement, dtype), PAGE_KERNELS)
+        device = kind_of(placement.mesh.devices.flat)
+        paged_call = partial(_paged_call, grid, arrangement, dtype, device)
+        decode = choose_for("decode", paged_call, PAGE_KERNELS)
     elif grid.decode_slots:
         decode = choose_for("decode", lambda kind: _cache_call(kind, dtype, num_queries=1))
     return AttentionChoices(prefill, decode, prefix)
@@ -361,7 +364,11 @@ def _cache_call(kind: Sequence[Attention], dtype: jnp.dtype, num_queries: int) -
 
 
 def _paged_call(
-    grid: BucketGrid, arrangement: Arrangement, dtype: jnp.dtype, kind: Sequence[Attention]
+    grid: BucketGrid,
+    arrangement: Arrangement,
+    dtype: jnp.dtype,
+    device: str | None,
+    kind: Sequence[Attention],
 ) -> AttentionCall:
     """Attention of decode to a cache in pages, with the heads that the pages have."""
     size, codes = arrangement.cache_dim(kind[0]), arrangement.cache_codes
@@ -371,6 +378,7 @@ def _paged_call(
         value_dim=size,
         has_rotated_codes=codes is not None and is_rotated(jnp.dtype(codes)),
         group=kind[0].heads_per_kv,
+        device=device,
         page=grid.page,
         table=grid.decode_slots * grid.num_pages(grid.max_length),
     )

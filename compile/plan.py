@@ -269,10 +269,13 @@ class Plan:
 
     @staticmethod
     def _check_experts_of_pages(experts: ExpertPlan) -> None:
-        if experts.decode.kind == "capacity":
+        for phase in PHASES:
+            dispatch = getattr(experts, phase)
+            if dispatch.kind != "capacity":
+                continue
             raise ValueError(
-                "plan [experts.decode]: expected lossless dispatch with buckets.pages, got a "
-                f"capacity_factor of {experts.decode.capacity_factor:g}: rows wait for pages and "
+                f"plan [experts.{phase}]: expected lossless dispatch with buckets.pages, got a "
+                f"capacity_factor of {dispatch.capacity_factor:g}: rows wait for pages and "
                 "are computed again beside other rows, and these would decide what a capacity "
                 'drops. Set dispatch = "lossless", or leave out buckets.pages and buckets.page.'
             )

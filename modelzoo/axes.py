@@ -11,6 +11,7 @@ Array names end in these letters (`x_BTD`), and einsums use the same letters:
     O blocks of the keys of a head
     A heads flattened: G * T in a product of one key/value head, N * H after attention
     J = G + 2: the queries, key and value of one key/value head
+    P, N, in a cache in pages: the pages of a pool, and the pages of a row
     R, in matrices of adapters: the ranks of all adapters, side by side
     P parts of cached features, each with a scale of its own; gate and up (2) in weights
     I entries of a latent, from which the queries, or the keys and values, of a token are computed;

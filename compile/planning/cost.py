@@ -139,10 +139,16 @@ class CostModel:
         """The evidence of the seconds, as `measured h200, jax 0.11.2` or `calibration`."""
         return self.hardware.evidence if self.calibration is None else "calibration"
 
-    def evidence_of(self, *, has_pages: bool) -> str:
-        """The evidence of the seconds of a grid, with or without pages."""
+    def evidence_of(self, file: str = "", *, has_pages: bool) -> str:
+        """The evidence of the seconds of a grid, with or without pages.
+
+        Args:
+          file: The name of the calibration's file; empty without one.
+          has_pages: Whether the grid has pages.
+        """
+        evidence = f"{self.evidence} {file}".rstrip()
         is_assumed = self.calibration is not None or not self.hardware.efficiency.has_pages
-        return f"{self.evidence}, {PAGES_ASSUMED}" if has_pages and is_assumed else self.evidence
+        return f"{evidence}, {PAGES_ASSUMED}" if has_pages and is_assumed else evidence
 
     def seconds(self, call: Call) -> float:
         """Seconds of one call; for decode, of one step."""

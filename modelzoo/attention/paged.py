@@ -122,9 +122,15 @@ def _attend_turns(
         part = attend_masked(q_BTKGH, transposed(k_BKSH), v_BKSH, mask_BTS, scores)
         return merge([carry, part])
 
+    def hide(x: jax.Array, value: float) -> jax.Array:
+        """Give rows without tokens a value, as the page that they read may hold NaN."""
+        is_row_B = position_BT.max(axis=1) > EMPTY_POSITION
+        return jnp.where(is_row_B.reshape(-1, *[1] * (x.ndim - 1)), x, value)
+
     shape = q_BTKGH.shape[:-1]
     empty = jnp.zeros((*shape, H)), jnp.full(shape, -jnp.inf)
-    return jax.lax.fori_loop(first, end, turn, empty)
+    out_BTKGH, lse_BTKG = jax.lax.fori_loop(first, end, turn, empty)
+    return hide(out_BTKGH, 0.0), hide(lse_BTKG, -jnp.inf)
 
 
 class _Pages:

@@ -39,6 +39,8 @@ class AttentionCall:
     page: int | None = None
     """The entries of a page of the cache; None if the cache has no pages. With pages, `key_dim` and
     `value_dim` are the sizes of cached heads, the zeros that pad them included."""
+    device: str | None = None
+    """The kind of the devices, as `h100`; None if it is not known."""
     table: int = 0
     """The pages in the table of a device: those of all its rows, at their maximum length."""
 

@@ -31,6 +31,8 @@ ROWS = 64
 ROWS_STORED = 8
 """Rows that are copied at a time."""
 HEAD_DIMS, PAGES = (64, 128, 256), (64, 128)
+DEVICES = "h100", "h200"
+"""The kinds of GPUs that have the instructions of the kernel."""
 SHARED_BYTES, MAX_SHARED_BYTES = 112 * 2**10, 192 * 2**10
 """The memory of a core for keys and values that lets two blocks of threads share a core, and the
 maximum."""
@@ -81,6 +83,8 @@ def paged_gpu_refusal(call: AttentionCall) -> str | None:
     """The reason why the kernel cannot serve a call, or None if it can."""
     if call.page is None:
         return "it takes a cache in pages (buckets.page)"
+    if call.device not in DEVICES:
+        return f"it takes GPUs of the Hopper generation, got {call.device or 'others'}"
     if call.page not in PAGES:
         return f"it takes pages of {PAGES[0]} or {PAGES[1]} entries, got {call.page} (buckets.page)"
     if call.dtype not in (jnp.bfloat16, jnp.float16):

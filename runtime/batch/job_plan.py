@@ -190,6 +190,9 @@ class _Derivation:
             slots = max(1, int(min(defaults.max_decode_slots, at_once)))
             defaults = replace(defaults, max_decode_slots=slots)
         grid = derive_grid(rows, max_position, defaults, fits, self.prices)
+        if slots := self.asked.get("decode_slots"):
+            check_count("buckets.decode_slots", slots)
+            grid = replace(grid, decode_slots=slots)
         paged = with_pages(grid, use, page, room if asked is None else math.inf)
         if paged is None:
             needed = -(-grid.max_length // page)

@@ -63,6 +63,8 @@ class CallResults:
     """The sequences that were in the slots during the call, for calls on slots."""
     num_known: Mapping[int, int] = field(default_factory=dict)
     """For slots of replays, the number of ids in a decode call that were emitted before."""
+    closed: set[int] = field(default_factory=set)
+    """Slots whose sequences the host ended after the call, although they emitted nothing new."""
     read_entries: int = 0
     """In a grid with pages, the entries in whole pages that rows read in a decode call."""
 
@@ -79,7 +81,8 @@ class CallResults:
     def is_known(self, slot: int) -> bool:
         """Whether nothing is new in a decode call: all ids of a slot were emitted before."""
         num_known = self.num_known.get(slot)
-        return num_known == self.num_emitted_B[slot] and not self.has_ended(slot)
+        has_ended = self.has_ended(slot) or slot in self.closed
+        return num_known == self.num_emitted_B[slot] and not has_ended
 
     def has_ended(self, slot: int) -> bool:
         """Whether the device ended the sequence in a slot during a decode call."""

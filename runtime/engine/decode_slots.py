@@ -123,10 +123,14 @@ class DecodeSlots:
         """
         assert self.pool is not None
         is_live_B = self._max_length_B > 0
-        is_idle_B = ~is_live_B
-        is_idle_B[list(self._prefixes)] = False
-        of_prompts = self.pool.held_B[is_idle_B].sum()
+        is_kept_B = is_live_B.copy()
+        is_kept_B[list(self._prefixes)] = True
+        of_prompts = self.pool.num_pages_without(is_kept_B)
         return int(self.pool.num_free + of_prompts - self._expected_pages_B()[is_live_B].sum())
+
+    def forget_growth(self) -> None:
+        """Forget how long the sequences of an earlier run were; no slot is in use."""
+        self.growth = Growth(self._grid)
 
     def claim(self, slots: list[int]) -> None:
         """Reserve free slots for the sequences of a prompt."""

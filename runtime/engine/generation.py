@@ -153,6 +153,7 @@ class GenerationSession(Engine[Action, OpenRequest]):
     def restarted(self, run_seed: int) -> "GenerationSession":
         """A session for the next rows, with a seed and counters of its own; no row may be open."""
         assert not self._open
+        self.slots.scheduler.slots.forget_growth()
         return replace(self, admission=replace(self.admission, run_seed=run_seed))
 
     def abandon(self) -> None:
@@ -197,6 +198,7 @@ class GenerationSession(Engine[Action, OpenRequest]):
         # after all were read, because a sample that ends may end the other samples of its row
         for slot, entry in read:
             if entry.is_over(results.sequences[slot].sample) and not results.has_ended(slot):
+                results.closed.add(slot)
                 self.slots.release(slot)
 
     def _add_tokens(self, entry: OpenRequest, event: TokensEmitted, now: float) -> None:

@@ -54,7 +54,7 @@ class Growth:
     def end(self, slot: int, length: int) -> None:
         """Record that the sequence in a slot ended at a length."""
         self._num_ended += 1
-        self._num_output += length - int(self._prompt_length_B[slot])
+        self._num_output += self.num_known(slot, length)
         self.leave(slot)
 
     def num_known(self, slot: int, length: int) -> int:

@@ -62,6 +62,13 @@ class PagePool:
         """The number of pages that slots lack to hold numbers of positions, at least 0."""
         return np.maximum(-(-length_B // self._page) - self.held_B[slots], 0)
 
+    def num_pages_without(self, is_kept_B: np.ndarray) -> int:
+        """The number of pages that slots have, without those of the slots that are kept."""
+        if not self.held_B[~is_kept_B].any():
+            return 0
+        kept, others = np.unique(self.table[is_kept_B]), np.unique(self.table[~is_kept_B])
+        return len(np.setdiff1d(others, np.append(kept, self.no_page)))
+
     def take(self, slot: int, length: int) -> None:
         """Give a slot the pages that it lacks to hold a number of positions; they must be free."""
         first, end = int(self.held_B[slot]), self._grid.num_pages(length)

@@ -267,7 +267,9 @@ class SlotCalls:
         if action.source in self._unclean:
             self._unclean.add(action.slot)
             if self._pool is not None:
-                self._pool.mark_unclean(self._pool.table[action.slot])
+                # a slot that was drained before the copy has no pages any more
+                copied = [] if action.copied_page is None else [action.copied_page.page]
+                self._pool.mark_unclean(np.append(self._pool.table[action.slot], copied))
         return call
 
     def _clear_pages(self) -> list[GraphCall]:

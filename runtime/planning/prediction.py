@@ -165,9 +165,8 @@ def _evidence(options: PlanOptions, workload: Workload, best: PlannedLayout) -> 
     if hardware.price_per_hour is not None:
         num_devices = TargetName.parse(options.target).num_devices
         price = hardware.price_per_hour * num_devices * simulated.seconds / 3600
-    costs = best.cost.evidence_of(has_pages=simulated.grid.pages is not None)
-    if options.calibration is not None:
-        costs = f"{costs} {options.calibration.name}"
+    file = "" if options.calibration is None else options.calibration.name
+    costs = best.cost.evidence_of(file, has_pages=simulated.grid.pages is not None)
     return PlanEvidence(
         costs,
         simulated.build_seconds,

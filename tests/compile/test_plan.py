@@ -323,11 +323,15 @@ def test_tiles_are_the_targets_and_no_plans():
         ExpertPlan(Dispatch(tiles=Tiles(2, 2)))
 
 
-def test_pages_are_refused_with_experts_of_a_fixed_capacity_in_decode():
+@pytest.mark.parametrize(
+    ("phase", "experts"),
+    [("decode", EXPERTS), ("prefill", ExpertPlan(Dispatch("capacity", 1.25)))],
+)
+def test_pages_are_refused_with_experts_of_a_fixed_capacity(phase, experts):
     grid = replace(GRID, decode_spans=(64,), pages=8, page=16)
-    assert replace(PLAN, buckets=grid, experts=ExpertPlan(Dispatch("capacity", 2.0))).experts
-    with pytest.raises(ValueError, match=r"expected lossless dispatch .* capacity_factor of 1.25"):
-        replace(PLAN, buckets=grid, experts=EXPERTS)
+    message = rf"\[experts.{phase}\]: expected lossless dispatch .* capacity_factor of 1.25"
+    with pytest.raises(ValueError, match=message):
+        replace(PLAN, buckets=grid, experts=experts)
 
 
 def test_a_plan_with_pages_is_read_as_it_is_written():

@@ -159,5 +159,7 @@ def test_reads_of_pages_have_a_share_of_their_own_that_is_assumed_until_it_is_me
 def test_evidence_says_that_the_rate_of_reads_of_pages_is_assumed():
     assert cost_of().evidence_of(has_pages=True) == "published peaks, reads of pages assumed"
     assert cost_of().evidence_of(has_pages=False) == "published peaks"
+    named = cost_of().evidence_of("cpu.json", has_pages=True)
+    assert named == "published peaks cpu.json, reads of pages assumed"
     measured = cost_of(attention={"pages": 0.6})
     assert measured.evidence_of(has_pages=True) == "published peaks"

@@ -251,6 +251,7 @@ CALL = AttentionCall(
     page=128,
     table=MAX_TABLE,
     group=8,
+    device="h200",
 )
 REFUSED = {
     "tpu": [
@@ -267,6 +268,8 @@ REFUSED = {
     ],
     "gpu": [
         ({"page": None}, "a cache in pages"),
+        ({"device": "a100"}, "the Hopper generation, got a100"),
+        ({"device": None}, "the Hopper generation, got others"),
         ({"page": 32}, "pages of 64 or 128 entries, got 32"),
         ({"dtype": jnp.dtype("float32")}, "bfloat16 and float16, got float32"),
         ({"has_codes": True}, "no cache in codes"),

@@ -370,6 +370,8 @@ def test_a_derived_plan_has_pages_if_the_user_gives_their_size():
     assert grid.pages == 4 + 13 + 1, "all rows at their longest"
     given = plan_of(rows, "buckets.page=16", "buckets.pages=15").buckets
     assert (given.pages, given.decode_slots) == (15, grid.decode_slots)
+    many = plan_of([RowShape(20, 30)] * 400, "buckets.page=16", "buckets.decode_slots=256").buckets
+    assert (many.decode_slots, many.pages) == (256, 256 * 4)
     chunks = plan_of(rows, "buckets.page=16", "buckets.chunk=32").buckets
     assert chunks.pages == 18 and chunks.prefill[-1].length < chunks.max_length
 

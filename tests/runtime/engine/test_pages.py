@@ -174,11 +174,14 @@ STOPPED = {
     "string": {"stop": ("ab", "hf")},
     "agreement": {"stopping": SampleRule("([ab])", stop_when=2), "n": 4},
     "certainty": {"stopping": SampleRule("([ab])", probe_every=8, probes=3), "n": 6},
-}
+    "agreement while samples start again": {
+        "stopping": SampleRule("([abcd])", stop_when=2), "n": 6, "stop": ("ab", "cd", "ee"),
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", STOPPED)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, 3])
 def test_text_ends_rows_where_it_ends_them_with_enough_pages(kind, seed):
     grid, rng = TIGHT, np.random.default_rng(seed)
     requests = [
