@@ -180,8 +180,13 @@ STOPPED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", STOPPED)
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        *((kind, seed) for kind in ("string", "agreement", "certainty") for seed in range(2)),
+        *(("agreement while samples start again", seed) for seed in (3, 9)),
+    ],
+)
 def test_text_ends_rows_where_it_ends_them_with_enough_pages(kind, seed):
     grid, rng = TIGHT, np.random.default_rng(seed)
     requests = [
