@@ -54,7 +54,7 @@ class Kernel(NamedTuple):
     serves: set[str]
     context: Any = nullcontext
     rest: float = np.nan
-    """What entries hold that no query sees."""
+    """The value of entries that no query sees."""
 
 
 CASES = {
