@@ -99,6 +99,22 @@ def test_rows_answer_as_in_jobs_of_merged_models(noria, folder, tmp_path):
     assert len(answers) == 1 + len(OPTIONS)
 
 
+def test_rows_in_few_pages_answer_as_in_slots(noria, folder, tmp_path):
+    pages = plan_text(f"{BUCKETS}pages = 6\npage = 16\n", others=ROOM)
+    (tmp_path / "pages.toml").write_text(pages)
+    options = ("--plan", tmp_path / "pages.toml", "--adapters", *adapters_of(folder))
+    noria.batch(folder / "in.jsonl", tmp_path / "out.jsonl", *options, expect=1)
+    found, expected = rows_of(tmp_path / "out.jsonl", ""), rows_of(folder / "out.jsonl", "")
+    assert found.keys() == expected.keys()
+    for custom_id in expected.keys() - {"lost"}:
+        row, other = found[custom_id], expected[custom_id]
+        np.testing.assert_allclose(
+            logprobs(row), logprobs(other), rtol=0, atol=FLOAT32_MODEL_LOGPROB
+        )
+    (decode,) = read_manifest(tmp_path / "out.jsonl")["generator"]["buckets"]["decode"].values()
+    assert decode["read_entries"] > 0
+
+
 def test_rows_share_only_with_rows_of_their_adapter(folder):
     manifest = read_manifest(folder / "out.jsonl")
     assert manifest["rows"]["repeated"] == 1 + len(OPTIONS)

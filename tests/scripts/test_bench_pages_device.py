@@ -1,5 +1,6 @@
 """The measurement of attention to pages, in a tiny form: it has figures, and sees changed bits."""
 
+import json
 from argparse import Namespace
 
 import numpy as np
@@ -8,14 +9,17 @@ from numerics_helpers import script
 OPTIONS = Namespace(kv_heads=1, group=2, head_dim=8, page=8, dtype="float32")
 
 
-def test_a_mix_has_its_figures_and_a_line():
+def test_a_mix_has_its_figures_and_a_line(run, tmp_path):
     bench = script("scripts/bench_pages_device.py")
-    figures = bench.measure(bench.Mix(3, 10), OPTIONS)
+    sizes = "--mixes", "3x10", "--kv-heads", 1, "--group", 2, "--head-dim", 8, "--page", 8
+    output = tmp_path / "pages"
+    run("bench_pages_device.py", *sizes, "--dtype", "float32", "--output", output)
+    (figures,) = json.loads(output.with_suffix(".json").read_text())["rows"]
     assert figures["kernel"] == "xla" and figures["seconds"] > 0 and figures["has_own_bits"]
     live = int(bench.Mix(3, 10).lengths().sum()) * 8 * 2 * 4
     assert np.isclose(figures["live_bytes_per_second"] * figures["seconds"], live)
     assert figures["largest_difference"] < 1e-5
-    page = bench.page_of({"command": "python it", "device": "cpu", "rows": [figures]})
+    page = output.with_suffix(".md").read_text()
     assert page.count("| 3 | 10 | xla |") == 1 and page.count("| yes |") == 1
 
 

@@ -73,7 +73,7 @@ def test_a_run_of_ci_takes_the_suite_and_all_others(checkout):
     assert code == 0, said
     assert runs[:4] == [
         SUITE,
-        "tests/compile/test_gpu_target.py",
+        "-m gpu_compile tests/compile",
         "tests/compile/test_targets.py",
         "-m newest_libtpu tests/compile",
     ]
@@ -92,7 +92,7 @@ def test_a_run_of_ci_takes_the_suite_and_all_others(checkout):
 )
 def test_a_run_that_says_which_tests_takes_no_other_slow_ones(checkout, arguments, first):
     _, runs, _ = run(checkout, "scripts/test", *arguments)
-    assert runs[:2] == [first, "tests/compile/test_gpu_target.py"]
+    assert runs[:2] == [first, "-m gpu_compile tests/compile"]
 
 
 def test_the_fast_run_takes_nothing_else(checkout):

@@ -8,6 +8,7 @@ import pytest
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.runtime.engine.actions import DecodeAction, ForkAction, PrefillAction, ScheduledRequest
+from noria.runtime.engine.page_room import PageRoom
 from noria.runtime.engine.scheduler import Scheduler
 
 WHOLE = BucketGrid(
@@ -410,7 +411,7 @@ def test_prompts_that_no_free_slot_holds_are_not_looked_at(grid, lengths, monkey
         looked_at.append(prompt.request.number)
         return slots_for(self, prompt, free)
 
-    slots_for = Scheduler._slots_for
+    slots_for = PageRoom.slots_for
     scheduler = Scheduler(grid)
     for n in range(3 if grid is WHOLE else 2):
         scheduler.submit(scheduled(n, prompt_length=lengths[-1], max_tokens=30))
@@ -418,7 +419,7 @@ def test_prompts_that_no_free_slot_holds_are_not_looked_at(grid, lengths, monkey
         pass
     for n in range(10, 210):
         scheduler.submit(scheduled(n, prompt_length=lengths[-1], max_tokens=30))
-    monkeypatch.setattr(Scheduler, "_slots_for", count)
+    monkeypatch.setattr(PageRoom, "slots_for", count)
     while not isinstance(scheduler.next_action(), DecodeAction):
         pass
     assert len(looked_at) <= 8

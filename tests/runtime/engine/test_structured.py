@@ -237,6 +237,7 @@ BEGINNING = np.random.default_rng(1).integers(3, CONFIG.vocab_size, 9).tolist()
 """The tokens with which every second prompt of the next test begins."""
 SHARING_GRIDS = {
     "chunks": {"prefill": ((64, 2, 8),), "chunks_per_decode": None},
+    "pages": {"page": 8, "pages": 8},
     "planned prefixes": {
         "prefixes": PrefixGrid(2, 16, 16, (PlannedPrefix(9, hash_tokens(BEGINNING)),)),
         "decode_slots": 4,
@@ -245,7 +246,7 @@ SHARING_GRIDS = {
 
 
 @pytest.mark.parametrize("name", SHARING_GRIDS)
-def test_answers_are_valid_where_prompts_share_a_beginning(structures, requests, name):
+def test_answers_are_valid_where_prompts_share_a_beginning_or_pages(structures, requests, name):
     hashes = {form.fingerprint for form in FORMS.values()}
     grid = replace(PLAIN_GRID, structured=structures.grid(hashes), **SHARING_GRIDS[name])
     model = TinyModel(TWO_LAYERS, grid)
