@@ -237,7 +237,7 @@ BEGINNING = np.random.default_rng(1).integers(3, CONFIG.vocab_size, 9).tolist()
 """The tokens with which every second prompt of the next test begins."""
 SHARING_GRIDS = {
     "chunks": {"prefill": ((64, 2, 8),), "chunks_per_decode": None},
-    "pages": {"page": 8, "pages": 8},
+    "pages": {"prefill": ((64, 2),), "page": 8, "pages": 8},
     "planned prefixes": {
         "prefixes": PrefixGrid(2, 16, 16, (PlannedPrefix(9, hash_tokens(BEGINNING)),)),
         "decode_slots": 4,
