@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Which pages each row reads, and what its queries see."""
+    """The pages that each row reads, and the positions that its queries see."""
 
     page_BN: Any
     bound_B2: Any
