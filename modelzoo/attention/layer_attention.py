@@ -17,7 +17,7 @@ from .. import axes
 from ..cache.kv_cache import Positions, append
 from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues, PromptLatents
 from ..cache.pages import append_to_pages
-from ..cache.segments import IN_ORDER, Segments
+from ..cache.segments import EMPTY_POSITION, IN_ORDER, Segments
 from ..cache.state_spec import KeysAndValues
 from ..layer_config import Attention, Window
 from ..operations import Operations
@@ -383,7 +383,8 @@ class TokenAttention:
         first = layer * own.num_slots
         # a row has no page after its last one, and attention reads none there
         page_BN = first + jnp.minimum(rows.page_BN, own.num_slots - 1)
-        paged = PagedRows(page_BN, position_B[:, None])
+        is_token_B = position_B > EMPTY_POSITION
+        paged = PagedRows(page_BN, position_B, is_token_B.astype(jnp.int32))
         call = options.window, options.scaled, q_BTKGH, own.pages(), paged
         return own, attend_pages(self.attend_pages, *call)
 
