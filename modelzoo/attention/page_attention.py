@@ -95,10 +95,7 @@ class PageAttention:
         own, is_here_B = _write(own, new_entries, rows, queries.q_BTKGH.shape[1])
         # a row has no page after its last one, and attention reads none there
         page_BN = first + jnp.minimum(page_BN, num_pages - 1)
-        count_B = jnp.where(is_here_B, rows.count_B, 0)
-        offset_1T = jnp.arange(queries.q_BTKGH.shape[1])[None]
-        position_BT = jnp.where(offset_1T < count_B[:, None], rows.first_B[:, None] + offset_1T, -1)
-        paged = PagedRows(page_BN, position_BT)
+        paged = PagedRows(page_BN, rows.first_B, jnp.where(is_here_B, rows.count_B, 0))
         call = options.window, options.scaled, queries.q_BTKGH, own.pages(), paged
         attended = attend_pages(self.attend, *call)
         if self.is_gathered:
