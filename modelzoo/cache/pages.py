@@ -58,6 +58,11 @@ def allocate_pages(
     return KVCache(layers, Positions((), {}))
 
 
+def num_pages(cache: KVCache) -> int:
+    """The number of pages of a cache."""
+    return next(layer.num_slots for layer in cache.layers if layer is not None)
+
+
 def page_of(page_BN: jax.Array, position_B: jax.Array, page: int, num_pages: int) -> jax.Array:
     """The page of a position of each row; `num_pages`, which no page has, for an empty position."""
     page_B = pick(page_BN, position_B // page)
