@@ -19,6 +19,8 @@ _Lengths = TypeVar("_Lengths", int, np.ndarray)
 def with_pages(grid: BucketGrid, use: SlotUse, page: int, room: float) -> BucketGrid | None:
     """The grid with a cache of pages; None if there is no room for one row of its length.
 
+    Chunks of all lengths then share the calls of one span, which have the batches of the last span.
+
     The pages are those that there is room for, but no more than the longest rows fill at their
     longest, one in each slot.
 
@@ -32,8 +34,14 @@ def with_pages(grid: BucketGrid, use: SlotUse, page: int, room: float) -> Bucket
     pages = int(min(room, max(longest, _most_needed(grid, use, page))))
     if pages < longest:
         return None
+    prefill = grid.prefill
+    if grid.chunks:
+        prefill = tuple(
+            bucket._replace(length=grid.max_length) for bucket in prefill[-len(grid.chunks) :]
+        )
     return replace(
         grid,
+        prefill=prefill,
         decode_spans=(grid.max_length,),
         span_slots=None,
         slot_groups=None,
