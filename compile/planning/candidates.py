@@ -196,8 +196,9 @@ class CandidateGrids:
     def _packed_candidates(self) -> Iterator[Candidate]:
         """Candidates with pages that prefill prompts in tiles."""
         is_cpu = self._cost.hardware.name == "cpu"
+        # all heads of latent attention share the latents
         group = min(
-            attention.num_query_heads // attention.num_kv_heads
+            attention.num_query_heads if attention.latent else attention.heads_per_kv
             for attention in self._cost.work.config.attention_kinds
         )
         tiles = [tile for tile in TILES if is_cpu or tile * group >= TILE_QUERIES]

@@ -3,8 +3,9 @@
 Products take two operations for each weight and token (Pope et al. 2022, "Efficiently Scaling
 Transformer Inference", 2211.05102, section 2). Attention takes two operations for each element of a
 head and each pair of query and key, for scores and again for values. Weights are read once in a
-call, keys and values once for each block of queries, or in pages for each piece. The work is divided evenly among the devices
-whose mesh axes split it. Communication comes from `sharding.communication`.
+call, keys and values once for each block of queries, or in pages for each piece. The work is
+divided evenly among the devices whose mesh axes split it. Communication comes from
+`sharding.communication`.
 
 Knows nothing of hardware, seconds or grids; compiles nothing.
 """
