@@ -183,8 +183,7 @@ class CandidateGrids:
     def chunk_candidates(self) -> Iterator[Candidate]:
         """Candidates that prefill prompts in chunks of one size or two sizes; of one with pages."""
         if self._defaults.page is not None:
-            yield from self._packed_candidates()
-            return
+            return self._packed_candidates()
         pairs = ((a, b) for a, b in combinations(CHUNKS, 2) if b >= MIN_CHUNK_RATIO * a)
         sizes = [*((chunk,) for chunk in CHUNKS), *pairs]
         choices = product(
