@@ -77,8 +77,7 @@ class Pool:
         """Attend with some rows, and with the pages in an order."""
         moved = jnp.asarray(order_P)
         arrays = (x.at[moved].set(x) for x in (self.k_PKSH, self.v_PKSH))
-        position_B1 = jnp.asarray(self.length_B[rows, None] - 1, jnp.int32)
-        paged = PagedRows(jnp.asarray(order_P[self.page_BN[rows]], jnp.int32), position_B1)
+        paged = paged_rows(order_P[self.page_BN[rows]], self.length_B[rows])
         return attend(self.q_BTKGH[rows], *arrays, paged)
 
     def has_own_bits(self, attend: Any, rows: np.ndarray) -> bool:
@@ -102,6 +101,12 @@ class Pool:
             np.array_equal(np.asarray(x)[:1], np.asarray(y)[:1])
             for x, y in zip(first, copies, strict=True)
         )
+
+
+def paged_rows(page_BN: np.ndarray, length_B: np.ndarray) -> PagedRows:
+    """Return rows with one query, which is their last token."""
+    scalars = page_BN, length_B - 1, np.ones_like(length_B)
+    return PagedRows(*(jnp.asarray(x, jnp.int32) for x in scalars))
 
 
 def main() -> None:
@@ -182,8 +187,7 @@ def chosen(mix: Mix, pool: Pool, options: argparse.Namespace) -> tuple[str, Any]
 
 def seconds_of(pool: Pool, attend: Callable[..., Any]) -> float:
     """Return the median seconds of a call in a run of calls, each after the one before."""
-    position_B1 = jnp.asarray(pool.length_B[:, None] - 1, jnp.int32)
-    paged = PagedRows(jnp.asarray(pool.page_BN), position_B1)
+    paged = paged_rows(pool.page_BN, pool.length_B)
 
     @jax.jit
     def run(q_BTKGH, k_PKSH, v_PKSH, paged):

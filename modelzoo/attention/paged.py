@@ -1,9 +1,10 @@
 """Attention of rows to their pages, page by page, so that no more is read than rows hold.
 
-A query sees the entries at positions up to its own, as far as its window reaches: they follow from
-the row's length, and no positions are stored. Knows nothing of layers, of how pages are written, or
-of meshes. Guarantees: a row's pages are read in order and merged one after the other, and pages of
-other rows are never read for it, so its bits depend on its own entries alone.
+The queries of a row are consecutive tokens: one of a decode step, or a tile of a prompt. A query
+sees the entries at positions up to its own, as far as its window reaches: no positions are stored.
+Knows nothing of layers, of how pages are written, or of meshes. Guarantees: a row's pages are read
+in order and merged one after the other, and pages of other rows are never read for it, so its bits
+depend on its own entries alone.
 """
 
 from dataclasses import dataclass
@@ -21,12 +22,20 @@ from .attend import attend_masked, first_visible, merge, visible
 
 
 class PagedRows(NamedTuple):
-    """The pages of rows, and the positions of their queries."""
+    """The pages of rows, and the positions of their queries, which are consecutive."""
 
     page_BN: jax.Array
     """The pages of each row in order; after its last page any number of a page."""
-    position_BT: jax.Array
-    """The position of each query; `EMPTY_POSITION` in a row without tokens."""
+    first_B: jax.Array
+    """The position of the first query of each row."""
+    count_B: jax.Array
+    """The queries of each row that are tokens. The others come last and see nothing."""
+
+    def position_BT(self, num_queries: int) -> jax.Array:
+        """The position of each query; `EMPTY_POSITION` for one that is no token."""
+        index_1T = jnp.arange(num_queries)[None]
+        position_BT = self.first_B[:, None] + index_1T
+        return jnp.where(index_1T < self.count_B[:, None], position_BT, EMPTY_POSITION)
 
 
 class AttendPages(Protocol):
@@ -49,7 +58,7 @@ class AttendPages(Protocol):
 
 @dataclass(frozen=True)
 class PageReader:
-    """An attention implementation of a decode graph that reads pages."""
+    """An attention implementation of a graph that reads pages."""
 
     attend: AttendPages
 
@@ -88,7 +97,7 @@ def attend_in_groups(
         q_BTKGH, rows = inputs
         return _attend_turns(q_BTKGH, pages, rows, window, scores)
 
-    groups = pad(q_BTKGH, 0), PagedRows(pad(rows.page_BN, 0), pad(rows.position_BT, EMPTY_POSITION))
+    groups = pad(q_BTKGH, 0), PagedRows(*(pad(x, 0) for x in rows))
     if count == 1:
         out, lse = attend(jax.tree.map(lambda x: x[0], groups))
     else:
@@ -101,15 +110,15 @@ def _attend_turns(
     q_BTKGH: jax.Array, pages: "_Pages", rows: PagedRows, window: Window, scores: Scores
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to one page of each row at a time, and merge the results."""
-    page_BN, position_BT = rows
+    page_BN, first_B, count_B = rows
     _, _, S, H = pages.shape
-    last_B = jnp.maximum(position_BT.max(axis=1), 0) // S
+    position_BT, is_row_B = rows.position_BT(q_BTKGH.shape[1]), count_B > 0
+    last_B = jnp.where(is_row_B, first_B + count_B - 1, 0) // S
     first = jnp.int32(0)
     if window is not None:
-        is_token_B = position_BT[:, 0] > EMPTY_POSITION
-        first_B = jnp.maximum(first_visible(position_BT[:, 0], window), 0) // S
-        first = jnp.where(is_token_B, first_B, page_BN.shape[1]).min().astype(jnp.int32)
-    end = jnp.where(position_BT.max() > EMPTY_POSITION, last_B.max() + 1, 0)
+        first_page_B = jnp.maximum(first_visible(first_B, window), 0) // S
+        first = jnp.where(is_row_B, first_page_B, page_BN.shape[1]).min().astype(jnp.int32)
+    end = jnp.where(is_row_B.any(), last_B.max() + 1, 0)
 
     def turn(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         # a row that is shorter than others reads its last page again, and sees nothing of it: the
@@ -124,7 +133,6 @@ def _attend_turns(
 
     def hide(x: jax.Array, value: float) -> jax.Array:
         """Give rows without tokens a value, as the page that they read may hold NaN."""
-        is_row_B = position_BT.max(axis=1) > EMPTY_POSITION
         return jnp.where(is_row_B.reshape(-1, *[1] * (x.ndim - 1)), x, value)
 
     shape = q_BTKGH.shape[:-1]

@@ -130,7 +130,7 @@ def attend_pages_gpu(
     q_BKTGH = (q_BTKGH * scale).astype(q_BTKGH.dtype).transpose(0, 2, 1, 3, 4)
     padding = (0, 0), (0, 0), (0, num_rows - T * G), (0, 0)
     q_BKAH = jnp.pad(q_BKTGH.reshape(B, K, T * G, H), padding)
-    out_BKAH, lse_BKA = _call(q_BKAH, k_PKSH, v_PKSH, _walk(rows, window, page), form)
+    out_BKAH, lse_BKA = _call(q_BKAH, k_PKSH, v_PKSH, _walk(rows, T, window, page), form)
     out_BKTGH = out_BKAH[:, :, : T * G].reshape(B, K, T, G, H)
     lse_BKTG = lse_BKA[:, :, : T * G].reshape(B, K, T, G)
     return out_BKTGH.transpose(0, 2, 1, 3, 4), lse_BKTG.transpose(0, 2, 1, 3)
@@ -144,9 +144,9 @@ def _num_stages(page: int, head_dim: int) -> int:
     return max(MIN_STAGES, min(MAX_STAGES, SHARED_BYTES // num_bytes))
 
 
-def _walk(rows: PagedRows, window: Window, page: int) -> Walk:
+def _walk(rows: PagedRows, num_tokens: int, window: Window, page: int) -> Walk:
     """The pages that each row reads."""
-    latest_BT = rows.position_BT
+    latest_BT = rows.position_BT(num_tokens)
     is_token_BT = latest_BT > EMPTY_POSITION
     earliest_BT = jnp.zeros_like(latest_BT)
     if window is not None:

@@ -173,7 +173,7 @@ def attend_pages_tpu(
     q_BKTGH = (q_BTKGH * scale).astype(q_BTKGH.dtype).transpose(0, 2, 1, 3, 4)
     padding = (0, 0), (0, 0), (0, -(T * G) % SUBLANES), (0, k_PKSH.shape[-1] - H)
     q_BKAH = _queries_of_parts(jnp.pad(q_BKTGH.reshape(B, K, T * G, H), padding), splits)
-    out_BKAH, lse_B1A = _call(q_BKAH, pages, _walk(rows, window, page), form)
+    out_BKAH, lse_B1A = _call(q_BKAH, pages, _walk(rows, T, window, page), form)
     out_BKTGH = out_BKAH[:, :, : T * G].reshape(B, K, T, G, -1)
     lse_BKTG = lse_B1A.reshape(B, K, -1)[:, :, : T * G].reshape(B, K, T, G)
     return out_BKTGH.transpose(0, 2, 1, 3, 4), lse_BKTG.transpose(0, 2, 1, 3)
@@ -195,9 +195,9 @@ def _queries_of_parts(q_BKAH: jax.Array, splits: tuple[int, ...]) -> jax.Array:
     return jnp.where(is_part_PH[None, None, :, None], q_BKAH[:, :, None], 0).reshape(B, K, -1, H)
 
 
-def _walk(rows: PagedRows, window: Window, page: int) -> Walk:
+def _walk(rows: PagedRows, num_tokens: int, window: Window, page: int) -> Walk:
     """The pages that each row reads, and what its queries see."""
-    latest_BT = rows.position_BT
+    latest_BT = rows.position_BT(num_tokens)
     is_token_BT = latest_BT > EMPTY_POSITION
     earliest_BT = jnp.zeros_like(latest_BT)
     if window is not None:

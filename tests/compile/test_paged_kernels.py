@@ -82,7 +82,7 @@ def arguments(form: Form, target: str) -> list[Any]:
         pool,
         array(form.dtype, NUM_ROWS, form.T, form.K, form.G, form.H),
         array("int32", NUM_ROWS, PAGES_OF_ROW),
-        array("int32", NUM_ROWS, form.T),
+        array("int32", NUM_ROWS),
     ]
 
 
@@ -108,20 +108,23 @@ def compiled(attend: AttendPages, form: Form, target: str) -> Any:
         return EntryCodes(pool[name], pool[f"{name} scales"])
 
     def step(carry: Any) -> Any:
-        i, pool, q_BTKGH, page_BN, position_BT = carry
-        page_B = page_BN[jnp.arange(NUM_ROWS), position_BT[:, 0] // form.page]
-        entry_B = position_BT[:, 0] % form.page
+        i, pool, q_BTKGH, page_BN, first_B = carry
+        page_B = page_BN[jnp.arange(NUM_ROWS), first_B // form.page]
+        entry_B = first_B % form.page
         new_BKH = q_BTKGH[:, 0, :, 0]
         pool = {name: written(x, new_BKH, page_B, entry_B) for name, x in pool.items()}
         k = entries(pool, "k")
         v = k if form.is_latent else entries(pool, "v")
-        rows, scores = PagedRows(page_BN, position_BT), Scores(cap=form.cap)
+        rows, scores = (
+            PagedRows(page_BN, first_B, jnp.full_like(first_B, form.T)),
+            Scores(cap=form.cap),
+        )
         out, lse = attend(q_BTKGH, k, v, rows, form.window, scores)
         q_BTKGH = jnp.where(jnp.isneginf(lse)[..., None], q_BTKGH, out)
-        return i + 1, pool, q_BTKGH, page_BN, position_BT + 1
+        return i + 1, pool, q_BTKGH, page_BN, first_B + 1
 
-    def run(pool: Any, q_BTKGH: Any, page_BN: Any, position_BT: Any) -> Any:
-        carry = 0, pool, q_BTKGH, page_BN, position_BT
+    def run(pool: Any, q_BTKGH: Any, page_BN: Any, first_B: Any) -> Any:
+        carry = 0, pool, q_BTKGH, page_BN, first_B
         return jax.lax.while_loop(lambda carry: carry[0] < NUM_STEPS, step, carry)[1:3]
 
     return jax.jit(run, donate_argnums=0).lower(*arguments(form, target)).compile()

@@ -51,7 +51,7 @@ class Pool:
 
     def attend(self, rows=slice(None), **options):
         page_BN, position_B = self.page_BN[rows], np.array(LENGTHS)[rows] - 1
-        paged = PagedRows(jnp.asarray(page_BN), jnp.asarray(position_B[:, None]))
+        paged = PagedRows(*map(jnp.asarray, (page_BN, position_B, position_B >= 0)))
         attend = jax.jit(partial(attend_in_groups, **options))
         out, lse = attend(self.q_BTKGH[rows], *map(jnp.asarray, self.pages), rows=paged)
         return np.asarray(out), np.asarray(lse)

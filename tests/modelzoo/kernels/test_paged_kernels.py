@@ -146,7 +146,8 @@ def program(kernel: Kernel, case: Case) -> Any:
     def attended(given: Inputs, page_BN: np.ndarray, rest: float = kernel.rest) -> list[np.ndarray]:
         last_B = given.position_BT.max(axis=1)
         k, v = (pool_of(x, case, page_BN, last_B, rest) for x in (given.k_BKSH, given.v_BKSH))
-        rows = PagedRows(jnp.asarray(page_BN, jnp.int32), jnp.asarray(given.position_BT, jnp.int32))
+        first_B, count_B = given.position_BT[:, 0], (given.position_BT >= 0).sum(axis=1)
+        rows = PagedRows(*(jnp.asarray(x, jnp.int32) for x in (page_BN, first_B, count_B)))
         with kernel.context():
             found = run(jnp.asarray(given.q_BTKGH), k, v, rows)
         return [np.asarray(x) for x in found]
