@@ -15,7 +15,7 @@ from noria.runtime.text.detokenizer import TextCollector
 SHORT_CHUNKS = replace(
     GRID, prefill=((16, 3, 4), (48, 2, 4)), decode_spans=(16, 48, 64), span_slots=(4, 2, 1)
 )
-FEW_PAGES = replace(GRID, prefill=((48, 2, 4),), decode_spans=(64,), pages=14, page=8)
+FEW_PAGES = replace(GRID, prefill=((64, 2, 4),), decode_spans=(64,), pages=14, page=8)
 LONG_CHUNKS = replace(GRID, prefill=((16, 2, 16), (48, 2, 16)), decode_spans=(16, 48, 64))
 IN_WINDOWS = changed(TWO_LAYERS, windows=(7, 7))
 MODELS = {
