@@ -26,7 +26,8 @@ from .attention.layer_attention import (
     TokenRows,
     WriteCache,
 )
-from .attention.page_pieces import positions_in_pages, write_to_pages
+from .attention.page_attention import PageAttention, PageRows
+from .attention.page_pieces import write_prompts
 from .attention.paged import AttendPages, attend_in_groups
 from .attention.prompt_pieces import (
     PromptPieces,
@@ -38,7 +39,6 @@ from .attention.prompt_pieces import (
 from .block import make_block
 from .cache.kv_cache import KVCache, Positions, append_position
 from .cache.layer_state import LayerState, NewEntries
-from .cache.pages import page_size
 from .cache.prefixes import Prefixes
 from .cache.segments import EMPTY_POSITION, IN_ORDER, change_stripes
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig
@@ -152,6 +152,10 @@ class Decoder(nnx.Module):
           Final hidden states `x_BTD`, in the stripes of `operations`; the updated cache; the report
           of sparse layers, or None without any.
         """
+        if rows.start_B is not None and rows.page_BN is not None:
+            in_pages = PageRows(rows.start_B, rows.count_B, rows.page_BN, jnp.int32(0))
+            call = tokens_BT, in_pages, cache, cache_operations, adapter_B
+            return self._extend(*call, is_gathered=True)
         if rows.start_B is not None or prefixes is not None:
             chunk = tokens_BT, rows, cache, cache_operations, prefixes, adapter_B
             return self._prefill_chunk(*chunk)
@@ -160,12 +164,12 @@ class Decoder(nnx.Module):
         def write(
             layers: LayerState, new: NewEntries, scan_index: jax.Array, options: Attention
         ) -> LayerState:
-            if rows.page_BN is not None:
-                return write_to_pages(layers, new, scan_index, rows, cache_operations)
             arrays = zip(new, new.POSITION_AXES, strict=True)
             new = type(new)(
                 *(change_stripes(x, axis, stripes, cache_stripes, 0) for x, axis in arrays)
             )
+            if rows.page_BN is not None:
+                return write_prompts(layers, new, scan_index, rows, cache_operations)
             is_rolling = cache.positions.is_rolling(options.window)
             return write_piece(layers, new, scan_index, rows, is_rolling, cache_operations)
 
@@ -229,10 +233,7 @@ class Decoder(nnx.Module):
         new_position_BT = jnp.where(is_token_BT, own_position_BT, EMPTY_POSITION)
         # the last entries of a stripe are not the last entries of the cache
         num_unseen = 0 if cache_operations.cache_stripes.count > 1 else tokens_BT.shape[1]
-        if rows.page_BN is None:
-            cached = positions_below(cache.positions, rows, num_unseen, cache_operations)
-        else:
-            cached = positions_in_pages(rows, tokens_BT.shape[1], page_size(cache))
+        cached = positions_below(cache.positions, rows, num_unseen, cache_operations)
         position_BT, chunk_position_BT, prefix = own_position_BT, new_position_BT, None
         if prefixes is not None:
             prefix_B = rows.prefix_B
@@ -257,10 +258,27 @@ class Decoder(nnx.Module):
         )
         call = position_BT, attention, is_token_BT, cache.layers, prefixes, adapter_B
         x_BTD, layers, report = self._run_blocks(self.embed(tokens_BT), *call)
-        positions = cache.positions
-        if rows.page_BN is None:
-            positions = write_positions(positions, new_position_BT, rows, cache_operations)
+        positions = write_positions(cache.positions, new_position_BT, rows, cache_operations)
         return self.final_norm(x_BTD), KVCache(layers, positions), report
+
+    def _extend(
+        self,
+        tokens_BT: jax.Array,
+        rows: PageRows,
+        cache: KVCache,
+        cache_operations: Operations,
+        adapter_B: jax.Array | None,
+        *,
+        is_gathered: bool,
+    ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
+        """Run more tokens of each row, and write them to a cache in pages."""
+        offset_1T = jnp.arange(tokens_BT.shape[1])[None]
+        position_BT = rows.first_B[:, None] + offset_1T
+        is_token_BT = offset_1T < rows.count_B[:, None]
+        attention = PageAttention(self.attend_pages, cache_operations, rows, is_gathered)
+        call = position_BT, attention, is_token_BT, cache.layers, None, adapter_B
+        x_BTD, layers, report = self._run_blocks(self.embed(tokens_BT), *call)
+        return self.final_norm(x_BTD), KVCache(layers, cache.positions), report
 
     def decode(
         self,
@@ -290,15 +308,18 @@ class Decoder(nnx.Module):
           sparse layers, or None without any.
         """
         operations = self.operations
+        if page_BN is not None:
+            rows = PageRows(position_B, is_token_B.astype(jnp.int32), page_BN, jnp.int32(0))
+            call = token_B[:, None], rows, cache, operations, adapter_B
+            x_B1D, cache, report = self._extend(*call, is_gathered=False)
+            return self.logits(x_B1D[:, 0]), cache, report
         own_position_B = jnp.where(is_token_B, position_B, EMPTY_POSITION)
         own_position_B = operations.constrain(own_position_B, axes.LOGITS[:1])
 
         def mark(positions: Positions, position_B: jax.Array) -> Positions:
             return append_position(positions, position_B, operations.stripe)
 
-        positions = cache.positions
-        if page_BN is None:
-            positions = operations.by_row(mark, positions, own_position_B)
+        positions = operations.by_row(mark, cache.positions, own_position_B)
         position_B, seen, prefix = own_position_B, positions, None
         if prefixes is not None:
             first_B = prefixes.by_slot(prefixes.length_B, len(position_B))
@@ -306,8 +327,8 @@ class Decoder(nnx.Module):
             position_B = operations.constrain(position_B, axes.LOGITS[:1])
             seen = operations.by_row(Positions.counted_from, positions, first_B)
             prefix = prefixes.positions()
-        rows = TokenRows(position_B, own_position_B, seen, prefix, jnp.int32(0), page_BN)
-        attention = TokenAttention(self.attend, self.attend_pages, operations, rows)
+        rows = TokenRows(position_B, own_position_B, seen, prefix, jnp.int32(0))
+        attention = TokenAttention(self.attend, operations, rows)
         x_B1D, layers, report = self._run_blocks(
             self.embed(token_B[:, None]),
             position_B[:, None],

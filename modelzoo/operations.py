@@ -115,6 +115,29 @@ class Operations:
         del writes_cache
         return body
 
+    def attend_gathered(
+        self, body: Callable[..., tuple[jax.Array, Any]], num_kv_heads: int
+    ) -> Callable[..., tuple[jax.Array, Any]]:
+        """Return the attention of a layer whose rows may belong to slots of any device.
+
+        Every device gets all rows and tokens, and its part of the cache. The cache update is the
+        updated first cache. See `attend` for the arguments and the result.
+        """
+        del num_kv_heads
+        return body
+
+    def local_pages(self, page_BN: jax.Array, num_pages: int) -> jax.Array:
+        """Number pages as on this device, which has `num_pages`, for use inside `attend`.
+
+        Pages of other devices get numbers past the last page.
+        """
+        del num_pages
+        return page_BN
+
+    def merge_pages(self, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Merge attention to the pages of all devices, for use inside `attend_gathered`."""
+        return out_BTKGH, lse_BTKG
+
     def over_tokens(self, attend: "Attend") -> "Attend":
         """Attention to all tokens of a prompt, for use inside `attend`.
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..modelzoo import axes
 from ..modelzoo.attention.attend import Attend, AttendEntries, Queries
+from ..modelzoo.cache.kv_cache import match_heads
 from ..modelzoo.cache.layer_state import LayerState, PromptKeysValues, PromptLatents
 from ..modelzoo.cache.segments import ONE_STRIPE, Segments, Stripe, Stripes
 from ..modelzoo.config import head_copies
@@ -33,10 +34,10 @@ from ..modelzoo.weights.product import Product
 from ..modelzoo.weights.quantised_weight import QuantisedWeight, take_rows
 from ..modelzoo.weights.weight_products import Axes, axes_of, multiply
 from .axis_rules import AxisRules
-from .cache_attention import attend_sharded_cache, attend_sharded_chunk
+from .cache_attention import attend_sharded_cache, attend_sharded_chunk, merge_shards
 from .expert_exchange import ExpertExchange
 from .projection import Projection, weight_specs_of
-from .ring_attention import attend_on_ring
+from .ring_attention import Attended, attend_on_ring
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -150,6 +151,42 @@ class ShardedOperations(Operations):
             return self._map(local, in_specs, out_specs)(queries, new, latents, rows, caches)
 
         return attend
+
+    def attend_gathered(
+        self, body: Callable[..., tuple[jax.Array, Any]], num_kv_heads: int
+    ) -> Callable[..., tuple[jax.Array, Any]]:
+        heads, num_heads = self._rules[axes.KV_HEADS] or None, self.num_cache_heads(num_kv_heads)
+        q_spec = P(None, None, heads, None, None)
+
+        def attend(
+            queries: Queries,
+            new: PromptKeysValues | None,
+            latents: PromptLatents | None,
+            rows: Any,
+            caches: tuple[Any, ...],
+        ) -> tuple[jax.Array, Any]:
+            q_BTKGH, sink_KG = queries
+            B, T, K, G, H = q_BTKGH.shape
+            if sink_KG is not None:
+                sink_KG = sink_KG.reshape(num_heads, -1)
+            queries = Queries(q_BTKGH.reshape(B, T, num_heads, -1, H), sink_KG)
+            if new is not None:
+                new = PromptKeysValues(*(match_heads(x, num_heads) for x in new))
+            cache_specs = tuple(map(self._specs, caches))
+            queries_spec = Queries._make((q_spec, P(heads)))
+            specs = queries_spec, P(None, heads), P(), P(), cache_specs
+            attend_here = self._map(body, specs, (q_spec, cache_specs[0]))
+            out_BTKGH, cache = attend_here(queries, new, latents, rows, caches)
+            return out_BTKGH.reshape(B, T, K, G, -1), cache
+
+        return attend
+
+    def local_pages(self, page_BN: jax.Array, num_pages: int) -> jax.Array:
+        return _local_rows(page_BN, self._rules[axes.ATTENTION_BATCH], num_pages)
+
+    def merge_pages(self, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> Attended:
+        mesh_axes = self._rules[axes.ATTENTION_BATCH]
+        return merge_shards(out_BTKGH, lse_BTKG, mesh_axes) if mesh_axes else (out_BTKGH, lse_BTKG)
 
     def over_tokens(self, attend: Attend) -> Attend:
         mesh_axes = self._rules[axes.LENGTH]

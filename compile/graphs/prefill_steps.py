@@ -240,9 +240,10 @@ def _prefill(
     )
     length_B = rows.first_B + rows.count_B
     generates_B = length_B < requests.limit_B
+    last = rows if rows.page_BN is None else _last_of_slots(rows, len(state.length_B))
 
     def put(old: jax.Array, new: jax.Array, logical_axes: Axes = _BY_SLOT) -> jax.Array:
-        return cache_operations.write_rows(_put_rows, old, new, rows, logical_axes)
+        return cache_operations.write_rows(_put_rows, old, new, last, logical_axes)
 
     logits_BV = decoder.logits(last_hidden(decoder, x_BTD, rows.count_B))
     state = state._replace(
@@ -260,6 +261,14 @@ def _prefill(
     # values that a layer writes for a token reach the token's own hidden state as well
     is_clean_B = jnp.isfinite(x_BTD).all(axis=(1, 2))
     return x_BTD, state, PrefillOutput(is_clean_B, experts)
+
+
+def _last_of_slots(rows: PromptPieces, num_slots: int) -> PromptPieces:
+    """The same rows, of which only the last of each slot has a slot: it decides the state."""
+    slot_B = rows.slot_B
+    is_later_BB = jnp.arange(len(slot_B))[None] > jnp.arange(len(slot_B))[:, None]
+    is_last_B = ~jnp.any(is_later_BB & (slot_B[None] == slot_B[:, None]), axis=1)
+    return rows._replace(slot_B=jnp.where(is_last_B, slot_B, num_slots))
 
 
 def last_hidden(decoder: "Decoder", x_BTD: jax.Array, count_B: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Attention of all layers of a call: for whole prompts, for chunks and for single tokens.
+"""Attention of all layers of a call on slots: for whole prompts, for chunks and for single tokens.
 
 The three differ in the keys that a query may see: those of the prompt, those of the cache and the
 chunk, or those of the cache. Each object holds what the layers of one call share, and returns the
@@ -16,14 +16,11 @@ import jax.numpy as jnp
 from .. import axes
 from ..cache.kv_cache import Positions, append
 from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues, PromptLatents
-from ..cache.pages import append_to_pages
-from ..cache.segments import EMPTY_POSITION, IN_ORDER, Segments
+from ..cache.segments import IN_ORDER, Segments
 from ..cache.state_spec import KeysAndValues
 from ..layer_config import Attention, Window
 from ..operations import Operations
 from .attend import Attend, Queries, Slots, Visibility, with_sinks
-from .page_pieces import layer_of_pages, write_to_pages
-from .paged import AttendPages, PagedRows, attend_pages
 from .prompt_pieces import PromptPieces, layer_of_slots, write_piece
 from .segment_attention import Entries, EntrySlots, attend_segments, join_segments
 
@@ -202,11 +199,7 @@ class ChunkAttention:
         rows, context = self.rows.after(x_BTD, self.operations), self.context
         slots = Slots(scan_index, rows.slot_B)
         prefix_slots = None if rows.prefix_B is None else Slots(scan_index, rows.prefix_B)
-        if rows.page_BN is not None:
-            num_heads = self.operations.num_cache_heads(options.num_kv_heads)
-            taken = rows, x_BTD.shape[1], num_heads, options.cache_dim, self.cache_operations
-            caches = (layer_of_pages(caches[0], scan_index, *taken),)
-        elif self.operations.has_cache_of(self.cache_operations):
+        if self.operations.has_cache_of(self.cache_operations):
             context = context._replace(slots=EntrySlots(slots, prefix_slots))
         else:
             num_unseen = 0 if context.cached.is_rolling(options.window) else self.num_unseen
@@ -243,8 +236,6 @@ class ChunkAttention:
         """See `CallAttention`."""
         # XLA copies the cache for a write that may run before the layer has read it
         rows = self.rows.after(x_BTD, self.operations)
-        if rows.page_BN is not None:
-            return write_to_pages(cache, cache_update, scan_index, rows, self.cache_operations)
         is_rolling = self.context.cached.is_rolling(options.window)
         return write_piece(cache, cache_update, scan_index, rows, is_rolling, self.cache_operations)
 
@@ -277,7 +268,7 @@ class ChunkAttention:
         attend_entries = partial(attend_segments, attend, window, slots=rows.slots)
         attend_all = self.operations.over_cache(attend_entries, window)
         attended = attend_all(queries.q_BTKGH, rows.position_BT, entries)
-        return _with_query_heads(queries, *attended), new_entries
+        return with_query_heads(queries, *attended), new_entries
 
 
 class TokenRows(NamedTuple):
@@ -290,8 +281,6 @@ class TokenRows(NamedTuple):
     prefix: Positions | None
     """Positions of the entries of prefixes; None without prefixes."""
     scan_index: jax.Array
-    page_BN: jax.Array | None = None
-    """The pages of each row, in a cache in pages, which has no positions."""
 
     AXES = (
         (axes.ATTENTION_BATCH,),
@@ -299,7 +288,6 @@ class TokenRows(NamedTuple):
         axes.CACHE_POSITIONS,
         axes.CACHE_POSITIONS,
         (),
-        (axes.ATTENTION_BATCH, ""),
     )
 
 
@@ -308,8 +296,6 @@ class TokenAttention:
     """Attention of decode: each layer writes one token per row to the cache, then attends to it."""
 
     attend: Attend
-    attend_pages: AttendPages
-    """Attention to a cache in pages."""
     operations: Operations
     rows: TokenRows
     """Positions, those of the new tokens included; the layer is set for each layer."""
@@ -350,9 +336,6 @@ class TokenAttention:
         assert new_entries is not None
         own, *prefixes = caches
         window = options.window
-        if rows.page_BN is not None:
-            own, attended = self._attend_pages(options, queries.q_BTKGH, new_entries, rows, own)
-            return _with_query_heads(queries, *attended), own
         entry_B = rows.positions.entry(rows.own_position_B, window)
         local_B, layer = self.operations.stripe.local_index(entry_B), rows.scan_index
         own = append(own, new_entries, local_B, layer)
@@ -366,27 +349,7 @@ class TokenAttention:
         attend_entries = partial(attend_segments, attend, window)
         attend_all = self.operations.over_cache(attend_entries, window)
         attended = attend_all(queries.q_BTKGH, rows.position_B[:, None], entries)
-        return _with_query_heads(queries, *attended), own
-
-    def _attend_pages(
-        self,
-        options: Attention,
-        q_BTKGH: jax.Array,
-        new: NewEntries,
-        rows: TokenRows,
-        own: LayerState,
-    ) -> tuple[LayerState, tuple[jax.Array, jax.Array]]:
-        """Write the token of each row to its page, then attend to the row's pages."""
-        assert rows.page_BN is not None
-        layer, position_B = rows.scan_index, rows.own_position_B
-        own = append_to_pages(own, new, rows.page_BN, position_B, layer)
-        first = layer * own.num_slots
-        # a row has no page after its last one, and attention reads none there
-        page_BN = first + jnp.minimum(rows.page_BN, own.num_slots - 1)
-        is_token_B = position_B > EMPTY_POSITION
-        paged = PagedRows(page_BN, position_B, is_token_B.astype(jnp.int32))
-        call = options.window, options.scaled, q_BTKGH, own.pages(), paged
-        return own, attend_pages(self.attend_pages, *call)
+        return with_query_heads(queries, *attended), own
 
 
 def _prefix_entries(
@@ -399,7 +362,7 @@ def _prefix_entries(
     return keys_values, positions.for_window(window)
 
 
-def _with_query_heads(queries: Queries, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> jax.Array:
+def with_query_heads(queries: Queries, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> jax.Array:
     """Apply the sinks to results over all entries, and group them by the heads of the queries."""
     q_BTKGH, sink_KG = queries
     return with_sinks(out_BTKGH, lse_BTKG, sink_KG).reshape(*q_BTKGH.shape[:-1], -1)

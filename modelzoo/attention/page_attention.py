@@ -1,0 +1,115 @@
+"""Attention of all layers of a call on a cache in pages: each layer writes tokens, then attends.
+
+There is one source of keys and values, the pages of a row: for its earlier tokens, for those that
+the call has just written, and for a row of one token as for a tile of many. So several rows of a
+call may be pieces of one prompt.
+
+Knows nothing of projections or of owners of pages.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import axes
+from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues, PromptLatents
+from ..cache.pages import append_to_pages, page_of
+from ..cache.segments import EMPTY_POSITION
+from ..layer_config import Attention
+from ..operations import Operations
+from .attend import Queries
+from .layer_attention import AttendLayer, Caches, with_query_heads
+from .page_pieces import write_pieces
+from .paged import AttendPages, PagedRows, attend_pages
+
+
+class PageRows(NamedTuple):
+    """The rows of a call: consecutive tokens, and the pages in which they belong."""
+
+    first_B: jax.Array
+    """The position of the first token; any in a row without tokens."""
+    count_B: jax.Array
+    """The number of tokens."""
+    page_BN: jax.Array
+    """The pages of each row in order; past the last page of the pool for no page."""
+    scan_index: jax.Array
+    """The index of the layer in the arrays, which is set for each layer."""
+
+    AXES = ((axes.ATTENTION_BATCH,), (axes.ATTENTION_BATCH,), (axes.ATTENTION_BATCH, ""), ())
+
+
+@dataclass(frozen=True)
+class PageAttention:
+    """Attention of rows to their pages, the tokens of the call included."""
+
+    attend: AttendPages
+    operations: Operations
+    """The operations by which the cache is laid out."""
+    rows: PageRows
+    is_gathered: bool
+    """Whether every device gets all rows, because a row may belong to a slot of any device. In
+    decode, rows are slots, and a device has those of its own."""
+
+    reads_cache: ClassVar[bool] = True
+
+    def layer(
+        self, options: Attention, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
+    ) -> AttendLayer:
+        """See `CallAttention`."""
+        rows, body = self.rows._replace(scan_index=scan_index), partial(self._attend, options)
+        if self.is_gathered:
+            attend = self.operations.attend_gathered(body, options.num_kv_heads)
+        else:
+            attend = self.operations.attend(body, options.num_kv_heads, writes_cache=True)
+        return partial(attend, rows=rows, caches=caches)
+
+    def update_cache(
+        self,
+        options: Attention,
+        cache: LayerState,
+        cache_update: LayerState,
+        scan_index: jax.Array,
+        x_BTD: jax.Array,
+    ) -> LayerState:
+        """See `CallAttention`. Attention has already written the cache."""
+        return cache_update
+
+    def _attend(
+        self,
+        options: Attention,
+        queries: Queries,
+        new: PromptKeysValues | None,
+        latents: PromptLatents | None,
+        rows: PageRows,
+        caches: Caches,
+    ) -> tuple[jax.Array, LayerState]:
+        new_entries = new if latents is None else latents
+        assert new_entries is not None
+        (own,) = caches
+        num_pages, first = own.num_slots, rows.scan_index * own.num_slots
+        page_BN = self.operations.local_pages(rows.page_BN, num_pages)
+        rows = rows._replace(page_BN=page_BN)
+        own, is_here_B = _write(own, new_entries, rows, queries.q_BTKGH.shape[1])
+        # a row has no page after its last one, and attention reads none there
+        page_BN = first + jnp.minimum(page_BN, num_pages - 1)
+        paged = PagedRows(page_BN, rows.first_B, jnp.where(is_here_B, rows.count_B, 0))
+        call = options.window, options.scaled, queries.q_BTKGH, own.pages(), paged
+        attended = attend_pages(self.attend, *call)
+        if self.is_gathered:
+            attended = self.operations.merge_pages(*attended)
+        return with_query_heads(queries, *attended), own
+
+
+def _write(
+    own: LayerState, new: NewEntries, rows: PageRows, num_tokens: int
+) -> tuple[LayerState, jax.Array]:
+    """Write the tokens of each row; return the memory, and whether a row has pages here."""
+    position_B = jnp.where(rows.count_B > 0, rows.first_B, EMPTY_POSITION)
+    page, num_pages = own.lengths[0], own.num_slots
+    is_here_B = page_of(rows.page_BN, position_B, page, num_pages) < num_pages
+    if num_tokens == 1:
+        return append_to_pages(own, new, rows.page_BN, position_B, rows.scan_index), is_here_B
+    return write_pieces(own, new, rows.page_BN, rows.first_B, rows.scan_index), is_here_B
