@@ -108,7 +108,7 @@ def attend_pages_gpu(
     page = k_PKSH.shape[2]
     blocks = QueryBlocks.of(q_BTKGH, ROWS // G, ROWS_STORED, window)
     form = Form(blocks, page, _num_stages(page, H), scores.cap)
-    q_CKAH, read = blocks.split(q_BTKGH, scores), blocks.read_pages(rows, page)
+    q_CKAH, read = blocks.split(q_BTKGH, scores, H), blocks.read_pages(rows, page)
     out_CKAH, lse_CKA = _call(q_CKAH, (k_PKSH, v_PKSH), rows.page_BN, read, form)
     return blocks.join(out_CKAH, T), blocks.join(lse_CKA[..., None], T)[..., 0]
 

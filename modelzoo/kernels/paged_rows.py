@@ -61,8 +61,11 @@ class QueryBlocks(NamedTuple):
         num_tokens = -(-T // per_row)
         return cls(per_row, num_tokens, G, -(-num_tokens * G // multiple) * multiple, window)
 
-    def split(self, q_BTKGH: jax.Array, scores: Scores) -> jax.Array:
-        """The scaled queries of each block and key/value head, as the rows of a product."""
+    def split(self, q_BTKGH: jax.Array, scores: Scores, key_dim: int) -> jax.Array:
+        """The scaled queries of each block and key/value head, as the rows of a product.
+
+        Features are padded with zeros to those of keys.
+        """
         B, T, K, G, H = q_BTKGH.shape
         scale = H**-0.5 if scores.scale is None else scores.scale
         q_BTKGH = (q_BTKGH * scale).astype(q_BTKGH.dtype)
@@ -70,7 +73,7 @@ class QueryBlocks(NamedTuple):
         padding = self.per_row * T_block - T
         q_BTKGH = jnp.pad(q_BTKGH, ((0, 0), (0, padding), (0, 0), (0, 0), (0, 0)))
         q_CKTGH = q_BTKGH.reshape(C, T_block, K, G, H).transpose(0, 2, 1, 3, 4)
-        padding = (0, 0), (0, 0), (0, self.num_rows - T_block * G), (0, 0)
+        padding = (0, 0), (0, 0), (0, self.num_rows - T_block * G), (0, key_dim - H)
         return jnp.pad(q_CKTGH.reshape(C, K, T_block * G, H), padding)
 
     def join(self, x_CKAH: jax.Array, num_queries: int) -> jax.Array:

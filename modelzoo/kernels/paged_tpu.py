@@ -35,8 +35,7 @@ results and the sums in float32 take half of the on-chip memory."""
 MAX_TABLE = 2**17
 """The maximum number of pages in the table of a call: half of the 1 MiB of scalar memory."""
 TURN_ENTRIES, TURN_BYTES = 256, 2**20
-"""The maximum entries of a turn of several pages, and the maximum bytes of their keys and values.
-"""
+"""The maximum entries of a turn of several pages, and the maximum bytes of their vectors."""
 SUBLANES = 8
 VMEM_BYTES = 64 * 2**20
 """The limit of on-chip memory for the kernel."""
@@ -113,8 +112,8 @@ def paged_tpu_refusal(call: AttentionCall) -> str | None:
     if call.table > MAX_TABLE:
         return (
             f"it takes a table of at most {MAX_TABLE} pages, half of the scalar memory, got "
-            f"{call.table}: larger pages (buckets.page), fewer slots (buckets.decode_slots) or a "
-            f"lower buckets.max_length make it smaller"
+            f"{call.table}: larger pages (buckets.page), fewer rows (buckets.decode_slots and "
+            f"buckets.prefill) or a lower buckets.max_length make it smaller"
         )
     if call.has_codes:
         return _codes_refusal(call, call.page)
@@ -151,7 +150,7 @@ def attend_pages_tpu(
 
     Queries may have fewer features than the cache, whose heads may be padded with zeros.
     """
-    _, T, K, G, H = q_BTKGH.shape
+    _, T, K, G, _ = q_BTKGH.shape
     splits = k_PKSH.splits if isinstance(k_PKSH, EntryCodes) else ()
     page, num_pages = k_PKSH.shape[2], rows.page_BN.shape[1]
     pages = Pages.of(k_PKSH, v_PKSH)
@@ -159,9 +158,7 @@ def attend_pages_tpu(
     blocks = QueryBlocks.of(q_BTKGH, MAX_ROWS // (K * G), SUBLANES, window)
     form = Form(blocks, num_pages, len(splits) + 1, page, turn, scores.cap)
 
-    q_CKAH = blocks.split(q_BTKGH, scores)
-    q_CKAH = jnp.pad(q_CKAH, ((0, 0), (0, 0), (0, 0), (0, k_PKSH.shape[-1] - H)))
-    q_CKAH = _queries_of_parts(q_CKAH, splits)
+    q_CKAH = _queries_of_parts(blocks.split(q_BTKGH, scores, k_PKSH.shape[-1]), splits)
     out_CKAH, lse_C1A = _call(q_CKAH, pages, _schedule(rows, form), form)
     lse_CKA1 = lse_C1A.reshape(*out_CKAH.shape[:-1], 1)
     return blocks.join(out_CKAH, T), blocks.join(lse_CKA1, T)[..., 0]
@@ -216,12 +213,14 @@ def _call(
         pltpu.SMEM((1,), jnp.int32),
         *(pltpu.VMEM((K, A, size), jnp.float32) for size in (1, 1, value_dim)),
     )
+    # the kernel copies pages itself
+    in_hbm = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.HBM), pages)
     return pl.pallas_call(
         partial(_attend_block, form),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(C,),
-            in_specs=[_block_of(q_CKAH), _in_hbm(pages)],
+            in_specs=[_block_of(q_CKAH), in_hbm],
             out_specs=tuple(map(_block_of, results)),
             scratch_shapes=[scratch],
         ),
@@ -256,14 +255,6 @@ def _largest_work(q_CKAH: jax.Array, pages: Pages, form: Form, value_dim: int) -
         + q_CKAH.nbytes
         + results,
     )
-
-
-def _in_hbm(pages: Pages) -> Any:
-    """The places of arrays that the kernel copies itself."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    return jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.HBM), pages)
 
 
 def _block_of(x: Any) -> Any:
