@@ -215,10 +215,10 @@ def choose_kernels(
 
     arrangement = placement.arrangement(config, cache_codes=cache_codes)
     device = kind_of(placement.mesh.devices.flat)
+    paged = partial(_paged_call, grid=grid, arrangement=arrangement, dtype=dtype, device=device)
 
     def choose_paged(phase: str, num_queries: int, num_rows: int) -> Choice:
-        shape = grid, num_queries, num_rows
-        call_of = partial(_paged_call, *shape, arrangement, dtype, device)
+        call_of = partial(paged, num_queries=num_queries, num_rows=num_rows)
         return choose_for(phase, call_of, PAGE_KERNELS)
 
     def choose_prefill(bucket: PrefillBucket) -> Choice:
@@ -366,13 +366,13 @@ def _cache_call(kind: Sequence[Attention], dtype: jnp.dtype, num_queries: int) -
 
 
 def _paged_call(
+    kind: Sequence[Attention],
     grid: BucketGrid,
     num_queries: int,
     num_rows: int,
     arrangement: Arrangement,
     dtype: jnp.dtype,
     device: str | None,
-    kind: Sequence[Attention],
 ) -> AttentionCall:
     """Attention to a cache in pages, with the heads that the pages have."""
     size, codes = arrangement.cache_dim(kind[0]), arrangement.cache_codes

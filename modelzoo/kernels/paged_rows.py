@@ -1,4 +1,4 @@
-"""What kernels over pages share: the blocks of queries, the pages that each reads, and the masks.
+"""The blocks of queries that kernels over pages serve, the pages of each block, and the masks.
 
 The consecutive queries of a row are served in *blocks* of as many tokens as a kernel multiplies at
 once. The tokens and heads of a block are the rows of one product. A block reads the pages from the

@@ -48,11 +48,11 @@ class Row(NamedTuple):
 
 ROWS = {
     1: (Row(70, 1, 0), Row(0, 0, 1), Row(6, 1, 2), Row(133, 1, 3)),
-    16: (Row(64, 16, 0), Row(0, 0, 1), Row(16, 5, 2), Row(128, 3, 3), Row(112, 16, 3)),
+    16: (Row(112, 16, 0), Row(0, 0, 1), Row(128, 3, 0), Row(16, 5, 2)),
     64: (Row(64, 64, 0), Row(0, 0, 1), Row(0, 30, 0), Row(128, 7, 2)),
 }
 """The rows of a call by the tokens of a tile."""
-KEPT = 3
+KEPT = 2
 """A row whose neighbours change."""
 
 
