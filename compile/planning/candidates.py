@@ -353,7 +353,8 @@ class CandidateGrids:
             return grid
         work = self._cost.work
         room = work.num_pages(self._budget.memory_bytes - work.parameter_bytes, page)
-        return with_pages(grid, self._slot_use[bool(grid.chunks)], page, room)
+        groups = self._defaults.slot_groups
+        return with_pages(grid, self._slot_use[bool(grid.chunks)], page, room, groups)
 
     def _spans(self, slots: int, step: int, longest: int, max_spans: int) -> tuple[int, ...]:
         """At most `max_spans` spans of least cost, if a token's step read only the token's span."""
