@@ -44,8 +44,6 @@ pytest_plugins = ["costs", "slow_parts"]
 
 HERE = Path(__file__).parent
 NOT_OPTIMIZED = (
-    "compile/test_compiled_graphs.py",
-    "compile/test_graph_kinds.py",
     "end_to_end/",
     "modelzoo/attention/test_blockwise.py",
     "modelzoo/attention/test_prompt_pieces.py",
@@ -60,15 +58,12 @@ NOT_OPTIMIZED = (
     "modelzoo/test_mixture.py",
     "modelzoo/test_mla.py",
     "modelzoo/weights/test_quantised_weight.py",
-    "numerics/",
     "runtime/adapters/",
-    "runtime/batch/",
     "runtime/bundles/",
     "runtime/checkpoint/",
     "runtime/commands/",
     "runtime/comparison/",
     "runtime/devices/test_graph_memory.py",
-    "runtime/engine/test_allowed_tokens.py",
     "runtime/engine/test_decode_slots.py",
     "runtime/engine/test_expert_drops.py",
     "runtime/engine/test_pages.py",
