@@ -2,7 +2,7 @@
 
 The model has 9 query heads and 3 key/value heads, so its heads split over three devices. Six
 devices hold replicas, or split in two dimensions. Near ties follow the rule for different
-executables. On one device, and in the job, the layers run in a loop, which compiles sooner; `--slow`
+executables. On one device and in the job the layers run in a loop, which compiles sooner; `--slow`
 unrolls them.
 """
 
