@@ -385,6 +385,7 @@ def _paged_call(
         device=device,
         page=grid.page,
         table=num_rows * grid.num_pages(grid.max_length),
+        has_prefixes=grid.prefixes is not None,
     )
 
 

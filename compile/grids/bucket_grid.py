@@ -387,10 +387,9 @@ class BucketGrid(PlanTable, name="buckets"):
         if self.pages is not None and self.page is not None:
             most = min(self.pages, self.decode_slots * self.num_pages(self.max_length))
             return self.average_step(most * self.page)
-        segments, prefixes = self.segments(span), self.prefixes
-        prefix = (0, 0) if prefixes is None else (prefixes.groups, prefixes.length)
-        pieces = segments[1:] and segments
-        return Call("decode", self.decode_slots, 1, span, segments=pieces, prefix=prefix)
+        segments = self.segments(span)
+        step = Call("decode", self.decode_slots, 1, span, segments=segments[1:] and segments)
+        return replace(step, prefix=self._read_prefixes)
 
     def average_step(self, entries: float) -> Call:
         """The shape of a decode step that reads so many entries, in a grid with pages.
@@ -400,7 +399,13 @@ class BucketGrid(PlanTable, name="buckets"):
         """
         assert self.page is not None
         slots, span = self.decode_slots, self.max_length
-        return Call("decode", slots, 1, span, entries=entries, page=self.page)
+        step = Call("decode", slots, 1, span, entries=entries, page=self.page)
+        return replace(step, prefix=self._read_prefixes)
+
+    @property
+    def _read_prefixes(self) -> tuple[int, int]:
+        """The number and the length of the prefixes that a decode step reads."""
+        return (0, 0) if self.prefixes is None else (self.prefixes.groups, self.prefixes.length)
 
     def _normalise(self) -> None:
         """Turn lists into tuples, and set the defaults that depend on other fields."""
@@ -465,7 +470,6 @@ class BucketGrid(PlanTable, name="buckets"):
             ("buckets.decode_spans", self.decode_spans, (self.max_length,)),
             ("buckets.span_slots", self.span_slots, None),
             ("buckets.decode_graphs", self.decode_graphs, None),
-            ("plan [prefixes]", self.prefixes, None),
         ):
             if got != expected:
                 raise ValueError(
@@ -474,6 +478,12 @@ class BucketGrid(PlanTable, name="buckets"):
                     f"Change it, or leave out buckets.pages and buckets.page."
                 )
         groups, longest = self.slot_groups or 1, self.num_pages(self.max_length)
+        if self.prefixes is not None and self.prefixes.groups % groups:
+            raise ValueError(
+                f"prefixes.groups: with buckets.pages, expected a multiple of buckets.slot_groups "
+                f"({groups}), so that the rows of a prefix have pages on the same devices, got "
+                f"{self.prefixes.groups}. Change either."
+            )
         if self.pages < groups * longest:
             of_groups = f" in each of {groups} buckets.slot_groups" if groups > 1 else ""
             raise ValueError(

@@ -128,4 +128,6 @@ def refusal_of_all(call: AttentionCall) -> str | None:
         return "it takes a cache in pages (buckets.page)"
     if call.sees_later:
         return "it takes no windows in both directions"
+    if call.has_shifted_chunks:
+        return "it takes no chunked attention after [prefixes]"
     return None
