@@ -18,15 +18,15 @@ CASES = pytest.mark.parametrize(
         ("gpt_oss", "weight-stationary-1d", False, None),
         ("deepseek_v3", "ring-tensor", False, None),
         ("qwen2", "data-tensor-batch-attention", False, None),
-        ("llama", None, True, 8),
+        pytest.param("llama", None, True, 8, marks=pytest.mark.slow),
         ("llama4_text", None, False, 8),
-        ("gpt_oss", "weight-stationary-1d", False, 8),
+        pytest.param("gpt_oss", "weight-stationary-1d", False, 8, marks=pytest.mark.slow),
         ("deepseek_v3", "ring-tensor", False, 8),
-        ("qwen2", "data-tensor-batch-attention", False, 8),
+        pytest.param("qwen2", "data-tensor-batch-attention", False, 8, marks=pytest.mark.slow),
     ],
 )
 """Cases: scanned layers; rolling layers; chunked attention; split sinks and heads; split latents
-and entries; split rows."""
+and entries; split rows. Then the same in pages, whose chunks do not begin where pages do."""
 LENGTHS = (13, 16)
 """The lengths of two prefixes; both take two calls, and the first one has padding."""
 
