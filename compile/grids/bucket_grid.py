@@ -330,6 +330,11 @@ class BucketGrid(PlanTable, name="buckets"):
         assert self.page is not None
         return self.num_pages(length) * self.page
 
+    @property
+    def most_pages(self) -> int:
+        """The pages that the longest rows fill in all slots; 0 in a grid without pages."""
+        return 0 if self.page is None else self.decode_slots * self.num_pages(self.max_length)
+
     def num_segments(self, length: int) -> int:
         """Number of cache segments, from the first one on, that hold `length` positions."""
         return bisect_left(self.decode_spans, length) + 1
@@ -385,8 +390,7 @@ class BucketGrid(PlanTable, name="buckets"):
     def decode_call(self, span: int) -> Call:
         """The shape of one step of a decode call; with pages, of a step that reads all pages."""
         if self.pages is not None and self.page is not None:
-            most = min(self.pages, self.decode_slots * self.num_pages(self.max_length))
-            return self.average_step(most * self.page)
+            return self.average_step(min(self.pages, self.most_pages) * self.page)
         segments = self.segments(span)
         step = Call("decode", self.decode_slots, 1, span, segments=segments[1:] and segments)
         return replace(step, prefix=self._read_prefixes)

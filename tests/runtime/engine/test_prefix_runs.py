@@ -188,7 +188,7 @@ def test_rows_in_few_pages_have_the_same_tokens_and_are_simulated(model):
 
 
 def run_as_a_job(model: TinyModel, rows: list[Request]):
-    """Return the outputs and the metrics of rows that are submitted as a job and the simulator do."""
+    """Return outputs and metrics of rows that are submitted as a job and the simulator do."""
     generator = model.generator()
     waiting, got = deque(rows), {}
     while waiting or generator.unfinished:
