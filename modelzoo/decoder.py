@@ -282,8 +282,9 @@ class Decoder(nnx.Module):
             before_B = cache_operations.constrain(before_B, axes.LOGITS[:1])
             position_BT = position_BT + before_B[:, None]
             rows = rows._replace(before_B=before_B, prefix=prefixes.positions())
-        kernels = self.attend_pages, self.attend
-        attention = PageAttention(*kernels, cache_operations, rows, is_gathered)
+        attention = PageAttention(
+            self.attend_pages, self.attend, cache_operations, rows, is_gathered
+        )
         call = position_BT, attention, is_token_BT, cache.layers, prefixes, adapter_B
         x_BTD, layers, report = self._run_blocks(self.embed(tokens_BT), *call)
         x_BTD = self.operations.prompt_stripes.permute(self.final_norm(x_BTD), axis=1)

@@ -287,8 +287,7 @@ class _Setup:
             work.check_ids(config.vocab_size)
             plan_checks.check_layout(self.layout, files, self.target)
             lengths = list(map(len, work.prompts))
-            sizes = work.max_length, self.slots, self.layout, self._page
-            grid = forced_grid(lengths, *sizes)
+            grid = forced_grid(lengths, work.max_length, self.slots, self.layout, self._page)
             plan = self._derived(model, files, grid)
             return OpenedModel.of(files, self.target, plan).plan, config.vocab_size
 
