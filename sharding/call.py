@@ -31,8 +31,8 @@ class Call:
     prefix: tuple[int, int] = (0, 0)
     """Rows and length of the prefixes that tokens also see. Outside of decode there is one row."""
     entries: float | None = None
-    """The cache entries of all rows, in whole pages, that a decode step reads; None for a cache
-    without pages, whose rows read all entries below the span."""
+    """The cache entries, in whole pages, that all rows of a decode step or a call of chunks read;
+    None for a cache without pages, whose rows read all entries below the span."""
     page: int = 0
     """The entries of a page; 0 without pages."""
 

@@ -10,6 +10,9 @@ cut into whole pieces of the largest chunk, the rest into whole pieces of the ne
 and so on. Only a piece of the smallest chunk is padded. With chunks of 16 and 256, a prompt of 530
 tokens is prefilled in pieces of 256, 256, 16 and 2.
 
+With chunks and pages, the grid is packed: there is one span, and a call may have several pieces of
+one prompt.
+
 Knows nothing of models, devices or files. Guarantees: `fit` either returns one prefill bucket,
 which depends on the request alone, or raises `NoBucketFits`; nothing is ever truncated.
 """
@@ -29,6 +32,7 @@ from .grid_values import (
     check_decode_graphs,
     check_growing,
     check_list,
+    check_packed,
     check_page_size,
     check_slot_groups,
     check_span_slots,
@@ -211,6 +215,11 @@ class BucketGrid(PlanTable, name="buckets"):
         first_chunks = (b.chunk for b in self.prefill if b.length == self.prefill[0].length)
         return tuple(chunk for chunk in first_chunks if chunk is not None)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether a prefill call may have several pieces of one prompt."""
+        return self.pages is not None and bool(self.chunks)
+
     @cached_property
     def _prefill_lengths(self) -> list[int]:
         return distinct_lengths(self.prefill)
@@ -236,7 +245,7 @@ class BucketGrid(PlanTable, name="buckets"):
                 "the plan has no decode slots (buckets.decode_slots = 0), so it only scores "
                 "prompts. Ask for max_tokens 0 with log-probabilities of the prompt, or plan slots."
             )
-        needed = self.computed_length(prompt_length)
+        needed = self.needed_length(prompt_length)
         if needed <= self.prefill[-1].length:
             needed = prompt_length + (1 if max_tokens is None else max_tokens)
             if needed > self.max_length:
@@ -247,7 +256,8 @@ class BucketGrid(PlanTable, name="buckets"):
                 )
             return self.bucket_of(prompt_length)
         lengths = distinct_lengths(self.prefill)
-        chunks = f", in whole chunks of {self.chunks[0]}" if self.chunks else ""
+        is_rounded = bool(self.chunks) and not self.is_packed
+        chunks = f", in whole chunks of {self.chunks[0]}" if is_rounded else ""
         remedy = f"add a length of at least {needed}, or shorten the prompt."
         if needed > self.max_length:
             remedy = f"raise max_length ({self.max_length}), {remedy}"
@@ -275,6 +285,22 @@ class BucketGrid(PlanTable, name="buckets"):
             start += bucket.tokens
         return buckets
 
+    def num_alike(self, prompt_length: int, start: int, end: int) -> int:
+        """The number of pieces of a prompt between two positions that may be in one call.
+
+        They begin with the one at `start`, follow each other and have the same size. It is 1 in a
+        grid that is not packed.
+        """
+        if not self.is_packed:
+            return 1
+        left, tokens = prompt_length - start, self.bucket_of(prompt_length, start).tokens
+        count = -(-left // tokens) if tokens == self.chunks[0] else left // tokens
+        return min(count, -(-(end - start) // tokens))
+
+    def needed_length(self, prompt_length: int) -> int:
+        """The prefill length that a prompt needs. Padding takes no positions in pages."""
+        return prompt_length if self.is_packed else self.computed_length(prompt_length)
+
     def computed_length(self, prompt_length: int) -> int:
         """Positions that prefill of a prompt computes, padding included."""
         chunk = self.chunks[0] if self.chunks else 1
@@ -298,6 +324,11 @@ class BucketGrid(PlanTable, name="buckets"):
         """The number of pages that hold `length` positions, in a grid with pages."""
         assert self.page is not None
         return -(-length // self.page)
+
+    def whole_pages(self, length: int) -> int:
+        """The entries of the pages that hold `length` positions, in a grid with pages."""
+        assert self.page is not None
+        return self.num_pages(length) * self.page
 
     def num_segments(self, length: int) -> int:
         """Number of cache segments, from the first one on, that hold `length` positions."""
@@ -331,9 +362,22 @@ class BucketGrid(PlanTable, name="buckets"):
         }
         return tuple(ends.items())
 
-    def prefill_call(self, bucket: PrefillBucket, *, is_scored: bool = False) -> Call:
-        """The shape of a call of a prefill graph, with the prefix that its rows begin with."""
+    def prefill_call(
+        self, bucket: PrefillBucket, *, is_scored: bool = False, entries: float | None = None
+    ) -> Call:
+        """The shape of a call of a prefill graph, with the prefix that its rows begin with.
+
+        Args:
+          bucket: The bucket of the graph.
+          is_scored: Whether it is the graph that scores prompts.
+          entries: In a packed grid, the entries that the pieces of a call read, on average; None
+            for those of pieces at the end of the longest rows.
+        """
         call = replace(bucket.call(is_scored=is_scored), is_embedded=self.embed)
+        if self.is_packed and self.page is not None and not bucket.is_whole:
+            if entries is None:
+                entries = bucket.batch * self.whole_pages(self.max_length)
+            return replace(call, entries=entries, page=self.page)
         if self.prefixes is None:
             return call
         return replace(call, phase="chunk", prefix=(1, self.prefixes.length))
@@ -454,7 +498,10 @@ class BucketGrid(PlanTable, name="buckets"):
             return
         check_count("buckets.chunks_per_decode", self.chunks_per_decode)
         longest = chunk_sizes(self.chunks)[-1]
-        first = tuple(spans) if self.pages else self.decode_spans[: len(spans)]
+        if self.is_packed:
+            check_packed(spans, longest, self.max_length)
+            return
+        first = self.decode_spans[: len(spans)]
         if tuple(spans) != first:
             raise ValueError(
                 f"buckets.prefill: with buckets.chunk, expected the first of buckets.decode_spans "

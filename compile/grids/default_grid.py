@@ -174,7 +174,10 @@ def _chunk_grid(
     score: bool,
     defaults: GridDefaults,
 ) -> BucketGrid:
-    """A grid with spans of whole chunks up to the expected length; the last covers the rest."""
+    """A grid with spans of whole chunks up to the expected length; the last covers the rest.
+
+    It has no pages yet. `page_count.with_pages` gives it one span.
+    """
     longest = defaults.chunks[-1]
     whole = min(round_up(expected, longest), max_length // longest * longest)
     if not whole:
@@ -188,8 +191,13 @@ def _chunk_grid(
     cuts = sorted(steps | {whole})
     needed = min(longest_prompt, whole)
     last = next(i for i, span in enumerate(cuts) if needed <= span)
+
+    def most_pieces(chunk: int) -> int:
+        # with pages, a call may have all pieces of a prompt
+        return most_rows if defaults.page is None else most_rows * -(-needed // chunk)
+
     prefill = (
-        PrefillBucket(span, defaults.chunk_batch(chunk, most_rows), chunk)
+        PrefillBucket(span, defaults.chunk_batch(chunk, most_pieces(chunk)), chunk)
         for span, chunk in product(cuts[: last + 1], defaults.chunks)
     )
     return BucketGrid(

@@ -106,3 +106,18 @@ def check_page_size(pages: Any, page: Any) -> None:
         check_count(f"buckets.{name}", value)
     if page & (page - 1):
         raise ValueError(f"buckets.page: expected a power of two, got {page}. Take 64, or another.")
+
+
+def check_packed(spans: Sequence[int], longest_chunk: int, max_length: int) -> None:
+    """Raise ValueError unless the spans and the largest chunk suit a grid with chunks and pages."""
+    if list(spans) != [max_length]:
+        raise ValueError(
+            f"buckets.prefill: with buckets.chunk and buckets.pages, by which rows of all lengths "
+            f"share calls, expected one span, which is max_length: [[{max_length}, ...]], got "
+            f"spans {list(spans)}. Give this one alone, or leave out buckets.chunk."
+        )
+    if longest_chunk > max_length:
+        raise ValueError(
+            f"buckets.chunk: expected at most max_length ({max_length}), got {longest_chunk}. "
+            f"Give smaller chunks, or raise max_length."
+        )

@@ -21,6 +21,8 @@ def with_pages(
 ) -> BucketGrid | None:
     """The grid with a cache of pages; None if there is no room for one row of its length.
 
+    Chunks of all lengths then share the calls of one span, which have the batches of the last span.
+
     The pages are those that there is room for, but no more than the longest rows fill at their
     longest, one in each slot.
 
@@ -37,8 +39,14 @@ def with_pages(
     of_group = int(min(room // groups, max(longest, needed)))
     if of_group < longest:
         return None
+    prefill = grid.prefill
+    if grid.chunks:
+        prefill = tuple(
+            bucket._replace(length=grid.max_length) for bucket in prefill[-len(grid.chunks) :]
+        )
     return replace(
         grid,
+        prefill=prefill,
         decode_spans=(grid.max_length,),
         span_slots=None,
         slot_groups=None if groups == 1 else groups,

@@ -1,6 +1,7 @@
 """The queries, keys and cache entries that the attention of one layer reads in a call.
 
-Windows bound them. With pages, a step reads the entries that rows hold, in whole pages.
+Windows bound them. With pages, a step reads the entries that rows hold, in whole pages, and so does
+a call of chunks: each row reads up to the end of its own piece.
 
 Knows nothing of heads, bytes, layouts or hardware.
 """
@@ -13,22 +14,22 @@ from ...sharding.call import Call
 
 
 def read_entries(call: Call, window: Window) -> float:
-    """The entries that a decode step with pages reads in one layer.
+    """The entries that a decode step or a call of chunks with pages reads in one layer.
 
-    A row with a window reads the pages that the window touches: on average, at most one page more
-    than the window is long. Slots count as equally long, so a little less is read if some rows are
-    shorter than the window, or slots are idle.
+    A row with a window reads the pages that the windows of its tokens touch: on average, at most
+    one page more than they are long together. Rows count as equally long, so a little less is read
+    if some rows are shorter than the window, or slots are idle.
     """
     assert call.entries is not None
     if window is None:
         return call.entries
-    return min(call.entries, call.rows * (window_size(window) + call.page))
+    return min(call.entries, call.rows * (window_size(window) + call.tokens - 1 + call.page))
 
 
 def num_pairs(call: Call, window: Window) -> float:
     """Number of query-key pairs that attention computes in one layer, in whole blocks."""
     if call.entries is not None:
-        return read_entries(call, window)
+        return call.tokens * read_entries(call, window)
     with_prefix = call.num_tokens * num_cache_entries(window, call.prefix[1])
     if call.phase == "decode":
         return with_prefix + sum(

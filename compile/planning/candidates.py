@@ -7,8 +7,8 @@ Slots of several lengths are tried in two cases: slots of one length do not fit 
 every row has a slot of its own. Otherwise they are not needed: with slots of one length the longest
 rows come first, so rows of similar length run at the same time, and decode reads little, too.
 
-With pages, rows take what memory beside the weights holds, and every span of decode is the whole
-length.
+With pages, rows take what memory beside the weights holds, and every span is the whole length. A
+prompt is whole, or in chunks of one small size that fill packed calls (tiles).
 
 Knows nothing of schedules. Every time here is a prediction.
 """
@@ -52,6 +52,14 @@ MIN_CHUNK_RATIO = 4
 """
 SLOTS_PER_ROW = (1, 4, 16)
 """Minimum numbers of slots per row of a call of chunks: with more slots, calls fill sooner."""
+TILES = (16, 32, 64)
+"""Chunk sizes of packed calls."""
+TILE_QUERIES = 64
+"""Minimum number of queries of a tile for each head of keys on an accelerator, whose products have
+as many rows. Grouped heads have several queries for each token."""
+TOKENS_PER_PACKED = (512, 1024, 2048, 4096)
+"""Tokens of packed calls on an accelerator. Longer prompts leave no rows empty, so calls of these
+sizes fill soon."""
 SLOTS_PER_LONG_ROW = 8
 """Minimum number of slots that hold rows of a span, for each row of a call of chunks of the span.
 
@@ -173,13 +181,29 @@ class CandidateGrids:
         return self._within_budget(grid for grid in grids if grid is not None)
 
     def chunk_candidates(self) -> Iterator[Candidate]:
-        """Candidates that prefill prompts in chunks of one size or two sizes."""
+        """Candidates that prefill prompts in chunks of one size or two sizes; of one with pages."""
+        if self._defaults.page is not None:
+            return self._packed_candidates()
         pairs = ((a, b) for a, b in combinations(CHUNKS, 2) if b >= MIN_CHUNK_RATIO * a)
         sizes = [*((chunk,) for chunk in CHUNKS), *pairs]
         choices = product(
             self._slot_counts(has_chunks=True), TOKENS_PER_PREFILL, SLOTS_PER_ROW, sizes
         )
         grids = (self._chunked(*choice) for choice in choices)
+        return self._within_budget(grid for grid in grids if grid is not None)
+
+    def _packed_candidates(self) -> Iterator[Candidate]:
+        """Candidates with pages that prefill prompts in tiles."""
+        is_cpu = self._cost.hardware.name == "cpu"
+        # all heads of latent attention share the latents
+        group = min(
+            attention.num_query_heads if attention.latent else attention.heads_per_kv
+            for attention in self._cost.work.config.attention_kinds
+        )
+        tiles = [tile for tile in TILES if is_cpu or tile * group >= TILE_QUERIES]
+        calls = TOKENS_PER_PREFILL if is_cpu else TOKENS_PER_PACKED
+        choices = product(self._slot_counts(has_chunks=True), calls, tiles)
+        grids = (self._packed(*choice) for choice in choices)
         return self._within_budget(grid for grid in grids if grid is not None)
 
     def prefix_candidates(self, slots: int) -> Iterator[Candidate]:
@@ -333,6 +357,16 @@ class CandidateGrids:
         prefill = [PrefillBucket(span, *shape) for span, shape in shapes]
         return self._grid(slots, prefill, tuple(sorted({*cuts, longest})))
 
+    def _packed(self, slots: int, tokens: int, tile: int) -> BucketGrid | None:
+        """The grid of packed calls; None if it has no room for a tile or for the pages of a row."""
+        # before it has pages, a grid has a span of whole chunks
+        if not (whole := self.max_length // tile * tile):
+            return None
+        most_pieces = slots * -(-int(self._prompts.max()) // tile)
+        batch = max(1, min(tokens // tile, most_pieces))
+        prefill = [PrefillBucket(whole, batch, tile)]
+        return self._grid(slots, prefill, tuple(sorted({whole, self.max_length})))
+
     def _grid(
         self,
         slots: int,
@@ -347,7 +381,9 @@ class CandidateGrids:
             decode_spans=spans,
             steps_per_call=self._defaults.steps_per_call,
             score=self._score,
-            chunks_per_decode=calls_to_fill(slots, prefill),
+            chunks_per_decode=calls_to_fill(
+                slots, prefill, is_packed=self._defaults.page is not None
+            ),
         )
         if not slots or (page := self._defaults.page) is None:
             return grid

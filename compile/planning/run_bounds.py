@@ -9,7 +9,8 @@ already pads too much by this count is excluded, whatever its schedule.
 
 With pages, a step costs what its rows read. So the bound has the fewest steps that may emit all
 tokens, and the entries that these tokens read: whole pages, up to the token itself. No step reads
-more entries than the pool has, unless rows share pages.
+more entries than the pool has, unless rows share pages. In a packed grid, each piece of a prompt
+reads whole pages up to its own end.
 
 The bound does not count two costs. Rows that wait for others to fill a call of chunks hold slots
 that do not decode meanwhile. Slots of several lengths mix rows of all lengths, so that every call
@@ -134,25 +135,22 @@ class RunBounds:
         """The grid with its bound, its expected time and its padding."""
         pieces = self._pieces(grid)
         calls = _full_calls(grid, pieces)
-        # a piece that later rows share has no other pieces in its call
-        alone = sum(
-            (count - less) * (1 - 1 / bucket.batch) * self._cost.seconds(bucket.call())
-            for bucket, count, less in zip(grid.prefill, pieces.first, pieces.saved, strict=True)
-        )
         build, decode = self._least_decode(grid)
-        fixed = build + self._prefill_seconds(calls)
+        fixed = build + self._prefill_seconds(grid, calls)
         computed = sum(n * bucket.batch * bucket.tokens for bucket, n in calls.items())
         prompts, counts = self._prefilled(grid)
+        idle = idle_share(grid, sum(pieces.every) / counts.sum())
+        decode_expected = max(decode, self._decode_mixed(grid)) / (1 - idle)
         return Candidate(
             grid,
             bound=fixed + decode,
-            expected=fixed + alone + max(decode, self._decode_mixed(grid)) / (1 - idle_share(grid)),
+            expected=fixed + self._seconds_alone(grid, pieces) + decode_expected,
             padding=computed / int(prompts @ counts),
         )
 
     def run_seconds(self, grid: BucketGrid) -> float:
         """Minimum seconds of a run on a grid with exactly its graphs, without their build."""
-        prefill = self._prefill_seconds(_full_calls(grid, self._pieces(grid)))
+        prefill = self._prefill_seconds(grid, _full_calls(grid, self._pieces(grid)))
         return prefill + self._decode_bound(grid)
 
     def _pieces(self, grid: BucketGrid) -> _Pieces:
@@ -162,13 +160,36 @@ class RunBounds:
             return _Pieces(every, [0] * len(every), [0] * len(every))
         return _Pieces(every, *(rows_by_bucket(grid, x) for x in self._shared_by(grid.chunks)))
 
-    def _prefill_seconds(self, calls: Mapping[PrefillBucket, int]) -> float:
+    def _prefill_seconds(self, grid: BucketGrid, calls: Mapping[PrefillBucket, int]) -> float:
         """Seconds of these numbers of prefill calls, first calls included."""
         seconds, first_call = self._cost.seconds, self._cost.first_call_seconds
-        return sum(
-            n * seconds(bucket.call()) + first_call(bucket.call())
-            for bucket, n in calls.items()
+        entries = self._entries_of_prefill(grid)
+        shapes = (
+            (n, bucket.call() if e is None else grid.prefill_call(bucket, entries=e / n))
+            for (bucket, n), e in zip(calls.items(), entries, strict=True)
             if n
+        )
+        return sum(n * seconds(call) + first_call(call) for n, call in shapes)
+
+    def _entries_of_prefill(self, grid: BucketGrid) -> Sequence[float | None]:
+        """The entries that all calls of each bucket read at least; None if it has no pages."""
+        if not grid.is_packed:
+            return [None] * len(grid.prefill)
+        saved, _ = self._shared_by(grid.chunks)
+        every, shared = (
+            entries_by_bucket(grid, *self._prefilled(grid)),
+            entries_by_bucket(grid, saved),
+        )
+        return [float(entries) for entries in every - shared]
+
+    def _seconds_alone(self, grid: BucketGrid, pieces: _Pieces) -> float:
+        """Seconds of dummy rows beside pieces that later rows share: outside of packed grids, such
+        a piece has no other pieces in its call."""
+        if grid.is_packed:
+            return 0.0
+        return sum(
+            (count - less) * (1 - 1 / bucket.batch) * self._cost.seconds(bucket.call())
+            for bucket, count, less in zip(grid.prefill, pieces.first, pieces.saved, strict=True)
         )
 
     def _least_decode(self, grid: BucketGrid) -> tuple[float, float]:
@@ -271,7 +292,8 @@ def rows_by_bucket(
 
 def _pieces_by_bucket(grid: BucketGrid, prompts: np.ndarray, counts: np.ndarray | int) -> list[int]:
     """Number of pieces per bucket; a chunk takes what larger chunks leave, in whole pieces."""
-    borders = [0, *(bucket.length for bucket in grid.prefill[:: len(grid.chunks)])]
+    lengths = (bucket.length for bucket in grid.prefill[:: len(grid.chunks)])
+    borders = [0, *(round_up(length, grid.chunks[0]) for length in lengths)]
     counts_by_chunk: list[list[int]] = []
     begin = np.zeros_like(prompts)
     for chunk in reversed(grid.chunks):
@@ -284,28 +306,57 @@ def _pieces_by_bucket(grid: BucketGrid, prompts: np.ndarray, counts: np.ndarray 
     return [count for span_counts in zip(*counts_by_chunk, strict=True) for count in span_counts]
 
 
-def calls_to_fill(slots: int, prefill: Sequence[PrefillBucket]) -> int | None:
+def entries_by_bucket(
+    grid: BucketGrid, prompts: np.ndarray, counts: np.ndarray | int = 1
+) -> np.ndarray:
+    """The entries in whole pages that pieces of prompts read, by bucket of a packed grid."""
+    assert grid.page is not None
+    entries: list[int] = []
+    begin = np.zeros_like(prompts)
+    for chunk in reversed(grid.chunks):
+        is_last = chunk == grid.chunks[0]
+        end = round_up(prompts, chunk) if is_last else prompts // chunk * chunk
+        ends = chunk * np.arange(1 + end.max(initial=0) // chunk)
+        read_below = np.cumsum(round_up(ends, grid.page))
+        read = read_below[end // chunk] - read_below[begin // chunk]
+        if is_last:
+            # the last piece reads up to the end of the prompt alone
+            read -= round_up(end, grid.page) - round_up(prompts, grid.page)
+        entries.insert(0, int((read * counts).sum()))
+        begin = end
+    return np.array(entries)
+
+
+def calls_to_fill(
+    slots: int, prefill: Sequence[PrefillBucket], *, is_packed: bool = False
+) -> int | None:
     """Calls of chunks that fill all slots with the longest prompts; None for whole prompts.
 
-    No one waits for a first token, so no row needs to decode beside empty slots.
+    No one waits for a first token, so no row needs to decode beside empty slots. In a packed grid,
+    the pieces of all prompts share calls.
     """
     span = prefill[-1].length
     longest_buckets = [bucket for bucket in prefill if bucket.length == span and bucket.chunk]
     # a prompt has fewer pieces of a smaller chunk than make one piece of the next larger chunk
     lengths = [*(bucket.tokens for bucket in longest_buckets[1:]), span]
     calls = (
-        -(-slots // bucket.batch) * (length // bucket.tokens)
+        -(-slots * (length // bucket.tokens) // bucket.batch)
+        if is_packed
+        else -(-slots // bucket.batch) * (length // bucket.tokens)
         for bucket, length in zip(longest_buckets, lengths, strict=False)
     )
     return sum(calls) if longest_buckets else None
 
 
-def idle_share(grid: BucketGrid) -> float:
+def idle_share(grid: BucketGrid, pieces_per_prompt: float) -> float:
     """Expected share of slots that wait until enough rows fill a call of chunks.
 
-    With a batch of B, 0 to B - 1 rows wait, (B - 1) / 2 on average.
+    With a batch of B, 0 to B - 1 pieces wait, (B - 1) / 2 on average. Each has a slot, or those of
+    a prompt in a packed grid have one.
     """
     if not grid.chunks:
         return 0.0
     waiting = sum(bucket.batch - 1 for bucket in grid.prefill) / 2
+    if grid.is_packed:
+        waiting /= max(1.0, pieces_per_prompt)
     return min(MAX_IDLE_SHARE, waiting / grid.decode_slots)

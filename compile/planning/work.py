@@ -3,8 +3,9 @@
 Products take two operations for each weight and token (Pope et al. 2022, "Efficiently Scaling
 Transformer Inference", 2211.05102, section 2). Attention takes two operations for each element of a
 head and each pair of query and key, for scores and again for values. Weights are read once in a
-call, keys and values once for each block of queries. The work is divided evenly among the devices
-whose mesh axes split it. Communication comes from `sharding.communication`.
+call, keys and values once for each block of queries, or in pages for each piece. The work is
+divided evenly among the devices whose mesh axes split it. Communication comes from
+`sharding.communication`.
 
 Knows nothing of hardware, seconds or grids; compiles nothing.
 """
@@ -299,6 +300,9 @@ class Work:
         span_bytes, prefix_bytes = self._span_bytes(call), self._prefix_bytes(call)
         if call.phase == "decode":
             return span_bytes + prefix_bytes
+        if call.entries is not None:
+            # all pieces are written, then each reads its row's pages
+            return self.page_bytes(call.num_tokens) + span_bytes
         block, _ = block_sizes(call.tokens, call.span)
         blocks = math.ceil(call.tokens / block)
         own = replace(call, prefix=(0, 0))

@@ -4,13 +4,14 @@ Does not know about rows or files.
 """
 
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.plan import Plan
 from ...compile.planning.work import Work
+from ...sharding.call import Call
 from ..console import align_columns, plural
 
 
@@ -46,12 +47,13 @@ def with_waste(statistics: Mapping[str, Any], grid: BucketGrid, work: Work) -> d
     A bucket's calls all take the same operations, so the share of its padding is the share of its
     operations and seconds that is wasted. Operations are those of all devices.
     """
-    devices = work.layout.mesh.num_devices
-    calls = {
-        f"{bucket}{' scored' if is_scored else ''}": grid.prefill_call(bucket, is_scored=is_scored)
-        for bucket in grid.prefill
-        for is_scored in (False, True)
-    }
+    devices, buckets = work.layout.mesh.num_devices, statistics["buckets"]
+    calls: dict[str, Call] = {}
+    for bucket, is_scored in product(grid.prefill, (False, True)):
+        name, entries = f"{bucket}{' scored' if is_scored else ''}", None
+        if grid.is_packed and (use := buckets["prefill"].get(name)) and use["calls"]:
+            entries = use["read_entries"] / use["calls"]
+        calls[name] = grid.prefill_call(bucket, is_scored=is_scored, entries=entries)
     if (prefixes := grid.prefixes) is not None:
         bucket = PrefillBucket(prefixes.length, prefixes.batch, prefixes.chunk)
         calls[str(bucket)] = prefixes.call
@@ -59,14 +61,13 @@ def with_waste(statistics: Mapping[str, Any], grid: BucketGrid, work: Work) -> d
     if grid.pages is not None:
         steps |= {
             span: grid.average_step(use["read_entries"] / use["steps"])
-            for span, use in statistics["buckets"]["decode"].items()
+            for span, use in buckets["decode"].items()
             if use["steps"]
         }
     flops = {
         name: devices * sum(part.flops for part in work.parts(call))
         for name, call in (*calls.items(), *steps.items())
     }
-    buckets = statistics["buckets"]
     found = {
         phase: {
             name: use | _wasted(use, flops.get(name), counted, real)

@@ -47,7 +47,8 @@ class PromptPiece:
     """One row of a prefill call."""
 
     slot: int | None
-    """The slot to write to; None for a prompt that is only scored, in one piece."""
+    """The slot to write to; None for a prompt that is only scored, in one piece, outside of packed
+    grids."""
     sequence: ScheduledSequence
     start: int
     count: int
@@ -65,13 +66,18 @@ class PromptPiece:
 
 @dataclass(frozen=True)
 class PrefillAction:
-    """Run one prefill batch: its rows in this order, followed by dummy rows."""
+    """Run one prefill batch: its rows in this order, followed by dummy rows.
+
+    In a packed grid, several rows may be pieces of one prompt. They are in order of the prompt.
+    """
 
     bucket: PrefillBucket
     is_scored: bool
     rows: tuple[PromptPiece, ...]
     group: int = 0
     """The group of slots that all rows go to, in a plan with prefixes."""
+    read_entries: int = 0
+    """In a packed grid, the entries in whole pages that the rows read, each up to its own end."""
 
     @property
     def shared_tokens(self) -> int:

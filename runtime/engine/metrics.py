@@ -131,6 +131,13 @@ class _Use:
         scaled = {name: _times(value, factor) for name, value in vars(self).items()}
         return type(self)(**scaled)
 
+    def report(self, *, has_pages: bool) -> dict[str, Any]:
+        """The counters as a dict that can be written as JSON."""
+        counters = dict(vars(self))
+        if not has_pages:
+            del counters["read_entries"]
+        return counters
+
 
 @dataclass
 class PrefillUse(_Use):
@@ -141,6 +148,8 @@ class PrefillUse(_Use):
     real_tokens: int = 0
     computed_tokens: int = 0
     seconds: float = 0.0
+    read_entries: int = 0
+    """In a packed grid, the entries in whole pages that pieces read, each up to its own end."""
 
 
 @dataclass
@@ -156,13 +165,6 @@ class DecodeUse(_Use):
     seconds: float = 0.0
     read_entries: int = 0
     """In a grid with pages, the entries in whole pages that live rows read, over all steps."""
-
-    def report(self, *, has_pages: bool) -> dict[str, Any]:
-        """The counters as a dict that can be written as JSON."""
-        counters = dict(vars(self))
-        if not has_pages:
-            del counters["read_entries"]
-        return counters
 
 
 @dataclass
@@ -224,7 +226,7 @@ class EngineMetrics:
         self.pages.replays += sum(row.start == 0 for row in again)
         self.count_prefill(
             prefill_name(bucket, is_scored=action.is_scored),
-            PrefillUse(1, len(rows), num_tokens, num_computed, seconds),
+            PrefillUse(1, len(rows), num_tokens, num_computed, seconds, action.read_entries),
             prefix_tokens=sum(row.count for row in rows if row.is_of_prefix),
             shared_tokens=action.shared_tokens,
         )
@@ -306,10 +308,8 @@ class EngineMetrics:
         decode_seconds = sum(use.seconds for use in self.decode.values())
         return {
             "buckets": {
-                "prefill": {name: vars(use) for name, use in self.prefill.items()},
-                "decode": {
-                    name: use.report(has_pages=self.has_pages) for name, use in self.decode.items()
-                },
+                phase: {name: use.report(has_pages=self.has_pages) for name, use in uses.items()}
+                for phase, uses in (("prefill", self.prefill), ("decode", self.decode))
             },
             "padding": self.padding,
             **self._of_pages,

@@ -23,8 +23,9 @@ class PromptScores:
     """The log-probabilities of prompts that are not complete, and of shared prefixes."""
 
     def __init__(self):
-        self._of_prompts: dict[int, list[TokenLogprob]] = {}
-        """Log-probabilities of the pieces so far, by the number of the request."""
+        self._of_prompts: dict[tuple[int, int], list[TokenLogprob]] = {}
+        """Log-probabilities of the pieces so far, by the number of the request and the first of the
+        sequences for which the prompt is prefilled."""
         self._of_prefixes: MutableMapping[SharedPrefix, list[TokenLogprob]] = WeakKeyDictionary()
         """Log-probabilities that a prefix adds to its parent, while requests may begin with it."""
 
@@ -37,7 +38,7 @@ class PromptScores:
         """Add the results of a scored call; return an event for each complete prompt.
 
         Args:
-          rows: The pieces that were scored.
+          rows: The pieces that were scored, those of a prompt in order.
           scores: The results of the call.
           requests: The requests of the rows, by their numbers.
         """
@@ -51,11 +52,12 @@ class PromptScores:
             if row.is_of_prefix:
                 self._of_prefixes.setdefault(_prefix_of(row), []).extend(own)
                 continue
-            if number not in self._of_prompts:
-                self._of_prompts[number] = self._before(row)
-            self._of_prompts[number] += own
+            prompt = number, row.sequence.sample
+            if prompt not in self._of_prompts:
+                self._of_prompts[prompt] = self._before(row)
+            self._of_prompts[prompt] += own
             if row.is_last:
-                events.append(PromptScored(number, self._of_prompts.pop(number)))
+                events.append(PromptScored(number, self._of_prompts.pop(prompt)))
         return events
 
     def _before(self, row: PromptPiece) -> list[TokenLogprob]:

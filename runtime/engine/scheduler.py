@@ -2,7 +2,9 @@
 
 The scheduler has no clock, no I/O and no device: the engine drives it, and so does the simulator.
 It knows requests by a number and their lengths. A prompt is prefilled piece by piece, directly into
-its slot; a whole prompt is one piece. The next action is, in this order:
+its slot; a whole prompt is one piece. A batch has rows for pieces: in a packed grid, a prompt fills
+as many of the rows that are left as it has pieces of the bucket, in order; else one. The next
+action is, in this order:
 
 1. Fork: copy the slot of a complete prompt to the other sequences of its request, and a shared
    prefix to the slot of a prompt that begins with it (see `held_prefixes`).
@@ -16,14 +18,15 @@ its slot; a whole prompt is one piece. The next action is, in this order:
      that are long enough, and no slot that an older prompt still needs.
    - Waiting prompts of the same bucket fill up the batch, except prompts so much younger than the
      oldest waiting prompt that it might wait forever.
-   - A full batch goes first, then the batch with the oldest prompt.
+   - A batch is full when it has a piece in every row. A full batch goes first, then the batch with
+     the oldest prompt.
    - While sequences decode and requests wait, a batch that is not full waits for a decode call, and
      until `IDLE_SHARE` of the slots that its oldest prompt can use are idle: fewer idle slots cost
      less than dummy rows. There are five exceptions. A batch whose prompts fit only few, long
      slots counts as full when more than `MANY_IDLE` of these are idle. While prompts wait for
      shared prefixes, a batch counts as full when more than `MOST_IDLE` of the slots are idle. A
      prompt that needs no slot does not wait for slots. A shared prefix does not wait, because other
-     prompts wait for it. A batch of whole prompts does not wait if no other prompt can fill it.
+     prompts wait for it. A batch that no other prompt can fill does not wait.
    - At most `chunks_per_decode` batches run in succession while any sequence decodes.
    - When no request waits, waiting gains nothing. The largest pieces run first, and among these the
      shortest span, because prompts continue from there into the other buckets. Then all slots
@@ -60,7 +63,14 @@ from .decode_slots import DecodeSlots, PrefixGroups
 from .held_prefixes import HeldPrefixes
 from .idle_slots import IdleSlots
 from .page_room import PageRoom, claim_pages, max_samples
-from .waiting_prompts import NO_SLOT, Prompt, PromptQueue, WaitingPrompts, number_of
+from .waiting_prompts import (
+    NO_SLOT,
+    Prompt,
+    PromptQueue,
+    WaitingPrompts,
+    num_rows,
+    number_of,
+)
 
 
 class Scheduler:
@@ -120,7 +130,9 @@ class Scheduler:
         self._newest_prefix = request.planned_prefix
         base = self._prefixes.enter(request)
         if not request.generates:
-            needs_slot = base is not None or request.prompt_length > bucket.tokens
+            # a piece of a packed call reads its own tokens from pages
+            in_pages = self._grid.is_packed and not bucket.is_whole
+            needs_slot = in_pages or base is not None or request.prompt_length > bucket.tokens
             self._add(Prompt(request, num_slots=int(needs_slot), base=base))
             return
         max_slots = self.slots.num_usable(request.max_total_length) - self._prefixes.max_slots
@@ -221,9 +233,16 @@ class Scheduler:
         self._batches_since_decode += self.slots.has_live
         for prompt in batch:
             self._remove(queue, prompt)
-        rows = tuple(self._next_piece(queue, prompt) for prompt in batch)
+        rows: list[PromptPiece] = []
+        for prompt in batch:
+            rows += self._next_pieces(queue, prompt, queue.bucket.batch - len(rows))
         group = 0 if rows[0].slot is None else self._groups.group_of(rows[0].slot)
-        self._next_prefill = PrefillAction(queue.bucket, queue.is_scored, rows, group)
+        entries = 0
+        if self._grid.is_packed:
+            entries = sum(self._grid.whole_pages(row.start + row.count) for row in rows)
+        self._next_prefill = PrefillAction(
+            queue.bucket, queue.is_scored, tuple(rows), group, entries
+        )
         return self.next_action()
 
     def _decode(self) -> DecodeAction | None:
@@ -240,7 +259,21 @@ class Scheduler:
     def _largest_pieces(self) -> tuple[PromptQueue, list[Prompt]]:
         """A batch of started prompts: of the largest pieces, those in the shortest span."""
         queue = min(self._started, key=lambda q: (-q.bucket.tokens, q.bucket.length))
-        return queue, self._started[queue][: queue.bucket.batch]
+        return queue, self._started_batch(queue)
+
+    def _started_batch(self, queue: PromptQueue) -> list[Prompt]:
+        """The first started prompts of a queue, as many as a call has rows for."""
+        batch, num_left = [], queue.bucket.batch
+        for prompt in self._started.get(queue, []):
+            if num_left <= 0:
+                break
+            batch.append(prompt)
+            num_left -= num_rows(self._grid, prompt)
+        return batch
+
+    def _is_full(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
+        """Whether the prompts of a batch have a piece for every row of a call."""
+        return sum(num_rows(self._grid, prompt) for prompt in batch) >= queue.bucket.batch
 
     def _choose(self) -> tuple[PromptQueue, list[Prompt]] | None:
         """The queue and the prompts of the prefill batch to run now; None for no batch."""
@@ -250,7 +283,7 @@ class Scheduler:
         urgent = {
             queue: batch
             for queue, batch in batches.items()
-            if len(batch) == queue.bucket.batch or self._idle.has_many(batch[0])
+            if self._is_full(queue, batch) or self._idle.has_many(batch[0])
         }
         if urgent:
             return None if self._must_decode else min(urgent.items(), key=_number_of_oldest)
@@ -337,16 +370,18 @@ class Scheduler:
 
         Waiting prompts younger than the request number `last` are left out.
         """
-        batch = self._started.get(queue, [])[: queue.bucket.batch]
+        batch = self._started_batch(queue)
+        num_left = queue.bucket.batch - sum(num_rows(self._grid, prompt) for prompt in batch)
 
         def has_slot(capacity: int) -> bool:
             return capacity == NO_SLOT or self.slots.first_usable(capacity, free) < len(free)
 
         for prompt in self._waiting.by_age(queue, has_slot):
-            if len(batch) == queue.bucket.batch or prompt.request.number > last:
+            if num_left <= 0 or prompt.request.number > last:
                 break
             if (slots := room.slots_for(prompt, free)) is not None:
                 batch.append(prompt)
+                num_left -= num_rows(self._grid, prompt)
                 prompt.slots_to_claim = free[slots]
                 del free[slots]
                 room.add(prompt, prompt.slots_to_claim)
@@ -373,21 +408,24 @@ class Scheduler:
             num_copied = prompt.length if prompt.prefix is None else 0
             self._copies.append(ForkAction(source, prompt.slots[0], None, num_copied, copied_pages))
 
-    def _next_piece(self, queue: PromptQueue, prompt: Prompt) -> PromptPiece:
-        """Return a prompt's next piece, and move the prompt to the queue of the piece after it."""
-        request, start = prompt.request, prompt.length
-        count = min(queue.bucket.tokens, prompt.end - start)
-        prompt.length += count
-        is_of_prefix = prompt.prefix is not None
+    def _next_pieces(self, queue: PromptQueue, prompt: Prompt, most: int) -> list[PromptPiece]:
+        """Return a prompt's next pieces, at most so many, and move the prompt to its next queue."""
+        slot = prompt.slots[0] if prompt.slots else None
+        sequence = ScheduledSequence(prompt.request, prompt.first_sample)
+        is_of_prefix, pieces = prompt.prefix is not None, []
+        for _ in range(min(most, num_rows(self._grid, prompt))):
+            count = min(queue.bucket.tokens, prompt.end - prompt.length)
+            pieces.append(
+                PromptPiece(slot, sequence, prompt.length, count, is_of_prefix, prompt.num_known)
+            )
+            prompt.length += count
         if prompt.length < prompt.end:
             self._started.setdefault(PromptQueue.of(self._grid, prompt), []).append(prompt)
         elif is_of_prefix:
             self._prefixes.complete(prompt)
         else:
             self._complete(prompt)
-        slot = prompt.slots[0] if prompt.slots else None
-        sequence = ScheduledSequence(request, prompt.first_sample)
-        return PromptPiece(slot, sequence, start, count, is_of_prefix, prompt.num_known)
+        return pieces
 
     def _complete(self, prompt: Prompt) -> None:
         """Start to decode a complete prompt, and plan the forks for its other sequences."""

@@ -71,6 +71,11 @@ number_of = attrgetter("request.number")
 """The number of a prompt's request, which tells its age."""
 
 
+def num_rows(grid: BucketGrid, prompt: Prompt) -> int:
+    """The number of rows that a prompt can fill in one call of its queue."""
+    return grid.num_alike(prompt.request.prompt_length, prompt.length, prompt.end)
+
+
 class PromptQueue(NamedTuple):
     """The prompts that may run in the same prefill calls."""
 

@@ -81,10 +81,14 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
         entries.append(figures | _estimate(prediction, PREFIX))
     for bucket, kind in product(grid.prefill, kinds_of(grid, PrefillBucket)):
         key = GraphKey(kind, bucket)
-        name = prefill_name(bucket, is_scored=call_of(grid, key).is_scored)
-        use = metrics.prefill.get(name, PrefillUse())
+        is_scored = call_of(grid, key).is_scored
+        name = prefill_name(bucket, is_scored=is_scored)
+        use, call = metrics.prefill.get(name, PrefillUse()), None
+        if grid.is_packed and use.calls:
+            read = use.read_entries / use.calls
+            call = grid.prefill_call(bucket, is_scored=is_scored, entries=read)
         figures = _graph(f"prefill {name}", use, use.calls, use.real_tokens)
-        entries.append(figures | _estimate(prediction, key))
+        entries.append(figures | _estimate(prediction, key, call))
     for span in grid.graph_spans:
         use, key = metrics.decode.get(str(span), DecodeUse()), GraphKey("decode", span)
         figures = _graph(str(key), use, use.steps, use.emitted_tokens)

@@ -12,7 +12,7 @@ the call, so a row that ends at a stop string runs to the end of the call.
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -94,7 +94,7 @@ class Simulation:
 
 
 Counts = dict[str | int, tuple[int, int, int]]
-"""Numbers of calls, of steps, and of entries of pages that steps read: by name for a prefill graph,
+"""Numbers of calls, of steps, and of entries of pages that they read: by name for a prefill graph,
 whose calls have one step, and by the length of the longest row for decode calls."""
 
 
@@ -114,7 +114,10 @@ class Schedule:
     @property
     def counts(self) -> Counts:
         """The counts of each prefill graph, and of the decode calls of each length."""
-        prefill = {name: (use.calls, use.calls, 0) for name, use in self.metrics.prefill.items()}
+        prefill = {
+            name: (use.calls, use.calls, use.read_entries)
+            for name, use in self.metrics.prefill.items()
+        }
         return prefill | {
             length: (use.calls, use.steps, use.read_entries) for length, use in self.decode.items()
         }
@@ -152,6 +155,8 @@ class Schedule:
                 continue
             if span is None:
                 call, of_call = self.prefill_calls[name], 0.0
+                if call.entries is not None:
+                    call = replace(call, entries=entries / num_calls)
             else:
                 call, of_call = _step(grid, span, entries / num_steps), cost.decode_call_seconds()
             first_call = cost.first_call_seconds(call)

@@ -36,10 +36,11 @@ def test_there_are_no_more_pages_than_there_is_room_for_and_at_least_those_of_th
     assert short is not None and short.pages == 6
 
 
-def test_the_spans_of_chunks_stay():
-    chunks = BucketGrid(96, ((32, 2, 16), (64, 2, 16)), 4, (32, 64, 96))
-    paged = with_pages(chunks, use_of(ROWS), 16, math.inf)
-    assert paged is not None and paged.prefill == chunks.prefill and paged.decode_spans == (96,)
+def test_chunks_have_one_span():
+    chunks = BucketGrid(90, ((32, 8, 4), (32, 2, 16), (64, 9, 4), (64, 3, 16)), 4, (32, 64, 90))
+    paged = with_pages(chunks, use_of([RowShape(40, 30)]), 16, math.inf)
+    assert paged is not None and paged.is_packed and paged.decode_spans == (90,)
+    assert paged.prefill == ((90, 9, 4), (90, 3, 16))
 
 
 def test_rows_are_expected_to_end_at_their_output():

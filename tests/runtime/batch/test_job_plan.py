@@ -373,7 +373,9 @@ def test_a_derived_plan_has_pages_if_the_user_gives_their_size():
     many = plan_of([RowShape(20, 30)] * 400, "buckets.page=16", "buckets.decode_slots=256").buckets
     assert (many.decode_slots, many.pages) == (256, 256 * 4)
     chunks = plan_of(rows, "buckets.page=16", "buckets.chunk=32").buckets
-    assert chunks.pages == 18 and chunks.prefill[-1].length < chunks.max_length
+    assert chunks.pages == 18 and chunks.is_packed
+    # as many pieces as three of the longest prompts have
+    assert chunks.prefill == ((chunks.max_length, 3 * 4, 32),)
 
 
 def test_an_accelerator_has_as_many_slots_as_rows_are_expected_to_fill_its_pages(gpu, memory):

@@ -25,8 +25,8 @@ WHOLE = BucketGrid(
     pages=40,
     page=8,
 )
-CHUNKS = replace(WHOLE, prefill=((32, 3, 8), (64, 2, 8)), chunks_per_decode=3)
-TAILS = replace(WHOLE, prefill=((32, 3, 4), (32, 2, 16), (64, 4, 4), (64, 1, 16)), page=4, pages=60)
+CHUNKS = replace(WHOLE, prefill=((96, 3, 8),), chunks_per_decode=3)
+TAILS = replace(WHOLE, prefill=((96, 5, 4), (96, 3, 16)), page=4, pages=60)
 TIGHT = replace(CHUNKS, pages=12)
 LONG_CALLS = replace(WHOLE, pages=24, page=4, steps_per_call=16)
 GRIDS = {
@@ -36,6 +36,8 @@ GRIDS = {
     "pages for one row": TIGHT,
     "several pages a call": LONG_CALLS,
     "whole, pages for one row": replace(WHOLE, pages=12),
+    "groups of slots": replace(CHUNKS, slot_groups=4, pages=64),
+    "groups, pages for one row": replace(WHOLE, slot_groups=2, pages=24),
     "enough pages": replace(WHOLE, pages=32 * 12),
 }
 
@@ -136,7 +138,7 @@ def test_rows_emit_what_they_emit_alone_and_pages_come_back(grid, seed):
     pages = mixed_run(grid, seed)[1].metrics.pages
     if grid.pages == 32 * 12:
         assert not pages.waits and not pages.replays
-    elif grid.pages < 24:
+    elif grid.pages // (grid.slot_groups or 1) < 24:
         assert pages.waits
 
 
@@ -227,7 +229,7 @@ def test_tight_pools_make_rows_wait_and_start_again():
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_share_the_pages_of_prefixes(seed, pages):
     grid = replace(
-        CHUNKS, max_length=256, prefill=((64, 2, 16), (256, 2, 16)), decode_spans=(256,),
+        CHUNKS, max_length=256, prefill=((256, 3, 16),), decode_spans=(256,),
         page=16, pages=pages,
     )  # fmt: skip
     prompts, rng = related_prompts(seed), np.random.default_rng(seed)

@@ -20,7 +20,7 @@ WHOLE = BucketGrid(
     pages=320,
     page=16,
 )
-CHUNKS = replace(WHOLE, prefill=((64, 4, 16), (64, 2, 64)), chunks_per_decode=2)
+CHUNKS = replace(WHOLE, prefill=((256, 4, 16), (256, 2, 64)), chunks_per_decode=2)
 GRIDS = {
     "whole": WHOLE,
     "chunks": CHUNKS,
