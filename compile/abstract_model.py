@@ -57,6 +57,9 @@ def model_sizes(
         batches["decode"].append(prefixes.groups)
         lengths["prefill"].append(prefixes.chunk)
         spans.append(prefixes.length)
+    slot_groups = grid.slot_groups
+    if grid.page is not None:
+        spans, slot_groups = [grid.page], slot_groups or 1
     return ModelSizes(
         config,
         num_devices,
@@ -64,7 +67,7 @@ def model_sizes(
         batches,
         lengths,
         spans,
-        grid.slot_groups,
+        slot_groups,
         bool(grid.chunks),
         prefixes is not None,
         grid.pages is not None,

@@ -278,7 +278,8 @@ class Decoder(nnx.Module):
         attention = PageAttention(self.attend_pages, cache_operations, rows, is_gathered)
         call = position_BT, attention, is_token_BT, cache.layers, None, adapter_B
         x_BTD, layers, report = self._run_blocks(self.embed(tokens_BT), *call)
-        return self.final_norm(x_BTD), KVCache(layers, cache.positions), report
+        x_BTD = self.operations.prompt_stripes.permute(self.final_norm(x_BTD), axis=1)
+        return x_BTD, KVCache(layers, cache.positions), report
 
     def decode(
         self,

@@ -134,8 +134,14 @@ class Operations:
         del num_pages
         return page_BN
 
-    def merge_pages(self, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Merge attention to the pages of all devices, for use inside `attend_gathered`."""
+    def merge_pages(
+        self, out_BTKGH: jax.Array, lse_BTKG: jax.Array, *, is_gathered: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Merge attention of rows to the pages of all devices that have entries of them.
+
+        It is for use inside `attend_gathered`, or else inside `attend`.
+        """
+        del is_gathered
         return out_BTKGH, lse_BTKG
 
     def over_tokens(self, attend: "Attend") -> "Attend":

@@ -69,14 +69,15 @@ def cache_bytes_per_device(
 
 def entry_bytes_per_device(
     attention: Attention, layout: Layout, dtype: DTypeLike, arrangement: Arrangement = AS_PUBLISHED
-) -> int:
-    """Bytes of one entry of a page, in one layer, on one device.
+) -> float:
+    """Bytes of one entry of a page, in one layer, on one device on average.
 
-    Pages are split by heads alone: every device has a part of each page.
+    An entry is on some of the devices if the layout splits rows or entries.
     """
-    rules = layout.phase("decode")
-    over_heads = layout.mesh.num_shards(rules[axes.KV_HEADS])
-    return state_spec(attention, dtype, arrangement).row_bytes(1, over_heads)
+    rules, shards = layout.phase("decode"), layout.mesh.num_shards
+    split = (*rules[axes.ATTENTION_BATCH], *rules[axes.CACHE_LENGTH])
+    over_heads = shards(rules[axes.KV_HEADS])
+    return state_spec(attention, dtype, arrangement).row_bytes(1, over_heads) / shards(split)
 
 
 def max_context(

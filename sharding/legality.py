@@ -58,9 +58,10 @@ class ModelSizes:
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Tokens per row in each phase's graphs."""
     spans: Sequence[int] = ()
-    """Cache entries per slot that decode graphs read."""
+    """Cache entries per slot that decode graphs read, or those of a page."""
     slot_groups: int | None = None
-    """Number of groups of slots on different devices, if slots have several lengths; else None."""
+    """Number of groups of slots on different devices, if slots have several lengths or pages; else
+    None."""
     is_chunked: bool = False
     """Whether prompts are prefilled in chunks."""
     has_prefixes: bool = False
@@ -86,10 +87,10 @@ def check(layout: Layout, sizes: ModelSizes) -> list[str]:
     in_both = set.intersection(*map(set, by_phase.values()))
     for phase, phase_findings in by_phase.items():
         findings += [f if f in in_both else f"{phase}: {f}" for f in phase_findings]
-    if sizes.is_chunked or sizes.has_prefixes:
+    if sizes.has_pages and sizes.is_chunked:
+        findings += _piece_findings(layout, sizes)
+    elif sizes.is_chunked or sizes.has_prefixes:
         findings += chunk_findings(layout)
-    if sizes.has_pages:
-        findings += page_findings(layout)
     return list(dict.fromkeys([*findings, *_weight_findings(layout, sizes)]))
 
 
@@ -194,8 +195,9 @@ def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
     if phase == "decode":
         yield from _group_findings(layout, rules, sizes.slot_groups)
     for span in sizes.spans if phase == "decode" else ():
-        remedy = "Plan spans that do, or change the rule."
-        yield from _division(layout, rules, axes.CACHE_LENGTH, "a span", span, remedy)
+        remedy = "Plan one that does, or change the rule."
+        what = "buckets.page" if sizes.has_pages else "a span"
+        yield from _division(layout, rules, axes.CACHE_LENGTH, what, span, remedy)
 
 
 def _group_findings(layout: Layout, rules: AxisRules, groups: int | None) -> Iterable[str]:
@@ -203,9 +205,9 @@ def _group_findings(layout: Layout, rules: AxisRules, groups: int | None) -> Ite
     mesh_axes = rules[axes.ATTENTION_BATCH]
     if groups not in (None, pieces := layout.mesh.num_shards(mesh_axes)):
         yield (
-            f"attention_batch = {_quoted(mesh_axes)}: with buckets.span_slots, expected "
-            f"buckets.slot_groups to be the pieces that it splits slots into, {pieces}, got "
-            f"{groups}. Change slot_groups, or leave both out."
+            f"attention_batch = {_quoted(mesh_axes)}: with buckets.span_slots or "
+            f"buckets.pages, expected buckets.slot_groups to be the pieces that it splits slots "
+            f"into, {pieces}, got {groups}. Change slot_groups, or leave both out."
         )
 
 
@@ -221,23 +223,12 @@ def chunk_findings(layout: Layout) -> Iterable[str]:
         )
 
 
-def page_findings(layout: Layout) -> Iterable[str]:
-    """Check that every device has a part of each page, and sees all rows and all tokens."""
-    for phase, axis, what in (
-        ("decode", axes.ATTENTION_BATCH, "rows"),
-        ("decode", axes.CACHE_LENGTH, "entries"),
-        ("prefill", axes.ATTENTION_BATCH, "rows"),
-        ("prefill", axes.LENGTH, "tokens of prompts"),
-        ("prefill", axes.RESIDUAL_LENGTH, "tokens of prompts"),
-    ):
-        mesh_axes = layout.phase(phase)[axis]
-        if (pieces := layout.mesh.num_shards(mesh_axes)) > 1:
-            yield (
-                f"{phase}: {axis} = {_quoted(mesh_axes)}: with buckets.pages, whose pages belong "
-                f"to any row, expected no split of {what}, got {pieces} pieces. Split heads "
-                f"alone, as the layout weight-stationary-1d does, or leave out buckets.pages and "
-                f"buckets.page."
-            )
+def _piece_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
+    """Check that each device has as many tokens of every piece of a prompt, for its pages."""
+    remedy = "Plan a chunk that does, or change the rule."
+    for chunk in sizes.lengths.get("prefill", ()):
+        rules = layout.phase("decode")
+        yield from _division(layout, rules, axes.CACHE_LENGTH, "buckets.chunk", chunk, remedy)
 
 
 def _collisions(rules: AxisRules) -> Iterable[str]:

@@ -184,8 +184,12 @@ class ShardedOperations(Operations):
     def local_pages(self, page_BN: jax.Array, num_pages: int) -> jax.Array:
         return _local_rows(page_BN, self._rules[axes.ATTENTION_BATCH], num_pages)
 
-    def merge_pages(self, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> Attended:
-        mesh_axes = self._rules[axes.ATTENTION_BATCH]
+    def merge_pages(
+        self, out_BTKGH: jax.Array, lse_BTKG: jax.Array, *, is_gathered: bool
+    ) -> Attended:
+        mesh_axes = self._rules[axes.CACHE_LENGTH]
+        if is_gathered:
+            mesh_axes = (*self._rules[axes.ATTENTION_BATCH], *mesh_axes)
         return merge_shards(out_BTKGH, lse_BTKG, mesh_axes) if mesh_axes else (out_BTKGH, lse_BTKG)
 
     def over_tokens(self, attend: Attend) -> Attend:

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from ...modelzoo import axes
 from ...modelzoo.attention.prompt_pieces import PromptPieces, put_blocks
-from ...modelzoo.cache.kv_cache import EMPTY_CACHE
+from ...modelzoo.cache.kv_cache import EMPTY_CACHE, KVCache
+from ...modelzoo.cache.pages import num_pages
 from ...modelzoo.cache.prefixes import Prefixes
 from ...modelzoo.cache.segments import EMPTY_POSITION, Segments
 from ...modelzoo.moe.call import ExpertReport
@@ -107,16 +108,16 @@ def fork_step(
     source: jax.Array,
     slot: jax.Array,
     sampling: SamplingState,
-    source_page: jax.Array | None = None,
-    page: jax.Array | None = None,
+    source_page_N: jax.Array | None = None,
+    page_N: jax.Array | None = None,
     *,
     cache_operations: Operations,
 ) -> tuple[DecodeState, None]:
     """Copy slot `source` to `slot`, with other sampling parameters. Donated: state.
 
     A source past all slots clears the slot: it then has zeros and empty positions. In a cache in
-    pages, `source_page` is copied to `page`, and the other pages of a slot are shared. A source
-    past all pages clears the page, and a page past all pages is not written.
+    pages, `source_page_N` are copied to `page_N`, and the other pages of a slot are shared. A
+    source past all pages clears the page. The first page past all pages ends the list.
     """
 
     def take(segments: Segments, logical_axes: Axes, row: jax.Array = source) -> Segments:
@@ -124,11 +125,6 @@ def fork_step(
 
     def put(old: Segments, new: Segments, logical_axes: Axes, row: jax.Array = slot) -> Segments:
         return _put_row(old, new, row, logical_axes, cache_operations)
-
-    def copy_page(segments: Segments, logical_axes: Axes) -> Segments:
-        assert source_page is not None and page is not None
-        taken = take(segments, logical_axes, source_page)
-        return put(segments, taken, logical_axes, page)
 
     def copy(segments: Segments, logical_axes: Axes) -> Segments:
         if logical_axes != axes.CACHE_POSITIONS:
@@ -141,10 +137,19 @@ def fork_step(
         return put((old,), (new,), _BY_SLOT)[0]
 
     sampling = jax.tree.map(put_sampling, state.sampling, sampling)
-    if page is None:
+    if source_page_N is None or page_N is None:
         return state.map(copy)._replace(sampling=sampling), None
     copied = state._replace(cache=EMPTY_CACHE).map(copy)
-    cache = state.cache.map(copy_page)
+
+    def copy_page(index: jax.Array, cache: KVCache) -> KVCache:
+        def copy_arrays(segments: Segments, logical_axes: Axes) -> Segments:
+            taken = take(segments, logical_axes, source_page_N[index])
+            return put(segments, taken, logical_axes, page_N[index])
+
+        return cache.map(copy_arrays)
+
+    num_copies = jnp.sum(page_N < num_pages(state.cache))
+    cache = jax.lax.fori_loop(0, num_copies, copy_page, state.cache)
     return copied._replace(sampling=sampling, cache=cache), None
 
 

@@ -161,10 +161,12 @@ def prefix_row() -> jax.ShapeDtypeStruct:
 def fork_arguments(model: "AbstractModel", grid: BucketGrid):
     """Arguments of the fork graph: `source, slot` and the row's sampling parameters.
 
-    In a plan with pages, they are followed by `source_page, page`.
+    In a plan with pages, they are followed by `source_page_N, page_N`.
     """
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    pages = () if grid.pages is None else (number, number)
+    pages = ()
+    if grid.pages is not None:
+        pages = (jax.ShapeDtypeStruct((grid.num_pages(grid.max_length),), jnp.int32),) * 2
     return number, number, _abstract_sampling(model, grid, 1), *pages
 
 

@@ -34,6 +34,7 @@ from .grid_values import (
     check_list,
     check_packed,
     check_page_size,
+    check_slot_groups,
     check_span_slots,
     chunk_sizes,
 )
@@ -94,9 +95,9 @@ class BucketGrid(PlanTable, name="buckets"):
     fall, and the first one is `decode_slots`. Without this key, all slots hold rows of all lengths.
     Unit: slots."""
     slot_groups: int | None = None
-    """With `span_slots`, the number of groups into which a layout splits the slots over devices.
-    The groups are equal: each has the same number of long slots, which are its first ones. Without
-    this key it is 1. Unit: groups."""
+    """With `span_slots` or `pages`, the number of groups into which a layout splits the slots over
+    devices. The groups are equal: each has the same number of long slots, which are its first ones,
+    and of pages. Without this key it is 1. Unit: groups."""
     decode_graphs: tuple[int, ...] | None = None
     """The entries of `decode_spans` that have a graph. The last one must have one. Without this
     key, every span has a graph. Unit: positions."""
@@ -453,7 +454,13 @@ class BucketGrid(PlanTable, name="buckets"):
     def _check_pages(self) -> None:
         check_page_size(self.pages, self.page)
         if self.pages is None:
+            if self.span_slots is None and self.slot_groups is not None:
+                raise ValueError(
+                    f"buckets.slot_groups: expected none without buckets.span_slots or "
+                    f"buckets.pages, got {self.slot_groups!r}. Leave it out."
+                )
             return
+        check_slot_groups(self.slot_groups, self.decode_slots, self.pages)
         for name, got, expected in (
             ("buckets.decode_spans", self.decode_spans, (self.max_length,)),
             ("buckets.span_slots", self.span_slots, None),
@@ -466,11 +473,13 @@ class BucketGrid(PlanTable, name="buckets"):
                     f"expected {'none' if expected is None else list(expected)}, got {got!r}. "
                     f"Change it, or leave out buckets.pages and buckets.page."
                 )
-        if self.pages < (longest := self.num_pages(self.max_length)):
+        groups, longest = self.slot_groups or 1, self.num_pages(self.max_length)
+        if self.pages < groups * longest:
+            of_groups = f" in each of {groups} buckets.slot_groups" if groups > 1 else ""
             raise ValueError(
-                f"buckets.pages: expected at least {longest}, as a row of max_length "
-                f"({self.max_length}) takes {longest} pages of {self.page}, got {self.pages}. Give "
-                f"more pages, or lower max_length."
+                f"buckets.pages: expected at least {groups * longest}, as a row of max_length "
+                f"({self.max_length}) takes {longest} pages of {self.page}{of_groups}, got "
+                f"{self.pages}. Give more pages, or lower max_length."
             )
 
     def _check_chunks(self, spans: Sequence[int]) -> None:

@@ -47,6 +47,8 @@ class GridDefaults:
     batch_multiple: int = 1
     """Prefill batches are multiples of this number of pieces, into which a layout splits rows."""
     slot_multiple: int = 1
+    slot_groups: int = 1
+    """The groups of slots on different devices."""
     whole_lengths: int = LENGTH_STEP
     """Lengths of prompts are rounded up to a multiple of this number."""
     length_multiple: int = 1
@@ -80,6 +82,7 @@ class GridDefaults:
             max_decode_slots=slots * replicas[1],
             batch_multiple=math.lcm(*(shards(prefill[axis]) for axis in rows)),
             slot_multiple=math.lcm(*(shards(decode[axis]) for axis in rows)),
+            slot_groups=shards(decode[axes.ATTENTION_BATCH]),
             length_multiple=shards(prefill[axes.RESIDUAL_LENGTH]),
             span_multiple=shards(decode[axes.CACHE_LENGTH]),
         )

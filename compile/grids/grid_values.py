@@ -52,11 +52,6 @@ def check_span_slots(slots: Any, groups: int | None, spans: Sequence[int], num_s
       ValueError: They do not fit together.
     """
     if slots is None:
-        if groups is not None:
-            raise ValueError(
-                f"buckets.slot_groups: expected none without buckets.span_slots, got "
-                f"{groups!r}. Give the slots of each span, or leave it out."
-            )
         return
     check_count("buckets.slot_groups", groups)
     slots = check_list("buckets.span_slots", slots)
@@ -72,6 +67,19 @@ def check_span_slots(slots: Any, groups: int | None, spans: Sequence[int], num_s
             f"buckets.span_slots: expected multiples of buckets.slot_groups ({groups}), got "
             f"{uneven}. Change them."
         )
+
+
+def check_slot_groups(groups: int | None, num_slots: int, pages: int) -> None:
+    """Raise ValueError unless the groups divide the slots and the pages."""
+    if groups is None:
+        return
+    check_count("buckets.slot_groups", groups)
+    for name, size in (("decode_slots", num_slots), ("pages", pages)):
+        if size % groups:
+            raise ValueError(
+                f"buckets.{name}: expected a multiple of buckets.slot_groups ({groups}), so that "
+                f"each group has the same number, got {size}. Change it."
+            )
 
 
 def check_decode_graphs(graphs: Any, spans: Sequence[int], max_length: int) -> None:

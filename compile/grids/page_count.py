@@ -16,7 +16,9 @@ from .span_slots import SlotUse
 _Lengths = TypeVar("_Lengths", int, np.ndarray)
 
 
-def with_pages(grid: BucketGrid, use: SlotUse, page: int, room: float) -> BucketGrid | None:
+def with_pages(
+    grid: BucketGrid, use: SlotUse, page: int, room: float, groups: int = 1
+) -> BucketGrid | None:
     """The grid with a cache of pages; None if there is no room for one row of its length.
 
     Chunks of all lengths then share the calls of one span, which have the batches of the last span.
@@ -29,10 +31,13 @@ def with_pages(grid: BucketGrid, use: SlotUse, page: int, room: float) -> Bucket
       use: The slots and lengths that rows need.
       page: The entries of a page.
       room: The largest number of pages.
+      groups: The equal groups of slots on different devices, each with pages of its own. It divides
+        the slots.
     """
     longest = _num_pages(grid.max_length, page)
-    pages = int(min(room, max(longest, _most_needed(grid, use, page))))
-    if pages < longest:
+    needed = -(-_most_needed(grid, use, page) // groups)
+    of_group = int(min(room / groups, max(longest, needed)))
+    if of_group < longest:
         return None
     prefill = grid.prefill
     if grid.chunks:
@@ -44,9 +49,9 @@ def with_pages(grid: BucketGrid, use: SlotUse, page: int, room: float) -> Bucket
         prefill=prefill,
         decode_spans=(grid.max_length,),
         span_slots=None,
-        slot_groups=None,
+        slot_groups=None if groups == 1 else groups,
         decode_graphs=None,
-        pages=pages,
+        pages=of_group * groups,
         page=page,
     )
 

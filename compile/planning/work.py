@@ -199,13 +199,15 @@ class Work:
         """Bytes of so many entries of pages on each device: every layer has them, also those with
         windows."""
         kinds = self.config.attention_kinds.items()
-        return entries * sum(count * self._page_entry_bytes(kind) for kind, count in kinds)
+        return math.ceil(
+            entries * sum(count * self._page_entry_bytes(kind) for kind, count in kinds)
+        )
 
     def num_pages(self, max_bytes: float, page: int) -> float:
         """The number of pages, not rounded, that take at most so many bytes on each device."""
         return max(0.0, max_bytes / self.page_bytes(page))
 
-    def _page_entry_bytes(self, attention: Attention) -> int:
+    def _page_entry_bytes(self, attention: Attention) -> float:
         """Bytes of an entry of a page in one layer, on each device."""
         arrangement = self.model.arrangement
         return entry_bytes_per_device(attention, self.layout, self.cache_dtype, arrangement)

@@ -92,24 +92,24 @@ class PageAttention:
         num_pages, first = own.num_slots, rows.scan_index * own.num_slots
         page_BN = self.operations.local_pages(rows.page_BN, num_pages)
         rows = rows._replace(page_BN=page_BN)
-        own, is_here_B = _write(own, new_entries, rows, queries.q_BTKGH.shape[1])
+        own, is_here_B = self._write(own, new_entries, rows, queries.q_BTKGH.shape[1])
         # a row has no page after its last one, and attention reads none there
         page_BN = first + jnp.minimum(page_BN, num_pages - 1)
         paged = PagedRows(page_BN, rows.first_B, jnp.where(is_here_B, rows.count_B, 0))
         call = options.window, options.scaled, queries.q_BTKGH, own.pages(), paged
-        attended = attend_pages(self.attend, *call)
-        if self.is_gathered:
-            attended = self.operations.merge_pages(*attended)
+        attended = attend_pages(self.attend, *call, self.operations.stripe)
+        attended = self.operations.merge_pages(*attended, is_gathered=self.is_gathered)
         return with_query_heads(queries, *attended), own
 
-
-def _write(
-    own: LayerState, new: NewEntries, rows: PageRows, num_tokens: int
-) -> tuple[LayerState, jax.Array]:
-    """Write the tokens of each row; return the memory, and whether a row has pages here."""
-    position_B = jnp.where(rows.count_B > 0, rows.first_B, EMPTY_POSITION)
-    page, num_pages = own.lengths[0], own.num_slots
-    is_here_B = page_of(rows.page_BN, position_B, page, num_pages) < num_pages
-    if num_tokens == 1:
-        return append_to_pages(own, new, rows.page_BN, position_B, rows.scan_index), is_here_B
-    return write_pieces(own, new, rows.page_BN, rows.first_B, rows.scan_index), is_here_B
+    def _write(
+        self, own: LayerState, new: NewEntries, rows: PageRows, num_tokens: int
+    ) -> tuple[LayerState, jax.Array]:
+        """Write the tokens of each row; return the memory, and whether a row has pages here."""
+        stripe = self.operations.stripe
+        position_B = jnp.where(rows.count_B > 0, rows.first_B, EMPTY_POSITION)
+        page, num_pages = own.lengths[0] * stripe.count, own.num_slots
+        is_here_B = page_of(rows.page_BN, position_B, page, num_pages) < num_pages
+        write, first_B = write_pieces, rows.first_B
+        if num_tokens == 1:
+            write, first_B = append_to_pages, position_B
+        return write(own, new, rows.page_BN, first_B, rows.scan_index, stripe), is_here_B

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from .. import axes
 from ..cache.kv_cache import match_head_dim, match_heads
 from ..cache.layer_state import LayerState, NewEntries
-from ..cache.segments import Segments
+from ..cache.segments import ONE_STRIPE, Segments, Stripe
 from ..cache.state_spec import StateArray
 from ..operations import Operations
 from .prompt_pieces import PromptPieces, put_blocks
@@ -36,6 +36,7 @@ def write_pieces(
     page_BN: jax.Array,
     first_B: jax.Array,
     layer: jax.Array,
+    stripe: Stripe = ONE_STRIPE,
 ) -> LayerState:
     """Write the new entries of pieces of prompts to one layer of the pages on this device.
 
@@ -45,12 +46,15 @@ def write_pieces(
       page_BN: The pages of each row.
       first_B: The position of the first token of each row, a multiple of the tokens of a piece.
       layer: The index of the layer in the arrays.
+      stripe: The stripe of entries that the pages here have. Its count divides the tokens.
     """
 
     def write_array(old: Segments, array: StateArray, new: jax.Array) -> Segments:
         axis = array.position_axis
+        new = _of_stripe(new, axis - 1, stripe)
         size = math.gcd(old[0].shape[axis], new.shape[axis - 1])
-        places = _places(page_BN, first_B, new.shape[axis - 1], size, old[0].shape[axis])
+        first_here_B = first_B // stripe.count
+        places = _places(page_BN, first_here_B, new.shape[axis - 1], size, old[0].shape[axis])
         return _put(old, new, _Target(*places, layer), array, size)
 
     return state.map(write_array, state.spec.encode(new))
@@ -67,7 +71,7 @@ def write_prompts(
 
     Args:
       state: The memory of the block that the layer belongs to.
-      new: The new entries, in the order of their tokens.
+      new: The new entries, in the stripes of the cache.
       layer: The index of the layer in the arrays.
       rows: The rows of the call.
       operations: The operations by which the cache is laid out.
@@ -76,7 +80,8 @@ def write_prompts(
     page_BN = rows.page_BN
 
     def write_array(old: Segments, array: StateArray, new: jax.Array) -> Segments:
-        page, num_tokens = old[0].shape[array.position_axis], new.shape[array.position_axis - 1]
+        count, axis = operations.cache_stripes.count, array.position_axis
+        page, num_tokens = old[0].shape[axis] // count, new.shape[axis - 1] // count
         size = min(page, num_tokens)
         if array.has_kv_heads:
             new = match_heads(new, old[0].shape[array.axes.index(axes.KV_HEADS)])
@@ -99,6 +104,15 @@ def _put(old: Segments, new: jax.Array, target: _Target, array: StateArray, size
         new = match_head_dim(new, old[0].shape[feature_axis], feature_axis - 1)
     page_M, entry_M, layer = target
     return (put_blocks(old[0], _split(new, size, axis - 1), page_M, entry_M, axis, layer),)
+
+
+def _of_stripe(new: jax.Array, axis: int, stripe: Stripe) -> jax.Array:
+    """The tokens along `axis` that are in a stripe."""
+    if stripe.count == 1:
+        return new
+    shape = new.shape
+    in_stripes = new.reshape(*shape[:axis], -1, stripe.count, *shape[axis + 1 :])
+    return jax.lax.dynamic_index_in_dim(in_stripes, stripe.index, axis + 1, keepdims=False)
 
 
 def _places(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ..cache.kv_cache import match_head_dim
 from ..cache.pages import pick
-from ..cache.segments import EMPTY_POSITION
+from ..cache.segments import EMPTY_POSITION, ONE_STRIPE, Stripe
 from ..cache.state_spec import Entries, KeysAndValues, transposed
 from ..layer_config import PLAIN_SCORES, Scores, Window
 from .attend import attend_masked, first_visible, merge, visible
@@ -72,6 +72,7 @@ def attend_in_groups(
     scores: Scores = PLAIN_SCORES,
     *,
     group: int | None = None,
+    stripe: Stripe = ONE_STRIPE,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend in groups of rows, each with as many turns as its longest row has pages.
 
@@ -83,6 +84,7 @@ def attend_in_groups(
       window: The window of the layer.
       scores: Scale and cap of the scores.
       group: Static: the rows of a group; None for all rows. Groups run one after the other.
+      stripe: The stripe of entries that the pages here have.
     """
     B = len(q_BTKGH)
     size = min(group or B, B)
@@ -95,7 +97,7 @@ def attend_in_groups(
 
     def attend(inputs: tuple[jax.Array, PagedRows]) -> tuple[jax.Array, jax.Array]:
         q_BTKGH, rows = inputs
-        return _attend_turns(q_BTKGH, pages, rows, window, scores)
+        return _attend_turns(q_BTKGH, pages, rows, window, scores, stripe)
 
     groups = pad(q_BTKGH, 0), PagedRows(*(pad(x, 0) for x in rows))
     if count == 1:
@@ -107,16 +109,22 @@ def attend_in_groups(
 
 
 def _attend_turns(
-    q_BTKGH: jax.Array, pages: "_Pages", rows: PagedRows, window: Window, scores: Scores
+    q_BTKGH: jax.Array,
+    pages: "_Pages",
+    rows: PagedRows,
+    window: Window,
+    scores: Scores,
+    stripe: Stripe,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to one page of each row at a time, and merge the results."""
     page_BN, first_B, count_B = rows
     _, _, S, H = pages.shape
     position_BT, is_row_B = rows.position_BT(q_BTKGH.shape[1]), count_B > 0
-    last_B = jnp.where(is_row_B, first_B + count_B - 1, 0) // S
+    page = S * stripe.count
+    last_B = jnp.where(is_row_B, first_B + count_B - 1, 0) // page
     first = jnp.int32(0)
     if window is not None:
-        first_page_B = jnp.maximum(first_visible(first_B, window), 0) // S
+        first_page_B = jnp.maximum(first_visible(first_B, window), 0) // page
         first = jnp.where(is_row_B, first_page_B, page_BN.shape[1]).min().astype(jnp.int32)
     end = jnp.where(is_row_B.any(), last_B.max() + 1, 0)
 
@@ -126,7 +134,8 @@ def _attend_turns(
         is_page_B = index <= last_B
         page_B = pick(page_BN, jnp.minimum(index, last_B))
         k_BKSH, v_BKSH = pages.take(page_B)
-        entry_BS = jnp.where(is_page_B[:, None], index * S + jnp.arange(S)[None], EMPTY_POSITION)
+        entry_1S = stripe.position(index * S + jnp.arange(S))[None]
+        entry_BS = jnp.where(is_page_B[:, None], entry_1S, EMPTY_POSITION)
         mask_BTS = visible(position_BT, entry_BS, window)
         part = attend_masked(q_BTKGH, transposed(k_BKSH), v_BKSH, mask_BTS, scores)
         return merge([carry, part])
@@ -169,6 +178,7 @@ def attend_pages(
     q_BTKGH: jax.Array,
     pages: KeysAndValues,
     rows: PagedRows,
+    stripe: Stripe = ONE_STRIPE,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with queries whose heads and features may differ from those of the pages.
 
@@ -179,6 +189,7 @@ def attend_pages(
       q_BTKGH: Queries. Several of their key/value heads may read the same head of the pages.
       pages: Keys and values of all pages.
       rows: The pages of each row, and the positions of its queries.
+      stripe: The stripe of entries that the pages here have.
 
     Returns:
       `out` and `lse`, grouped by the heads of the pages, with the head size of queries.
@@ -186,5 +197,6 @@ def attend_pages(
     H, (_, num_heads, _, cache_dim) = q_BTKGH.shape[-1], pages[1].shape
     grouped = q_BTKGH.reshape(*q_BTKGH.shape[:2], num_heads, -1, H)
     grouped = match_head_dim(grouped, cache_dim, axis=-1)
-    out_BTKGH, lse_BTKG = attend(grouped, *pages, rows, window, scores)
+    options = {} if stripe.count == 1 else {"stripe": stripe}
+    out_BTKGH, lse_BTKG = attend(grouped, *pages, rows, window, scores, **options)
     return out_BTKGH[..., :H], lse_BTKG

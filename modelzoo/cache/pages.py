@@ -5,6 +5,9 @@ slot: entry e of a row is entry e % page of the row's page e // page, and holds 
 `page_BN` says which pages are a row's; it is data, so rows take pages as they grow. It has the
 number of pages, which no page has, where a row has none: such entries are not written.
 
+If the entries of a cache are split over devices, so are those of each page: position p lies on
+device p mod n, in the same page on all of them.
+
 Layers with windows keep all entries, and masks follow from a row's length. So there are no stored
 positions and no rolling buffers. Keys have head features last, as values do: a token is then one
 line of an array on every platform.
@@ -20,7 +23,7 @@ from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..layer_groups import block_layers
 from .kv_cache import KVCache, Positions, match_head_dim, with_axes_in_order
 from .layer_state import LayerState, NewEntries
-from .segments import EMPTY_POSITION, Segments
+from .segments import EMPTY_POSITION, ONE_STRIPE, Segments, Stripe
 from .state_spec import StateArray, state_spec
 
 
@@ -55,9 +58,9 @@ def allocate_pages(
     return KVCache(layers, Positions((), {}))
 
 
-def page_size(cache: KVCache) -> int:
-    """The entries of a page."""
-    return next(layer.lengths[0] for layer in cache.layers if layer is not None)
+def num_pages(cache: KVCache) -> int:
+    """The number of pages of a cache."""
+    return next(layer.num_slots for layer in cache.layers if layer is not None)
 
 
 def page_of(page_BN: jax.Array, position_B: jax.Array, page: int, num_pages: int) -> jax.Array:
@@ -81,6 +84,7 @@ def append_to_pages(
     page_BN: jax.Array,
     position_B: jax.Array,
     layer: jax.Array,
+    stripe: Stripe = ONE_STRIPE,
 ) -> LayerState:
     """Write the new entries of one layer, one token per row.
 
@@ -90,25 +94,28 @@ def append_to_pages(
       page_BN: The pages of each row.
       position_B: The position of each token; an empty position is not written.
       layer: The index of the layer in the arrays.
+      stripe: The stripe of entries that the pages here have.
     """
 
     def write(segments: Segments, array: StateArray, new: jax.Array) -> Segments:
         (pages,) = segments
         L, P, S = pages.shape[0], pages.shape[1], pages.shape[array.position_axis]
-        page_B = page_of(page_BN, position_B, S, P)
+        page_B = page_of(page_BN, position_B, S * stripe.count, P)
+        if stripe.count > 1:
+            page_B = jnp.where(position_B % stripe.count == stripe.index, page_B, P)
+        entry_B = position_B // stripe.count % S
         # past the end for rows without a page, and therefore dropped
         index_B = jnp.where(page_B < P, layer * P + page_B, L * P)
         # new entries do not have the axis of layers
         new_BKH = jnp.squeeze(new, array.position_axis - 1).astype(pages.dtype)
         if array.feature_axis is None:
-            return (_in_order(_write_scales(pages, new_BKH, index_B, position_B % S)),)
+            return (_in_order(_write_scales(pages, new_BKH, index_B, entry_B)),)
         H = pages.shape[array.feature_axis]
         lines = pages.reshape(-1, S, H)
         new_BKH = match_head_dim(new_BKH, H, axis=-1).reshape(len(index_B), -1, H)
         K = new_BKH.shape[1]
         line_BK = index_B[:, None] * K + jnp.arange(K)[None]
-        entry_B1 = (position_B % S)[:, None]
-        at = lines.at[line_BK, jnp.broadcast_to(entry_B1, line_BK.shape)]
+        at = lines.at[line_BK, jnp.broadcast_to(entry_B[:, None], line_BK.shape)]
         written = at.set(new_BKH, mode="drop", unique_indices=True).reshape(pages.shape)
         return (_in_order(written),)
 

@@ -153,7 +153,7 @@ class _Derivation:
             return derive_grid(rows, config.max_position, defaults, fits, self.prices, holds)
 
         grid = derive(rows, self.defaults)
-        may_share = layout is None or not any(chunk_findings(layout))
+        may_share = layout is None or grid.page is not None or not any(chunk_findings(layout))
         if may_share and not _KEYS_WITHOUT_SHARING & set(self.asked):
             fitting = [i for i, row in enumerate(rows) if fits_grid(row, grid)]
             expected = expected_rows([rows[i] for i in fitting], grid)
@@ -193,7 +193,9 @@ class _Derivation:
         if slots := self.asked.get("decode_slots"):
             check_count("buckets.decode_slots", slots)
             grid = replace(grid, decode_slots=slots)
-        paged = with_pages(grid, use, page, room if asked is None else math.inf)
+        paged = with_pages(
+            grid, use, page, room if asked is None else math.inf, defaults.slot_groups
+        )
         if paged is None:
             needed = -(-grid.max_length // page)
             raise ValueError(
@@ -352,7 +354,9 @@ def better_plan(
                 GraphPrices.of_target(plan.target, work, known_hardware()),
                 _defaults(plan),
                 max_position,
-                may_chunk=plan.layout is None or not any(chunk_findings(plan.layout)),
+                may_chunk=plan.layout is None
+                or plan.buckets.page is not None
+                or not any(chunk_findings(plan.layout)),
             ),
             run_seconds,
         )

@@ -108,8 +108,8 @@ class ForkAction:
     """The sequence that decodes in the slot from now on; None for a copy of a prefix."""
     num_copied: int = 0
     """Tokens of a request's prompt that are copied from a shared prefix."""
-    copied_page: CopiedPage | None = None
-    """The page to copy, in a grid with pages."""
+    copied_pages: tuple[CopiedPage, ...] = ()
+    """The pages to copy, in a grid with pages."""
 
 
 @dataclass(frozen=True)

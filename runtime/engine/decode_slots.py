@@ -111,9 +111,10 @@ class DecodeSlots:
         return {sequence.request.number for sequence in self._occupants.values()}
 
     @property
-    def expected_pages(self) -> int:
-        """The number of pages that rows with slots are expected to take from now on."""
-        return int(self._expected_pages_B().sum())
+    def expected_pages_G(self) -> np.ndarray:
+        """The pages that rows with slots of each group are expected to take from now on."""
+        assert self.pool is not None
+        return self._expected_pages_B().reshape(self.pool.num_groups, -1).sum(axis=1)
 
     @property
     def num_idle_pages(self) -> int:
@@ -206,7 +207,9 @@ class DecodeSlots:
             return given
         oldest, *others = self.growth.by_age(np.array(self.live)).tolist()
         needed = int(self._num_missing(np.array([oldest]))[0])
-        while needed > self.pool.num_free and others:
+        group = self.pool.group_of(oldest)
+        others = [slot for slot in others if self.pool.group_of(slot) == group]
+        while needed > self.pool.num_free_G[group] and others:
             slot = others.pop()
             num_known = self.growth.num_known(slot, int(self._length_B[slot]))
             given.append(GivenBack(slot, self._occupants[slot], num_known))
@@ -230,13 +233,16 @@ class DecodeSlots:
     def _grow(self, pool: PagePool) -> tuple[int, ...]:
         """Give the rows their pages for the next call, oldest first; return those that have them.
 
-        A row that finds too few pages keeps younger rows from taking any.
+        A row that finds too few pages keeps younger rows of its group from taking any.
         """
         if not self._occupants:
             return ()
         slots = self.growth.by_age(np.array(self.live))
         missing = self._num_missing(slots)
-        goes_on = (missing == 0) | (np.cumsum(missing) <= pool.num_free)
+        goes_on, group_B = missing == 0, pool.group_of(slots)
+        for group, num_free in enumerate(pool.num_free_G):
+            of_group = group_B == group
+            goes_on[of_group] |= np.cumsum(missing[of_group]) <= num_free
         growing = goes_on & (missing > 0)
         length_B = self._next_length(slots[growing])
         for slot, length in zip(slots[growing].tolist(), length_B.tolist(), strict=True):

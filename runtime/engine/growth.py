@@ -28,10 +28,9 @@ class Growth:
         self._num_ended = self._num_output = 0
         """The sequences that ended, and their tokens."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no sequence has a slot."""
-        return not self._limit_B.any()
+    def is_empty_G(self, num_groups: int) -> np.ndarray:
+        """Whether no sequence has a slot, for each of several equal groups of slots."""
+        return (self._limit_B.reshape(num_groups, -1) == 0).all(axis=1)
 
     def begin(self, slot: int, sequence: ScheduledSequence, num_known: int) -> None:
         """Record that a sequence has a slot.

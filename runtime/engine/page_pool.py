@@ -1,7 +1,9 @@
 """The pages of the cache: which are free, which belong to each slot, and which must be cleared.
 
 A slot takes pages as its row grows. Slots share pages whose entries are all in common; a page that
-is filled in part is copied, because each row goes on in its own.
+is filled in part is copied, because each row goes on in its own. Where a layout splits slots into
+groups on different devices, each group has its own equal part of the pages. A slot then shares
+pages within its group, and gets copies of those of other groups.
 
 Pure state, without device. Does not know about requests, nor when a slot may take pages.
 Guarantees: a page is free, or as many slots as its count says have it; which page is taken depends
@@ -10,7 +12,7 @@ whole by a copy, before a row uses it again.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from ...compile.grids.bucket_grid import BucketGrid
 
 
 class CopiedPage(NamedTuple):
-    """A page whose entries are copied to another; both are past the last page for no copy."""
+    """A page whose entries are copied to another; a source past the last page clears it."""
 
     source_page: int
     page: int
@@ -44,8 +46,10 @@ class PagePool:
         self.held_B = np.zeros(grid.decode_slots, np.int64)
         self._num_users = np.zeros(grid.pages, np.int64)
         """The number of slots that have each page."""
-        self._free = list(range(grid.pages))[::-1]
-        """The last one is taken first."""
+        self.num_groups = grid.slot_groups or 1
+        size = grid.pages // self.num_groups
+        self._free = [list(range(i * size, (i + 1) * size))[::-1] for i in range(self.num_groups)]
+        """The free pages of each group; the last one is taken first."""
         self._unclean: set[int] = set()
         """Pages, free or not, that may hold non-finite numbers."""
         self._to_clear: dict[int, None] = {}
@@ -54,7 +58,16 @@ class PagePool:
     @property
     def num_free(self) -> int:
         """The number of pages that no slot has."""
-        return len(self._free)
+        return sum(map(len, self._free))
+
+    @property
+    def num_free_G(self) -> np.ndarray:
+        """The number of pages of each group that no slot has."""
+        return np.array([len(pages) for pages in self._free])
+
+    def group_of(self, slots: Any) -> Any:
+        """The group of a slot, or of each slot of an array."""
+        return slots * self.num_groups // len(self.table)
 
     def num_missing(
         self, length_B: np.ndarray, slots: np.ndarray | slice = slice(None)
@@ -74,46 +87,48 @@ class PagePool:
         first, end = int(self.held_B[slot]), self._grid.num_pages(length)
         if end <= first:
             return
-        pages = [self._take_one() for _ in range(end - first)]
+        pages = [self._take_one(slot) for _ in range(end - first)]
         for page in self._unclean.intersection(pages) if self._unclean else ():
             self._unclean.remove(page)
             self._to_clear[page] = None
         self.table[slot, first:end] = pages
         self.held_B[slot] = end
 
-    def share(self, source: int, slot: int, length: int) -> CopiedPage:
+    def share(self, source: int, slot: int, length: int) -> list[CopiedPage]:
         """Give a slot without pages the first entries of another slot.
 
         Args:
           source: The other slot.
           slot: The slot.
-          length: The number of entries. Full pages are shared.
+          length: The number of entries. Full pages of a slot in the same group are shared.
 
         Returns:
-          The page that is filled in part, and the slot's own page to which it must be copied before
-          the slot is used.
+          The pages of the source to copy before the slot is used, and the slot's own pages to which
+          they are copied.
         """
         assert not self.held_B[slot]
-        num_full = length // self._page
-        shared = self.table[source, :num_full]
-        self.table[slot, :num_full] = shared
+        num_shared, end = length // self._page, self._grid.num_pages(length)
+        if self.group_of(source) != self.group_of(slot):
+            num_shared = 0
+        shared = self.table[source, :num_shared]
+        self.table[slot, :num_shared] = shared
         self._num_users[shared] += 1
-        self.held_B[slot] = num_full
-        if length == num_full * self._page:
-            return CopiedPage(self.no_page, self.no_page)
-        page = self._take_one()
-        # the copy writes all of it
-        self._unclean.discard(page)
-        self.table[slot, num_full] = page
-        self.held_B[slot] += 1
-        return CopiedPage(int(self.table[source, num_full]), page)
+        copied = []
+        for index in range(num_shared, end):
+            page = self._take_one(slot)
+            # the copy writes all of it
+            self._unclean.discard(page)
+            self.table[slot, index] = page
+            copied.append(CopiedPage(int(self.table[source, index]), page))
+        self.held_B[slot] = end
+        return copied
 
     def release(self, slot: int) -> None:
         """Give the pages of a slot back; those that no other slot has become free."""
         pages = self.table[slot, : self.held_B[slot]]
         self._num_users[pages] -= 1
         freed = pages[self._num_users[pages] == 0].tolist()
-        self._free += freed[::-1]
+        self._free[self.group_of(slot)] += freed[::-1]
         if self._to_clear:
             for page in freed:
                 if page in self._to_clear:
@@ -141,7 +156,7 @@ class PagePool:
                 page_BN[row] = self.table[slot, :num_pages]
         return page_BN
 
-    def _take_one(self) -> int:
-        page = self._free.pop()
+    def _take_one(self, slot: int) -> int:
+        page = self._free[self.group_of(slot)].pop()
         self._num_users[page] = 1
         return page

@@ -10,7 +10,9 @@ Knows nothing of queues or of the order of prompts. Guarantees: without pages, e
 start; a prompt that is alone finds its pages, however many pages held prefixes have.
 """
 
-import math
+from bisect import bisect_left
+
+import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
 from .actions import ScheduledSequence
@@ -20,53 +22,62 @@ from .waiting_prompts import Prompt
 
 
 class PageRoom:
-    """The free pages as they are, for prompts that may start together."""
+    """The free pages of each group of slots as they are, for prompts that may start together."""
 
     def __init__(self, grid: BucketGrid, slots: DecodeSlots):
         self._grid, self._slots = grid, slots
-        self._num_free, self._growth, self._is_empty = math.inf, 0, False
-        if slots.pool is not None:
-            self._num_free = slots.pool.num_free
-            self._growth, self._is_empty = slots.expected_pages, slots.growth.is_empty
+        if (pool := slots.pool) is not None:
+            self._num_free_G, self._growth_G = pool.num_free_G, slots.expected_pages_G
+            self._is_empty_G = slots.growth.is_empty_G(pool.num_groups)
 
     def copy(self) -> "PageRoom":
         """The same room, for other prompts."""
         room = object.__new__(PageRoom)
-        room.__dict__ |= self.__dict__
+        room.__dict__ |= {
+            name: x.copy() if isinstance(x, np.ndarray) else x for name, x in vars(self).items()
+        }
         return room
 
     def slots_for(self, prompt: Prompt, free: list[int]) -> slice | None:
         """The part of `free` that a prompt takes; None if there are too few slots or pages.
 
         In the latter case, the slots that it needs are removed from `free`: they are reserved for
-        the prompt. If there are too few pages, all slots are.
+        the prompt. If there are too few pages, all slots are. All its slots are in one group: of
+        those that have room, the one with the most free pages.
         """
-        if self._holds(prompt):
+        if (pool := self._slots.pool) is None or not prompt.num_slots:
             return self._slots.part_of(free, prompt.max_total_length, prompt.num_slots)
-        free.clear()
+        for group in np.argsort(self._growth_G - self._num_free_G, kind="stable").tolist():
+            # slots of a group follow each other
+            first = bisect_left(free, group, key=pool.group_of)
+            end = bisect_left(free, group + 1, key=pool.group_of)
+            if end - first < prompt.num_slots:
+                continue
+            if self._holds(prompt, group):
+                return slice(first, first + prompt.num_slots)
+        del free[:]
         return None
 
-    def add(self, prompt: Prompt) -> None:
-        """Count the pages of a prompt that starts."""
-        if self._grid.pages is None or not prompt.num_slots:
+    def add(self, prompt: Prompt, slots: list[int]) -> None:
+        """Count the pages of a prompt that starts in these slots."""
+        if (pool := self._slots.pool) is None or not slots:
             return
-        self._num_free -= num_pages_of(self._grid, prompt)
+        group = pool.group_of(slots[0])
+        self._num_free_G[group] -= num_pages_of(self._grid, prompt)
         if prompt.generates:
-            self._growth += prompt.num_slots * self._growth_of(prompt)
-            self._is_empty = False
+            self._growth_G[group] += prompt.num_slots * self._growth_of(prompt)
+            self._is_empty_G[group] = False
 
-    def _holds(self, prompt: Prompt) -> bool:
-        """Whether there are enough pages for a prompt to start."""
-        if self._grid.pages is None or not prompt.num_slots:
-            return True
-        needed = num_pages_of(self._grid, prompt)
-        if self._is_empty:
-            return needed <= self._num_free
+    def _holds(self, prompt: Prompt, group: int) -> bool:
+        """Whether there are enough pages for a prompt to start in a group."""
+        needed, num_free = num_pages_of(self._grid, prompt), self._num_free_G[group]
+        if self._is_empty_G[group]:
+            return needed <= num_free
         if prompt.num_known is not None:
             request = prompt.request
             length = request.prompt_length + prompt.num_known + self._grid.steps_per_call
             needed = self._grid.num_pages(min(length, request.max_total_length))
-        return self._num_free - needed > self._growth
+        return num_free - needed > self._growth_G[group]
 
     def _growth_of(self, prompt: Prompt) -> int:
         """The pages that one sequence of a prompt is expected to take after the prompt."""
@@ -76,10 +87,14 @@ class PageRoom:
 
 
 def num_pages_of(grid: BucketGrid, prompt: Prompt) -> int:
-    """The number of pages that the slots of a prompt take, without those that are shared."""
+    """The maximum number of pages that the slots of a prompt take.
+
+    Those of its prefix are shared, except in groups of slots where the prefix may not be.
+    """
     assert grid.page is not None
-    length = _length_of(prompt)
-    num_shared = 0 if prompt.base is None else prompt.base.length // grid.page
+    length, num_shared = _length_of(prompt), 0
+    if prompt.base is not None and grid.slot_groups in (None, 1):
+        num_shared = prompt.base.length // grid.page
     num_copied = (prompt.num_slots - 1) * (length % grid.page > 0)
     return grid.num_pages(length) - num_shared + num_copied
 
@@ -94,10 +109,10 @@ def max_samples(grid: BucketGrid, prompt_length: int, num_held: int) -> int:
     """
     assert grid.pages is not None and grid.page is not None
     of_others = num_held * grid.num_pages(grid.max_length) + prompt_length // grid.page
-    return max(1, grid.pages - of_others)
+    return max(1, grid.pages // (grid.slot_groups or 1) - of_others)
 
 
-def claim_pages(slots: DecodeSlots, prompt: Prompt, source: int | None) -> CopiedPage | None:
+def claim_pages(slots: DecodeSlots, prompt: Prompt, source: int | None) -> list[CopiedPage]:
     """Give the slots of a prompt all its pages; does nothing in a grid without pages.
 
     Args:
@@ -106,12 +121,12 @@ def claim_pages(slots: DecodeSlots, prompt: Prompt, source: int | None) -> Copie
       source: The slot of the prefix with which it begins; None if it begins with none.
 
     Returns:
-      The page of the prefix to copy to the first slot; None without a prefix or without pages.
+      The pages of the prefix to copy to the first slot.
     """
     if (pool := slots.pool) is None or not prompt.slots:
-        return None
+        return []
     first, *others = prompt.slots
-    copied = None
+    copied = []
     if source is not None:
         assert prompt.base is not None
         copied = pool.share(source, first, prompt.base.length)

@@ -139,6 +139,7 @@ class Scheduler:
         max_slots = min(max_slots, self._groups.size)
         if self._grid.pages is not None:
             num_held = self._prefixes.max_slots
+            max_slots = min(max_slots, len(self.slots) // (self._grid.slot_groups or 1))
             max_slots = min(max_slots, max_samples(self._grid, request.prompt_length, num_held))
         for first in range(0, request.num_sequences, max_slots):
             num_slots = min(max_slots, request.num_sequences - first)
@@ -186,7 +187,7 @@ class Scheduler:
         }
         for prompt in started:
             if prompt.prefix is not None:
-                self._remove(PromptQueue.of(self._grid, prompt), prompt, [])
+                self._remove(PromptQueue.of(self._grid, prompt), prompt)
                 self.slots.release(prompt.slots[0])
         if (prefill := self._next_prefill) is not None:
             # a prefix reads its tokens from a request that may be dropped
@@ -230,9 +231,8 @@ class Scheduler:
     def _prefill(self, queue: PromptQueue, batch: list[Prompt]) -> Action | None:
         """Plan the prefill call of a batch; return the first action that it needs."""
         self._batches_since_decode += self.slots.has_live
-        free = self._groups.free(queue.prefix)
         for prompt in batch:
-            self._remove(queue, prompt, free)
+            self._remove(queue, prompt)
         rows: list[PromptPiece] = []
         for prompt in batch:
             rows += self._next_pieces(queue, prompt, queue.bucket.batch - len(rows))
@@ -386,33 +386,31 @@ class Scheduler:
             if (slots := room.slots_for(prompt, free)) is not None:
                 batch.append(prompt)
                 num_left -= num_rows(self._grid, prompt)
+                prompt.slots_to_claim = free[slots]
                 del free[slots]
-                room.add(prompt)
+                room.add(prompt, prompt.slots_to_claim)
         return batch
 
-    def _remove(self, queue: PromptQueue, prompt: Prompt, free: list[int]) -> None:
-        """Remove a prompt from its queue; a prompt that waits claims its slots, out of `free`."""
+    def _remove(self, queue: PromptQueue, prompt: Prompt) -> None:
+        """Remove a prompt from its queue; a prompt that waits claims its slots."""
         if prompt.slots:
             self._started[queue].remove(prompt)
             if not self._started[queue]:
                 del self._started[queue]
             return
         self._waiting.remove(queue, prompt)
-        self._claim_slots(prompt, free)
+        self._claim_slots(prompt)
 
-    def _claim_slots(self, prompt: Prompt, free: list[int]) -> None:
+    def _claim_slots(self, prompt: Prompt) -> None:
         """Claim the slots of a prompt, and plan the copy of the prefix with which it begins."""
-        slots = self.slots.part_of(free, prompt.max_total_length, prompt.num_slots)
-        assert slots is not None
-        prompt.slots = free[slots]
-        del free[slots]
+        prompt.slots = prompt.slots_to_claim
         self.slots.claim(prompt.slots)
         source = None if prompt.base is None else self._prefixes.slot_of(prompt.base)
-        copied_page = claim_pages(self.slots, prompt, source)
+        copied_pages = tuple(claim_pages(self.slots, prompt, source))
         if source is not None:
             self._prefixes.count_copy(prompt)
             num_copied = prompt.length if prompt.prefix is None else 0
-            self._copies.append(ForkAction(source, prompt.slots[0], None, num_copied, copied_page))
+            self._copies.append(ForkAction(source, prompt.slots[0], None, num_copied, copied_pages))
 
     def _next_pieces(self, queue: PromptQueue, prompt: Prompt, most: int) -> list[PromptPiece]:
         """Return a prompt's next pieces, at most so many, and move the prompt to its next queue."""
@@ -443,9 +441,9 @@ class Scheduler:
         source, *others = prompt.slots
         self.slots.put(source, ScheduledSequence(request, first))
         for i, slot in enumerate(others):
-            copied_page = prompt.copied_pages[i] if prompt.copied_pages else None
+            copied_pages = tuple(prompt.copied_pages[i]) if prompt.copied_pages else ()
             sequence = ScheduledSequence(request, first + i + 1)
-            self._forks.append(ForkAction(source, slot, sequence, copied_page=copied_page))
+            self._forks.append(ForkAction(source, slot, sequence, copied_pages=copied_pages))
 
 
 def _number_of_oldest(entry: tuple[PromptQueue, list[Prompt]]) -> int:

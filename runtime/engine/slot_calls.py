@@ -261,14 +261,14 @@ class SlotCalls:
         return sampling._replace(sample_B=np.array([sequence.sample], np.int32))
 
     def _fork(self, action: ForkAction) -> GraphCall:
-        call = self._copy(action.source, action.slot, action.sequence, action.copied_page)
+        call = self._copy(action.source, action.slot, action.sequence, action.copied_pages)
         if action.sequence is not None:
             self.in_slot[action.slot] = action.sequence
         if action.source in self._unclean:
             self._unclean.add(action.slot)
             if self._pool is not None:
                 # a slot that was drained before the copy has no pages any more
-                copied = [] if action.copied_page is None else [action.copied_page.page]
+                copied = [page for _, page in action.copied_pages]
                 self._pool.mark_unclean(np.append(self._pool.table[action.slot], copied))
         return call
 
@@ -277,9 +277,11 @@ class SlotCalls:
         if self._pool is None:
             return []
         no_slot, none = self._grid.decode_slots, self._pool.no_page
+        pages = [CopiedPage(none, page) for page in self._pool.pages_to_clear()]
+        size = self._pool.table.shape[1]
         return [
-            self._copy(no_slot, no_slot, None, CopiedPage(none, page))
-            for page in self._pool.pages_to_clear()
+            self._copy(no_slot, no_slot, None, pages[first : first + size])
+            for first in range(0, len(pages), size)
         ]
 
     def _copy(
@@ -287,21 +289,22 @@ class SlotCalls:
         source: int,
         slot: int,
         sequence: ScheduledSequence | None,
-        copied_page: CopiedPage | None = None,
+        copied_pages: Sequence[CopiedPage] = (),
     ) -> GraphCall:
         """Copy a slot, with the sampling parameters of a sequence if it has one.
 
-        In a grid with pages, a page is copied too, if one is given.
+        In a grid with pages, the given pages are copied too, at most as many as a row may have.
         """
         sampling = greedy_sampling(self._padded_vocab, self._grid)
         if sequence is not None:
             sampling = self._sampling_of(sequence)
         self._unclean.discard(slot)
-        pages: tuple[np.int32, ...] = ()
+        pages: tuple[np.ndarray, ...] = ()
         if self._pool is not None:
-            none = self._pool.no_page
-            source_page, page = (none, none) if copied_page is None else copied_page
-            pages = np.int32(source_page), np.int32(page)
+            pages_N2 = np.full((self._pool.table.shape[1], 2), self._pool.no_page, np.int32)
+            if copied_pages:
+                pages_N2[: len(copied_pages)] = copied_pages
+            pages = pages_N2[:, 0], pages_N2[:, 1]
         return GraphCall(FORK, (np.int32(source), np.int32(slot), sampling, *pages))
 
     def _decode(self, action: DecodeAction) -> list[GraphCall]:

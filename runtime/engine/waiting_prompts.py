@@ -38,14 +38,16 @@ class Prompt:
     """The prefix that it computes; None for the prompt of a request."""
     base: SharedPrefix | None = None
     """The prefix with which it begins."""
+    slots_to_claim: list[int] = field(default_factory=list)
+    """The free slots that it gets if the last batch that it was chosen for runs."""
     slots: list[int] = field(default_factory=list)
     """Its slots; empty until its first piece runs."""
     length: int = 0
     """Tokens from the start that are computed, or that come with the copy of its base."""
     num_known: int | None = None
     """For a sequence that gave its slot back, the tokens that it emitted before; else None."""
-    copied_pages: list[CopiedPage] = field(default_factory=list)
-    """The page to copy to each of its slots but the first, in a grid with pages."""
+    copied_pages: list[list[CopiedPage]] = field(default_factory=list)
+    """The pages to copy to each of its slots but the first, in a grid with pages."""
 
     @property
     def generates(self) -> bool:

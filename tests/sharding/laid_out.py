@@ -391,22 +391,32 @@ class LaidOut:
         if self.prefixes is not None:
             return replace(grid, score=False, prefixes=self.prefixes)
         if self.page is not None:
+            if self.in_chunks:
+                rows = grid.prefill[0].batch
+                buckets = tuple(PrefillBucket(48, rows, chunk) for chunk in (8, 16))
+                grid = replace(grid, max_length=48, prefill=buckets, decode_spans=(48,))
             pages = grid.decode_slots * -(-grid.max_length // self.page)
             return replace(grid, decode_spans=(grid.max_length,), pages=pages, page=self.page)
         if self.long_slots is None:
             return grid
-        groups = 1
-        if self.layout is not None:
-            groups = self.layout.mesh.num_shards(self.layout.phase("decode")[axes.ATTENTION_BATCH])
         slots = *[grid.decode_slots] * (len(grid.decode_spans) - 1), self.long_slots
-        return replace(grid, span_slots=slots, slot_groups=groups)
+        return replace(grid, span_slots=slots, slot_groups=self.num_shards)
+
+    @property
+    def num_shards(self) -> int:
+        """The number of pieces into which slots are split over devices."""
+        if self.layout is None:
+            return 1
+        return self.layout.mesh.num_shards(self.layout.phase("decode")[axes.ATTENTION_BATCH])
 
     def pages_of(self, slots: Sequence[int], length: int) -> np.ndarray | None:
         """Return the pages of slots; they lie scattered over the pool."""
         if (grid := self.grid).pages is None:
             return None
-        pages = np.random.default_rng(5).permutation(grid.pages).astype(np.int32)
-        table_BN = pages.reshape(grid.decode_slots, -1)
+        # the pages of slots on one device are on this device
+        of_devices = np.arange(grid.pages, dtype=np.int32).reshape(self.num_shards, -1)
+        np.random.default_rng(5).permuted(of_devices, axis=1, out=of_devices)
+        table_BN = of_devices.reshape(grid.decode_slots, -1)
         return table_BN[list(slots), : grid.num_pages(length)]
 
     @cached_property

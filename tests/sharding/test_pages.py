@@ -17,10 +17,19 @@ CASES = [
     ("deepseek_v3", "weight-stationary-1d@tensor=4", 8, True, True),
     ("llama4_text", None, 8, True, False),
     ("olmo2", "weight-stationary-1d@tensor=8", 1, True, False),
+    ("qwen3", "data-tensor", 8, True, False),
+    ("gpt_oss", "ring", 8, False, False),
+    ("mistral", "ring", 8, True, False),
+    ("llama4_text", "ring-data-expert", 8, True, True),
+    ("deepseek_v3", "ring-tensor", 8, True, False),
+    ("mixtral", "weight-stationary-1d-batch-attention", 8, True, False),
+    ("gemma3_text", "sequence-parallel", 8, True, False),
+    ("phi3", "data-parallel", 8, False, False),
 ]
 """Family, layout, KV heads, and whether prompts come in chunks and layers are scanned. There are
-copies of heads, windows, sinks, chunked attention and latents."""
-OFTEN = CASES[:2]
+copies of heads, windows, sinks, chunked attention and latents; heads, rows, entries and prompt
+tokens are split."""
+OFTEN = CASES[:2] + CASES[7:9]
 """Cases of every run; the others are slow."""
 
 

@@ -189,7 +189,9 @@ def test_chunks_in_pages_have_one_span(spans):
 
 
 def test_chunks_in_pages_are_no_longer_than_a_row():
-    with pytest.raises(ValueError, match=r"buckets.chunk: expected at most max_length \(100\), got"):
+    with pytest.raises(
+        ValueError, match=r"buckets.chunk: expected at most max_length \(100\), got"
+    ):
         replace(PACKED, prefill=((100, 2, 128),))
 
 
