@@ -86,33 +86,33 @@ PAGE_KERNELS = (
     Kernel(
         "paged",
         ("gpu",),
-        ("decode",),
+        PHASES,
         paged_gpu_refusal,
         lambda calls: PageReader(attend_pages_gpu),
     ),
     Kernel(
         "paged",
         ("tpu",),
-        ("decode",),
+        PHASES,
         paged_tpu_refusal,
         lambda calls: PageReader(attend_pages_tpu),
     ),
     Kernel(
         "xla",
         ("cpu",),
-        ("decode",),
+        PHASES,
         lambda call: None,
         lambda calls: PageReader(partial(attend_in_groups, group=GROUP_ON_CPU)),
     ),
     Kernel(
         "xla",
         ("gpu", "tpu"),
-        ("decode",),
+        PHASES,
         lambda call: None,
         lambda calls: PageReader(attend_in_groups),
     ),
 )
-"""Kernels of decode graphs that read a cache in pages, in order of preference."""
+"""Kernels of decode and of pieces of prompts in a cache in pages, in order of preference."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class AttentionPlan(PlanTable, name="attention"):
     """The kernels that a plan names: the table `[attention]` of its file."""
 
     prefill: str = AUTO
-    """The kernel of prefill graphs: `auto`, `splash`, `flash`, `cudnn` or `xla`."""
+    """The kernel of prefill graphs: `auto`, `splash`, `flash`, `cudnn`, `paged` or `xla`."""
     decode: str = AUTO
     """The kernel of decode graphs: `auto`, `latents`, `paged` or `xla`."""
 
@@ -213,10 +213,20 @@ def choose_kernels(
         ]
         return choose(calls, placement.platform, phase, getattr(plan, phase), kernels)
 
-    prefill = {
-        bucket.tokens: choose_for("prefill", partial(_prefill_call, grid, bucket, placement, dtype))
-        for bucket in grid.prefill
-    }
+    arrangement = placement.arrangement(config, cache_codes=cache_codes)
+    device = kind_of(placement.mesh.devices.flat)
+    paged = partial(_paged_call, grid=grid, arrangement=arrangement, dtype=dtype, device=device)
+
+    def choose_paged(phase: str, num_queries: int, num_rows: int) -> Choice:
+        call_of = partial(paged, num_queries=num_queries, num_rows=num_rows)
+        return choose_for(phase, call_of, PAGE_KERNELS)
+
+    def choose_prefill(bucket: PrefillBucket) -> Choice:
+        if grid.page is not None and bucket.chunk is not None:
+            return choose_paged("prefill", bucket.chunk, bucket.batch)
+        return choose_for("prefill", partial(_prefill_call, grid, bucket, placement, dtype))
+
+    prefill = {bucket.tokens: choose_prefill(bucket) for bucket in grid.prefill}
     decode = prefix = None
     if (prefixes := grid.prefixes) is not None:
         chunk, length = prefixes.chunk, [prefixes.length]
@@ -224,10 +234,7 @@ def choose_kernels(
             "prefill", lambda kind: _chunk_call(kind, dtype, chunk, length, 1, placement)
         )
     if grid.pages is not None:
-        arrangement = placement.arrangement(config, cache_codes=cache_codes)
-        device = kind_of(placement.mesh.devices.flat)
-        paged_call = partial(_paged_call, grid, arrangement, dtype, device)
-        decode = choose_for("decode", paged_call, PAGE_KERNELS)
+        decode = choose_paged("decode", 1, grid.decode_slots)
     elif grid.decode_slots:
         decode = choose_for("decode", lambda kind: _cache_call(kind, dtype, num_queries=1))
     return AttentionChoices(prefill, decode, prefix)
@@ -294,17 +301,12 @@ def _prefill_call(
     dtype: jnp.dtype,
     kind: Sequence[Attention],
 ) -> AttentionCall:
-    """Attention of the prompts of a bucket, or of their chunks."""
+    """Attention of the prompts of a bucket, or of their chunks in slots."""
     if grid.prefixes is not None:
         return _after_prefix(kind, dtype, bucket.tokens, grid.prefixes, placement)
     if bucket.chunk is None:
         in_order = placement.has_whole("prefill", axes.LENGTH)
         return _prompt_call(kind, dtype, bucket.tokens, in_order)
-    if grid.page is not None:
-        # no token of a chunk sees as many last entries as the chunk has tokens
-        seen = grid.num_pages(bucket.length) * grid.page - bucket.chunk
-        call = _cache_call(kind, dtype, bucket.chunk)
-        return replace(call, segments=frozenset({seen}) - {0})
     num_segments = grid.num_segments(bucket.length)
     return _chunk_call(kind, dtype, bucket.chunk, grid.decode_spans, num_segments, placement)
 
@@ -364,23 +366,25 @@ def _cache_call(kind: Sequence[Attention], dtype: jnp.dtype, num_queries: int) -
 
 
 def _paged_call(
+    kind: Sequence[Attention],
     grid: BucketGrid,
+    num_queries: int,
+    num_rows: int,
     arrangement: Arrangement,
     dtype: jnp.dtype,
     device: str | None,
-    kind: Sequence[Attention],
 ) -> AttentionCall:
-    """Attention of decode to a cache in pages, with the heads that the pages have."""
+    """Attention to a cache in pages, with the heads that the pages have."""
     size, codes = arrangement.cache_dim(kind[0]), arrangement.cache_codes
     return replace(
-        _cache_call(kind, dtype, num_queries=1),
+        _cache_call(kind, dtype, num_queries),
         key_dim=size,
         value_dim=size,
         has_rotated_codes=codes is not None and is_rotated(jnp.dtype(codes)),
         group=kind[0].heads_per_kv,
         device=device,
         page=grid.page,
-        table=grid.decode_slots * grid.num_pages(grid.max_length),
+        table=num_rows * grid.num_pages(grid.max_length),
     )
 
 

@@ -1,9 +1,10 @@
-"""A kernel of decode for GPUs of the Hopper generation that reads the live pages of a pool only.
+"""A kernel for GPUs of the Hopper generation that reads the live pages of a pool only.
 
-A block of threads serves one row and one key/value head. One of its two groups of warps copies
-pages to the memory of the core, in the order of the row, while the other attends to those that have
-come. A row walks from the first page in which its queries see an entry to the page of its last
-entry. Queries of several tokens and heads are the rows of one product of 64 rows.
+It serves single tokens and tiles of prompts. A block of threads serves one block of queries and one
+key/value head. One of its two groups of warps copies pages to the memory of the core, in the order
+of the row, while the other attends to those that have come: from the first page in which its
+queries see an entry to the page of its own last token. Queries of several tokens and heads are the
+rows of one product of 64 rows.
 
 Knows nothing of layers, pools or meshes. Guarantees: equals `attend_in_groups` up to the order of
 sums, `lse` included; the bits of a row depend on its queries, positions and entries alone, not on
@@ -14,17 +15,16 @@ Large Language Model Serving with PagedAttention" (2309.06180); Shah et al. 2024
 """
 
 import math
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..attention.attend import first_visible
 from ..attention.paged import PagedRows
-from ..cache.segments import EMPTY_POSITION
 from ..layer_config import PLAIN_SCORES, Scores, Window
 from .call import AttentionCall
+from .paged_rows import QueryBlocks, ReadPages, refusal_of_all
 
 ROWS = 64
 """The rows of a product: tokens times heads of a group."""
@@ -45,24 +45,10 @@ _LOG2_E = math.log2(math.e)
 class Form(NamedTuple):
     """Static facts of a call."""
 
-    num_tokens: int
-    num_heads: int
-    """Query heads of a group."""
-    num_rows: int
-    """Rows of a product that are stored."""
+    blocks: QueryBlocks
     page: int
     stages: int
     cap: float | None
-
-
-class Walk(NamedTuple):
-    """The pages that each row reads, and the positions that its queries see."""
-
-    page_BN: Any
-    bound_B2: Any
-    """The index of the first page of a row, and the index after its last page."""
-    earliest_BT: Any
-    latest_BT: Any
 
 
 class Shared(NamedTuple):
@@ -81,8 +67,9 @@ class Shared(NamedTuple):
 
 def paged_gpu_refusal(call: AttentionCall) -> str | None:
     """The reason why the kernel cannot serve a call, or None if it can."""
-    if call.page is None:
-        return "it takes a cache in pages (buckets.page)"
+    if (reason := refusal_of_all(call)) is not None:
+        return reason
+    assert call.page is not None
     if call.device not in DEVICES:
         return f"it takes GPUs of the Hopper generation, got {call.device or 'others'}"
     if call.page not in PAGES:
@@ -93,8 +80,6 @@ def paged_gpu_refusal(call: AttentionCall) -> str | None:
         return "it takes no cache in codes (numbers.cache)"
     if call.reads_latents:
         return "it takes no latents"
-    if call.sees_later:
-        return "it takes no windows in both directions"
     if call.key_dim != call.value_dim or call.key_dim not in HEAD_DIMS:
         return (
             f"it takes heads of 64, 128 or 256 features, got {call.key_dim} for keys and "
@@ -105,11 +90,8 @@ def paged_gpu_refusal(call: AttentionCall) -> str | None:
             f"pages of {call.page} entries of {call.key_dim} features are too large for the memory "
             f"of a core: set buckets.page to {PAGES[0]}"
         )
-    if call.num_queries * call.group > ROWS:
-        return (
-            f"it takes at most {ROWS} queries of a key/value head, got {call.num_queries} of each "
-            f"of {call.group} heads"
-        )
+    if call.group > ROWS:
+        return f"it takes at most {ROWS} query heads of a key/value head, got {call.group}"
     return None
 
 
@@ -122,18 +104,13 @@ def attend_pages_gpu(
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend as `attend_in_groups` does; see `AttendPages`."""
-    B, T, K, G, H = q_BTKGH.shape
+    _, T, _, G, H = q_BTKGH.shape
     page = k_PKSH.shape[2]
-    num_rows = -(-T * G // ROWS_STORED) * ROWS_STORED
-    form = Form(T, G, num_rows, page, _num_stages(page, H), scores.cap)
-    scale = H**-0.5 if scores.scale is None else scores.scale
-    q_BKTGH = (q_BTKGH * scale).astype(q_BTKGH.dtype).transpose(0, 2, 1, 3, 4)
-    padding = (0, 0), (0, 0), (0, num_rows - T * G), (0, 0)
-    q_BKAH = jnp.pad(q_BKTGH.reshape(B, K, T * G, H), padding)
-    out_BKAH, lse_BKA = _call(q_BKAH, k_PKSH, v_PKSH, _walk(rows, T, window, page), form)
-    out_BKTGH = out_BKAH[:, :, : T * G].reshape(B, K, T, G, H)
-    lse_BKTG = lse_BKA[:, :, : T * G].reshape(B, K, T, G)
-    return out_BKTGH.transpose(0, 2, 1, 3, 4), lse_BKTG.transpose(0, 2, 1, 3)
+    blocks = QueryBlocks.of(q_BTKGH, ROWS // G, ROWS_STORED, window)
+    form = Form(blocks, page, _num_stages(page, H), scores.cap)
+    q_CKAH, read = blocks.split(q_BTKGH, scores, H), blocks.read_pages(rows, page)
+    out_CKAH, lse_CKA = _call(q_CKAH, (k_PKSH, v_PKSH), rows.page_BN, read, form)
+    return blocks.join(out_CKAH, T), blocks.join(lse_CKA[..., None], T)[..., 0]
 
 
 def _num_stages(page: int, head_dim: int) -> int:
@@ -144,83 +121,77 @@ def _num_stages(page: int, head_dim: int) -> int:
     return max(MIN_STAGES, min(MAX_STAGES, SHARED_BYTES // num_bytes))
 
 
-def _walk(rows: PagedRows, num_tokens: int, window: Window, page: int) -> Walk:
-    """The pages that each row reads."""
-    latest_BT = rows.position_BT(num_tokens)
-    is_token_BT = latest_BT > EMPTY_POSITION
-    earliest_BT = jnp.zeros_like(latest_BT)
-    if window is not None:
-        earliest_BT = jnp.maximum(first_visible(latest_BT, window), 0)
-    end_B = latest_BT.max(axis=1) // page + 1
-    first_B = jnp.where(is_token_BT, earliest_BT, page * rows.page_BN.shape[1]).min(axis=1) // page
-    # at most the end: a row without tokens reads nothing
-    bound_B2 = jnp.stack([jnp.minimum(first_B, end_B), end_B], axis=1)
-    return Walk(*(x.astype(jnp.int32) for x in (rows.page_BN, bound_B2, earliest_BT, latest_BT)))
-
-
 def _call(
-    q_BKAH: jax.Array, k_PKSH: jax.Array, v_PKSH: jax.Array, walk: Walk, form: Form
+    q_CKAH: jax.Array,
+    pages: tuple[jax.Array, jax.Array],
+    page_BN: jax.Array,
+    read: ReadPages,
+    form: Form,
 ) -> tuple[jax.Array, jax.Array]:
     """Call the kernel with queries whose tokens and heads are the rows of a product."""
     # imported late: only starts with this kernel spend the tenth of a second that Pallas takes
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    B, K, A, H = q_BKAH.shape
+    C, K, A, H = q_CKAH.shape
     tiles = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
     tiled = partial(plgpu.SMEM, transforms=tiles)
-    pages = form.stages, form.page, H
+    stages = form.stages, form.page, H
     barriers = [plgpu.Barrier(num_barriers=form.stages) for _ in range(4)]
     kernel = plgpu.kernel(
         partial(_attend, form),
         out_type=(
-            jax.ShapeDtypeStruct((B, K, A, H), q_BKAH.dtype),
-            jax.ShapeDtypeStruct((B, K, A), jnp.float32),
+            jax.ShapeDtypeStruct((C, K, A, H), q_CKAH.dtype),
+            jax.ShapeDtypeStruct((C, K, A), jnp.float32),
         ),
         scratch_types=[
-            tiled((ROWS, H), q_BKAH.dtype),
-            tiled(pages, k_PKSH.dtype),
-            tiled(pages, v_PKSH.dtype),
+            tiled((ROWS, H), q_CKAH.dtype),
+            *(tiled(stages, x.dtype) for x in pages),
             plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.Barrier(),
             *barriers,
         ],
-        grid=(K, B),
-        grid_names=("head", "row"),
+        grid=(K, C),
+        grid_names=("head", "block"),
         num_threads=2,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return kernel(q_BKAH, k_PKSH, v_PKSH, *walk)
+    return kernel(q_CKAH, *pages, page_BN.astype(jnp.int32), *read)
 
 
-def _attend(form: Form, q_BKAH: Any, k_PKSH: Any, v_PKSH: Any, *refs: Any) -> None:
-    """Serve one row and one key/value head."""
+def _attend(form: Form, q_CKAH: Any, k_PKSH: Any, v_PKSH: Any, page_BN: Any, *refs: Any) -> None:
+    """Serve one block of queries and one key/value head."""
     from jax.experimental import pallas as pl
 
-    walk, results, shared = Walk(*refs[:4]), refs[4:6], Shared(*refs[6:])
-    head, row = jax.lax.axis_index("head"), jax.lax.axis_index("row")
+    head, block = jax.lax.axis_index("head"), jax.lax.axis_index("block")
+    results, shared = refs[4:6], Shared(*refs[6:])
+    read = ReadPages(*(x_C[block] for x_C in refs[:4]))
 
     @pl.when(jax.lax.axis_index("group") == 1)
     def _() -> None:
-        _load(form, (k_PKSH, v_PKSH), walk, shared, (row, head))
+        place = form.blocks.row(block), head
+        _load(form, (k_PKSH, v_PKSH, page_BN), read, shared, place)
 
     @pl.when(jax.lax.axis_index("group") == 0)
     def _() -> None:
-        _attend_row(
-            form, q_BKAH.at[row, head], walk, shared, [x.at[row, head] for x in results], row
-        )
+        own = [x.at[block, head] for x in (q_CKAH, *results)]
+        _attend_block(form, own, read, shared)
 
 
 def _load(
-    form: Form, pages: tuple[Any, Any], walk: Walk, shared: Shared, place: tuple[Any, Any]
+    form: Form,
+    pool: tuple[Any, Any, Any],
+    read: ReadPages,
+    shared: Shared,
+    place: tuple[Any, Any],
 ) -> None:
-    """Copy the pages of a row to the core, each as soon as there is room for it."""
+    """Copy the pages of a block to the core, each as soon as there is room for it."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
     from jax.experimental import pallas as pl
 
     row, head = place
-    first = walk.bound_B2[row, 0]
-    num_pages = walk.bound_B2[row, 1] - first
+    k_PKSH, v_PKSH, page_BN = pool
+    first, num_pages = read.first_page_C, read.end_page_C - read.first_page_C
 
     def wait(i: Any) -> None:
         stage = jax.lax.rem(i, jnp.int32(form.stages))
@@ -234,8 +205,7 @@ def _load(
         def _() -> None:
             wait(i)
 
-        page = walk.page_BN[row, first + i]
-        k_PKSH, v_PKSH = pages
+        page = page_BN[row, first + i]
         plgpu.copy_gmem_to_smem(
             k_PKSH.at[page, head], shared.k_OSH.at[stage], shared.k_is_here.at[stage]
         )
@@ -248,21 +218,16 @@ def _load(
     jax.lax.fori_loop(start, num_pages, lambda i, _: wait(i), None)
 
 
-def _attend_row(
-    form: Form, q_AH: Any, walk: Walk, shared: Shared, results: list[Any], row: Any
-) -> None:
-    """Attend to the pages of a row as they come."""
+def _attend_block(form: Form, own: list[Any], read: ReadPages, shared: Shared) -> None:
+    """Attend from a block of queries to its pages as they come."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
     from jax.experimental import pallas as pl
 
-    stored = pl.ds(0, form.num_rows)
+    q_AH, *results = own
+    stored = pl.ds(0, form.blocks.num_rows)
     plgpu.copy_gmem_to_smem(q_AH, shared.q_AH.at[stored], shared.q_is_here)
     plgpu.barrier_wait(shared.q_is_here)
-    first, end = walk.bound_B2[row, 0], walk.bound_B2[row, 1]
-    bounds = [
-        [x_BT[row, t] for t in range(form.num_tokens)]
-        for x_BT in (walk.earliest_BT, walk.latest_BT)
-    ]
+    first, end = read.first_page_C, read.end_page_C
     A, H = shared.q_AH.shape
     per_row = plgpu.Layout.WGMMA.reduce(1)
     max_A = plgpu.layout_cast(jnp.full((A,), _MASKED_SCORE, jnp.float32), per_row)
@@ -270,7 +235,7 @@ def _attend_row(
     sum_AH = plgpu.layout_cast(jnp.zeros((A, H), jnp.float32), plgpu.Layout.WGMMA)
 
     def add(i: Any, running: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        return _add_page(form, shared, bounds, (first + i, i, first + i + 1 == end), running)
+        return _add_page(form, shared, read, i, running)
 
     max_A, sum_A, sum_AH = jax.lax.fori_loop(0, end - first, add, (max_A, sum_A, sum_AH))
     is_empty_A = sum_A == 0.0
@@ -285,14 +250,12 @@ def _attend_row(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _add_page(
-    form: Form, shared: Shared, bounds: list[list[Any]], place: tuple[Any, Any, Any], running: Any
-) -> tuple[Any, Any, Any]:
-    """Add a page to the running maximum, in powers of two, and to the sums of a row."""
+def _add_page(form: Form, shared: Shared, read: ReadPages, i: Any, running: Any) -> Any:
+    """Add a page to the running maximum, in powers of two, and to the sums of a block."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
     from jax.experimental import pallas as pl
 
-    index, i, is_last = place
+    index = read.first_page_C + i
     max_A, sum_A, sum_AH = running
     stage = jax.lax.rem(i, jnp.int32(form.stages))
     k_SH, v_SH = shared.k_OSH.at[stage], shared.v_OSH.at[stage]
@@ -304,7 +267,7 @@ def _add_page(
     plgpu.barrier_wait(shared.k_is_here.at[stage])
     scores_AS = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((ROWS, form.page), jnp.float32))
     plgpu.barrier_arrive(shared.k_is_free.at[stage])
-    scores_AS = _masked(form, _soft_cap(scores_AS, form.cap), bounds, index * form.page)
+    scores_AS = _masked(form, _soft_cap(scores_AS, form.cap), read, index * form.page)
     new_A = jnp.maximum(max_A, scores_AS.max(axis=1) * _LOG2_E)
     decay_A = jnp.exp2(max_A - new_A)
     weights_AS = jnp.exp2(
@@ -314,9 +277,9 @@ def _add_page(
     sum_AH = sum_AH * jax.lax.broadcast_in_dim(decay_A, sum_AH.shape, [0])
     plgpu.barrier_wait(shared.v_is_here.at[stage])
 
-    @pl.when(is_last)
+    @pl.when(index + 1 == read.end_page_C)
     def _() -> None:
-        _clear_after(v_SH, reduce(jnp.maximum, bounds[1]) - index * form.page)
+        _clear_after(v_SH, read.first_C + read.count_C - 1 - index * form.page)
 
     def add(total_AH: Any) -> None:
         plgpu.wgmma(total_AH, weights_AS.astype(v_SH.dtype), v_SH)
@@ -327,7 +290,7 @@ def _add_page(
 
 
 def _clear_after(v_SH: Any, last: Any) -> None:
-    """Put zeros after the last entry of a row: what other rows left there may not be finite."""
+    """Put zeros after the last entry of a block: what other rows left there may not be finite."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     values_SH = plgpu.load(v_SH, (), layout=plgpu.Layout.WGMMA)
@@ -343,7 +306,7 @@ def _soft_cap(x: Any, cap: float | None) -> Any:
     return cap - 2 * cap / (jnp.exp2(x * (2 * _LOG2_E / cap)) + 1)
 
 
-def _masked(form: Form, scores_AS: Any, bounds: list[list[Any]], start: Any) -> Any:
+def _masked(form: Form, scores_AS: Any, read: ReadPages, start: Any) -> Any:
     """Scores of the entries that queries see; others are so small that their weights are zero."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
@@ -351,15 +314,5 @@ def _masked(form: Form, scores_AS: Any, bounds: list[list[Any]], start: Any) -> 
         plgpu.broadcasted_iota(jnp.int32, scores_AS.shape, axis, layout=plgpu.Layout.WGMMA)
         for axis in (0, 1)
     )
-    position_AS = entry_AS + start
-    earliest, latest = (_of_rows(form, row_AS, scalars) for scalars in bounds)
-    is_seen_AS = (position_AS >= earliest) & (position_AS <= latest)
+    is_seen_AS = form.blocks.sees(row_AS, entry_AS + start, read.first_C, read.count_C)
     return jnp.where(is_seen_AS, scores_AS, _MASKED_SCORE)
-
-
-def _of_rows(form: Form, row_AS: Any, scalars: list[Any]) -> Any:
-    """The scalar of the token of each row of a product."""
-    x = scalars[0]
-    for t, scalar in enumerate(scalars[1:], 1):
-        x = jnp.where(row_AS >= t * form.num_heads, scalar, x)
-    return x

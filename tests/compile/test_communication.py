@@ -53,6 +53,15 @@ IN_A_LOOP = (
 communication of these and of a ring."""
 ONE_BY_ONE = {("embed-parallel", "decode")}
 """Layouts and phases tested without a loop in every run; prefill of this layout is in one."""
+SENT_BY_OTHERS = {
+    ("data-tensor", "decode"): "weight-stationary-1d-kv-copies",
+    ("weight-gathered-all", "decode"): "weight-stationary-2d",
+    ("weight-stationary-1d", "prefill"): "weight-stationary-1d-kv-copies",
+    ("weight-stationary-1d", "decode"): "weight-stationary-1d-kv-copies",
+    ("weight-stationary-1d-batch-attention", "prefill"): "weight-stationary-1d-kv-copies",
+}
+"""Layouts and phases that only `--slow` compiles in a loop, and layouts of every run that send the
+same in this phase."""
 CUT = {("embed-parallel", "decode")}
 """Cases where XLA for TPU turns a reduce-scatter into an all-reduce and a slice."""
 SPLIT_LIKE_THE_CACHE = {
@@ -212,7 +221,15 @@ def of_one_turn(
     ("name", "kind", "phase"),
     [
         *(
-            pytest.param(name, "dense", phase, marks=NEWEST if (name, phase) == SPLIT else ())
+            pytest.param(
+                name,
+                "dense",
+                phase,
+                marks=[
+                    *[NEWEST] * ((name, phase) == SPLIT),
+                    *[pytest.mark.slow] * ((name, phase) in SENT_BY_OTHERS),
+                ],
+            )
             for name in IN_A_LOOP
             for phase in CALLS
         ),
@@ -232,6 +249,17 @@ def test_a_turn_of_a_loop_over_layers_sends_what_is_said_of_a_layer(name, kind, 
     wanted.update(SPLIT_LIKE_THE_CACHE["in a loop"].get((name, phase), {}))
     is_cut = (name, phase) in CUT
     assert of_one_turn(layout, phase, kind=kind) == (cut(wanted) if is_cut else wanted)
+
+
+def test_layouts_of_every_run_send_what_is_said_of_those_of_slow_runs():
+    for (name, phase), other in SENT_BY_OTHERS.items():
+        said, wanted = (said_of_one_layer(layout_of(one), phase) for one in (name, other))
+        times = [
+            Counter({(kind, along): n for (kind, along, _), n in one.items()})
+            for one in (said, wanted)
+        ]
+        assert (other, phase) not in SENT_BY_OTHERS
+        assert times[0] == times[1], name
 
 
 IN_A_LOOP_OR_ALONE = [

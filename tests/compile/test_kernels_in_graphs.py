@@ -227,7 +227,7 @@ PAGED = BucketGrid(1024, ((64, 8), (1024, 2)), 8, (1024,), pages=128, page=64)
 
 
 @pytest.mark.tpu_compile
-def test_decode_from_pages_has_kernels_of_its_own():
+def test_attention_to_pages_has_kernels_of_its_own():
     heads = DecoderConfig.alike(
         vocab_size=64,
         embed=64,
@@ -255,3 +255,9 @@ def test_decode_from_pages_has_kernels_of_its_own():
         decode(replace(PAGED, page=None, pages=None), name="paged")
     wide = replace(PAGED, max_length=2**20, decode_spans=(2**20,), pages=2**14, decode_slots=64)
     assert "a table of at most 131072 pages" in decode(wide)
+    tiles = replace(PAGED, prefill=((1024, 64, 16),))
+    prefill = choose_kernels(heads, tiles, placed(), jnp.dtype("bfloat16")).prefill
+    assert str(prefill[16]).startswith("paged (tpu, bfloat16, heads of 128")
+    plan = AttentionPlan(prefill="splash")
+    with pytest.raises(ValueError, match="got 'splash': it does not read a cache in pages"):
+        choose_kernels(heads, tiles, placed(), jnp.dtype("bfloat16"), plan)

@@ -1,6 +1,7 @@
 """Kernels that read live pages, compiled for absent devices beside writes to the same pool.
 
-A loop writes a token of each row into the pool, and then attends to its pages, as decode does.
+A loop writes a token of each row into the pool, and then attends to its pages, as decode does. The
+queries are single tokens or tiles.
 """
 
 import re
@@ -42,21 +43,24 @@ class Form(NamedTuple):
 
 ON_TPU = {
     "plain": Form(),
-    "8 queries, a window and a cap": Form(T=8, window=100, cap=30.0),
-    "chunks, heads of 256": Form(T=2, K=4, H=256, window=Chunk(128)),
+    "tiles of 16, a window and a cap": Form(T=16, window=100, cap=30.0),
+    "tiles of 64, chunks, heads of 256": Form(T=64, K=4, H=256, window=Chunk(128)),
+    "tiles of 128 in blocks, groups of 7": Form(T=128, K=4, G=7),
     "float32": Form(dtype="float32"),
     "int8": Form(codes="int8", page=128),
     "float8": Form(codes="float8_e4m3fn", page=128),
     "latents": Form(K=1, G=128, H=640, is_latent=True),
+    "tiles of latents": Form(T=16, K=1, G=16, H=640, is_latent=True),
 }
 ON_GPU = {
     "plain": Form(),
-    "8 queries, a window and a cap": Form(T=8, window=100, cap=30.0),
-    "chunks, heads of 256": Form(T=2, K=4, H=256, window=Chunk(128)),
+    "tiles of 16, a window and a cap": Form(T=16, window=100, cap=30.0),
+    "tiles of 64 in blocks, chunks, heads of 256": Form(T=64, K=4, H=256, window=Chunk(128)),
+    "tiles of 16 in blocks, groups of 7": Form(T=16, G=7),
     "float16, heads of 64, large pages": Form(dtype="float16", H=64, page=128),
 }
 TPUS = "tpu:v5e:1x1", "tpu:v6e:1x1", "tpu:v5p:1x1x1"
-OFTEN = "tpu:v5e:1x1", "plain"
+OFTEN = "tpu:v5e:1x1", "tiles of 16, a window and a cap"
 on_gpu = [
     pytest.mark.gpu_compile,
     pytest.mark.skipif(

@@ -52,7 +52,7 @@ def evidence_of(num_groups: int) -> Evidence:
     return Evidence(report, Work(definition, "bfloat16", layout).needed(grid.decode_call(OWN)))
 
 
-@pytest.mark.parametrize("num_groups", [1, 4])
+@pytest.mark.parametrize("num_groups", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_step_moves_little_more_than_weights_own_entries_and_prefixes(num_groups):
     evidence, alone = evidence_of(num_groups), evidence_of(0)
     assert 0.9 < evidence.ratio <= 1.1

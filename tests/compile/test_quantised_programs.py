@@ -33,11 +33,12 @@ INT4 = WeightFormat("int4", 128)
 ASYMMETRIC = WeightFormat("uint4", 128, "float16", has_offsets=True)
 """The published format of AWQ, and of GPTQ with zero points."""
 CASES = [
-    (INT8, False),
     (INT8, True),
     (FLOAT8, False),
     (INT4, True),
     (ASYMMETRIC, False),
+    # the layer of another test has such codes, and activations in integers
+    pytest.param(INT8, False, marks=pytest.mark.slow),
     pytest.param(INT4, False, marks=pytest.mark.slow),
     pytest.param(ASYMMETRIC, True, marks=pytest.mark.slow),
 ]

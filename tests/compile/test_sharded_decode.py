@@ -125,7 +125,9 @@ def test_decode_works_in_place_on_its_piece_of_the_cache(target, layout):
     [
         ("cpu:8", "data-tensor"),
         pytest.param(TPU, "v5p-slice", marks=pytest.mark.tpu_compile),
-        pytest.param(TPU, "data-tensor-batch-attention", marks=pytest.mark.tpu_compile),
+        pytest.param(
+            TPU, "data-tensor-batch-attention", marks=[pytest.mark.tpu_compile, pytest.mark.slow]
+        ),
     ],
 )
 def test_scanned_layers_work_in_place_on_their_piece_of_the_cache(target, layout):

@@ -2,7 +2,8 @@
 
 The model has 9 query heads and 3 key/value heads, so its heads split over three devices. Six
 devices hold replicas, or split in two dimensions. Near ties follow the rule for different
-executables. On one device the layers run in a loop, which compiles sooner; `--slow` unrolls them.
+executables. On one device and in the job the layers run in a loop, which compiles sooner; `--slow`
+unrolls them.
 """
 
 from collections.abc import Sequence
@@ -84,13 +85,16 @@ def test_greedy_tokens_are_those_of_one_device(expected, spelling):
         assert_same_up_to_a_near_tie(got.outputs[0].token_ids, wanted)
 
 
-def test_a_batch_job_under_a_layout_writes_the_answers_of_one_device(noria, tmp_path, expected):
+def test_a_batch_job_under_a_layout_writes_the_answers_of_one_device(
+    noria, tmp_path, expected, optimizes
+):
     """The command simulates six devices of its own."""
     options = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     lines = [chat(question, question, **options) for question in QUESTIONS]
     source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     layout = ("--target", "cpu:6", "--layout", "data-tensor@data=2,tensor=3")
-    noria.run("batch", "-i", source, "-o", output, "--model", "smollm2", *layout)
+    in_a_loop = () if optimizes else ("--set", "model.scan_layers=true")
+    noria.run("batch", "-i", source, "-o", output, "--model", "smollm2", *layout, *in_a_loop)
     rows = read_rows(output)
     assert [row["custom_id"] for row in rows] == list(QUESTIONS)
     for row, wanted in zip(rows, expected, strict=True):

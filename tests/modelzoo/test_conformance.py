@@ -173,26 +173,48 @@ class LoadedCase:
 
 PREFILLED_ALONE = {
     "command-r-biases-linear",
+    "command-r-odd-heads",
+    "deepseek-v2-linear",
+    "deepseek-v2-mscales-differ",
+    "deepseek-v3-attention-factor",
+    "deepseek-v3-mscale-alone",
+    "gemma2-biases-uncapped",
+    "gemma2-odd-heads",
+    "gemma3-biases-capped",
+    "gemma3-odd-heads",
+    "gpt-oss-all-chosen-linear",
+    "granite-all-heads",
     "granite-biases-yarn",
     "granite-linear",
     "granite-odd-heads-linear",
     "llama-3.2-new",
     "llama-biases-yarn",
     "llama-linear",
+    "mistral-head-dim",
+    "mistral-odd-heads-tied",
     "olmo2-32b-biases-yarn",
     "olmo2-linear",
+    "olmo2-odd-heads",
+    "phi3-mini-4k",
+    "qwen2-odd-heads",
     "qwen3-biases-linear",
+    "qwen3-odd-heads",
 }
-"""Dense models that differ from another of their family in biases, factors or rope's frequencies.
-Prefill shows them; decode calls the same functions, and others decode with such a rope."""
+"""Models that differ from another of their family in biases, factors, the number of heads or rope's
+frequencies. Prefill shows them; decode calls the same functions, and others of their family, which
+have windows and caps, and others with such a rope decode."""
 STORED_OTHERWISE = {
     "granite-moe-many-fused",
+    "granite-moe-one-choice-linear",
+    "mixtral-all-chosen",
     "mixtral-many-fused",
+    "olmoe-one-choice",
     "olmoe-many-fused-linear",
     "qwen3-moe-many-fused-yarn",
 }
-"""Sparse models whose experts are saved in another form, and are more. Prefill shows that they are
-read and chosen; decode calls the same functions, and each family has other models that decode."""
+"""Sparse models whose experts are saved in another form, or are chosen otherwise. Prefill shows
+that they are read and chosen; decode calls the same functions, and each family has other models
+that decode."""
 IN_CHUNKS = {"llama-2", "mistral-window", "llama4-scout", "deepseek-v2-lite", "gpt-oss"}
 
 
@@ -208,6 +230,9 @@ DEEPER = {
 }
 """Layers of cases that are scanned: of one kind, of two with one left over, after a dense one; of
 four with `--slow`, as those of one family that others scan, too, have two kinds."""
+SCANNED_BY_OTHERS = {"smollm2", "llama4-scout"}
+"""Scanned cases of slow runs: "qwen3-moe" has layers of one kind, and "llama4-maverick-alternating"
+those of the other family. Tests of layouts scan dense layers of one kind."""
 SCANNED_IN_CHUNKS = {"gemma2", "gpt-oss", "deepseek-v3", "llama4-maverick-alternating"}
 """Scanned cases that take chunks in every run: one for each kind of layer cache."""
 
@@ -215,7 +240,7 @@ SCANNED_IN_CHUNKS = {"gemma2", "gpt-oss", "deepseek-v3", "llama4-maverick-altern
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.slow] * (name == "llama4-scout"), id=name)
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SCANNED_BY_OTHERS), id=name)
         for name in DEEPER
     ],
 )

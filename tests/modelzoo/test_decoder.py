@@ -68,10 +68,17 @@ ALL = np.ones(3, bool)
 
 
 OPTIMIZED = {"everything", "chunks"}
-"""Models with optimized programs in every run. The others have them with `--slow`."""
+"""Models with optimized programs in every run. The others have them with `--slow`, which also runs
+the plain model: every part of it is in another one."""
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "plain"), id=name)
+        for name in VARIANTS
+    ],
+)
 def model(request, optimizes: bool):
     """Graph definition and weights; constants differ from their neutral values."""
     set_optimized(optimizes or request.param in OPTIMIZED)

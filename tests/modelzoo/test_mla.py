@@ -63,18 +63,26 @@ def test_tokens_that_read_latents_from_the_cache_answer_as_in_a_prompt(query_ran
     config = changed(CONFIG, latent=latent, windows=(None, window))
     tokens_BT, lengths = random_tokens(), np.array([3, 7])
     decoder = bound(config)
-    x_BTD, _ = decoder.forward(jnp.asarray(tokens_BT), jnp.full(SLOTS, LENGTH))
-    expected_BTV = np.asarray(decoder.logits(x_BTD))
+
+    @jax.jit
+    def forward(tokens_BT):
+        x_BTD, _ = decoder.forward(tokens_BT, jnp.full(SLOTS, LENGTH))
+        return decoder.logits(x_BTD)
+
+    @jax.jit
+    def prefill(tokens_BT, rows, cache):
+        return decoder.prefill(tokens_BT, rows, cache, ON_ONE_DEVICE)[1]
+
+    decode = jax.jit(lambda *arguments: decoder.decode(*arguments)[:2])
+    expected_BTV = np.asarray(forward(jnp.asarray(tokens_BT)))
     rows = PromptPieces(jnp.arange(SLOTS), None, jnp.asarray(lengths))
     cache = kv_cache.allocate(config, SLOTS, SPANS, jnp.float32)
-    _, cache, _ = decoder.prefill(jnp.asarray(tokens_BT[:, :7]), rows, cache, ON_ONE_DEVICE)
+    cache = prefill(jnp.asarray(tokens_BT[:, :7]), rows, cache)
     for step in range(5):
         position_B = lengths + step
         token_B = tokens_BT[np.arange(SLOTS), position_B]
         is_token_B = jnp.ones(SLOTS, bool)
-        logits_BV, cache, _ = decoder.decode(
-            jnp.asarray(token_B), jnp.asarray(position_B), cache, is_token_B
-        )
+        logits_BV, cache = decode(jnp.asarray(token_B), jnp.asarray(position_B), cache, is_token_B)
         np.testing.assert_allclose(
             jax.nn.log_softmax(logits_BV),
             jax.nn.log_softmax(expected_BTV[np.arange(SLOTS), position_B]),

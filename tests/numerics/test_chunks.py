@@ -20,10 +20,7 @@ PROMPTS = Path(__file__).parents[2] / "benchmarks/workloads/peers64.jsonl"
 SPANS = (256, 512)
 WHOLE = BucketGrid(512, ((512, 1),), decode_slots=16, decode_spans=(512,))
 CHUNKS = BucketGrid(512, ((256, 2, 64), (512, 2, 64)), decode_slots=16, decode_spans=SPANS)
-
-TAILS = BucketGrid(
-    512, ((256, 4, 8), (256, 2, 64), (512, 4, 8), (512, 2, 64)), decode_slots=16, decode_spans=SPANS
-)
+TAILS = BucketGrid(512, ((512, 4, 8), (512, 2, 64)), decode_slots=16, decode_spans=(512,))
 
 
 @cache

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.reference
 
 NUM_TOKENS = 32
 GRID = BucketGrid(
-    max_length=112, prefill=((112, 2),), decode_slots=3, decode_spans=(64, 112), score=True
+    max_length=112, prefill=((112, 2),), decode_slots=3, decode_spans=(112,), score=True
 )
 QUESTIONS = [
     "What is the capital of France?",

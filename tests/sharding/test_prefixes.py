@@ -13,7 +13,7 @@ CASES = pytest.mark.parametrize(
     ("family", "layout", "scan_layers"),
     [
         ("llama", None, True),
-        ("gemma2", None, False),
+        pytest.param("gemma2", None, False, marks=pytest.mark.slow),
         ("llama4_text", None, False),
         ("gpt_oss", "weight-stationary-1d", False),
         ("deepseek_v3", "ring-tensor", False),

@@ -18,10 +18,12 @@ CASES = pytest.mark.parametrize(
     ("layout", "family", "long_slots"),
     [
         (None, "gemma2", 3),
-        ("weight-stationary-1d", "mistral", 3),
+        pytest.param("weight-stationary-1d", "mistral", 3, marks=pytest.mark.slow),
         ("data-tensor@data=4,tensor=2", "llama", 4),
-        ("data-tensor-batch-attention@data=2,tensor=2", "qwen3", 4),
-        ("ring-tensor", FAMILY_OF["ring-tensor"], 3),
+        pytest.param(
+            "data-tensor-batch-attention@data=2,tensor=2", "qwen3", 4, marks=pytest.mark.slow
+        ),
+        pytest.param("ring-tensor", FAMILY_OF["ring-tensor"], 3, marks=pytest.mark.slow),
     ],
 )
 """Windows in one or more cache segments, rows on one or several devices, and stripes."""

@@ -17,7 +17,9 @@ from noria.runtime.request import SamplingParams
 LAYOUTS = pytest.mark.parametrize(
     ("family", "layout"),
     [
-        (FAMILY_OF[layout], layout)
+        pytest.param(
+            FAMILY_OF[layout], layout, marks=[pytest.mark.slow] * (layout == "data-parallel")
+        )
         for layout in ("data-parallel", "data-tensor-batch-attention", "v5p-slice")
     ],
 )

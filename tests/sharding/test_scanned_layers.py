@@ -11,9 +11,9 @@ NUM_LAYERS = {"gemma2": 5, "deepseek_v3": 4, "gpt_oss": 4, "llama4_text": 4}
 """Number of layers by family; 3 for other families."""
 PAIRS = [
     ("llama", None, True),
-    ("gemma2", None, True),
-    ("deepseek_v3", None, True),
-    ("qwen3_moe", None, True),
+    ("gemma2", None, False),
+    ("deepseek_v3", None, False),
+    ("qwen3_moe", None, False),
     ("llama", "weight-stationary-2d", True),
     ("gemma2", "v5e-host", True),
     ("qwen3_moe", "expert-tensor", True),

@@ -35,7 +35,9 @@ from noria.sharding.mesh_layout import MeshLayout
 SPLIT = pytest.mark.parametrize(
     ("family", "layout"),
     [
-        (FAMILY_OF[layout], layout)
+        pytest.param(
+            FAMILY_OF[layout], layout, marks=[pytest.mark.slow] * (layout == "weight-stationary-1d")
+        )
         for layout in ("weight-stationary-1d", "data-tensor-batch-attention", "v5p-slice")
     ],
 )
@@ -155,8 +157,8 @@ def test_a_tie_between_shards_goes_to_the_lowest_id():
     ("family", "layout", "in_chunks"),
     [
         ("mistral", "sequence-parallel", False),
-        ("mistral", "data-tensor-batch-attention", False),
-        ("gpt_oss", "ring", False),
+        pytest.param("mistral", "data-tensor-batch-attention", False, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "ring", False, marks=pytest.mark.slow),
         ("gpt_oss", "ring", True),
     ],
 )

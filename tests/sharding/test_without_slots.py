@@ -29,9 +29,9 @@ class Scoring(LaidOut):
     [
         ("gpt_oss", None, False),
         ("deepseek_v3", None, False),
-        ("gemma3_text", None, True),
+        pytest.param("gemma3_text", None, True, marks=pytest.mark.slow),
         ("llama", "data-tensor-batch-attention@data=2,tensor=2", False),
-        ("mixtral", "expert-parallel", False),
+        pytest.param("mixtral", "expert-parallel", False, marks=pytest.mark.slow),
         ("gemma2", "ring-tensor", True),
     ],
 )

@@ -173,6 +173,8 @@ def test_nothing_is_seen_of_a_former_owner(config, cuts):
         "blocks of keys, uneven chunks": (BLOCKS, UNEVENLY),
     },
     slow={
+        ("heads", "chunks"),
+        ("latents", "uneven chunks"),
         ("heads", "scanned, whole"),
         ("heads", "blocks of keys, uneven chunks"),
         ("latents", "scanned, uneven chunks"),

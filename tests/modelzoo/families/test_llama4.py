@@ -189,8 +189,13 @@ def test_the_text_part_answers_text_as_the_whole_model_does(tmp_path):
         parameters = load_params(files.spec, files.tensors, abstract, device)
         assert "window=chunks of 4" in describe(files)
     decoder = definition.bind(parameters)
-    x_BTD, _ = decoder.forward(jnp.asarray(prompt, jnp.int32)[None], jnp.array([len(prompt)]))
-    ours = jax.nn.log_softmax(decoder.logits(x_BTD)[0])
+
+    @jax.jit
+    def logprobs(tokens_BT):
+        x_BTD, _ = decoder.forward(tokens_BT, jnp.array([len(prompt)]))
+        return jax.nn.log_softmax(decoder.logits(x_BTD)[0])
+
+    ours = logprobs(jnp.asarray(prompt, jnp.int32)[None])
     np.testing.assert_allclose(ours, expected, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
 
 

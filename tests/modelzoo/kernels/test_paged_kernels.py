@@ -1,7 +1,12 @@
-"""Kernels that read live pages, and their portable form, against a plain reference in numpy."""
+"""Kernels that read live pages, and their portable form, against a plain reference in numpy.
+
+The rows of a call are single tokens or tiles of prompts: in the middle of a prompt, several of one
+prompt, short last ones and rows without tokens.
+"""
 
 import re
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,23 +23,43 @@ from tolerances import BFLOAT16_ELEMENTWISE, BFLOAT16_ELEMENTWISE_RELATIVE, FLOA
 
 from noria.modelzoo.attention.paged import PagedRows, attend_in_groups
 from noria.modelzoo.cache.entry_codes import EntryCodes
+from noria.modelzoo.kernels import paged_tpu
 from noria.modelzoo.kernels.call import AttentionCall
 from noria.modelzoo.kernels.paged_gpu import attend_pages_gpu, paged_gpu_refusal
+from noria.modelzoo.kernels.paged_rows import QueryBlocks
 from noria.modelzoo.kernels.paged_tpu import MAX_TABLE, attend_pages_tpu, paged_tpu_refusal
 from noria.modelzoo.layer_config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
 
 PAGE = 64
-LENGTHS = (70, 0, 6, 133)
-"""The entries of each row before its first query's own one; the second row has no tokens."""
-EMPTY = 1
 NUM_POOL = 24
 """Pages of the pool, more than the rows use."""
+EMPTY = 1
+"""The row without tokens."""
+
+
+class Row(NamedTuple):
+    """A row of a call."""
+
+    first: int
+    """The position of its first token."""
+    count: int
+    prompt: int
+
+
+ROWS = {
+    1: (Row(70, 1, 0), Row(0, 0, 1), Row(6, 1, 2), Row(133, 1, 3)),
+    16: (Row(112, 16, 0), Row(0, 0, 1), Row(128, 3, 0), Row(16, 5, 2)),
+    64: (Row(64, 64, 0), Row(0, 0, 1), Row(0, 30, 0), Row(128, 7, 2)),
+}
+"""The rows of a call by the tokens of a tile."""
+KEPT = 2
+"""A row whose neighbours change."""
 
 
 class Case(NamedTuple):
     """Sizes and options of a call."""
 
-    T: int = 1
+    T: int = 16
     K: int = 1
     G: int = 2
     H: int = 128
@@ -58,19 +83,31 @@ class Kernel(NamedTuple):
 
 
 CASES = {
-    "plain": Case(),
-    "bfloat16": Case(dtype="bfloat16", T=3, K=2, window=20, scores=Scores(0.1, 2.0)),
-    "windows": Case(T=2, window=50),
-    "chunks": Case(T=8, window=Chunk(96), scores=Scores(cap=0.7)),
+    "plain": Case(T=1),
+    "bfloat16": Case(dtype="bfloat16", K=2, window=20, scores=Scores(0.1, 2.0)),
+    "windows": Case(T=64, window=50),
+    "chunks": Case(window=Chunk(24), scores=Scores(cap=0.7)),
     "many heads": Case(K=3, G=5, H=256),
-    "heads of 64": Case(dtype="bfloat16", H=64, T=8, G=8),
-    "large pages": Case(dtype="float16", page=128, T=2),
-    "int8": Case(codes="int8", K=2, T=2, window=30),
-    "float8": Case(codes="float8_e4m3fn", page=128, G=4),
-    "latents": Case(is_latent=True, G=16, H=256),
+    "heads of 64": Case(dtype="bfloat16", H=64, G=8),
+    "large pages": Case(dtype="float16", page=128),
+    "one token in float16": Case(dtype="float16", T=1, window=50),
+    "int8": Case(codes="int8", K=2, window=30),
+    "float8": Case(codes="float8_e4m3fn", page=128, T=1, G=4),
+    "latents": Case(is_latent=True, T=64, G=16, H=256),
     "latents in codes": Case(is_latent=True, G=16, H=256, codes="int8", splits=(128,)),
 }
-ON_GPU = {"bfloat16", "heads of 64", "large pages"}
+ON_GPU = {"bfloat16", "heads of 64", "large pages", "one token in float16"}
+ON_TPU = set(CASES) - {"heads of 64", "large pages", "one token in float16"}
+
+
+@contextmanager
+def in_small_blocks() -> Iterator[None]:
+    """Let the kernel for TPU serve a tile in blocks of a few tokens."""
+    with pytest.MonkeyPatch.context() as patch, pltpu.force_tpu_interpret_mode():
+        patch.setattr(paged_tpu, "MAX_ROWS", 10)
+        yield
+
+
 KERNELS = {
     "portable": Kernel(
         partial(attend_in_groups, group=2),
@@ -78,14 +115,11 @@ KERNELS = {
         # it multiplies entries of a row's last page by zero, so a pool is cleared of NaN
         rest=5.0,
     ),
-    "tpu": Kernel(
-        attend_pages_tpu,
-        set(CASES) - {"heads of 64", "large pages"},
-        pltpu.force_tpu_interpret_mode,
-    ),
+    "tpu": Kernel(attend_pages_tpu, ON_TPU, pltpu.force_tpu_interpret_mode),
+    "tpu, small blocks": Kernel(attend_pages_tpu, {"chunks", "many heads"}, in_small_blocks),
     "gpu": Kernel(attend_pages_gpu, ON_GPU, interpreted_on_cpu),
 }
-OFTEN = {("tpu", "windows"), ("portable", "bfloat16"), ("portable", "chunks")}
+OFTEN = {("tpu", "windows"), ("portable", "bfloat16"), ("tpu, small blocks", "chunks")}
 """Pairs of every run: interpreters are slow. The test of bits runs both kernels."""
 
 
@@ -95,26 +129,49 @@ class Inputs(NamedTuple):
     q_BTKGH: np.ndarray
     k_BKSH: np.ndarray
     v_BKSH: np.ndarray
-    position_BT: np.ndarray
+    first_B: np.ndarray
+    count_B: np.ndarray
 
 
 def inputs(case: Case, seed: int = 0) -> Inputs:
-    rng, B = np.random.default_rng(seed), len(LENGTHS)
-    S = -(-(max(LENGTHS) + case.T) // case.page) * case.page
-    q = rng.normal(size=(B, case.T, case.K, case.G, case.H))
-    k, v = rng.normal(size=(2, B, case.K, S, case.H))
-    position_BT = np.array(LENGTHS)[:, None] + np.arange(case.T)
-    position_BT[EMPTY] = -1
+    rng, rows = np.random.default_rng(seed), ROWS[case.T]
+    first_B, count_B, prompt_B = np.array(rows).T
+    S = table(case).shape[1] * case.page
+    q = rng.normal(size=(len(rows), case.T, case.K, case.G, case.H))
+    k, v = rng.normal(size=(2, len(rows), case.K, S, case.H))[:, prompt_B]
     dtype = np.dtype(case.dtype)
     q, k, v = (x.astype(dtype) for x in (q, k, k if case.is_latent else v))
-    return Inputs(q, k, v, position_BT)
+    return Inputs(q, k, v, first_B, count_B)
 
 
-def in_pages(x_BKSH: np.ndarray, page_BN: np.ndarray, last_B: np.ndarray, rest: Any) -> np.ndarray:
-    """Return a pool whose entries after the last one of each row are `rest`."""
+def table(case: Case, seed: int = 0, *, is_shared: bool = True) -> np.ndarray:
+    """Return the pages of each row; those of one prompt have the same pages if it is shared."""
+    rows = ROWS[case.T]
+    shape = len(rows), -(-max(row.first + case.T for row in rows) // case.page)
+    page_BN = np.random.default_rng(seed).permutation(NUM_POOL)[: np.prod(shape)].reshape(shape)
+    return page_BN[[row.prompt for row in rows]] if is_shared else page_BN
+
+
+def seen_of_pages(given: Inputs, case: Case, page_BN: np.ndarray) -> np.ndarray:
+    """Return which entries lie in pages that a row must read, and are not after its last token."""
+    position_S = np.arange(given.k_BKSH.shape[2])
+    is_seen_BS = np.array(
+        [
+            (position_S >= first_seen(first, case.window) // case.page * case.page)
+            & (position_S < first + count)
+            for first, count in zip(given.first_B, given.count_B, strict=True)
+        ]
+    )
+    shares_BB = page_BN[:, :1] == page_BN[:, 0]
+    return (shares_BB[..., None] & is_seen_BS).any(axis=1)
+
+
+def in_pages(
+    x_BKSH: np.ndarray, page_BN: np.ndarray, is_seen_BS: np.ndarray, rest: Any
+) -> np.ndarray:
+    """Return a pool in which entries that no row may use are `rest`."""
     B, K, S, *features = x_BKSH.shape
-    is_entry_BS = np.arange(S) <= last_B[:, None]
-    shown = is_entry_BS.reshape(B, 1, S, *(1 for _ in features))
+    shown = is_seen_BS.reshape(B, 1, S, *(1 for _ in features))
     x_BKSH = np.where(shown, x_BKSH, np.asarray(rest, x_BKSH.dtype))
     N = page_BN.shape[1]
     pool = np.full((NUM_POOL, K, S // N, *features), rest, x_BKSH.dtype)
@@ -122,14 +179,16 @@ def in_pages(x_BKSH: np.ndarray, page_BN: np.ndarray, last_B: np.ndarray, rest: 
     return pool
 
 
-def pool_of(x: np.ndarray, case: Case, page_BN: np.ndarray, last_B: np.ndarray, rest: float) -> Any:
+def pool_of(
+    x: np.ndarray, case: Case, page_BN: np.ndarray, is_seen_BS: np.ndarray, rest: float
+) -> Any:
     """Return the pages of keys or values; `rest` is what free entries hold."""
     if case.codes is None:
-        return jnp.asarray(in_pages(x, page_BN, last_B, rest))
+        return jnp.asarray(in_pages(x, page_BN, is_seen_BS, rest))
     codes, scales = encode(x, 3, case.codes, np.dtype("float32"), case.splits)
-    scale_PKSR = in_pages(np.stack(scales, axis=3), page_BN, last_B, rest)
+    scale_PKSR = in_pages(np.stack(scales, axis=3), page_BN, is_seen_BS, rest)
     return EntryCodes(
-        jnp.asarray(in_pages(codes, page_BN, last_B, 3)),
+        jnp.asarray(in_pages(codes, page_BN, is_seen_BS, 3)),
         jnp.asarray(scale_PKSR.swapaxes(2, 3)),
         case.splits,
     )
@@ -144,20 +203,15 @@ def program(kernel: Kernel, case: Case) -> Any:
         return kernel.attend(q_BTKGH, k_PKSH, v_PKSH, rows, case.window, case.scores)
 
     def attended(given: Inputs, page_BN: np.ndarray, rest: float = kernel.rest) -> list[np.ndarray]:
-        last_B = given.position_BT.max(axis=1)
-        k, v = (pool_of(x, case, page_BN, last_B, rest) for x in (given.k_BKSH, given.v_BKSH))
-        first_B, count_B = given.position_BT[:, 0], (given.position_BT >= 0).sum(axis=1)
-        rows = PagedRows(*(jnp.asarray(x, jnp.int32) for x in (page_BN, first_B, count_B)))
+        is_seen_BS = seen_of_pages(given, case, page_BN)
+        k, v = (pool_of(x, case, page_BN, is_seen_BS, rest) for x in (given.k_BKSH, given.v_BKSH))
+        rows = page_BN, given.first_B, given.count_B
+        rows = PagedRows(*(jnp.asarray(x, jnp.int32) for x in rows))
         with kernel.context():
             found = run(jnp.asarray(given.q_BTKGH), k, v, rows)
         return [np.asarray(x) for x in found]
 
     return attended
-
-
-def table(case: Case, seed: int = 0) -> np.ndarray:
-    shape = len(LENGTHS), -(-(max(LENGTHS) + case.T) // case.page)
-    return np.random.default_rng(seed).permutation(NUM_POOL)[: np.prod(shape)].reshape(shape)
 
 
 def first_seen(position: int, window: Window) -> int:
@@ -179,9 +233,10 @@ def expected(given: Inputs, case: Case) -> tuple[np.ndarray, np.ndarray]:
     out = np.zeros(given.q_BTKGH.shape)
     lse = np.full(out.shape[:-1], -np.inf)
     scale = case.H**-0.5 if case.scores.scale is None else case.scores.scale
-    for b, t in np.ndindex(*given.position_BT.shape):
-        if (position := int(given.position_BT[b, t])) < 0:
+    for b, t in np.ndindex(*given.q_BTKGH.shape[:2]):
+        if t >= given.count_B[b]:
             continue
+        position = int(given.first_B[b]) + t
         seen = slice(first_seen(position, case.window), position + 1)
         q_KGH = given.q_BTKGH[b, t].astype(np.float64)
         scores = np.einsum("kgh,ksh->kgs", q_KGH, k[b, :, seen]) * scale
@@ -203,7 +258,7 @@ def expected(given: Inputs, case: Case) -> tuple[np.ndarray, np.ndarray]:
     ],
 )
 def test_it_equals_the_reference(name, case_name):
-    """Entries that no query sees are not read, and neither are free pages."""
+    """Entries after a tile and pages before its window are not used, and neither are free pages."""
     case, given = CASES[case_name], inputs(CASES[case_name])
     out, lse = program(KERNELS[name], case)(given, table(case))
     wanted_out, wanted_lse = expected(given, case)
@@ -221,32 +276,49 @@ def test_it_equals_the_reference(name, case_name):
 
 
 @pytest.mark.parametrize(
-    ("name", "case_name"), [("portable", "plain"), ("tpu", "plain"), ("gpu", "large pages")]
+    ("name", "case_name"), [("portable", "chunks"), ("tpu", "many heads"), ("gpu", "large pages")]
 )
 def test_the_bits_of_a_row_are_its_own(name, case_name):
-    """Other pages, other slots, other neighbours and other rests change no bit."""
+    """Other pages, other places, other neighbours and other rests change no bit."""
     case, given = CASES[case_name], inputs(CASES[case_name])
     attended = program(KERNELS[name], case)
     out, lse = attended(given, table(case))
-    order = np.array([2, 3, 0, 1])
+    order = np.roll(np.arange(len(out)), 2)
     moved = Inputs(*(x[order] for x in given))
-    out_moved, lse_moved = attended(moved, table(case, seed=1), rest=7.0)
+    out_moved, lse_moved = attended(moved, table(case, seed=1)[order], rest=7.0)
     assert np.array_equal(out[order], out_moved) and np.array_equal(lse[order], lse_moved)
-    others, is_kept = inputs(case, seed=5), np.arange(len(LENGTHS)) == 3
-    others.position_BT[:] = [[t + 100] for t in range(len(LENGTHS))] - np.arange(case.T)[::-1]
+    others, is_kept = inputs(case, seed=5), np.arange(len(out)) == KEPT
+    others.first_B[:] = 16 * np.arange(len(out))
+    others.count_B[:] = case.T
     mixed = Inputs(
         *(
             np.where(is_kept.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
             for x, y in zip(given, others, strict=True)
         )
     )
-    out_mixed, lse_mixed = attended(mixed, table(case, seed=2))
-    assert np.array_equal(out[3], out_mixed[3]) and np.array_equal(lse[3], lse_mixed[3])
+    out_mixed, lse_mixed = attended(mixed, table(case, seed=2, is_shared=False))
+    assert np.array_equal(out[KEPT], out_mixed[KEPT])
+    assert np.array_equal(lse[KEPT], lse_mixed[KEPT])
     assert np.isfinite(out_mixed.astype(np.float32)).all()
 
 
+@pytest.mark.parametrize(
+    ("window", "first_pages"), [(None, (0, 0, 0, 0)), (60, (0, 0, 1, 0)), (Chunk(64), (1, 1, 2, 0))]
+)
+def test_a_block_reads_from_its_window_to_its_last_token(window, first_pages):
+    """Blocks of six tokens of tiles of sixteen; the last block of the first tile has two tokens."""
+    blocks = QueryBlocks.of(jnp.zeros((2, 16, 1, 4, 8)), 6, 8, window)
+    rows = PagedRows(jnp.zeros((2, 4), jnp.int32), jnp.array([116, 0]), jnp.array([14, 0]))
+    read = blocks.read_pages(rows, 64)
+    assert (blocks.per_row, blocks.num_tokens, blocks.num_rows) == (3, 6, 24)
+    assert read.count_C.tolist() == [6, 6, 2, 0, 0, 0]
+    assert read.first_C.tolist()[:3] == [116, 122, 128]
+    assert read.first_page_C.tolist() == [*first_pages, 0, 0]
+    assert read.end_page_C.tolist() == [2, 2, 3, 0, 0, 0]
+
+
 CALL = AttentionCall(
-    num_queries=1,
+    num_queries=16,
     key_dim=128,
     value_dim=128,
     dtype=jnp.dtype(ml_dtypes.bfloat16),
@@ -261,7 +333,6 @@ CALL = AttentionCall(
 REFUSED = {
     "tpu": [
         ({"page": None}, "a cache in pages"),
-        ({"num_queries": 9}, "at most 8 queries a row, got 9"),
         ({"windows": frozenset([BothSides()])}, "both directions"),
         ({"key_dim": 192}, "multiple of 128 features, got 192 for keys and 128 for values"),
         ({"dtype": jnp.dtype("float16")}, "got float16"),
@@ -282,7 +353,7 @@ REFUSED = {
         ({"windows": frozenset([BothSides()])}, "both directions"),
         ({"key_dim": 96}, "got 96 for keys and 128 for values"),
         ({"key_dim": 256, "value_dim": 256}, "set buckets.page to 64"),
-        ({"num_queries": 8, "group": 9}, "at most 64 queries .*, got 8 of each of 9 heads"),
+        ({"group": 65}, "at most 64 query heads of a key/value head, got 65"),
     ],
 }
 REFUSALS = {"tpu": paged_tpu_refusal, "gpu": paged_gpu_refusal}

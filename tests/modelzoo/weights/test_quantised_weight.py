@@ -240,6 +240,7 @@ def test_a_slice_has_its_own_scales(form):
     np.testing.assert_array_equal(weight[2].dequantise(), values[2])
 
 
+@pytest.mark.usefixtures("optimized")
 def test_products_of_bfloat16_are_rounded_once():
     """Scales multiply the float32 sums, so the result is the nearest bfloat16 of the exact one."""
     weight, values = weight_of((16, 24), (-2,), WeightFormat("int8"))

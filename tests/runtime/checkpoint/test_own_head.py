@@ -110,7 +110,12 @@ def test_families_answer_with_an_own_head_as_the_reference_does(tmp_path, name):
     assert NOTE in unread
     with open_model(tmp_path) as files:
         decoder = AbstractModel(files.spec.config).bind(parameters)
-    x_BTD, _ = decoder.forward(jnp.asarray(prompt, jnp.int32)[None], jnp.array([len(prompt)]))
-    ours = jax.nn.log_softmax(decoder.logits(x_BTD)[0])
+
+    @jax.jit
+    def logprobs(tokens_BT):
+        x_BTD, _ = decoder.forward(tokens_BT, jnp.array([len(prompt)]))
+        return jax.nn.log_softmax(decoder.logits(x_BTD)[0])
+
+    ours = logprobs(jnp.asarray(prompt, jnp.int32)[None])
     expected = torch.log_softmax(logits, dim=-1).numpy()
     np.testing.assert_allclose(ours, expected, rtol=0, atol=FLOAT32_MODEL_LOGPROB)

@@ -102,7 +102,14 @@ def test_figures_are_those_of_plain_forward_passes(models, max_tokens):
     assert figures.divergence.mean > 0.1 and figures.divergence.error
 
 
-@pytest.mark.parametrize("layout", ["data-tensor@data=2,tensor=2", "ring@sequence=4"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("data-tensor@data=2,tensor=2", marks=pytest.mark.slow),
+        # it divides the length of prompts, too
+        "ring@sequence=4",
+    ],
+)
 def test_figures_do_not_depend_on_the_layout(models, layout):
     """The longest row has 22 tokens, which do not divide over four devices."""
     sides = [ComparedModel(str(path)) for path in models]

@@ -44,9 +44,10 @@ OPTIMIZED = {"whole", "ragged chunks"}
 """Grids with optimized programs in every run: whole prompts with equal slots, and chunks longer and
 shorter than the window with ragged slots. The other grids combine these features differently, and
 LLVM optimizes their programs only with `--slow`."""
-COMBINED = {"tails", "pages"}
-"""Grids that only `--slow` runs: "ragged chunks" has the chunks of "tails", and "chunks" has equal
-slots; "chunks in pages" has few pages, and tests of layouts have whole prompts in pages."""
+COMBINED = {"ragged", "chunks", "tails", "pages"}
+"""Grids that only `--slow` runs: "whole" has equal slots, and "ragged chunks" has ragged slots and
+the chunks of "tails"; "chunks in pages" has few pages, and tests of layouts have whole prompts in
+pages."""
 
 
 @pytest.fixture(

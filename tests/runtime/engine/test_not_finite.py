@@ -27,11 +27,20 @@ MODELS = {
 OPTIMIZED = {"long chunks in windows"}
 """Models with optimized programs in every run. The others have them with `--slow`;
 test_generation.py has a row with NaN in optimized programs for whole prompts."""
+MET_BY_OTHERS = {"short chunks"}
+"""Models that only `--slow` runs: "few pages" has chunks as short, and "long chunks in windows" has
+chunks in slots."""
 STEPS = GRID.steps_per_call
 MOST_OF_POISONED = 9
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (name in MET_BY_OTHERS), id=name)
+        for name in MODELS
+    ],
+)
 def model(request, optimizes: bool) -> TinyModel:
     set_optimized(optimizes or request.param in OPTIMIZED)
     return TinyModel(*MODELS[request.param])

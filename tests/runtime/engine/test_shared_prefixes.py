@@ -27,17 +27,23 @@ from noria.runtime.planning.simulator import SimulatedRow, schedule
 from noria.runtime.request import Request, SamplingParams
 
 
-@pytest.mark.parametrize("seed", range(80))
+def seeds(count: int) -> list:
+    """Return the numbers of random runs, of which a third are in every run of the tests."""
+    slow = pytest.mark.slow
+    return [pytest.param(seed, marks=[slow] * (seed >= count // 3)) for seed in range(count)]
+
+
+@pytest.mark.parametrize("seed", seeds(80))
 def test_every_row_runs_through_its_own_pieces(seed):
     SymbolicRun(seed).assert_all_rows_ended()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_rows_in_any_other_order_run_as_well(seed):
     SymbolicRun(seed, in_order=False).assert_all_rows_ended()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_a_drain_drops_prefixes_and_keeps_rows_in_flight(seed):
     SymbolicRun(seed, drain_at=seed % 30 + 1).assert_all_rows_ended()
 

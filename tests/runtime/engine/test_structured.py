@@ -8,6 +8,7 @@ import jsonschema
 import numpy as np
 import pytest
 from tiny import CONFIG, EOS_ID, GRID, TWO_LAYERS, TinyModel, prompts
+from unoptimized import set_optimized
 
 from noria.compile.graphs.graph_kinds import GraphKey
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
@@ -80,15 +81,22 @@ def structures() -> Structures:
 
 
 @pytest.fixture(scope="module")
-def model(structures: Structures) -> TinyModel:
+def model(structures: Structures, optimizes: bool) -> TinyModel:
+    """A model with optimized programs, as a test compares its bits with those of `plain`."""
     hashes = {form.fingerprint for form in FORMS.values()}
-    return TinyModel(TWO_LAYERS, replace(PLAIN_GRID, structured=structures.grid(hashes)))
+    set_optimized(True)
+    model = TinyModel(TWO_LAYERS, replace(PLAIN_GRID, structured=structures.grid(hashes)))
+    set_optimized(optimizes)
+    return model
 
 
 @pytest.fixture(scope="module")
-def plain() -> TinyModel:
+def plain(optimizes: bool) -> TinyModel:
     """The same model and grid without forms."""
-    return TinyModel(TWO_LAYERS, PLAIN_GRID)
+    set_optimized(True)
+    model = TinyModel(TWO_LAYERS, PLAIN_GRID)
+    set_optimized(optimizes)
+    return model
 
 
 def generator_of(model: TinyModel, structures: Structures):

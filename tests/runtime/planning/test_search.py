@@ -47,12 +47,17 @@ def rows_of(seed: int, count: int = 30, longest: int = 90) -> list[ExpectedRow]:
     ]
 
 
+def seeds(count: int) -> list:
+    """Return the numbers of random jobs, of which every run has the first."""
+    return [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(count)]
+
+
 def candidates(rows, budget=None, defaults=None) -> list:
     budget, defaults = budget or Budget(), defaults or GridDefaults()
     return list(CandidateGrids(rows, CONFIG.max_position, COST, budget, defaults))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_no_schedule_comes_below_its_bound_and_every_row_fits(seed):
     rows, budget = rows_of(seed), Budget(graph_seconds=GraphSeconds(0.003, 0.003))
     found = candidates(rows, budget)
@@ -68,7 +73,7 @@ def test_no_schedule_comes_below_its_bound_and_every_row_fits(seed):
         assert tried.simulation.metrics.emitted_tokens == sequences
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_the_best_of_the_family_is_found_without_trying_all_of_it(seed):
     rows, budget = rows_of(seed), Budget()
     found = candidates(rows, budget)[seed::3]
@@ -105,7 +110,7 @@ def test_rows_fill_the_groups_of_slots_evenly():
     assert all(-(-30 // -(-30 // size)) == size for size in sizes)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_no_schedule_with_planned_prefixes_comes_below_its_bound(seed):
     rows, table = prompts_of(seed, shared=64)
     budget = Budget(graph_seconds=GraphSeconds(0.003, 0.003))

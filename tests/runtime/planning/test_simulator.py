@@ -13,8 +13,13 @@ COUNTS = ("calls", "rows", "steps", "real_tokens", "computed_tokens", "emitted_t
 
 @pytest.fixture(
     scope="module",
-    params=[GRID, CHUNK_GRID, TAIL_GRID, PAGED_CHUNK_GRID],
-    ids=["whole", "chunks", "tails", "few pages"],
+    params=[
+        pytest.param(GRID, id="whole"),
+        # chunks of two sizes are in every run
+        pytest.param(CHUNK_GRID, id="chunks", marks=pytest.mark.slow),
+        pytest.param(TAIL_GRID, id="tails"),
+        pytest.param(PAGED_CHUNK_GRID, id="few pages"),
+    ],
 )
 def model(request) -> TinyModel:
     # the counts do not depend on layers
@@ -68,7 +73,9 @@ def ran(model: TinyModel, requests):
     return outputs, generator.metrics
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1)) for seed in range(4)]
+)
 def test_calls_padding_and_occupancy_are_those_of_the_run(model, seed):
     requests = mixed_requests(seed)
     outputs, metrics = ran(model, requests)
