@@ -195,8 +195,9 @@ def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
     if phase == "decode":
         yield from _group_findings(layout, rules, sizes.slot_groups)
     for span in sizes.spans if phase == "decode" else ():
-        remedy = "Plan one that does, or change the rule."
-        what = "buckets.page" if sizes.has_pages else "a span"
+        what, remedy = "a span", "Plan spans that do, or change the rule."
+        if sizes.has_pages:
+            what, remedy = "buckets.page", "Plan a page that does, or change the rule."
         yield from _division(layout, rules, axes.CACHE_LENGTH, what, span, remedy)
 
 

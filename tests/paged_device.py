@@ -61,13 +61,21 @@ class PagedDevice:
             case GraphKey(_, bucket):
                 return self._prefill(bucket, *call.arguments)
 
+    def _check_group(self, slot, page_N):
+        """Check that the pages of a slot are those of its group."""
+        groups = self.grid.slot_groups or 1
+        of_slot = slot * groups // self.grid.decode_slots
+        assert (page_N[page_N < self.grid.pages] * groups // self.grid.pages == of_slot).all()
+
     def _set_sampling(self, slot, sampling, row):
         self.sample[slot] = sampling.sample_B[row]
         self.key[slot] = sampling.key_B2[row, 1]
         self.stop_ids[slot] = tuple(sampling.stop_ids_BX[row])
 
-    def _fork(self, source, slot, sampling, source_page, page):
-        if page < self.grid.pages:
+    def _fork(self, source, slot, sampling, source_page_N, page_N):
+        for source_page, page in zip(source_page_N, page_N, strict=True):
+            if page >= self.grid.pages:
+                break
             copied = source_page < self.grid.pages
             self.entries[page] = self.entries[source_page] if copied else 0
             self.num_cleared += not copied
@@ -87,6 +95,7 @@ class PagedDevice:
                 assert (pieces.page_BN[row] == self.grid.pages).all()
                 continue
             new = tokens_BT[row, :count].tolist()
+            self._check_group(slot, pieces.page_BN[row])
             context = self._read(pieces.page_BN[row], start)
             is_clean_B[row] = NOT_FINITE not in [*context, *new]
             self.tokens[slot] = context + new

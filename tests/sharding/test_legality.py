@@ -552,36 +552,47 @@ def test_a_table_of_another_form_is_refused(changes, expected):
 
 
 PAGED = BucketGrid(64, ((16, 16), (32, 8)), 16, (64,), pages=40, page=16)
-SPLIT_HEADS = (
-    "Split heads alone, as the layout weight-stationary-1d does, or leave out buckets.pages and "
-    "buckets.page."
-)
+LINE = {"data": 1, "tensor": 1, "sequence": 8}
+ENTRIES = {"batch": "", "decode": {"cache_length": "sequence"}, "max_replicated": 1}
 
 
 @pytest.mark.parametrize(
-    ("illegal", "expected"),
+    ("illegal", "changes", "expected"),
     [
         (
             layout(),
-            'decode: attention_batch = "data": with buckets.pages, whose pages belong to any row, '
-            f"expected no split of rows, got 2 pieces. {SPLIT_HEADS}",
+            {},
+            'decode: attention_batch = "data": with buckets.span_slots or buckets.pages, expected '
+            "buckets.slot_groups to be the pieces that it splits slots into, 2, got 1. Change "
+            "slot_groups, or leave both out.",
         ),
         (
-            layout(CUBE, batch="", prefill={"length": "sequence"}, max_replicated=1),
-            'prefill: length = "sequence": with buckets.pages, whose pages belong to any row, '
-            f"expected no split of tokens of prompts, got 2 pieces. {SPLIT_HEADS}",
+            layout(LINE, **ENTRIES),
+            {"page": 4},
+            'decode: cache_length = "sequence": buckets.page is 4, which does not divide over 8 '
+            "devices. Plan a page that does, or change the rule.",
         ),
         (
-            layout(CUBE, batch="", decode={"cache_length": "sequence"}, max_replicated=1),
-            'decode: cache_length = "sequence": with buckets.pages, whose pages belong to any '
-            f"row, expected no split of entries, got 2 pieces. {SPLIT_HEADS}",
+            layout(LINE, **ENTRIES),
+            {"prefill": ((64, 16, 4),)},
+            'cache_length = "sequence": buckets.chunk is 4, which does not divide over 8 '
+            "devices. Plan a chunk that does, or change the rule.",
         ),
     ],
 )
-def test_rows_and_entries_are_whole_with_pages(illegal, expected):
-    assert expected in findings(illegal, PAGED)
+def test_pages_and_pieces_of_prompts_divide_over_devices(illegal, changes, expected):
+    grid = replace(PAGED, **changes)
+    found = findings(illegal, grid)
+    assert expected in found, found
 
 
-def test_heads_may_be_split_with_pages():
-    heads = layout({"data": 1, "tensor": 8}, kv_heads="")
-    assert findings(heads, PAGED) == []
+@pytest.mark.parametrize(
+    ("legal", "changes"),
+    [
+        (layout({"data": 1, "tensor": 8}, kv_heads=""), {}),
+        (layout(), {"slot_groups": 2}),
+        (layout(CUBE, **ENTRIES), {"prefill": ((64, 16, 8),)}),
+    ],
+)
+def test_heads_rows_and_entries_may_be_split_with_pages(legal, changes):
+    assert findings(legal, replace(PAGED, **changes)) == []

@@ -1,6 +1,7 @@
 """The pool of pages alone, against a plain model of slots and counts."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,9 +41,9 @@ def test_a_slot_takes_the_pages_that_it_lacks():
 def test_full_pages_are_shared_and_the_last_one_is_copied():
     pool = PagePool(GRID)
     pool.take(0, 30)
-    assert pool.share(0, 1, 20) == (2, 4)
+    assert pool.share(0, 1, 20) == [(2, 4)]
     assert pages_of(pool, 1) == [0, 1, 4]
-    assert pool.share(0, 2, 16) == (NONE, NONE)
+    assert pool.share(0, 2, 16) == []
     assert pages_of(pool, 2) == [0, 1]
     pool.release(0)
     assert pool.num_free == 20 - 3
@@ -83,12 +84,23 @@ def test_a_copy_needs_no_clearing():
     pool.take(1, 8)
     pool.mark_unclean(pool.table[1])
     pool.release(1)
-    _, page = pool.share(0, 2, 4)
+    ((_, page),) = pool.share(0, 2, 4)
     assert pool.pages_to_clear() == []
     pool.release(2)
     pool.take(3, 8)
     assert pages_of(pool, 3) == [page]
     assert pool.pages_to_clear() == []
+
+
+def test_a_slot_of_another_group_gets_copies_and_has_pages_of_its_own():
+    pool = PagePool(replace(GRID, pages=24, slot_groups=3))
+    pool.take(0, 12)
+    assert pool.num_free_G.tolist() == [6, 8, 8]
+    assert pool.share(0, 2, 12) == [(0, 8), (1, 9)]
+    assert pool.share(0, 1, 12) == [(1, 2)]
+    assert pool.num_free_G.tolist() == [5, 6, 8]
+    pool.release(2)
+    assert pool.num_free_G.tolist() == [5, 8, 8]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -112,14 +124,13 @@ def test_random_calls_agree_with_a_plain_model(seed):
         elif kind == 1 and not held[slot] and free:
             source = int(rng.integers(6))
             length = min(length, 8 * len(held[source]))
-            source_page, page = pool.share(source, slot, length)
+            copied = pool.share(source, slot, length)
             held[slot] = held[source][: length // 8]
-            if length % 8:
+            assert len(copied) == (length % 8 > 0)
+            for source_page, page in copied:
                 assert source_page == held[source][length // 8] and page in free
                 held[slot] = [*held[slot], page]
                 unclean.discard(page)
-            else:
-                assert (source_page, page) == (NONE, NONE)
         elif kind == 2:
             pool.release(slot)
             held[slot] = []
