@@ -36,7 +36,7 @@ def with_pages(
     """
     longest = _num_pages(grid.max_length, page)
     needed = -(-_most_needed(grid, use, page) // groups)
-    of_group = int(min(room // groups, max(longest, needed)))
+    of_group = int(min(room / groups, max(longest, needed)))
     if of_group < longest:
         return None
     prefill = grid.prefill
