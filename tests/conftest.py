@@ -59,6 +59,7 @@ NOT_OPTIMIZED = (
     "modelzoo/test_latents_kernel.py",
     "modelzoo/test_mixture.py",
     "modelzoo/test_mla.py",
+    "modelzoo/test_sampling.py",
     "modelzoo/weights/test_quantised_weight.py",
     "runtime/adapters/",
     "runtime/bundles/",
