@@ -130,8 +130,11 @@ def _places(
 ) -> tuple[jax.Array, jax.Array]:
     """The page and the first entry of each block of `size` tokens of all rows."""
     first_BJ = first_B[:, None] + size * jnp.arange(-(-num_tokens // size))[None]
-    index_BJ = jnp.minimum(first_BJ // page, page_BN.shape[1] - 1)
-    page_BJ = jnp.take_along_axis(page_BN, index_BJ, axis=1)
+    # padding may reach beyond the last page of a row
+    no_page = jnp.iinfo(page_BN.dtype).max
+    page_BJ = jnp.take_along_axis(
+        page_BN, first_BJ // page, axis=1, mode="fill", fill_value=no_page
+    )
     return page_BJ.reshape(-1), (first_BJ % page).reshape(-1)
 
 
