@@ -84,18 +84,10 @@ GROUP_ON_CPU = 8
 row has pages, and larger groups make larger products."""
 PAGE_KERNELS = (
     Kernel(
-        "paged",
-        ("gpu",),
-        PHASES,
-        paged_gpu_refusal,
-        lambda calls: PageReader(attend_pages_gpu),
+        "paged", ("gpu",), PHASES, paged_gpu_refusal, lambda calls: PageReader(attend_pages_gpu)
     ),
     Kernel(
-        "paged",
-        ("tpu",),
-        PHASES,
-        paged_tpu_refusal,
-        lambda calls: PageReader(attend_pages_tpu),
+        "paged", ("tpu",), PHASES, paged_tpu_refusal, lambda calls: PageReader(attend_pages_tpu)
     ),
     Kernel(
         "xla",
@@ -214,8 +206,9 @@ def choose_kernels(
         return choose(calls, placement.platform, phase, getattr(plan, phase), kernels)
 
     arrangement = placement.arrangement(config, cache_codes=cache_codes)
-    device = kind_of(placement.mesh.devices.flat)
-    paged = partial(_paged_call, grid=grid, arrangement=arrangement, dtype=dtype, device=device)
+    paged = partial(
+        _paged_call, grid=grid, placement=placement, arrangement=arrangement, dtype=dtype
+    )
 
     def choose_paged(phase: str, num_queries: int, num_rows: int) -> Choice:
         call_of = partial(paged, num_queries=num_queries, num_rows=num_rows)
@@ -370,9 +363,9 @@ def _paged_call(
     grid: BucketGrid,
     num_queries: int,
     num_rows: int,
+    placement: Placement,
     arrangement: Arrangement,
     dtype: jnp.dtype,
-    device: str | None,
 ) -> AttentionCall:
     """Attention to a cache in pages, with the heads that the pages have."""
     size, codes = arrangement.cache_dim(kind[0]), arrangement.cache_codes
@@ -382,7 +375,8 @@ def _paged_call(
         value_dim=size,
         has_rotated_codes=codes is not None and is_rotated(jnp.dtype(codes)),
         group=kind[0].heads_per_kv,
-        device=device,
+        device=kind_of(placement.mesh.devices.flat),
+        stripes=placement.cache_stripes,
         page=grid.page,
         table=num_rows * grid.num_pages(grid.max_length),
         has_prefixes=grid.prefixes is not None,

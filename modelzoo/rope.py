@@ -74,10 +74,10 @@ def rotation(position_BT: jax.Array | np.ndarray, rope: RopeConfig, head_dim: in
     """The rotation of tokens at these positions, for all layers and heads.
 
     XLA would fuse the trigonometry into every layer and head, and so repeat it. With positions as a
-    numpy array it is a constant of the graph. With several tokens in several rows it runs in a loop
-    over rows, which XLA does not fuse into layers. For a single row, or a single token per row, it
-    runs in a loop over two halves, but only on the CPU: there, repeating the trigonometry takes 4 %
-    of a decode step or of a prefill call. Elsewhere a loop costs more.
+    numpy array it is a constant of the graph. On the CPU it runs in a loop, over rows or over two
+    halves of a row, which XLA does not fuse into layers: there, repeating the trigonometry takes
+    4 % of a decode step or of a prefill call. Elsewhere a loop costs more. There, a barrier keeps
+    the rotations of several tokens in several rows out of layers.
     """
     frequency_h, factor = frequencies(rope, head_dim)
     xp = np if isinstance(position_BT, np.ndarray) else jnp
@@ -91,7 +91,11 @@ def rotation(position_BT: jax.Array | np.ndarray, rope: RopeConfig, head_dim: in
     if xp is np:
         cos_BT1h, sin_BT1h = cos_and_sin(position_BT)
     elif min(position_BT.shape) > 1:
-        cos_BT1h, sin_BT1h = jax.lax.map(cos_and_sin, position_BT)
+        cos_BT1h, sin_BT1h = jax.lax.platform_dependent(
+            position_BT,
+            cpu=partial(jax.lax.map, cos_and_sin),
+            default=lambda x: jax.lax.optimization_barrier(cos_and_sin(x)),
+        )
     else:
         # a loop with one iteration would be no loop in the compiled program
         half = max(1, position_BT.size // 2)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from alike import alike
@@ -65,11 +66,15 @@ def keep(
     return KVCache(layers, write_positions(cache.positions, position_BT, rows, ON_ONE_DEVICE))
 
 
+_keep = jax.jit(keep, static_argnames="windows")
+
+
 def used_cache(config: DecoderConfig, spans: Sequence[int]) -> KVCache:
     """Return a used cache: every slot has held a row that filled the longest span."""
     cache = kv_cache.allocate(config, SLOTS, spans, jnp.float32)
     prompt = random_prompt(SLOTS, spans[-1], seed=99, num_layers=config.num_layers)
-    return keep(cache, prompt, pieces(range(SLOTS), [spans[-1]] * SLOTS), alike(config).windows)
+    rows = pieces(range(SLOTS), [spans[-1]] * SLOTS)
+    return _keep(cache, prompt, rows, windows=tuple(alike(config).windows))
 
 
 def sides(layers) -> list[np.ndarray]:

@@ -200,7 +200,12 @@ class CandidateGrids:
             attention.num_query_heads if attention.latent else attention.heads_per_kv
             for attention in self._cost.work.config.attention_kinds
         )
-        tiles = [tile for tile in TILES if is_cpu or tile * group >= TILE_QUERIES]
+        tiles = [
+            tile
+            for tile in TILES
+            if (is_cpu or tile * group >= TILE_QUERIES)
+            and not tile % self._defaults.length_multiple
+        ]
         calls = TOKENS_PER_PREFILL if is_cpu else TOKENS_PER_PACKED
         choices = product(self._slot_counts(has_chunks=True), calls, tiles)
         grids = (self._packed(*choice) for choice in choices)
@@ -368,7 +373,8 @@ class CandidateGrids:
         if not (whole := self.max_length // tile * tile):
             return None
         most_pieces = slots * -(-int(self._prompts.max()) // tile)
-        batch = max(1, min(tokens // tile, most_pieces))
+        multiple = self._defaults.batch_multiple
+        batch = round_up(max(1, min(multiple * tokens // tile, most_pieces)), multiple)
         prefill = [PrefillBucket(whole, batch, tile)]
         return self._grid(slots, prefill, tuple(sorted({whole, self.max_length})))
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from .. import axes
 from ..cache.kv_cache import match_head_dim, match_heads
 from ..cache.layer_state import LayerState, NewEntries
+from ..cache.pages import with_order_on_cpu
 from ..cache.segments import ONE_STRIPE, Segments, Stripe
 from ..cache.state_spec import StateArray
 from ..operations import Operations
@@ -82,7 +83,7 @@ def write_prompts(
     def write_array(old: Segments, array: StateArray, new: jax.Array) -> Segments:
         count, axis = operations.cache_stripes.count, array.position_axis
         page, num_tokens = old[0].shape[axis] // count, new.shape[axis - 1] // count
-        size = min(page, num_tokens)
+        size = math.gcd(page, num_tokens)
         if array.has_kv_heads:
             new = match_heads(new, old[0].shape[array.axes.index(axes.KV_HEADS)])
 
@@ -98,12 +99,21 @@ def write_prompts(
 
 def _put(old: Segments, new: jax.Array, target: _Target, array: StateArray, size: int) -> Segments:
     """Write the tokens of each row in blocks of `size`."""
-    axis, feature_axis = array.position_axis, array.feature_axis
-    if feature_axis is not None:
-        # padded on each device, so that zeros are not sent
-        new = match_head_dim(new, old[0].shape[feature_axis], feature_axis - 1)
+    (pages,), axis, feature_axis = old, array.position_axis, array.feature_axis
     page_M, entry_M, layer = target
-    return (put_blocks(old[0], _split(new, size, axis - 1), page_M, entry_M, axis, layer),)
+    if feature_axis is None:
+        return (put_blocks(pages, _split(new, size, axis - 1), page_M, entry_M, axis, layer),)
+    # padded on each device, so that zeros are not sent
+    L, P, S, H = *pages.shape[:2], pages.shape[axis], pages.shape[feature_axis]
+    new = match_head_dim(new, H, feature_axis - 1)
+    blocks = _split(new, size, axis - 1).astype(pages.dtype).reshape(len(page_M), -1, size, H)
+    # rows of an array with one index each: XLA for TPU compiles other forms to a loop over blocks
+    rows = pages.reshape(-1, size, H)
+    K = blocks.shape[1]
+    index_M1 = jnp.where(page_M < P, layer * P + page_M, L * P)[:, None]
+    row_MK = (index_M1 * K + jnp.arange(K)[None]) * (S // size) + entry_M[:, None] // size
+    written = rows.at[row_MK].set(blocks, mode="drop", unique_indices=True)
+    return (with_order_on_cpu(written.reshape(pages.shape)),)
 
 
 def _of_stripe(new: jax.Array, axis: int, stripe: Stripe) -> jax.Array:
@@ -120,8 +130,11 @@ def _places(
 ) -> tuple[jax.Array, jax.Array]:
     """The page and the first entry of each block of `size` tokens of all rows."""
     first_BJ = first_B[:, None] + size * jnp.arange(-(-num_tokens // size))[None]
-    index_BJ = jnp.minimum(first_BJ // page, page_BN.shape[1] - 1)
-    page_BJ = jnp.take_along_axis(page_BN, index_BJ, axis=1)
+    # padding may reach beyond the last page of a row
+    no_page = jnp.iinfo(page_BN.dtype).max
+    page_BJ = jnp.take_along_axis(
+        page_BN, first_BJ // page, axis=1, mode="fill", fill_value=no_page
+    )
     return page_BJ.reshape(-1), (first_BJ % page).reshape(-1)
 
 

@@ -109,7 +109,7 @@ def append_to_pages(
         # new entries do not have the axis of layers
         new_BKH = jnp.squeeze(new, array.position_axis - 1).astype(pages.dtype)
         if array.feature_axis is None:
-            return (_in_order(_write_scales(pages, new_BKH, index_B, entry_B)),)
+            return (with_order_on_cpu(_write_scales(pages, new_BKH, index_B, entry_B)),)
         H = pages.shape[array.feature_axis]
         lines = pages.reshape(-1, S, H)
         new_BKH = match_head_dim(new_BKH, H, axis=-1).reshape(len(index_B), -1, H)
@@ -117,12 +117,12 @@ def append_to_pages(
         line_BK = index_B[:, None] * K + jnp.arange(K)[None]
         at = lines.at[line_BK, jnp.broadcast_to(entry_B[:, None], line_BK.shape)]
         written = at.set(new_BKH, mode="drop", unique_indices=True).reshape(pages.shape)
-        return (_in_order(written),)
+        return (with_order_on_cpu(written),)
 
     return state.map(write, state.spec.encode(new))
 
 
-def _in_order(pages: jax.Array) -> jax.Array:
+def with_order_on_cpu(pages: jax.Array) -> jax.Array:
     """The same array; on a CPU, no other order of its axes may be chosen for the loop."""
     return jax.lax.platform_dependent(pages, cpu=with_axes_in_order, default=lambda x: x)
 

@@ -41,6 +41,8 @@ class AttentionCall:
     `value_dim` are the sizes of cached heads, the zeros that pad them included."""
     device: str | None = None
     """The kind of the devices, as `h100`; None if it is not known."""
+    stripes: int = 1
+    """The devices over which the entries of each page are split."""
     table: int = 0
     """The pages in the table of a device: those of all its rows, at their maximum length."""
     has_prefixes: bool = False

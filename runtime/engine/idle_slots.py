@@ -13,6 +13,8 @@ from .waiting_prompts import Prompt
 
 IDLE_SHARE = 1 / 16
 """A batch that is not full runs if this share of the slots for its oldest prompt is idle."""
+PACKED_IDLE_SHARE = 1 / 8
+"""The same share in a packed grid, where fewer prompts fill a call, so that fewer slots wait."""
 FEW_SLOTS = 1 / 4
 """Share of all slots below which the slots that a prompt can use count as few."""
 MANY_IDLE = 1 / 4
@@ -51,7 +53,8 @@ class IdleSlots:
         else:
             prefix = oldest.request.planned_prefix
             idle, usable = len(self._groups.free(prefix)), self._groups.size
-        return idle >= IDLE_SHARE * usable and self._has_pages(IDLE_SHARE)
+        share = PACKED_IDLE_SHARE if self._grid.is_packed else IDLE_SHARE
+        return idle >= share * usable and self._has_pages(share)
 
     def _has_pages(self, share: float) -> bool:
         """Whether this share of the pages is idle; true in a grid without pages."""

@@ -21,10 +21,10 @@ action is, in this order:
    - A batch is full when it has a piece in every row. A full batch goes first, then the batch with
      the oldest prompt.
    - While sequences decode and requests wait, a batch that is not full waits for a decode call, and
-     until `IDLE_SHARE` of the slots that its oldest prompt can use are idle: fewer idle slots cost
-     less than dummy rows. There are five exceptions. A batch whose prompts fit only few, long
-     slots counts as full when more than `MANY_IDLE` of these are idle. While prompts wait for
-     shared prefixes, a batch counts as full when more than `MOST_IDLE` of the slots are idle. A
+     until a share of the slots that its oldest prompt can use is idle (see `idle_slots`): fewer
+     idle slots cost less than dummy rows. There are five exceptions. A batch whose prompts fit only
+     few, long slots counts as full when more than `MANY_IDLE` of these are idle. While prompts wait
+     for shared prefixes, a batch counts as full when more than `MOST_IDLE` of the slots are idle. A
      prompt that needs no slot does not wait for slots. A shared prefix does not wait, because other
      prompts wait for it. A batch that no other prompt can fill does not wait.
    - At most `chunks_per_decode` batches run in succession while any sequence decodes.
@@ -334,12 +334,16 @@ class Scheduler:
     def _cannot_fill(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
         """Whether no other waiting prompt can fill the batch, and no more requests are submitted.
 
-        Buckets of chunks can always be filled, as started prompts may reach them later.
+        Buckets of chunks can be filled by started prompts that reach them later, except those of
+        the largest chunk in a packed grid, which has one span.
         """
-        is_over = self.wants_more or queue.prefix != self._newest_prefix
-        return (
-            queue.bucket.is_whole and is_over and set(batch).issuperset(self._waiting.by_age(queue))
+        is_first = queue.bucket.is_whole or (
+            self._grid.is_packed
+            and queue.bucket.tokens == self._grid.chunks[-1]
+            and not self._prefixes.num_blocked
         )
+        is_over = self.wants_more or queue.prefix != self._newest_prefix
+        return is_first and is_over and set(batch).issuperset(self._waiting.by_age(queue))
 
     def _oldest_that_wait(
         self, room: PageRoom

@@ -233,7 +233,7 @@ def test_decode_works_in_place_on_tpu(windows):
 @pytest.mark.parametrize(
     ("target", "dtype"),
     [
-        ("cpu", "float32"),
+        pytest.param("cpu", "float32", marks=pytest.mark.slow),
         pytest.param(TPU, "bfloat16", marks=[pytest.mark.tpu_compile, pytest.mark.newest_libtpu]),
     ],
 )

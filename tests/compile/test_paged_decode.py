@@ -82,6 +82,8 @@ def test_a_call_of_128_tiles_copies_no_pages(target):
     model, executable, text = compiled("prefill", target)
     assert len(re.findall(r' custom_call_target="(?:tpu_custom_call|mosaic_gpu_v2)"', text)) == 2
     needed = Work(model, "bfloat16").needed(GRID.prefill_call(GRID.prefill[0])).total
+
     assert 0.9 * needed < hbm_bytes(text) <= MOST_BYTES_OF_TILES * needed
+    assert re.findall(r' while\(.*op_name="([^"]*)"', text) == []
     pool = GRID.pages * GRID.page * 8 * 128 * 2
     assert executable.memory_analysis().temp_size_in_bytes < 1.1 * pool

@@ -117,12 +117,13 @@ def runs(output: Path) -> list[str]:
 
 
 def test_a_loop_starts_a_stopped_job_again(noria, folder):
+    write_lines(folder / "in.jsonl", ROWS[:200])
     process = start(noria, folder, (FOLDER / "loop.sh").read_text(), PAUSE=0)
     wait_for_rows(process, folder / "out.jsonl")
     signal_noria(folder, signal.SIGTERM)
     finish(process)
     assert runs(folder / "out.jsonl") == ["SIGTERM", "finished"]
-    assert len(read_rows(folder / "out.jsonl")) == 300
+    assert len(read_rows(folder / "out.jsonl")) == 200
 
 
 def test_an_array_of_slurm_queues_a_stopped_task_again_and_is_merged(noria, folder):
@@ -143,10 +144,11 @@ def test_an_array_of_slurm_queues_a_stopped_task_again_and_is_merged(noria, fold
 
 def test_a_pod_of_slurm_finds_its_processes(noria, folder):
     (folder / "plan.toml").write_text(PLAN)
+    write_lines(folder / "in.jsonl", ROWS[:40])
     slurm = {"SLURM_JOB_ID": free_job(), "SLURM_STEP_NODELIST": "localhost"}
     finish(start(noria, folder, (FOLDER / "slurm_pod.sh").read_text(), NTASKS=2, **slurm))
     (run,) = read_manifest(folder / "out.jsonl")["runs"]
-    assert run["processes"].startswith("2 processes") and run["rows"] == 300
+    assert run["processes"].startswith("2 processes") and run["rows"] == 40
 
 
 def test_a_container_of_kubernetes_passes_the_signal_on_and_is_replaced(noria, folder):

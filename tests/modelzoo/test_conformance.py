@@ -215,6 +215,18 @@ STORED_OTHERWISE = {
 """Sparse models whose experts are saved in another form, or are chosen otherwise. Prefill shows
 that they are read and chosen; decode calls the same functions, and each family has other models
 that decode."""
+WITH_SLOW = {
+    "command-r-odd-heads",
+    "gemma2-odd-heads",
+    "gemma3-odd-heads",
+    "granite-all-heads",
+    "mistral-head-dim",
+    "olmo2-odd-heads",
+    "qwen2-odd-heads",
+    "qwen3-odd-heads",
+}
+"""Models of slow runs, which differ from others of their family in the number or size of heads
+alone. Every run has "llama-3.2-new" and other families with such heads."""
 IN_CHUNKS = {"llama-2", "mistral-window", "llama4-scout", "deepseek-v2-lite", "gpt-oss"}
 
 
@@ -256,7 +268,13 @@ def is_slow(request) -> bool:
     return bool(request.config.getoption("--slow") or request.config.getoption("--slow-part"))
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.name in WITH_SLOW))
+        for case in CASES
+    ],
+)
 def loaded(request, tmp_path_factory) -> LoadedCase:
     return LoadedCase(request.param, tmp_path_factory.mktemp(request.param.name))
 

@@ -214,19 +214,26 @@ def mixed_rows() -> tuple[jax.Array, SamplingState, History]:
     return random_logits(batch), state, history
 
 
+def compiled_here(function):
+    """Compile a function for one test, with the test's optimizations."""
+    return jax.jit(lambda *arguments: function(*arguments))
+
+
+@pytest.mark.usefixtures("optimized")
 def test_rows_are_bit_equal_under_permutation():
     logits_BV, state, history = mixed_rows()
     order = jnp.array([5, 2, 7, 0, 3, 6, 1, 4])
-    run = jax.jit(sample)
+    run = compiled_here(sample)
     tokens_B = run(logits_BV, state, history, live(8))
     permuted_B = run(logits_BV[order], take(state, order), take(history, order), live(8))
     np.testing.assert_array_equal(tokens_B[order], permuted_B)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_a_row_gets_the_same_bits_whatever_its_neighbours_ask_for():
     """A row with an option among rows without runs only its branch; all rows together run all."""
     logits_BV, state, history = mixed_rows()
-    process, draw, keep = jax.jit(process_logits), jax.jit(sample), jax.jit(keep_mask)
+    process, draw, keep = map(compiled_here, (process_logits, sample, keep_mask))
     together = process(logits_BV, state, history, live(8))
     kept = keep(logits_BV, state, live(8))
     tokens_B = draw(logits_BV, state, history, live(8))
@@ -249,9 +256,10 @@ def test_rows_that_are_not_live_make_no_branch_run():
     np.testing.assert_array_equal(tokens_B, jnp.argmax(logits_BV, axis=-1))
 
 
+@pytest.mark.usefixtures("optimized")
 def test_a_nan_in_one_row_changes_no_other():
     logits_BV, state, history = mixed_rows()
-    run = jax.jit(sample)
+    run = compiled_here(sample)
     expected_B = run(logits_BV, state, history, live(8))
     tokens_B = run(logits_BV.at[3].set(jnp.nan), state, history, live(8))
     others = np.delete(np.arange(8), 3)

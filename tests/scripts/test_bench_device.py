@@ -1,15 +1,13 @@
 """The device benchmark on the CPU, in a tiny form: it measures every case, and counts its work."""
 
 import json
-import subprocess
-import sys
 from argparse import Namespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from alike import alike
-from numerics_helpers import ROOT, script
+from numerics_helpers import script
 
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import DecoderConfig
@@ -32,11 +30,9 @@ CONFIG = DecoderConfig.alike(
 
 
 @pytest.mark.reference
-def test_every_case_is_measured_beside_transformers(tmp_path):
+def test_every_case_is_measured_beside_transformers(run, tmp_path):
     output = tmp_path / "device.json"
-    command = [sys.executable, ROOT / "scripts" / "bench_device.py", *TINY.split()]
-    named = output.with_suffix(".md")
-    subprocess.run([*command, "--output", named], check=True, capture_output=True)
+    run("bench_device.py", *TINY.split(), "--output", output.with_suffix(".md"))
     report = json.loads(output.read_text())
     cases = [("decode", 1), ("decode", 3), ("prefill", 1)]
     assert [(row["phase"], row["rows"]) for row in report["noria"]] == cases

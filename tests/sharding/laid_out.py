@@ -530,18 +530,22 @@ class LaidOut:
         in the same group of slots."""
         grid, done = self.grid, dict.fromkeys(rows, start)
         while left := {n: len(row.prompt) for n, row in rows.items() if done[n] < len(row.prompt)}:
-            buckets = {slot: grid.bucket_of(length, done[slot]) for slot, length in left.items()}
-            bucket = next(iter(buckets.values()))
-            pieces = []
-            group = self.group_of(next(iter(buckets)))
-            for slot in left:
-                if buckets[slot] != bucket or self.group_of(slot) != group:
-                    continue
-                start, limit = done[slot], rows[slot].limit or grid.max_length
-                request = ScheduledRequest(0, left[slot], limit, 1, is_scored=False)
-                count = min(bucket.tokens, left[slot] - start)
-                pieces.append(PromptPiece(slot, ScheduledSequence(request, 0), start, count))
-                done[slot] += count
+            first = next(iter(left))
+            bucket, group = grid.bucket_of(left[first], done[first]), self.group_of(first)
+            pieces, num_before = [], -1
+            # in pages, a call has several pieces of a prompt
+            while num_before < len(pieces) and (grid.pages is not None or not pieces):
+                num_before = len(pieces)
+                for slot, length in left.items():
+                    begin, limit = done[slot], rows[slot].limit or grid.max_length
+                    if len(pieces) == bucket.batch or begin >= length:
+                        continue
+                    if grid.bucket_of(length, begin) != bucket or self.group_of(slot) != group:
+                        continue
+                    request = ScheduledRequest(0, length, limit, 1, is_scored=False)
+                    count = min(bucket.tokens, length - begin)
+                    pieces.append(PromptPiece(slot, ScheduledSequence(request, 0), begin, count))
+                    done[slot] += count
             yield bucket, pieces
 
     def _packed(

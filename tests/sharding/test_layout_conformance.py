@@ -29,8 +29,19 @@ from noria.sharding.legality import check
 KV_HEADS = (8, 2, 1)
 OFTEN = {("v5e-host", 2), ("weight-stationary-1d-batch-attention", 2), ("v5p-slice", 1)}
 """Pairs of every run: copies of heads, copies sent in pieces, and both on two mesh axes."""
-WITH_COPIES = {"v5e-host"}
-"""Layouts that every run has with copies of heads alone, in the same family."""
+MET_BY_OTHERS = {
+    "data-tensor-batch-attention",
+    "expert-tensor",
+    "ring-tensor",
+    "v5e-host",
+    "v5p-slice",
+    "weight-gathered",
+    "weight-stationary-1d",
+    "weight-stationary-1d-batch-attention",
+    "weight-stationary-2d",
+}
+"""Layouts that every run has with copies of heads alone, or in other tests that compare with one
+device: of sampled tokens, of weights in codes, of scanned layers and of prefixes."""
 OTHER_MESHES = (
     "gpu-host@data=2,tensor=3",
     "v5p-slice@tensor=2,data=4",
@@ -59,7 +70,7 @@ def pairs() -> list:
     """
     found = []
     for layout in LAYOUTS:
-        often = None if layout in WITH_COPIES else FAMILY_OF[layout]
+        often = None if layout in MET_BY_OTHERS else FAMILY_OF[layout]
         found += [(family, layout, 8, family == often) for family in FAMILIES]
         for num_kv_heads in KV_HEADS[1:]:
             if is_legal(layout, num_kv_heads):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from laid_out import FAMILY_OF, PROMPT_LENGTHS, VOCAB, Answers, LaidOut, Row, greedy_rows, laid_out
+from unoptimized import set_optimized
 
 from noria.compile.graphs.steps import NO_TOKEN, DecodeState
 from noria.runtime.request import SamplingParams
@@ -34,6 +35,16 @@ def rows() -> dict[int, Row]:
         slot: Row(row.prompt, sampled, seed=slot) if slot % 2 else row
         for slot, row in greedy_rows().items()
     }
+
+
+OPTIMIZED = "data-tensor-batch-attention"
+"""The layout with optimized programs in every run. The others have them with `--slow`."""
+
+
+@pytest.fixture(autouse=True)
+def _optimizations(request: pytest.FixtureRequest, optimizes: bool) -> None:
+    case = getattr(request.node, "callspec", None)
+    set_optimized(optimizes or (case is not None and case.params["layout"] == OPTIMIZED))
 
 
 @cache

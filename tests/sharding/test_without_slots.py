@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from laid_out import LaidOut, config_of, greedy_rows, layout_of
+from unoptimized import set_optimized
 
 from noria.compile.abstract_model import model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid
@@ -22,6 +23,12 @@ class Scoring(LaidOut):
     def grid(self) -> BucketGrid:
         grid = super().grid
         return grid if self.has_slots else replace(grid, decode_slots=0, decode_spans=())
+
+
+@pytest.fixture(autouse=True)
+def _optimizations(request: pytest.FixtureRequest, optimizes: bool) -> None:
+    """Optimize the programs of one device in every run, and all programs with `--slow`."""
+    set_optimized(optimizes or request.node.callspec.params["layout"] is None)
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,49 @@ TAILS = BucketGrid(
 )
 
 
+PACKED = BucketGrid(
+    max_length=100, prefill=((100, 9, 4), (100, 2, 16)), decode_slots=8, decode_spans=(100,),
+    pages=14, page=8,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("spans", [(48,), (48, 100), (96,)])
+def test_chunks_in_pages_have_one_span(spans):
+    message = r"buckets.prefill: with buckets.chunk and buckets.pages, .* \[\[100, ...\]\], got "
+    with pytest.raises(ValueError, match=message):
+        replace(PACKED, prefill=tuple((span, 2, 4) for span in spans))
+
+
+def test_chunks_in_pages_are_no_longer_than_a_row():
+    with pytest.raises(
+        ValueError, match=r"buckets.chunk: expected at most max_length \(100\), got"
+    ):
+        replace(PACKED, prefill=((100, 2, 128),))
+
+
+def test_the_pieces_of_a_size_that_follow_each_other_fit_the_same_calls():
+    assert BucketGrid.from_table(PACKED.to_table()) == PACKED and PACKED.is_packed
+    assert [PACKED.num_alike(55, start, 55) for start in (0, 16, 48, 52)] == [3, 2, 2, 1]
+    # a shared prefix ends before its prompt
+    assert PACKED.num_alike(55, 0, 32) == 2
+    assert {TAILS.num_alike(55, start, 55) for start in (0, 16, 48)} == {1}
+
+
+def test_padding_takes_no_positions_in_pages():
+    assert PACKED.fit(99, 1).length == 100
+    whole = replace(PACKED, prefill=((100, 2, 16),))
+    assert whole.fit(98, 2) == (100, 2, 16) and whole.computed_length(98) == 112
+    with pytest.raises(NoBucketFits, match="prefill length 101"):
+        whole.fit(101, 0)
+
+
+def test_a_call_reads_the_entries_of_its_pieces():
+    small, large = PACKED.prefill
+    call = PACKED.prefill_call(small, entries=300)
+    assert (call.phase, call.entries, call.page, call.num_tokens) == ("chunk", 300, 8, 36)
+    assert PACKED.prefill_call(large).entries == 2 * 104
+
+
 @pytest.mark.parametrize(
     ("length", "start", "bucket"), [(1, 0, (16, 4)), (16, 0, (16, 4)), (17, 16, (48, 2))]
 )

@@ -147,16 +147,17 @@ def test_a_rolling_buffer_gives_the_attention_of_a_whole_cache(spans, position, 
     prompt, new = ((*each[:3], each[1]) for each in (prompt, new))
     cache = kv_cache.allocate(ROLLING, 1, spans, jnp.float32)
     cache = keep_rolling(cache, prompt, pieces([0], [position]))
-    cache = append(cache, new, length)
+    cache = jax.jit(append)(cache, new, length)
     q_BTKGH = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, K, 3, H)), jnp.float32)
 
-    def attend(layer: int, kept_window: Window):
+    @partial(jax.jit, static_argnums=(0, 1))
+    def attend(layer: int, kept_window: Window, cache: KVCache):
         keys_values = cache.layers[layer].read_layer(jnp.int32(0))
         entries = Entries(keys_values, cache.positions.for_window(kept_window))
         return attend_segments(attend_dense, window, q_BTKGH, length[:, None], entries)[0]
 
-    whole = attend(1, None)
-    np.testing.assert_allclose(attend(3, window), whole, rtol=0, atol=FLOAT32_ELEMENTWISE)
+    whole = attend(1, None, cache)
+    np.testing.assert_allclose(attend(3, window, cache), whole, rtol=0, atol=FLOAT32_ELEMENTWISE)
 
 
 @pytest.mark.parametrize("num_segments", [1, 2, 3, 4])

@@ -333,6 +333,7 @@ CALL = AttentionCall(
 REFUSED = {
     "tpu": [
         ({"page": None}, "a cache in pages"),
+        ({"stripes": 2}, "entries on one device, got 2 devices"),
         ({"windows": frozenset([BothSides()])}, "both directions"),
         ({"key_dim": 192}, "multiple of 128 features, got 192 for keys and 128 for values"),
         ({"dtype": jnp.dtype("float16")}, "got float16"),
@@ -344,6 +345,7 @@ REFUSED = {
     ],
     "gpu": [
         ({"page": None}, "a cache in pages"),
+        ({"stripes": 2}, "entries on one device, got 2 devices"),
         ({"device": "a100"}, "the Hopper generation, got a100"),
         ({"device": None}, "the Hopper generation, got others"),
         ({"page": 32}, "pages of 64 or 128 entries, got 32"),

@@ -1,6 +1,7 @@
 """Products of quantised weights equal products of the values of their codes and scales."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,7 @@ def test_a_product_with_codes_is_that_with_their_values(case, form):
     equation, multiplied, x_shape, shape, inputs = case
     x = jnp.asarray(RNG.normal(size=x_shape).astype(np.float32))
     weight, values = weight_of(shape, inputs, form)
-    got = multiply(Product(equation, multiplied), x, weight)
+    got = jax.jit(partial(multiply, Product(equation, multiplied)))(x, weight)
     wanted = multiplied(x, jnp.asarray(values))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
 
@@ -115,7 +116,7 @@ def test_the_product_of_few_rows_is_that_with_the_values(case, form, multiplied)
     equation, product, x_shape, shape, inputs = case
     x = jnp.asarray(RNG.normal(size=x_shape).astype(np.float32))
     weight, values = weight_of(shape, inputs, form)
-    got = multiplied(Labels.of(equation), product, x, weight)
+    got = jax.jit(partial(multiplied, Labels.of(equation), product))(x, weight)
     wanted = product(x, jnp.asarray(values))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
 
@@ -210,7 +211,7 @@ def test_activations_are_rounded_with_a_scale_for_the_features_of_a_token(case):
         assert (x.dtype, codes.dtype, out.dtype) == (jnp.int8, jnp.int8, jnp.int32)
         return out
 
-    got = multiply(Product(equation, checked), jnp.asarray(x), weight)
+    got = jax.jit(partial(multiply, Product(equation, checked)))(jnp.asarray(x), weight)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
 
 

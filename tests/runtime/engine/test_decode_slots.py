@@ -44,13 +44,19 @@ def run(seed: int, **options) -> SymbolicRun:
     return SymbolicRun(seed, grid=grid, prompts=prompts, num_samples=samples, **options)
 
 
+def seeds(count: int) -> list:
+    """Return the numbers of random runs, of which a third are in every run of the tests."""
+    slow = pytest.mark.slow
+    return [pytest.param(seed, marks=[slow] * (seed >= count // 3)) for seed in range(count)]
+
+
 @pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100))
 def test_every_row_runs_in_a_group_with_its_prefix(seed, in_order):
     run(seed, in_order=in_order).assert_all_rows_ended()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_a_drain_at_any_step_keeps_rows_in_flight(seed):
     for step in range(run(seed).num_steps + 1):
         drained = run(seed, in_order=False, drain_at=step)

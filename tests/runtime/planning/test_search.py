@@ -19,7 +19,7 @@ from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.candidates import Budget, CandidateGrids
 from noria.compile.planning.compile_time import GraphSeconds
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.run_bounds import ExpectedRow, rows_by_bucket
+from noria.compile.planning.run_bounds import ExpectedRow, entries_by_bucket, rows_by_bucket
 from noria.compile.planning.work import Work
 from noria.runtime.engine.metrics import DecodeUse
 from noria.runtime.errors import NoPlanFits
@@ -546,6 +546,47 @@ def test_candidates_with_pages_have_what_memory_holds_and_room_for_the_longest_r
     assert all(grid.max_length >= limit for grid in small)
     short = weights + COST.work.page_bytes(16) * (num_longest - 1)
     assert not paged_candidates(rows, memory_bytes=short)
+
+
+PACKED = replace(PAGED, prefill=((64, 3, 8),), chunks_per_decode=4)
+
+
+@pytest.mark.parametrize("chunks", [((64, 3, 8),), ((64, 3, 4), (64, 2, 16)), ((64, 1, 32),)])
+def test_the_pieces_of_prompts_read_whole_pages_up_to_their_ends(chunks):
+    grid = replace(PACKED, prefill=chunks)
+    prompts, read = np.arange(1, 64), dict.fromkeys(grid.prefill, 0)
+    for length in prompts.tolist():
+        start = 0
+        while start < length:
+            bucket = grid.bucket_of(length, start)
+            start = min(start + bucket.tokens, length)
+            read[bucket] += grid.whole_pages(start)
+    assert entries_by_bucket(grid, prompts).tolist() == list(read.values())
+    twice = entries_by_bucket(grid, prompts, np.full(63, 2))
+    assert twice.tolist() == [2 * entries for entries in read.values()]
+
+
+def test_the_calls_of_tiles_take_the_seconds_of_what_their_pieces_read():
+    rows = [ExpectedRow(RowShape(20, 4), 4), ExpectedRow(RowShape(50, 4), 4)]
+    simulated = simulate_in_order(rows, PACKED, COST)
+    use = simulated.metrics.prefill["8x3 span 64"]
+    read = [16, 16, 32, 16, 16, 32, 32, 48, 48, 64]
+    assert (use.calls, use.rows, use.read_entries) == (4, 10, sum(read))
+    call = PACKED.prefill_call(PACKED.prefill[0], entries=sum(read) / 4)
+    assert use.seconds == pytest.approx(4 * COST.seconds(call))
+    longer = PACKED.prefill_call(PACKED.prefill[0], entries=sum(read))
+    assert COST.seconds(longer) > COST.seconds(call)
+
+
+def test_tiles_have_one_span_and_several_sizes_of_calls():
+    found = paged_candidates(rows_of(3))
+    packed = [one.grid for one in found if one.grid.is_packed]
+    assert packed and all(len(grid.prefill) == 1 for grid in packed)
+    assert all(grid.prefill[0].length == grid.max_length for grid in packed)
+    # two queries for each head of keys: tiles of 32 have the rows of a product
+    assert {grid.chunks for grid in packed} == {(32,), (64,)}
+    assert len({grid.prefill[0].batch for grid in packed}) > 3
+    assert not any(one.grid.chunks and not one.grid.is_packed for one in found)
 
 
 def test_rows_that_are_only_scored_need_no_pages():

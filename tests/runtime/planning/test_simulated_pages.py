@@ -26,6 +26,7 @@ GRIDS = {
     "chunks": CHUNKS,
     "few pages": replace(WHOLE, pages=24),
     "chunks, few pages": replace(CHUNKS, pages=24),
+    "large calls of tiles": replace(WHOLE, prefill=((256, 16, 16),), chunks_per_decode=2),
 }
 OUTPUTS = {
     "ten times longer at the end": lambda i, rng: 15 if i < 100 else 150,
@@ -57,6 +58,17 @@ def test_every_job_ends_with_all_its_tokens(name, outputs):
     if grid.pages == 24:
         assert metrics.pages.replays and metrics.pages.waits
         assert padding["recomputed_tokens"] > 0
+
+
+@pytest.mark.parametrize("rows_of_call", [4, 16, 64])
+def test_packed_calls_are_full_but_for_the_first_fill_and_the_end(rows_of_call):
+    grid = replace(WHOLE, pages=1024, prefill=((256, rows_of_call, 16),), chunks_per_decode=99)
+    rng = np.random.default_rng(0)
+    rows = [SimulatedRow(int(n), 256, (60,)) for n in rng.integers(1, 120, 600)]
+    use = schedule(grid, rows).metrics.prefill[f"16x{rows_of_call} span 256"]
+    num_tiles = sum(-(-row.prompt_length // 16) for row in rows)
+    assert use.rows == num_tiles
+    assert use.calls <= -(-num_tiles // rows_of_call) + 3
 
 
 def test_more_pages_take_fewer_calls():
