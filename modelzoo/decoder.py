@@ -155,8 +155,9 @@ class Decoder(nnx.Module):
         if rows.start_B is not None and rows.page_BN is not None:
             assert prefixes is None
             in_pages = PageRows(rows.start_B, rows.count_B, rows.page_BN, jnp.int32(0))
-            call = tokens_BT, in_pages, cache, cache_operations, None, adapter_B
-            return self._extend(*call, is_gathered=True)
+            return self._extend(
+                tokens_BT, in_pages, cache, cache_operations, None, adapter_B, is_gathered=True
+            )
         if rows.start_B is not None or prefixes is not None:
             chunk = tokens_BT, rows, cache, cache_operations, prefixes, adapter_B
             return self._prefill_chunk(*chunk)

@@ -116,8 +116,15 @@ class PageAttention:
         before_B = rows.before_B if isinstance(options.window, Chunk) else None
         count_B = jnp.where(is_here_B, rows.count_B, 0)
         paged = PagedRows(page_BN, rows.first_B, count_B, before_B)
-        call = options.window, options.scaled, queries.q_BTKGH, own.pages(), paged
-        attended = attend_pages(self.attend, *call, self.operations.stripe)
+        attended = attend_pages(
+            self.attend,
+            options.window,
+            options.scaled,
+            queries.q_BTKGH,
+            own.pages(),
+            paged,
+            self.operations.stripe,
+        )
         attended = self.operations.merge_pages(*attended, is_gathered=self.is_gathered)
         if prefixes:
             attended = merge([attended, self._attend_prefix(options, queries, rows, *prefixes)])
