@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 from alike import changed
-from tiny import CONFIG, GRID
+from tiny import GRID
+from tiny import TWO_LAYERS as CONFIG
 
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.graphs.graph_kinds import EMPTY_STATE, GraphKey, graph_keys
