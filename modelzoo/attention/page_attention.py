@@ -95,9 +95,10 @@ class PageAttention:
         own, is_here_B = self._write(own, new_entries, rows, queries.q_BTKGH.shape[1])
         # a row has no page after its last one, and attention reads none there
         page_BN = first + jnp.minimum(page_BN, num_pages - 1)
-        paged = PagedRows(page_BN, rows.first_B, jnp.where(is_here_B, rows.count_B, 0))
+        count_B = jnp.where(is_here_B, rows.count_B, 0)
+        paged = PagedRows(page_BN, rows.first_B, count_B, self.operations.stripe)
         call = options.window, options.scaled, queries.q_BTKGH, own.pages(), paged
-        attended = attend_pages(self.attend, *call, self.operations.stripe)
+        attended = attend_pages(self.attend, *call)
         attended = self.operations.merge_pages(*attended, is_gathered=self.is_gathered)
         return with_query_heads(queries, *attended), own
 

@@ -30,6 +30,8 @@ class PagedRows(NamedTuple):
     """The position of the first query of each row."""
     count_B: jax.Array
     """The queries of each row that are tokens. The others come last and see nothing."""
+    stripe: Stripe = ONE_STRIPE
+    """The stripe of entries that the pages on this device have."""
 
     def position_BT(self, num_queries: int) -> jax.Array:
         """The position of each query; `EMPTY_POSITION` for one that is no token."""
@@ -72,7 +74,6 @@ def attend_in_groups(
     scores: Scores = PLAIN_SCORES,
     *,
     group: int | None = None,
-    stripe: Stripe = ONE_STRIPE,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend in groups of rows, each with as many turns as its longest row has pages.
 
@@ -84,7 +85,6 @@ def attend_in_groups(
       window: The window of the layer.
       scores: Scale and cap of the scores.
       group: Static: the rows of a group; None for all rows. Groups run one after the other.
-      stripe: The stripe of entries that the pages here have.
     """
     B = len(q_BTKGH)
     size = min(group or B, B)
@@ -95,11 +95,11 @@ def attend_in_groups(
         padding = [(0, count * size - B)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, padding, constant_values=fill).reshape(count, size, *x.shape[1:])
 
-    def attend(inputs: tuple[jax.Array, PagedRows]) -> tuple[jax.Array, jax.Array]:
-        q_BTKGH, rows = inputs
-        return _attend_turns(q_BTKGH, pages, rows, window, scores, stripe)
+    def attend(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q_BTKGH, *of_rows = inputs
+        return _attend_turns(q_BTKGH, pages, PagedRows(*of_rows, rows.stripe), window, scores)
 
-    groups = pad(q_BTKGH, 0), PagedRows(*(pad(x, 0) for x in rows))
+    groups = tuple(pad(x, 0) for x in (q_BTKGH, *rows[:3]))
     if count == 1:
         out, lse = attend(jax.tree.map(lambda x: x[0], groups))
     else:
@@ -114,10 +114,9 @@ def _attend_turns(
     rows: PagedRows,
     window: Window,
     scores: Scores,
-    stripe: Stripe,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to one page of each row at a time, and merge the results."""
-    page_BN, first_B, count_B = rows
+    page_BN, first_B, count_B, stripe = rows
     _, _, S, H = pages.shape
     position_BT, is_row_B = rows.position_BT(q_BTKGH.shape[1]), count_B > 0
     page = S * stripe.count
@@ -178,7 +177,6 @@ def attend_pages(
     q_BTKGH: jax.Array,
     pages: KeysAndValues,
     rows: PagedRows,
-    stripe: Stripe = ONE_STRIPE,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with queries whose heads and features may differ from those of the pages.
 
@@ -189,7 +187,6 @@ def attend_pages(
       q_BTKGH: Queries. Several of their key/value heads may read the same head of the pages.
       pages: Keys and values of all pages.
       rows: The pages of each row, and the positions of its queries.
-      stripe: The stripe of entries that the pages here have.
 
     Returns:
       `out` and `lse`, grouped by the heads of the pages, with the head size of queries.
@@ -197,6 +194,5 @@ def attend_pages(
     H, (_, num_heads, _, cache_dim) = q_BTKGH.shape[-1], pages[1].shape
     grouped = q_BTKGH.reshape(*q_BTKGH.shape[:2], num_heads, -1, H)
     grouped = match_head_dim(grouped, cache_dim, axis=-1)
-    options = {} if stripe.count == 1 else {"stripe": stripe}
-    out_BTKGH, lse_BTKG = attend(grouped, *pages, rows, window, scores, **options)
+    out_BTKGH, lse_BTKG = attend(grouped, *pages, rows, window, scores)
     return out_BTKGH[..., :H], lse_BTKG
