@@ -59,7 +59,8 @@ def model_sizes(
         spans.append(prefixes.length)
     slot_groups = grid.slot_groups
     if grid.page is not None:
-        spans, slot_groups = [grid.page], slot_groups or 1
+        spans = [grid.page, *spans[len(grid.decode_spans) :]]
+        slot_groups = slot_groups or 1
     return ModelSizes(
         config,
         num_devices,

@@ -379,6 +379,7 @@ def _paged_call(
         stripes=placement.cache_stripes,
         page=grid.page,
         table=num_rows * grid.num_pages(grid.max_length),
+        has_prefixes=grid.prefixes is not None,
     )
 
 

@@ -258,8 +258,7 @@ class Plan:
                 'the other rows of a call decide what a prefix loses. Set dispatch = "lossless" in '
                 "[experts.prefill], or leave [prefixes] out."
             )
-        if self.buckets.pages is not None and self.experts is not None:
-            self._check_experts_of_pages(self.experts)
+        self._check_experts_of_pages()
         built = {kind.options for kind in GRAPH_KINDS.values() if kind.is_built(self.buckets)}
         if unused := [kind for kind in self.compiler if kind not in built]:
             raise ValueError(
@@ -267,17 +266,20 @@ class Plan:
                 f"Remove them."
             )
 
-    @staticmethod
-    def _check_experts_of_pages(experts: ExpertPlan) -> None:
+    def _check_experts_of_pages(self) -> None:
+        pages, most = self.buckets.pages, self.buckets.most_pages
+        if self.experts is None or pages is None or pages >= most:
+            return
         for phase in PHASES:
-            dispatch = getattr(experts, phase)
+            dispatch = getattr(self.experts, phase)
             if dispatch.kind != "capacity":
                 continue
             raise ValueError(
-                f"plan [experts.{phase}]: expected lossless dispatch with buckets.pages, got a "
-                f"capacity_factor of {dispatch.capacity_factor:g}: rows wait for pages and "
-                "are computed again beside other rows, and these would decide what a capacity "
-                'drops. Set dispatch = "lossless", or leave out buckets.pages and buckets.page.'
+                f"plan [experts.{phase}]: expected lossless dispatch, or at least {most} "
+                f"buckets.pages, got a capacity_factor of {dispatch.capacity_factor:g} and {pages} "
+                "pages: rows that lack pages are computed again beside other rows, and these would "
+                "decide what a capacity drops. Give more pages, so that none lacks any, or set "
+                'dispatch = "lossless".'
             )
 
     def to_toml(self) -> str:

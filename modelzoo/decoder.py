@@ -153,9 +153,11 @@ class Decoder(nnx.Module):
           of sparse layers, or None without any.
         """
         if rows.start_B is not None and rows.page_BN is not None:
+            assert prefixes is None
             in_pages = PageRows(rows.start_B, rows.count_B, rows.page_BN, jnp.int32(0))
-            call = tokens_BT, in_pages, cache, cache_operations, adapter_B
-            return self._extend(*call, is_gathered=True)
+            return self._extend(
+                tokens_BT, in_pages, cache, cache_operations, None, adapter_B, is_gathered=True
+            )
         if rows.start_B is not None or prefixes is not None:
             chunk = tokens_BT, rows, cache, cache_operations, prefixes, adapter_B
             return self._prefill_chunk(*chunk)
@@ -267,6 +269,7 @@ class Decoder(nnx.Module):
         rows: PageRows,
         cache: KVCache,
         cache_operations: Operations,
+        prefixes: Prefixes | None,
         adapter_B: jax.Array | None,
         *,
         is_gathered: bool,
@@ -275,8 +278,15 @@ class Decoder(nnx.Module):
         offset_1T = jnp.arange(tokens_BT.shape[1])[None]
         position_BT = rows.first_B[:, None] + offset_1T
         is_token_BT = offset_1T < rows.count_B[:, None]
-        attention = PageAttention(self.attend_pages, cache_operations, rows, is_gathered)
-        call = position_BT, attention, is_token_BT, cache.layers, None, adapter_B
+        if prefixes is not None:
+            before_B = prefixes.by_slot(prefixes.length_B, len(rows.first_B))
+            before_B = cache_operations.constrain(before_B, axes.LOGITS[:1])
+            position_BT = position_BT + before_B[:, None]
+            rows = rows._replace(before_B=before_B, prefix=prefixes.positions())
+        attention = PageAttention(
+            self.attend_pages, self.attend, cache_operations, rows, is_gathered
+        )
+        call = position_BT, attention, is_token_BT, cache.layers, prefixes, adapter_B
         x_BTD, layers, report = self._run_blocks(self.embed(tokens_BT), *call)
         x_BTD = self.operations.prompt_stripes.permute(self.final_norm(x_BTD), axis=1)
         return x_BTD, KVCache(layers, cache.positions), report
@@ -311,7 +321,7 @@ class Decoder(nnx.Module):
         operations = self.operations
         if page_BN is not None:
             rows = PageRows(position_B, is_token_B.astype(jnp.int32), page_BN, jnp.int32(0))
-            call = token_B[:, None], rows, cache, operations, adapter_B
+            call = token_B[:, None], rows, cache, operations, prefixes, adapter_B
             x_B1D, cache, report = self._extend(*call, is_gathered=False)
             return self.logits(x_B1D[:, 0]), cache, report
         own_position_B = jnp.where(is_token_B, position_B, EMPTY_POSITION)

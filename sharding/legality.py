@@ -198,6 +198,8 @@ def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
         what, remedy = "a span", "Plan spans that do, or change the rule."
         if sizes.has_pages:
             what, remedy = "buckets.page", "Plan a page that does, or change the rule."
+            if sizes.has_prefixes:
+                what, remedy = f"{what} or prefixes.length", "Plan sizes that do, or change it."
         yield from _division(layout, rules, axes.CACHE_LENGTH, what, span, remedy)
 
 

@@ -330,6 +330,11 @@ class BucketGrid(PlanTable, name="buckets"):
         assert self.page is not None
         return self.num_pages(length) * self.page
 
+    @property
+    def most_pages(self) -> int:
+        """The pages that the longest rows fill in all slots; 0 in a grid without pages."""
+        return 0 if self.page is None else self.decode_slots * self.num_pages(self.max_length)
+
     def num_segments(self, length: int) -> int:
         """Number of cache segments, from the first one on, that hold `length` positions."""
         return bisect_left(self.decode_spans, length) + 1
@@ -385,12 +390,10 @@ class BucketGrid(PlanTable, name="buckets"):
     def decode_call(self, span: int) -> Call:
         """The shape of one step of a decode call; with pages, of a step that reads all pages."""
         if self.pages is not None and self.page is not None:
-            most = min(self.pages, self.decode_slots * self.num_pages(self.max_length))
-            return self.average_step(most * self.page)
-        segments, prefixes = self.segments(span), self.prefixes
-        prefix = (0, 0) if prefixes is None else (prefixes.groups, prefixes.length)
-        pieces = segments[1:] and segments
-        return Call("decode", self.decode_slots, 1, span, segments=pieces, prefix=prefix)
+            return self.average_step(min(self.pages, self.most_pages) * self.page)
+        segments = self.segments(span)
+        step = Call("decode", self.decode_slots, 1, span, segments=segments[1:] and segments)
+        return replace(step, prefix=self._read_prefixes)
 
     def average_step(self, entries: float) -> Call:
         """The shape of a decode step that reads so many entries, in a grid with pages.
@@ -400,7 +403,13 @@ class BucketGrid(PlanTable, name="buckets"):
         """
         assert self.page is not None
         slots, span = self.decode_slots, self.max_length
-        return Call("decode", slots, 1, span, entries=entries, page=self.page)
+        step = Call("decode", slots, 1, span, entries=entries, page=self.page)
+        return replace(step, prefix=self._read_prefixes)
+
+    @property
+    def _read_prefixes(self) -> tuple[int, int]:
+        """The number and the length of the prefixes that a decode step reads."""
+        return (0, 0) if self.prefixes is None else (self.prefixes.groups, self.prefixes.length)
 
     def _normalise(self) -> None:
         """Turn lists into tuples, and set the defaults that depend on other fields."""
@@ -465,7 +474,6 @@ class BucketGrid(PlanTable, name="buckets"):
             ("buckets.decode_spans", self.decode_spans, (self.max_length,)),
             ("buckets.span_slots", self.span_slots, None),
             ("buckets.decode_graphs", self.decode_graphs, None),
-            ("plan [prefixes]", self.prefixes, None),
         ):
             if got != expected:
                 raise ValueError(
@@ -474,6 +482,12 @@ class BucketGrid(PlanTable, name="buckets"):
                     f"Change it, or leave out buckets.pages and buckets.page."
                 )
         groups, longest = self.slot_groups or 1, self.num_pages(self.max_length)
+        if self.prefixes is not None and self.prefixes.groups % groups:
+            raise ValueError(
+                f"prefixes.groups: with buckets.pages, expected a multiple of buckets.slot_groups "
+                f"({groups}), so that the rows of a prefix have pages on the same devices, got "
+                f"{self.prefixes.groups}. Change either."
+            )
         if self.pages < groups * longest:
             of_groups = f" in each of {groups} buckets.slot_groups" if groups > 1 else ""
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from ...modelzoo.config_values import check_count
 from .bucket_grid import BucketGrid
 from .span_slots import SlotUse
 
@@ -54,6 +55,19 @@ def with_pages(
         pages=of_group * groups,
         page=page,
     )
+
+
+def with_own_pages(grid: BucketGrid, page: int, groups: int = 1) -> BucketGrid:
+    """The grid with so many pages that each slot has those of a row of `max_length`.
+
+    Args:
+      grid: A grid with slots and one span.
+      page: The entries of a page.
+      groups: The equal groups of slots on different devices.
+    """
+    check_count("buckets.page", page)
+    pages = grid.decode_slots * _num_pages(grid.max_length, page)
+    return replace(grid, pages=pages, page=page, slot_groups=None if groups == 1 else groups)
 
 
 def expected_pages(use: SlotUse, page: int, unlimited: int) -> float:

@@ -28,9 +28,9 @@ def read_entries(call: Call, window: Window) -> float:
 
 def num_pairs(call: Call, window: Window) -> float:
     """Number of query-key pairs that attention computes in one layer, in whole blocks."""
-    if call.entries is not None:
-        return call.tokens * read_entries(call, window)
     with_prefix = call.num_tokens * num_cache_entries(window, call.prefix[1])
+    if call.entries is not None:
+        return call.tokens * read_entries(call, window) + with_prefix
     if call.phase == "decode":
         return with_prefix + sum(
             rows * (num_cache_entries(window, end) - num_cache_entries(window, start))

@@ -214,35 +214,40 @@ class CandidateGrids:
     def prefix_candidates(self, slots: int) -> Iterator[Candidate]:
         """Candidates with planned prefixes for groups of about `slots` slots in all.
 
-        Their bounds leave out the work of the prefixes, and allow any padding. There are none with
-        pages, as rows share pages in place of prefixes.
+        Their bounds leave out the work of the prefixes, and allow any padding.
         """
-        if self._score or self._defaults.page is not None:
+        if self._score:
             return
         for prefixes in prefix_grids(self._table, self._prompts, slots, self._defaults):
-            rest = self._after(self._planned(prefixes), prefixes.groups)
+            rest = self._after(self._planned(prefixes), prefixes)
             for candidate in rest.whole_prompt_candidates():
                 if candidate.grid.span_slots is None:
                     grid = replace(candidate.grid, prefixes=prefixes)
-                    if self._fits_memory(grid):
-                        yield replace(candidate, grid=grid, padding=0.0)
+                    yield replace(candidate, grid=grid, padding=0.0)
 
     def _planned(self, prefixes: PrefixGrid) -> list[PlannedPrefix | None]:
         return prefixes_of_rows(self._table, self._prompts, prefixes)
 
-    def _after(self, planned: Sequence[PlannedPrefix | None], groups: int) -> "CandidateGrids":
-        """The candidates for the rows without their planned prefixes, for groups of slots."""
+    def _after(
+        self, planned: Sequence[PlannedPrefix | None], prefixes: PrefixGrid
+    ) -> "CandidateGrids":
+        """The candidates for the rows without their planned prefixes, for groups of slots.
+
+        Their memory is what the cache of prefixes leaves.
+        """
         rows = [
             row.after(prefix.length if prefix else 0)
             for row, prefix in zip(self._rows, planned, strict=True)
         ]
-        multiple = math.lcm(self._defaults.slot_multiple, groups)
+        multiple = math.lcm(self._defaults.slot_multiple, prefixes.groups)
+        of_prefixes = self._cost.work.cache_bytes(prefixes.groups, prefixes.length)
+        left = self._budget.memory_bytes - of_prefixes
         defaults = replace(self._defaults, slot_multiple=multiple)
         return CandidateGrids(
             rows,
             self._max_position,
             self._cost,
-            self._budget,
+            replace(self._budget, memory_bytes=left),
             defaults,
             group_size=partial(even_group_size, usual_num_rows(planned)),
         )
@@ -309,7 +314,7 @@ class CandidateGrids:
         if (prefixes := grid.prefixes) is None:
             return self._bounds.run_seconds(grid)
         planned = self._planned(prefixes)
-        rest = self._after(planned, prefixes.groups).run_seconds(replace(grid, prefixes=None))
+        rest = self._after(planned, prefixes).run_seconds(replace(grid, prefixes=None))
         # each prefix is computed at least once, a piece in each call
         num_calls = sum(-(-x.length // prefixes.chunk) for x in set(planned) if x is not None)
         return rest + num_calls * self._cost.seconds(prefixes.call)

@@ -188,11 +188,11 @@ class Work:
 
     def grid_bytes(self, grid: BucketGrid) -> int:
         """Bytes of the cache of a grid on each device."""
-        if grid.pages is not None:
-            assert grid.page is not None
-            return self.page_bytes(grid.pages * grid.page)
         prefixes = grid.prefixes
         of_prefixes = 0 if prefixes is None else self.cache_bytes(prefixes.groups, prefixes.length)
+        if grid.pages is not None:
+            assert grid.page is not None
+            return self.page_bytes(grid.pages * grid.page) + of_prefixes
         return self.pieces_bytes(grid.segments(grid.max_length)) + of_prefixes
 
     def page_bytes(self, entries: int) -> int:

@@ -21,6 +21,7 @@ from ..cache.state_spec import KeysAndValues
 from ..layer_config import Attention, Window
 from ..operations import Operations
 from .attend import Attend, Queries, Slots, Visibility, with_sinks
+from .page_pieces import write_prompts
 from .prompt_pieces import PromptPieces, layer_of_slots, write_piece
 from .segment_attention import Entries, EntrySlots, attend_segments, join_segments
 
@@ -175,7 +176,8 @@ class ChunkContext(NamedTuple):
 class ChunkAttention:
     """Attention of chunks: each layer attends to its slots and the chunk, then writes the chunk.
 
-    With prefixes, each layer attends to the prefix of the call, too.
+    With prefixes, each layer attends to the prefix of the call, too. Chunks in pages have an
+    attention of their own (`page_attention`); whole prompts after a prefix are written to pages.
     """
 
     attend: Attend
@@ -236,6 +238,8 @@ class ChunkAttention:
         """See `CallAttention`."""
         # XLA copies the cache for a write that may run before the layer has read it
         rows = self.rows.after(x_BTD, self.operations)
+        if rows.page_BN is not None:
+            return write_prompts(cache, cache_update, scan_index, rows, self.cache_operations)
         is_rolling = self.context.cached.is_rolling(options.window)
         return write_piece(cache, cache_update, scan_index, rows, is_rolling, self.cache_operations)
 

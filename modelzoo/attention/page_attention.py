@@ -4,6 +4,9 @@ There is one source of keys and values, the pages of a row: for its earlier toke
 the call has just written, and for a row of one token as for a tile of many. So several rows of a
 call may be pieces of one prompt.
 
+Rows of a decode step may follow a prefix that others share (`prefixes`). It has a cache of its own,
+and the results of both are merged. The pages of a row are counted from the end of its prefix.
+
 Knows nothing of projections or of owners of pages.
 """
 
@@ -15,15 +18,17 @@ import jax
 import jax.numpy as jnp
 
 from .. import axes
+from ..cache.kv_cache import Positions
 from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues, PromptLatents
 from ..cache.pages import append_to_pages, page_of
 from ..cache.segments import EMPTY_POSITION
-from ..layer_config import Attention
+from ..layer_config import Attention, Chunk
 from ..operations import Operations
-from .attend import Queries
+from .attend import Attend, Queries, merge
 from .layer_attention import AttendLayer, Caches, with_query_heads
 from .page_pieces import write_pieces
-from .paged import AttendPages, PagedRows, attend_pages
+from .paged import AttendPages, PagedRows, attend_pages, counted_after
+from .segment_attention import Entries, attend_segments
 
 
 class PageRows(NamedTuple):
@@ -37,8 +42,19 @@ class PageRows(NamedTuple):
     """The pages of each row in order; past the last page of the pool for no page."""
     scan_index: jax.Array
     """The index of the layer in the arrays, which is set for each layer."""
+    before_B: jax.Array | None = None
+    """The number of tokens of each row's prefix; None without prefixes."""
+    prefix: Positions | None = None
+    """Positions of the entries of prefixes; None without prefixes."""
 
-    AXES = ((axes.ATTENTION_BATCH,), (axes.ATTENTION_BATCH,), (axes.ATTENTION_BATCH, ""), ())
+    AXES = (
+        (axes.ATTENTION_BATCH,),
+        (axes.ATTENTION_BATCH,),
+        (axes.ATTENTION_BATCH, ""),
+        (),
+        (axes.ATTENTION_BATCH,),
+        axes.CACHE_POSITIONS,
+    )
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,8 @@ class PageAttention:
     """Attention of rows to their pages, the tokens of the call included."""
 
     attend: AttendPages
+    attend_prefix: Attend
+    """Attention to the entries of prefixes."""
     operations: Operations
     """The operations by which the cache is laid out."""
     rows: PageRows
@@ -88,19 +106,38 @@ class PageAttention:
     ) -> tuple[jax.Array, LayerState]:
         new_entries = new if latents is None else latents
         assert new_entries is not None
-        (own,) = caches
+        own, *prefixes = caches
         num_pages, first = own.num_slots, rows.scan_index * own.num_slots
         page_BN = self.operations.local_pages(rows.page_BN, num_pages)
         rows = rows._replace(page_BN=page_BN)
         own, is_here_B = self._write(own, new_entries, rows, queries.q_BTKGH.shape[1])
         # a row has no page after its last one, and attention reads none there
         page_BN = first + jnp.minimum(page_BN, num_pages - 1)
+        before_B = rows.before_B if isinstance(options.window, Chunk) else None
         count_B = jnp.where(is_here_B, rows.count_B, 0)
-        paged = PagedRows(page_BN, rows.first_B, count_B, self.operations.stripe)
-        call = options.window, options.scaled, queries.q_BTKGH, own.pages(), paged
-        attended = attend_pages(self.attend, *call)
+        paged = PagedRows(page_BN, rows.first_B, count_B, before_B, self.operations.stripe)
+        attended = attend_pages(
+            self.attend, options.window, options.scaled, queries.q_BTKGH, own.pages(), paged
+        )
         attended = self.operations.merge_pages(*attended, is_gathered=self.is_gathered)
+        if prefixes:
+            attended = merge([attended, self._attend_prefix(options, queries, rows, *prefixes)])
         return with_query_heads(queries, *attended), own
+
+    def _attend_prefix(
+        self, options: Attention, queries: Queries, rows: PageRows, cache: LayerState
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attend to the prefix of each row."""
+        assert rows.prefix is not None
+        paged = PagedRows(rows.page_BN, rows.first_B, rows.count_B)
+        own_position_BT = paged.position_BT(queries.q_BTKGH.shape[1])
+        position_BT = counted_after(own_position_BT, rows.before_B)
+        window, keys_values = options.window, cache.read_layer(rows.scan_index)
+        entries = Entries((), (), keys_values, rows.prefix.for_window(window))
+        attend = partial(self.attend_prefix, scores=options.scaled)
+        attend_entries = partial(attend_segments, attend, window)
+        attend_all = self.operations.over_cache(attend_entries, window)
+        return attend_all(queries.q_BTKGH, position_BT, entries)
 
     def _write(
         self, own: LayerState, new: NewEntries, rows: PageRows, num_tokens: int

@@ -30,6 +30,9 @@ class PagedRows(NamedTuple):
     """The position of the first query of each row."""
     count_B: jax.Array
     """The queries of each row that are tokens. The others come last and see nothing."""
+    before_B: jax.Array | None = None
+    """The tokens before the first page of each row, for chunked attention, whose chunks they shift;
+    None for 0."""
     stripe: Stripe = ONE_STRIPE
     """The stripe of entries that the pages on this device have."""
 
@@ -91,15 +94,16 @@ def attend_in_groups(
     count = -(-B // size)
     pages = _Pages(k_PKSH, v_PKSH)
 
-    def pad(x: jax.Array, fill: int) -> jax.Array:
+    def pad(x: jax.Array) -> jax.Array:
         padding = [(0, count * size - B)] + [(0, 0)] * (x.ndim - 1)
-        return jnp.pad(x, padding, constant_values=fill).reshape(count, size, *x.shape[1:])
+        return jnp.pad(x, padding).reshape(count, size, *x.shape[1:])
 
     def attend(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q_BTKGH, *of_rows = inputs
-        return _attend_turns(q_BTKGH, pages, PagedRows(*of_rows, rows.stripe), window, scores)
+        q_BTKGH, *by_row = inputs
+        of_group = PagedRows._make((*by_row, rows.stripe))
+        return _attend_turns(q_BTKGH, pages, of_group, window, scores)
 
-    groups = tuple(pad(x, 0) for x in (q_BTKGH, *rows[:3]))
+    groups = jax.tree.map(pad, (q_BTKGH, *rows[:4]))
     if count == 1:
         out, lse = attend(jax.tree.map(lambda x: x[0], groups))
     else:
@@ -116,14 +120,17 @@ def _attend_turns(
     scores: Scores,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to one page of each row at a time, and merge the results."""
-    page_BN, first_B, count_B, stripe = rows
+    page_BN, first_B, count_B, before_B, stripe = rows
     _, _, S, H = pages.shape
     position_BT, is_row_B = rows.position_BT(q_BTKGH.shape[1]), count_B > 0
+    whole_position_BT = counted_after(position_BT, before_B)
     page = S * stripe.count
     last_B = jnp.where(is_row_B, first_B + count_B - 1, 0) // page
     first = jnp.int32(0)
     if window is not None:
-        first_page_B = jnp.maximum(first_visible(first_B, window), 0) // page
+        before = 0 if before_B is None else before_B
+        first_entry_B = first_visible(first_B + before, window) - before
+        first_page_B = jnp.maximum(first_entry_B, 0) // page
         first = jnp.where(is_row_B, first_page_B, page_BN.shape[1]).min().astype(jnp.int32)
     end = jnp.where(is_row_B.any(), last_B.max() + 1, 0)
 
@@ -135,7 +142,7 @@ def _attend_turns(
         k_BKSH, v_BKSH = pages.take(page_B)
         entry_1S = stripe.position(index * S + jnp.arange(S))[None]
         entry_BS = jnp.where(is_page_B[:, None], entry_1S, EMPTY_POSITION)
-        mask_BTS = visible(position_BT, entry_BS, window)
+        mask_BTS = visible(whole_position_BT, counted_after(entry_BS, before_B), window)
         part = attend_masked(q_BTKGH, transposed(k_BKSH), v_BKSH, mask_BTS, scores)
         return merge([carry, part])
 
@@ -147,6 +154,14 @@ def _attend_turns(
     empty = jnp.zeros((*shape, H)), jnp.full(shape, -jnp.inf)
     out_BTKGH, lse_BTKG = jax.lax.fori_loop(first, end, turn, empty)
     return hide(out_BTKGH, 0.0), hide(lse_BTKG, -jnp.inf)
+
+
+def counted_after(position_BT: jax.Array, before_B: jax.Array | None) -> jax.Array:
+    """Positions with the tokens before each row counted; empty positions stay empty."""
+    if before_B is None:
+        return position_BT
+    is_token_BT = position_BT > EMPTY_POSITION
+    return jnp.where(is_token_BT, position_BT + before_B[:, None], EMPTY_POSITION)
 
 
 class _Pages:

@@ -130,4 +130,6 @@ def refusal_of_all(call: AttentionCall) -> str | None:
         return f"it takes pages with all their entries on one device, got {call.stripes} devices"
     if call.sees_later:
         return "it takes no windows in both directions"
+    if call.has_shifted_chunks:
+        return "it takes no chunked attention after [prefixes]"
     return None

@@ -69,6 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompts", type=int, default=8, help="number of prompts of the prefill graph (default: 8)"
     )
+    add("--page", type=int, help="entries of a page of the cache (default: slots without pages)")
     add(
         "--attention",
         default="auto",
@@ -184,10 +185,17 @@ def _measure(
     dtype: str,
 ) -> "LayoutResult":
     from ...compile.attention_kernels import AttentionPlan
+    from ...compile.grids.grid_defaults import GridDefaults
+    from ...compile.grids.page_count import with_own_pages
     from ...compile.layout_measure import MeasuredModel, measure
     from ...compile.target_names import TargetName
 
     attention = AttentionPlan(prefill=options.attention)
+    if options.page is not None:
+        groups = GridDefaults.for_layout(layout).slot_groups
+        # a layout that does not divide the slots is refused as one without pages is
+        groups = 1 if grid.decode_slots % groups else groups
+        grid = with_own_pages(grid, options.page, groups)
 
     def report(graph: str, seconds: float) -> None:
         note(f"{layout.name}: {graph}  {seconds:.1f} s", is_quiet=options.quiet)
@@ -232,6 +240,7 @@ def _verify(
     named = (
         {} if attention == AUTO_ATTENTION else {"attention": attention, "length": options.prompt}
     )
+    named |= {"page": options.page}
     verification = Verification(files, target, dtype, options.scan_layers, **named)
     for layout, result in zip(layouts, results, strict=True):
         if result.findings:

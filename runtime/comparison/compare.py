@@ -22,6 +22,7 @@ from ...compile.graphs.steps import NO_TOKEN
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import ladder_grid
 from ...compile.grids.grid_defaults import GridDefaults, round_up
+from ...compile.grids.page_count import with_own_pages
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.targets import Target, present_target
 from ...sharding.layout import Layout
@@ -31,9 +32,10 @@ from ..devices import backends
 from ..devices.compiler_messages import without_alarms
 from ..devices.default_target import default_target
 from ..engine.model_runner import GraphCall, ModelRunner
-from ..engine.padding import pack_greedy
+from ..engine.padding import decode_pages, pack_greedy
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
+from ..files.run_config import apply_overrides
 from ..plans import plan_checks
 from ..rows.row_ids import read_row_ids
 from ..session import OpenedModel, build, resolve_dtype
@@ -46,7 +48,11 @@ if TYPE_CHECKING:
 
 
 def forced_grid(
-    prompt_lengths: Sequence[int], max_length: int, slots: int, layout: "Layout | None"
+    prompt_lengths: Sequence[int],
+    max_length: int,
+    slots: int,
+    layout: "Layout | None",
+    page: int | None = None,
 ) -> BucketGrid:
     """The grid of models that are compared.
 
@@ -55,6 +61,7 @@ def forced_grid(
       max_length: The longest row, prompt and answer together.
       slots: The number of rows that run at once.
       layout: The layout of the models.
+      page: The entries of a page of the cache; None for a cache without pages.
     """
     defaults = GridDefaults.for_layout(layout)
     # a grid has the lengths and spans that the layout divides, which must not be shorter than rows
@@ -63,7 +70,8 @@ def forced_grid(
     used = {grid.bucket_of(length) for length in prompt_lengths}
     prefill = tuple(bucket for bucket in grid.prefill if bucket in used)
     spans = (grid.decode_spans[-1],)
-    return replace(grid, prefill=prefill, decode_spans=spans, steps_per_call=1)
+    grid = replace(grid, prefill=prefill, decode_spans=spans, steps_per_call=1)
+    return grid if page is None else with_own_pages(grid, page, defaults.slot_groups)
 
 
 class ForcedModel:
@@ -77,6 +85,7 @@ class ForcedModel:
     def __init__(self, runner: ModelRunner, padded_vocab: int):
         self.runner = runner
         self._padded_vocab = padded_vocab
+        self._pages = decode_pages(runner.grid)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
         """Write prompts into the first slots, in order."""
@@ -97,7 +106,7 @@ class ForcedModel:
         """Read the token that `forced_BV` chooses in each live slot."""
         self.runner.state = self.runner.decode_state._replace(logits_BV=forced_BV)
         key = GraphKey("decode", self.runner.grid.max_length)
-        self.runner.call(GraphCall(key, (is_live_B,)))
+        self.runner.call(GraphCall(key, (is_live_B, *self._pages)))
 
 
 DEFAULT_MAX_TOKENS = 64
@@ -158,7 +167,8 @@ def compare(
       target: The hardware to run on; by default jax's default backend.
       layout: The layout of all models on several devices.
       slots: The number of rows that run at once.
-      overrides: Settings of all plans, such as `model.scan_layers=true`.
+      overrides: Settings of all plans, such as `model.scan_layers=true`. `buckets.page=64` gives
+        all models a cache in pages.
       say: Called with lines about progress.
 
     Raises:
@@ -277,9 +287,15 @@ class _Setup:
             work.check_ids(config.vocab_size)
             plan_checks.check_layout(self.layout, files, self.target)
             lengths = list(map(len, work.prompts))
-            grid = forced_grid(lengths, work.max_length, self.slots, self.layout)
+            grid = forced_grid(lengths, work.max_length, self.slots, self.layout, self._page)
             plan = self._derived(model, files, grid)
             return OpenedModel.of(files, self.target, plan).plan, config.vocab_size
+
+    @property
+    def _page(self) -> Any:
+        """The entries of a page of the caches, if the overrides give them."""
+        buckets = apply_overrides({}, self.overrides).get("buckets")
+        return buckets.get("page") if isinstance(buckets, Mapping) else None
 
     def load(self, named: ComparedModel, plan: Plan) -> ForcedModel:
         """Load a model and compile the graphs of its plan."""
@@ -300,8 +316,9 @@ class _Setup:
         plan = Plan.from_table(override_plan(tomllib.loads(plan.to_toml()), self.overrides))
         if plan.buckets != grid:
             raise ConfigError(
-                "--set buckets: expected no settings of buckets, as compare has a grid of its own, "
-                "got some. Remove them; --slots changes the number of rows that run at once."
+                "--set buckets: expected no settings of buckets but page, as compare has a grid of "
+                "its own, got others. Remove them; --slots changes the number of rows that run at "
+                "once."
             )
         return plan
 

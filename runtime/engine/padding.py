@@ -99,6 +99,8 @@ def pack_greedy(
 ) -> tuple[PromptPieces, SlotRequests, np.ndarray]:
     """Pack whole prompts into slots from `first_slot` on, with greedy sampling.
 
+    In a grid with pages, each slot has pages of its own (see `own_pages`).
+
     Returns:
       The pieces, the slot requests and `tokens_BT`.
     """
@@ -109,9 +111,31 @@ def pack_greedy(
         PromptPiece(first_slot + i, ScheduledSequence(request, 0), 0, request.prompt_length)
         for i, request in enumerate(requests)
     ]
-    pieces, tokens_BT, _ = pack_pieces(rows, prompts, bucket, grid.decode_slots)
+    page_BN = own_pages(grid, range(first_slot, first_slot + len(rows)), bucket.length)
+    if page_BN is not None:
+        padding = (0, bucket.batch - len(rows)), (0, 0)
+        page_BN = np.pad(page_BN, padding, constant_values=grid.pages or 0)
+    pieces, tokens_BT, _ = pack_pieces(rows, prompts, bucket, grid.decode_slots, page_BN=page_BN)
     greedy = [greedy_sampling(vocab_size, grid)] * len(requests)
     return pieces, pack_requests(requests, greedy, bucket.batch), tokens_BT
+
+
+def own_pages(grid: BucketGrid, slots: Sequence[int], length: int) -> np.ndarray | None:
+    """The pages of slots that share none, up to a length; None in a grid without pages.
+
+    The grid has pages for the longest rows in all slots.
+    """
+    if grid.pages is None:
+        return None
+    assert grid.pages >= grid.most_pages
+    first_B1 = grid.num_pages(grid.max_length) * np.asarray(slots, np.int32)[:, None]
+    return first_B1 + np.arange(grid.num_pages(length), dtype=np.int32)
+
+
+def decode_pages(grid: BucketGrid) -> tuple[np.ndarray, ...]:
+    """The argument `page_BN` of decode graphs, if slots share no pages; none without pages."""
+    page_BN = own_pages(grid, range(grid.decode_slots), grid.max_length)
+    return () if page_BN is None else (page_BN,)
 
 
 def pack_requests(

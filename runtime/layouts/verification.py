@@ -18,6 +18,7 @@ from ...compile.build import build, plan_graphs
 from ...compile.graphs.graph_kinds import GraphKey
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults, round_up
+from ...compile.grids.page_count import with_own_pages
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.targets import Target
 from ...sharding.layout import Layout
@@ -25,7 +26,7 @@ from .. import session
 from ..checkpoint import ModelFiles
 from ..devices.host_arrays import HostArrays
 from ..engine.model_runner import GraphCall, ModelRunner
-from ..engine.padding import pack_greedy
+from ..engine.padding import decode_pages, pack_greedy
 
 NUM_PROMPTS, LENGTH, NUM_STEPS = 8, 32, 4
 
@@ -47,6 +48,8 @@ class Verification:
     """The kernels of layouts; the reference has those that are chosen for it."""
     length: int = LENGTH
     """The minimum length to which layouts pad prompts, as some kernels serve no short prompts."""
+    page: int | None = None
+    """The entries of a page of the cache of layouts; the reference has no pages."""
     _reference: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def max_abs_diff(self, layout: Layout) -> float:
@@ -81,7 +84,7 @@ class Verification:
         """Chosen token ids [B] and logits [B, V], after prefill and after each decode step."""
         options = session.LoadOptions(self.dtype, layout, self.scan_layers)
         model = session.load_model(self.files, self.target, options)
-        grid, dtype = _grid(layout, self.length), jnp.dtype(self.dtype)
+        grid, dtype = _grid(layout, self.length, self.page), jnp.dtype(self.dtype)
         placement = model.placement
         planned = plan_graphs(model.definition, grid, placement, dtype, attention=self.attention)
         graphs, host = build(grid, planned), HostArrays(placement.replicated)
@@ -96,20 +99,21 @@ class Verification:
         no_tokens_B = np.zeros(NUM_PROMPTS, np.int32)
         yield no_tokens_B, np.asarray(runner.decode_state.logits_BV)[:NUM_PROMPTS, :vocab_size]
         is_live_B = np.arange(grid.decode_slots) < NUM_PROMPTS
-        decode = GraphCall(GraphKey("decode", grid.max_length), (is_live_B,))
+        decode = GraphCall(GraphKey("decode", grid.max_length), (is_live_B, *decode_pages(grid)))
         for _ in range(NUM_STEPS):
             tokens_B = jax.device_get(runner.call(decode).tokens_BQ)[:NUM_PROMPTS, 0]
             yield tokens_B, np.asarray(runner.decode_state.logits_BV)[:NUM_PROMPTS, :vocab_size]
 
 
-def _grid(layout: Layout | None, min_length: int) -> BucketGrid:
+def _grid(layout: Layout | None, min_length: int, page: int | None) -> BucketGrid:
     """The smallest grid for the prompts, or longer ones, with sizes that the layout can split."""
     shape = GridDefaults.for_layout(layout)
     length = round_up(max(LENGTH, min_length), shape.length_multiple)
     batch = round_up(NUM_PROMPTS, shape.batch_multiple)
     slots = round_up(NUM_PROMPTS, shape.slot_multiple)
     span = round_up(length + NUM_STEPS + 1, shape.span_multiple)
-    return BucketGrid(span, (PrefillBucket(length, batch),), slots, (span,), steps_per_call=1)
+    grid = BucketGrid(span, (PrefillBucket(length, batch),), slots, (span,), steps_per_call=1)
+    return grid if page is None else with_own_pages(grid, page, shape.slot_groups)
 
 
 def _prompts(vocab_size: int) -> list[list[int]]:

@@ -327,11 +327,17 @@ def test_tiles_are_the_targets_and_no_plans():
     ("phase", "experts"),
     [("decode", EXPERTS), ("prefill", ExpertPlan(Dispatch("capacity", 1.25)))],
 )
-def test_pages_are_refused_with_experts_of_a_fixed_capacity(phase, experts):
-    grid = replace(GRID, decode_spans=(64,), pages=8, page=16)
-    message = rf"\[experts.{phase}\]: expected lossless dispatch .* capacity_factor of 1.25"
+def test_a_fixed_capacity_of_experts_needs_pages_for_the_longest_rows_in_all_slots(phase, experts):
+    needed = GRID.decode_slots * 4
+    grid = replace(GRID, decode_spans=(64,), pages=needed - 1, page=16)
+    message = (
+        rf"\[experts.{phase}\]: expected lossless dispatch, or at least {needed} buckets.pages, "
+        rf"got a capacity_factor of 1.25 and {needed - 1} pages"
+    )
     with pytest.raises(ValueError, match=message):
         replace(PLAN, buckets=grid, experts=experts)
+    enough = replace(grid, pages=needed)
+    assert replace(PLAN, buckets=enough, experts=experts).buckets.pages == needed
 
 
 def test_a_plan_with_pages_is_read_as_it_is_written():

@@ -389,14 +389,15 @@ class LaidOut:
     def grid(self) -> BucketGrid:
         grid = replace(grid_of(self.num_devices, self.in_chunks), adapters=self.adapters)
         if self.prefixes is not None:
-            return replace(grid, score=False, prefixes=self.prefixes)
+            grid = replace(grid, score=False, prefixes=self.prefixes)
         if self.page is not None:
             if self.in_chunks:
                 rows = grid.prefill[0].batch
                 buckets = tuple(PrefillBucket(48, rows, chunk) for chunk in (8, 16))
                 grid = replace(grid, max_length=48, prefill=buckets, decode_spans=(48,))
             pages = grid.decode_slots * -(-grid.max_length // self.page)
-            return replace(grid, decode_spans=(grid.max_length,), pages=pages, page=self.page)
+            grid = replace(grid, decode_spans=(grid.max_length,), pages=pages, page=self.page)
+            return replace(grid, slot_groups=self.num_shards)
         if self.long_slots is None:
             return grid
         slots = *[grid.decode_slots] * (len(grid.decode_spans) - 1), self.long_slots

@@ -10,23 +10,28 @@ from noria.compile.graphs.graph_kinds import CLEAR_PREFIX
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 
 CASES = pytest.mark.parametrize(
-    ("family", "layout", "scan_layers"),
+    ("family", "layout", "scan_layers", "page"),
     [
-        ("llama", None, True),
-        pytest.param("gemma2", None, False, marks=pytest.mark.slow),
-        ("llama4_text", None, False),
-        ("gpt_oss", "weight-stationary-1d", False),
-        ("deepseek_v3", "ring-tensor", False),
-        ("qwen2", "data-tensor-batch-attention", False),
+        ("llama", None, True, None),
+        pytest.param("gemma2", None, False, None, marks=pytest.mark.slow),
+        ("llama4_text", None, False, None),
+        ("gpt_oss", "weight-stationary-1d", False, None),
+        ("deepseek_v3", "ring-tensor", False, None),
+        ("qwen2", "data-tensor-batch-attention", False, None),
+        pytest.param("llama", None, True, 8, marks=pytest.mark.slow),
+        ("llama4_text", None, False, 8),
+        pytest.param("gpt_oss", "weight-stationary-1d", False, 8, marks=pytest.mark.slow),
+        ("deepseek_v3", "ring-tensor", False, 8),
+        pytest.param("qwen2", "data-tensor-batch-attention", False, 8, marks=pytest.mark.slow),
     ],
 )
 """Cases: scanned layers; rolling layers; chunked attention; split sinks and heads; split latents
-and entries; split rows."""
+and entries; split rows. Then the same in pages, whose chunks do not begin where pages do."""
 LENGTHS = (13, 16)
 """The lengths of two prefixes; both take two calls, and the first one has padding."""
 
 
-def shares(family: str, layout: str | None, scan_layers: bool) -> LaidOut:
+def shares(family: str, layout: str | None, scan_layers: bool, page: int | None = None) -> LaidOut:
     """Return a model whose slots are in groups, as many as a layout needs and at least two."""
     placed = None if layout is None else layout_of(layout)
     shards = (
@@ -35,7 +40,8 @@ def shares(family: str, layout: str | None, scan_layers: bool) -> LaidOut:
     rows = 1 if placed is None else placed.mesh.num_shards(placed.phase("prefill")["batch"])
     listed = tuple(PlannedPrefix(n, f"{n:016x}") for n in LENGTHS)
     prefixes = PrefixGrid(max(2, shards), 16, 8, listed, batch=rows)
-    return LaidOut(config_of(family), placed, scan_layers=scan_layers, prefixes=prefixes)
+    options = {"scan_layers": scan_layers, "prefixes": prefixes, "page": page}
+    return LaidOut(config_of(family), placed, **options)
 
 
 compiled = cache(shares)
@@ -68,16 +74,16 @@ def whole_rows(
 
 
 @CASES
-def test_a_shared_prefix_changes_no_answer(family, layout, scan_layers):
-    model = compiled(family, layout, scan_layers)
+def test_a_shared_prefix_changes_no_answer(family, layout, scan_layers, page):
+    model = compiled(family, layout, scan_layers, page)
     prefixes, rows = prefixes_of(model), own_rows(model)
     got = model.answer(rows, model.prefill_prefixes(prefixes))
     expected(model.config, whole_rows(model, prefixes, rows)).assert_equals(got, rows)
 
 
 @CASES
-def test_a_prefix_may_follow_a_longer_one(family, layout, scan_layers):
-    model = compiled(family, layout, scan_layers)
+def test_a_prefix_may_follow_a_longer_one(family, layout, scan_layers, page):
+    model = compiled(family, layout, scan_layers, page)
     state = model.prefill_prefixes(prefixes_of(model, (16,)))
     rows = own_rows(model)
     state = model.answer(rows, state).state
@@ -87,8 +93,8 @@ def test_a_prefix_may_follow_a_longer_one(family, layout, scan_layers):
 
 
 @CASES
-def test_a_cleared_prefix_is_empty(family, layout, scan_layers):
-    model = compiled(family, layout, scan_layers)
+def test_a_cleared_prefix_is_empty(family, layout, scan_layers, page):
+    model = compiled(family, layout, scan_layers, page)
     prefixes, rows = prefixes_of(model), own_rows(model)
     state = model.prefill_prefixes(prefixes)
     row = model.put(np.int32(0))

@@ -17,6 +17,7 @@ from noria.sharding.call import Call
 SHARED = (PlannedPrefix(16, "0123456789abcdef"), PlannedPrefix(20, "fedcba9876543210"))
 PREFIXES = PrefixGrid(groups=2, length=64, chunk=32, shared=SHARED, batch=3)
 GRID = BucketGrid(128, ((32, 2), (64, 1)), 4, (64, 128), prefixes=PREFIXES)
+PAGED = replace(GRID, decode_spans=(128,), pages=32, page=16)
 PLAN = Plan("cpu", PlannedModel("m", ""), Numbers("float32"), GRID)
 LAYERS, QUERY_HEADS, HEADS, HEAD_DIM, FLOAT32 = 3, 8, 2, 16, 4
 ENTRY_BYTES = 2 * HEADS * HEAD_DIM * FLOAT32
@@ -150,10 +151,15 @@ def test_a_step_reads_each_prefix_once():
     # each row sees its own entries and one prefix; a score and a sum take 2 H operations each
     assert part.flops == LAYERS * 4 * (128 + 64) * QUERY_HEADS * 4 * HEAD_DIM
     assert work.needed(call).cache == part.bytes
+    # a cache in pages has the same entries here, and the same prefixes
+    assert attention(work, PAGED.decode_call(128)) == part
+    less = attention(work, PAGED.average_step(200))
+    assert less.bytes == LAYERS * (200 + 2 * 64) * ENTRY_BYTES
 
 
 def test_the_cache_of_a_grid_has_its_prefixes():
-    assert work_of(PLAIN).grid_bytes(GRID) == LAYERS * (4 * 128 + 2 * 64) * ENTRY_BYTES
+    for grid in (GRID, PAGED):
+        assert work_of(PLAIN).grid_bytes(grid) == LAYERS * (4 * 128 + 2 * 64) * ENTRY_BYTES
 
 
 def test_a_window_limits_what_a_step_reads_of_a_prefix():

@@ -120,6 +120,28 @@ def test_figures_do_not_depend_on_the_layout(models, layout):
     assert figures.perplexity.mean == pytest.approx(wanted.perplexity.mean, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    [
+        ("cpu", None),
+        # rows are split, and each device has the pages of its own
+        ("cpu:4", "data-tensor-batch-attention@data=2,tensor=2"),
+    ],
+)
+def test_figures_of_a_cache_in_pages_are_those_of_slots(models, target, layout):
+    sides = [ComparedModel(str(models[0])), ComparedModel(str(models[0]), {"cache": "int8"})]
+    options = {"max_tokens": 4, "dtype": "float32", "slots": 3}
+    (wanted,) = compare(sides, ROWS, target="cpu", **options).figures
+    pages = ["buckets.page=8"]
+    (figures,) = compare(
+        sides, ROWS, target=target, layout=layout, overrides=pages, **options
+    ).figures
+    # codes of the same entries in both, but for what rounds to another code
+    assert figures.divergence.mean == pytest.approx(wanted.divergence.mean, rel=0.05)
+    assert figures.divergence.mean > 1e-6
+    assert figures.perplexity.mean == pytest.approx(wanted.perplexity.mean, rel=1e-4)
+
+
 def test_a_model_does_not_differ_from_itself(models):
     sides = [ComparedModel(str(models[0]))] * 2
     comparison = compare(sides, ROWS, max_tokens=3, dtype="float32", target="cpu", slots=4)
@@ -194,6 +216,10 @@ def test_the_command_writes_the_table_the_figures_and_a_picture(models, prompts,
         (["--numbers", "int8"] * 3 + ["--against", "SECOND"], "expected two models or more"),
         (["--numbers", "float", "--numbers", "int3"], "expected one of float, int8, float8, int4"),
         (["--against", "OTHER"], "tokens of the reference"),
+        (
+            ["--against", "SECOND", "--set", "buckets.page=24"],
+            "buckets.page: expected a power of two, got 24",
+        ),
         (
             ["--against", "SECOND", "--set", "buckets.steps_per_call=4"],
             "--set buckets: expected no settings of buckets",

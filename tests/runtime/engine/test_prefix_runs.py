@@ -35,6 +35,8 @@ GRID = BucketGrid(
     steps_per_call=4,
     prefixes=PrefixGrid(2, 32, 16, tuple(map(planned, (SYSTEM, DOCUMENT, OTHER, EARLY, LATE)))),
 )
+PAGED_GRID = replace(GRID, decode_spans=(64,), pages=16, page=8)
+"""The same groups, with pages for two of the longest rows."""
 WHOLE_GRID = BucketGrid(112, ((80, 2),), 6, (112,), steps_per_call=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
 SAMPLING = {
@@ -153,24 +155,60 @@ def met_by(output: RequestOutput) -> set[int]:
 
 def test_the_simulator_has_the_tokens_and_calls_of_the_run(model, outputs):
     rows = requests()
+    got, expected = run_as_a_job(model, rows)
+    assert_same_bits(got, outputs)
+    assert_simulated(model.grid, rows, got, expected)
+    assert expected.saved_tokens > 100
+    assert expected.prefill["16x1 span 32"].calls > 3
+
+
+def growing_requests() -> list[Request]:
+    """Return short answers, and then long ones, which need more pages than expected."""
+    rng = np.random.default_rng(7)
+    rows = []
+    for i in range(24):
+        beginning = (DOCUMENT, SYSTEM, [], OTHER)[(i if i < 12 else i // 3) % 4]
+        own = rng.integers(3, NAN_TOKEN, rng.integers(1, 16)).tolist()
+        params = replace(GREEDY, max_tokens=2 if i < 12 else 28, ignore_eos=True)
+        rows.append(Request(f"growing {i}", beginning + own, params))
+    return rows
+
+
+def test_rows_in_few_pages_have_the_same_tokens_and_are_simulated(model):
+    paged, rows = TinyModel(CONFIG, PAGED_GRID), [*growing_requests(), *requests()]
+    outputs = outputs_of(model.generator(), rows)
+    got, metrics = run_as_a_job(paged, rows)
+    assert set(got) == set(outputs)
+    for name, output in got.items():
+        assert output.error is None
+        tokens = [o.token_ids for o in output.outputs]
+        assert tokens == [o.token_ids for o in outputs[name].outputs], name
+    assert metrics.pages.waits and metrics.pages.replays
+    assert_simulated(PAGED_GRID, rows, got, metrics)
+
+
+def run_as_a_job(model: TinyModel, rows: list[Request]):
+    """Return outputs and metrics of rows that are submitted as a job and the simulator do."""
     generator = model.generator()
     waiting, got = deque(rows), {}
     while waiting or generator.unfinished:
-        # as a job does, and the simulator
         while waiting and generator.wants_more:
             generator.submit(waiting.popleft())
         got |= {output.request_id: output for output in generator.step()}
-    assert_same_bits(got, outputs)
+    return got, generator.metrics
+
+
+def assert_simulated(grid: BucketGrid, rows, got: dict[str, RequestOutput], expected) -> None:
+    """Compare the metrics of a run with those of the simulator."""
     simulated = []
     for row in rows:
-        prefix = GRID.prefixes.prefix_of(row.prompt_token_ids)
+        prefix = grid.prefixes.prefix_of(row.prompt_token_ids)
         length = len(row.prompt_token_ids) - (prefix.length if prefix else 0)
         emitted = tuple(len(o.token_ids) for o in got[row.request_id].outputs)
         limit = length + row.params.max_tokens
         simulated.append(SimulatedRow(length, limit, emitted, planned_prefix=prefix))
-    expected = generator.metrics
-    metrics = schedule(model.grid, simulated).priced(model.grid, None).metrics
-    for name in ("forks", "copied_tokens", "prefix_tokens", "padding", "shared_prefixes"):
+    metrics = schedule(grid, simulated).priced(grid, None).metrics
+    for name in ("forks", "copied_tokens", "prefix_tokens", "padding", "shared_prefixes", "pages"):
         assert getattr(metrics, name) == getattr(expected, name)
     for phase in ("prefill", "decode"):
         calls, wanted = (
@@ -178,8 +216,6 @@ def test_the_simulator_has_the_tokens_and_calls_of_the_run(model, outputs):
             for m in (metrics, expected)
         )
         assert calls == wanted
-    assert expected.saved_tokens > 100
-    assert expected.prefill["16x1 span 32"].calls > 3
 
 
 def test_the_metrics_count_each_token_of_a_prompt(model):

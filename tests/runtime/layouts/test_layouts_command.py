@@ -119,6 +119,18 @@ def test_scanned_layers_are_counted_by_their_turns(report, results, capsys):
     assert in_layers(scanned) == in_layers(results["data-tensor"])
 
 
+def test_caches_in_pages_are_measured_and_verified(report, results):
+    """One layout splits rows, and the other one the entries of each page."""
+    folder = report / "pages"
+    arguments = ["--model", str(report / "model"), "-o", str(folder), "--page", "8"]
+    arguments += ["--layouts", "data-parallel ring", *OPTIONS, "--verify"]
+    assert main(["layouts", *arguments]) == 0
+    for result in json.loads((folder / "layouts.json").read_text()):
+        assert 0 < result["max_abs_diff"] < 1e-4
+        in_slots = results[result["name"]]["bytes_per_device"]
+        assert result["bytes_per_device"]["cache"] == in_slots["cache"]
+
+
 def test_a_program_that_xla_cannot_write_sends_what_the_rules_say(
     report, results, monkeypatch, capsys
 ):

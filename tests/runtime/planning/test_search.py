@@ -95,9 +95,9 @@ def prompts_of(seed: int, shared: int) -> tuple[list[ExpectedRow], PrefixTable]:
     return [ExpectedRow(RowShape(len(prompt), 5, 1), 4) for prompt in prompts], table
 
 
-def grids_of(rows, table, budget=None) -> CandidateGrids:
+def grids_of(rows, table, budget=None, **defaults) -> CandidateGrids:
     return CandidateGrids(
-        rows, CONFIG.max_position, COST, budget or Budget(), GridDefaults(), table
+        rows, CONFIG.max_position, COST, budget or Budget(), GridDefaults(**defaults), table
     )
 
 
@@ -122,6 +122,22 @@ def test_no_schedule_with_planned_prefixes_comes_below_its_bound(seed):
         assert tried.seconds >= candidate.bound * (1 - 1e-9)
         assert tried.simulation.seconds >= grids.run_seconds(tried.grid) * (1 - 1e-9)
         assert tried.simulation.metrics.saved_tokens > 0.8 * 64 * len(rows)
+
+
+def test_pages_fill_the_memory_that_planned_prefixes_leave():
+    rows, table = prompts_of(0, shared=64)
+    memory = COST.work.parameter_bytes + 60 * COST.work.page_bytes(16)
+    budget = Budget(graph_seconds=GraphSeconds(0.003, 0.003), memory_bytes=memory)
+    grids = grids_of(rows, table, budget, page=16)
+    found = list(grids.prefix_candidates(slots=16))
+    largest = max(found, key=lambda candidate: candidate.grid.pages)
+    # each of two prefixes takes as much as four pages
+    taken = COST.work.parameter_bytes + COST.work.grid_bytes(largest.grid)
+    assert memory - COST.work.page_bytes(16) < taken <= memory
+    tried = simulate_grid(largest.grid, Schedules(rows, table), COST, budget)
+    assert tried.seconds >= largest.bound * (1 - 1e-9)
+    assert tried.simulation.seconds >= grids.run_seconds(tried.grid) * (1 - 1e-9)
+    assert tried.simulation.metrics.saved_tokens > 0.8 * 64 * len(rows)
 
 
 def test_planned_prefixes_are_in_a_plan_if_they_save_seconds_and_fit():
