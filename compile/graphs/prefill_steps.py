@@ -7,7 +7,6 @@ decode, which define how slots are sharded. Knows nothing of requests' owners, t
 clocks.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ...modelzoo import axes
-from ...modelzoo.attention.prompt_pieces import PromptPieces
+from ...modelzoo.attention.prompt_pieces import PromptPieces, put_blocks
 from ...modelzoo.cache.kv_cache import EMPTY_CACHE, KVCache
 from ...modelzoo.cache.pages import num_pages
 from ...modelzoo.cache.prefixes import Prefixes
@@ -290,15 +289,15 @@ def _put_rows(x: jax.Array, new: jax.Array, rows: PromptPieces) -> jax.Array:
 
 
 def _put_tokens(tokens_BS: jax.Array, new_BT: jax.Array, rows: PromptPieces) -> jax.Array:
-    """Write the tokens of each row to its slot, in blocks of as many as divide a slot and a piece.
+    """Write the tokens of each row to its slot.
 
-    NOTE: XLA for TPU compiles a scatter of blocks at any place to a loop over rows.
+    NOTE: XLA for TPU compiles a scatter of blocks at any place to a loop over rows, but not one of
+    the rows of an array.
     """
-    B, S = tokens_BS.shape
-    size = math.gcd(S, new_BT.shape[1])
-    first_BJ = rows.first_B[:, None] + size * jnp.arange(new_BT.shape[1] // size)[None]
-    is_inside_BJ = (rows.slot_B < B)[:, None] & (first_BJ < S)
-    block_BJ = jnp.where(is_inside_BJ, (rows.slot_B[:, None] * S + first_BJ) // size, B * S)
-    blocks = new_BT.reshape(*block_BJ.shape, size)
-    written = tokens_BS.reshape(-1, size).at[block_BJ].set(blocks, mode="drop", unique_indices=True)
-    return written.reshape(B, S)
+    (B, S), T = tokens_BS.shape, new_BT.shape[1]
+    if S % T:
+        return put_blocks(tokens_BS, new_BT, rows.slot_B, rows.first_B, axis=1)
+    is_inside_B = (rows.slot_B < B) & (rows.first_B < S)
+    block_B = jnp.where(is_inside_B, (rows.slot_B * S + rows.first_B) // T, B * S)
+    blocks = tokens_BS.reshape(-1, T).at[block_B]
+    return blocks.set(new_BT, mode="drop", unique_indices=True).reshape(B, S)

@@ -115,15 +115,9 @@ class PageAttention:
         page_BN = first + jnp.minimum(page_BN, num_pages - 1)
         before_B = rows.before_B if isinstance(options.window, Chunk) else None
         count_B = jnp.where(is_here_B, rows.count_B, 0)
-        paged = PagedRows(page_BN, rows.first_B, count_B, before_B)
+        paged = PagedRows(page_BN, rows.first_B, count_B, before_B, self.operations.stripe)
         attended = attend_pages(
-            self.attend,
-            options.window,
-            options.scaled,
-            queries.q_BTKGH,
-            own.pages(),
-            paged,
-            self.operations.stripe,
+            self.attend, options.window, options.scaled, queries.q_BTKGH, own.pages(), paged
         )
         attended = self.operations.merge_pages(*attended, is_gathered=self.is_gathered)
         if prefixes:

@@ -33,6 +33,8 @@ class PagedRows(NamedTuple):
     before_B: jax.Array | None = None
     """The tokens before the first page of each row, for chunked attention, whose chunks they shift;
     None for 0."""
+    stripe: Stripe = ONE_STRIPE
+    """The stripe of entries that the pages on this device have."""
 
     def position_BT(self, num_queries: int) -> jax.Array:
         """The position of each query; `EMPTY_POSITION` for one that is no token."""
@@ -75,7 +77,6 @@ def attend_in_groups(
     scores: Scores = PLAIN_SCORES,
     *,
     group: int | None = None,
-    stripe: Stripe = ONE_STRIPE,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend in groups of rows, each with as many turns as its longest row has pages.
 
@@ -87,7 +88,6 @@ def attend_in_groups(
       window: The window of the layer.
       scores: Scale and cap of the scores.
       group: Static: the rows of a group; None for all rows. Groups run one after the other.
-      stripe: The stripe of entries that the pages here have.
     """
     B = len(q_BTKGH)
     size = min(group or B, B)
@@ -98,11 +98,12 @@ def attend_in_groups(
         padding = [(0, count * size - B)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, padding).reshape(count, size, *x.shape[1:])
 
-    def attend(inputs: tuple[jax.Array, PagedRows]) -> tuple[jax.Array, jax.Array]:
-        q_BTKGH, rows = inputs
-        return _attend_turns(q_BTKGH, pages, rows, window, scores, stripe)
+    def attend(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q_BTKGH, *by_row = inputs
+        of_group = PagedRows._make((*by_row, rows.stripe))
+        return _attend_turns(q_BTKGH, pages, of_group, window, scores)
 
-    groups = jax.tree.map(pad, (q_BTKGH, rows))
+    groups = jax.tree.map(pad, (q_BTKGH, *rows[:4]))
     if count == 1:
         out, lse = attend(jax.tree.map(lambda x: x[0], groups))
     else:
@@ -117,10 +118,9 @@ def _attend_turns(
     rows: PagedRows,
     window: Window,
     scores: Scores,
-    stripe: Stripe,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to one page of each row at a time, and merge the results."""
-    page_BN, first_B, count_B, before_B = rows
+    page_BN, first_B, count_B, before_B, stripe = rows
     _, _, S, H = pages.shape
     position_BT, is_row_B = rows.position_BT(q_BTKGH.shape[1]), count_B > 0
     whole_position_BT = counted_after(position_BT, before_B)
@@ -192,7 +192,6 @@ def attend_pages(
     q_BTKGH: jax.Array,
     pages: KeysAndValues,
     rows: PagedRows,
-    stripe: Stripe = ONE_STRIPE,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with queries whose heads and features may differ from those of the pages.
 
@@ -203,7 +202,6 @@ def attend_pages(
       q_BTKGH: Queries. Several of their key/value heads may read the same head of the pages.
       pages: Keys and values of all pages.
       rows: The pages of each row, and the positions of its queries.
-      stripe: The stripe of entries that the pages here have.
 
     Returns:
       `out` and `lse`, grouped by the heads of the pages, with the head size of queries.
@@ -211,6 +209,5 @@ def attend_pages(
     H, (_, num_heads, _, cache_dim) = q_BTKGH.shape[-1], pages[1].shape
     grouped = q_BTKGH.reshape(*q_BTKGH.shape[:2], num_heads, -1, H)
     grouped = match_head_dim(grouped, cache_dim, axis=-1)
-    options = {} if stripe.count == 1 else {"stripe": stripe}
-    out_BTKGH, lse_BTKG = attend(grouped, *pages, rows, window, scores, **options)
+    out_BTKGH, lse_BTKG = attend(grouped, *pages, rows, window, scores)
     return out_BTKGH[..., :H], lse_BTKG

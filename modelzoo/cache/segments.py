@@ -20,6 +20,7 @@ Knows nothing of layers, slots, meshes or the contents of entries, nor when bloc
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
@@ -53,6 +54,7 @@ class Stripes:
         return _transpose(x, axis, self.count, -1)
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["index"], meta_fields=["count"])
 @dataclass(frozen=True)
 class Stripe:
     """One stripe out of `count`."""

@@ -146,7 +146,8 @@ def test_scanned_layers_write_the_scales_of_their_own_layer():
     cache = kv_cache.allocate(config, SLOTS, SPANS, jnp.float32, arrangement=arrangement)
     (layers,) = cache.layers
     (new,) = random_prompt(SLOTS, 1, num_layers=1)
-    after = kv_cache.append(layers, new, jnp.array([0, 9, EMPTY_POSITION, 23]), jnp.int32(1))
+    append, position_B = jax.jit(kv_cache.append), jnp.array([0, 9, EMPTY_POSITION, 23])
+    after = append(layers, new, position_B, jnp.int32(1))
     for name, side, axis in (("k_scale", new[0], 2), ("v_scale", new[1], 3)):
         got = np.concatenate(after.arrays[name], axis=3)
         _, (scale_BK1,) = encode(np.asarray(side), axis, "int8", np.float32)
@@ -186,7 +187,7 @@ def test_attention_to_codes_is_that_to_their_values(attend, dtype, splits):
         floats.append(jnp.asarray(decode(codes, scales, axis, side_splits)))
     q_BTKGH = jnp.asarray(rng.normal(size=(2, T, K, G, H)), jnp.float32)
     got, wanted = (
-        partial(one, scores=Scores(scale=0.7, cap=2.0))(q_BTKGH, *entries, seen)
+        jax.jit(partial(one, visibility=seen, scores=Scores(scale=0.7, cap=2.0)))(q_BTKGH, *entries)
         for one, entries in ((attend, coded), (attend_dense, floats))
     )
     for ours, theirs in zip(got, wanted, strict=True):

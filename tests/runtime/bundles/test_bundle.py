@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 from alike import changed
-from tiny import CONFIG, GRID
+from tiny import GRID
+from tiny import TWO_LAYERS as CONFIG
 
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.graphs.graph_kinds import EMPTY_STATE, GraphKey, graph_keys
@@ -32,12 +34,18 @@ PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
 ELSEWHERE = Path("/nonexistent/model")
 
 
-@pytest.fixture
-def folder(model, target, tmp_path) -> Path:
-    path = tmp_path / "bundle"
+@pytest.fixture(scope="module")
+def written(model, target, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("written") / "bundle"
     seconds = dict.fromkeys(model.graphs.executables, 0.5)
     write(path, PLAN, target, CONFIG, model.graphs, seconds)
     return path
+
+
+@pytest.fixture
+def folder(written, tmp_path) -> Path:
+    """A copy of a bundle for one test."""
+    return shutil.copytree(written, tmp_path / "bundle")
 
 
 def edit_contents(folder: Path, change) -> None:

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 from alike import changed
-from tiny import CHUNK_GRID, CONFIG, GRID
+from tiny import CHUNK_GRID, GRID
+from tiny import TWO_LAYERS as CONFIG
 
 from noria.compile.graphs.graph_kinds import FORK, GraphKey, graph_keys
 from noria.compile.plan import Numbers, Plan, PlannedModel
