@@ -182,11 +182,8 @@ class Decoder(nnx.Module):
         position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         position_BT = jnp.where(position_BT < rows.count_B[:, None], position_BT, EMPTY_POSITION)
         position_BT = change_stripes(position_BT, 1, IN_ORDER, cache_stripes, EMPTY_POSITION)
-        return (
-            x_BTD,
-            KVCache(layers, write_positions(cache.positions, position_BT, rows, cache_operations)),
-            report,
-        )
+        positions = write_positions(cache.positions, position_BT, rows, cache_operations)
+        return x_BTD, KVCache(layers, positions), report
 
     def _whole(
         self,
