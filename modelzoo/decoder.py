@@ -161,6 +161,17 @@ class Decoder(nnx.Module):
         if rows.start_B is not None or prefixes is not None:
             chunk = tokens_BT, rows, cache, cache_operations, prefixes, adapter_B
             return self._prefill_chunk(*chunk)
+        return self._prefill_whole(tokens_BT, rows, cache, cache_operations, adapter_B)
+
+    def _prefill_whole(
+        self,
+        tokens_BT: jax.Array,
+        rows: PromptPieces,
+        cache: KVCache,
+        cache_operations: Operations,
+        adapter_B: jax.Array | None,
+    ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
+        """Run whole prompts, which attend to themselves alone, and write them to the cache."""
         stripes, cache_stripes = self.operations.prompt_stripes, cache_operations.cache_stripes
 
         def write(

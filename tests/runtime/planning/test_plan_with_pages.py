@@ -58,10 +58,12 @@ def test_a_page_that_cannot_be_is_refused(plan, page, message):
     assert table is None and message in said
 
 
-def test_a_layout_that_splits_rows_is_refused(plan):
+def test_a_layout_that_splits_rows_has_a_group_of_slots_for_each_piece(plan):
     options = ("--target", "cpu:2", "--layout", "data-parallel@data=2")
-    table, said = plan("--page", 4, *options)
-    assert table is None and "with buckets.pages" in said and "no split of rows" in said
+    table, _ = plan("--page", 4, *options)
+    buckets = table["buckets"]
+    assert buckets["slot_groups"] == 2
+    assert buckets["pages"] % 2 == buckets["decode_slots"] % 2 == 0
 
 
 def test_a_pool_that_holds_no_row_is_refused_with_what_would_fit(plan):
