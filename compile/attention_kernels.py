@@ -79,9 +79,10 @@ KERNELS = (
     Kernel("xla", ("cpu", "gpu", "tpu"), PHASES, lambda call: None, lambda calls: attend_blockwise),
 )
 """Kernels in order of preference; the last one serves every call."""
-GROUP_ON_CPU = 8
+GROUP_ON_CPU = 1
 """The rows of a group that attends to pages on the CPU. A group has as many turns as its longest
-row has pages, and larger groups make larger products."""
+row has pages, so that a group of one row reads nothing that is dead. Larger groups make larger
+products, which are no faster on a core."""
 PAGE_KERNELS = (
     Kernel(
         "paged", ("gpu",), PHASES, paged_gpu_refusal, lambda calls: PageReader(attend_pages_gpu)
