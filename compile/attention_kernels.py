@@ -258,8 +258,9 @@ def choose(
         own = [kernel for kernel in named if platform in kernel.platforms]
         kernel = next(iter(own or named), None)
         if kernel is None:
-            reads = "does not read" if kernels is PAGE_KERNELS else "only reads"
-            refusal = f"it {reads} a cache in pages (buckets.page)"
+            refusal = "it only reads a cache in pages, in decode or in chunks (buckets.page, chunk)"
+            if kernels is PAGE_KERNELS:
+                refusal = "it does not read a cache in pages (buckets.page)"
         else:
             refusal = kernel.refuses(calls, platform, phase)
         if kernel is None or refusal is not None:

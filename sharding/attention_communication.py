@@ -18,8 +18,11 @@ from .ring_attention import num_ring_steps
 def predict_attention(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
     """Predict the collectives of attention in one layer."""
     window = shapes.attention.window
-    yield from _head_exchanges(shapes)
     rules, phase = shapes.rules, shapes.call.phase
+    if phase == "chunk" and shapes.call.page:
+        yield from _pieces_in_pages(shapes)
+        return
+    yield from _head_exchanges(shapes)
     if phase == "decode":
         yield from _merge_of_decode(shapes)
         return
@@ -70,6 +73,25 @@ def _new_entries(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
     length = shapes.rules[axes.LENGTH]
     for num_bytes in _entries(shapes, call.rows, call.tokens, (length,), is_cached=True):
         yield from shapes.send("all-gather", over, num_bytes)
+
+
+def _pieces_in_pages(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
+    """Gather of the queries and entries of all pieces, and the merge of partial results.
+
+    A row of a call may belong to a slot of any device, so every device gets all rows and tokens.
+    """
+    call, cache = shapes.call, shapes.layout.phase("decode")
+    over = (*shapes.rules[axes.HEAD_BATCH], *shapes.rules[axes.LENGTH])
+    heads, num_heads = cache[axes.KV_HEADS], shapes.attention.num_query_heads
+    query_dim, value_dim = shapes.record.head_dims
+    queries = call.rows, call.tokens, num_heads
+    yield from shapes.send("all-gather", over, shapes.local((*queries, query_dim), (heads,)))
+    for num_bytes in _entries(shapes, call.rows, call.tokens, (), is_cached=False):
+        yield from shapes.send("all-gather", over, num_bytes)
+    merged = (*cache[axes.ATTENTION_BATCH], *cache[axes.CACHE_LENGTH])
+    lse_bytes = shapes.local(queries, (heads,), FLOAT32_BYTES)
+    yield from shapes.send("all-reduce", merged, lse_bytes)
+    yield from shapes.send("all-reduce", merged, lse_bytes * (value_dim + 1))
 
 
 def _merge_of_decode(shapes: LayerShapes) -> Iterator[ExpectedCollective]:

@@ -210,7 +210,7 @@ def _group_findings(layout: Layout, rules: AxisRules, groups: int | None) -> Ite
         yield (
             f"attention_batch = {_quoted(mesh_axes)}: with buckets.span_slots or "
             f"buckets.pages, expected buckets.slot_groups to be the pieces that it splits slots "
-            f"into, {pieces}, got {groups}. Change slot_groups, or leave both out."
+            f"into, {pieces}, got {groups}. Change slot_groups, or the rule."
         )
 
 

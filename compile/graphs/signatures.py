@@ -72,10 +72,14 @@ def decode_state(
     else:
         pool = grid.pages, grid.page, dtype, head_shards
         cache = allocate_pages(config, *pool, arrangement=arrangement)
+    # a piece of a prompt is written with its padding
+    num_tokens = grid.max_length
+    if grid.is_packed:
+        num_tokens = grid.computed_length(num_tokens)
     return DecodeState(
         cache=cache,
         logits_BV=jnp.zeros((B, V), jnp.float32),
-        tokens_BS=jnp.zeros((B, grid.max_length), jnp.int32),
+        tokens_BS=jnp.zeros((B, num_tokens), jnp.int32),
         prompt_length_B=zeros(),
         length_B=zeros(),
         limit_B=zeros(),

@@ -205,6 +205,8 @@ class CandidateGrids:
             for tile in TILES
             if (is_cpu or tile * group >= TILE_QUERIES)
             and not tile % self._defaults.length_multiple
+            # entries are split as the tokens of a tile are
+            and not tile % self._defaults.span_multiple
         ]
         calls = TOKENS_PER_PREFILL if is_cpu else TOKENS_PER_PACKED
         choices = product(self._slot_counts(has_chunks=True), calls, tiles)

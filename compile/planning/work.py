@@ -282,8 +282,10 @@ class Work:
 
     def _attention(self, call: Call) -> Part:
         config, layout = self.config, self.layout
-        rules = layout.phase(call.phase)
-        length = axes.CACHE_LENGTH if call.phase == "decode" else axes.LENGTH
+        # with pages, the devices that have the entries of a row attend to them
+        by_cache = call.phase == "decode" or (call.phase == "chunk" and call.page > 0)
+        rules = layout.phase("decode" if by_cache else call.phase)
+        length = axes.CACHE_LENGTH if by_cache else axes.LENGTH
         split = (axes.ATTENTION_BATCH, axes.KV_HEADS, length)
         shards = layout.mesh.num_shards(self._mesh_axes(split, rules))
         scores = flops = 0.0

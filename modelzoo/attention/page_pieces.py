@@ -1,7 +1,8 @@
 """Writes of prompts to a cache in pages, in blocks of tokens each of which lies in one page.
 
-A piece of n tokens begins at a multiple of n, and a whole prompt at 0. Padding is written, too:
-what follows the last token of a row is never read, and is written again before it is.
+A piece of n tokens begins at a multiple of n, and a whole prompt at 0. Padding is written, too: no
+query sees what follows the last token of a row, and it is written again before one does. But the
+portable form multiplies it by weights of zero, so it must be finite.
 
 Knows nothing of attention, requests, queues or meshes. Guarantees: rows without pages write
 nothing; every write is in place if the cache is donated.

@@ -1,4 +1,4 @@
-"""Pieces of prompts and the cache: the entries that a piece sees, and how it is written.
+"""Pieces of prompts in slots: the entries that a piece sees, and how it is written.
 
 A piece is a whole prompt or a chunk of one. It attends before it is written: to the entries of its
 slot below its first position, and to itself as one more segment. So a rolling buffer needs no more

@@ -238,9 +238,11 @@ def _attend_block(form: Form, own: list[Any], read: ReadPages, shared: Shared) -
         return _add_page(form, shared, read, i, running)
 
     max_A, sum_A, sum_AH = jax.lax.fori_loop(0, end - first, add, (max_A, sum_A, sum_AH))
-    is_empty_A = sum_A == 0.0
+    # queries without a token are masked in all entries
+    is_empty_A = max_A < _MASKED_SCORE / 2
     safe_A = jnp.where(is_empty_A, 1.0, sum_A)
-    out_AH = sum_AH / jax.lax.broadcast_in_dim(safe_A, sum_AH.shape, [0])
+    factor_A = jnp.where(is_empty_A, 0.0, 1.0) / safe_A
+    out_AH = sum_AH * jax.lax.broadcast_in_dim(factor_A, sum_AH.shape, [0])
     shared.q_AH[...] = out_AH.astype(shared.q_AH.dtype)
     lse_A = (max_A + jnp.log2(safe_A)) * (1 / _LOG2_E)
     shared.lse_A[...] = jnp.where(is_empty_A, -jnp.inf, lse_A)

@@ -43,7 +43,7 @@ from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
 from ..planning.better_plan import OtherGrids, better_plan_note
 from ..planning.shared_grids import expected_rows, fits_grid, forecast_steps, with_sharing
-from ..planning.target_work import cache_fits, room_on_accelerator, row_fits_pages, work_of
+from ..planning.target_work import cache_fits, room_on_accelerator, rows_fit_pages, work_of
 from ..pods.peers import ALONE, Peers
 
 _KEYS_WITHOUT_SHARING = {"chunk", "prefill", "decode_spans", "decode_graphs"}
@@ -197,12 +197,12 @@ class _Derivation:
             grid, use, page, room if asked is None else math.inf, defaults.slot_groups
         )
         if paged is None:
-            needed = -(-grid.max_length // page)
+            needed = defaults.slot_groups * -(-grid.max_length // page)
             raise ValueError(
                 f"buckets.page: expected room for {needed} pages of {page}, as a row of "
-                f"{grid.max_length} tokens takes, got {int(room)} in the memory that weights "
-                f"leave. Give buckets.pages, a shorter buckets.max_length, or a layout that "
-                f"splits more."
+                f"{grid.max_length} tokens takes in each group of slots, got {int(room)} in the "
+                f"memory that weights leave. Give buckets.pages, a shorter buckets.max_length, or "
+                f"a layout that splits more."
             )
         return paged
 
@@ -226,7 +226,8 @@ class _Derivation:
         free_bytes = self.memory_bytes - self.work.parameter_bytes
         fits = partial(cache_fits, self.work, share * free_bytes)
         if (page := defaults.page) is not None:
-            fits = partial(row_fits_pages, self.work, share * free_bytes, page)
+            groups = defaults.slot_groups
+            fits = partial(rows_fit_pages, self.work, share * free_bytes, page, groups)
         return fits, (
             f"a longer cache would take more than {share:g} of the memory that weights leave "
             f"({free_bytes / GIGABYTE:.1f} GB per device)"

@@ -201,15 +201,25 @@ class DecodeSlots:
         insort(self._free, slot, key=self._order)
 
     def give_back(self) -> list[GivenBack]:
-        """Let the youngest rows give their slots back until the oldest row finds pages to grow."""
+        """Let the youngest rows give their slots back until the oldest row finds pages to grow.
+
+        This holds in each group of slots with pages of its own.
+        """
         given: list[GivenBack] = []
         if self.pool is None or not self._occupants:
             return given
-        oldest, *others = self.growth.by_age(np.array(self.live)).tolist()
+        slots = self.growth.by_age(np.array(self.live))
+        group_B = self.pool.group_of(slots)
+        for group in np.unique(group_B).tolist():
+            given += self._give_back(self.pool, group, slots[group_B == group].tolist())
+        return given
+
+    def _give_back(self, pool: PagePool, group: int, slots: list[int]) -> list[GivenBack]:
+        """Let rows of a group, of which the oldest comes first, give their slots back."""
+        given: list[GivenBack] = []
+        oldest, *others = slots
         needed = int(self._num_missing(np.array([oldest]))[0])
-        group = self.pool.group_of(oldest)
-        others = [slot for slot in others if self.pool.group_of(slot) == group]
-        while needed > self.pool.num_free_G[group] and others:
+        while needed > pool.num_free_G[group] and others:
             slot = others.pop()
             num_known = self.growth.num_known(slot, int(self._length_B[slot]))
             given.append(GivenBack(slot, self._occupants[slot], num_known))

@@ -11,6 +11,7 @@ start; a prompt that is alone finds its pages, however many pages held prefixes 
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,14 +19,17 @@ from ...compile.grids.bucket_grid import BucketGrid
 from .actions import ScheduledSequence
 from .decode_slots import DecodeSlots
 from .page_pool import CopiedPage
+from .shared_prefixes import SharedPrefix
 from .waiting_prompts import Prompt
 
 
 class PageRoom:
     """The free pages of each group of slots as they are, for prompts that may start together."""
 
-    def __init__(self, grid: BucketGrid, slots: DecodeSlots):
-        self._grid, self._slots = grid, slots
+    def __init__(
+        self, grid: BucketGrid, slots: DecodeSlots, slot_of: Callable[[SharedPrefix], int]
+    ):
+        self._grid, self._slots, self._slot_of = grid, slots, slot_of
         if (pool := slots.pool) is not None:
             self._num_free_G, self._growth_G = pool.num_free_G, slots.expected_pages_G
             self._is_empty_G = slots.growth.is_empty_G(pool.num_groups)
@@ -42,12 +46,16 @@ class PageRoom:
         """The part of `free` that a prompt takes; None if there are too few slots or pages.
 
         In the latter case, the slots that it needs are removed from `free`: they are reserved for
-        the prompt. If there are too few pages, all slots are. All its slots are in one group: of
-        those that have room, the one with the most free pages.
+        the prompt. In a grid with pages, all slots are. All its slots are in one group: that of its
+        prefix if it has room, else of those that have room the one with the most free pages.
         """
         if (pool := self._slots.pool) is None or not prompt.num_slots:
             return self._slots.part_of(free, prompt.max_total_length, prompt.num_slots)
-        for group in np.argsort(self._growth_G - self._num_free_G, kind="stable").tolist():
+        groups = np.argsort(self._growth_G - self._num_free_G, kind="stable").tolist()
+        if prompt.base is not None:
+            own = pool.group_of(self._slot_of(prompt.base))
+            groups.sort(key=lambda group: group != own)
+        for group in groups:
             # slots of a group follow each other
             first = bisect_left(free, group, key=pool.group_of)
             end = bisect_left(free, group + 1, key=pool.group_of)
@@ -63,14 +71,14 @@ class PageRoom:
         if (pool := self._slots.pool) is None or not slots:
             return
         group = pool.group_of(slots[0])
-        self._num_free_G[group] -= num_pages_of(self._grid, prompt)
+        self._num_free_G[group] -= self._num_pages_of(prompt, group)
         if prompt.generates:
             self._growth_G[group] += prompt.num_slots * self._growth_of(prompt)
             self._is_empty_G[group] = False
 
     def _holds(self, prompt: Prompt, group: int) -> bool:
         """Whether there are enough pages for a prompt to start in a group."""
-        needed, num_free = num_pages_of(self._grid, prompt), self._num_free_G[group]
+        needed, num_free = self._num_pages_of(prompt, group), self._num_free_G[group]
         if self._is_empty_G[group]:
             return needed <= num_free
         if prompt.num_known is not None:
@@ -79,24 +87,24 @@ class PageRoom:
             needed = self._grid.num_pages(min(length, request.max_total_length))
         return num_free - needed > self._growth_G[group]
 
+    def _num_pages_of(self, prompt: Prompt, group: int) -> int:
+        """The number of pages that the slots of a prompt take in a group.
+
+        Those of its prefix are shared if the prefix is in the same group.
+        """
+        grid, pool, length = self._grid, self._slots.pool, _length_of(prompt)
+        assert grid.page is not None and pool is not None
+        num_shared = 0
+        if prompt.base is not None and pool.group_of(self._slot_of(prompt.base)) == group:
+            num_shared = prompt.base.length // grid.page
+        num_copied = (prompt.num_slots - 1) * (length % grid.page > 0)
+        return grid.num_pages(length) - num_shared + num_copied
+
     def _growth_of(self, prompt: Prompt) -> int:
         """The pages that one sequence of a prompt is expected to take after the prompt."""
         request = prompt.request
         total = self._slots.growth.expected_length(request, prompt.num_known or 0)
         return self._grid.num_pages(total) - self._grid.num_pages(request.prompt_length)
-
-
-def num_pages_of(grid: BucketGrid, prompt: Prompt) -> int:
-    """The maximum number of pages that the slots of a prompt take.
-
-    Those of its prefix are shared, except in groups of slots where the prefix may not be.
-    """
-    assert grid.page is not None
-    length, num_shared = _length_of(prompt), 0
-    if prompt.base is not None and grid.slot_groups in (None, 1):
-        num_shared = prompt.base.length // grid.page
-    num_copied = (prompt.num_slots - 1) * (length % grid.page > 0)
-    return grid.num_pages(length) - num_shared + num_copied
 
 
 def max_samples(grid: BucketGrid, prompt_length: int, num_held: int) -> int:

@@ -44,6 +44,7 @@ than there are slots long enough, and for each sequence that gave its slot back.
 """
 
 import math
+from bisect import bisect_right
 from collections import deque
 from dataclasses import replace
 
@@ -139,7 +140,9 @@ class Scheduler:
         max_slots = min(max_slots, self._groups.size)
         if self._grid.pages is not None:
             num_held = self._prefixes.max_slots
-            max_slots = min(max_slots, len(self.slots) // (self._grid.slot_groups or 1))
+            of_group = len(self.slots) // (self._grid.slot_groups or 1)
+            # all prefixes may be in one group
+            max_slots = min(max_slots, max(1, of_group - num_held))
             max_slots = min(max_slots, max_samples(self._grid, request.prompt_length, num_held))
         for first in range(0, request.num_sequences, max_slots):
             num_slots = min(max_slots, request.num_sequences - first)
@@ -307,7 +310,7 @@ class Scheduler:
     def _batches(self) -> dict[PromptQueue, list[Prompt]]:
         """The batches that may run next: started prompts, and the batch of the oldest waiting
         prompt of each planned prefix."""
-        room = PageRoom(self._grid, self.slots)
+        room = PageRoom(self._grid, self.slots, self._prefixes.slot_of)
         oldest = self._oldest_that_wait(room)
         queues = dict.fromkeys(
             [*self._started, *(PromptQueue.of(self._grid, p) for p, _ in oldest.values())]
@@ -424,7 +427,11 @@ class Scheduler:
             )
             prompt.length += count
         if prompt.length < prompt.end:
-            self._started.setdefault(PromptQueue.of(self._grid, prompt), []).append(prompt)
+            started = self._started.setdefault(PromptQueue.of(self._grid, prompt), [])
+            index = len(started)
+            if self._grid.is_packed:
+                index = bisect_right(started, number_of(prompt), key=number_of)
+            started.insert(index, prompt)
         elif is_of_prefix:
             self._prefixes.complete(prompt)
         else:

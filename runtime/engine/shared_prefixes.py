@@ -72,7 +72,8 @@ def max_held_slots(grid: BucketGrid, longest_row: int) -> int:
     # at least one slot that holds the longest row must be left for rows, and pages for one row
     num_left = num_usable - 1
     if grid.pages is not None:
-        num_left = min(num_left, grid.pages // grid.num_pages(grid.max_length) - 1)
+        of_group = grid.pages // (grid.slot_groups or 1)
+        num_left = min(num_left, of_group // grid.num_pages(grid.max_length) - 1)
     return min(grid.decode_slots // SLOTS_PER_PREFIX or 1, num_left)
 
 

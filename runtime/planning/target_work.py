@@ -44,9 +44,14 @@ def room_on_accelerator(
     return partial(cache_fits, work, MEMORY_SHARE * memory_bytes - work.parameter_bytes)
 
 
-def row_fits_pages(work: Work, max_bytes: float, page: int, slots: int, length: int) -> bool:
-    """Whether the pages of so many rows of a length take at most `max_bytes` on each device."""
-    return slots * work.page_bytes(round_up(length, page)) <= max_bytes
+def rows_fit_pages(
+    work: Work, max_bytes: float, page: int, groups: int, slots: int, length: int
+) -> bool:
+    """Whether the pages of so many rows of a length take at most `max_bytes` on each device.
+
+    Each of the equal groups of slots on different devices has pages for as many rows.
+    """
+    return groups * slots * work.page_bytes(round_up(length, page)) <= max_bytes
 
 
 def cache_fits(work: Work, max_bytes: float, slots: int, length: int) -> bool:

@@ -564,7 +564,7 @@ ENTRIES = {"batch": "", "decode": {"cache_length": "sequence"}, "max_replicated"
             {},
             'decode: attention_batch = "data": with buckets.span_slots or buckets.pages, expected '
             "buckets.slot_groups to be the pieces that it splits slots into, 2, got 1. Change "
-            "slot_groups, or leave both out.",
+            "slot_groups, or the rule.",
         ),
         (
             layout(LINE, **ENTRIES),

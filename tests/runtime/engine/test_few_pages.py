@@ -50,3 +50,23 @@ def test_rows_have_the_bits_that_they_have_in_enough_pages():
     assert of_few.waits and of_few.replays
     assert of_few.recomputed_prompt_tokens and of_few.recomputed_output_tokens
     assert got == wanted
+
+
+def test_a_slot_has_all_tokens_of_a_padded_last_piece():
+    """The row is not a multiple of the piece, so the last piece ends after the end of the row."""
+    grid = replace(PAGED_CHUNK_GRID, max_length=60, prefill=((60, 4, 16),), decode_spans=(60,))
+    generator = TinyModel(grid=replace(grid, score=False, pages=32)).generator()
+    prompts = [[3 + (7 * i + n) % 90 for n in range(50 + i)] for i in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=1)
+    outputs = []
+    for i, prompt in enumerate(prompts):
+        generator.submit(Request(f"row-{i}", prompt, params))
+    while generator.unfinished:
+        outputs += generator.step()
+    state = generator.runner.decode_state
+    got = [
+        tokens[:length].tolist()
+        for tokens, length in zip(state.tokens_BS, state.prompt_length_B, strict=True)
+        if length
+    ]
+    assert len(outputs) == 3 and sorted(got) == sorted(prompts)

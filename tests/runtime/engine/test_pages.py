@@ -225,12 +225,12 @@ def test_tight_pools_make_rows_wait_and_start_again():
     assert generator.metrics.pages.replays and generator.metrics.pages.waits
 
 
-@pytest.mark.parametrize("pages", [24, 40, 100])
+@pytest.mark.parametrize(("pages", "groups"), [(24, 1), (40, 1), (100, 1), (100, 2), (256, 4)])
 @pytest.mark.parametrize("seed", range(5))
-def test_rows_share_the_pages_of_prefixes(seed, pages):
+def test_rows_share_the_pages_of_prefixes(seed, pages, groups):
     grid = replace(
         CHUNKS, max_length=256, prefill=((256, 3, 16),), decode_spans=(256,),
-        page=16, pages=pages,
+        page=16, pages=pages, slot_groups=groups,
     )  # fmt: skip
     prompts, rng = related_prompts(seed), np.random.default_rng(seed)
     prompts = [[NOT_FINITE if token == 8 and rng.random() < 0.02 else token + 3 for token in p]
@@ -252,12 +252,66 @@ def test_rows_share_the_pages_of_prefixes(seed, pages):
     for i, r in enumerate(requests):
         index.add(i, r.prompt_token_ids, r.params.prompt_logprobs)
     plan = plan_submission(lengths, index.table(), grid)
-    assert plan.num_held < pages // 16
+    assert plan.num_held < pages // groups // 16
     ordered = [requests[row] for row in plan.rows]
     generator, outputs = run(grid, ordered, plan.prefixes, plan.num_held)
     check(requests, outputs)
     if pages > 24 and plan.num_held:
         assert generator.metrics.copied_tokens
+
+
+GROUPS = replace(
+    CHUNKS, max_length=64, prefill=((64, 16, 8),), decode_slots=16, decode_spans=(64,), page=16,
+    slot_groups=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("pages", "num_samples"), [(64, 8), (12, 1)])
+def test_held_prefixes_leave_room_in_every_group(pages, num_samples):
+    """Samples need a whole group, or pages hold one more row of a group, and prefixes take some."""
+    grid, beginnings = replace(GROUPS, pages=pages), [[5] * 48, [9] * 48]
+    prompts = [[*beginnings[i // 3], *range(3, 9), 10 + i, 4] for i in range(6)]
+    params = SamplingParams(max_tokens=6, n=num_samples)
+    requests = [Request(f"{i}", prompt, params) for i, prompt in enumerate(prompts)]
+    index = PrefixIndex()
+    for i, request in enumerate(requests):
+        index.add(i, request.prompt_token_ids, None)
+    plan = plan_submission([(56, 6)] * 6, index.table(), grid)
+    ordered = [requests[row] for row in plan.rows]
+    _, outputs = run(grid, ordered, plan.prefixes, plan.num_held)
+    check(requests, outputs)
+
+
+def test_rows_begin_in_the_group_of_their_prefix():
+    grid = replace(GROUPS, pages=64, slot_groups=4)
+    requests = [
+        Request(f"{i}", [*[5] * 48, 10 + i], SamplingParams(max_tokens=3)) for i in range(8)
+    ]
+    index = PrefixIndex()
+    for i, request in enumerate(requests):
+        index.add(i, request.prompt_token_ids, None)
+    plan = plan_submission([(49, 3)] * 8, index.table(), grid)
+    _, outputs = run(grid, [requests[row] for row in plan.rows], plan.prefixes, plan.num_held)
+    check(requests, outputs)
+
+
+def test_each_group_of_slots_goes_on():
+    """Where all rows of a group lack pages, its youngest rows give theirs back."""
+    grid = replace(WHOLE, slot_groups=2, pages=44)
+    requests = [Request(f"{i}", [5 + i] * 30, SamplingParams(max_tokens=60)) for i in range(42)]
+    generator, outputs = session(grid), []
+    waiting = list(requests)
+    slots, stops = generator.slots.scheduler.slots, np.zeros(2)
+    while waiting or generator.unfinished:
+        while waiting and generator.wants_more:
+            generator.submit(waiting.pop(0))
+        lengths = slots._length_B.reshape(2, -1).copy()
+        is_live = (slots._max_length_B > 0).reshape(2, -1).any(axis=1)
+        outputs += generator.step()
+        moved = (slots._length_B.reshape(2, -1) != lengths).any(axis=1)
+        stops = np.where(is_live & ~moved, stops + 1, 0)
+        assert stops.max() < 8
+    check(requests, {output.request_id: output for output in outputs})
 
 
 def test_non_finite_pages_are_cleared_for_the_next_row():
