@@ -18,6 +18,7 @@ from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import Collective, read_collectives
 from noria.compile.targets import find_target
+from noria.modelzoo import axes
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.moe_config import MoeConfig, Routing
@@ -319,3 +320,17 @@ def test_a_chunk_sends_its_entries_or_its_queries_whichever_are_fewer_bytes(
     assert kind in {e.kind for e in formulas if e.mesh_axes == ("sequence",)}
     wanted = Counter({(e.kind, e.mesh_axes, e.num_bytes): e.times for e in formulas})
     assert count(layout, f"prefill {CHUNK}x{rows} span {spans[-1]}", grid) == wanted
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("name", ["data-tensor", pytest.param("ring", marks=pytest.mark.slow)])
+def test_a_call_of_pieces_in_pages_sends_what_is_said_and_nothing_else(name):
+    """The pieces of all rows go to every device, and the partial results are merged."""
+    layout, page = layout_of(name), 64
+    groups = layout.mesh.num_shards(layout.phase("decode")[axes.ATTENTION_BATCH])
+    shapes = 512, ((512, 4 * PROMPTS, page),), SLOTS, (512,)
+    grid = BucketGrid(*shapes, pages=512, page=page, slot_groups=groups)
+    call = grid.prefill_call(grid.prefill[0])
+    said = predict_collectives(config_of(name, 1), layout, call, itemsize=2)
+    wanted = Counter({(e.kind, e.mesh_axes, e.num_bytes): e.times for e in said})
+    assert of_one_turn(layout, "prefill", grid) == wanted
