@@ -291,11 +291,11 @@ def _put_rows(x: jax.Array, new: jax.Array, rows: PromptPieces) -> jax.Array:
 def _put_tokens(tokens_BS: jax.Array, new_BT: jax.Array, rows: PromptPieces) -> jax.Array:
     """Write the tokens of each row to its slot.
 
-    NOTE: XLA for TPU compiles a scatter of blocks at any place to a loop over rows, but not one of
-    the rows of an array.
+    NOTE: XLA for TPU compiles a scatter of many blocks at any place to a loop over rows, but not
+    one of the rows of an array.
     """
     (B, S), T = tokens_BS.shape, new_BT.shape[1]
-    if S % T:
+    if rows.start_B is None or S % T:
         return put_blocks(tokens_BS, new_BT, rows.slot_B, rows.first_B, axis=1)
     is_inside_B = (rows.slot_B < B) & (rows.first_B < S)
     block_B = jnp.where(is_inside_B, (rows.slot_B * S + rows.first_B) // T, B * S)

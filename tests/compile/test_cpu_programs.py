@@ -68,7 +68,7 @@ def test_a_chunk_computes_rotations_once_and_attends_once_in_each_layer(batch):
 
 
 FEW_WEIGHTS = changed(CONFIG, embed=32, mlp=32, vocab_size=64, windows=(None,) * 2)
-PAGES = BucketGrid(128, ((64, 2, 16), (128, 2, 16)), 4, (128,), pages=16384, page=8)
+PAGES = BucketGrid(128, ((128, 2, 16),), 4, (128,), pages=16384, page=8)
 
 
 @pytest.mark.parametrize(

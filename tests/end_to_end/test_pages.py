@@ -5,7 +5,7 @@ import re
 import tomllib
 
 import pytest
-from command import answer, completion, plan_text, read_manifest, read_rows, write_lines
+from command import answer, completion, read_manifest, read_rows, write_lines
 
 from noria.runtime import session
 
@@ -97,14 +97,3 @@ def test_a_plan_of_pages_that_cannot_be_is_refused_before_weights_load(
     arguments = ("-i", source, "-o", output, "--model", noria.model, "--quiet", *options)
     assert message in noria.refuse("batch", *arguments)
     assert not output.exists()
-
-
-def test_pages_and_planned_prefixes_are_refused_together(noria, source, tmp_path):
-    plan = tmp_path / "plan.toml"
-    prefixes = '\n[prefixes]\ngroups = 1\nlength = 16\nchunk = 16\nshared = [[16, "'
-    buckets = "max_length = 128\nprefill = [[96, 1]]\ndecode_slots = 2\ndecode_spans = [128]\n"
-    buckets += "pages = 16\npage = 16\n"
-    plan.write_text(plan_text(buckets, others=prefixes + "0" * 16 + '"]]\n'), "utf-8")
-    arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model)
-    said = noria.refuse("batch", *arguments, "--plan", plan)
-    assert "with buckets.pages" in said and "prefixes" in said

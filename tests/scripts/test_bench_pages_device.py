@@ -33,7 +33,7 @@ def test_a_kernel_whose_rows_change_each_other_is_seen():
 
     def in_place(q_BTKGH, k_PKSH, v_PKSH, rows):
         del k_PKSH, v_PKSH
-        return q_BTKGH * np.arange(len(q_BTKGH))[:, None, None, None, None], rows.position_BT
+        return q_BTKGH * np.arange(len(q_BTKGH))[:, None, None, None, None], rows.first_B
 
     rows = np.arange(3)
     assert not pool.has_own_bits(shared, rows) and not pool.has_own_bits(in_place, rows)

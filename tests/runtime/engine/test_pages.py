@@ -296,7 +296,7 @@ def test_rows_begin_in_the_group_of_their_prefix():
 
 
 def test_each_group_of_slots_goes_on():
-    """Where all rows of a group lack pages, its youngest rows give theirs back."""
+    """The youngest rows of a group give their pages back if all its rows lack pages."""
     grid = replace(WHOLE, slot_groups=2, pages=44)
     requests = [Request(f"{i}", [5 + i] * 30, SamplingParams(max_tokens=60)) for i in range(42)]
     generator, outputs = session(grid), []
