@@ -50,7 +50,7 @@ class PagedDevice:
         self.limit, self.sample, self.key = np.zeros((3, slots), np.int64)
         self.stop_ids = [()] * slots
         self.is_active = np.zeros(slots, bool)
-        self.num_cleared = 0
+        self.num_cleared = self.num_copied = 0
 
     def call(self, call):
         match call.key:
@@ -77,6 +77,7 @@ class PagedDevice:
             if page >= self.grid.pages:
                 break
             copied = source_page < self.grid.pages
+            self.num_copied += copied
             self.entries[page] = self.entries[source_page] if copied else 0
             self.num_cleared += not copied
         if slot < self.grid.decode_slots:

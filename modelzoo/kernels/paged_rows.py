@@ -20,7 +20,7 @@ from .call import AttentionCall
 
 
 class ReadPages(NamedTuple):
-    """Which of a row's pages each block reads, and the positions of its tokens."""
+    """The pages of a row that each block reads, and the positions of its tokens."""
 
     first_page_C: Any
     """The index of the block's first page in the pages of its row."""
