@@ -7,7 +7,7 @@ from noria.runtime import LLM, SamplingParams
 
 llm = LLM(model="smollm2", max_model_len=256, max_num_seqs=8)
 
-questions = ["What is the capital of France?", "What is 7 plus 5?"]
+questions = ["Name the capital of France.", "What is 7 plus 5?"]
 conversations = [[{"role": "user", "content": question}] for question in questions]
 outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=48))
 for question, output in zip(questions, outputs, strict=True):

@@ -8,7 +8,7 @@ END_ID = 2
 
 
 def test_the_capital_of_france(noria, tmp_path):
-    question = chat("capital", "What is the capital of France?", temperature=0, max_tokens=48)
+    question = chat("capital", "Name the capital of France.", temperature=0, max_tokens=48)
     source = write_lines(tmp_path / "in.jsonl", [question])
     output = tmp_path / "out.jsonl"
     done = noria.without_server().run("batch", "-i", source, "-o", output, "--model", "smollm2")
@@ -28,7 +28,7 @@ def test_the_python_surface_gives_the_same_ids():
     model = PlannedModel("smollm2", "", scan_layers=True)
     grid = BucketGrid(64, ((48, 1),), 1, (64,))
     llm = LLM(model="smollm2", plan=Plan("cpu", model, Numbers("bfloat16"), grid))
-    conversation = [{"role": "user", "content": "What is the capital of France?"}]
+    conversation = [{"role": "user", "content": "Name the capital of France."}]
     (output,) = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=16))
     assert output.outputs[0].token_ids == [*CAPITAL_IDS, END_ID]
     assert output.outputs[0].text == CAPITAL
