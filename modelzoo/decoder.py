@@ -154,7 +154,7 @@ class Decoder(nnx.Module):
         """
         if rows.start_B is not None and rows.page_BN is not None:
             assert prefixes is None
-            in_pages = PageRows(rows.start_B, rows.count_B, rows.page_BN, jnp.int32(0))
+            in_pages = PageRows(rows.start_B, rows.count_B, rows.page_BN, rows.slot_B, jnp.int32(0))
             return self._extend(
                 tokens_BT, in_pages, cache, cache_operations, None, adapter_B, is_gathered=True
             )
@@ -328,7 +328,8 @@ class Decoder(nnx.Module):
         """
         operations = self.operations
         if page_BN is not None:
-            rows = PageRows(position_B, is_token_B.astype(jnp.int32), page_BN, jnp.int32(0))
+            slot_B, count_B = jnp.arange(len(token_B)), is_token_B.astype(jnp.int32)
+            rows = PageRows(position_B, count_B, page_BN, slot_B, jnp.int32(0))
             call = token_B[:, None], rows, cache, operations, prefixes, adapter_B
             x_B1D, cache, report = self._extend(*call, is_gathered=False)
             return self.logits(x_B1D[:, 0]), cache, report

@@ -1,7 +1,8 @@
 """A device of tokens: its pages hold the tokens of rows instead of keys, for tests of the host.
 
 The next token of a row is a hash of all tokens that its pages hold, of its key and of its sample.
-So a page that is shared, copied, cleared or taken wrongly changes the outputs.
+So a page that is shared, copied, cleared or taken wrongly changes the outputs. Pages that slots
+have of their own, for windows, hold the latest tokens of their rows, which are checked.
 """
 
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ VOCAB = 151
 NOT_FINITE = 150
 """The token that makes a row non-finite; only prompts have it."""
 EOS_ID = 2
+WINDOW = 10
 
 
 def next_token(context, key: int, sample: int) -> int:
@@ -51,6 +53,8 @@ class PagedDevice:
         self.stop_ids = [()] * slots
         self.is_active = np.zeros(slots, bool)
         self.num_cleared = self.num_copied = 0
+        self.own = np.zeros((slots, grid.window_pages(WINDOW) or 0, grid.page), np.int64)
+        """The pages that each slot has of its own, for a layer with a window."""
 
     def call(self, call):
         match call.key:
@@ -85,11 +89,13 @@ class PagedDevice:
             self.tokens[slot] = list(self.tokens[source]) if exists else []
             self.limit[slot] = self.limit[source] if exists else 0
             self.is_active[slot] = exists and self.is_active[source]
+            self.own[slot] = self.own[source] if exists else 0
             self._set_sampling(slot, sampling, 0)
 
     def _prefill(self, bucket, pieces, requests, tokens_BT, next_BT=None, num_logprobs_B=None):
         assert pieces.page_BN.shape == (bucket.batch, self.grid.num_pages(bucket.length))
         is_clean_B = np.ones(bucket.batch, bool)
+        in_window = []
         for row, count in enumerate(pieces.count_B):
             slot, start = pieces.slot_B[row], 0 if pieces.start_B is None else pieces.start_B[row]
             if not count or slot >= self.grid.decode_slots:
@@ -100,11 +106,16 @@ class PagedDevice:
             context = self._read(pieces.page_BN[row], start)
             is_clean_B[row] = NOT_FINITE not in [*context, *new]
             self.tokens[slot] = context + new
-            self._write(pieces.page_BN[row], start, new)
+            self._write(slot, pieces.page_BN[row], start, new)
+            first_seen = count if bucket.is_whole else start + 1
+            in_window.append((slot, first_seen, self.tokens[slot]))
             self.limit[slot] = requests.limit_B[row]
             length = requests.prompt_length_B[row]
             self.is_active[slot] = start + count == length < self.limit[slot]
             self._set_sampling(slot, requests.sampling, row)
+        for of_row in in_window:
+            # all pieces are written before one is read
+            self._check_window(*of_row)
         scores = None if next_BT is None else self._scores(next_BT)
         return PrefillOutput(is_clean_B, None, scores)
 
@@ -121,8 +132,9 @@ class PagedDevice:
                 if is_finite_B[slot]:
                     assert self._read(page_BN[slot], len(tokens)) == tokens
                     new = next_token(tokens, self.key[slot], self.sample[slot])
-                    self._write(page_BN[slot], len(tokens), [new])
+                    self._write(slot, page_BN[slot], len(tokens), [new])
                     tokens.append(new)
+                    self._check_window(slot, len(tokens), tokens)
                     tokens_BQ[slot, step] = new
                 ends = tokens[-1] in self.stop_ids[slot] or len(tokens) == self.limit[slot]
                 if ends or not is_finite_B[slot]:
@@ -139,9 +151,23 @@ class PagedDevice:
         assert NOT_FINITE in context or NOT_FINITE not in entries
         return context
 
-    def _write(self, page_N, start, tokens):
+    def _write(self, slot, page_N, start, tokens):
+        own = self.own[slot]
         for position, token in enumerate(tokens, start):
-            self.entries[page_N[position // self.grid.page], position % self.grid.page] = token
+            page, entry = divmod(position, self.grid.page)
+            self.entries[page_N[page], entry] = token
+            if len(own):
+                own[page % len(own), entry] = token
+
+    def _check_window(self, slot, first_length, tokens):
+        """Check that a slot has the windows of the tokens from one on, whose lengths are given."""
+        if not len(own := self.own[slot]):
+            return
+        page, first, end = self.grid.page, max(0, first_length - WINDOW), len(tokens)
+        seen = [own[n // page % len(own), n % page] for n in range(first, end)]
+        assert seen == tokens[first:]
+        pages = own[np.arange(first // page, -(-end // page)) % len(own)]
+        assert NOT_FINITE in tokens or NOT_FINITE not in pages
 
     def _scores(self, ids):
         ids = np.asarray(ids)

@@ -67,8 +67,11 @@ TAIL_GRID = BucketGrid(
 RAGGED_CHUNK_GRID = replace(TAIL_GRID, span_slots=(4, 2, 1))
 PAGED_GRID = replace(GRID, decode_spans=(64,), pages=8, page=8)
 """A grid with pages for one of the longest rows, so that rows wait and are computed again."""
-PAGED_CHUNK_GRID = replace(PAGED_GRID, prefill=((64, 2, 4), (64, 2, 16)), chunks_per_decode=3)
-"""A grid with as few pages, and with chunks longer and shorter than a page."""
+PAGED_CHUNK_GRID = replace(
+    PAGED_GRID, prefill=((64, 2, 4), (64, 2, 16)), chunks_per_decode=3, row_tokens=16
+)
+"""A grid with as few pages, with chunks longer and shorter than a page, and with pages of each slot
+for windows."""
 EOS_ID = 2
 
 

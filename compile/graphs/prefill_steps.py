@@ -16,10 +16,12 @@ import jax.numpy as jnp
 
 from ...modelzoo import axes
 from ...modelzoo.attention.prompt_pieces import PromptPieces, put_blocks
-from ...modelzoo.cache.kv_cache import EMPTY_CACHE, KVCache
-from ...modelzoo.cache.pages import num_pages
+from ...modelzoo.cache.kv_cache import EMPTY_CACHE
+from ...modelzoo.cache.layer_state import LayerState
+from ...modelzoo.cache.pages import NO_PAGE
 from ...modelzoo.cache.prefixes import Prefixes
 from ...modelzoo.cache.segments import EMPTY_POSITION, Segments
+from ...modelzoo.cache.state_spec import StateArray
 from ...modelzoo.moe.call import ExpertReport
 from ...modelzoo.operations import Operations
 from ...modelzoo.sampling import SamplingState, TokenScores
@@ -29,6 +31,7 @@ from .steps import DecodeState, score_positions
 if TYPE_CHECKING:
     from ...modelzoo.decoder import Decoder
 
+Layers = tuple[LayerState | None, ...]
 _BY_SLOT = axes.LOGITS[:1]
 
 
@@ -117,7 +120,8 @@ def fork_step(
 
     A source past all slots clears the slot: it then has zeros and empty positions. In a cache in
     pages, `source_page_N` are copied to `page_N`, and the other pages of a slot are shared. A
-    source past all pages clears the page. The first page past all pages ends the list.
+    source past all pages clears the page. The first page past all pages ends the list. Pages that
+    slots have of their own are copied in order.
     """
 
     def take(segments: Segments, logical_axes: Axes, row: jax.Array = source) -> Segments:
@@ -141,16 +145,37 @@ def fork_step(
         return state.map(copy)._replace(sampling=sampling), None
     copied = state._replace(cache=EMPTY_CACHE).map(copy)
 
-    def copy_page(index: jax.Array, cache: KVCache) -> KVCache:
-        def copy_arrays(segments: Segments, logical_axes: Axes) -> Segments:
-            taken = take(segments, logical_axes, source_page_N[index])
-            return put(segments, taken, logical_axes, page_N[index])
+    def copy_page(layer: LayerState, from_page: jax.Array, to_page: jax.Array) -> LayerState:
+        def copy_array(segments: Segments, array: StateArray) -> Segments:
+            return put(segments, take(segments, array.axes, from_page), array.axes, to_page)
 
-        return cache.map(copy_arrays)
+        return layer.map(copy_array)
 
-    num_copies = jnp.sum(page_N < num_pages(state.cache))
-    cache = jax.lax.fori_loop(0, num_copies, copy_page, state.cache)
+    def copy_pages(index: jax.Array, layers: Layers) -> Layers:
+        def copy_one(layer: LayerState) -> LayerState:
+            if count := layer.spec.slot_pages:
+                to_page = jnp.where(index < count, slot * count + index, NO_PAGE)
+                return copy_page(layer, source * count + index, to_page)
+            pages = (x.at[index].get(mode="fill", fill_value=NO_PAGE) for x in copied_pages)
+            return copy_page(layer, *pages)
+
+        return tuple(layer and copy_one(layer) for layer in layers)
+
+    layers, copied_pages = state.cache.layers, (source_page_N, page_N)
+    num_copies = _num_copies(layers, slot < len(state.length_B), page_N)
+    cache = state.cache._replace(layers=jax.lax.fori_loop(0, num_copies, copy_pages, layers))
     return copied._replace(sampling=sampling, cache=cache), None
+
+
+def _num_copies(layers: Layers, has_slot: jax.Array, page_N: jax.Array) -> jax.Array:
+    """The number of pages that a fork copies in the layers that need most of them."""
+    num_copies = jnp.int32(0)
+    for layer in filter(None, layers):
+        of_layer = jnp.sum(page_N < layer.num_slots)
+        if count := layer.spec.slot_pages:
+            of_layer = jnp.where(has_slot, count, 0)
+        num_copies = jnp.maximum(num_copies, of_layer)
+    return num_copies
 
 
 def prefix_step(

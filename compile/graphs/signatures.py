@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ...modelzoo.attention.prompt_pieces import PromptPieces
 from ...modelzoo.cache import kv_cache
-from ...modelzoo.cache.pages import allocate_pages
+from ...modelzoo.cache.pages import PageCounts, allocate_pages
 from ...modelzoo.cache.prefixes import Prefixes
 from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import BITS, StructureTables
@@ -70,8 +70,8 @@ def decode_state(
         chunk = grid.chunks[0] if grid.chunks else None
         cache = allocate(B, grid.decode_spans, span_slots=grid.span_slots, chunk=chunk)
     else:
-        pool = grid.pages, grid.page, dtype, head_shards
-        cache = allocate_pages(config, *pool, arrangement=arrangement)
+        counts = PageCounts(grid.pages, grid.page, B, grid.window_pages)
+        cache = allocate_pages(config, counts, dtype, head_shards, arrangement)
     # a piece of a prompt is written with its padding
     num_tokens = grid.max_length
     if grid.is_packed:

@@ -34,9 +34,11 @@ from .grid_values import (
     check_list,
     check_packed,
     check_page_size,
+    check_row_tokens,
     check_slot_groups,
     check_span_slots,
     chunk_sizes,
+    window_pages,
 )
 from .prefill_bucket import PrefillBucket, as_bucket, distinct_lengths, entry_buckets
 from .prefix_grid import PrefixGrid
@@ -106,6 +108,11 @@ class BucketGrid(PlanTable, name="buckets"):
     rows hold what they need. Without this key, each slot has a place of its own. Unit: pages."""
     page: int | None = None
     """With `pages`, the entries of a page: a power of two. Unit: positions."""
+    row_tokens: int | None = None
+    """With `pages`, the maximum number of tokens of one row in a prefill call of chunks. In layers
+    with a window, each slot then has pages of its own for the window and so many tokens, and uses
+    them again and again. Without this key, these layers keep all tokens of a row, as others do.
+    Unit: tokens."""
     prefixes: PrefixGrid | None = None
     """The prefixes that rows begin with: the table `[prefixes]`. All other lengths are then counted
     from the end of a row's prefix."""
@@ -295,7 +302,8 @@ class BucketGrid(PlanTable, name="buckets"):
             return 1
         left, tokens = prompt_length - start, self.bucket_of(prompt_length, start).tokens
         count = -(-left // tokens) if tokens == self.chunks[0] else left // tokens
-        return min(count, -(-(end - start) // tokens))
+        most = count if self.row_tokens is None else self.row_tokens // tokens
+        return min(count, most, -(-(end - start) // tokens))
 
     def needed_length(self, prompt_length: int) -> int:
         """The prefill length that a prompt needs. Padding takes no positions in pages."""
@@ -334,6 +342,13 @@ class BucketGrid(PlanTable, name="buckets"):
     def most_pages(self) -> int:
         """The pages that the longest rows fill in all slots; 0 in a grid without pages."""
         return 0 if self.page is None else self.decode_slots * self.num_pages(self.max_length)
+
+    def window_pages(self, window: int) -> int | None:
+        """The pages of its own that each slot has in a layer whose tokens see `window` positions;
+        None if rows take pages of the pool there."""
+        if self.row_tokens is None or self.page is None:
+            return None
+        return window_pages(window, self.row_tokens, self.page, self.max_length)
 
     def num_segments(self, length: int) -> int:
         """Number of cache segments, from the first one on, that hold `length` positions."""
@@ -462,6 +477,7 @@ class BucketGrid(PlanTable, name="buckets"):
 
     def _check_pages(self) -> None:
         check_page_size(self.pages, self.page)
+        check_row_tokens(self.row_tokens, self.pages, self.chunks)
         if self.pages is None:
             if self.span_slots is None and self.slot_groups is not None:
                 raise ValueError(

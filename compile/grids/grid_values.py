@@ -108,6 +108,34 @@ def check_page_size(pages: Any, page: Any) -> None:
         raise ValueError(f"buckets.page: expected a power of two, got {page}. Take 64, or another.")
 
 
+def window_pages(window: int, row_tokens: int, page: int, max_length: int) -> int | None:
+    """The pages that hold a window and so many new tokens of a row, wherever they begin.
+
+    They are the pages of a slot in a layer whose tokens see `window` positions, itself included. It
+    is None if a row of the greatest length has no more pages.
+    """
+    num_positions = window - 1 + row_tokens
+    count = (num_positions + page - 2) // page + 1
+    return count if count < -(-max_length // page) else None
+
+
+def check_row_tokens(row_tokens: Any, pages: int | None, chunks: Sequence[int]) -> None:
+    """Raise ValueError unless it is None, or a number of whole chunks beside pages."""
+    if row_tokens is None:
+        return
+    if pages is None:
+        raise ValueError(
+            f"buckets.row_tokens: expected none without buckets.pages, got {row_tokens!r}. Leave "
+            f"it out."
+        )
+    check_count("buckets.row_tokens", row_tokens)
+    if chunks and row_tokens % chunks[-1]:
+        raise ValueError(
+            f"buckets.row_tokens: expected a multiple of the largest buckets.chunk ({chunks[-1]}), "
+            f"as a call has whole chunks of a row, got {row_tokens}. Change it."
+        )
+
+
 def check_packed(spans: Sequence[int], longest_chunk: int, max_length: int) -> None:
     """Raise ValueError unless the spans and the largest chunk suit a grid with chunks and pages."""
     if list(spans) != [max_length]:

@@ -18,7 +18,12 @@ _Lengths = TypeVar("_Lengths", int, np.ndarray)
 
 
 def with_pages(
-    grid: BucketGrid, use: SlotUse, page: int, room: float, groups: int = 1
+    grid: BucketGrid,
+    use: SlotUse,
+    page: int,
+    room: float,
+    groups: int = 1,
+    row_tokens: int | None = None,
 ) -> BucketGrid | None:
     """The grid with a cache of pages; None if there is no room for one row of its length.
 
@@ -34,6 +39,7 @@ def with_pages(
       room: The largest number of pages.
       groups: The equal groups of slots on different devices, each with pages of its own. It divides
         the slots.
+      row_tokens: See `BucketGrid.row_tokens`.
     """
     longest = _num_pages(grid.max_length, page)
     needed = -(-_most_needed(grid, use, page) // groups)
@@ -54,6 +60,7 @@ def with_pages(
         decode_graphs=None,
         pages=of_group * groups,
         page=page,
+        row_tokens=row_tokens,
     )
 
 

@@ -27,7 +27,6 @@ from ..grids.bucket_grid import BucketGrid
 from ..grids.bucket_search import cheapest_cuts
 from ..grids.default_grid import SPAN_STEP, slot_use
 from ..grids.grid_defaults import GridDefaults, round_up
-from ..grids.page_count import with_pages
 from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefill_ladder import with_small_calls
 from ..grids.prefix_choice import (
@@ -42,6 +41,7 @@ from ..grids.span_slots import SlotUse, with_ragged_slots
 from .compile_time import NO_TIME, GraphSeconds
 from .cost import CostModel
 from .graph_prices import GraphPrices
+from .page_choice import pages_in_memory
 from .run_bounds import Candidate, ExpectedRow, RunBounds, calls_to_fill
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -400,10 +400,9 @@ class CandidateGrids:
         )
         if not slots or (page := self._defaults.page) is None:
             return grid
-        work = self._cost.work
-        room = work.num_pages(self._budget.memory_bytes - work.parameter_bytes, page)
-        groups = self._defaults.slot_groups
-        return with_pages(grid, self._slot_use[bool(grid.chunks)], page, room, groups)
+        work, use = self._cost.work, self._slot_use[bool(grid.chunks)]
+        max_bytes = self._budget.memory_bytes - work.parameter_bytes
+        return pages_in_memory(grid, use, page, self._defaults.slot_groups, work, max_bytes)
 
     def _spans(self, slots: int, step: int, longest: int, max_spans: int) -> tuple[int, ...]:
         """At most `max_spans` spans of least cost, if a token's step read only the token's span."""

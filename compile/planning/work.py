@@ -11,7 +11,7 @@ Knows nothing of hardware, seconds or grids; compiles nothing.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple, TypeVar
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from ...modelzoo import axes
 from ...modelzoo.attention.blockwise import block_sizes
-from ...modelzoo.layer_config import Attention
+from ...modelzoo.layer_config import Attention, window_size
 from ...modelzoo.layer_groups import block_layers
 from ...modelzoo.moe_config import LOSSLESS
 from ...modelzoo.products import WeightProduct, record_logits
@@ -192,7 +192,8 @@ class Work:
         of_prefixes = 0 if prefixes is None else self.cache_bytes(prefixes.groups, prefixes.length)
         if grid.pages is not None:
             assert grid.page is not None
-            return self.page_bytes(grid.pages * grid.page) + of_prefixes
+            of_pool, of_slot = self.bytes_of_pages(grid.page, grid.window_pages)
+            return math.ceil(grid.pages * of_pool + grid.decode_slots * of_slot) + of_prefixes
         return self.pieces_bytes(grid.segments(grid.max_length)) + of_prefixes
 
     def page_bytes(self, entries: int) -> int:
@@ -202,6 +203,25 @@ class Work:
         return math.ceil(
             entries * sum(count * self._page_entry_bytes(kind) for kind, count in kinds)
         )
+
+    def bytes_of_pages(
+        self, page: int, of_window: Callable[[int], int | None]
+    ) -> tuple[float, float]:
+        """Bytes of a page of the pool, and of the pages that a slot has of its own, on each device.
+
+        Args:
+          page: The entries of a page.
+          of_window: See `PageCounts`.
+        """
+        of_pool = of_slot = 0.0
+        for kind, count in self.config.attention_kinds.items():
+            num_bytes = count * page * self._page_entry_bytes(kind)
+            own = None if kind.window is None else of_window(window_size(kind.window))
+            if own is None:
+                of_pool += num_bytes
+            else:
+                of_slot += own * num_bytes
+        return of_pool, of_slot
 
     def num_pages(self, max_bytes: float, page: int) -> float:
         """The number of pages, not rounded, that take at most so many bytes on each device."""

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from .. import axes
 from ..cache.kv_cache import Positions
 from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues, PromptLatents
-from ..cache.pages import append_to_pages, page_of
+from ..cache.pages import append_to_pages, page_of, pages_of_slots
 from ..cache.segments import EMPTY_POSITION
 from ..layer_config import Attention, Chunk
 from ..operations import Operations
@@ -39,7 +39,10 @@ class PageRows(NamedTuple):
     count_B: jax.Array
     """The number of tokens."""
     page_BN: jax.Array
-    """The pages of each row in order; past the last page of the pool for no page."""
+    """The pages of each row in order, in layers that take them from a pool; past its last page for
+    no page."""
+    slot_B: jax.Array
+    """The slot of each row; past the last slot for no slot."""
     scan_index: jax.Array
     """The index of the layer in the arrays, which is set for each layer."""
     before_B: jax.Array | None = None
@@ -51,6 +54,7 @@ class PageRows(NamedTuple):
         (axes.ATTENTION_BATCH,),
         (axes.ATTENTION_BATCH,),
         (axes.ATTENTION_BATCH, ""),
+        (axes.ATTENTION_BATCH,),
         (),
         (axes.ATTENTION_BATCH,),
         axes.CACHE_POSITIONS,
@@ -108,7 +112,10 @@ class PageAttention:
         assert new_entries is not None
         own, *prefixes = caches
         num_pages, first = own.num_slots, rows.scan_index * own.num_slots
-        page_BN = self.operations.local_pages(rows.page_BN, num_pages)
+        page_BN = rows.page_BN
+        if slot_pages := own.spec.slot_pages:
+            page_BN = pages_of_slots(rows.slot_B, slot_pages, page_BN.shape[1])
+        page_BN = self.operations.local_pages(page_BN, num_pages)
         rows = rows._replace(page_BN=page_BN)
         own, is_here_B = self._write(own, new_entries, rows, queries.q_BTKGH.shape[1])
         # a row has no page after its last one, and attention reads none there

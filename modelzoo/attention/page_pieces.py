@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .. import axes
 from ..cache.kv_cache import match_head_dim, match_heads
 from ..cache.layer_state import LayerState, NewEntries
-from ..cache.pages import with_order_on_cpu
+from ..cache.pages import NO_PAGE, latest_pages, with_order_on_cpu
 from ..cache.segments import ONE_STRIPE, Segments, Stripe
 from ..cache.state_spec import StateArray
 from ..operations import Operations
@@ -80,6 +80,9 @@ def write_prompts(
     """
     assert rows.page_BN is not None
     page_BN = rows.page_BN
+    if slot_pages := state.spec.slot_pages:
+        length_B, (page,) = rows.first_B + rows.count_B, state.lengths
+        page_BN = latest_pages(rows.slot_B, length_B, slot_pages, page_BN.shape[1], page)
 
     def write_array(old: Segments, array: StateArray, new: jax.Array) -> Segments:
         count, axis = operations.cache_stripes.count, array.position_axis
@@ -132,9 +135,8 @@ def _places(
     """The page and the first entry of each block of `size` tokens of all rows."""
     first_BJ = first_B[:, None] + size * jnp.arange(-(-num_tokens // size))[None]
     # padding may reach beyond the last page of a row
-    no_page = jnp.iinfo(page_BN.dtype).max
     page_BJ = jnp.take_along_axis(
-        page_BN, first_BJ // page, axis=1, mode="fill", fill_value=no_page
+        page_BN, first_BJ // page, axis=1, mode="fill", fill_value=NO_PAGE
     )
     return page_BJ.reshape(-1), (first_BJ % page).reshape(-1)
 

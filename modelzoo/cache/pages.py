@@ -8,39 +8,61 @@ number of pages, which no page has, where a row has none: such entries are not w
 If the entries of a cache are split over devices, so are those of each page: position p lies on
 device p mod n, in the same page on all of them.
 
-Layers with windows keep all entries, and masks follow from a row's length. So there are no stored
-positions and no rolling buffers. Keys have head features last, as values do: a token is then one
-line of an array on every platform.
+A layer with a window may have a few pages for each slot instead, which hold the latest entries of
+its row: the row's page n is then page n % W of the W pages of its slot, and takes the place of page
+n - W. Masks follow from a row's length in all layers, so there are no stored positions. Keys have
+head features last, as values do: a token is then one line of an array on every platform.
 
 Knows nothing of owners of pages, buckets or meshes. Guarantees: `append_to_pages` writes in place
 inside a loop if the arrays are donated, and writes nothing for a row without a page.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
+from ..layer_config import window_size
 from ..layer_groups import block_layers
 from .kv_cache import KVCache, Positions, match_head_dim, with_axes_in_order
 from .layer_state import LayerState, NewEntries
 from .segments import EMPTY_POSITION, ONE_STRIPE, Segments, Stripe
 from .state_spec import StateArray, state_spec
 
+NO_PAGE = np.iinfo(np.int32).max
+"""A number past the pages of any pool."""
+
+
+class PageCounts(NamedTuple):
+    """The numbers of pages of a cache."""
+
+    pages: int
+    """The pages of the pool, from which rows take them."""
+    page: int
+    """The entries of a page."""
+    slots: int = 0
+    """The slots with pages of their own in layers with windows."""
+    of_window: Callable[[int], int | None] = lambda window: None
+    """The pages of a slot in a layer whose tokens see so many positions; None if rows take pages of
+    the pool there."""
+
 
 def allocate_pages(
     config: DecoderConfig,
-    pages: int,
-    page: int,
+    counts: PageCounts,
     dtype: jnp.dtype,
     head_shards: int = 1,
     arrangement: Arrangement = AS_PUBLISHED,
 ) -> KVCache:
-    """Allocate a pool of pages of zeros.
+    """Allocate pages of zeros.
 
     Args:
       config: The decoder.
-      pages: The number of pages.
-      page: The entries of a page.
+      counts: The numbers of pages.
       dtype: The dtype of keys, values and latents, or of their scales if they are in codes.
       head_shards: The number of shards of query heads in decode; key/value heads have copies until
         they divide over them.
@@ -51,16 +73,31 @@ def allocate_pages(
         attention = config.layers[layers.start].attention
         if attention is None:
             return None
-        spec = state_spec(attention, dtype, arrangement, in_pages=True)
-        return LayerState.empty(spec, len(layers), [(pages, page)], head_shards)
+        spec, pages = state_spec(attention, dtype, arrangement, in_pages=True), counts.pages
+        if (window := attention.window) and (own := counts.of_window(window_size(window))):
+            spec, pages = replace(spec, slot_pages=own), counts.slots * own
+        return LayerState.empty(spec, len(layers), [(pages, counts.page)], head_shards)
 
     layers = tuple(map(allocate_layers, block_layers(config, arrangement)))
     return KVCache(layers, Positions((), {}))
 
 
-def num_pages(cache: KVCache) -> int:
-    """The number of pages of a cache."""
-    return next(layer.num_slots for layer in cache.layers if layer is not None)
+def pages_of_slots(slot_B: jax.Array, slot_pages: int, num_pages: int) -> jax.Array:
+    """The pages of rows in a layer where each slot has pages of its own, `[rows, num_pages]`.
+
+    Example:
+      Pages 0 to 4 of a row in slot 2, which has three pages: 6, 7, 8, 6, 7.
+    """
+    return slot_B[:, None] * slot_pages + jnp.arange(num_pages, dtype=jnp.int32)[None] % slot_pages
+
+
+def latest_pages(
+    slot_B: jax.Array, length_B: jax.Array, slot_pages: int, num_pages: int, page: int
+) -> jax.Array:
+    """The same, but past all pages for those of the row's pages that it leaves behind or lacks."""
+    page_BN = pages_of_slots(slot_B, slot_pages, num_pages)
+    later_BN = ((length_B - 1) // page)[:, None] - jnp.arange(num_pages, dtype=jnp.int32)[None]
+    return jnp.where((later_BN >= 0) & (later_BN < slot_pages), page_BN, NO_PAGE)
 
 
 def page_of(page_BN: jax.Array, position_B: jax.Array, page: int, num_pages: int) -> jax.Array:

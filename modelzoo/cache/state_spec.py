@@ -114,6 +114,9 @@ class StateSpec:
     their own."""
     key_blocks: tuple[int, ...]
     window: Window
+    slot_pages: int = 0
+    """In a cache in pages, the pages that each slot has of its own, one slot after the other; 0 if
+    rows take pages of a pool."""
 
     VECTORS: ClassVar[Mapping[str, Axes]]
     """The logical axes of each vector's array."""

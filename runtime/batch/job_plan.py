@@ -19,7 +19,7 @@ from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import derive_grid, slot_use, with_chunks, with_overrides
 from ...compile.grids.grid_defaults import GridDefaults
-from ...compile.grids.page_count import expected_pages, with_pages
+from ...compile.grids.page_count import expected_pages
 from ...compile.grids.prefill_ladder import prefill_padding
 from ...compile.grids.prefix_choice import own_lengths, prefixes_of_rows
 from ...compile.grids.prefix_table import PrefixTable
@@ -28,6 +28,7 @@ from ...compile.grids.span_slots import with_ragged_slots
 from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.graph_prices import GraphPrices
+from ...compile.planning.page_choice import pages_in_memory, rows_in_memory
 from ...compile.planning.run_bounds import ExpectedRow
 from ...compile.planning.work import Work
 from ...compile.target_names import TargetName
@@ -181,23 +182,29 @@ class _Derivation:
             [row for row in rows if row.min_length <= max_position],
             has_chunks=bool(defaults.chunks),
         )
-        room = self._room_for_pages(page)
+        max_bytes = self._bytes_for_pages()
         if (asked := self.asked.get("pages")) is not None:
             check_count("buckets.pages", asked)
-            room = asked
         if self.basis.target.platform != "cpu":
-            at_once = room / expected_pages(use, page, defaults.unspecified_output)
+            expected = expected_pages(use, page, defaults.unspecified_output)
+            at_once = rows_in_memory(self.work, page, expected, defaults.chunks, max_bytes)
+            if asked is not None:
+                at_once = asked / expected
             slots = max(1, int(min(defaults.max_decode_slots, at_once)))
             defaults = replace(defaults, max_decode_slots=slots)
         grid = derive_grid(rows, max_position, defaults, fits, self.prices)
         if slots := self.asked.get("decode_slots"):
             check_count("buckets.decode_slots", slots)
             grid = replace(grid, decode_slots=slots)
-        paged = with_pages(
-            grid, use, page, room if asked is None else math.inf, defaults.slot_groups
-        )
+        groups = defaults.slot_groups
+        if asked is not None:
+            max_bytes = math.inf
+        paged = pages_in_memory(grid, use, page, groups, self.work, max_bytes)
         if paged is None:
-            needed = defaults.slot_groups * -(-grid.max_length // page)
+            room, needed = (
+                self.work.num_pages(max_bytes, page),
+                groups * -(-grid.max_length // page),
+            )
             raise ValueError(
                 f"buckets.page: expected room for {needed} pages of {page}, as a row of "
                 f"{grid.max_length} tokens takes in each group of slots, got {int(room)} in the "
@@ -206,15 +213,15 @@ class _Derivation:
             )
         return paged
 
-    def _room_for_pages(self, page: int) -> float:
-        """The number of pages that the memory beside the weights holds, where it is known."""
+    def _bytes_for_pages(self) -> float:
+        """The bytes of memory beside the weights that pages may have, where it is known."""
         if not self.memory_bytes:
             return math.inf
         weights = self.work.parameter_bytes
         room = MEMORY_SHARE * self.memory_bytes - weights
         if self.basis.target.platform == "cpu":
             room = self.defaults.cpu_cache_share * (self.memory_bytes - weights)
-        return self.work.num_pages(room, page)
+        return room
 
     def _limit(self, rows: Sequence[RowShape]) -> tuple[Callable[[int, int], bool] | None, str]:
         """Whether a cache is small enough, for rows without `max_tokens`; and the reason if not."""

@@ -21,10 +21,11 @@ from conformance import CASES, TRUE_LENGTHS, Case, prompts, save_reference
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.modelzoo.attention.prompt_pieces import PromptPieces
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.kv_cache import KVCache
-from noria.modelzoo.cache.pages import allocate_pages
+from noria.modelzoo.cache.pages import PageCounts, allocate_pages
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement
 from noria.modelzoo.families.registry import FAMILIES
 from noria.modelzoo.operations import ON_ONE_DEVICE
@@ -38,6 +39,11 @@ BUCKET_LENGTH, SPANS = 24, (8, 16, 48)
 
 
 PAGE, ROW_PAGES = 4, 10
+PAGED = BucketGrid(
+    ROW_PAGES * PAGE, ((ROW_PAGES * PAGE, 3, 8),), 3, (ROW_PAGES * PAGE,),
+    pages=3 * ROW_PAGES, page=PAGE, row_tokens=8,
+)  # fmt: skip
+"""In layers with windows, rows have pages of their own."""
 """The entries of a page of caches in pages, and the pages of each of their slots."""
 
 
@@ -119,12 +125,10 @@ class LoadedCase:
     def _empty_cache(self, spans: tuple[int, ...]) -> KVCache:
         B, definition = len(TRUE_LENGTHS), self.definition
         if self.in_pages:
+            counts = PageCounts(B * ROW_PAGES, PAGE, B, PAGED.window_pages)
+            dtype = jnp.dtype(jnp.float32)
             return allocate_pages(
-                definition.config,
-                B * ROW_PAGES,
-                PAGE,
-                jnp.dtype(jnp.float32),
-                arrangement=definition.arrangement,
+                definition.config, counts, dtype, arrangement=definition.arrangement
             )
         return kv_cache.allocate(
             definition.config, B, spans, jnp.float32, arrangement=definition.arrangement

@@ -397,7 +397,8 @@ class LaidOut:
                 grid = replace(grid, max_length=48, prefill=buckets, decode_spans=(48,))
             pages = grid.decode_slots * -(-grid.max_length // self.page)
             grid = replace(grid, decode_spans=(grid.max_length,), pages=pages, page=self.page)
-            return replace(grid, slot_groups=self.num_shards)
+            row_tokens = grid.chunks[-1] if grid.chunks else 1
+            return replace(grid, slot_groups=self.num_shards, row_tokens=row_tokens)
         if self.long_slots is None:
             return grid
         slots = *[grid.decode_slots] * (len(grid.decode_spans) - 1), self.long_slots
@@ -541,6 +542,9 @@ class LaidOut:
                     if len(pieces) == bucket.batch or begin >= length:
                         continue
                     if grid.bucket_of(length, begin) != bucket or self.group_of(slot) != group:
+                        continue
+                    num_taken = sum(piece.count for piece in pieces if piece.slot == slot)
+                    if grid.row_tokens and num_taken + bucket.tokens > grid.row_tokens > 1:
                         continue
                     request = ScheduledRequest(0, length, limit, 1, is_scored=False)
                     count = min(bucket.tokens, length - begin)

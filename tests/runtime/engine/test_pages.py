@@ -38,6 +38,9 @@ GRIDS = {
     "whole, pages for one row": replace(WHOLE, pages=12),
     "groups of slots": replace(CHUNKS, slot_groups=4, pages=64),
     "groups, pages for one row": replace(WHOLE, slot_groups=2, pages=24),
+    "pages of slots": replace(CHUNKS, row_tokens=16),
+    "pages of slots, whole prompts": replace(LONG_CALLS, row_tokens=1),
+    "pages of slots, groups": replace(TAILS, row_tokens=16, slot_groups=2),
     "enough pages": replace(WHOLE, pages=32 * 12),
 }
 

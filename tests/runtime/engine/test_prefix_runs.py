@@ -35,8 +35,8 @@ GRID = BucketGrid(
     steps_per_call=4,
     prefixes=PrefixGrid(2, 32, 16, tuple(map(planned, (SYSTEM, DOCUMENT, OTHER, EARLY, LATE)))),
 )
-PAGED_GRID = replace(GRID, decode_spans=(64,), pages=16, page=8)
-"""The same groups, with pages for two of the longest rows."""
+PAGED_GRID = replace(GRID, decode_spans=(64,), pages=16, page=8, row_tokens=1)
+"""The same groups, with pages for two of the longest rows, and of each slot for windows."""
 WHOLE_GRID = BucketGrid(112, ((80, 2),), 6, (112,), steps_per_call=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
 SAMPLING = {
