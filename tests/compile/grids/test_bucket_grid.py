@@ -1,5 +1,6 @@
 """Buckets: the bucket of each length, and refusals by name."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from noria.compile.grids.bucket_grid import (
     NoBucketFits,
     NoDecodeSlots,
 )
+from noria.compile.grids.grid_values import window_pages
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 
@@ -207,6 +209,36 @@ def test_the_pieces_of_a_size_that_follow_each_other_fit_the_same_calls():
     # a shared prefix ends before its prompt
     assert PACKED.num_alike(55, 0, 32) == 2
     assert {TAILS.num_alike(55, start, 55) for start in (0, 16, 48)} == {1}
+
+
+@pytest.mark.parametrize("page", [1, 2, 8])
+def test_the_pages_of_a_slot_hold_a_window_and_new_tokens_wherever_they_begin(page):
+    for window, row_tokens in itertools.product(range(1, 20, 3), (1, 4, 7)):
+        count = window - 1 + row_tokens
+        touched = [(first + count - 1) // page - first // page + 1 for first in range(page)]
+        assert window_pages(window, row_tokens, page, 1000) == max(touched)
+    assert window_pages(9, 8, 8, 32) == 3 and window_pages(9, 8, 8, 24) is None
+
+
+def test_a_call_has_no_more_tokens_of_a_row_than_the_plan_says():
+    few = replace(PACKED, row_tokens=32)
+    assert BucketGrid.from_table(few.to_table()) == few
+    assert [few.num_alike(99, 0, 99), PACKED.num_alike(99, 0, 99)] == [2, 6]
+    assert few.window_pages(9) == 6 and PACKED.window_pages(9) is None
+    assert few.window_pages(70) is None, "rows have no more pages"
+
+
+@pytest.mark.parametrize(
+    ("grid", "row_tokens", "message"),
+    [
+        (PACKED, 24, r"multiple of the largest buckets.chunk \(16\), .* got 24. Change it"),
+        (PACKED, 0, "row_tokens: expected a positive"),
+        (TAILS, 16, "none without buckets.pages, got 16. Leave it out"),
+    ],
+)
+def test_tokens_of_a_row_are_whole_chunks_beside_pages(grid, row_tokens, message):
+    with pytest.raises(ValueError, match=f"buckets.row_tokens.*{message}|{message}"):
+        replace(grid, row_tokens=row_tokens)
 
 
 def test_padding_takes_no_positions_in_pages():

@@ -1,7 +1,9 @@
 """The work of graphs, against what the compiler counts and against sums by hand."""
 
 from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import pytest
 from alike import changed
@@ -11,6 +13,7 @@ from tiny import CONFIG
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.graphs.graph_kinds import GraphKey
+from noria.compile.graphs.signatures import decode_state
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.planning.work import Work, sent_by_axes
@@ -191,6 +194,17 @@ def test_a_cache_of_pages_has_all_entries_in_every_layer(config):
     whole = work_of(changed(config, windows=(None,) * config.num_layers))
     assert work.grid_bytes(PAGED) == whole.cache_bytes(12, 16) == 12 * work.page_bytes(16)
     assert work.num_pages(work.grid_bytes(PAGED) + 1, 16) == pytest.approx(12, rel=1e-3)
+
+
+@pytest.mark.parametrize(("row_tokens", "of_slot"), [(None, 0), (1, 2), (16, 3)])
+def test_pages_have_the_bytes_of_the_arrays_of_their_layers(row_tokens, of_slot):
+    """One of three layers has a window of 7."""
+    work, grid = work_of(CONFIG), replace(PAGED, row_tokens=row_tokens)
+    state = jax.eval_shape(partial(decode_state, work.model, grid, jnp.float32))
+    assert sum(x.size * 4 for x in jax.tree.leaves(state.cache)) == work.grid_bytes(grid)
+    in_pool, layer_bytes = 3 - (row_tokens is not None), work.page_bytes(16) / 3
+    expected = in_pool * layer_bytes, of_slot * layer_bytes
+    assert work.bytes_of_pages(16, grid.window_pages) == pytest.approx(expected)
 
 
 def test_a_step_with_pages_reads_the_entries_that_rows_hold():
