@@ -349,15 +349,8 @@ class Decoder(nnx.Module):
             prefix = prefixes.positions()
         rows = TokenRows(position_B, own_position_B, seen, prefix, jnp.int32(0))
         attention = TokenAttention(self.attend, operations, rows)
-        x_B1D, layers, report = self._run_blocks(
-            self.embed(token_B[:, None]),
-            position_B[:, None],
-            attention,
-            is_token_B[:, None],
-            cache.layers,
-            prefixes,
-            adapter_B,
-        )
+        call = position_B[:, None], attention, is_token_B[:, None], cache.layers, prefixes
+        x_B1D, layers, report = self._run_blocks(self.embed(token_B[:, None]), *call, adapter_B)
         logits_BV = self.logits(self.final_norm(x_B1D)[:, 0])
         return logits_BV, KVCache(layers, positions), report
 
