@@ -26,7 +26,7 @@ _MEMORY = {
     "weights": ("weights", _PREFILL),
     "held": ("pages that rows hold at most", _PAGES),
     "unused": ("pages that no row ever holds", "#cfc9e2"),
-    "cache": ("cache", _PAGES),
+    "cache": ("cache", "#937860"),
     "working": ("working memory of graphs", _DECODE),
     "free": ("free", _FREE),
 }

@@ -155,7 +155,7 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
             "Memory of a device by kind",
             "The working memory of graphs is known of compiled graphs alone (--compile-layouts); "
             "without it, it is part of what is free.",
-            draw_memory(_by_kind(report)),
+            draw_memory(_by_kind(prediction, report)),
         ),
         _picture_of_run(prediction, report),
         Picture(
@@ -182,7 +182,6 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
 
 def _picture_of_run(prediction: "Prediction", report: Mapping[str, Any]) -> Picture:
     best, sample = prediction.result.best, prediction.result.uncertainty
-    assert best.simulation.schedule is not None
     timeline = Timeline.of(best.simulation.schedule, best.grid, prediction.cost)
     caption = (
         "What rows, prompts and shared prefixes hold during each call, and how the time is divided "
@@ -197,13 +196,12 @@ def _picture_of_run(prediction: "Prediction", report: Mapping[str, Any]) -> Pict
 
 
 def _held(best: "SimulatedGrid") -> dict[str, int]:
-    """What rows hold at most, and how often they wait and are replayed for lack of pages.
+    """The most that rows hold, and how often they wait and are replayed for lack of pages.
 
     Waits are counted once for each row and decode call.
     """
-    schedule, pages = best.simulation.schedule, best.simulation.metrics.pages
-    assert schedule is not None
-    held = [call.held for call in schedule.calls]
+    held = [call.held for call in best.simulation.schedule.calls]
+    pages = best.simulation.metrics.pages
     return {
         "slots": max(one.slots for one in held),
         "pages": max(one.pages for one in held),
@@ -222,16 +220,18 @@ def _working_bytes(prediction: "Prediction") -> float | None:
     return max(0.0, largest - work.parameter_bytes - work.grid_bytes(grid))
 
 
-def _by_kind(report: Mapping[str, Any]) -> dict[str, float]:
-    """The bytes of a device by kind of memory; their sum is the memory of the device."""
-    memory, pages = report["memory_bytes"], report["predicted"]["pages"]
+def _by_kind(prediction: "Prediction", report: Mapping[str, Any]) -> dict[str, float]:
+    """The bytes of a device by kind of memory."""
+    memory, grid = report["memory_bytes"], prediction.result.best.grid
     cache, working = memory["cache"], memory["working"] or 0.0
     free = max(0.0, memory["device"] - memory["weights"] - cache - working)
     kinds = {"weights": memory["weights"], "working": working, "free": free}
-    if pages is None:
+    if grid.pages is None or grid.page is None:
         return {**kinds, "cache": cache}
-    held = cache * report["held"]["pages"] / pages
-    return {**kinds, "held": held, "unused": cache - held}
+    bytes_of = prediction.cost.work.page_bytes
+    pool, held = (bytes_of(n * grid.page) for n in (grid.pages, report["held"]["pages"]))
+    # beside the pool, planned prefixes have a cache
+    return {**kinds, "held": held, "unused": pool - held, "cache": cache - pool}
 
 
 def _padding(grid: BucketGrid) -> str:

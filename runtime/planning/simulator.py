@@ -74,7 +74,7 @@ class Simulation:
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
     tail_seconds: float = 0.0
     """Seconds from the moment at which no row waits any more to the end."""
-    schedule: "Schedule | None" = field(default=None, repr=False, compare=False)
+    schedule: "Schedule" = field(default_factory=lambda: Schedule(), repr=False, compare=False)
     """The calls of the rows that were simulated."""
 
     @property
@@ -104,7 +104,7 @@ row for decode calls."""
 
 
 class Held(NamedTuple):
-    """What rows, prompts and shared prefixes hold at one time."""
+    """The slots and pages that rows, prompts and shared prefixes hold at one time."""
 
     slots: int = 0
     pages: int = 0
@@ -125,7 +125,7 @@ class SimulatedCall(NamedTuple):
     """1 for a prefill call."""
     read_entries: int
     held: Held
-    """What is held during the call."""
+    """The slots and pages in use during the call."""
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Schedule:
     calls: list[SimulatedCall] = field(default_factory=list)
     """All calls that take time, in order."""
     held_at_end: Held = NOTHING_HELD
-    """What is held after the last call."""
+    """The slots and pages in use after the last call."""
 
     @property
     def counts(self) -> Counts:

@@ -61,10 +61,10 @@ def summary(report: Mapping[str, Any]) -> str:
 def held_pages(report: Mapping[str, Any]) -> str:
     """The pages that rows hold at most, and what their lack costs."""
     held, pages = report["held"], report["predicted"]["pages"]
-    waits = f"rows wait for pages in {plural(held['waits'], 'call')}"
     return (
-        f"rows hold at most {held['pages']:,} of {pages:,} pages ({held['pages'] / pages:.1%}) in "
-        f"{plural(held['slots'], 'slot')}; {waits}, {plural(held['replays'], 'replay')}"
+        f"rows hold at most {held['pages']} of {plural(pages, 'page')} "
+        f"({held['pages'] / pages:.1%}); {plural(held['waits'], 'wait')} for pages, "
+        f"{plural(held['replays'], 'replay')}"
     )
 
 
