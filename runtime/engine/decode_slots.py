@@ -72,6 +72,11 @@ class DecodeSlots:
         """The free slots, shortest first."""
         return self._free.copy()
 
+    @property
+    def num_taken(self) -> int:
+        """The number of slots that are not free."""
+        return len(self) - len(self._free)
+
     def first_usable(self, length: int, free: list[int]) -> int:
         """The index in `free`, shortest first, of the first slot that holds a total length."""
         return bisect_left(free, length, key=self._capacities.__getitem__)

@@ -61,6 +61,11 @@ class PagePool:
         return sum(map(len, self._free))
 
     @property
+    def num_taken(self) -> int:
+        """The number of pages that slots have, each counted once."""
+        return self.no_page - self.num_free
+
+    @property
     def num_free_G(self) -> np.ndarray:
         """The number of pages of each group that no slot has."""
         return np.array([len(pages) for pages in self._free])

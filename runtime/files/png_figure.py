@@ -4,6 +4,7 @@ Does not know what is drawn.
 """
 
 import io
+from collections.abc import Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -22,8 +23,13 @@ def matplotlib() -> ModuleType:
 
 
 @contextmanager
-def png_figure(size: tuple[float, float] = _SIZE, num_panels: int = 1):
+def png_figure(
+    size: tuple[float, float] = _SIZE, num_panels: int = 1, heights: Sequence[float] = ()
+):
     """Open a figure: yields the figure, its panel or panels, and a buffer.
+
+    The panels stand side by side and share the vertical axis. With `heights`, panels of these
+    relative heights stand one above the other and share the horizontal axis.
 
     On exit the buffer holds the figure as a PNG. Dollar signs, as paths of models may have, are
     drawn as they are.
@@ -32,9 +38,10 @@ def png_figure(size: tuple[float, float] = _SIZE, num_panels: int = 1):
     from matplotlib import pyplot
 
     with pyplot.rc_context({"text.parse_math": False}):
-        figure, panel = pyplot.subplots(
-            1, num_panels, figsize=size, sharey=num_panels > 1, layout="constrained"
-        )
+        shape = {"ncols": num_panels, "sharey": num_panels > 1}
+        if heights:
+            shape = {"nrows": len(heights), "sharex": True, "height_ratios": heights}
+        figure, panel = pyplot.subplots(figsize=size, layout="constrained", **shape)
         png = io.BytesIO()
         try:
             yield figure, panel, png

@@ -1,6 +1,7 @@
 """Render the report of a plan as one HTML page that needs no other file and no network.
 
-Its pictures are PNGs, as bytes: rows in buckets, and graphs under the roofline.
+Its pictures are PNGs, as bytes: the memory of a device, the run in time, rows in buckets, and
+graphs under the roofline.
 """
 
 import base64
@@ -12,10 +13,24 @@ from typing import Any
 
 import numpy as np
 
+from ..console import GIGABYTE
 from ..files.png_figure import png_figure
 from .summary import summary
+from .timeline import Timeline
 
 _PREFILL, _DECODE, _WASTE = "#4c72b0", "#dd8452", "#c44e52"
+_SLOTS, _PAGES, _FREE = "#55a868", "#8172b3", "#e5e5e5"
+_NUM_BINS = 240
+"""The intervals of a run in which prefill and decode are drawn by their shares."""
+_MEMORY = {
+    "weights": ("weights", _PREFILL),
+    "held": ("pages that rows hold at most", _PAGES),
+    "unused": ("pages that no row ever holds", "#cfc9e2"),
+    "cache": ("cache", "#937860"),
+    "working": ("working memory of graphs", _DECODE),
+    "free": ("free", _FREE),
+}
+"""The label and the color of each kind of memory, in the order of the bar."""
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
@@ -62,6 +77,77 @@ def _picture(picture: Picture) -> str:
 
 def _text(value: object) -> str:
     return html.escape(str(value))
+
+
+def draw_memory(kinds: Mapping[str, float]) -> bytes:
+    """Draw the bytes of a device by kind, one of `_MEMORY`, as one bar."""
+    with png_figure((7.2, 1.7)) as (figure, panel, png):
+        left = 0.0
+        for kind, (label, color) in _MEMORY.items():
+            if size := kinds.get(kind, 0.0) / GIGABYTE:
+                panel.barh(0, size, left=left, color=color, label=f"{label}: {size:.1f} GB")
+                left += size
+        panel.set(xlim=(0, left), xlabel="GB of a device", yticks=[])
+        panel.tick_params(labelsize=7)
+        figure.legend(loc="outside upper left", ncols=3, fontsize=7, frameon=False)
+    return png.getvalue()
+
+
+def draw_run(timeline: Timeline, num_slots: int, num_pages: int | None) -> bytes:
+    """Draw what rows hold over the seconds of a run, and the calls.
+
+    Args:
+      timeline: The run.
+      num_slots: All slots; 0 to draw none.
+      num_pages: All pages; None to draw none.
+    """
+    held = []
+    if num_slots:
+        held.append(("slots", timeline.slots_T, num_slots, _SLOTS))
+    if num_pages is not None:
+        held.append(("pages", timeline.pages_T, num_pages, _PAGES))
+    heights = [2.0] * len(held) + [1.0]
+    with png_figure((7.2, 1.1 + 1.3 * len(held)), heights=heights) as (_, panels, png):
+        *of_held, of_calls = np.atleast_1d(panels)
+        for panel, (name, taken_T, count, color) in zip(of_held, held, strict=True):
+            panel.fill_between(
+                timeline.end_T, taken_T, step="post", color=color, label=f"{name} that rows hold"
+            )
+            panel.axhline(count, color="black", linewidth=1, label=f"all {count:,} {name}")
+            if name == "pages" and timeline.waiting_T.any():
+                _draw_waits(panel, timeline)
+            panel.set(ylim=(0, 1.08 * count), ylabel=name)
+        _draw_calls(of_calls, timeline)
+        for panel in (*of_held, of_calls):
+            panel.tick_params(labelsize=7)
+            panel.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7, frameon=False)
+    return png.getvalue()
+
+
+def _draw_waits(panel: Any, timeline: Timeline) -> None:
+    """Mark the calls during which rows wait for pages, at the top of a panel."""
+    panel.fill_between(
+        timeline.end_T,
+        1.0,
+        0.94,
+        where=timeline.waiting_T > 0,
+        step="post",
+        transform=panel.get_xaxis_transform(),
+        color=_WASTE,
+        label="rows wait for pages",
+    )
+
+
+def _draw_calls(panel: Any, timeline: Timeline) -> None:
+    """Draw the share of decode and of prefill in each interval of a run."""
+    edge_N = np.linspace(0, timeline.end_T[-1], _NUM_BINS + 1)
+    share_N = 100 * timeline.share_of_decode(edge_N)
+    panel.stairs(share_N, edge_N, fill=True, color=_DECODE, label="decode")
+    panel.stairs(
+        np.full(_NUM_BINS, 100), edge_N, baseline=share_N, fill=True, color=_PREFILL,
+        label="prefill",
+    )  # fmt: skip
+    panel.set(xlim=(0, edge_N[-1]), ylim=(0, 100), ylabel="% of time", xlabel="predicted seconds")
 
 
 def draw_workload(prompts: Sequence[int], outputs: Sequence[int], lengths: Sequence[int]) -> bytes:

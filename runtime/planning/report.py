@@ -20,7 +20,9 @@ from ...sharding.call import Call
 from ..engine.metrics import DecodeUse, PrefillUse, prefill_name, prefix_bucket
 from ..files.disk import Disk, replace_file
 from .compiled_layouts import PlannedLayout
-from .page import Picture, draw_roofline, draw_workload, render_page
+from .page import Picture, draw_memory, draw_roofline, draw_run, draw_workload, render_page
+from .summary import held_pages
+from .timeline import Timeline
 
 if TYPE_CHECKING:
     from .layout_ranking import RankedLayout
@@ -55,10 +57,12 @@ def to_json(prediction: "Prediction") -> dict[str, Any]:
         "comparison": {name: _figures(simulated) for name, simulated in result.others.items()},
         "layouts": [_ranked(ranked_layout) for ranked_layout in prediction.layouts],
         "searched_layouts": _searched(prediction.searched),
+        "held": _held(result.best),
         "memory_bytes": {
             "weights": work.parameter_bytes,
             "cache": work.grid_bytes(grid),
             "page": work.page_bytes(grid.page) if grid.page else None,
+            "working": _working_bytes(prediction),
             "device": cost.hardware.memory_bytes,
         },
         "search": {
@@ -148,6 +152,13 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
     hardware = prediction.cost.hardware
     return [
         Picture(
+            "Memory of a device by kind",
+            "The working memory of graphs is known of compiled graphs alone (--compile-layouts); "
+            "without it, it is part of what is free.",
+            draw_memory(_by_kind(prediction, report)),
+        ),
+        _picture_of_run(prediction, report),
+        Picture(
             "Rows and buckets",
             f"The lengths of the workload's rows, and those of the plan's graphs. {_padding(grid)}",
             draw_workload(
@@ -167,6 +178,60 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
             ),
         ),
     ]
+
+
+def _picture_of_run(prediction: "Prediction", report: Mapping[str, Any]) -> Picture:
+    best, sample = prediction.result.best, prediction.result.uncertainty
+    timeline = Timeline.of(best.simulation.schedule, best.grid, prediction.cost)
+    caption = (
+        "What rows, prompts and shared prefixes hold during each call, and how the time is divided "
+        "between prefill and decode."
+    )
+    if best.grid.pages is not None:
+        caption += f" {held_pages(report).capitalize()}."
+    if sample is not None:
+        caption += f" The run is that of the {sample.rows} simulated rows."
+    png = draw_run(timeline, best.grid.decode_slots, best.grid.pages)
+    return Picture("The run in time", caption, png)
+
+
+def _held(best: "SimulatedGrid") -> dict[str, int]:
+    """The most that rows hold, and how often they wait and are replayed for lack of pages.
+
+    Waits are counted once for each row and decode call.
+    """
+    held = [call.held for call in best.simulation.schedule.calls]
+    pages = best.simulation.metrics.pages
+    return {
+        "slots": max(one.slots for one in held),
+        "pages": max(one.pages for one in held),
+        "waits": pages.waits,
+        "replays": pages.replays,
+    }
+
+
+def _working_bytes(prediction: "Prediction") -> float | None:
+    """The bytes that a compiled graph needs beside weights and cache, at most."""
+    compiled = prediction.searched[0].compiled.values()
+    if not compiled:
+        return None
+    work, grid = prediction.cost.work, prediction.result.best.grid
+    largest = max(call.memory_bytes for call in compiled)
+    return max(0.0, largest - work.parameter_bytes - work.grid_bytes(grid))
+
+
+def _by_kind(prediction: "Prediction", report: Mapping[str, Any]) -> dict[str, float]:
+    """The bytes of a device by kind of memory."""
+    memory, grid = report["memory_bytes"], prediction.result.best.grid
+    cache, working = memory["cache"], memory["working"] or 0.0
+    free = max(0.0, memory["device"] - memory["weights"] - cache - working)
+    kinds = {"weights": memory["weights"], "working": working, "free": free}
+    if grid.pages is None or grid.page is None:
+        return {**kinds, "cache": cache}
+    bytes_of = prediction.cost.work.page_bytes
+    pool, held = (bytes_of(n * grid.page) for n in (grid.pages, report["held"]["pages"]))
+    # beside the pool, planned prefixes have a cache
+    return {**kinds, "held": held, "unused": pool - held, "cache": cache - pool}
 
 
 def _padding(grid: BucketGrid) -> str:

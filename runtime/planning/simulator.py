@@ -13,6 +13,7 @@ the call, so a row that ends at a stop string runs to the end of the call.
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,6 +74,8 @@ class Simulation:
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
     tail_seconds: float = 0.0
     """Seconds from the moment at which no row waits any more to the end."""
+    schedule: "Schedule" = field(default_factory=lambda: Schedule(), repr=False, compare=False)
+    """The calls of the rows that were simulated."""
 
     @property
     def seconds(self) -> float:
@@ -82,8 +85,8 @@ class Simulation:
 
     def scaled(self, factor: float) -> "Simulation":
         """The simulation with all counts and times multiplied by a factor, for more rows of the
-        same kind; the tail keeps its seconds."""
-        return Simulation(self.metrics.scaled(factor), self.tail_seconds)
+        same kind; the tail keeps its seconds, and the schedule its calls."""
+        return replace(self, metrics=self.metrics.scaled(factor))
 
     @property
     def occupancy(self) -> float:
@@ -93,9 +96,36 @@ class Simulation:
         return sum(use.live_tokens for use in uses) / computed if computed else 0.0
 
 
-Counts = dict[str | int, tuple[int, int, int]]
-"""Numbers of calls, of steps, and of entries of pages that they read: by name for a prefill graph,
-whose calls have one step, and by the length of the longest row for decode calls."""
+Count = tuple[int, int, int]
+"""Numbers of calls, of steps, and of entries of pages that they read."""
+Counts = dict[str | int, Count]
+"""Counts by name for a prefill graph, whose calls have one step, and by the length of the longest
+row for decode calls."""
+
+
+class Held(NamedTuple):
+    """The slots and pages that rows, prompts and shared prefixes hold at one time."""
+
+    slots: int = 0
+    pages: int = 0
+    """0 in a grid without pages."""
+    waiting: int = 0
+    """The rows that wait for pages in their slots."""
+
+
+NOTHING_HELD = Held()
+
+
+class SimulatedCall(NamedTuple):
+    """One call of a schedule."""
+
+    graph: str | int
+    """The name of a prefill graph; for decode, the length of the longest row after the call."""
+    steps: int
+    """1 for a prefill call."""
+    read_entries: int
+    held: Held
+    """The slots and pages in use during the call."""
 
 
 @dataclass
@@ -110,6 +140,10 @@ class Schedule:
     """The counters of decode calls, by the length that the longest row has after the call."""
     counts_before_tail: Counts = field(default_factory=dict)
     """The calls and steps until no row waits."""
+    calls: list[SimulatedCall] = field(default_factory=list)
+    """All calls that take time, in order."""
+    held_at_end: Held = NOTHING_HELD
+    """The slots and pages in use after the last call."""
 
     @property
     def counts(self) -> Counts:
@@ -136,37 +170,59 @@ class Schedule:
         for name, use in (metrics.prefill | metrics.decode).items():
             use.seconds = seconds[name]
         before_tail = sum(self._seconds(self.counts_before_tail, grid, cost).values())
-        return Simulation(metrics, sum(seconds.values()) - before_tail)
+        return Simulation(metrics, sum(seconds.values()) - before_tail, self)
+
+    def call_seconds(self, grid: BucketGrid, cost: CostModel) -> list[float]:
+        """The seconds of each of `calls`; those of a graph's first call include its extra seconds.
+
+        The arguments are those of `priced`. It prices all calls of a graph at their average number
+        of entries, so the sums may differ a little in a grid with pages.
+        """
+        seconds, known = [], set()
+        for call in self.calls:
+            span = grid.span_of(call.graph) if isinstance(call.graph, int) else None
+            count = 1, call.steps, call.read_entries
+            shape = self._shape(str(call.graph), span, count, grid)
+            graph = call.graph if span is None else span
+            first_call = 0.0 if graph in known else cost.first_call_seconds(shape)
+            known.add(graph)
+            seconds.append(first_call + _seconds_of(shape, count, cost))
+        return seconds
 
     def _seconds(
         self, counts: Counts, grid: BucketGrid, cost: CostModel | None
     ) -> dict[str, float]:
         """Seconds of these calls and steps, first calls included, by name of the graph."""
-        by_graph: dict[tuple[str, int | None], tuple[int, int, int]] = {}
+        by_graph: dict[tuple[str, int | None], Count] = {}
         for key, count in counts.items():
             span = grid.span_of(key) if isinstance(key, int) else None
             graph = str(key if span is None else span), span
             calls, steps, entries = by_graph.get(graph, (0, 0, 0))
             by_graph[graph] = calls + count[0], steps + count[1], entries + count[2]
         seconds: dict[str, float] = {}
-        for (name, span), (num_calls, num_steps, entries) in by_graph.items():
+        for (name, span), count in by_graph.items():
             if cost is None:
                 seconds[name] = 0.0
                 continue
-            if span is None:
-                call, of_call = self.prefill_calls[name], 0.0
-                if call.entries is not None:
-                    call = replace(call, entries=entries / num_calls)
-            else:
-                call, of_call = _step(grid, span, entries / num_steps), cost.decode_call_seconds()
-            first_call = cost.first_call_seconds(call)
-            seconds[name] = first_call + num_calls * of_call + num_steps * cost.seconds(call)
+            call = self._shape(name, span, count, grid)
+            seconds[name] = cost.first_call_seconds(call) + _seconds_of(call, count, cost)
         return seconds
 
+    def _shape(self, name: str, span: int | None, count: Count, grid: BucketGrid) -> Call:
+        """The average shape of calls of a prefill graph, or of the steps of a span."""
+        num_calls, num_steps, entries = count
+        if span is not None:
+            has_pages = grid.pages is not None
+            return grid.average_step(entries / num_steps) if has_pages else grid.decode_call(span)
+        call = self.prefill_calls[name]
+        return call if call.entries is None else replace(call, entries=entries / num_calls)
 
-def _step(grid: BucketGrid, span: int, entries: float) -> Call:
-    """The shape of a decode step; with pages, of one that reads so many entries."""
-    return grid.decode_call(span) if grid.pages is None else grid.average_step(entries)
+
+def _seconds_of(shape: Call, count: Count, cost: CostModel) -> float:
+    """The seconds of so many calls of a shape, without the extra seconds of the first one."""
+    num_calls, num_steps, _ = count
+    of_call = cost.decode_call_seconds() if shape.phase == "decode" else 0.0
+    return num_calls * of_call + num_steps * cost.seconds(shape)
 
 
 class _SlotCounts:
@@ -219,6 +275,7 @@ class _Run:
                 is_tail = True
                 self._result.counts_before_tail = self._result.counts
             if (action := self.scheduler.next_action()) is None:
+                self._result.held_at_end = self._held()
                 return self._result
             self._carry_out(action)
 
@@ -233,7 +290,8 @@ class _Run:
                 prefixes = self._grid.prefixes
                 assert prefixes is not None
                 self._result.metrics.count_prefix(prefixes, count, seconds=0.0)
-                self._result.prefill_calls[str(prefix_bucket(prefixes))] = prefixes.call
+                self._result.prefill_calls[name := str(prefix_bucket(prefixes))] = prefixes.call
+                self._result.calls.append(SimulatedCall(name, 1, 0, self._held()))
             case ForkAction(slot=slot, sequence=sequence, num_copied=num_copied):
                 self._result.metrics.count_fork(num_copied)
                 if sequence is not None:
@@ -243,12 +301,17 @@ class _Run:
 
     def _count_prefill(self, action: PrefillAction) -> None:
         bucket = action.bucket
+        name = prefill_name(bucket, is_scored=action.is_scored)
         if (call := self._calls.get(key := (bucket, action.is_scored))) is None:
             call = self._grid.prefill_call(bucket, is_scored=action.is_scored)
-            self._calls[key] = call
-            name = prefill_name(bucket, is_scored=action.is_scored)
-            self._result.prefill_calls[name] = call
+            self._calls[key] = self._result.prefill_calls[name] = call
         self._result.metrics.count_prompts(action)
+        self._result.calls.append(SimulatedCall(name, 1, action.read_entries, self._held()))
+
+    def _held(self, num_waiting: int = 0) -> Held:
+        slots = self.scheduler.slots
+        num_pages = 0 if slots.pool is None else slots.pool.num_taken
+        return Held(slots.num_taken, num_pages, num_waiting)
 
     def _start(self, slot: int, sequence: ScheduledSequence, num_known: int = 0) -> None:
         """Note how many decode calls a sequence takes."""
@@ -273,6 +336,10 @@ class _Run:
         known_B = np.minimum(counts.num_known_B[slots], emitted_B)
         counts.num_known_B[slots] -= known_B
         num_known = int(known_B.sum())
+        read_entries = self.scheduler.slots.read_entries(slots, emitted_B)
+        self._result.calls.append(
+            SimulatedCall(action.length, run_steps, read_entries, self._held(action.num_waiting))
+        )
         self._result.decode[action.length].add(
             DecodeUse(
                 calls=1,
@@ -280,7 +347,7 @@ class _Run:
                 emitted_tokens=int(emitted_B.sum()) - num_known,
                 live_tokens=run_steps * len(slots),
                 computed_tokens=run_steps * self._grid.decode_slots,
-                read_entries=self.scheduler.slots.read_entries(slots, emitted_B),
+                read_entries=read_entries,
             )
         )
         metrics, ending = self._result.metrics, slots[is_last]

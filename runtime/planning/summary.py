@@ -50,11 +50,22 @@ def summary(report: Mapping[str, Any]) -> str:
         *([f"sample     {report['sample']['error']}"] if report["sample"] else []),
         *_shared_lines(report),
         f"memory     {_gigabytes(report['memory_bytes'], predicted)}",
+        *([] if predicted["pages"] is None else [f"pages      {held_pages(report)}"]),
         f"search     {search['simulated']} of {plural(search['candidates'], 'grid')} simulated; "
         f"none of the others can be more than {search['gap']:.1%} faster to build and run; "
         f"{search['seconds']:.1f} s",
     ]
     return "\n".join(lines)
+
+
+def held_pages(report: Mapping[str, Any]) -> str:
+    """The pages that rows hold at most, and what their lack costs."""
+    held, pages = report["held"], report["predicted"]["pages"]
+    return (
+        f"rows hold at most {held['pages']} of {plural(pages, 'page')} "
+        f"({held['pages'] / pages:.1%}); {plural(held['waits'], 'wait')} for pages, "
+        f"{plural(held['replays'], 'replay')}"
+    )
 
 
 def _shared_lines(report: Mapping[str, Any]) -> list[str]:

@@ -37,6 +37,9 @@ def test_a_plan_with_pages_says_what_its_cache_holds_and_that_reads_are_assumed(
     assert table["evidence"]["costs"].endswith("reads of pages assumed")
     report = json.loads((folder / "report.json").read_text())
     assert report["predicted"]["pages"] == grid["pages"]
+    held = report["held"]
+    assert 0 < held["pages"] <= grid["pages"] and 0 < held["slots"] <= grid["decode_slots"]
+    assert f"rows hold at most {held['pages']} of {grid['pages']} pages" in said
     memory = report["memory_bytes"]
     assert memory["cache"] == grid["pages"] * memory["page"]
 

@@ -1,0 +1,94 @@
+"""The run that a report draws: its seconds, and what rows hold as the scheduler itself has it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny import CONFIG
+
+from noria.compile.abstract_model import AbstractModel
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.hardware.hardware import Hardware
+from noria.compile.planning.cost import CostModel
+from noria.compile.planning.work import Work
+from noria.runtime.engine.actions import DecodeAction, PrefillAction
+from noria.runtime.engine.scheduler import Scheduler
+from noria.runtime.planning.page import draw_run
+from noria.runtime.planning.simulator import SimulatedRow, schedule
+from noria.runtime.planning.timeline import Timeline
+
+HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
+COST = CostModel(Work(AbstractModel(CONFIG), "float32"), HARDWARE)
+PAGED = BucketGrid(
+    max_length=256,
+    prefill=((256, 16, 16),),
+    decode_slots=16,
+    decode_spans=(256,),
+    chunks_per_decode=2,
+    pages=24,
+    page=16,
+)
+OWN = replace(PAGED, prefill=((32, 8), (64, 4)), chunks_per_decode=None, pages=None, page=None)
+
+
+@pytest.fixture
+def rows() -> list[SimulatedRow]:
+    rng = np.random.default_rng(1)
+    lengths = [(int(rng.integers(1, 64)), int(rng.integers(1, 150))) for _ in range(80)]
+    return [SimulatedRow(prompt, 256, (output,) * 2) for prompt, output in lengths]
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list:
+    """The actions, with the slots and pages that the scheduler then has in use."""
+    seen, next_action = [(object(), 0, 0)], Scheduler.next_action
+
+    def watched(self):
+        action, slots = next_action(self), self.slots
+        num_pages = 0
+        if (pool := slots.pool) is not None:
+            num_pages = len(np.setdiff1d(pool.table, pool.no_page))
+        # the scheduler asks itself for the action that follows another
+        if action is not seen[-1][0]:
+            seen.append((action, len(slots) - len(slots.free), num_pages))
+        return action
+
+    monkeypatch.setattr(Scheduler, "next_action", watched)
+    return seen
+
+
+@pytest.mark.parametrize("grid", [PAGED, OWN], ids=["pages", "own places"])
+def test_the_run_in_time_is_that_of_the_scheduler(grid, rows, seen):
+    found = schedule(grid, rows)
+    timeline = Timeline.of(found, grid, COST)
+    calls = [
+        one for one in seen[1:] if isinstance(one[0], (PrefillAction, DecodeAction, type(None)))
+    ]
+    assert timeline.slots_T.tolist() == [slots for _, slots, _ in calls]
+    assert timeline.pages_T.tolist() == [pages for *_, pages in calls]
+    assert timeline.slots_T.max() <= grid.decode_slots
+    assert timeline.pages_T.max() <= (grid.pages or 0)
+    assert not (timeline.slots_T[-1] or timeline.pages_T[-1] or timeline.waiting_T[-1])
+    metrics = found.priced(grid, COST).metrics
+    assert timeline.waiting_T.sum() == metrics.pages.waits
+    assert (metrics.pages.waits > 0) == (grid.pages is not None)
+    seconds_C = np.diff(timeline.end_T)
+    for uses, is_kind_C in (
+        (metrics.prefill, ~timeline.is_decode_C),
+        (metrics.decode, timeline.is_decode_C),
+    ):
+        seconds = sum(use.seconds for use in uses.values())
+        # with pages, the counters price all calls of a graph at their average entries
+        tolerance = 0.01 if grid.pages else 1e-9
+        assert seconds_C[is_kind_C].sum() == pytest.approx(seconds, rel=tolerance)
+    png = draw_run(timeline, grid.decode_slots, grid.pages)
+    assert png.startswith(b"\x89PNG")
+
+
+def test_the_share_of_decode_is_that_of_its_seconds():
+    no_rows = np.zeros(4, int)
+    timeline = Timeline(
+        np.array([0.0, 1.0, 3.0, 4.0]), np.array([False, True, False]), *[no_rows] * 3
+    )
+    shares = timeline.share_of_decode(np.array([0.0, 2.0, 2.5, 4.0]))
+    assert shares == pytest.approx([0.5, 1.0, 1 / 3])
