@@ -137,6 +137,7 @@ _STATE = (
     "buckets.span_slots",
     "buckets.pages",
     "buckets.page",
+    "buckets.row_tokens",
     "prefixes.groups",
     "prefixes.length",
 )

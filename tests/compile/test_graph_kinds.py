@@ -86,6 +86,7 @@ CHANGES = {
     "max_length": (EXPERTS, buckets(EXPERTS, max_length=48, decode_spans=(16, 48)), EVERY),
     "pages": (PAGES, buckets(PAGES, pages=10), EVERY),
     "page": (PAGES, buckets(PAGES, page=16), EVERY),
+    "row_tokens": (PAGES, buckets(PAGES, row_tokens=4), EVERY),
     "scan_layers": (PLAN, replace(PLAN, model=PlannedModel("tiny", "", True)), EVERY),
     "dtype": (PLAN, numbers(dtype="bfloat16"), EVERY),
     "weights": (PLAN, numbers(weights="int8"), MODEL),
