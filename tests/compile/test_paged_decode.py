@@ -63,6 +63,11 @@ LATENTS = changed(
     latent=LATENT,
 )
 """The shape of DeepSeek-V2, without experts."""
+ONE_OF_EACH = replace(
+    LAYERS_OF_8B,
+    layers=tuple(config.layers[0] for config in (HEADS_OF_64, HEADS_OF_256, LATENTS)),
+)
+"""A layer of each of these shapes, for one program that costs as much as that of one of them."""
 
 
 class Case(NamedTuple):
@@ -72,8 +77,8 @@ class Case(NamedTuple):
     codes: str | None = None
     page: int = 64
     arranged: int = 0
-    """Weights of a layer that XLA for TPU writes to memory in another order once a call, outside of
-    its loop of steps."""
+    """Bytes of the weights that XLA for TPU writes to memory in another order once a call, outside
+    of its loop of steps."""
 
     @property
     def grid(self) -> BucketGrid:
@@ -81,13 +86,15 @@ class Case(NamedTuple):
         return replace(GRID, page=self.page, pages=2048 * 64 // self.page)
 
 
+ARRANGED = 2 * 128 * (1536 * 192 + 128 * 512)
+"""Bytes of the weights of queries and of the absorbed product in a layer of `LATENTS`."""
 CASES = {
     "8B": Case(LAYERS_OF_8B),
     "8B, int8": Case(LAYERS_OF_8B, "int8", page=128),
     "heads of 64": Case(HEADS_OF_64),
     "heads of 256": Case(HEADS_OF_256),
-    # those of queries and of the absorbed product: 192 features would be padded to 256
-    "latents": Case(LATENTS, arranged=128 * (1536 * 192 + 128 * 512)),
+    "latents": Case(LATENTS, arranged=2 * ARRANGED),
+    "one of each": Case(ONE_OF_EACH, arranged=ARRANGED),
 }
 
 
@@ -121,12 +128,12 @@ ON_GPU = (
 V5E, V6E, V5P, H100 = "tpu:v5e:1x1", "tpu:v6e:1x1", "tpu:v5p:1x1x1", "gpu:h100:1"
 DECODED = {
     V5E: CASES,
-    V6E: CASES,
+    V6E: ("8B", "8B, int8", "heads of 64", "heads of 256", "latents"),
     V5P: ("8B",),
     # the kernel for GPUs takes no codes and no latents
     H100: ("8B", "heads of 64", "heads of 256"),
 }
-OFTEN = {(V5E, "8B"), (V5E, "heads of 64"), (V5E, "heads of 256"), (V5E, "latents"), (H100, "8B")}
+OFTEN = {(V5E, "8B"), (V5E, "one of each"), (H100, "8B")}
 
 
 def marks(target: str, name: str) -> list[pytest.MarkDecorator]:
@@ -149,10 +156,10 @@ def test_a_decode_step_moves_little_more_than_it_needs(target, name):
     repeats = 3 if (target, name) == (H100, "8B") else 1
     model, executable, text, pool = compiled(case, "decode", target, repeats)
     needed = Work(model, "bfloat16").needed(case.grid.decode_call(2048)).total
-    arranged = 0 if target == H100 else 2 * case.arranged * case.config.num_layers
+    arranged = 0 if target == H100 else case.arranged
     moved = hbm_bytes(text)
     assert 0.9 * needed < moved - 2 * arranged <= MOST_BYTES * needed
-    assert executable.memory_analysis().temp_size_in_bytes - arranged < pool / 4
+    assert executable.memory_analysis().temp_size_in_bytes - arranged < pool / 3
     # sampling has loops, in branches that run if a row asks for them
     loops = re.findall(r' while\(.*op_name="([^"]*)"', text)
     assert len([name for name in loops if "/cond/" not in name]) == 1
