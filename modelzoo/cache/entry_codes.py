@@ -23,8 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.linalg import hadamard
 
-INT4_IN_BYTES = "float8_e5m2"
-"""A dtype of one byte that has all codes of int4, for platforms where no array can be int4."""
+INT4_IN_BYTES = "uint8"
+"""A dtype for codes of int4 on platforms where no array can be int4: the bits of each code in int8.
+
+XLA for the CPU writes it in place. To write an entry of float8, it converts the array to float16.
+"""
 LARGEST_CODES = {"int8": 127.0, "float8_e4m3fn": 448.0, "int4": 7.0, INT4_IN_BYTES: 7.0}
 """The largest code, by dtype of the codes; the smallest one is its negative."""
 _ROTATED = "int4", INT4_IN_BYTES
@@ -102,7 +105,10 @@ def encode(
         part = jnp.clip(part / jnp.expand_dims(divisor, axis), -largest, largest)
         rounded.append(part if codes.name == "float8_e4m3fn" else jnp.rint(part))
         scale_of_parts.append(scale)
-    return jnp.concatenate(rounded, axis=axis).astype(codes), scale_of_parts
+    rounded_codes = jnp.concatenate(rounded, axis=axis)
+    if codes.name == INT4_IN_BYTES:
+        rounded_codes = rounded_codes.astype(jnp.int8)
+    return rounded_codes.astype(codes), scale_of_parts
 
 
 def score_codes(q_BKAH: jax.Array, keys: EntryCodes) -> jax.Array:
@@ -116,7 +122,7 @@ def score_codes(q_BKAH: jax.Array, keys: EntryCodes) -> jax.Array:
         q_BKAH = _rotate(q_BKAH, 3, keys.splits)
     q_BKPAH = jnp.where(is_part_PH[None, None, :, None], q_BKAH[:, :, None], 0)
     dtype = keys.scale_BKPS.dtype
-    scores_BKAS = _product(q_BKPAH.reshape(B, K, -1, H).astype(dtype), keys.codes.astype(dtype))
+    scores_BKAS = _product(q_BKPAH.reshape(B, K, -1, H).astype(dtype), _numbers(keys.codes, dtype))
     scores_BKPAS = scores_BKAS.reshape(B, K, -1, A, scores_BKAS.shape[-1])
     return (scores_BKPAS * scale_BKPS[:, :, :, None]).sum(axis=2)
 
@@ -126,8 +132,13 @@ def weigh_codes(weights_BKAS: jax.Array, values: EntryCodes) -> jax.Array:
     scale_BK1S = values.scale_BKPS[:, :, :1]
     weights_BKAS = weights_BKAS * scale_BK1S.astype(jnp.float32)
     dtype = scale_BK1S.dtype
-    out_BKAH = _product(weights_BKAS.astype(dtype), values.codes.astype(dtype))
+    out_BKAH = _product(weights_BKAS.astype(dtype), _numbers(values.codes, dtype))
     return _rotate(out_BKAH, 3, values.splits) if is_rotated(values.codes.dtype) else out_BKAH
+
+
+def _numbers(codes: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The codes as numbers of another dtype."""
+    return (codes.astype(jnp.int8) if codes.dtype.name == INT4_IN_BYTES else codes).astype(dtype)
 
 
 def _rotate(x: jax.Array, axis: int, splits: tuple[int, ...]) -> jax.Array:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from .. import axes
 from ..weights.weight_products import Axes
 from .segments import Segments
-from .state_spec import KeysAndValues, StateSpec, latents_as_heads, transposed
+from .state_spec import KeysAndValues, StateSpec, latents_as_heads
 
 
 class PromptKeysValues(NamedTuple):
@@ -128,11 +128,9 @@ class LayerState:
         The pages of a layer follow those of the layer before it, so none is sliced out.
         """
 
-        def flat(x: jax.Array) -> jax.Array:
-            return x.reshape(-1, *x.shape[2:])
-
-        ((keys, values),) = jax.tree.map(flat, self).keys_values()
-        return transposed(keys), values
+        return self.spec.page_entries(
+            {name: x.reshape(-1, *x.shape[2:]) for name, (x,) in self.arrays.items()}
+        )
 
     def without_segments(self) -> "LayerState":
         """The same memory, without entries."""

@@ -178,6 +178,11 @@ class StateSpec:
         """The keys and values of a segment, which may have an axis of layers."""
         raise NotImplementedError
 
+    def page_entries(self, arrays: Mapping[str, jax.Array]) -> KeysAndValues:
+        """The keys and values of pages, both with head features last."""
+        keys, values = self.keys_values(arrays)
+        return transposed(keys), values
+
 
 class KeysValues(StateSpec):
     """A key and a value for each key/value head."""
@@ -223,6 +228,11 @@ class Latents(StateSpec):
             return keys, values
         scale = jnp.expand_dims(arrays["latent_scale"], -3)
         return EntryCodes(keys, scale, self.splits), EntryCodes(values, scale, self.splits)
+
+    def page_entries(self, arrays: Mapping[str, jax.Array]) -> KeysAndValues:
+        """See `StateSpec`. The keys are the values, so that a kernel reads a page once for both."""
+        _, values = self.keys_values(arrays)
+        return values, values
 
 
 def transposed(keys: Entries) -> Entries:

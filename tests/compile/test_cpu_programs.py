@@ -75,11 +75,13 @@ PAGES = BucketGrid(128, ((128, 2, 16),), 4, (128,), pages=16384, page=8)
     ("num_heads", "scan_layers", "codes"),
     [
         (1, True, "int8"),
+        (1, True, "int4"),
         (3, False, None),
         pytest.param(1, True, None, marks=pytest.mark.slow),
         pytest.param(1, False, None, marks=pytest.mark.slow),
         pytest.param(3, True, None, marks=pytest.mark.slow),
         pytest.param(3, True, "int8", marks=pytest.mark.slow),
+        pytest.param(3, False, "int4", marks=pytest.mark.slow),
     ],
 )
 def test_no_program_needs_memory_for_a_copy_of_the_pages(num_heads, scan_layers, codes):

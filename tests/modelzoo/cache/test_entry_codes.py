@@ -16,7 +16,7 @@ from tolerances import FLOAT32_ELEMENTWISE
 from noria.modelzoo.attention.attend import Slots, Visibility, attend_dense
 from noria.modelzoo.attention.blockwise import attend_blockwise
 from noria.modelzoo.cache import entry_codes, kv_cache
-from noria.modelzoo.cache.entry_codes import EntryCodes
+from noria.modelzoo.cache.entry_codes import INT4_IN_BYTES, EntryCodes
 from noria.modelzoo.cache.layer_state import LayerState, NewEntries, PromptLatents
 from noria.modelzoo.cache.segments import EMPTY_POSITION
 from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig
@@ -79,6 +79,19 @@ def test_entries_in_int4_are_rotated(splits):
     plain_scale = abs(x).max(2, keepdims=True) / 7
     plain_errors = np.rint(x / plain_scale) * plain_scale - x
     assert errors.std() < 0.6 * plain_errors.std()
+
+
+def test_codes_of_int4_in_bytes_are_those_of_int4():
+    x, q = np.random.default_rng(1).normal(size=(2, 2, 3, 16, 16)).astype(np.float32)
+    products = []
+    for dtype in ("int4", INT4_IN_BYTES):
+        codes, (scale_BKS,) = encode_by_noria(x, 3, jnp.dtype(dtype), jnp.dtype("float32"))
+        assert codes.dtype == dtype
+        values = EntryCodes(codes, scale_BKS[:, :, None])
+        keys = replace(values, codes=codes.swapaxes(-1, -2))
+        products.append((entry_codes.score_codes(q, keys), entry_codes.weigh_codes(q, values)))
+    assert np.abs(products[0][0]).max() > 1
+    jax.tree.map(np.testing.assert_array_equal, *products)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
