@@ -22,7 +22,8 @@ from noria.compile.targets import Target, find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.batch import job_plan
 from noria.runtime.batch.batch_model import BatchModel, PlanSource, _JobRows
-from noria.runtime.batch.job_plan import PlanBasis, derived_plan, limit_note
+from noria.runtime.batch.job_plan import PlanBasis, derived_plan
+from noria.runtime.batch.plan_notes import limit_note
 from noria.runtime.batch.plan_report import plan_table
 from noria.runtime.cli import main
 from noria.runtime.devices.graph_memory import MEMORY_SHARE, device_bytes
@@ -73,9 +74,9 @@ def gpu() -> Target:
     return replace(find_target("cpu"), name="gpu", platform="gpu")
 
 
-def plan_on(target: Target, rows) -> Plan:
-    numbers = Numbers("float32")
-    return derived_plan(rows, NOTHING_SHARED, PlanBasis(target, MODEL, numbers, LONG))
+def plan_on(target: Target, rows, *overrides) -> Plan:
+    basis = PlanBasis(target, MODEL, Numbers("float32"), LONG, overrides=overrides)
+    return derived_plan(rows, NOTHING_SHARED, basis)
 
 
 def test_an_accelerator_has_a_slot_for_each_row_up_to_512_and_large_calls(gpu, memory):
@@ -90,19 +91,23 @@ def test_an_accelerator_has_a_slot_for_each_row_up_to_512_and_large_calls(gpu, m
         assert max(bucket.length * bucket.batch for bucket in on_cpu.prefill) <= 512
 
 
-def test_an_accelerator_has_as_many_slots_as_its_memory_holds(gpu, memory):
+def test_without_pages_an_accelerator_has_as_many_slots_as_its_memory_holds(gpu, memory):
     rows = [RowShape(20, 4000)] * 600
+
+    def slots() -> int:
+        return plan_on(gpu, rows, "buckets.page=0").buckets.decode_slots
+
     memory(80 * 10**9)
-    assert plan_on(gpu, rows).buckets.decode_slots == 512
+    assert slots() == 512
     work = work_of(LONG, Numbers("float32"), None, gpu)
     of_weights, of_slots = work.parameter_bytes, work.cache_bytes(100, 4032)
     memory((of_weights + of_slots) / MEMORY_SHARE)
-    assert plan_on(gpu, rows).buckets.decode_slots == 100
+    assert slots() == 100
     memory(of_weights)
-    assert plan_on(gpu, rows).buckets.decode_slots == 1
+    assert slots() == 1
     # a device that does not say how much memory it has
     memory(0)
-    assert plan_on(gpu, rows).buckets.decode_slots == 512
+    assert slots() == 512
 
 
 def test_rows_go_on_to_the_models_context_where_it_fits():
@@ -376,6 +381,59 @@ def test_a_derived_plan_has_pages_if_the_user_gives_their_size():
     assert chunks.pages == 18 and chunks.is_packed
     # as many pieces as three of the longest prompts have
     assert chunks.prefill == ((chunks.max_length, 3 * 4, 32),)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_an_accelerator_has_pages_by_default_and_a_cpu_has_none(platform, memory):
+    target = replace(find_target("cpu"), name=platform, platform=platform)
+    work = work_of(LONG, Numbers("float32"), None, target)
+    rows = [RowShape(20, 40), RowShape(20, 100)]  # one page and two
+
+    def grid_of(times: int):
+        grid = plan_on(target, rows * times).buckets
+        assert (grid.page, grid.decode_spans) == (64, (grid.max_length,))
+        return grid
+
+    memory(80 * 10**9)
+    # as many as rows, and as many as an accelerator has at most
+    assert [grid_of(times).decode_slots for times in (20, 1000)] == [40, 512]
+    # as many as rows are expected to fill the pool
+    memory(int((work.parameter_bytes + work.page_bytes(64) * 60.5) / MEMORY_SHARE))
+    assert (grid_of(1000).pages, grid_of(1000).decode_slots) == (60, 40)
+    # a device that does not say how much memory it has
+    memory(0)
+    assert grid_of(1000).decode_slots == 512
+    assert plan_of(rows).buckets.pages is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "spans"),
+    [
+        (["buckets.page=0"], None),
+        (["buckets.decode_spans=[64,128]"], (64, 128)),
+        (["buckets.decode_spans=[128]"], (128,)),
+        (["buckets.span_slots=[9,4]", "buckets.decode_spans=[64,128]"], (64, 128)),
+    ],
+)
+def test_a_user_may_ask_for_slots_with_places_of_their_own(gpu, overrides, spans):
+    grid = plan_on(gpu, [RowShape(20, 40)] * 8 + [RowShape(20, 100)], *overrides).buckets
+    assert (grid.page, grid.pages) == (None, None)
+    assert grid.decode_spans == (spans or grid.decode_spans)
+
+
+def test_an_accelerator_has_no_pages_where_they_cannot_be(gpu, memory):
+    rows = [RowShape(20, 4000)] * 9
+    assert plan_on(gpu, rows).buckets.page == 64
+    # a kernel that reads no pages, and jobs without slots
+    assert plan_on(gpu, rows, 'attention.decode="xla"').buckets.page == 64
+    gathered = plan_on(gpu, rows, 'attention.prefill="cudnn"', "buckets.chunk=16")
+    scored = plan_on(gpu, [RowShape(20, 0, is_scored=True)] * 3).buckets
+    assert (scored.decode_slots, scored.page) == (0, None)
+    # no room for the pages of a row
+    memory(work_of(LONG, Numbers("float32"), None, gpu).parameter_bytes)
+    assert plan_on(gpu, rows).buckets.page is None
+    with pytest.raises(ValueError, match=r"buckets.page: expected room for 63 pages of 64"):
+        plan_on(gpu, rows, "buckets.page=64")
 
 
 def test_an_accelerator_has_as_many_slots_as_rows_are_expected_to_fill_its_pages(gpu, memory):

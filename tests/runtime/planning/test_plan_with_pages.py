@@ -49,8 +49,8 @@ def test_without_the_option_a_plan_has_no_pages(plan):
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        (24, "--page: expected a power of two, got 24. Take 64, or another."),
-        (0, "--page: expected a number above 0, got 0."),
+        (24, "--page: expected a power of two, or 0 for no pages, got 24. Take 64, or another."),
+        (-2, "--page: expected a power of two, or 0 for no pages, got -2. Take 64, or another."),
     ],
 )
 def test_a_page_that_cannot_be_is_refused(plan, page, message):
