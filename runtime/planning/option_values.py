@@ -1,4 +1,4 @@
-"""What the options of `noria plan` say of the model, its numbers, the hardware and the limits.
+"""Reads from the options of `noria plan` the model, its numbers, the hardware and the limits.
 
 Reads tables of hardware and calibrations, and no weights. Knows nothing of workloads and grids.
 """

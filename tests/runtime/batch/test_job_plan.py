@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_on_disk import MAX_POSITION, write_model
+from planning_models import SPARSE
 from related_prompts import table_of
 from tiny import CONFIG
 
@@ -425,8 +426,10 @@ def test_an_accelerator_has_no_pages_where_they_cannot_be(gpu, memory):
     rows = [RowShape(20, 4000)] * 9
     assert plan_on(gpu, rows).buckets.page == 64
     # a kernel that reads no pages, and jobs without slots
-    assert plan_on(gpu, rows, 'attention.decode="xla"').buckets.page == 64
-    gathered = plan_on(gpu, rows, 'attention.prefill="cudnn"', "buckets.chunk=16")
+    named = ('attention.prefill="xla"', "buckets.chunk=16")
+    assert plan_on(gpu, rows, *named).buckets.page == 64
+    named = ('attention.prefill="cudnn"', "buckets.chunk=16")
+    assert plan_on(gpu, rows, *named).buckets.page is None
     scored = plan_on(gpu, [RowShape(20, 0, is_scored=True)] * 3).buckets
     assert (scored.decode_slots, scored.page) == (0, None)
     # no room for the pages of a row
@@ -465,3 +468,41 @@ def test_the_table_of_a_plan_says_how_many_pages_the_cache_has():
     plan = plan_of([RowShape(20, 30)], "buckets.page=16")
     said = plan_table(plan, work_of(LONG, Numbers("float32"), None, find_target("cpu")))
     assert "in 4 pages of 16 entries" in said and "in a call of rows up to 64 tokens" in said
+
+
+def test_prefixes_and_the_pages_of_rows_after_them_fit_into_memory(memory):
+    cpu = find_target("cpu")
+    work = work_of(EMBEDDED, Numbers("float32"), None, cpu)
+    room = 600 * work.page_bytes(16)
+    memory(int(work.parameter_bytes + room / GridDefaults().cpu_cache_share) + 1)
+    grid = sharing_plan("buckets.page=16").buckets
+    assert grid.prefixes is not None and grid.page == 16
+    assert 0.9 * room < work.grid_bytes(grid) <= room
+
+
+def test_pages_that_a_layout_cannot_split_are_left_out_and_refused_if_asked_for(memory):
+    """A page of 64 entries has no third."""
+    rules = {"prefill": {"rules": {"length": "sequence"}}}
+    rules |= {"decode": {"rules": {"cache_length": "sequence"}}}
+    layout = Layout.from_table({"name": "mine", "mesh": {"sequence": 3}, "rules": {}} | rules)
+    target = replace(find_target("cpu:3"), name="gpu:3", platform="gpu")
+    memory(80 * 10**9)
+    basis = PlanBasis(target, MODEL, Numbers("float32"), EMBEDDED, layout)
+    rows = [RowShape(20, 30)] * 9
+    grid = derived_plan(rows, NOTHING_SHARED, basis).buckets
+    assert grid.page is None and grid.decode_slots == 9
+    with pytest.raises(ValueError, match=r"buckets\.page"):
+        derived_plan(rows, NOTHING_SHARED, replace(basis, overrides=["buckets.page=64"]))
+
+
+def test_experts_with_a_capacity_have_pages_for_all_rows_or_none(gpu, memory):
+    """What a capacity drops must not depend on rows that are computed again."""
+    basis = PlanBasis(gpu, MODEL, Numbers("float32"), SPARSE)
+    capacity = 'experts.decode={dispatch="capacity",capacity_factor=2.0}'
+    work = work_of(SPARSE, Numbers("float32"), None, gpu)
+    rows = [RowShape(20, 100), RowShape(20, 8)] * 100
+    memory(int((work.parameter_bytes + 90 * work.page_bytes(64)) / MEMORY_SHARE))
+    assert derived_plan(rows, NOTHING_SHARED, basis).buckets.page == 64
+    plan = derived_plan(rows, NOTHING_SHARED, replace(basis, overrides=[capacity]))
+    assert plan.buckets.page is None
+    assert plan.experts is not None and plan.experts.decode.kind == "capacity"
