@@ -271,11 +271,11 @@ class _Derivation:
         """
         if not self.memory_bytes:
             return math.inf
-        weights = self.work.parameter_bytes + other_bytes
+        weights = self.work.parameter_bytes
         room = MEMORY_SHARE * self.memory_bytes - weights
         if self.basis.target.platform == "cpu":
             room = self.defaults.cpu_cache_share * (self.memory_bytes - weights)
-        return self.work.num_pages(room, page)
+        return self.work.num_pages(room - other_bytes, page)
 
     def _limit(self, rows: Sequence[RowShape]) -> tuple[Callable[[int, int], bool] | None, str]:
         """Whether a cache is small enough, for rows without `max_tokens`; and the reason if not."""

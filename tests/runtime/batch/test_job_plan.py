@@ -473,7 +473,7 @@ def test_the_table_of_a_plan_says_how_many_pages_the_cache_has():
 def test_prefixes_and_the_pages_of_rows_after_them_fit_into_memory(memory):
     cpu = find_target("cpu")
     work = work_of(EMBEDDED, Numbers("float32"), None, cpu)
-    room = 600 * work.page_bytes(16)
+    room = 200 * work.page_bytes(16)
     memory(int(work.parameter_bytes + room / GridDefaults().cpu_cache_share) + 1)
     grid = sharing_plan("buckets.page=16").buckets
     assert grid.prefixes is not None and grid.page == 16
@@ -484,7 +484,8 @@ def test_pages_that_a_layout_cannot_split_are_left_out_and_refused_if_asked_for(
     """A page of 64 entries has no third."""
     rules = {"prefill": {"rules": {"length": "sequence"}}}
     rules |= {"decode": {"rules": {"cache_length": "sequence"}}}
-    layout = Layout.from_table({"name": "mine", "mesh": {"sequence": 3}, "rules": {}} | rules)
+    rules |= {"name": "mine", "mesh": {"sequence": 3}, "rules": {}, "max_replicated": 1.0}
+    layout = Layout.from_table(rules)
     target = replace(find_target("cpu:3"), name="gpu:3", platform="gpu")
     memory(80 * 10**9)
     basis = PlanBasis(target, MODEL, Numbers("float32"), EMBEDDED, layout)
