@@ -497,7 +497,7 @@ def test_pages_that_a_layout_cannot_split_are_left_out_and_refused_if_asked_for(
 
 
 def test_experts_with_a_capacity_have_pages_for_all_rows_or_none(gpu, memory):
-    """What a capacity drops must not depend on rows that are computed again."""
+    """Otherwise rows that are computed again would decide what a capacity drops."""
     basis = PlanBasis(gpu, MODEL, Numbers("float32"), SPARSE)
     capacity = 'experts.decode={dispatch="capacity",capacity_factor=2.0}'
     work = work_of(SPARSE, Numbers("float32"), None, gpu)
