@@ -132,6 +132,8 @@ class _Derivation:
         overridden = apply_overrides({"numbers": basis.numbers.to_table()}, overrides)
         asked, numbers = overridden.get("buckets", {}), overridden_numbers(basis.numbers, overrides)
         defaults = with_overrides(GridDefaults.for_layout(layout, target.platform), asked)
+        if "pages" in asked and "page" not in asked:
+            defaults = replace(defaults, page=page_size(target.platform))
         work = work_of(basis.config, numbers, layout, target, basis.adapters)
         prices = GraphPrices.of_target(target.name, work, known_hardware())
         return cls(basis, memory_bytes, asked, numbers, defaults, work, prices)

@@ -93,7 +93,7 @@ def test_an_accelerator_has_a_slot_for_each_row_up_to_512_and_large_calls(gpu, m
 
 
 def test_without_pages_an_accelerator_has_as_many_slots_as_its_memory_holds(gpu, memory):
-    rows = [RowShape(20, 4000)] * 600
+    rows = [RowShape(20, 500)] * 600
 
     def slots() -> int:
         return plan_on(gpu, rows, "buckets.page=0").buckets.decode_slots
@@ -101,7 +101,7 @@ def test_without_pages_an_accelerator_has_as_many_slots_as_its_memory_holds(gpu,
     memory(80 * 10**9)
     assert slots() == 512
     work = work_of(LONG, Numbers("float32"), None, gpu)
-    of_weights, of_slots = work.parameter_bytes, work.cache_bytes(100, 4032)
+    of_weights, of_slots = work.parameter_bytes, work.cache_bytes(100, 528)
     memory((of_weights + of_slots) / MEMORY_SHARE)
     assert slots() == 100
     memory(of_weights)
@@ -405,6 +405,14 @@ def test_an_accelerator_has_pages_by_default_and_a_cpu_has_none(platform, memory
     memory(0)
     assert grid_of(1000).decode_slots == 512
     assert plan_of(rows).buckets.pages is None
+
+
+def test_the_number_of_pages_may_be_given_without_their_size_on_an_accelerator(gpu):
+    rows = [RowShape(20, 40), RowShape(20, 100)] * 50
+    grid = plan_on(gpu, rows, "buckets.pages=30").buckets
+    assert (grid.page, grid.pages, grid.decode_slots) == (64, 30, 20)
+    with pytest.raises(ValueError, match=r"buckets\.pages: expected at least 2"):
+        plan_on(gpu, rows, "buckets.pages=1")
 
 
 @pytest.mark.parametrize(
