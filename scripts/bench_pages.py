@@ -76,7 +76,7 @@ def compare(model: str, target: str, workload: Path, tries: int) -> dict[str, An
     """Return the figures of the plans of one workload without and with pages."""
     plans = {
         name: planned(model, PlanOptions(workload, target, page=page, tries=tries, quiet=True))
-        for name, page in (("without", None), ("with", PAGE))
+        for name, page in (("without", 0), ("with", PAGE))
     }
     return {"model": model, "target": target, "workload": workload.stem, **plans}
 

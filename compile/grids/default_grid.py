@@ -144,6 +144,8 @@ def with_chunks(defaults: GridDefaults, chunk: Any) -> GridDefaults:
 def with_overrides(defaults: GridDefaults, asked: Any) -> GridDefaults:
     """The defaults, changed by a user's values of `chunk`, `max_length`, `page` and slots.
 
+    A `page` of 0 asks for no pages.
+
     Raises:
       ValueError: `asked` is not a table, or the value of one of these keys is invalid.
     """
@@ -153,16 +155,25 @@ def with_overrides(defaults: GridDefaults, asked: Any) -> GridDefaults:
         )
     if "chunk" in asked:
         defaults = with_chunks(defaults, asked["chunk"])
-    if "page" in asked:
+    keys_of_slots = {"decode_slots", "decode_spans", "span_slots"}
+    if asks_for_no_pages(asked):
+        defaults = replace(defaults, page=None)
+    elif "page" in asked:
         check_page_size(1, asked["page"])
         defaults = replace(defaults, page=asked["page"])
-    asks_for_slots = {"decode_slots", "decode_spans", "span_slots", "page"} & set(asked)
-    if asks_for_slots and asked.get("decode_slots") != 0:
+        keys_of_slots.add("page")
+    if keys_of_slots & set(asked) and asked.get("decode_slots") != 0:
         defaults = replace(defaults, keeps_slots=True)
     if "max_length" in asked:
         check_count("buckets.max_length", asked["max_length"])
         defaults = replace(defaults, max_length=asked["max_length"])
     return defaults
+
+
+def asks_for_no_pages(asked: Mapping[str, Any]) -> bool:
+    """Whether a user's values ask for a cache without pages, by a `page` of 0."""
+    page = asked.get("page")
+    return page == 0 and not isinstance(page, bool)
 
 
 def _chunk_grid(

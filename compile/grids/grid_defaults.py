@@ -18,6 +18,8 @@ LENGTH_STEP = 16
 ACCELERATOR_TOKENS, ACCELERATOR_SLOTS = 2048, 512
 """Tokens of a prefill call and slots on an accelerator. Products of fewer rows leave its matrix
 units idle, and every call has a cost of its own."""
+ACCELERATOR_PAGE = 64
+"""Entries of a page on an accelerator: as many as its matrix units take at once."""
 
 _Count = TypeVar("_Count", int, np.ndarray)
 
@@ -126,6 +128,18 @@ def _longest_multiple(max_length: int, multiple: int, what: str, axis: str) -> i
             f"into, got {max_length}. Plan longer rows, or change the rule of {axis}."
         )
     return max_length // multiple * multiple
+
+
+def page_size(platform: str, asked: int | None = None) -> int | None:
+    """The entries of a page of the cache; None for slots with places of their own.
+
+    Args:
+      platform: `cpu`, `gpu` or `tpu`.
+      asked: The entries that a user asks for, and 0 for no pages; None for what the platform has.
+    """
+    if asked is None:
+        return None if platform == "cpu" else ACCELERATOR_PAGE
+    return asked or None
 
 
 def round_up(value: _Count, step: int) -> _Count:

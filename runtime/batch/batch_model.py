@@ -143,7 +143,7 @@ class BatchModel:
         from ..bundles import compilation_cache
         from ..planning.target_work import work_of
         from ..plans.plan_facts import plan_facts
-        from .job_plan import better_plan
+        from .plan_notes import better_plan
         from .plan_report import plan_table, with_waste
 
         # `spec` raises for an unknown family, which must be an error of the model, not of the plan
@@ -199,7 +199,7 @@ class BatchModel:
         """Show what the plan means for the rows that it serves."""
         from ..planning.embedding_plan import padding_note
         from ..plans import plan_checks
-        from .job_plan import notes_on_rows
+        from .plan_notes import notes_on_rows
 
         plan, config = opened.plan, self.files.spec.config
         if plan.buckets.embed:

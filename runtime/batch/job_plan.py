@@ -14,13 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from ...compile.abstract_model import model_sizes
 from ...compile.expert_plan import default_experts
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.default_grid import derive_grid, slot_use, with_chunks, with_overrides
-from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.grids.default_grid import (
+    asks_for_no_pages,
+    derive_grid,
+    slot_use,
+    with_overrides,
+)
+from ...compile.grids.grid_defaults import GridDefaults, page_size
 from ...compile.grids.page_count import expected_pages
-from ...compile.grids.prefill_ladder import prefill_padding
 from ...compile.grids.prefix_choice import own_lengths, prefixes_of_rows
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.row_shape import RowShape
@@ -29,35 +34,32 @@ from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.page_choice import pages_in_memory, rows_in_memory
-from ...compile.planning.run_bounds import ExpectedRow
 from ...compile.planning.work import Work
-from ...compile.target_names import TargetName
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ...modelzoo.config_values import check_count
 from ...sharding.layout import Layout
-from ...sharding.legality import chunk_findings
+from ...sharding.legality import chunk_findings, require
 from ..checkpoint.published_numbers import overridden_numbers, override_plan
-from ..console import plural
 from ..devices.graph_memory import GIGABYTE, MEMORY_SHARE, device_bytes
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
-from ..planning.better_plan import OtherGrids, better_plan_note
 from ..planning.shared_grids import expected_rows, fits_grid, forecast_steps, with_sharing
 from ..planning.target_work import cache_fits, room_on_accelerator, rows_fit_pages, work_of
+from ..plans.plan_checks import attention_kernels
 from ..pods.peers import ALONE, Peers
 
 _KEYS_WITHOUT_SHARING = {"chunk", "prefill", "decode_spans", "decode_graphs"}
 """If the user sets one of these keys of `[buckets]`, no grid with shared beginnings is tried."""
 _KEYS_WITHOUT_PREFIXES = {
-    "decode_slots", "max_length", "score", "span_slots", "slot_groups", "page",
+    "decode_slots", "max_length", "score", "span_slots", "slot_groups", "pages",
 }  # fmt: skip
 """If the user sets one of these keys of `[buckets]`, no prefixes are derived.
 
 With prefixes, slots must divide into groups, and some of the keys would mean something else.
 """
-OTHER_CHUNK = 256
-"""The length of the chunks that the note on padding compares with whole prompts."""
+_KEYS_OF_SPANS = {"decode_spans", "decode_graphs", "span_slots"}
+"""If the user sets one of these keys of `[buckets]`, the cache has no pages."""
 
 
 def given_plan(table: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
@@ -91,6 +93,9 @@ def derived_plan(
 ) -> Plan:
     """A plan for the rows of a job, changed by the user's overrides.
 
+    On an accelerator its cache has pages, unless the user asks for none, or something else in the
+    plan cannot be with pages.
+
     Args:
         rows: The rows that can run.
         table: The beginnings that the prompts of the rows share.
@@ -102,20 +107,10 @@ def derived_plan(
     """
     # the memory of process 0, so that all processes derive the same plan
     derivation = _Derivation.of(basis, peers.broadcast(device_bytes(basis.target)))
-    grid, reason = derivation.grid(rows, table)
-    grid = replace(grid, structured=basis.structured, adapters=basis.adapters)
-    plan = Plan(
-        basis.target.name,
-        basis.model,
-        derivation.numbers,
-        grid,
-        basis.layout,
-        default_experts(basis.config),
-        max_length_reason=reason,
-    )
-    plan = given_plan(tomllib.loads(plan.to_toml()), basis.overrides)
-    own_rows = rows_after_prefixes(rows, table, plan.buckets)
-    return replace(plan, buckets=derivation.without_idle_graphs(plan, own_rows))
+    if (page := derivation.default_page) is not None:
+        with suppress(ValueError):
+            return derivation.with_page(page).plan(rows, table)
+    return derivation.plan(rows, table)
 
 
 @dataclass(frozen=True)
@@ -138,9 +133,57 @@ class _Derivation:
         overridden = apply_overrides({"numbers": basis.numbers.to_table()}, overrides)
         asked, numbers = overridden.get("buckets", {}), overridden_numbers(basis.numbers, overrides)
         defaults = with_overrides(GridDefaults.for_layout(layout, target.platform), asked)
+        if "pages" in asked and "page" not in asked:
+            defaults = replace(defaults, page=page_size(target.platform))
         work = work_of(basis.config, numbers, layout, target, basis.adapters)
         prices = GraphPrices.of_target(target.name, work, known_hardware())
         return cls(basis, memory_bytes, asked, numbers, defaults, work, prices)
+
+    @property
+    def default_page(self) -> int | None:
+        """The entries of a page that the target has by default, if the user leaves that open."""
+        is_open = not {"page", "pages", *_KEYS_OF_SPANS} & set(self.asked)
+        return page_size(self.basis.target.platform) if is_open else None
+
+    def with_page(self, page: int) -> "_Derivation":
+        """The derivation of a plan with pages."""
+        return replace(self, defaults=replace(self.defaults, page=page))
+
+    def plan(self, rows: Sequence[RowShape], table: PrefixTable) -> Plan:
+        """The plan, changed by the user's overrides.
+
+        Raises:
+            ValueError: The value of an override is invalid, or the plan cannot have pages.
+        """
+        basis = self.basis
+        grid, reason = self.grid(rows, table)
+        grid = replace(grid, structured=basis.structured, adapters=basis.adapters)
+        experts = default_experts(basis.config)
+        plan = Plan(
+            basis.target.name, basis.model, self.numbers, grid, basis.layout, experts,
+            max_length_reason=reason,
+        )  # fmt: skip
+        table_of_plan = override_plan(tomllib.loads(plan.to_toml()), basis.overrides)
+        if asks_for_no_pages(self.asked):
+            del table_of_plan["buckets"]["page"]
+        plan = Plan.from_table(table_of_plan)
+        own_rows = rows_after_prefixes(rows, table, plan.buckets)
+        plan = replace(plan, buckets=self.without_idle_graphs(plan, own_rows))
+        if plan.buckets.page is not None:
+            self._check_pages(plan)
+        return plan
+
+    def _check_pages(self, plan: Plan) -> None:
+        """Check that the layout and the kernels of a plan serve its pages.
+
+        Raises:
+            ValueError: One of them does not.
+        """
+        target, config, rules = self.basis.target, self.basis.config, plan.numbers.weight_rules
+        if plan.layout is not None:
+            sizes = model_sizes(config, len(target.devices), plan.buckets, rules)
+            require(plan.layout, sizes)
+        attention_kernels(plan, config, target)
 
     def grid(self, rows: Sequence[RowShape], table: PrefixTable) -> tuple[BucketGrid, str]:
         """The grid, and why rows without `max_tokens` end before the model's context."""
@@ -154,14 +197,16 @@ class _Derivation:
             return derive_grid(rows, config.max_position, defaults, fits, self.prices, holds)
 
         grid = derive(rows, self.defaults)
-        may_share = layout is None or grid.page is not None or not any(chunk_findings(layout))
-        if may_share and not _KEYS_WITHOUT_SHARING & set(self.asked):
+        reads_chunks = layout is None or not any(chunk_findings(layout))
+        if (reads_chunks or grid.page is not None) and not _KEYS_WITHOUT_SHARING & set(self.asked):
             fitting = [i for i, row in enumerate(rows) if fits_grid(row, grid)]
             expected = expected_rows([rows[i] for i in fitting], grid)
-            shared, may_group = table.of_rows(fitting), not _KEYS_WITHOUT_PREFIXES & set(self.asked)
+            may_group = reads_chunks and not _KEYS_WITHOUT_PREFIXES & set(self.asked)
+            shared = table.of_rows(fitting)
             grid = with_sharing(
                 grid, expected, shared, self.defaults, self.prices, derive, may_group=may_group
             )
+            grid = self._beside_prefixes(grid)
         is_whole = grid.max_length >= self.defaults.longest_span(config.max_position)
         return grid, "" if is_whole else reason
 
@@ -193,6 +238,8 @@ class _Derivation:
             slots = max(1, int(min(defaults.max_decode_slots, at_once)))
             defaults = replace(defaults, max_decode_slots=slots)
         grid = derive_grid(rows, max_position, defaults, fits, self.prices)
+        if not grid.decode_slots:
+            return grid
         if slots := self.asked.get("decode_slots"):
             check_count("buckets.decode_slots", slots)
             grid = replace(grid, decode_slots=slots)
@@ -201,10 +248,8 @@ class _Derivation:
             max_bytes = math.inf
         paged = pages_in_memory(grid, use, page, groups, self.work, max_bytes)
         if paged is None:
-            room, needed = (
-                self.work.num_pages(max_bytes, page),
-                groups * -(-grid.max_length // page),
-            )
+            room = self.work.num_pages(max_bytes, page)
+            needed = groups * -(-grid.max_length // page)
             raise ValueError(
                 f"buckets.page: expected room for {needed} pages of {page}, as a row of "
                 f"{grid.max_length} tokens takes in each group of slots, got {int(room)} in the "
@@ -213,8 +258,23 @@ class _Derivation:
             )
         return paged
 
+    def _beside_prefixes(self, grid: BucketGrid) -> BucketGrid:
+        """The grid with no more pages than the memory beside weights and prefixes holds.
+
+        Raises:
+            ValueError: There is no room for the pages of one row.
+        """
+        if grid.prefixes is None or grid.page is None or grid.pages is None:
+            return grid
+        of_pool, of_slot = self.work.bytes_of_pages(grid.page, grid.window_pages)
+        others = self.work.cache_bytes(grid.prefixes.groups, grid.prefixes.length)
+        left = self._bytes_for_pages() - others - grid.decode_slots * of_slot
+        pages = min(grid.pages, left / of_pool if of_pool else math.inf)
+        groups = self.defaults.slot_groups
+        return replace(grid, pages=int(pages // groups * groups))
+
     def _bytes_for_pages(self) -> float:
-        """The bytes of memory beside the weights that pages may have, where it is known."""
+        """The bytes of memory beside the weights that pages may have, infinite if not known."""
         if not self.memory_bytes:
             return math.inf
         weights = self.work.parameter_bytes
@@ -262,128 +322,3 @@ def rows_after_prefixes(
     lengths = np.array([row.prompt_length for row in rows], np.int64)
     own = own_lengths(lengths.tolist(), prefixes_of_rows(table, lengths, grid.prefixes))
     return [replace(row, prompt_length=length) for row, length in zip(rows, own, strict=True)]
-
-
-def notes_on_rows(
-    plan: Plan, rows: Sequence[RowShape], table: PrefixTable, max_position: int
-) -> list[str]:
-    """Notes on the padding of a plan, on what rows share, and on rows that end early."""
-    own_rows = rows_after_prefixes(rows, table, plan.buckets)
-    notes = [
-        padding_note(own_rows, plan, max_position),
-        sharing_note(rows, table, plan.buckets),
-        limit_note(plan, rows, max_position),
-    ]
-    return [note for note in notes if note]
-
-
-def limit_note(plan: Plan, rows: Sequence[RowShape], max_position: int) -> str | None:
-    """A note on where and why rows without `max_tokens` end before the model's context.
-
-    None if they do not.
-    """
-    count, limit = sum(row.max_tokens is None for row in rows), plan.buckets.max_length
-    if not count or limit >= max_position:
-        return None
-    reason = plan.max_length_reason or "as the plan or --set says"
-    after = "" if plan.buckets.prefixes is None else ", after its prefix"
-    return (
-        f"{plural(count, 'row')} without max_tokens: at most {limit} tokens each, prompt "
-        f"included{after}, of the model's {max_position}: {reason}. Without --plan, --set "
-        f"buckets.max_length=N changes it."
-    )
-
-
-def padding_note(rows: Sequence[RowShape], plan: Plan, max_position: int) -> str:
-    """A note that compares the padding of whole prompts with the padding of chunked prompts."""
-    grid, defaults = plan.buckets, _defaults(plan)
-    if not grid.chunks:
-        defaults = with_chunks(defaults, min(OTHER_CHUNK, grid.max_length))
-    # the other grid may be longer than `grid`, as it rounds prompts up to whole chunks
-    other = derive_grid(rows, max_position, defaults)
-    return f"prefill: {_padding(rows, grid)}; {_padding(rows, other)} otherwise"
-
-
-def sharing_note(rows: Sequence[RowShape], table: PrefixTable, grid: BucketGrid) -> str | None:
-    """A note on the prompt tokens that rows share; None if there are none.
-
-    Rows that do not fit the grid, or have no room for an answer of their form, are refused. So they
-    do not count.
-    """
-    own_rows = rows_after_prefixes(rows, table, grid)
-    fitting = [i for i, row in enumerate(own_rows) if fits_grid(row, grid)]
-    lengths = np.array([row.prompt_length for row in rows], np.int64)
-    num_tokens = plural(int(lengths[fitting].sum()), "token")
-    if (prefixes := grid.prefixes) is not None:
-        planned = prefixes_of_rows(table, lengths, prefixes)
-        found = [prefix for i in fitting if (prefix := planned[i])]
-        num_saved = sum(p.length for p in found) - sum(p.length for p in set(found))
-        return (
-            f"prompts that begin alike: {num_saved} of {num_tokens} are "
-            f"read from {plural(len(set(found)), 'beginning')} and not computed again"
-        )
-    shared = 0
-    if grid.chunks:
-        pieces = table.of_rows(fitting).shared_pieces(lengths[fitting], grid.chunks)
-        shared = int(pieces.sum())
-    if not shared:
-        return None
-    return f"prompts that begin alike: {shared} of {num_tokens} can be copied"
-
-
-def better_plan(
-    plan: Plan,
-    work: Work,
-    max_position: int,
-    shapes: Mapping[int, RowShape],
-    prefixes: PrefixTable,
-    outputs: Mapping[int, int],
-    run_seconds: float,
-) -> str | None:
-    """A note on a plan that would have saved much of a finished run; None if there is none.
-
-    Args:
-        plan: The plan of the job.
-        work: The work of its graphs.
-        max_position: The longest sequence of the model.
-        shapes: The rows that can run, by number.
-        prefixes: What the prompts of all rows share.
-        outputs: The average number of output tokens of a row's sequences, by the numbers of the
-            rows that have a result.
-        run_seconds: The seconds of the run.
-    """
-    # a finished job does not fail for a note that nobody can compute, as on unknown hardware
-    with suppress(KeyError, ValueError):
-        return better_plan_note(
-            plan.buckets,
-            [ExpectedRow(shapes[row], output) for row, output in outputs.items()],
-            prefixes.of_rows(list(outputs)),
-            OtherGrids(
-                GraphPrices.of_target(plan.target, work, known_hardware()),
-                _defaults(plan),
-                max_position,
-                may_chunk=plan.layout is None
-                or plan.buckets.page is not None
-                or not any(chunk_findings(plan.layout)),
-            ),
-            run_seconds,
-        )
-    return None
-
-
-def _defaults(plan: Plan) -> GridDefaults:
-    """The aims of grids that are compared with that of a plan."""
-    defaults = GridDefaults.for_layout(plan.layout, TargetName.parse(plan.target).platform)
-    return replace(defaults, page=plan.buckets.page)
-
-
-def _padding(rows: Sequence[RowShape], grid: BucketGrid) -> str:
-    longest = grid.prefill[-1].length
-    prompts = [row.prompt_length for row in rows]
-    lengths = [length for length in prompts if grid.needed_length(length) <= longest]
-    real, computed = prefill_padding(lengths, grid.prefill)
-    share = (computed - real) / computed if computed else 0.0
-    chunks = " and ".join(map(str, grid.chunks))
-    how = f"chunks of {chunks}" if chunks else "whole prompts"
-    given = f"{plural(real, 'token')} in {plural(len(lengths), 'row')}"
-    return f"{given}, {computed} computed in {how}, {share:.1%} padding"

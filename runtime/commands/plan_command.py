@@ -150,8 +150,9 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
         "--page",
         type=int,
         metavar="N",
-        help="plan a cache of pages of N entries, a power of two, that rows take as they grow "
-        "(default: each slot has a place of its own)",
+        help="plan a cache of pages of N entries, a power of two, that rows take as they grow; "
+        "0 gives each slot a place of its own (default: 64 on accelerators, 0 on a CPU and where "
+        "pages cannot be)",
     )
     add(
         "--scan-layers",
@@ -318,13 +319,14 @@ def _check(options: argparse.Namespace) -> None:
         "--max-memory-gb": options.max_memory_gb,
         "--tries": options.tries,
         "--max-length": options.max_length,
-        "--page": options.page,
     }
     for name, number in positive.items():
         if number is not None and not number > 0:
             raise ConfigError(f"{name}: expected a number above 0, got {number}.")
-    if (page := options.page) is not None and page & (page - 1):
-        raise ConfigError(f"--page: expected a power of two, got {page}. Take 64, or another.")
+    if (page := options.page) is not None and (page < 0 or page & (page - 1)):
+        raise ConfigError(
+            f"--page: expected a power of two, or 0 for no pages, got {page}. Take 64, or another."
+        )
     if options.max_decode_graphs > MAX_DECODE_GRAPHS:
         raise ConfigError(
             f"--max-decode-graphs: expected at most {MAX_DECODE_GRAPHS}, as the search compares "

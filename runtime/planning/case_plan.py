@@ -1,8 +1,8 @@
 """The plan of a case of `noria bench`: rows of one prompt length and one output length.
 
-It is the plan that a batch job of these rows would derive, with one span, so that a case runs in
-its own shape. On a CPU each row has a slot. An accelerator has at most as many slots as a job of
-many rows would get. Reads no weights.
+It is the plan that a batch job of these rows would derive without pages, with one span, so that a
+case runs in its own shape. On a CPU each row has a slot. An accelerator has at most as many slots
+as a job of many rows would get. Reads no weights.
 """
 
 import tomllib

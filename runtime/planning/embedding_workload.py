@@ -15,8 +15,8 @@ from ..console import plural
 from ..errors import ConfigError
 from ..files.layout_files import read_layout_table, split_spellings
 from .embedding_plan import embedding_plan, padding_note
+from .option_values import numbers_of, planned_model
 from .plan_options import PlanOptions
-from .prediction import numbers_of, planned_model
 from .workload import Workload
 
 

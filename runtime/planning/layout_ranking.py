@@ -86,7 +86,6 @@ class Ranking:
     def findings(self, layout: Layout | None) -> tuple[str, ...]:
         """The reasons why a layout is illegal for the model; empty if it is legal."""
         sizes = model_sizes(self.config, self.num_devices, weight_rules=self.weight_rules)
-        sizes = replace(sizes, has_pages=self.page is not None)
         return () if layout is None else tuple(check(layout, sizes))
 
     def cost(self, layout: Layout | None) -> CostModel:

@@ -31,7 +31,9 @@ class PlanOptions:
     """Device tables in addition to the published ones."""
     chunks: Literal["auto", "never", "always"] = "auto"
     page: int | None = None
-    """The entries of a page of the cache; None for a cache without pages."""
+    """The entries of a page of the cache, and 0 for a cache without pages.
+
+    None for pages on accelerators, wherever they can be, and no pages on a CPU."""
     scan_layers: bool = False
     max_padding: float = math.inf
     """The largest ratio of computed to real prompt tokens."""

@@ -161,7 +161,8 @@ class SearchProgress:
 
     def plan(self, planner: Planner) -> PlanResult:
         """The plan of the next layout; each simulated grid is shown."""
-        self._layouts_left -= 1
+        # a layout may be searched twice, with and without pages
+        self._layouts_left = max(0, self._layouts_left - 1)
         max_rows = planner.max_rows_simulated
         end = self._num_rows + max_rows
 

@@ -12,31 +12,29 @@ from ...compile.abstract_model import model_sizes
 from ...compile.expert_plan import default_experts
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.grid_defaults import GridDefaults
-from ...compile.hardware.hardware import Hardware, hardware_of
-from ...compile.plan import Numbers, Plan, PlannedModel
+from ...compile.grids.grid_defaults import GridDefaults, page_size
+from ...compile.plan import Numbers, Plan
 from ...compile.plan_evidence import PlanEvidence
-from ...compile.planning.candidates import Budget
-from ...compile.planning.compile_time import GraphSeconds
-from ...compile.planning.cost import Calibration, CostModel
+from ...compile.planning.cost import CostModel
 from ...compile.target_names import TargetName
-from ...modelzoo.config import Arrangement, DecoderConfig
-from ...modelzoo.layer_groups import block_layers
+from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
-from ..checkpoint.published_numbers import keep_published
 from ..console import note, plural
-from ..devices.graph_memory import MEMORY_SHARE
-from ..devices.machine import faster_dtype
-from ..errors import CheckpointError, ConfigError, NoPlanFits
-from ..files.hardware_files import known_hardware
+from ..errors import ConfigError, NoPlanFits
 from ..files.layout_files import named_layout_tables, read_layout_table, split_spellings
 from ..plans.plan_checks import read_stored
 from ..progress.progress import Progress
-from .calibration_file import read_calibration
 from .compiled_layouts import LayoutCompiler, PlannedLayout
 from .layout_ranking import RankedLayout, Ranking, all_layouts, suggest_fitting_plan
+from .option_values import (
+    budget_of,
+    calibration_of,
+    hardware_of_options,
+    numbers_of,
+    planned_model,
+)
 from .plan_options import PlanOptions
 from .planner import Planner, PlanResult, SearchProgress
 from .sample import ROWS_TO_SIMULATE, SimulatedRows
@@ -121,7 +119,8 @@ def predict(
     if options.compile_layouts:
         searched = _as_compiled(options, config, numbers, adapters, searched)
     best = searched[0]
-    planner = _planner(options, config, workload, best.layout, best.cost, simulated_rows)
+    page = best.result.best.grid.page
+    planner = _planner(options, page, workload, best.layout, best.cost, simulated_rows)
     result = planner.with_comparison(best.result)
     grid = replace(best.result.best.grid, structured=workload.structured, adapters=adapters)
     plan = Plan(
@@ -225,9 +224,7 @@ def _planned_layouts(
         try:
             layout, cost = ranked_layout.layout, ranked_layout.cost
             assert cost is not None
-            planner = _planner(options, ranking.config, workload, layout, cost, simulated_rows)
-            result = progress.plan(planner)
-            _require(layout, ranking, result.best.grid)
+            result = _searched(options, ranking, workload, ranked_layout, simulated_rows, progress)
             planned.append(PlannedLayout(layout, cost, result))
         except (NoPlanFits, IllegalLayout) as error:
             reasons.append(
@@ -240,24 +237,54 @@ def _planned_layouts(
     return sorted(planned, key=lambda layout_plan: layout_plan.result.best.seconds)
 
 
+def _searched(
+    options: PlanOptions,
+    ranking: Ranking,
+    workload: Workload,
+    ranked: RankedLayout,
+    simulated_rows: SimulatedRows,
+    progress: SearchProgress,
+) -> PlanResult:
+    """The result of the search in a layout.
+
+    If nobody asked for pages and no plan can have them, its cache has none.
+
+    Raises:
+      NoPlanFits: No grid fits.
+      IllegalLayout: The layout is illegal for the best grid.
+    """
+    assert ranked.cost is not None
+    pages = [ranking.page] if options.page is not None else [ranking.page, None]
+    for page in dict.fromkeys(pages):
+        planner = _planner(options, page, workload, ranked.layout, ranked.cost, simulated_rows)
+        try:
+            result = progress.plan(planner)
+            _require(ranked.layout, ranking, result.best.grid)
+            return result
+        except (NoPlanFits, IllegalLayout):
+            if page is None or options.page is not None:
+                raise
+    raise AssertionError("the last search returns or raises")
+
+
 def _ranking(
     options: PlanOptions, files: ModelFiles, workload: Workload, numbers: Numbers
 ) -> Ranking:
-    config, hardware = files.spec.config, _hardware(options)
+    config, hardware = files.spec.config, hardware_of_options(options)
     target = TargetName.parse(options.target)
     return Ranking(
         config,
         workload.rows,
         hardware,
         numbers.dtype,
-        _budget(options, config, hardware),
+        budget_of(options, config, hardware),
         target.num_devices,
         target.torus,
-        _calibration(options, files, numbers),
+        calibration_of(options, files, numbers),
         target.platform,
         numbers.weight_rules,
         numbers.cache_codes,
-        page=options.page,
+        page=page_size(target.platform, options.page),
     )
 
 
@@ -277,20 +304,20 @@ def _rank(options: PlanOptions, ranking: Ranking) -> list[RankedLayout]:
 
 def _planner(
     options: PlanOptions,
-    config: DecoderConfig,
+    page: int | None,
     workload: Workload,
     layout: Layout | None,
     cost: CostModel,
     simulated_rows: SimulatedRows,
 ) -> Planner:
-    platform = TargetName.parse(options.target).platform
+    platform, config = TargetName.parse(options.target).platform, cost.work.config
     defaults = GridDefaults.for_layout(layout, platform)
     return Planner(
         workload.rows,
         config.max_position,
         cost,
-        _budget(options, config, cost.hardware, cost.work.entry_bytes),
-        replace(defaults, max_length=options.max_length, page=options.page),
+        budget_of(options, config, cost.hardware, cost.work.entry_bytes),
+        replace(defaults, max_length=options.max_length, page=page),
         may_chunk=options.chunks != "never",
         must_chunk=options.chunks == "always",
         max_simulated=options.tries,
@@ -299,31 +326,6 @@ def _planner(
         may_group=options.chunks != "always" and options.max_length is None,
         simulated_rows=simulated_rows,
     )
-
-
-def _budget(
-    options: PlanOptions, config: DecoderConfig, hardware: Hardware, entry_bytes: float = 0.0
-) -> Budget:
-    """The limits on graphs, memory, compile time and padding that the options set.
-
-    `entry_bytes` depend on the layout. Without them, decode graphs are expected to compile faster.
-    """
-    platform, seconds = TargetName.parse(options.target).platform, options.seconds_per_graph
-    gigabytes = options.max_memory_gb
-    num_defined = len(block_layers(config, Arrangement(scan_layers=options.scan_layers)))
-    predicted = GraphSeconds.predicted(platform, num_defined, entry_bytes)
-    return Budget(
-        prefill_graphs=options.max_prefill_graphs,
-        decode_graphs=options.max_decode_graphs,
-        memory_bytes=MEMORY_SHARE * hardware.memory_bytes if gigabytes is None else gigabytes * 1e9,
-        compile_seconds=options.max_compile_minutes * 60,
-        padding=options.max_padding,
-        graph_seconds=GraphSeconds(seconds, seconds) if seconds else predicted,
-    )
-
-
-def _hardware(options: PlanOptions) -> Hardware:
-    return hardware_of(options.target, known_hardware(options.hardware))
 
 
 def _layouts(options: PlanOptions, count: int) -> list[Layout | None]:
@@ -336,42 +338,10 @@ def _layouts(options: PlanOptions, count: int) -> list[Layout | None]:
 
 def _require(layout: Layout | None, ranking: Ranking, grid: BucketGrid | None = None) -> None:
     if layout is not None:
-        sizes = model_sizes(ranking.config, ranking.num_devices, grid, ranking.weight_rules)
-        require(layout, replace(sizes, has_pages=ranking.page is not None))
-
-
-def planned_model(options: PlanOptions, files: ModelFiles) -> PlannedModel:
-    """The model of a plan, as the options describe it."""
-    return PlannedModel(files.name, _fingerprint(files), options.scan_layers)
-
-
-def numbers_of(options: PlanOptions, files: ModelFiles) -> Numbers:
-    """The numbers of a plan, as the options and the files of the model describe them."""
-    dtype = options.dtype
-    if dtype == "auto":
-        dtype = faster_dtype(TargetName.parse(options.target).platform)
-    formats = {
-        name: getattr(options, name) for name in ("weights", "group", "cache", "activations")
-    }
-    return keep_published(Numbers(dtype, **formats), files)
-
-
-def _calibration(options: PlanOptions, files: ModelFiles, numbers: Numbers) -> Calibration | None:
-    if options.calibration is None:
-        return None
-    if numbers != Numbers(numbers.dtype):
-        raise ConfigError(
-            f"--calibration: expected float weights and a float cache, which calibrations are "
-            f"measured with, got {numbers.to_table()}. Plan without it."
+        require(
+            layout,
+            model_sizes(ranking.config, ranking.num_devices, grid, ranking.weight_rules),
         )
-    hardware = _hardware(options)
-    expected = {
-        "model": _fingerprint(files),
-        "dtype": numbers.dtype,
-        "layout": options.layout or "",
-        "hardware": {"name": hardware.name, **hardware.peaks()},
-    }
-    return read_calibration(options.calibration, expected)
 
 
 def _grids_of_run(workload: Workload) -> "dict[str, BucketGrid]":
@@ -383,11 +353,3 @@ def _grids_of_run(workload: Workload) -> "dict[str, BucketGrid]":
         return {}
     grid = read_stored(workload.manifest["plan"]).buckets
     return {PLAN_OF_RUN: grid} if grid.prefixes is None else {}
-
-
-def _fingerprint(files: ModelFiles) -> str:
-    """The fingerprint of the model; empty without weights, as the plan then fits any such model."""
-    try:
-        return files.fingerprint()
-    except CheckpointError:
-        return ""

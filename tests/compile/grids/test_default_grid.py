@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from noria.compile.grids.default_grid import derive_grid, ladder_grid, with_overrides
-from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults
+from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults, page_size
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.prefill_ladder import _batch_sizes, cheapest_prefill, prefill_padding
 from noria.compile.grids.row_shape import RowShape
@@ -269,3 +269,19 @@ def test_buckets_of_very_many_devices_are_found_at_once():
     defaults = GridDefaults(tokens_per_prefill=2**50, batch_multiple=2**40)
     (bucket,) = cheapest_prefill([16, 16], 32, defaults)
     assert bucket == PrefillBucket(16, 2**40)
+
+
+def test_only_accelerators_have_pages_where_nobody_says():
+    assert [page_size(platform) for platform in ("cpu", "gpu", "tpu")] == [None, 64, 64]
+    assert [page_size("gpu", 0), page_size("cpu", 16)] == [None, 16]
+
+
+def test_a_page_of_0_asks_for_no_pages():
+    for defaults in (GridDefaults(), GridDefaults(page=64)):
+        found = with_overrides(defaults, {"page": 0})
+        assert found.page is None and not found.keeps_slots
+    found = with_overrides(GridDefaults(), {"page": 16})
+    assert found.page == 16 and found.keeps_slots
+    for page in (False, -1, 24):
+        with pytest.raises(ValueError, match=r"buckets\.page: expected"):
+            with_overrides(GridDefaults(), {"page": page})

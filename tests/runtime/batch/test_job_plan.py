@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_on_disk import MAX_POSITION, write_model
+from planning_models import SPARSE
 from related_prompts import table_of
 from tiny import CONFIG
 
@@ -22,7 +23,8 @@ from noria.compile.targets import Target, find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.batch import job_plan
 from noria.runtime.batch.batch_model import BatchModel, PlanSource, _JobRows
-from noria.runtime.batch.job_plan import PlanBasis, derived_plan, limit_note
+from noria.runtime.batch.job_plan import PlanBasis, derived_plan
+from noria.runtime.batch.plan_notes import limit_note
 from noria.runtime.batch.plan_report import plan_table
 from noria.runtime.cli import main
 from noria.runtime.devices.graph_memory import MEMORY_SHARE, device_bytes
@@ -73,9 +75,9 @@ def gpu() -> Target:
     return replace(find_target("cpu"), name="gpu", platform="gpu")
 
 
-def plan_on(target: Target, rows) -> Plan:
-    numbers = Numbers("float32")
-    return derived_plan(rows, NOTHING_SHARED, PlanBasis(target, MODEL, numbers, LONG))
+def plan_on(target: Target, rows, *overrides) -> Plan:
+    basis = PlanBasis(target, MODEL, Numbers("float32"), LONG, overrides=overrides)
+    return derived_plan(rows, NOTHING_SHARED, basis)
 
 
 def test_an_accelerator_has_a_slot_for_each_row_up_to_512_and_large_calls(gpu, memory):
@@ -90,19 +92,23 @@ def test_an_accelerator_has_a_slot_for_each_row_up_to_512_and_large_calls(gpu, m
         assert max(bucket.length * bucket.batch for bucket in on_cpu.prefill) <= 512
 
 
-def test_an_accelerator_has_as_many_slots_as_its_memory_holds(gpu, memory):
-    rows = [RowShape(20, 4000)] * 600
+def test_without_pages_an_accelerator_has_as_many_slots_as_its_memory_holds(gpu, memory):
+    rows = [RowShape(20, 500)] * 600
+
+    def slots() -> int:
+        return plan_on(gpu, rows, "buckets.page=0").buckets.decode_slots
+
     memory(80 * 10**9)
-    assert plan_on(gpu, rows).buckets.decode_slots == 512
+    assert slots() == 512
     work = work_of(LONG, Numbers("float32"), None, gpu)
-    of_weights, of_slots = work.parameter_bytes, work.cache_bytes(100, 4032)
+    of_weights, of_slots = work.parameter_bytes, work.cache_bytes(100, 528)
     memory((of_weights + of_slots) / MEMORY_SHARE)
-    assert plan_on(gpu, rows).buckets.decode_slots == 100
+    assert slots() == 100
     memory(of_weights)
-    assert plan_on(gpu, rows).buckets.decode_slots == 1
+    assert slots() == 1
     # a device that does not say how much memory it has
     memory(0)
-    assert plan_on(gpu, rows).buckets.decode_slots == 512
+    assert slots() == 512
 
 
 def test_rows_go_on_to_the_models_context_where_it_fits():
@@ -378,6 +384,69 @@ def test_a_derived_plan_has_pages_if_the_user_gives_their_size():
     assert chunks.prefill == ((chunks.max_length, 3 * 4, 32),)
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_an_accelerator_has_pages_by_default_and_a_cpu_has_none(platform, memory):
+    target = replace(find_target("cpu"), name=platform, platform=platform)
+    work = work_of(LONG, Numbers("float32"), None, target)
+    rows = [RowShape(20, 40), RowShape(20, 100)]  # one page and two
+
+    def grid_of(times: int):
+        grid = plan_on(target, rows * times).buckets
+        assert (grid.page, grid.decode_spans) == (64, (grid.max_length,))
+        return grid
+
+    memory(80 * 10**9)
+    # as many as rows, and as many as an accelerator has at most
+    assert [grid_of(times).decode_slots for times in (20, 1000)] == [40, 512]
+    # as many as rows are expected to fill the pool
+    memory(int((work.parameter_bytes + work.page_bytes(64) * 60.5) / MEMORY_SHARE))
+    assert (grid_of(1000).pages, grid_of(1000).decode_slots) == (60, 40)
+    # a device that does not say how much memory it has
+    memory(0)
+    assert grid_of(1000).decode_slots == 512
+    assert plan_of(rows).buckets.pages is None
+
+
+def test_the_number_of_pages_may_be_given_without_their_size_on_an_accelerator(gpu):
+    rows = [RowShape(20, 40), RowShape(20, 100)] * 50
+    grid = plan_on(gpu, rows, "buckets.pages=30").buckets
+    assert (grid.page, grid.pages, grid.decode_slots) == (64, 30, 20)
+    with pytest.raises(ValueError, match=r"buckets\.pages: expected at least 2"):
+        plan_on(gpu, rows, "buckets.pages=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "spans"),
+    [
+        (["buckets.page=0"], None),
+        (["buckets.decode_spans=[64,128]"], (64, 128)),
+        (["buckets.decode_spans=[128]"], (128,)),
+        (["buckets.span_slots=[9,4]", "buckets.decode_spans=[64,128]"], (64, 128)),
+    ],
+)
+def test_a_user_may_ask_for_slots_with_places_of_their_own(gpu, overrides, spans):
+    grid = plan_on(gpu, [RowShape(20, 40)] * 8 + [RowShape(20, 100)], *overrides).buckets
+    assert (grid.page, grid.pages) == (None, None)
+    assert grid.decode_spans == (spans or grid.decode_spans)
+
+
+def test_an_accelerator_has_no_pages_where_they_cannot_be(gpu, memory):
+    rows = [RowShape(20, 4000)] * 9
+    assert plan_on(gpu, rows).buckets.page == 64
+    # a kernel that reads no pages, and jobs without slots
+    named = ('attention.prefill="xla"', "buckets.chunk=16")
+    assert plan_on(gpu, rows, *named).buckets.page == 64
+    named = ('attention.prefill="cudnn"', "buckets.chunk=16")
+    assert plan_on(gpu, rows, *named).buckets.page is None
+    scored = plan_on(gpu, [RowShape(20, 0, is_scored=True)] * 3).buckets
+    assert (scored.decode_slots, scored.page) == (0, None)
+    # no room for the pages of a row
+    memory(work_of(LONG, Numbers("float32"), None, gpu).parameter_bytes)
+    assert plan_on(gpu, rows).buckets.page is None
+    with pytest.raises(ValueError, match=r"buckets.page: expected room for 63 pages of 64"):
+        plan_on(gpu, rows, "buckets.page=64")
+
+
 def test_an_accelerator_has_as_many_slots_as_rows_are_expected_to_fill_its_pages(gpu, memory):
     """Most rows are short, and one is long."""
     rows = [*[RowShape(20, 40)] * 3000, RowShape(20, 4000)]
@@ -407,3 +476,42 @@ def test_the_table_of_a_plan_says_how_many_pages_the_cache_has():
     plan = plan_of([RowShape(20, 30)], "buckets.page=16")
     said = plan_table(plan, work_of(LONG, Numbers("float32"), None, find_target("cpu")))
     assert "in 4 pages of 16 entries" in said and "in a call of rows up to 64 tokens" in said
+
+
+def test_prefixes_and_the_pages_of_rows_after_them_fit_into_memory(memory):
+    cpu = find_target("cpu")
+    work = work_of(EMBEDDED, Numbers("float32"), None, cpu)
+    room = 200 * work.page_bytes(16)
+    memory(int(work.parameter_bytes + room / GridDefaults().cpu_cache_share) + 1)
+    grid = sharing_plan("buckets.page=16").buckets
+    assert grid.prefixes is not None and grid.page == 16
+    assert 0.9 * room < work.grid_bytes(grid) <= room
+
+
+def test_pages_that_a_layout_cannot_split_are_left_out_and_refused_if_asked_for(memory):
+    """A page of 64 entries has no third."""
+    rules = {"prefill": {"rules": {"length": "sequence"}}}
+    rules |= {"decode": {"rules": {"cache_length": "sequence"}}}
+    rules |= {"name": "mine", "mesh": {"sequence": 3}, "rules": {}, "max_replicated": 1.0}
+    layout = Layout.from_table(rules)
+    target = replace(find_target("cpu:3"), name="gpu:3", platform="gpu")
+    memory(80 * 10**9)
+    basis = PlanBasis(target, MODEL, Numbers("float32"), EMBEDDED, layout)
+    rows = [RowShape(20, 30)] * 9
+    grid = derived_plan(rows, NOTHING_SHARED, basis).buckets
+    assert grid.page is None and grid.decode_slots == 9
+    with pytest.raises(ValueError, match=r"buckets\.page"):
+        derived_plan(rows, NOTHING_SHARED, replace(basis, overrides=["buckets.page=64"]))
+
+
+def test_experts_with_a_capacity_have_pages_for_all_rows_or_none(gpu, memory):
+    """Otherwise rows that are computed again would decide what a capacity drops."""
+    basis = PlanBasis(gpu, MODEL, Numbers("float32"), SPARSE)
+    capacity = 'experts.decode={dispatch="capacity",capacity_factor=2.0}'
+    work = work_of(SPARSE, Numbers("float32"), None, gpu)
+    rows = [RowShape(20, 100), RowShape(20, 8)] * 100
+    memory(int((work.parameter_bytes + 90 * work.page_bytes(64)) / MEMORY_SHARE))
+    assert derived_plan(rows, NOTHING_SHARED, basis).buckets.page == 64
+    plan = derived_plan(rows, NOTHING_SHARED, replace(basis, overrides=[capacity]))
+    assert plan.buckets.page is None
+    assert plan.experts is not None and plan.experts.decode.kind == "capacity"

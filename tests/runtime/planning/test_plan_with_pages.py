@@ -44,16 +44,43 @@ def test_a_plan_with_pages_says_what_its_cache_holds_and_that_reads_are_assumed(
     assert memory["cache"] == grid["pages"] * memory["page"]
 
 
-def test_without_the_option_a_plan_has_no_pages(plan):
+def test_on_a_cpu_a_plan_has_no_pages_unless_they_are_asked_for(plan):
     table, said = plan("--chunks", "never", "--tries", 1)
     assert not {"page", "pages"} & set(table["buckets"]) and "assumed" not in said
+
+
+@pytest.mark.parametrize("target", ["gpu:h200:1", "tpu:v6e:1x1"])
+def test_on_an_accelerator_a_plan_has_pages_unless_it_is_asked_for_none(plan, target):
+    table, said = plan("--target", target, "--tries", 1)
+    grid = table["buckets"]
+    assert grid["page"] == 64 and grid["decode_spans"] == [grid["max_length"]]
+    assert f"({grid['pages']} page" in said and "reads of pages assumed" in said
+    table, said = plan("--target", target, "--tries", 1, "--page", 0)
+    assert not {"page", "pages"} & set(table["buckets"]) and "of pages" not in said
+
+
+def test_a_layout_that_cannot_split_pages_has_a_plan_without_unless_they_are_asked_for(
+    plan, tmp_path
+):
+    """A page of 64 entries has no third."""
+    layout = tmp_path / "mine.toml"
+    rules = '[prefill.rules]\nlength = "sequence"\n[decode.rules]\ncache_length = "sequence"\n'
+    layout.write_text(
+        f'name = "mine"\nmax_replicated = 1.0\n[mesh]\nsequence = 3\n[rules]\n{rules}'
+    )
+    options = ("--target", "gpu:h200:3", "--layout", layout, "--tries", 1, "--chunks", "never")
+    table, said = plan(*options)
+    assert table is not None, said
+    assert not {"page", "pages"} & set(table["buckets"]) and "of pages" not in said
+    table, said = plan(*options, "--page", 64)
+    assert table is None and "buckets.page" in said
 
 
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        (24, "--page: expected a power of two, got 24. Take 64, or another."),
-        (0, "--page: expected a number above 0, got 0."),
+        (24, "--page: expected a power of two, or 0 for no pages, got 24. Take 64, or another."),
+        (-2, "--page: expected a power of two, or 0 for no pages, got -2. Take 64, or another."),
     ],
 )
 def test_a_page_that_cannot_be_is_refused(plan, page, message):
