@@ -65,6 +65,8 @@ class Kernel:
         return self.refuses_one(calls)
 
 
+PORTABLE = "xla"
+"""The name of the implementations that run anywhere."""
 KERNELS = (
     Kernel(
         "splash",
@@ -76,7 +78,9 @@ KERNELS = (
     Kernel("flash", ("tpu",), ("prefill",), flash_refusal, lambda calls: attend_flash),
     Kernel("cudnn", ("gpu",), ("prefill",), cudnn_refusal, lambda calls: attend_cudnn),
     Kernel("latents", ("tpu",), ("decode",), latents_refusal, lambda calls: attend_latents),
-    Kernel("xla", ("cpu", "gpu", "tpu"), PHASES, lambda call: None, lambda calls: attend_blockwise),
+    Kernel(
+        PORTABLE, ("cpu", "gpu", "tpu"), PHASES, lambda call: None, lambda calls: attend_blockwise
+    ),
 )
 """Kernels in order of preference; the last one serves every call."""
 GROUP_ON_CPU = 1
@@ -91,14 +95,14 @@ PAGE_KERNELS = (
         "paged", ("tpu",), PHASES, paged_tpu_refusal, lambda calls: PageReader(attend_pages_tpu)
     ),
     Kernel(
-        "xla",
+        PORTABLE,
         ("cpu",),
         PHASES,
         lambda call: None,
         lambda calls: PageReader(partial(attend_in_groups, group=GROUP_ON_CPU)),
     ),
     Kernel(
-        "xla",
+        PORTABLE,
         ("gpu", "tpu"),
         PHASES,
         lambda call: None,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...compile.abstract_model import model_sizes
+from ...compile.attention_kernels import PORTABLE
 from ...compile.expert_plan import default_experts
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
@@ -93,8 +94,8 @@ def derived_plan(
 ) -> Plan:
     """A plan for the rows of a job, changed by the user's overrides.
 
-    On an accelerator its cache has pages, unless the user asks for none, or something else in the
-    plan cannot be with pages.
+    On an accelerator its cache has pages, unless the user asks for none, something else in the plan
+    cannot be with pages, or no kernel reads them.
 
     Args:
         rows: The rows that can run.
@@ -109,7 +110,9 @@ def derived_plan(
     derivation = _Derivation.of(basis, peers.broadcast(device_bytes(basis.target)))
     if (page := derivation.default_page) is not None:
         with suppress(ValueError):
-            return derivation.with_page(page).plan(rows, table)
+            plan = derivation.with_page(page).plan(rows, table)
+            if derivation.has_page_kernel(plan):
+                return plan
     return derivation.plan(rows, table)
 
 
@@ -169,21 +172,21 @@ class _Derivation:
         plan = Plan.from_table(table_of_plan)
         own_rows = rows_after_prefixes(rows, table, plan.buckets)
         plan = replace(plan, buckets=self.without_idle_graphs(plan, own_rows))
-        if plan.buckets.page is not None:
-            self._check_pages(plan)
+        if plan.layout is not None and plan.buckets.page is not None:
+            num_devices, rules = len(basis.target.devices), plan.numbers.weight_rules
+            require(plan.layout, model_sizes(basis.config, num_devices, plan.buckets, rules))
         return plan
 
-    def _check_pages(self, plan: Plan) -> None:
-        """Check that the layout and the kernels of a plan serve its pages.
+    def has_page_kernel(self, plan: Plan) -> bool:
+        """Whether a kernel of decode reads the pages of rows alone, if the plan has pages.
+
+        The portable form reads as many pages for each row as the longest one has.
 
         Raises:
-            ValueError: One of them does not.
+            ValueError: The plan asks for a kernel that does not serve its graphs.
         """
-        target, config, rules = self.basis.target, self.basis.config, plan.numbers.weight_rules
-        if plan.layout is not None:
-            sizes = model_sizes(config, len(target.devices), plan.buckets, rules)
-            require(plan.layout, sizes)
-        attention_kernels(plan, config, target)
+        decode = attention_kernels(plan, self.basis.config, self.basis.target).decode
+        return plan.buckets.page is None or decode is None or decode.kernel != PORTABLE
 
     def grid(self, rows: Sequence[RowShape], table: PrefixTable) -> tuple[BucketGrid, str]:
         """The grid, and why rows without `max_tokens` end before the model's context."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from alike import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_on_disk import MAX_POSITION, write_model
@@ -14,6 +15,7 @@ from planning_models import SPARSE
 from related_prompts import table_of
 from tiny import CONFIG
 
+from noria.compile.attention_kernels import AUTO
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.prefix_table import NOTHING_SHARED
 from noria.compile.grids.row_shape import RowShape
@@ -32,10 +34,13 @@ from noria.runtime.errors import JobError
 from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.planning.shared_grids import forecast_steps
 from noria.runtime.planning.target_work import work_of
+from noria.runtime.plans.plan_checks import attention_kernels
 from noria.sharding.layout import Layout
 
 MODEL = PlannedModel("tiny", "")
 LONG = replace(CONFIG, max_position=8192)
+EVEN = changed(LONG, windows=(None,) * 3)
+"""The same without windows."""
 OPEN = [RowShape(20, None)] * 3 + [RowShape(9, 4)]
 VALUES = ["0", "1", "-1", "16", "1.5", "nan", "true", '""', '"x"', "x", "[]", "{}", "[16]", "data"]
 VALUES += ["[[16,4]]", '[[16,"a"]]', '[["a",1]]', "[[nan,1]]", "{a=1}", "[{}]", "[[[]]]", "[true]"]
@@ -73,6 +78,19 @@ def test_memory_is_that_of_a_device_of_this_process():
 def gpu() -> Target:
     """A device of this machine that counts as a GPU."""
     return replace(find_target("cpu"), name="gpu", platform="gpu")
+
+
+def attention_kernels_of_an_accelerator(plan, config, target):
+    choices = attention_kernels(plan, config, target)
+    if target.platform == "cpu" or choices.decode is None or plan.attention.decode != AUTO:
+        return choices
+    return replace(choices, decode=replace(choices.decode, kernel="paged"))
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Let devices that stand in for those of accelerators have the kernel of these."""
+    monkeypatch.setattr(job_plan, "attention_kernels", attention_kernels_of_an_accelerator)
 
 
 def plan_on(target: Target, rows, *overrides) -> Plan:
@@ -447,25 +465,38 @@ def test_an_accelerator_has_no_pages_where_they_cannot_be(gpu, memory):
         plan_on(gpu, rows, "buckets.page=64")
 
 
+def test_an_accelerator_has_pages_by_default_only_if_a_kernel_reads_them(gpu, monkeypatch):
+    rows = [RowShape(20, 40)] * 9
+    assert plan_on(gpu, rows).buckets.page == 64
+    portable = 'attention.decode="xla"'
+    assert plan_on(gpu, rows, portable).buckets.page is None
+    assert plan_on(gpu, rows, portable, "buckets.page=64").buckets.page == 64
+    # devices without the kernel
+    monkeypatch.setattr(job_plan, "attention_kernels", attention_kernels)
+    assert plan_on(gpu, rows).buckets.page is None
+
+
 def test_an_accelerator_has_as_many_slots_as_rows_are_expected_to_fill_its_pages(gpu, memory):
     """Most rows are short, and one is long."""
     rows = [*[RowShape(20, 40)] * 3000, RowShape(20, 4000)]
-    basis = PlanBasis(gpu, MODEL, Numbers("float32"), LONG, overrides=["buckets.page=16"])
-    work = work_of(LONG, Numbers("float32"), None, gpu)
+    basis = PlanBasis(gpu, MODEL, Numbers("float32"), EVEN, overrides=["buckets.page=16"])
+    work = work_of(EVEN, Numbers("float32"), None, gpu)
     memory(80 * 10**9)
     full = derived_plan(rows, NOTHING_SHARED, basis).buckets
     assert full.decode_slots == 512 and full.pages == 511 * 4 + 252
     memory(int((work.parameter_bytes + work.page_bytes(16) * 400.5) / MEMORY_SHARE))
     few = derived_plan(rows, NOTHING_SHARED, basis).buckets
     assert few.pages == 400 and few.decode_slots == int(400.5 / ((3000 * 4 + 252) / 3001))
+    windows = derived_plan(rows, NOTHING_SHARED, replace(basis, config=LONG)).buckets
+    assert windows.row_tokens == 1 and windows.decode_slots > few.decode_slots
     memory(int((work.parameter_bytes + work.page_bytes(16) * 250) / MEMORY_SHARE))
     with pytest.raises(ValueError, match=r"buckets.page: expected room for 25\d pages of 16"):
         derived_plan(rows, NOTHING_SHARED, basis)
 
 
 def test_rows_without_max_tokens_have_room_for_one_of_the_models_context(gpu, memory):
-    basis = PlanBasis(gpu, MODEL, Numbers("float32"), LONG, overrides=["buckets.page=64"])
-    work = work_of(LONG, Numbers("float32"), None, gpu)
+    basis = PlanBasis(gpu, MODEL, Numbers("float32"), EVEN, overrides=["buckets.page=64"])
+    work = work_of(EVEN, Numbers("float32"), None, gpu)
     memory(int((work.parameter_bytes + 2.505 * work.page_bytes(8192)) / MEMORY_SHARE))
     grid = derived_plan([RowShape(20, None)] * 100, NOTHING_SHARED, basis).buckets
     assert grid.max_length == 8192 and grid.pages == 320
