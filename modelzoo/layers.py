@@ -261,8 +261,9 @@ class GatedMlp(nnx.Module):
         h_PBTF = project(gate_up, x_BTD, self.gate_up, axes.RESIDUAL, ("", *axes.HIDDEN))
         if self.options.has_bias:
             h_PBTF = h_PBTF + self.gate_up_bias[...][:, None, None]
-        # in float32: in bfloat16 every step of the activation would be rounded
-        gate_BTF, up_BTF = h_PBTF.astype(jnp.float32)
+        # in float32: in bfloat16 every step of the activation would be rounded. One by one: XLA for
+        # TPU would write both to memory in float32 if they were converted together
+        gate_BTF, up_BTF = (x.astype(jnp.float32) for x in h_PBTF)
         h_BTF = (ACTIVATIONS[self.options.activation](gate_BTF) * up_BTF).astype(x_BTD.dtype)
         down = einsum("BTF,FD->BTD")
         out_BTD = project(down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
