@@ -10,6 +10,7 @@ never replaced.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -177,6 +178,28 @@ class AttentionChoices:
         return "attention: " + ", ".join(f"{phase} {text}" for phase, text in self.report().items())
 
 
+class PagePlace(NamedTuple):
+    """The devices of a cache in pages, and its form."""
+
+    device: str | None
+    """The kind of the devices; None or empty if it is not known."""
+    stripes: int
+    """The number of devices along the entries of a page."""
+    arrangement: Arrangement
+
+
+def has_page_kernel(
+    config: DecoderConfig, grid: BucketGrid, platform: str, place: PagePlace, dtype: jnp.dtype
+) -> bool:
+    """Whether a kernel reads the pages of the rows of a decode step, and nothing else.
+
+    The portable form reads as many pages for each row as the longest one has.
+    """
+    num_rows = grid.decode_slots
+    calls = [_paged_call(kind, grid, 1, num_rows, place, dtype) for kind in _kinds(config)]
+    return choose(calls, platform, "decode", AUTO, PAGE_KERNELS).kernel != PORTABLE
+
+
 def choose_kernels(
     config: DecoderConfig,
     grid: BucketGrid,
@@ -211,9 +234,8 @@ def choose_kernels(
         return choose(calls, placement.platform, phase, getattr(plan, phase), kernels)
 
     arrangement = placement.arrangement(config, cache_codes=cache_codes)
-    paged = partial(
-        _paged_call, grid=grid, placement=placement, arrangement=arrangement, dtype=dtype
-    )
+    place = PagePlace(kind_of(placement.mesh.devices.flat), placement.cache_stripes, arrangement)
+    paged = partial(_paged_call, grid=grid, place=place, dtype=dtype)
 
     def choose_paged(phase: str, num_queries: int, num_rows: int) -> Choice:
         call_of = partial(paged, num_queries=num_queries, num_rows=num_rows)
@@ -369,21 +391,21 @@ def _paged_call(
     grid: BucketGrid,
     num_queries: int,
     num_rows: int,
-    placement: Placement,
-    arrangement: Arrangement,
+    place: PagePlace,
     dtype: jnp.dtype,
 ) -> AttentionCall:
     """Attention to a cache in pages, with the heads that the pages have."""
-    size, codes = arrangement.cache_dim(kind[0]), arrangement.cache_codes
+    size, codes = place.arrangement.cache_dim(kind[0]), place.arrangement.cache_codes
     return replace(
         _cache_call(kind, dtype, num_queries),
         key_dim=size,
         value_dim=size,
         has_rotated_codes=codes is not None and is_rotated(jnp.dtype(codes)),
         group=kind[0].heads_per_kv,
-        device=kind_of(placement.mesh.devices.flat),
-        stripes=placement.cache_stripes,
+        device=place.device,
+        stripes=place.stripes,
         page=grid.page,
+        has_codes=codes is not None,
         table=num_rows * grid.num_pages(grid.max_length),
         has_prefixes=grid.prefixes is not None,
     )

@@ -109,10 +109,10 @@ class BucketGrid(PlanTable, name="buckets"):
     page: int | None = None
     """With `pages`, the entries of a page: a power of two. Unit: positions."""
     row_tokens: int | None = None
-    """With `pages`, the maximum number of tokens of one row in a prefill call of chunks. In layers
-    with a window, each slot then has pages of its own for the window and so many tokens, and uses
-    them again and again. Without this key, these layers keep all tokens of a row, as others do.
-    Unit: tokens."""
+    """With `pages`, the maximum number of tokens of one row in a prefill call of chunks; whole
+    prompts need 1. In layers with a window, each slot then has pages of its own for the window and
+    so many tokens, and uses them again and again. Without this key, these layers keep all tokens of
+    a row, as others do. Unit: tokens."""
     prefixes: PrefixGrid | None = None
     """The prefixes that rows begin with: the table `[prefixes]`. All other lengths are then counted
     from the end of a row's prefix."""

@@ -1,10 +1,11 @@
 """Chooses the pages of a cache, and whether layers with windows have pages of their own.
 
 If they do, a slot keeps the window alone, and a call has fewer tokens of one row. That is worth it
-if memory then holds more pages for the other layers. Knows nothing of the lengths of rows.
+if memory then holds more pages for the other layers. Knows nothing of requests or devices.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 
 from ...modelzoo.config import DecoderConfig
@@ -21,9 +22,17 @@ MIN_ROW_TOKENS = 256
 
 
 def pages_in_memory(
-    grid: BucketGrid, use: SlotUse, page: int, groups: int, work: Work, max_bytes: float
+    grid: BucketGrid,
+    use: SlotUse,
+    page: int,
+    groups: int,
+    work: Work,
+    max_bytes: float,
+    row_tokens: int | None = None,
 ) -> BucketGrid | None:
     """The grid with the pages that memory holds; None if there is no room for one row.
+
+    It has fewer slots if the pages that slots have of their own would leave no room for others.
 
     Args:
       grid: A grid with slots, and without pages.
@@ -32,34 +41,47 @@ def pages_in_memory(
       groups: The equal groups of slots on different devices.
       work: The work of the model's graphs.
       max_bytes: The bytes for the cache on each device.
+      row_tokens: The `BucketGrid.row_tokens` that a user asks for; None to choose it.
     """
-    shared = with_pages(grid, use, page, work.num_pages(max_bytes, page), groups)
-    row_tokens = row_tokens_for(work.config, grid.chunks)
+    shared = None
     if row_tokens is None:
-        return shared
+        shared = with_pages(grid, use, page, work.num_pages(max_bytes, page), groups)
+        row_tokens = row_tokens_for(work.config, grid.chunks)
+        if row_tokens is None:
+            return shared
+        row_tokens = min(row_tokens, _most_row_tokens(grid))
+    longest = -(-grid.max_length // page)
     of_window = partial(window_pages, row_tokens=row_tokens, page=page, max_length=grid.max_length)
     of_pool, of_slot = work.bytes_of_pages(page, of_window)
-    left = max_bytes - grid.decode_slots * of_slot
-    if not of_slot or left < 0:
+    left = max_bytes - groups * longest * of_pool
+    slots = int(min(grid.decode_slots, left / of_slot if of_slot else math.inf)) // groups * groups
+    if slots < 1 or (slots < grid.decode_slots and shared is not None):
         return shared
-    room = left / of_pool if of_pool else math.inf
+    room = (max_bytes - slots * of_slot) / of_pool if of_pool else math.inf
+    grid = replace(grid, decode_slots=slots)
     own = with_pages(grid, use, page, room, groups, row_tokens)
     if own is None or (shared is not None and (shared.pages or 0) >= (own.pages or 0)):
         return shared
     return own
 
 
-def rows_in_memory(
-    work: Work, page: int, expected: float, chunks: tuple[int, ...], max_bytes: float
-) -> float:
-    """The rows that memory holds if each has so many pages, in the better of both forms."""
-    row_bytes = expected * work.page_bytes(page)
+def _most_row_tokens(grid: BucketGrid) -> int:
+    """The most tokens of a row that a call of a grid has room for, in whole chunks."""
+    if not grid.chunks:
+        return 1
+    largest = (bucket for bucket in grid.prefill if bucket.chunk == grid.chunks[-1])
+    return max(bucket.batch * bucket.tokens for bucket in largest)
+
+
+def row_bytes(work: Work, page: int, num_pages: float, chunks: tuple[int, ...]) -> float:
+    """The bytes of a row with so many pages on each device, in the smaller of both forms."""
+    num_bytes = num_pages * work.page_bytes(page)
     if (row_tokens := row_tokens_for(work.config, chunks)) is not None:
         longest = work.config.max_position
         of_window = partial(window_pages, row_tokens=row_tokens, page=page, max_length=longest)
         of_pool, of_slot = work.bytes_of_pages(page, of_window)
-        row_bytes = min(row_bytes, expected * of_pool + of_slot)
-    return max(0.0, max_bytes / row_bytes)
+        num_bytes = min(num_bytes, num_pages * of_pool + of_slot)
+    return num_bytes
 
 
 def row_tokens_for(config: DecoderConfig, chunks: tuple[int, ...]) -> int | None:

@@ -26,6 +26,7 @@ from ...compile.grids.default_grid import (
     with_overrides,
 )
 from ...compile.grids.grid_defaults import GridDefaults, page_size
+from ...compile.grids.grid_values import check_row_tokens
 from ...compile.grids.page_count import expected_pages
 from ...compile.grids.prefix_choice import own_lengths, prefixes_of_rows
 from ...compile.grids.prefix_table import PrefixTable
@@ -34,7 +35,7 @@ from ...compile.grids.span_slots import with_ragged_slots
 from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.graph_prices import GraphPrices
-from ...compile.planning.page_choice import pages_in_memory, rows_in_memory
+from ...compile.planning.page_choice import pages_in_memory, row_bytes
 from ...compile.planning.work import Work
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
@@ -59,6 +60,8 @@ _KEYS_WITHOUT_PREFIXES = {
 
 With prefixes, slots must divide into groups, and some of the keys would mean something else.
 """
+_KEYS_OF_PAGES = {"pages", "row_tokens"}
+"""If the user sets one of these keys of `[buckets]` for an accelerator, the cache has pages."""
 _KEYS_OF_SPANS = {"decode_spans", "decode_graphs", "span_slots"}
 """If the user sets one of these keys of `[buckets]`, the cache has no pages."""
 
@@ -136,7 +139,7 @@ class _Derivation:
         overridden = apply_overrides({"numbers": basis.numbers.to_table()}, overrides)
         asked, numbers = overridden.get("buckets", {}), overridden_numbers(basis.numbers, overrides)
         defaults = with_overrides(GridDefaults.for_layout(layout, target.platform), asked)
-        if "pages" in asked and "page" not in asked:
+        if _KEYS_OF_PAGES & set(asked) and "page" not in asked:
             defaults = replace(defaults, page=page_size(target.platform))
         work = work_of(basis.config, numbers, layout, target, basis.adapters)
         prices = GraphPrices.of_target(target.name, work, known_hardware())
@@ -145,7 +148,7 @@ class _Derivation:
     @property
     def default_page(self) -> int | None:
         """The entries of a page that the target has by default, if the user leaves that open."""
-        is_open = not {"page", "pages", *_KEYS_OF_SPANS} & set(self.asked)
+        is_open = not {"page", *_KEYS_OF_PAGES, *_KEYS_OF_SPANS} & set(self.asked)
         return page_size(self.basis.target.platform) if is_open else None
 
     def with_page(self, page: int) -> "_Derivation":
@@ -206,10 +209,12 @@ class _Derivation:
             expected = expected_rows([rows[i] for i in fitting], grid)
             may_group = reads_chunks and not _KEYS_WITHOUT_PREFIXES & set(self.asked)
             shared = table.of_rows(fitting)
-            grid = with_sharing(
+            sharing = with_sharing(
                 grid, expected, shared, self.defaults, self.prices, derive, may_group=may_group
             )
-            grid = self._beside_prefixes(grid)
+            with suppress(ValueError):
+                # without room for prefixes and the pages of a row, rows share no prefixes
+                grid = self._beside_prefixes(sharing)
         is_whole = grid.max_length >= self.defaults.longest_span(config.max_position)
         return grid, "" if is_whole else reason
 
@@ -235,7 +240,7 @@ class _Derivation:
             check_count("buckets.pages", asked)
         if self.basis.target.platform != "cpu":
             expected = expected_pages(use, page, defaults.unspecified_output)
-            at_once = rows_in_memory(self.work, page, expected, defaults.chunks, max_bytes)
+            at_once = max_bytes / row_bytes(self.work, page, expected, defaults.chunks)
             if asked is not None:
                 at_once = asked / expected
             slots = max(1, int(min(defaults.max_decode_slots, at_once)))
@@ -249,7 +254,10 @@ class _Derivation:
         groups = defaults.slot_groups
         if asked is not None:
             max_bytes = math.inf
-        paged = pages_in_memory(grid, use, page, groups, self.work, max_bytes)
+        row_tokens = self.asked.get("row_tokens")
+        if row_tokens is not None:
+            check_row_tokens(row_tokens, 1, grid.chunks)
+        paged = pages_in_memory(grid, use, page, groups, self.work, max_bytes, row_tokens)
         if paged is None:
             room = self.work.num_pages(max_bytes, page)
             needed = groups * -(-grid.max_length // page)
@@ -297,7 +305,8 @@ class _Derivation:
         fits = partial(cache_fits, self.work, share * free_bytes)
         if (page := defaults.page) is not None:
             groups = defaults.slot_groups
-            fits = partial(rows_fit_pages, self.work, share * free_bytes, page, groups)
+            in_pages = page, groups, defaults.chunks
+            fits = partial(rows_fit_pages, self.work, share * free_bytes, *in_pages)
         return fits, (
             f"a longer cache would take more than {share:g} of the memory that weights leave "
             f"({free_bytes / GIGABYTE:.1f} GB per device)"

@@ -5,10 +5,14 @@ All seconds are predictions.
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+import jax.numpy as jnp
+
 from ...compile.abstract_model import model_sizes
+from ...compile.attention_kernels import PagePlace, has_page_kernel
 from ...compile.expert_plan import default_experts
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
@@ -16,7 +20,9 @@ from ...compile.grids.grid_defaults import GridDefaults, page_size
 from ...compile.plan import Numbers, Plan
 from ...compile.plan_evidence import PlanEvidence
 from ...compile.planning.cost import CostModel
+from ...compile.planning.work import Work
 from ...compile.target_names import TargetName
+from ...modelzoo import axes
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import IllegalLayout, require
@@ -247,24 +253,39 @@ def _searched(
 ) -> PlanResult:
     """The result of the search in a layout.
 
-    If nobody asked for pages and no plan can have them, its cache has none.
+    If nobody asked for pages, its cache has none where no plan can have them or no kernel reads
+    them.
 
     Raises:
       NoPlanFits: No grid fits.
       IllegalLayout: The layout is illegal for the best grid.
     """
     assert ranked.cost is not None
-    pages = [ranking.page] if options.page is not None else [ranking.page, None]
-    for page in dict.fromkeys(pages):
-        planner = _planner(options, page, workload, ranked.layout, ranked.cost, simulated_rows)
-        try:
-            result = progress.plan(planner)
-            _require(ranked.layout, ranking, result.best.grid)
+    cost = ranked.cost
+
+    def search(page: int | None) -> PlanResult:
+        planner = _planner(options, page, workload, ranked.layout, cost, simulated_rows)
+        result = progress.plan(planner)
+        _require(ranked.layout, ranking, result.best.grid)
+        return result
+
+    if options.page is not None or ranking.page is None:
+        return search(ranking.page)
+    with suppress(NoPlanFits, IllegalLayout):
+        result = search(ranking.page)
+        if _has_page_kernel(options, cost.work, result.best.grid):
             return result
-        except (NoPlanFits, IllegalLayout):
-            if page is None or options.page is not None:
-                raise
-    raise AssertionError("the last search returns or raises")
+    return search(None)
+
+
+def _has_page_kernel(options: PlanOptions, work: Work, grid: BucketGrid) -> bool:
+    """Whether a kernel of the target reads the pages of a grid, if it has any."""
+    if grid.page is None:
+        return True
+    target, layout = TargetName.parse(options.target), work.layout
+    stripes = layout.mesh.num_shards(layout.phase("decode")[axes.CACHE_LENGTH])
+    place = PagePlace(target.kind, stripes, work.model.arrangement)
+    return has_page_kernel(work.config, grid, target.platform, place, jnp.dtype(work.dtype))
 
 
 def _ranking(

@@ -61,7 +61,7 @@ def to_json(prediction: "Prediction") -> dict[str, Any]:
         "memory_bytes": {
             "weights": work.parameter_bytes,
             "cache": work.grid_bytes(grid),
-            "page": work.page_bytes(grid.page) if grid.page else None,
+            "page": work.bytes_of_pages(grid.page, grid.window_pages)[0] if grid.page else None,
             "working": _working_bytes(prediction),
             "device": cost.hardware.memory_bytes,
         },
@@ -228,9 +228,8 @@ def _by_kind(prediction: "Prediction", report: Mapping[str, Any]) -> dict[str, f
     kinds = {"weights": memory["weights"], "working": working, "free": free}
     if grid.pages is None or grid.page is None:
         return {**kinds, "cache": cache}
-    bytes_of = prediction.cost.work.page_bytes
-    pool, held = (bytes_of(n * grid.page) for n in (grid.pages, report["held"]["pages"]))
-    # beside the pool, planned prefixes have a cache
+    pool, held = (memory["page"] * n for n in (grid.pages, report["held"]["pages"]))
+    # beside the pool, planned prefixes have a cache, and slots have pages for windows
     return {**kinds, "held": held, "unused": pool - held, "cache": cache - pool}
 
 

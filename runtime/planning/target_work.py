@@ -8,8 +8,8 @@ from functools import partial
 
 from ...compile.abstract_model import AbstractModel
 from ...compile.grids.adapter_grid import AdapterGrid
-from ...compile.grids.grid_defaults import round_up
 from ...compile.plan import Numbers
+from ...compile.planning.page_choice import row_bytes
 from ...compile.planning.work import Work
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
@@ -45,13 +45,19 @@ def room_on_accelerator(
 
 
 def rows_fit_pages(
-    work: Work, max_bytes: float, page: int, groups: int, slots: int, length: int
+    work: Work,
+    max_bytes: float,
+    page: int,
+    groups: int,
+    chunks: tuple[int, ...],
+    slots: int,
+    length: int,
 ) -> bool:
     """Whether the pages of so many rows of a length take at most `max_bytes` on each device.
 
     Each of the equal groups of slots on different devices has pages for as many rows.
     """
-    return groups * slots * work.page_bytes(round_up(length, page)) <= max_bytes
+    return groups * slots * row_bytes(work, page, -(-length // page), chunks) <= max_bytes
 
 
 def cache_fits(work: Work, max_bytes: float, slots: int, length: int) -> bool:

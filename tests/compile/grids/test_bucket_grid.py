@@ -232,12 +232,12 @@ def test_a_call_has_no_more_tokens_of_a_row_than_the_plan_says():
     ("grid", "row_tokens", "message"),
     [
         (PACKED, 24, r"multiple of the largest buckets.chunk \(16\), .* got 24. Change it"),
-        (PACKED, 0, "row_tokens: expected a positive"),
+        (PACKED, 0, "expected"),
         (TAILS, 16, "none without buckets.pages, got 16. Leave it out"),
     ],
 )
 def test_tokens_of_a_row_are_whole_chunks_beside_pages(grid, row_tokens, message):
-    with pytest.raises(ValueError, match=f"buckets.row_tokens.*{message}|{message}"):
+    with pytest.raises(ValueError, match=f"buckets.row_tokens: .*{message}"):
         replace(grid, row_tokens=row_tokens)
 
 

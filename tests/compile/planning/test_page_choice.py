@@ -1,6 +1,7 @@
 """The choice between pages that all layers share and pages of each slot for windows."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from alike import changed
@@ -9,7 +10,7 @@ from planning_models import PLAIN, work_of
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import slot_use
 from noria.compile.grids.row_shape import RowShape
-from noria.compile.planning.page_choice import pages_in_memory, row_tokens_for, rows_in_memory
+from noria.compile.planning.page_choice import pages_in_memory, row_bytes, row_tokens_for
 
 PAGE, WINDOW = 16, 24
 MODEL = changed(PLAIN, windows=(None, WINDOW, WINDOW), max_position=4096)
@@ -66,10 +67,32 @@ def test_a_call_has_whole_chunks_of_a_row_and_about_a_window(windows, chunks, ex
     assert row_tokens_for(changed(PLAIN, windows=windows), chunks) == expected
 
 
-def test_more_rows_are_in_memory_if_windows_take_less():
-    max_bytes, expected = 1e9, 125.0
-    shared = rows_in_memory(work_of(PLAIN), PAGE, expected, (64,), max_bytes)
-    assert shared == max_bytes / (expected * work_of(PLAIN).page_bytes(PAGE))
-    own = rows_in_memory(work_of(MODEL), PAGE, expected, (64,), max_bytes)
-    assert own == pytest.approx(shared * 125 / (125 / 3 + 19 * 2 / 3))
-    assert rows_in_memory(work_of(MODEL), PAGE, 10.0, (64,), max_bytes) == shared * 12.5
+def test_a_row_takes_fewer_bytes_if_windows_have_pages_of_their_own():
+    page_bytes = work_of(PLAIN).page_bytes(PAGE)
+    assert row_bytes(work_of(PLAIN), PAGE, 125.0, (64,)) == 125 * page_bytes
+    own = row_bytes(work_of(MODEL), PAGE, 125.0, (64,))
+    assert own == pytest.approx((125 / 3 + 19 * 2 / 3) * page_bytes)
+    assert row_bytes(work_of(MODEL), PAGE, 10.0, (64,)) == 10 * page_bytes
+
+
+def test_slots_are_fewer_where_their_own_pages_would_leave_no_room_for_a_row():
+    """A row takes 128 pages, and a slot has 19 of its own in two of three layers."""
+    layer_bytes = work_of(MODEL).page_bytes(PAGE) / 3
+    grid = chosen(MODEL, (128 + 3 * 19 * 2) * layer_bytes)
+    assert (grid.decode_slots, grid.pages, grid.row_tokens) == (3, 128, 256)
+    assert chosen(MODEL, (128 + 19 * 2) * layer_bytes - 1) is None
+
+
+def test_slots_have_no_room_for_more_tokens_than_a_call():
+    small = replace(GRID, prefill=((2048, 2, 64),))
+    max_bytes = 3 * 125 * work_of(MODEL).page_bytes(PAGE)
+    assert chosen(MODEL, max_bytes, grid=small).row_tokens == 128
+
+
+def test_a_user_may_ask_for_the_tokens_of_a_row():
+    work, use = work_of(MODEL), slot_use(ROWS, has_chunks=True)
+    grid = pages_in_memory(GRID, use, PAGE, 1, work, 1e12, row_tokens=64)
+    assert grid is not None and grid.row_tokens == 64
+    max_bytes = 300 * work.page_bytes(PAGE)
+    tight = pages_in_memory(GRID, use, PAGE, 1, work, max_bytes, row_tokens=64)
+    assert tight is not None and 0.99 * max_bytes < work.grid_bytes(tight) <= max_bytes
