@@ -33,7 +33,7 @@ class PlanOptions:
     page: int | None = None
     """The entries of a page of the cache, and 0 for a cache without pages.
 
-    None for pages on accelerators, wherever they can be, and no pages on a CPU."""
+    None for pages on accelerators where a kernel reads them, and no pages elsewhere."""
     scan_layers: bool = False
     max_padding: float = math.inf
     """The largest ratio of computed to real prompt tokens."""

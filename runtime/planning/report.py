@@ -155,7 +155,7 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
             "Memory of a device by kind",
             "The working memory of graphs is known of compiled graphs alone (--compile-layouts); "
             "without it, it is part of what is free.",
-            draw_memory(_by_kind(prediction, report)),
+            draw_memory(bytes_by_kind(prediction.result.best.grid, report)),
         ),
         _picture_of_run(prediction, report),
         Picture(
@@ -220,9 +220,9 @@ def _working_bytes(prediction: "Prediction") -> float | None:
     return max(0.0, largest - work.parameter_bytes - work.grid_bytes(grid))
 
 
-def _by_kind(prediction: "Prediction", report: Mapping[str, Any]) -> dict[str, float]:
+def bytes_by_kind(grid: BucketGrid, report: Mapping[str, Any]) -> dict[str, float]:
     """The bytes of a device by kind of memory."""
-    memory, grid = report["memory_bytes"], prediction.result.best.grid
+    memory = report["memory_bytes"]
     cache, working = memory["cache"], memory["working"] or 0.0
     free = max(0.0, memory["device"] - memory["weights"] - cache - working)
     kinds = {"weights": memory["weights"], "working": working, "free": free}

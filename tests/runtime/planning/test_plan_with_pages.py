@@ -2,11 +2,14 @@
 
 import json
 import tomllib
+from pathlib import Path
 
 import pytest
 from model_on_disk import write_model
 
 from noria.runtime.cli import main
+
+MODELS = Path(__file__).parents[3] / "benchmarks/models"
 
 
 @pytest.fixture
@@ -49,14 +52,36 @@ def test_on_a_cpu_a_plan_has_no_pages_unless_they_are_asked_for(plan):
     assert not {"page", "pages"} & set(table["buckets"]) and "assumed" not in said
 
 
-@pytest.mark.parametrize("target", ["gpu:h200:1", "tpu:v6e:1x1"])
-def test_on_an_accelerator_a_plan_has_pages_unless_it_is_asked_for_none(plan, target):
-    table, said = plan("--target", target, "--tries", 1)
+@pytest.mark.parametrize(
+    ("model", "target"), [("llama-3.1-8b", "gpu:h200:1"), (None, "tpu:v6e:1x1")]
+)
+def test_on_an_accelerator_a_plan_has_pages_unless_it_is_asked_for_none(plan, model, target):
+    options = ("--target", target, "--tries", 1, *(("--model", MODELS / model) if model else ()))
+    table, said = plan(*options)
     grid = table["buckets"]
     assert grid["page"] == 64 and grid["decode_spans"] == [grid["max_length"]]
     assert f"({grid['pages']} page" in said and "reads of pages assumed" in said
-    table, said = plan("--target", target, "--tries", 1, "--page", 0)
+    table, said = plan(*options, "--page", 0)
     assert not {"page", "pages"} & set(table["buckets"]) and "of pages" not in said
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("gpu:a100:1", ("--model", "llama-3.1-8b")),
+        ("gpu:h200:1", ("--model", "llama-3.1-8b", "--cache", "int8")),
+        ("tpu:v6e:1x1", ("--cache", "int8")),
+        # heads of 8 features
+        ("gpu:h200:1", ()),
+    ],
+)
+def test_a_plan_has_pages_of_its_own_accord_only_where_a_kernel_reads_them(plan, target, options):
+    found = [MODELS / x if x == "llama-3.1-8b" else x for x in options]
+    table, said = plan("--target", target, "--tries", 1, *found)
+    assert table is not None, said
+    assert not {"page", "pages"} & set(table["buckets"]) and "of pages" not in said
+    table, said = plan("--target", target, "--tries", 1, *found, "--page", 64)
+    assert table["buckets"]["page"] == 64
 
 
 def test_a_layout_that_cannot_split_pages_has_a_plan_without_unless_they_are_asked_for(

@@ -14,6 +14,7 @@ from noria.compile.planning.work import Work
 from noria.runtime.engine.actions import DecodeAction, PrefillAction
 from noria.runtime.engine.scheduler import Scheduler
 from noria.runtime.planning.page import draw_run
+from noria.runtime.planning.report import bytes_by_kind
 from noria.runtime.planning.simulator import SimulatedRow, schedule
 from noria.runtime.planning.timeline import Timeline
 
@@ -92,3 +93,16 @@ def test_the_share_of_decode_is_that_of_its_seconds():
     )
     shares = timeline.share_of_decode(np.array([0.0, 2.0, 2.5, 4.0]))
     assert shares == pytest.approx([0.5, 1.0, 1 / 3])
+
+
+@pytest.mark.parametrize("row_tokens", [None, 16])
+def test_the_kinds_of_memory_are_parts_of_a_device(row_tokens):
+    """With `row_tokens`, slots have pages of their own beside the pool."""
+    work, grid = COST.work, replace(PAGED, row_tokens=row_tokens)
+    of_pool, of_slot = work.bytes_of_pages(grid.page, grid.window_pages)
+    memory = {"weights": 5000, "cache": work.grid_bytes(grid), "page": of_pool}
+    memory |= {"working": None, "device": 10**7}
+    kinds = bytes_by_kind(grid, {"memory_bytes": memory, "held": {"pages": 5}})
+    assert sum(kinds.values()) == pytest.approx(10**7)
+    assert (kinds["held"], kinds["unused"]) == pytest.approx((5 * of_pool, 19 * of_pool))
+    assert kinds["cache"] == pytest.approx(16 * of_slot)
