@@ -151,7 +151,7 @@ def test_the_page_is_whole_without_network_and_shows_summary_and_plan(planned):
     page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
     assert "http" not in re.sub(r"base64,[^\"]*", "", page)
     pictures = [base64.b64decode(found) for found in re.findall(r"base64,([^\"]*)", page)]
-    assert len(pictures) == 2
+    assert len(pictures) == 4
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
     assert "padded to the next line" in page
     assert html.escape(summary.partition("\nplan: ")[0]) in page
