@@ -305,8 +305,8 @@ class _Derivation:
         fits = partial(cache_fits, self.work, share * free_bytes)
         if (page := defaults.page) is not None:
             groups = defaults.slot_groups
-            in_pages = page, groups, defaults.chunks
-            fits = partial(rows_fit_pages, self.work, share * free_bytes, *in_pages)
+            max_bytes, chunks = share * free_bytes, defaults.chunks
+            fits = partial(rows_fit_pages, self.work, max_bytes, page, groups, chunks)
         return fits, (
             f"a longer cache would take more than {share:g} of the memory that weights leave "
             f"({free_bytes / GIGABYTE:.1f} GB per device)"
