@@ -54,9 +54,11 @@ def pages_in_memory(
     of_window = partial(window_pages, row_tokens=row_tokens, page=page, max_length=grid.max_length)
     of_pool, of_slot = work.bytes_of_pages(page, of_window)
     left = max_bytes - groups * longest * of_pool
-    slots = int(min(grid.decode_slots, left / of_slot if of_slot else math.inf)) // groups * groups
-    if slots < 1 or (slots < grid.decode_slots and shared is not None):
-        return shared
+    slots, most_slots = grid.decode_slots, left / of_slot if of_slot else math.inf
+    if most_slots < slots:
+        slots = int(most_slots) // groups * groups
+        if slots < 1 or shared is not None:
+            return shared
     room = (max_bytes - slots * of_slot) / of_pool if of_pool else math.inf
     grid = replace(grid, decode_slots=slots)
     own = with_pages(grid, use, page, room, groups, row_tokens)

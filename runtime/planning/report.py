@@ -155,7 +155,7 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
             "Memory of a device by kind",
             "The working memory of graphs is known of compiled graphs alone (--compile-layouts); "
             "without it, it is part of what is free.",
-            draw_memory(bytes_by_kind(prediction.result.best.grid, report)),
+            draw_memory(bytes_by_kind(grid, report)),
         ),
         _picture_of_run(prediction, report),
         Picture(

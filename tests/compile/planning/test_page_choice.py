@@ -96,3 +96,9 @@ def test_a_user_may_ask_for_the_tokens_of_a_row():
     max_bytes = 300 * work.page_bytes(PAGE)
     tight = pages_in_memory(GRID, use, PAGE, 1, work, max_bytes, row_tokens=64)
     assert tight is not None and 0.99 * max_bytes < work.grid_bytes(tight) <= max_bytes
+
+
+def test_slots_that_groups_do_not_divide_are_refused_by_name():
+    few, use = replace(GRID, decode_slots=1), slot_use(ROWS, has_chunks=True)
+    with pytest.raises(ValueError, match=r"buckets.decode_slots: expected a multiple of .*\(4\)"):
+        pages_in_memory(few, use, PAGE, 4, work_of(MODEL), math.inf, row_tokens=64)
