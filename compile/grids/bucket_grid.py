@@ -24,7 +24,7 @@ from functools import cached_property, partial
 from itertools import groupby, product
 from typing import Any
 
-from ...modelzoo.config_values import check_count
+from ...modelzoo.config_values import check_count, is_count
 from ...sharding.call import Call
 from ..plan_tables import PlanTable, check_keys, keys_of
 from .adapter_grid import AdapterGrid
@@ -45,6 +45,8 @@ from .prefix_grid import PrefixGrid
 from .structured_grid import StructuredGrid
 
 CHUNKS_PER_DECODE = 32
+DEFAULT_PAGE = 64
+"""The entries of a page of plans that do not say it."""
 MAX_SIZE = 2**31 - 1
 """The largest index on a device, which is a 32-bit integer."""
 MAX_POSITIONS = 2**40
@@ -78,9 +80,10 @@ class BucketGrid(PlanTable, name="buckets"):
     decode_slots: int
     """The rows of the decode batch. 0 means that the plan only scores or embeds whole prompts: it
     has no cache, and nothing decodes. Unit: slots."""
-    decode_spans: tuple[int, ...]
+    decode_spans: tuple[int, ...] = ()
     """The spans of the cache, in growing order; the last one is `max_length`. A decode graph has
-    one of them: in each slot, it reads the positions below this span. Unit: positions."""
+    one of them: in each slot, it reads the positions below this span. Without this key, the cache
+    is in pages. Unit: positions."""
     steps_per_call: int = 8
     """The number of tokens that one decode call makes for each slot. Unit: steps."""
     score: bool = False
@@ -105,9 +108,11 @@ class BucketGrid(PlanTable, name="buckets"):
     key, every span has a graph. Unit: positions."""
     pages: int | None = None
     """The number of pages of the cache. A row takes pages as it grows, wherever they are free, so
-    rows hold what they need. Without this key, each slot has a place of its own. Unit: pages."""
+    rows hold what they need. Without this key and `decode_spans`, there are as many as all slots
+    can fill. With `decode_spans` alone, each slot has a place of its own. Unit: pages."""
     page: int | None = None
-    """With `pages`, the entries of a page: a power of two. Unit: positions."""
+    """The entries of a page: a power of two. Without this key, a cache in pages has pages of 64.
+    Unit: positions."""
     row_tokens: int | None = None
     """With `pages`, the maximum number of tokens of one row in a prefill call of chunks; whole
     prompts need 1. In layers with a window, each slot then has pages of its own for the window and
@@ -188,12 +193,13 @@ class BucketGrid(PlanTable, name="buckets"):
         """Read the table of a plan, which has chunks in a key of their own.
 
         `chunk` is a number or a list such as `[16, 256]`. An entry of `prefill` then has one batch
-        for each chunk: `[span, batch, batch]`. The values of tables of their own are objects.
+        for each chunk: `[span, batch, batch]`. The values of tables of their own are objects. A
+        value of None means that the key is left out.
 
         Raises:
           ValueError: A value is wrong; the error names its key.
         """
-        fields = dict(table)
+        fields = {key: value for key, value in table.items() if value is not None}
         chunk = fields.pop("chunk", None)
         chunks = () if chunk is None else chunk_sizes(chunk)
         entries = check_list("buckets.prefill", fields.pop("prefill"))
@@ -208,6 +214,8 @@ class BucketGrid(PlanTable, name="buckets"):
         if not self.embed:
             # most plans do not
             del table["embed"]
+        if self.pages is not None:
+            table["decode_spans"] = None
         return table | {"prefill": entries, "chunk": self.chunks or None}
 
     def to_lines(self) -> list[str]:
@@ -438,6 +446,13 @@ class BucketGrid(PlanTable, name="buckets"):
             assign("slot_groups", 1)
         if self.chunks and self.chunks_per_decode is None:
             assign("chunks_per_decode", CHUNKS_PER_DECODE)
+        has_slots = is_count(self.decode_slots) and is_count(self.max_length)
+        if has_slots and not self.decode_spans:
+            assign("decode_spans", (self.max_length,))
+            if self.page is None:
+                assign("page", DEFAULT_PAGE)
+            if self.pages is None and is_count(self.page):
+                assign("pages", self.decode_slots * self.num_pages(self.max_length))
 
     def _check_without_slots(self) -> None:
         task = "embedded" if self.embed else "scored"

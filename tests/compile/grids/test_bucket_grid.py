@@ -92,7 +92,6 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
             r"decode_spans: with buckets.decode_slots = 0, .* expected \[\]; got",
         ),
         ({"decode_slots": False}, "buckets.decode_slots: expected a positive integer, got False"),
-        ({"decode_spans": ()}, "buckets.decode_spans: expected growing"),
         ({"decode_slots": True}, "buckets.decode_slots: expected a positive integer, got True"),
         ({"prefill": 7}, "buckets.prefill: expected a list, got 7"),
         ({"prefill": (16, 4)}, "buckets.prefill: expected pairs of length and batch, got 16"),
@@ -131,6 +130,15 @@ def test_rows_decode_in_the_shortest_span_that_has_a_graph():
     assert GRID.graph_spans == GRID.decode_spans == grid.decode_spans == (32, 96)
     assert [one.span_of(20) for one in (GRID, grid)] == [32, 96]
     assert [one.num_segments(20) for one in (GRID, grid)] == [1, 1]
+
+
+def test_a_grid_without_spans_has_pages_for_all_slots():
+    grid = BucketGrid(max_length=96, prefill=((16, 4),), decode_slots=8)
+    assert (grid.pages, grid.page, grid.decode_spans) == (16, 64, (96,))
+    assert replace(grid, page=32, pages=9).pages == 9
+    table = grid.to_table()
+    assert table["decode_spans"] is None
+    assert BucketGrid.from_table(table) == grid
 
 
 SCORING = replace(GRID, decode_slots=0, decode_spans=(), score=True)
