@@ -52,14 +52,9 @@ def model_sizes(
     batches = {"prefill": [b.batch for b in grid.prefill], "decode": [grid.decode_slots]}
     lengths = {"prefill": [b.tokens for b in grid.prefill], "decode": [1]}
     spans = list(grid.decode_spans)
-    if (prefixes := grid.prefixes) is not None:
-        batches["prefill"].append(prefixes.batch)
-        batches["decode"].append(prefixes.groups)
-        lengths["prefill"].append(prefixes.chunk)
-        spans.append(prefixes.length)
     slot_groups = grid.slot_groups
     if grid.page is not None:
-        spans = [grid.page, *spans[len(grid.decode_spans) :]]
+        spans = [grid.page]
         slot_groups = slot_groups or 1
     return ModelSizes(
         config,
@@ -70,7 +65,6 @@ def model_sizes(
         spans,
         slot_groups,
         bool(grid.chunks),
-        prefixes is not None,
         grid.pages is not None,
         groups,
     )

@@ -35,7 +35,6 @@ from ..sharding.placement import Placement
 from .device_kinds import kind_of
 from .grids.bucket_grid import BucketGrid
 from .grids.prefill_bucket import PrefillBucket
-from .grids.prefix_grid import PrefixGrid
 from .plan_tables import PlanTable, table_lines
 
 AUTO = "auto"
@@ -157,8 +156,6 @@ class AttentionChoices:
     prefill: Mapping[int, Choice]
     decode: Choice | None
     """None for a grid without decode slots."""
-    prefix: Choice | None = None
-    """The kernel of the graph that computes prefixes; None without prefixes."""
 
     def report(self) -> dict[str, str]:
         """The kernel of each phase and the reason for it, as text."""
@@ -247,17 +244,12 @@ def choose_kernels(
         return choose_for("prefill", partial(_prefill_call, grid, bucket, placement, dtype))
 
     prefill = {bucket.tokens: choose_prefill(bucket) for bucket in grid.prefill}
-    decode = prefix = None
-    if (prefixes := grid.prefixes) is not None:
-        chunk, length = prefixes.chunk, [prefixes.length]
-        prefix = choose_for(
-            "prefill", lambda kind: _chunk_call(kind, dtype, chunk, length, 1, placement)
-        )
+    decode = None
     if grid.pages is not None:
         decode = choose_paged("decode", 1, grid.decode_slots)
     elif grid.decode_slots:
         decode = choose_for("decode", lambda kind: _cache_call(kind, dtype, num_queries=1))
-    return AttentionChoices(prefill, decode, prefix)
+    return AttentionChoices(prefill, decode)
 
 
 def choose(
@@ -323,8 +315,6 @@ def _prefill_call(
     kind: Sequence[Attention],
 ) -> AttentionCall:
     """Attention of the prompts of a bucket, or of their chunks in slots."""
-    if grid.prefixes is not None:
-        return _after_prefix(kind, dtype, bucket.tokens, grid.prefixes, placement)
     if bucket.chunk is None:
         in_order = placement.has_whole("prefill", axes.LENGTH)
         return _prompt_call(kind, dtype, bucket.tokens, in_order)
@@ -366,20 +356,6 @@ def _chunk_call(
     return replace(call, segments=frozenset(segments) - {0})
 
 
-def _after_prefix(
-    kind: Sequence[Attention],
-    dtype: jnp.dtype,
-    num_tokens: int,
-    prefixes: PrefixGrid,
-    placement: Placement,
-) -> AttentionCall:
-    """Attention of whole prompts to their prefix and to themselves."""
-    stripes = placement.cache_stripes
-    entries = {num_cache_entries(window, prefixes.length, stripes) for window in _windows(kind)}
-    call = _cache_call(kind, dtype, num_tokens // stripes)
-    return replace(call, segments=frozenset(count // stripes for count in entries))
-
-
 def _cache_call(kind: Sequence[Attention], dtype: jnp.dtype, num_queries: int) -> AttentionCall:
     """Attention to a cache; latents serve as keys and as values."""
     call = _call(kind, dtype, num_queries, kind[0].cache_dim, kind[0].cache_dim)
@@ -407,7 +383,6 @@ def _paged_call(
         page=grid.page,
         has_codes=codes is not None,
         table=num_rows * grid.num_pages(grid.max_length),
-        has_prefixes=grid.prefixes is not None,
     )
 
 

@@ -193,8 +193,7 @@ class _GraphPlanner:
             placement.cache_stripes,
         )
         state = jax.eval_shape(self._make_state)
-        prefixes = state.prefixes and state.prefixes.map(self._abstract_segments)
-        self._state = state.map(self._abstract_segments)._replace(prefixes=prefixes)
+        self._state = state.map(self._abstract_segments)
 
     def graph(self, key: GraphKey, options: CompilerOptions) -> GraphSpec:
         """One graph of the grid, with its options among those of all kinds."""

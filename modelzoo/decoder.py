@@ -32,14 +32,13 @@ from .attention.paged import AttendPages, attend_in_groups
 from .attention.prompt_pieces import (
     PromptPieces,
     positions_below,
-    rows_of_positions,
     write_piece,
     write_positions,
 )
+from .attention.shared_pages import SharedPages
 from .block import make_block
 from .cache.kv_cache import KVCache, Positions, append_position
 from .cache.layer_state import LayerState, NewEntries
-from .cache.prefixes import Prefixes
 from .cache.segments import EMPTY_POSITION, IN_ORDER, change_stripes
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig
 from .layer_config import Attention
@@ -132,20 +131,18 @@ class Decoder(nnx.Module):
         rows: PromptPieces,
         cache: KVCache,
         cache_operations: Operations,
-        prefixes: Prefixes | None = None,
         adapter_B: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
         """Run right-padded pieces of prompts and write them to the cache.
 
-        Each row attends to its prefix, to the earlier tokens of its prompt in its slot, and to
-        itself. A whole prompt without a prefix attends only to itself. Padding takes no expert.
+        Each row attends to the earlier tokens of its prompt in its slot, and to itself. A whole
+        prompt attends only to itself. Padding takes no expert.
 
         Args:
           tokens_BT: Token ids in order.
-          rows: The slot, first position, token count and prefix of each row.
+          rows: The slot, first position and token count of each row.
           cache: The cache, which the caller donates.
           cache_operations: The operations by which the cache is laid out.
-          prefixes: The prefixes, if rows begin with one.
           adapter_B: The number of each row's adapter, if weights are adapted.
 
         Returns:
@@ -153,14 +150,12 @@ class Decoder(nnx.Module):
           of sparse layers, or None without any.
         """
         if rows.start_B is not None and rows.page_BN is not None:
-            assert prefixes is None
             in_pages = PageRows(rows.start_B, rows.count_B, rows.page_BN, rows.slot_B, jnp.int32(0))
             return self._extend(
-                tokens_BT, in_pages, cache, cache_operations, None, adapter_B, is_gathered=True
+                tokens_BT, in_pages, cache, cache_operations, adapter_B, is_gathered=True
             )
-        if rows.start_B is not None or prefixes is not None:
-            chunk = tokens_BT, rows, cache, cache_operations, prefixes, adapter_B
-            return self._prefill_chunk(*chunk)
+        if rows.start_B is not None:
+            return self._prefill_chunk(tokens_BT, rows, cache, cache_operations, adapter_B)
         return self._prefill_whole(tokens_BT, rows, cache, cache_operations, adapter_B)
 
     def _prefill_whole(
@@ -233,40 +228,26 @@ class Decoder(nnx.Module):
         rows: PromptPieces,
         cache: KVCache,
         cache_operations: Operations,
-        prefixes: Prefixes | None,
         adapter_B: jax.Array | None,
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
         tokens_BT = self.operations.prompt_stripes.permute(tokens_BT, axis=1)
         offset_1T = jnp.asarray(self.operations.positions(tokens_BT.shape[1]))
-        own_position_BT = rows.first_B[:, None] + offset_1T
+        position_BT = rows.first_B[:, None] + offset_1T
         is_token_BT = offset_1T < rows.count_B[:, None]
-        new_position_BT = jnp.where(is_token_BT, own_position_BT, EMPTY_POSITION)
+        new_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
         # the last entries of a stripe are not the last entries of the cache
         num_unseen = 0 if cache_operations.cache_stripes.count > 1 else tokens_BT.shape[1]
         cached = positions_below(cache.positions, rows, num_unseen, cache_operations)
-        position_BT, chunk_position_BT, prefix = own_position_BT, new_position_BT, None
-        if prefixes is not None:
-            prefix_B = rows.prefix_B
-            assert prefix_B is not None
-            first_1 = prefixes.length_B[prefix_B]
-            position_BT = own_position_BT + first_1[:, None]
-            chunk_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
-            cached = cached.counted_from(jnp.broadcast_to(first_1, rows.slot_B.shape))
-            if not self.operations.has_cache_of(cache_operations):
-                # each row has a copy, which is split over devices with the row
-                prefix_B = jnp.broadcast_to(prefix_B, rows.slot_B.shape)
-                rows = rows._replace(prefix_B=prefix_B)
-            prefix = rows_of_positions(prefixes.positions(), prefix_B, cache_operations)
         attention = ChunkAttention(
             self.attend,
             self.operations,
             cache_operations,
             rows,
-            ChunkContext(position_BT, cached, chunk_position_BT, prefix),
+            ChunkContext(position_BT, cached, new_position_BT),
             num_unseen=num_unseen,
             reads_slots=isinstance(self.attend, SlotReader),
         )
-        call = position_BT, attention, is_token_BT, cache.layers, prefixes, adapter_B
+        call = position_BT, attention, is_token_BT, cache.layers, adapter_B
         x_BTD, layers, report = self._run_blocks(self.embed(tokens_BT), *call)
         positions = write_positions(cache.positions, new_position_BT, rows, cache_operations)
         return self.final_norm(x_BTD), KVCache(layers, positions), report
@@ -277,7 +258,6 @@ class Decoder(nnx.Module):
         rows: PageRows,
         cache: KVCache,
         cache_operations: Operations,
-        prefixes: Prefixes | None,
         adapter_B: jax.Array | None,
         *,
         is_gathered: bool,
@@ -286,15 +266,8 @@ class Decoder(nnx.Module):
         offset_1T = jnp.arange(tokens_BT.shape[1])[None]
         position_BT = rows.first_B[:, None] + offset_1T
         is_token_BT = offset_1T < rows.count_B[:, None]
-        if prefixes is not None:
-            before_B = prefixes.by_slot(prefixes.length_B, len(rows.first_B))
-            before_B = cache_operations.constrain(before_B, axes.LOGITS[:1])
-            position_BT = position_BT + before_B[:, None]
-            rows = rows._replace(before_B=before_B, prefix=prefixes.positions())
-        attention = PageAttention(
-            self.attend_pages, self.attend, cache_operations, rows, is_gathered
-        )
-        call = position_BT, attention, is_token_BT, cache.layers, prefixes, adapter_B
+        attention = PageAttention(self.attend_pages, cache_operations, rows, is_gathered)
+        call = position_BT, attention, is_token_BT, cache.layers, adapter_B
         x_BTD, layers, report = self._run_blocks(self.embed(tokens_BT), *call)
         x_BTD = self.operations.prompt_stripes.permute(self.final_norm(x_BTD), axis=1)
         return x_BTD, KVCache(layers, cache.positions), report
@@ -305,9 +278,9 @@ class Decoder(nnx.Module):
         position_B: jax.Array,
         cache: KVCache,
         is_token_B: jax.Array,
-        prefixes: Prefixes | None = None,
         adapter_B: jax.Array | None = None,
         page_BN: jax.Array | None = None,
+        shared: SharedPages | None = None,
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
         """Run one more token per row, and write it to the cache at its position.
 
@@ -315,12 +288,12 @@ class Decoder(nnx.Module):
 
         Args:
           token_B: Token ids.
-          position_B: The position of each token, counted from the end of the row's prefix.
+          position_B: The position of each token.
           cache: The cache, which the caller donates.
           is_token_B: Whether a row has a token.
-          prefixes: The prefixes, if rows begin with one.
           adapter_B: The number of each row's adapter, if weights are adapted.
           page_BN: The pages of each row, if the cache is in pages.
+          shared: The pages that are read once for several rows; None for none.
 
         Returns:
           Float32 `logits_BV`, undefined for rows without a token; the updated cache; the report of
@@ -329,27 +302,20 @@ class Decoder(nnx.Module):
         operations = self.operations
         if page_BN is not None:
             slot_B, count_B = jnp.arange(len(token_B)), is_token_B.astype(jnp.int32)
-            rows = PageRows(position_B, count_B, page_BN, slot_B, jnp.int32(0))
-            call = token_B[:, None], rows, cache, operations, prefixes, adapter_B
+            rows = PageRows(position_B, count_B, page_BN, slot_B, jnp.int32(0), shared)
+            call = token_B[:, None], rows, cache, operations, adapter_B
             x_B1D, cache, report = self._extend(*call, is_gathered=False)
             return self.logits(x_B1D[:, 0]), cache, report
-        own_position_B = jnp.where(is_token_B, position_B, EMPTY_POSITION)
-        own_position_B = operations.constrain(own_position_B, axes.LOGITS[:1])
+        position_B = jnp.where(is_token_B, position_B, EMPTY_POSITION)
+        position_B = operations.constrain(position_B, axes.LOGITS[:1])
 
         def mark(positions: Positions, position_B: jax.Array) -> Positions:
             return append_position(positions, position_B, operations.stripe)
 
-        positions = operations.by_row(mark, cache.positions, own_position_B)
-        position_B, seen, prefix = own_position_B, positions, None
-        if prefixes is not None:
-            first_B = prefixes.by_slot(prefixes.length_B, len(position_B))
-            position_B = jnp.where(is_token_B, own_position_B + first_B, EMPTY_POSITION)
-            position_B = operations.constrain(position_B, axes.LOGITS[:1])
-            seen = operations.by_row(Positions.counted_from, positions, first_B)
-            prefix = prefixes.positions()
-        rows = TokenRows(position_B, own_position_B, seen, prefix, jnp.int32(0))
+        positions = operations.by_row(mark, cache.positions, position_B)
+        rows = TokenRows(position_B, positions, jnp.int32(0))
         attention = TokenAttention(self.attend, operations, rows)
-        call = position_B[:, None], attention, is_token_B[:, None], cache.layers, prefixes
+        call = position_B[:, None], attention, is_token_B[:, None], cache.layers
         x_B1D, layers, report = self._run_blocks(self.embed(token_B[:, None]), *call, adapter_B)
         logits_BV = self.logits(self.final_norm(x_B1D)[:, 0])
         return logits_BV, KVCache(layers, positions), report
@@ -372,11 +338,6 @@ class Decoder(nnx.Module):
         factor = self.config.multipliers.embedding
         return x_BTD if factor == 1.0 else x_BTD * factor
 
-    def _by_first_layer(self, caches: Cache) -> dict[int, Cache]:
-        """The cache of each block, by the first layer of the block."""
-        first_layers = (layers.start for group in self.groups for layers in group)
-        return {layer: (cache,) for layer, cache in zip(first_layers, caches, strict=True)}
-
     def _run_blocks(
         self,
         x_BTD: jax.Array,
@@ -384,13 +345,11 @@ class Decoder(nnx.Module):
         attention: CallAttention,
         is_token_BT: jax.Array,
         cache: Cache | None,
-        prefixes: Prefixes | None = None,
         adapter_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache, ExpertReport | None]:
         """The residual stream after all layers, the cache of each block, and the report of sparse
         layers."""
         config, operations = self.config, self.operations.for_adapters(adapter_B)
-        prefix_caches = {} if prefixes is None else self._by_first_layer(prefixes.cache.layers)
         rotations = dict.fromkeys((x.rope, x.rope_dim) for x in config.attentions)
         codes = {rotation: position_code(position_BT, *rotation) for rotation in rotations}
 
@@ -409,8 +368,7 @@ class Decoder(nnx.Module):
                     if options is None:
                         x_BTD = block.finish(x_BTD, None, None, operations, experts)
                     else:
-                        caches = (old, *prefix_caches.get(layers.start, ()))
-                        attend = attention.layer(options, caches, scan_index, x_BTD)
+                        attend = attention.layer(options, (old,), scan_index, x_BTD)
                         code, reads_cache = (
                             codes[options.rope, options.rope_dim],
                             attention.reads_cache,

@@ -10,16 +10,13 @@ penalties, temperature, min-p, top-k, top-p. Thresholds also keep all tokens tha
 the least likely token that is kept.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from .operations import Operations
-
-if TYPE_CHECKING:
-    from .cache.prefixes import Prefixes
 
 
 class SamplingState(NamedTuple):
@@ -64,8 +61,6 @@ class History(NamedTuple):
     prompt_length_B: jax.Array
     length_B: jax.Array
     """The number of prompt and output tokens, which is the position of the next token."""
-    prefixes: "Prefixes | None" = None
-    """The prefixes of groups of rows; the other fields are counted from the end of the prefix."""
 
 
 class TokenScores(NamedTuple):
@@ -236,10 +231,6 @@ def _penalise(logits_BV: jax.Array, state: SamplingState, history: History) -> j
     ids_BS = jnp.where(is_known_BS, history.tokens_BS, V)
     count_BV = _add(jnp.zeros((B, V), jnp.float32), ids_BS, is_output_BS.astype(jnp.float32))
     is_seen_BV = _set(jnp.zeros((B, V), bool), ids_BS, True)
-    if (prefixes := history.prefixes) is not None:
-        index_S = jnp.arange(prefixes.tokens_BS.shape[1])[None]
-        ids_BS = jnp.where(index_S < prefixes.length_B[:, None], prefixes.tokens_BS, V)
-        is_seen_BV = _set(is_seen_BV, prefixes.by_slot(ids_BS, B), True)
 
     factor_B1 = state.repetition_B[:, None]
     repeated_BV = jnp.where(logits_BV > 0, logits_BV / factor_B1, logits_BV * factor_B1)

@@ -403,7 +403,7 @@ def start(
         packed,
         model.adapters,
     )
-    slots = SlotCalls(grid, definition.padded_vocab, admission.planned_ids, tables)
+    slots = SlotCalls(grid, definition.padded_vocab, tables)
     dispatch = plan.experts or LOSSLESS_EXPERTS
     experts = None
     if config.moe is not None:

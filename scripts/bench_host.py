@@ -195,7 +195,7 @@ class StandInModel:
         host = HostArrays(find_target("cpu").placement().replicated)
         runner = ModelRunner(graphs, {}, host, graphs.empty_state())
         admission = Admission(self.grid, vocab_size, self.grid.max_length, (), self.tokenizer)
-        slots = SlotCalls(self.grid, vocab_size, admission.planned_ids)
+        slots = SlotCalls(self.grid, vocab_size)
         generator = GenerationSession(runner=runner, slots=slots, admission=admission)
         submission = partial(plan_submission, grid=self.grid)
         return Build(generator, f"slots = {self.grid.decode_slots}\n", "none", submission)

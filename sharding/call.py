@@ -28,11 +28,12 @@ class Call:
     """Whether no token gets logits, as texts become vectors."""
     segments: CachePieces = ()
     """The pieces of the cache, where there is more than one."""
-    prefix: tuple[int, int] = (0, 0)
-    """Rows and length of the prefixes that tokens also see. Outside of decode there is one row."""
     entries: float | None = None
     """The cache entries, in whole pages, that all rows of a decode step or a call of chunks read;
     None for a cache without pages, whose rows read all entries below the span."""
+    seen: float | None = None
+    """In a decode step, these entries with those that are read once for several rows counted for
+    each of them; None for the same number."""
     page: int = 0
     """The entries of a page; 0 without pages."""
 

@@ -64,8 +64,6 @@ class ModelSizes:
     None."""
     is_chunked: bool = False
     """Whether prompts are prefilled in chunks."""
-    has_prefixes: bool = False
-    """Whether groups of slots share prefixes. These are prefilled in chunks."""
     has_pages: bool = False
     """Whether the cache is a pool of pages."""
     groups: Mapping[str, tuple[int, str]] = field(default_factory=dict)
@@ -89,7 +87,7 @@ def check(layout: Layout, sizes: ModelSizes) -> list[str]:
         findings += [f if f in in_both else f"{phase}: {f}" for f in phase_findings]
     if sizes.has_pages and sizes.is_chunked:
         findings += _piece_findings(layout, sizes)
-    elif sizes.is_chunked or sizes.has_prefixes:
+    elif sizes.is_chunked:
         findings += chunk_findings(layout)
     return list(dict.fromkeys([*findings, *_weight_findings(layout, sizes)]))
 
@@ -198,8 +196,6 @@ def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
         what, remedy = "a span", "Plan spans that do, or change the rule."
         if sizes.has_pages:
             what, remedy = "buckets.page", "Plan a page that does, or change the rule."
-            if sizes.has_prefixes:
-                what, remedy = f"{what} or prefixes.length", "Plan sizes that do, or change it."
         yield from _division(layout, rules, axes.CACHE_LENGTH, what, span, remedy)
 
 
@@ -220,9 +216,9 @@ def chunk_findings(layout: Layout) -> Iterable[str]:
     cache_length = layout.phase("decode")[axes.CACHE_LENGTH]
     if length != cache_length:
         yield (
-            f"prefill: length = {_quoted(length)}: with buckets.chunk or [prefixes], expected the "
-            f"mesh axes of cache_length in decode, {_quoted(cache_length)}: each device reads the "
-            f"tokens of a chunk that it keeps. Change either rule, or leave these keys out."
+            f"prefill: length = {_quoted(length)}: with buckets.chunk, expected the mesh axes "
+            f"of cache_length in decode, {_quoted(cache_length)}: each device reads the tokens of "
+            f"a chunk that it keeps. Change either rule, or leave buckets.chunk out."
         )
 
 

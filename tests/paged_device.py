@@ -190,6 +190,6 @@ def session(grid: BucketGrid) -> GenerationSession:
     admission = Admission(grid, VOCAB, grid.max_length, (EOS_ID,), Letters())
     return GenerationSession(
         runner=PagedDevice(grid),
-        slots=SlotCalls(grid, VOCAB, admission.planned_ids),
+        slots=SlotCalls(grid, VOCAB),
         admission=admission,
     )

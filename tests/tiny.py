@@ -123,7 +123,7 @@ class TinyModel:
         tables = structures and host.put(structures.tables)
         return GenerationSession(
             runner=ModelRunner(self.graphs, parameters or self.parameters, host, self._empty()),
-            slots=SlotCalls(self.grid, self.config.vocab_size, admission.planned_ids, tables),
+            slots=SlotCalls(self.grid, self.config.vocab_size, tables),
             admission=admission,
             experts=experts or self.experts,
         )

@@ -15,10 +15,9 @@ from ...modelzoo.operations import Operations
 from ...sharding.call import Call
 from ..grids.bucket_grid import BucketGrid
 from ..grids.prefill_bucket import PrefillBucket
-from ..grids.prefix_grid import PrefixGrid
 from . import signatures
 from .embed_step import embed_step
-from .prefill_steps import clear_prefix_step, fork_step, prefill_step, prefix_step, score_step
+from .prefill_steps import fork_step, prefill_step, score_step
 from .steps import decode_step, decode_step_in_pages
 
 if TYPE_CHECKING:
@@ -44,8 +43,6 @@ class GraphKey:
 
 
 FORK = GraphKey("fork")
-PREFIX = GraphKey("prefill prefix")
-CLEAR_PREFIX = GraphKey("clear prefix")
 EMPTY_STATE = GraphKey("empty state")
 
 
@@ -80,8 +77,6 @@ def _change_slots(grid: BucketGrid, _: object) -> str:
     """The changes that make graphs of slots smaller."""
     slots, fewer = grid.decode_slots, max(1, grid.decode_slots // 2)
     keys = f"buckets.decode_slots ({slots}){' and buckets.span_slots' if grid.span_slots else ''}"
-    if (prefixes := grid.prefixes) is not None:
-        keys, fewer = f"[prefixes], buckets.decode_slots ({slots})", prefixes.groups
     return (
         f"Change {keys} or buckets.decode_spans ({list(grid.decode_spans)}), as with --set "
         f"buckets.decode_slots={fewer}, or spread the model over more devices."
@@ -138,8 +133,6 @@ _STATE = (
     "buckets.pages",
     "buckets.page",
     "buckets.row_tokens",
-    "prefixes.groups",
-    "prefixes.length",
 )
 _MODEL = ("numbers", "adapters")
 _PREFILL = (*_MODEL, "prefill.rules", "attention.prefill", "experts.prefill", "buckets.prefill")
@@ -162,11 +155,6 @@ def _prefill_kind(body: Callable[..., Any], *, is_scored: bool, **entries: Any) 
         serves=partial(_runs_in, is_scored=is_scored),
         **entries,
     )
-
-
-def _prefixes(grid: BucketGrid) -> PrefixGrid:
-    assert grid.prefixes is not None
-    return grid.prefixes
 
 
 def _decode_body(grid: BucketGrid, span: int, _: Operations) -> Callable[..., Any]:
@@ -212,6 +200,7 @@ GRAPH_KINDS: Mapping[str, GraphKind] = {
             "attention.decode",
             "experts.decode",
             "buckets.steps_per_call",
+            "prefixes",
             "structured",
             "compiler.decode",
         ),
@@ -222,25 +211,6 @@ GRAPH_KINDS: Mapping[str, GraphKind] = {
         kernel=lambda kernels, span: kernels.decode,
         options="decode",
         serves=_decodes_in,
-    ),
-    PREFIX.kind: GraphKind(
-        per=NoneType,
-        is_built=lambda grid: grid.prefixes is not None,
-        reads=(*_STATE, *_PREFILL, "prefixes.chunk", "prefixes.batch", "compiler.prefill"),
-        body=lambda grid, _, operations: partial(prefix_step, cache_operations=operations),
-        arguments=lambda model, grid, _: signatures.prefix_arguments(grid),
-        num_segments=lambda grid, _: 0,
-        call=lambda grid, _: _prefixes(grid).call,
-        kernel=lambda kernels, _: kernels.prefix,
-        options="prefill",
-    ),
-    CLEAR_PREFIX.kind: GraphKind(
-        per=NoneType,
-        is_built=lambda grid: grid.prefixes is not None,
-        reads=_STATE,
-        body=lambda grid, _, operations: partial(clear_prefix_step, cache_operations=operations),
-        arguments=lambda *_: (signatures.prefix_row(),),
-        num_segments=lambda grid, _: 0,
     ),
     EMPTY_STATE.kind: GraphKind(per=NoneType, is_built=lambda grid: not grid.embed, reads=_STATE),
 }

@@ -7,7 +7,6 @@ decode, which define how slots are sharded. Knows nothing of requests' owners, t
 clocks.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +18,6 @@ from ...modelzoo.attention.prompt_pieces import PromptPieces, put_blocks
 from ...modelzoo.cache.kv_cache import EMPTY_CACHE
 from ...modelzoo.cache.layer_state import LayerState
 from ...modelzoo.cache.pages import NO_PAGE
-from ...modelzoo.cache.prefixes import Prefixes
 from ...modelzoo.cache.segments import EMPTY_POSITION, Segments
 from ...modelzoo.cache.state_spec import StateArray
 from ...modelzoo.moe.call import ExpertReport
@@ -178,60 +176,6 @@ def _num_copies(layers: Layers, has_slot: jax.Array, page_N: jax.Array) -> jax.A
     return num_copies
 
 
-def prefix_step(
-    decoder: "Decoder",
-    state: DecodeState,
-    rows: PromptPieces,
-    tokens_BT: jax.Array,
-    adapter_B: jax.Array | None = None,
-    *,
-    cache_operations: Operations,
-) -> tuple[DecodeState, PrefillOutput]:
-    """Write the next pieces of some prefixes to their rows. Static: B, T. Donated: state.
-
-    Args:
-      decoder: The decoder, bound to its parameters.
-      state: The state with the cache of prefixes.
-      rows: Prefix, first position and number of tokens of each row; the slot is the prefix.
-      tokens_BT: Token ids, padded on the right.
-      adapter_B: The number of each prefix's adapter, in a plan with adapters.
-      cache_operations: The operations of decode, which define how prefixes are sharded.
-    """
-    assert state.prefixes is not None
-    cache, known_BS, length_B = state.prefixes
-    x_BTD, cache, experts = decoder.prefill(
-        tokens_BT, rows, cache, cache_operations, adapter_B=adapter_B
-    )
-
-    def put(body: Callable[..., jax.Array], old: jax.Array, new: jax.Array) -> jax.Array:
-        return cache_operations.write_rows(body, old, new, rows, _BY_SLOT)
-
-    end_B = rows.first_B + rows.count_B
-    prefixes = Prefixes(
-        cache, put(_put_tokens, known_BS, tokens_BT), put(_put_rows, length_B, end_B)
-    )
-    is_clean_B = jnp.isfinite(x_BTD).all(axis=(1, 2))
-    return state._replace(prefixes=prefixes), PrefillOutput(is_clean_B, experts)
-
-
-def clear_prefix_step(
-    state: DecodeState, row: jax.Array, *, cache_operations: Operations
-) -> tuple[DecodeState, None]:
-    """Make a prefix empty, with zeros and empty positions. Donated: state."""
-    assert state.prefixes is not None
-
-    def clear(segments: Segments, logical_axes: Axes) -> Segments:
-        value = EMPTY_POSITION if logical_axes == axes.CACHE_POSITIONS else 0
-        axis = axes.row_axis(logical_axes)
-        shapes = [(*x.shape[:axis], 1, *x.shape[axis + 1 :]) for x in segments]
-        new = tuple(
-            jnp.full(shape, value, x.dtype) for shape, x in zip(shapes, segments, strict=True)
-        )
-        return _put_row(segments, new, row, logical_axes, cache_operations)
-
-    return state._replace(prefixes=state.prefixes.map(clear)), None
-
-
 def _put_row(
     old: Segments, new: Segments, row: jax.Array, logical_axes: Axes, operations: Operations
 ) -> Segments:
@@ -265,7 +209,6 @@ def _prefill(
         rows,
         state.cache,
         cache_operations,
-        state.prefixes,
         requests.sampling.adapter_B,
     )
     length_B = rows.first_B + rows.count_B

@@ -4,7 +4,6 @@ They are lowered, and callers must pass arrays of the same shapes. Logical axes 
 the module that lowers turns them into shardings. Knows nothing of devices.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ...modelzoo.attention.prompt_pieces import PromptPieces
+from ...modelzoo.attention.shared_pages import SharedPages
 from ...modelzoo.cache import kv_cache
 from ...modelzoo.cache.pages import PageCounts, allocate_pages
-from ...modelzoo.cache.prefixes import Prefixes
 from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import BITS, StructureTables
 from ..grids.bucket_grid import BucketGrid
@@ -56,16 +55,6 @@ def decode_state(
     arrangement = model.arrangement
     allocate = partial(kv_cache.allocate, config, dtype=dtype, head_shards=head_shards)
     allocate = partial(allocate, stripes=cache_stripes, arrangement=arrangement)
-    prefixes = None
-    if (planned := grid.prefixes) is not None:
-        prefixes = Prefixes(
-            # blocks of keys suit products of few queries, and a prefix has those of many rows
-            allocate(
-                planned.groups, [planned.length], arrangement=replace(arrangement, key_blocks=())
-            ),
-            jnp.zeros((planned.groups, planned.length), jnp.int32),
-            jnp.zeros(planned.groups, jnp.int32),
-        )
     if grid.pages is None or grid.page is None:
         chunk = grid.chunks[0] if grid.chunks else None
         cache = allocate(B, grid.decode_spans, span_slots=grid.span_slots, chunk=chunk)
@@ -85,7 +74,6 @@ def decode_state(
         limit_B=zeros(),
         is_active_B=jnp.zeros(B, bool),
         sampling=greedy_sampling(B, V, grid),
-        prefixes=prefixes,
     )
 
 
@@ -126,9 +114,8 @@ def prefill_arguments(
     B = bucket.batch
     int_B = jax.ShapeDtypeStruct((B,), jnp.int32)
     start_B = None if bucket.is_whole else int_B
-    prefix_B = None if grid.prefixes is None else jax.ShapeDtypeStruct((1,), jnp.int32)
     page_BN = _pages(grid, B, bucket.length)
-    rows = PromptPieces._make((int_B, start_B, int_B, prefix_B, page_BN))
+    rows = PromptPieces._make((int_B, start_B, int_B, page_BN))
     sampling = _abstract_sampling(model, grid, B)
     tokens_BT = jax.ShapeDtypeStruct((B, bucket.tokens), jnp.int32)
     return rows, SlotRequests._make((int_B, int_B, sampling)), tokens_BT
@@ -146,22 +133,6 @@ def score_arguments(model: "AbstractModel", grid: BucketGrid, bucket: PrefillBuc
     return rows, requests, tokens_BT, tokens_BT, rows.count_B
 
 
-def prefix_arguments(grid: BucketGrid) -> tuple[PromptPieces | jax.ShapeDtypeStruct, ...]:
-    """Arguments of the graph that computes prefixes: `rows, tokens_BT`, and `adapter_B` in a plan
-    with adapters."""
-    prefixes = grid.prefixes
-    assert prefixes is not None
-    int_B = jax.ShapeDtypeStruct((prefixes.batch,), jnp.int32)
-    tokens_BT = jax.ShapeDtypeStruct((prefixes.batch, prefixes.chunk), jnp.int32)
-    own = () if grid.adapters is None else (int_B,)
-    return PromptPieces._make((int_B, int_B, int_B, None, None)), tokens_BT, *own
-
-
-def prefix_row() -> jax.ShapeDtypeStruct:
-    """Argument `row` of the graph that clears a prefix."""
-    return jax.ShapeDtypeStruct((), jnp.int32)
-
-
 def fork_arguments(model: "AbstractModel", grid: BucketGrid):
     """Arguments of the fork graph: `source, slot` and the row's sampling parameters.
 
@@ -175,13 +146,24 @@ def fork_arguments(model: "AbstractModel", grid: BucketGrid):
 
 
 def decode_arguments(model: "AbstractModel", grid: BucketGrid) -> tuple[Any, ...]:
-    """Arguments of a decode graph: `is_live_B`, `page_BN` in a plan with pages, and `structures` in
-    a plan that has automata."""
+    """Arguments of a decode graph: `is_live_B`; in a plan with pages `page_BN`, and `shared`, which
+    is None without planned prefixes; `structures` in a plan that has automata."""
     slots, structured = grid.decode_slots, grid.structured
     page_BN = _pages(grid, slots, grid.max_length)
-    pages = () if page_BN is None else (page_BN,)
+    pages = () if page_BN is None else (page_BN, _shared_pages(grid))
     tables = () if structured is None else (_structure_tables(structured, model),)
     return jax.ShapeDtypeStruct((slots,), jnp.bool_), *pages, *tables
+
+
+def _shared_pages(grid: BucketGrid) -> SharedPages | None:
+    if (prefixes := grid.prefixes) is None:
+        return None
+    shapes = (
+        (prefixes.groups, prefixes.rows),
+        (prefixes.groups, grid.prefix_pages),
+        (prefixes.groups,),
+    )
+    return SharedPages._make(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
 
 def _pages(grid: BucketGrid, rows: int, length: int) -> jax.ShapeDtypeStruct | None:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ...modelzoo import axes
+from ...modelzoo.attention.shared_pages import SharedPages
 from ...modelzoo.cache.kv_cache import KVCache
-from ...modelzoo.cache.prefixes import Prefixes
 from ...modelzoo.cache.segments import Segments
 from ...modelzoo.moe.call import ExpertReport
 from ...modelzoo.operations import Operations
@@ -43,24 +43,20 @@ class DecodeState(NamedTuple):
     """Total length at which the row ends."""
     is_active_B: jax.Array
     sampling: SamplingState
-    prefixes: Prefixes | None = None
-    """The prefixes of groups of slots. Lengths, limits and token ids of slots are then counted from
-    the end of the prefix."""
 
     def map(self, visit: Callable[[Segments, Axes], Segments]) -> "DecodeState":
         """Apply `visit` to the segments and the logical axes of every array of slots.
 
-        An array outside the cache counts as one segment. Prefixes stay as they are.
+        An array outside the cache counts as one segment.
         """
 
         def by_slot(leaf: jax.Array) -> jax.Array:
             return visit((leaf,), axes.LOGITS[:1])[0]
 
-        others = self._replace(cache=(), logits_BV=(), prefixes=None)
+        others = self._replace(cache=(), logits_BV=())
         return jax.tree.map(by_slot, others)._replace(
             cache=self.cache.map(visit),
             logits_BV=visit((self.logits_BV,), axes.LOGITS)[0],
-            prefixes=self.prefixes,
         )
 
 
@@ -121,6 +117,7 @@ def decode_step(
     span: int,
     num_steps: int,
     page_BN: jax.Array | None = None,
+    shared: SharedPages | None = None,
 ) -> tuple[DecodeState, DecodeOutput]:
     """Decode up to `num_steps` tokens of every live row. Static: span, num_steps. Donated: state.
 
@@ -135,8 +132,9 @@ def decode_step(
       span: Number of cache positions that the graph reads.
       num_steps: Maximum number of steps.
       page_BN: The pages of each slot, in a cache in pages.
+      shared: The pages that are read once for several slots; None for none.
     """
-    B, prefixes = state.length_B.shape[0], state.prefixes
+    B = state.length_B.shape[0]
     output = _empty_output(B, num_steps)._replace(experts=_no_report(decoder, state, page_BN))
 
     def runs(state: DecodeState) -> jax.Array:
@@ -150,7 +148,7 @@ def decode_step(
         step, state, output = carry
         state = _constrain_slots(state, decoder.operations)
         runs_B = runs(state)
-        history = History(state.tokens_BS, state.prompt_length_B, state.length_B, prefixes)
+        history = History(state.tokens_BS, state.prompt_length_B, state.length_B)
         allowed_BV, structure_B = None, state.sampling.structure_B
         if structures is not None and structure_B is not None:
             left_B, V = state.limit_B - state.length_B, state.logits_BV.shape[1]
@@ -171,9 +169,9 @@ def decode_step(
             state.length_B,
             state.cache,
             emits_B,
-            prefixes,
             state.sampling.adapter_B,
             page_BN,
+            shared,
         )
         output = output._replace(
             experts=jax.tree.map(jnp.add, output.experts, experts),
@@ -195,10 +193,9 @@ def decode_step(
             state = state._replace(sampling=sampling)
         return step + 1, state, output
 
-    # prefixes do not change, and are no part of the loop's carry
-    carry = (jnp.int32(0), state._replace(prefixes=None), output)
+    carry = (jnp.int32(0), state, output)
     _, state, output = jax.lax.while_loop(more, one_token, carry)
-    return state._replace(prefixes=prefixes), output._replace(is_active_B=state.is_active_B)
+    return state, output._replace(is_active_B=state.is_active_B)
 
 
 def decode_step_in_pages(
@@ -206,6 +203,7 @@ def decode_step_in_pages(
     state: DecodeState,
     is_live_B: jax.Array,
     page_BN: jax.Array,
+    shared: SharedPages | None = None,
     structures: StructureTables | None = None,
     *,
     span: int,
@@ -215,8 +213,9 @@ def decode_step_in_pages(
 
     Static: span, num_steps. Donated: state.
     """
-    static = {"span": span, "num_steps": num_steps}
-    return decode_step(decoder, state, is_live_B, structures, **static, page_BN=page_BN)
+    sizes = {"span": span, "num_steps": num_steps}
+    pages = {"page_BN": page_BN, "shared": shared}
+    return decode_step(decoder, state, is_live_B, structures, **sizes, **pages)
 
 
 def _constrain_slots(state: DecodeState, operations: Operations) -> DecodeState:
@@ -259,7 +258,6 @@ def _no_report(
             state.length_B,
             state.cache,
             state.is_active_B,
-            state.prefixes,
             page_BN=page_BN,
         )
     )

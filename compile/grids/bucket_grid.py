@@ -119,8 +119,8 @@ class BucketGrid(PlanTable, name="buckets"):
     so many tokens, and uses them again and again. Without this key, these layers keep all tokens of
     a row, as others do. Unit: tokens."""
     prefixes: PrefixGrid | None = None
-    """The prefixes that rows begin with: the table `[prefixes]`. All other lengths are then counted
-    from the end of a row's prefix."""
+    """The prefixes whose pages a decode step reads once for several rows: the table `[prefixes]`.
+    """
     structured: StructuredGrid | None = None
     """The forms that answers may have: the table `[structured]`."""
     adapters: AdapterGrid | None = None
@@ -164,8 +164,8 @@ class BucketGrid(PlanTable, name="buckets"):
         check_span_slots(self.span_slots, self.slot_groups, self.decode_spans, self.decode_slots)
         if self.decode_graphs is not None:
             check_decode_graphs(self.decode_graphs, self.decode_spans, self.max_length)
-        self._check_prefixes()
         self._check_pages()
+        self._check_prefixes()
         if self.structured is not None and only_scores:
             raise ValueError(
                 "plan [structured]: expected none without decode slots, got one. Remove it."
@@ -341,6 +341,12 @@ class BucketGrid(PlanTable, name="buckets"):
         assert self.page is not None
         return -(-length // self.page)
 
+    @property
+    def prefix_pages(self) -> int:
+        """The number of whole pages of the longest planned prefix, at least 1."""
+        assert self.prefixes is not None and self.page is not None
+        return max(1, self.prefixes.longest // self.page)
+
     def whole_pages(self, length: int) -> int:
         """The entries of the pages that hold `length` positions, in a grid with pages."""
         assert self.page is not None
@@ -393,7 +399,7 @@ class BucketGrid(PlanTable, name="buckets"):
     def prefill_call(
         self, bucket: PrefillBucket, *, is_scored: bool = False, entries: float | None = None
     ) -> Call:
-        """The shape of a call of a prefill graph, with the prefix that its rows begin with.
+        """The shape of a call of a prefill graph.
 
         Args:
           bucket: The bucket of the graph.
@@ -406,33 +412,26 @@ class BucketGrid(PlanTable, name="buckets"):
             if entries is None:
                 entries = bucket.batch * self.whole_pages(self.max_length)
             return replace(call, entries=entries, page=self.page)
-        if self.prefixes is None:
-            return call
-        return replace(call, phase="chunk", prefix=(1, self.prefixes.length))
+        return call
 
     def decode_call(self, span: int) -> Call:
         """The shape of one step of a decode call; with pages, of a step that reads all pages."""
         if self.pages is not None and self.page is not None:
             return self.average_step(min(self.pages, self.most_pages) * self.page)
         segments = self.segments(span)
-        step = Call("decode", self.decode_slots, 1, span, segments=segments[1:] and segments)
-        return replace(step, prefix=self._read_prefixes)
+        return Call("decode", self.decode_slots, 1, span, segments=segments[1:] and segments)
 
-    def average_step(self, entries: float) -> Call:
+    def average_step(self, entries: float, seen: float | None = None) -> Call:
         """The shape of a decode step that reads so many entries, in a grid with pages.
 
         Args:
-          entries: The entries in the pages of all rows that decode, on average.
+          entries: The entries in the pages that the step reads, on average.
+          seen: The entries in the pages of all rows that decode, those that several rows share
+            counted for each of them; None for the same number.
         """
         assert self.page is not None
         slots, span = self.decode_slots, self.max_length
-        step = Call("decode", slots, 1, span, entries=entries, page=self.page)
-        return replace(step, prefix=self._read_prefixes)
-
-    @property
-    def _read_prefixes(self) -> tuple[int, int]:
-        """The number and the length of the prefixes that a decode step reads."""
-        return (0, 0) if self.prefixes is None else (self.prefixes.groups, self.prefixes.length)
+        return Call("decode", slots, 1, span, entries=entries, seen=seen, page=self.page)
 
     def _normalise(self) -> None:
         """Turn lists into tuples, and set the defaults that depend on other fields."""
@@ -473,21 +472,16 @@ class BucketGrid(PlanTable, name="buckets"):
     def _check_prefixes(self) -> None:
         if self.prefixes is None:
             return
-        for name, got, expected in (
-            ("chunk", self.chunks, ()),
-            ("span_slots", self.span_slots, None),
-            ("score", self.score, False),
-        ):
-            if got != expected:
-                raise ValueError(
-                    f"buckets.{name}: with [prefixes], expected none, got {got!r}: prompts are "
-                    f"prefilled whole after their prefix, into slots of one length, and not "
-                    f"scored. Leave out either."
-                )
-        if not self.decode_slots or self.decode_slots % self.prefixes.groups:
+        if self.pages is None:
             raise ValueError(
-                f"prefixes.groups: expected a divisor of buckets.decode_slots "
-                f"({self.decode_slots}), got {self.prefixes.groups}. Change either."
+                "plan [prefixes]: expected buckets.pages beside them, as rows share the pages of a "
+                "prefix, got none. Leave out buckets.decode_spans, or [prefixes]."
+            )
+        if self.prefixes.groups % (groups := self.slot_groups or 1):
+            raise ValueError(
+                f"prefixes.groups: expected a multiple of buckets.slot_groups ({groups}), so that "
+                f"the rows of a group have pages on the same devices, got {self.prefixes.groups}. "
+                f"Change either."
             )
 
     def _check_pages(self) -> None:
@@ -513,12 +507,6 @@ class BucketGrid(PlanTable, name="buckets"):
                     f"Change it, or leave out buckets.pages and buckets.page."
                 )
         groups, longest = self.slot_groups or 1, self.num_pages(self.max_length)
-        if self.prefixes is not None and self.prefixes.groups % groups:
-            raise ValueError(
-                f"prefixes.groups: with buckets.pages, expected a multiple of buckets.slot_groups "
-                f"({groups}), so that the rows of a prefix have pages on the same devices, got "
-                f"{self.prefixes.groups}. Change either."
-            )
         if self.pages < groups * longest:
             of_groups = f" in each of {groups} buckets.slot_groups" if groups > 1 else ""
             raise ValueError(

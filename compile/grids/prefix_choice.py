@@ -1,8 +1,8 @@
-"""Chooses the prefixes that a plan keeps for groups of slots, from what the rows of a job share.
+"""Chooses the prefixes that groups of rows read together, from what the rows of a job share.
 
 Rows in the order of a prefix table form a tree: its nodes are the runs of neighbours that share a
 beginning. Each row begins with the longest chosen prefix that it has. A prefix pays if enough rows
-begin with it, as a group of slots has one prefix at a time.
+begin with it, as the rows of a group have one prefix.
 
 Whether the beginning of a node pays depends on the next shorter prefix that is chosen, the
 *fallback* of its rows. The longer the fallback, the less they gain. So the largest number of tokens
@@ -16,23 +16,21 @@ of at least the minimum number of rows; if the minimum is 2, no set of prefixes 
 
 import math
 from bisect import insort
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from .grid_defaults import GridDefaults, round_up
+from .bucket_grid import BucketGrid
 from .prefix_grid import PlannedPrefix, PrefixGrid
 from .prefix_table import PrefixTable
 
-GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of groups of slots that are tried, times the pieces into which a layout splits slots."""
+GROUPS = (1, 2, 4, 8, 16, 32)
+"""The numbers of full groups of rows that are tried, for each part of the slots that has pages of
+its own."""
 MIN_FILLED = 1 / 2
-"""The smallest number of rows of a planned prefix, as a share of the slots of a group."""
-PREFIX_CHUNK, PREFIX_STEP = 256, 64
-"""The maximum tokens of a call that computes a planned prefix, and the step of their number."""
+"""The smallest number of rows of a planned prefix, as a share of the rows of a group."""
 
 
 class _Step(NamedTuple):
@@ -130,23 +128,32 @@ class _Node:
             self.saved, self.num_left = saved, 0
 
 
-def prefix_grids(
-    table: PrefixTable, prompt_lengths: np.ndarray, slots: int, defaults: GridDefaults
-) -> Iterator[PrefixGrid]:
-    """The planned prefixes for each number of groups of about `slots` slots in all."""
-    if not len(table.hashes):
-        return
+def with_prefixes(
+    grid: BucketGrid, table: PrefixTable, prompt_lengths: np.ndarray
+) -> list[BucketGrid]:
+    """The grid with planned prefixes, in groups of several sizes; none without pages or prefixes.
+
+    Args:
+      grid: A grid.
+      table: What the rows share.
+      prompt_lengths: The length of each row's prompt.
+    """
+    if not len(table.hashes) or grid.page is None or not grid.decode_slots:
+        return []
+    num_parts = grid.slot_groups or 1
+    slots = grid.decode_slots // num_parts
+    grids: dict[BucketGrid, None] = {}
     for number in GROUPS:
-        groups = number * defaults.slot_multiple
-        min_rows = max(2, math.ceil(MIN_FILLED * slots / groups))
-        shared = choose_prefixes(table, prompt_lengths, min_rows)
-        if not shared or (number > 1 and len(shared) < groups):
+        rows = math.ceil(slots / number)
+        chosen = choose_prefixes(table, prompt_lengths, max(2, math.ceil(MIN_FILLED * rows)))
+        shared = tuple(prefix for prefix in chosen if prefix.length >= grid.page)
+        if not shared or (number > 1 and len(shared) < number):
             continue
-        longest = max(prefix.length for prefix in shared)
-        step = math.lcm(PREFIX_STEP, defaults.length_multiple, defaults.span_multiple)
-        num_calls = math.ceil(longest / max(PREFIX_CHUNK, step))
-        chunk = round_up(math.ceil(longest / num_calls), step)
-        yield PrefixGrid(groups, chunk * num_calls, chunk, tuple(shared), defaults.batch_multiple)
+        # the last group of each prefix may have few rows
+        most = min(len(shared), number)
+        groups = num_parts * (most + max(0, slots - most) // rows)
+        grids[replace(grid, prefixes=PrefixGrid(groups, rows, shared))] = None
+    return list(grids)
 
 
 def choose_prefixes(
@@ -229,24 +236,3 @@ def _add(node: _Node, below: _Node | None, row_length: int) -> None:
         node.add(below)
     else:
         node.add_row(row_length)
-
-
-def usual_num_rows(planned: Iterable[PlannedPrefix | None]) -> int:
-    """The median of the numbers of rows that begin with each prefix; 1 without prefixes."""
-    counts = sorted(Counter(prefix for prefix in planned if prefix is not None).values())
-    return counts[len(counts) // 2] if counts else 1
-
-
-def even_group_size(num_rows: int, size: int) -> int:
-    """The fewest slots, at most `size`, in which `num_rows` rows run in the fewest rounds."""
-    return math.ceil(num_rows / math.ceil(num_rows / size))
-
-
-def own_lengths(
-    prompt_lengths: Sequence[int], prefixes: Sequence[PlannedPrefix | None]
-) -> list[int]:
-    """The lengths of prompts after their prefixes."""
-    return [
-        length - (prefix.length if prefix else 0)
-        for length, prefix in zip(prompt_lengths, prefixes, strict=True)
-    ]

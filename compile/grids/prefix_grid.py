@@ -1,14 +1,13 @@
-"""The prefixes that a plan keeps once for groups of decode slots: the table `[prefixes]`.
+"""The prefixes whose pages a decode step reads once for several rows: the table `[prefixes]`.
 
-Every prompt begins with the longest listed prefix that it has, or with an empty one. So the graphs
-that a row passes through depend on its own tokens and the plan alone. The buckets of the plan hold
-what follows the prefix: their lengths do not count its tokens.
+Every prompt begins with the longest listed prefix that it has, or with an empty one. So the way in
+which a row reads its entries depends on its own tokens and the plan alone.
 
 Knows nothing of models, devices or files.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -16,7 +15,6 @@ from re import fullmatch
 from typing import Any, NamedTuple
 
 from ...modelzoo.config_values import check_count, is_count
-from ...sharding.call import Call
 from ..plan_tables import PlanTable
 from .grid_values import check_list
 
@@ -52,32 +50,22 @@ def begin_hash(adapter: str | None) -> "blake2b":
 
 @dataclass(frozen=True)
 class PrefixGrid(PlanTable, name="prefixes"):
-    """Prefixes, and the shapes of the graphs that compute and read them."""
+    """Prefixes, and the shape of the groups of rows that read them."""
 
     groups: int
-    """The number of groups of decode slots. Groups are equal, and all rows in the slots of a group
-    have the same prefix. Unit: groups."""
-    length: int
-    """The positions that graphs read of a prefix: a multiple of `chunk`. Unit: tokens."""
-    chunk: int
-    """The tokens of a prefix that one prefill call computes. Unit: tokens."""
+    """The number of groups of a decode step. The rows of a group begin with the same prefix, whose
+    whole pages are read once for all of them. Unit: groups."""
+    rows: int
+    """The maximum number of rows of a group. Rows without a prefix are in no group. Unit: rows."""
     shared: tuple[PlannedPrefix, ...]
     """The prefixes: the length and the hash of each one. Unit: tokens."""
-    batch: int = 1
-    """The rows of a call that computes a prefix. One of them is the prefix; the others are dummy
-    rows, which layouts that split rows over devices need. Unit: rows."""
 
     def __post_init__(self):
         """Check the fields; ValueError names the wrong key."""
-        for name in ("groups", "length", "chunk", "batch"):
+        for name in ("groups", "rows"):
             check_count(f"prefixes.{name}", getattr(self, name))
-        if self.length % self.chunk:
-            raise ValueError(
-                f"prefixes.length: expected a multiple of prefixes.chunk ({self.chunk}), got "
-                f"{self.length}. Change either."
-            )
         entries = check_list("prefixes.shared", self.shared)
-        object.__setattr__(self, "shared", tuple(map(self._checked, entries)))
+        object.__setattr__(self, "shared", tuple(map(_checked, entries)))
         if not self.shared or len(set(self.shared)) < len(self.shared):
             raise ValueError(
                 f"prefixes.shared: expected at least one prefix and each one once, got "
@@ -88,11 +76,14 @@ class PrefixGrid(PlanTable, name="prefixes"):
         """The table of a plan's file."""
         return {
             "groups": self.groups,
-            "length": self.length,
-            "chunk": self.chunk,
-            "batch": self.batch,
+            "rows": self.rows,
             "shared": [list(prefix) for prefix in self.shared],
         }
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest prefix. Unit: tokens."""
+        return self._lengths[-1]
 
     def prefix_of(
         self, token_ids: Sequence[int], adapter: str | None = None
@@ -111,16 +102,6 @@ class PrefixGrid(PlanTable, name="prefixes"):
                 found = prefix
         return found
 
-    def pieces(self, length: int) -> Iterator[tuple[int, int]]:
-        """Start and number of tokens of each piece of a prefix."""
-        for start in range(0, length, self.chunk):
-            yield start, min(self.chunk, length - start)
-
-    @property
-    def call(self) -> Call:
-        """The shape of the call that computes the last piece of the longest prefix."""
-        return Call("chunk", self.batch, self.chunk, self.length)
-
     @cached_property
     def _known(self) -> frozenset[PlannedPrefix]:
         return frozenset(self.shared)
@@ -129,13 +110,13 @@ class PrefixGrid(PlanTable, name="prefixes"):
     def _lengths(self) -> list[int]:
         return sorted({prefix.length for prefix in self.shared})
 
-    def _checked(self, entry: object) -> PlannedPrefix:
-        if isinstance(entry, tuple | list) and len(entry) == 2:
-            length, digest = entry
-            is_hash = isinstance(digest, str) and fullmatch(_HASH, digest)
-            if is_count(length) and length <= self.length and is_hash:
-                return PlannedPrefix(length, digest)
-        raise ValueError(
-            f"prefixes.shared: expected pairs of a length up to prefixes.length ({self.length}) "
-            f"and a hash of {2 * HASH_BYTES} hexadecimal digits in lower case, got {entry!r}."
-        )
+
+def _checked(entry: object) -> PlannedPrefix:
+    if isinstance(entry, tuple | list) and len(entry) == 2:
+        length, digest = entry
+        if is_count(length) and isinstance(digest, str) and fullmatch(_HASH, digest):
+            return PlannedPrefix(length, digest)
+    raise ValueError(
+        f"prefixes.shared: expected pairs of a length and a hash of {2 * HASH_BYTES} hexadecimal "
+        f"digits in lower case, got {entry!r}."
+    )

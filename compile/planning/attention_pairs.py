@@ -6,6 +6,8 @@ a call of chunks: each row reads up to the end of its own piece.
 Knows nothing of heads, bytes, layouts or hardware.
 """
 
+from dataclasses import replace
+
 from ...modelzoo.attention.attend import first_visible
 from ...modelzoo.attention.blockwise import block_sizes
 from ...modelzoo.cache.state_spec import num_cache_entries
@@ -23,16 +25,18 @@ def read_entries(call: Call, window: Window) -> float:
     assert call.entries is not None
     if window is None:
         return call.entries
-    return min(call.entries, call.rows * (window_size(window) + call.tokens - 1 + call.page))
+    # layers with windows read nothing for several rows at once
+    seen = call.entries if call.seen is None else call.seen
+    return min(seen, call.rows * (window_size(window) + call.tokens - 1 + call.page))
 
 
 def num_pairs(call: Call, window: Window) -> float:
     """Number of query-key pairs that attention computes in one layer, in whole blocks."""
-    with_prefix = call.num_tokens * num_cache_entries(window, call.prefix[1])
     if call.entries is not None:
-        return call.tokens * read_entries(call, window) + with_prefix
+        seen = call if call.seen is None else replace(call, entries=call.seen)
+        return call.tokens * read_entries(seen, window)
     if call.phase == "decode":
-        return with_prefix + sum(
+        return sum(
             rows * (num_cache_entries(window, end) - num_cache_entries(window, start))
             for rows, start, end in call.pieces
         )
@@ -47,4 +51,4 @@ def num_pairs(call: Call, window: Window) -> float:
             last = min(last, call.span - 1)
         num_blocks = last // block_S - seen_from // block_S + 1
         pairs += block_T * min(num_blocks * block_S, call.span)
-    return call.rows * pairs + with_prefix
+    return call.rows * pairs

@@ -14,9 +14,8 @@ Knows nothing of schedules. Every time here is a prediction.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations, product
 
 import numpy as np
@@ -29,13 +28,6 @@ from ..grids.default_grid import SPAN_STEP, slot_use
 from ..grids.grid_defaults import GridDefaults, round_up
 from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefill_ladder import with_small_calls
-from ..grids.prefix_choice import (
-    even_group_size,
-    prefix_grids,
-    prefixes_of_rows,
-    usual_num_rows,
-)
-from ..grids.prefix_grid import PlannedPrefix, PrefixGrid
 from ..grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ..grids.span_slots import SlotUse, with_ragged_slots
 from .compile_time import NO_TIME, GraphSeconds
@@ -120,12 +112,8 @@ class CandidateGrids:
         budget: Budget,
         defaults: GridDefaults,
         table: PrefixTable = NOTHING_SHARED,
-        group_size: Callable[[int], int] = lambda size: size,
     ):
-        """Prepare the candidates.
-
-        `group_size` takes a number of slots of a group, and returns the number to try instead.
-        """
+        """Prepare the candidates."""
         if not rows:
             raise ValueError("workload: expected at least one row that fits the model, got none.")
         self._rows, self._cost, self._defaults = rows, cost, defaults
@@ -152,7 +140,6 @@ class CandidateGrids:
             chunks: _expected_use(rows, has_chunks=chunks) for chunks in (False, True)
         }
         self._cuts: dict[int, list[PrefillBucket]] = {}
-        self._table, self._group_size = table, group_size
         self._bounds = RunBounds(
             rows,
             self.max_length,
@@ -213,47 +200,6 @@ class CandidateGrids:
         grids = (self._packed(*choice) for choice in choices)
         return self._within_budget(grid for grid in grids if grid is not None)
 
-    def prefix_candidates(self, slots: int) -> Iterator[Candidate]:
-        """Candidates with planned prefixes for groups of about `slots` slots in all.
-
-        Their bounds leave out the work of the prefixes, and allow any padding.
-        """
-        if self._score:
-            return
-        for prefixes in prefix_grids(self._table, self._prompts, slots, self._defaults):
-            rest = self._after(self._planned(prefixes), prefixes)
-            for candidate in rest.whole_prompt_candidates():
-                if candidate.grid.span_slots is None:
-                    grid = replace(candidate.grid, prefixes=prefixes)
-                    yield replace(candidate, grid=grid, padding=0.0)
-
-    def _planned(self, prefixes: PrefixGrid) -> list[PlannedPrefix | None]:
-        return prefixes_of_rows(self._table, self._prompts, prefixes)
-
-    def _after(
-        self, planned: Sequence[PlannedPrefix | None], prefixes: PrefixGrid
-    ) -> "CandidateGrids":
-        """The candidates for the rows without their planned prefixes, for groups of slots.
-
-        Their memory is what the cache of prefixes leaves.
-        """
-        rows = [
-            row.after(prefix.length if prefix else 0)
-            for row, prefix in zip(self._rows, planned, strict=True)
-        ]
-        multiple = math.lcm(self._defaults.slot_multiple, prefixes.groups)
-        of_prefixes = self._cost.work.cache_bytes(prefixes.groups, prefixes.length)
-        left = self._budget.memory_bytes - of_prefixes
-        defaults = replace(self._defaults, slot_multiple=multiple)
-        return CandidateGrids(
-            rows,
-            self._max_position,
-            self._cost,
-            replace(self._budget, memory_bytes=left),
-            defaults,
-            group_size=partial(even_group_size, usual_num_rows(planned)),
-        )
-
     @property
     def min_bytes(self) -> int:
         """Bytes of the weights and the smallest cache on each device."""
@@ -312,14 +258,8 @@ class CandidateGrids:
         return with_small_calls(self._cut(tokens), slots, num_sequences, self._defaults)
 
     def run_seconds(self, grid: BucketGrid) -> float:
-        """Minimum seconds of a run on a grid, without its build."""
-        if (prefixes := grid.prefixes) is None:
-            return self._bounds.run_seconds(grid)
-        planned = self._planned(prefixes)
-        rest = self._after(planned, prefixes).run_seconds(replace(grid, prefixes=None))
-        # each prefix is computed at least once, a piece in each call
-        num_calls = sum(-(-x.length // prefixes.chunk) for x in set(planned) if x is not None)
-        return rest + num_calls * self._cost.seconds(prefixes.call)
+        """Minimum seconds of a run on a grid, without its build and planned prefixes."""
+        return self._bounds.run_seconds(grid)
 
     def _slot_counts(self, *, has_chunks: bool) -> list[int]:
         if self._only_scores and not has_chunks:
@@ -328,9 +268,8 @@ class CandidateGrids:
             self._slot_use[has_chunks].num_sequences,
             self._defaults.slot_multiple,
         )
-        # with planned prefixes, the multiple is the number of groups
         sizes = {-(-min(slots, max(num_sequences, 1)) // multiple) for slots in SLOTS}
-        return sorted({multiple * self._group_size(size) for size in sizes})
+        return sorted(multiple * size for size in sizes)
 
     def _cut(self, tokens: int) -> list[PrefillBucket]:
         """Prefill buckets of least cost for calls of up to `tokens` tokens, or of one row."""

@@ -49,11 +49,6 @@ class ExpectedRow:
     ends_on_host: bool = False
     """Whether a stop string ends the row."""
 
-    def after(self, prefix_length: int) -> "ExpectedRow":
-        """The row without the first tokens of its prompt."""
-        own_length = self.need.prompt_length - prefix_length
-        return replace(self, need=replace(self.need, prompt_length=own_length))
-
     def limit(self, max_length: int) -> int:
         """Maximum total length of its sequences."""
         max_tokens = self.need.max_tokens

@@ -95,8 +95,8 @@ class NeededBytes:
     experts: float
     """The experts that the tokens choose if routing is uniform."""
     cache: float
-    """All cache entries below the span, live or not, and those of prefixes; with pages, the entries
-    of the pages that rows read. In prefill, the entries that it writes."""
+    """All cache entries below the span, live or not; with pages, the entries of the pages that rows
+    read. In prefill, the entries that it writes."""
     logits: float
     """Logits, written once and read once."""
 
@@ -162,7 +162,7 @@ class Work:
         return NeededBytes(
             weights=self._weights_work(call, of_experts=False).bytes + head_bytes,
             experts=0.0 if experts is None else experts.bytes,
-            cache=self._span_bytes(call) + self._prefix_bytes(call),
+            cache=self._span_bytes(call),
             logits=self._logits_bytes(call),
         )
 
@@ -188,13 +188,11 @@ class Work:
 
     def grid_bytes(self, grid: BucketGrid) -> int:
         """Bytes of the cache of a grid on each device."""
-        prefixes = grid.prefixes
-        of_prefixes = 0 if prefixes is None else self.cache_bytes(prefixes.groups, prefixes.length)
         if grid.pages is not None:
             assert grid.page is not None
             of_pool, of_slot = self.bytes_of_pages(grid.page, grid.window_pages)
-            return math.ceil(grid.pages * of_pool + grid.decode_slots * of_slot) + of_prefixes
-        return self.pieces_bytes(grid.segments(grid.max_length)) + of_prefixes
+            return math.ceil(grid.pages * of_pool + grid.decode_slots * of_slot)
+        return self.pieces_bytes(grid.segments(grid.max_length))
 
     def page_bytes(self, entries: int) -> int:
         """Bytes of so many entries of pages on each device: every layer has them, also those with
@@ -319,29 +317,18 @@ class Work:
 
     def _kept_bytes(self, call: Call) -> float:
         """Bytes of keys and values that are written, or read for each block of queries."""
-        span_bytes, prefix_bytes = self._span_bytes(call), self._prefix_bytes(call)
+        span_bytes = self._span_bytes(call)
         if call.phase == "decode":
-            return span_bytes + prefix_bytes
+            return span_bytes
         if call.entries is not None:
             # all pieces are written, then each reads its row's pages
             return self.page_bytes(call.num_tokens) + span_bytes
         block, _ = block_sizes(call.tokens, call.span)
         blocks = math.ceil(call.tokens / block)
-        own = replace(call, prefix=(0, 0))
         kinds = self.config.attention_kinds.items()
-        seen = sum(count * num_pairs(own, kind.window) for kind, count in kinds)
+        seen = sum(count * num_pairs(call, kind.window) for kind, count in kinds)
         everything = call.num_tokens * call.span * len(self.config.attentions)
-        own_bytes = span_bytes * (blocks * seen / everything + call.tokens / call.span)
-        return own_bytes + blocks * prefix_bytes
-
-    def _prefix_bytes(self, call: Call) -> float:
-        """Bytes of keys and values of the prefixes that a call reads."""
-        rows, length = call.prefix
-        if not length:
-            return 0.0
-        if call.phase == "decode":
-            return self.cache_bytes(rows, length)
-        return rows * self._row_bytes(length)
+        return span_bytes * (blocks * seen / everything + call.tokens / call.span)
 
     def _row_bytes(self, length: int) -> int:
         """Bytes of the keys and values of one row on one device, if only heads are split."""

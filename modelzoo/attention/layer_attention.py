@@ -16,17 +16,15 @@ import jax.numpy as jnp
 from .. import axes
 from ..cache.kv_cache import Positions, append
 from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues, PromptLatents
-from ..cache.segments import IN_ORDER, Segments
-from ..cache.state_spec import KeysAndValues
-from ..layer_config import Attention, Window
+from ..cache.segments import IN_ORDER
+from ..layer_config import Attention
 from ..operations import Operations
 from .attend import Attend, Queries, Slots, Visibility, with_sinks
-from .page_pieces import write_prompts
 from .prompt_pieces import PromptPieces, layer_of_slots, write_piece
-from .segment_attention import Entries, EntrySlots, attend_segments, join_segments
+from .segment_attention import Entries, attend_segments, join_segments
 
 Caches = tuple[Any, ...]
-"""The caches of a block: none, that of the slots, or that of the slots and that of prefixes."""
+"""The cache of a block, or none."""
 WriteCache = Callable[[Any, NewEntries, jax.Array, Attention], Any]
 """`write(cache, cache_update, scan_index, options)`: the cache after a layer wrote to it."""
 
@@ -158,16 +156,13 @@ class ChunkContext(NamedTuple):
     """Positions of the cache entries from before the chunk."""
     chunk_position_BT: jax.Array
     """Positions of the tokens of the chunk, with `EMPTY_POSITION` for padding."""
-    prefix: Positions | None
-    """Positions of the entries of prefixes; None without prefixes."""
-    slots: EntrySlots | None = None
+    slots: Slots | None = None
     """The layer and slots to read, if attention gets whole arrays of the cache."""
 
     AXES = (
         (axes.ATTENTION_BATCH, ""),
         axes.CACHE_POSITIONS,
         (axes.ATTENTION_BATCH, axes.LENGTH),
-        axes.CACHE_POSITIONS,
         (),
     )
 
@@ -176,8 +171,7 @@ class ChunkContext(NamedTuple):
 class ChunkAttention:
     """Attention of chunks: each layer attends to its slots and the chunk, then writes the chunk.
 
-    With prefixes, each layer attends to the prefix of the call, too. Chunks in pages have an
-    attention of their own (`page_attention`); whole prompts after a prefix are written to pages.
+    Chunks in pages have an attention of their own (`page_attention`).
     """
 
     attend: Attend
@@ -200,19 +194,12 @@ class ChunkAttention:
         """See `CallAttention`."""
         rows, context = self.rows.after(x_BTD, self.operations), self.context
         slots = Slots(scan_index, rows.slot_B)
-        prefix_slots = None if rows.prefix_B is None else Slots(scan_index, rows.prefix_B)
         if self.operations.has_cache_of(self.cache_operations):
-            context = context._replace(slots=EntrySlots(slots, prefix_slots))
+            context = context._replace(slots=slots)
         else:
             num_unseen = 0 if context.cached.is_rolling(options.window) else self.num_unseen
-            own, *prefixes = caches
-            if rows.start_B is None:
-                own = own.without_segments()
-            else:
-                own = self._take(own, options, slots, num_unseen)
-            if prefix_slots is not None:
-                prefixes = [self._take(cache, options, prefix_slots, 0) for cache in prefixes]
-            caches = (own, *prefixes)
+            (own,) = caches
+            caches = (self._take(own, options, slots, num_unseen),)
         attend = self.operations.attend(
             partial(self._attend, options), options.num_kv_heads, writes_cache=False
         )
@@ -238,8 +225,6 @@ class ChunkAttention:
         """See `CallAttention`."""
         # XLA copies the cache for a write that may run before the layer has read it
         rows = self.rows.after(x_BTD, self.operations)
-        if rows.page_BN is not None:
-            return write_prompts(cache, cache_update, scan_index, rows, self.cache_operations)
         is_rolling = self.context.cached.is_rolling(options.window)
         return write_piece(cache, cache_update, scan_index, rows, is_rolling, self.cache_operations)
 
@@ -256,18 +241,15 @@ class ChunkAttention:
         assert new_entries is not None
         window = options.window
         cached_position_BS = rows.cached.for_window(window)
-        cached, *prefixes = (
-            cache.read_layer(jnp.int32(0)) if rows.slots is None else cache.keys_values()
-            for cache in caches
-        )
+        (own,) = caches
+        cached = own.read_layer(jnp.int32(0)) if rows.slots is None else own.keys_values()
         # segments of which no token sees anything are left out
         entries = Entries(
             [*cached[: len(cached_position_BS)], new_entries.read()],
             (*cached_position_BS, rows.chunk_position_BT),
-            *_prefix_entries(prefixes, rows.prefix, window),
         )
         if rows.slots is not None and not self.reads_slots:
-            entries = join_segments(entries, rows.slots.own)
+            entries = join_segments(entries, rows.slots)
         attend = partial(self.attend, scores=options.scaled)
         attend_entries = partial(attend_segments, attend, window, slots=rows.slots)
         attend_all = self.operations.over_cache(attend_entries, window)
@@ -279,20 +261,10 @@ class TokenRows(NamedTuple):
     """Positions of the tokens of a decode step and of the cache entries, and the layer."""
 
     position_B: jax.Array
-    own_position_B: jax.Array
-    """Positions counted from the end of the row's prefix."""
     positions: Positions
-    prefix: Positions | None
-    """Positions of the entries of prefixes; None without prefixes."""
     scan_index: jax.Array
 
-    AXES = (
-        (axes.ATTENTION_BATCH,),
-        (axes.ATTENTION_BATCH,),
-        axes.CACHE_POSITIONS,
-        axes.CACHE_POSITIONS,
-        (),
-    )
+    AXES = ((axes.ATTENTION_BATCH,), axes.CACHE_POSITIONS, ())
 
 
 @dataclass(frozen=True)
@@ -338,32 +310,16 @@ class TokenAttention:
     ) -> tuple[jax.Array, LayerState]:
         new_entries = new if latents is None else latents
         assert new_entries is not None
-        own, *prefixes = caches
-        window = options.window
-        entry_B = rows.positions.entry(rows.own_position_B, window)
+        (own,), window = caches, options.window
+        entry_B = rows.positions.entry(rows.position_B, window)
         local_B, layer = self.operations.stripe.local_index(entry_B), rows.scan_index
         own = append(own, new_entries, local_B, layer)
-        prefix_entries = [cache.read_layer(layer) for cache in prefixes]
-        entries = Entries(
-            own.read_layer(layer),
-            rows.positions.for_window(window),
-            *_prefix_entries(prefix_entries, rows.prefix, window),
-        )
+        entries = Entries(own.read_layer(layer), rows.positions.for_window(window))
         attend = partial(self.attend, scores=options.scaled)
         attend_entries = partial(attend_segments, attend, window)
         attend_all = self.operations.over_cache(attend_entries, window)
         attended = attend_all(queries.q_BTKGH, rows.position_B[:, None], entries)
         return with_query_heads(queries, *attended), own
-
-
-def _prefix_entries(
-    prefixes: list[list[KeysAndValues]], positions: Positions | None, window: Window
-) -> tuple[list[KeysAndValues], Segments]:
-    """Entries and positions of prefixes, by segment; none without prefixes."""
-    if positions is None:
-        return [], ()
-    (keys_values,) = prefixes
-    return keys_values, positions.for_window(window)
 
 
 def with_query_heads(queries: Queries, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> jax.Array:

@@ -4,8 +4,7 @@ There is one source of keys and values, the pages of a row: for its earlier toke
 the call has just written, and for a row of one token as for a tile of many. So several rows of a
 call may be pieces of one prompt.
 
-Rows of a decode step may follow a prefix that others share (`prefixes`). It has a cache of its own,
-and the results of both are merged. The pages of a row are counted from the end of its prefix.
+Rows of a decode step may begin with pages that are read once for several rows (`shared_pages`).
 
 Knows nothing of projections or of owners of pages.
 """
@@ -18,17 +17,16 @@ import jax
 import jax.numpy as jnp
 
 from .. import axes
-from ..cache.kv_cache import Positions
 from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues, PromptLatents
 from ..cache.pages import append_to_pages, page_of, pages_of_slots
 from ..cache.segments import EMPTY_POSITION
-from ..layer_config import Attention, Chunk
+from ..layer_config import Attention
 from ..operations import Operations
-from .attend import Attend, Queries, merge
+from .attend import Queries
 from .layer_attention import AttendLayer, Caches, with_query_heads
 from .page_pieces import write_pieces
-from .paged import AttendPages, PagedRows, attend_pages, counted_after
-from .segment_attention import Entries, attend_segments
+from .paged import AttendPages, PagedRows, attend_pages
+from .shared_pages import SharedPages, attend_shared
 
 
 class PageRows(NamedTuple):
@@ -45,10 +43,8 @@ class PageRows(NamedTuple):
     """The slot of each row; past the last slot for no slot."""
     scan_index: jax.Array
     """The index of the layer in the arrays, which is set for each layer."""
-    before_B: jax.Array | None = None
-    """The number of tokens of each row's prefix; None without prefixes."""
-    prefix: Positions | None = None
-    """Positions of the entries of prefixes; None without prefixes."""
+    shared: SharedPages | None = None
+    """The pages that rows begin with and that are read once for several rows; None for none."""
 
     AXES = (
         (axes.ATTENTION_BATCH,),
@@ -57,7 +53,6 @@ class PageRows(NamedTuple):
         (axes.ATTENTION_BATCH,),
         (),
         (axes.ATTENTION_BATCH,),
-        axes.CACHE_POSITIONS,
     )
 
 
@@ -66,8 +61,6 @@ class PageAttention:
     """Attention of rows to their pages, the tokens of the call included."""
 
     attend: AttendPages
-    attend_prefix: Attend
-    """Attention to the entries of prefixes."""
     operations: Operations
     """The operations by which the cache is laid out."""
     rows: PageRows
@@ -110,7 +103,7 @@ class PageAttention:
     ) -> tuple[jax.Array, LayerState]:
         new_entries = new if latents is None else latents
         assert new_entries is not None
-        own, *prefixes = caches
+        (own,) = caches
         num_pages, first = own.num_slots, rows.scan_index * own.num_slots
         page_BN = rows.page_BN
         if slot_pages := own.spec.slot_pages:
@@ -120,31 +113,18 @@ class PageAttention:
         own, is_here_B = self._write(own, new_entries, rows, queries.q_BTKGH.shape[1])
         # a row has no page after its last one, and attention reads none there
         page_BN = first + jnp.minimum(page_BN, num_pages - 1)
-        before_B = rows.before_B if isinstance(options.window, Chunk) else None
         count_B = jnp.where(is_here_B, rows.count_B, 0)
-        paged = PagedRows(page_BN, rows.first_B, count_B, before_B, self.operations.stripe)
-        attended = attend_pages(
-            self.attend, options.window, options.scaled, queries.q_BTKGH, own.pages(), paged
-        )
+        paged = PagedRows(page_BN, rows.first_B, count_B, stripe=self.operations.stripe)
+        attend = partial(attend_pages, self.attend, options.window, options.scaled)
+        if rows.shared is not None and options.window is None:
+            page_GN = self.operations.local_pages(rows.shared.page_GN, num_pages)
+            page_GN = first + jnp.minimum(page_GN, num_pages - 1)
+            slot_GR = self.operations.local_pages(rows.shared.slot_GR, len(count_B))
+            shared = SharedPages(slot_GR, page_GN, rows.shared.end_G)
+            attend = partial(attend_shared, attend, shared)
+        attended = attend(queries.q_BTKGH, own.pages(), paged)
         attended = self.operations.merge_pages(*attended, is_gathered=self.is_gathered)
-        if prefixes:
-            attended = merge([attended, self._attend_prefix(options, queries, rows, *prefixes)])
         return with_query_heads(queries, *attended), own
-
-    def _attend_prefix(
-        self, options: Attention, queries: Queries, rows: PageRows, cache: LayerState
-    ) -> tuple[jax.Array, jax.Array]:
-        """Attend to the prefix of each row."""
-        assert rows.prefix is not None
-        paged = PagedRows(rows.page_BN, rows.first_B, rows.count_B)
-        own_position_BT = paged.position_BT(queries.q_BTKGH.shape[1])
-        position_BT = counted_after(own_position_BT, rows.before_B)
-        window, keys_values = options.window, cache.read_layer(rows.scan_index)
-        entries = Entries((), (), keys_values, rows.prefix.for_window(window))
-        attend = partial(self.attend_prefix, scores=options.scaled)
-        attend_entries = partial(attend_segments, attend, window)
-        attend_all = self.operations.over_cache(attend_entries, window)
-        return attend_all(queries.q_BTKGH, position_BT, entries)
 
     def _write(
         self, own: LayerState, new: NewEntries, rows: PageRows, num_tokens: int

@@ -30,9 +30,10 @@ class PagedRows(NamedTuple):
     """The position of the first query of each row."""
     count_B: jax.Array
     """The queries of each row that are tokens. The others come last and see nothing."""
-    before_B: jax.Array | None = None
-    """The tokens before the first page of each row, for chunked attention, whose chunks they shift;
-    None for 0."""
+    begin_B: jax.Array | None = None
+    """The entries at the beginning of each row that are not read, in whole pages; None for 0."""
+    end_B: jax.Array | None = None
+    """The entries after which nothing of a row is read, in whole pages; None for all."""
     stripe: Stripe = ONE_STRIPE
     """The stripe of entries that the pages on this device have."""
 
@@ -103,7 +104,7 @@ def attend_in_groups(
         of_group = PagedRows._make((*by_row, rows.stripe))
         return _attend_turns(q_BTKGH, pages, of_group, window, scores)
 
-    groups = jax.tree.map(pad, (q_BTKGH, *rows[:4]))
+    groups = jax.tree.map(pad, (q_BTKGH, *rows[:-1]))
     if count == 1:
         out, lse = attend(jax.tree.map(lambda x: x[0], groups))
     else:
@@ -120,29 +121,23 @@ def _attend_turns(
     scores: Scores,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to one page of each row at a time, and merge the results."""
-    page_BN, first_B, count_B, before_B, stripe = rows
-    _, _, S, H = pages.shape
-    position_BT, is_row_B = rows.position_BT(q_BTKGH.shape[1]), count_B > 0
-    whole_position_BT = counted_after(position_BT, before_B)
-    page = S * stripe.count
-    last_B = jnp.where(is_row_B, first_B + count_B - 1, 0) // page
+    page_BN, (_, _, S, H), stripe = rows.page_BN, pages.shape, rows.stripe
+    position_BT, is_row_B = rows.position_BT(q_BTKGH.shape[1]), rows.count_B > 0
+    first_B, last_B = read_range(rows, S * stripe.count, window)
     first = jnp.int32(0)
-    if window is not None:
-        before = 0 if before_B is None else before_B
-        first_entry_B = first_visible(first_B + before, window) - before
-        first_page_B = jnp.maximum(first_entry_B, 0) // page
-        first = jnp.where(is_row_B, first_page_B, page_BN.shape[1]).min().astype(jnp.int32)
-    end = jnp.where(is_row_B.any(), last_B.max() + 1, 0)
+    if window is not None or rows.begin_B is not None:
+        first = jnp.where(is_row_B, first_B, page_BN.shape[1]).min().astype(jnp.int32)
+    end = jnp.where(is_row_B, last_B + 1, 0).max()
 
     def turn(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        # a row that is shorter than others reads its last page again, and sees nothing of it: the
-        # pages of other rows may hold NaN
-        is_page_B = index <= last_B
-        page_B = pick(page_BN, jnp.minimum(index, last_B))
+        # a row without this page reads one of its own pages, and sees nothing of it: the pages of
+        # other rows may hold NaN
+        is_page_B = (first_B <= index) & (index <= last_B)
+        page_B = pick(page_BN, jnp.clip(index, first_B, jnp.maximum(last_B, first_B)))
         k_BKSH, v_BKSH = pages.take(page_B)
         entry_1S = stripe.position(index * S + jnp.arange(S))[None]
         entry_BS = jnp.where(is_page_B[:, None], entry_1S, EMPTY_POSITION)
-        mask_BTS = visible(whole_position_BT, counted_after(entry_BS, before_B), window)
+        mask_BTS = visible(position_BT, entry_BS, window)
         part = attend_masked(q_BTKGH, transposed(k_BKSH), v_BKSH, mask_BTS, scores)
         return merge([carry, part])
 
@@ -156,12 +151,20 @@ def _attend_turns(
     return hide(out_BTKGH, 0.0), hide(lse_BTKG, -jnp.inf)
 
 
-def counted_after(position_BT: jax.Array, before_B: jax.Array | None) -> jax.Array:
-    """Positions with the tokens before each row counted; empty positions stay empty."""
-    if before_B is None:
-        return position_BT
-    is_token_BT = position_BT > EMPTY_POSITION
-    return jnp.where(is_token_BT, position_BT + before_B[:, None], EMPTY_POSITION)
+def read_range(rows: PagedRows, page: int, window: Window) -> tuple[jax.Array, jax.Array]:
+    """The first and the last page that each row reads; any for a row without tokens.
+
+    The last one is before the first one if it reads none.
+    """
+    last_B = jnp.where(rows.count_B > 0, rows.first_B + rows.count_B - 1, 0) // page
+    if rows.end_B is not None:
+        last_B = jnp.minimum(last_B, rows.end_B // page - 1)
+    first_B = jnp.zeros_like(last_B)
+    if window is not None:
+        first_B = jnp.maximum(first_visible(rows.first_B, window), 0) // page
+    if rows.begin_B is not None:
+        first_B = jnp.maximum(first_B, rows.begin_B // page)
+    return first_B, last_B
 
 
 class _Pages:

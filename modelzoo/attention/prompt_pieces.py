@@ -9,9 +9,7 @@ stripe takes its own tokens.
 
 A chunk lies within the last segment of its graph. If a chunk has n tokens, none of them sees the
 last n entries of this segment. A whole prompt begins at position 0, sees only itself, and may
-extend over several segments. A whole prompt may also follow a prefix that its slot shares with
-others (`prefixes`); then it sees the prefix and itself, and its positions here are counted from the
-end of the prefix.
+extend over several segments.
 
 Knows nothing of requests, queues or meshes. Guarantees: no entry at or after the first position of
 a row is visible, so decode may write to a slot while its prompt is prefilled in chunks; rows of a
@@ -54,10 +52,6 @@ class PromptPieces(NamedTuple):
     """The position of the first token; None for whole prompts, which begin at 0."""
     count_B: jax.Array
     """The number of tokens; the rest of the row is padding."""
-    prefix_B: jax.Array | None = None
-    """The prefix of each group of consecutive rows, where groups are equally large; None without
-    prefixes. A caller gives one prefix for all rows. With a prefix, the position of the first token
-    is counted from its end."""
     page_BN: jax.Array | None = None
     """The pages of each row's slot up to the span of the graph, past the last page for no page;
     None in a cache without pages."""
@@ -75,11 +69,9 @@ class PromptPieces(NamedTuple):
     def after(self, x_BTD: jax.Array, operations: Operations) -> "PromptPieces":
         """The same rows, with slots that depend on `x_BTD` (see `Operations.after`)."""
         rows = self._replace(slot_B=operations.after(self.slot_B, x_BTD))
-        if self.page_BN is not None:
-            rows = rows._replace(page_BN=operations.after(self.page_BN, x_BTD))
-        if self.prefix_B is None:
+        if self.page_BN is None:
             return rows
-        return rows._replace(prefix_B=operations.after(self.prefix_B, x_BTD))
+        return rows._replace(page_BN=operations.after(self.page_BN, x_BTD))
 
 
 def positions_below(

@@ -23,18 +23,6 @@ class Entries(NamedTuple):
     keys_values: Sequence[KeysAndValues]
     positions: Segments
     """A segment may have only the first rows of the batch; the other rows see nothing in it."""
-    prefix_keys_values: Sequence[KeysAndValues] = ()
-    """The entries of prefixes. A segment with R rows has one row for each of R groups of
-    consecutive rows of the batch, which are equally large."""
-    prefix_positions: Segments = ()
-
-
-class EntrySlots(NamedTuple):
-    """The layer and slots to read where entries are whole arrays of a cache."""
-
-    own: Slots
-    """For all segments but the last one, which holds new tokens."""
-    prefix: Slots | None
 
 
 def attend_segments(
@@ -43,7 +31,7 @@ def attend_segments(
     q_BTKGH: jax.Array,
     query_position_BT: jax.Array,
     entries: Entries,
-    slots: EntrySlots | None = None,
+    slots: Slots | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to every segment and merge the results.
 
@@ -54,44 +42,34 @@ def attend_segments(
       q_BTKGH: Queries. Several of their key/value heads may read the same head of the entries.
       query_position_BT: Positions of the queries.
       entries: Keys and values of each segment, and their positions.
-      slots: The layer and slots to read, if entries are whole arrays of a cache.
+      slots: The layer and slots to read, if entries are whole arrays of a cache: all segments but
+        the last one, which holds new tokens.
 
     Returns:
       `out` and `lse`, grouped by the heads of the entries, with the head size of queries.
     """
     H, last = q_BTKGH.shape[-1], len(entries.keys_values) - 1
-    own = list(zip(entries.keys_values, entries.positions, strict=True))
-    prefix = list(zip(entries.prefix_keys_values, entries.prefix_positions, strict=True))
     parts = []
-    for index, ((k_BKHS, v_BKSH), position_BS) in enumerate(own + prefix):
-        is_prefix, num_rows = index > last, len(position_BS)
-        # the tokens of a group as one row: one product reads the keys of a prefix for all of them
-        q, query_position = (
-            x.reshape(num_rows, -1, *x.shape[2:]) if is_prefix else x[:num_rows]
-            for x in (q_BTKGH, query_position_BT)
-        )
-        cache_slots = None
-        if slots is not None and index != last:
-            cache_slots = slots.prefix if is_prefix else slots.own
+    segments = zip(entries.keys_values, entries.positions, strict=True)
+    for index, ((k_BKHS, v_BKSH), position_BS) in enumerate(segments):
+        q, query_position = (x[: len(position_BS)] for x in (q_BTKGH, query_position_BT))
+        cache_slots = None if index == last else slots
         num_heads, cache_dim = v_BKSH.shape[-3], v_BKSH.shape[-1]
         grouped = q.reshape(*query_position.shape, num_heads, -1, H)
         grouped = match_head_dim(grouped, cache_dim, axis=-1)
         visibility = Visibility(query_position, position_BS, window, slots=cache_slots)
         out, lse = attend(grouped, k_BKHS, v_BKSH, visibility)
         out = out[..., :H]
-        if is_prefix:
-            rows = query_position_BT.shape
-            out, lse = (x.reshape(*rows, *x.shape[2:]) for x in (out, lse))
         parts.append(_with_missing_rows(out, lse, len(q_BTKGH) - len(out)))
     return merge(parts)
 
 
 def join_segments(entries: Entries, slots: Slots) -> Entries:
-    """Join the segments of each row into one; segments of prefixes stay as they are.
+    """Join the segments of each row into one.
 
     The rows of the slots are copied out of the cache. Where attention would copy them anyway, one
     softmax over all entries is faster than one for each segment and a merge. Segments in codes stay
-    as they are, too: new tokens are not in codes.
+    as they are: new tokens are not in codes.
     """
     if any(isinstance(k_BKHS, EntryCodes) for k_BKHS, _ in entries.keys_values):
         return entries

@@ -11,9 +11,6 @@ and masks come only from positions. The keys of a segment may be stored in block
 reaches. These are the first slots, so short slots need no memory there. A write to a slot that a
 segment does not have is dropped, and such a slot sees nothing in the segment.
 
-**Prefixes.** Rows may begin with a prefix that other slots share, in a cache of its own (see
-`prefixes`). Entries and their positions are then counted from the end of the prefix.
-
 **Rolling buffers.** A layer with a window shorter than the longest span has a *rolling* buffer with
 as many entries as its window: position p is in entry p mod size and replaces position p - size,
 which has just left the window. A decode step writes its token before it attends, so no extra entry
@@ -85,17 +82,6 @@ class Positions(NamedTuple):
         """Apply `visit` to the segments of each kind of layer."""
         whole_BS = visit(self.whole_BS) if self.whole_BS else ()
         return Positions(whole_BS, {size: visit(x) for size, x in self.rolling_BS.items()})
-
-    def counted_from(self, first_B: jax.Array) -> "Positions":
-        """The positions of rows whose entries are counted from position `first_B`."""
-
-        def move(segments: Segments) -> Segments:
-            return tuple(
-                jnp.where(x_BS > EMPTY_POSITION, x_BS + first_B[: len(x_BS), None], EMPTY_POSITION)
-                for x_BS in segments
-            )
-
-        return self.map(move)
 
     def below(self, length_B: jax.Array) -> "Positions":
         """The positions below the length of each row; the others are empty."""

@@ -132,10 +132,6 @@ class LayerState:
             {name: x.reshape(-1, *x.shape[2:]) for name, (x,) in self.arrays.items()}
         )
 
-    def without_segments(self) -> "LayerState":
-        """The same memory, without entries."""
-        return self.map(lambda segments, array: ())
-
 
 def layer_of(x_LB: jax.Array, layer: jax.Array) -> jax.Array:
     """One layer of an array whose first axis is layers."""

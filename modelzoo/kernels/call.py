@@ -45,18 +45,11 @@ class AttentionCall:
     """The devices over which the entries of each page are split."""
     table: int = 0
     """The pages in the table of a device: those of all its rows, at their maximum length."""
-    has_prefixes: bool = False
-    """Whether rows in pages follow prefixes with entries of their own."""
 
     @property
     def sees_later(self) -> bool:
         """Whether queries see keys after them in some layer."""
         return any(isinstance(window, BothSides) for window in self.windows)
-
-    @property
-    def has_shifted_chunks(self) -> bool:
-        """Whether chunks of chunked attention begin elsewhere in each row's pages."""
-        return self.has_prefixes and any(isinstance(window, Chunk) for window in self.windows)
 
     def __str__(self) -> str:
         seen = sorted(_mask(window) for window in self.windows)

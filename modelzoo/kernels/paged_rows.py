@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ..attention.attend import first_visible
-from ..attention.paged import PagedRows
+from ..attention.paged import PagedRows, read_range
 from ..layer_config import Scores, Window
 from .call import AttentionCall
 
@@ -90,11 +90,14 @@ class QueryBlocks(NamedTuple):
         first_C = (rows.first_B[:, None] + offset_1J).ravel()
         count_C = jnp.clip(rows.count_B[:, None] - offset_1J, 0, self.num_tokens).ravel()
         is_read_C = count_C > 0
-        end_page_C = jnp.where(is_read_C, (first_C + count_C - 1) // page + 1, 0)
-        first_page_C = jnp.zeros_like(end_page_C)
-        if self.window is not None:
-            earliest_C = jnp.maximum(first_visible(first_C, self.window), 0)
-            first_page_C = jnp.where(is_read_C, earliest_C // page, 0)
+        begin_C, end_C = (
+            None if x is None else jnp.repeat(x, self.per_row) for x in (rows.begin_B, rows.end_B)
+        )
+        blocks = PagedRows(rows.page_BN, first_C, count_C, begin_C, end_C)
+        first_page_C, last_page_C = read_range(blocks, page, self.window)
+        is_read_C &= last_page_C >= first_page_C
+        first_page_C = jnp.where(is_read_C, first_page_C, 0)
+        end_page_C = jnp.where(is_read_C, last_page_C + 1, 0)
         scalars = first_page_C, end_page_C, first_C, count_C
         return ReadPages(*(x.astype(jnp.int32) for x in scalars))
 
@@ -130,6 +133,4 @@ def refusal_of_all(call: AttentionCall) -> str | None:
         return f"it takes pages with all their entries on one device, got {call.stripes} devices"
     if call.sees_later:
         return "it takes no windows in both directions"
-    if call.has_shifted_chunks:
-        return "it takes no chunked attention after [prefixes]"
     return None

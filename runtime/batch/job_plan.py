@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from ...compile.abstract_model import model_sizes
 from ...compile.attention_kernels import PORTABLE
 from ...compile.expert_plan import default_experts
@@ -28,7 +26,6 @@ from ...compile.grids.default_grid import (
 from ...compile.grids.grid_defaults import GridDefaults, page_size
 from ...compile.grids.grid_values import check_row_tokens
 from ...compile.grids.page_count import expected_pages
-from ...compile.grids.prefix_choice import own_lengths, prefixes_of_rows
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.row_shape import RowShape
 from ...compile.grids.span_slots import with_ragged_slots
@@ -53,13 +50,6 @@ from ..pods.peers import ALONE, Peers
 
 _KEYS_WITHOUT_SHARING = {"chunk", "prefill", "decode_spans", "decode_graphs"}
 """If the user sets one of these keys of `[buckets]`, no grid with shared beginnings is tried."""
-_KEYS_WITHOUT_PREFIXES = {
-    "decode_slots", "max_length", "score", "span_slots", "slot_groups", "pages",
-}  # fmt: skip
-"""If the user sets one of these keys of `[buckets]`, no prefixes are derived.
-
-With prefixes, slots must divide into groups, and some of the keys would mean something else.
-"""
 _KEYS_OF_PAGES = {"pages", "row_tokens"}
 """If the user sets one of these keys of `[buckets]` for an accelerator, the cache has pages."""
 _KEYS_OF_SPANS = {"decode_spans", "decode_graphs", "span_slots"}
@@ -173,8 +163,7 @@ class _Derivation:
         if asks_for_no_pages(self.asked):
             del table_of_plan["buckets"]["page"]
         plan = Plan.from_table(table_of_plan)
-        own_rows = rows_after_prefixes(rows, table, plan.buckets)
-        plan = replace(plan, buckets=self.without_idle_graphs(plan, own_rows))
+        plan = replace(plan, buckets=self.without_idle_graphs(plan, rows))
         if plan.layout is not None and plan.buckets.page is not None:
             num_devices, rules = len(basis.target.devices), plan.numbers.weight_rules
             require(plan.layout, model_sizes(basis.config, num_devices, plan.buckets, rules))
@@ -207,14 +196,8 @@ class _Derivation:
         if (reads_chunks or grid.page is not None) and not _KEYS_WITHOUT_SHARING & set(self.asked):
             fitting = [i for i, row in enumerate(rows) if fits_grid(row, grid)]
             expected = expected_rows([rows[i] for i in fitting], grid)
-            may_group = reads_chunks and not _KEYS_WITHOUT_PREFIXES & set(self.asked)
             shared = table.of_rows(fitting)
-            sharing = with_sharing(
-                grid, expected, shared, self.defaults, self.prices, derive, may_group=may_group
-            )
-            with suppress(ValueError):
-                # without room for prefixes and the pages of a row, rows share no prefixes
-                grid = self._beside_prefixes(sharing)
+            grid = with_sharing(grid, expected, shared, self.defaults, self.prices, derive)
         is_whole = grid.max_length >= self.defaults.longest_span(config.max_position)
         return grid, "" if is_whole else reason
 
@@ -269,21 +252,6 @@ class _Derivation:
             )
         return paged
 
-    def _beside_prefixes(self, grid: BucketGrid) -> BucketGrid:
-        """The grid with no more pages than the memory beside weights and prefixes holds.
-
-        Raises:
-            ValueError: There is no room for the pages of one row.
-        """
-        if grid.prefixes is None or grid.page is None or grid.pages is None:
-            return grid
-        of_pool, of_slot = self.work.bytes_of_pages(grid.page, grid.window_pages)
-        others = self.work.cache_bytes(grid.prefixes.groups, grid.prefixes.length)
-        left = self._bytes_for_pages() - others - grid.decode_slots * of_slot
-        pages = min(grid.pages, left / of_pool if of_pool else math.inf)
-        groups = self.defaults.slot_groups
-        return replace(grid, pages=int(pages // groups * groups))
-
     def _bytes_for_pages(self) -> float:
         """The bytes of memory beside the weights that pages may have, infinite if not known."""
         if not self.memory_bytes:
@@ -323,14 +291,3 @@ class _Derivation:
         if grid.pages is None and not {"decode_spans", "decode_graphs"} & set(self.asked):
             grid = self.prices.without_idle_spans(grid, forecast_steps(rows, grid))
         return grid
-
-
-def rows_after_prefixes(
-    rows: Sequence[RowShape], table: PrefixTable, grid: BucketGrid
-) -> Sequence[RowShape]:
-    """The rows without the planned prefixes that they begin with."""
-    if grid.prefixes is None:
-        return rows
-    lengths = np.array([row.prompt_length for row in rows], np.int64)
-    own = own_lengths(lengths.tolist(), prefixes_of_rows(table, lengths, grid.prefixes))
-    return [replace(row, prompt_length=length) for row, length in zip(rows, own, strict=True)]

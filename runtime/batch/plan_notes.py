@@ -13,7 +13,6 @@ from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import derive_grid, with_chunks
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefill_ladder import prefill_padding
-from ...compile.grids.prefix_choice import prefixes_of_rows
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.row_shape import RowShape
 from ...compile.plan import Plan
@@ -26,7 +25,6 @@ from ..console import plural
 from ..files.hardware_files import known_hardware
 from ..planning.better_plan import OtherGrids, better_plan_note
 from ..planning.shared_grids import fits_grid
-from .job_plan import rows_after_prefixes
 
 OTHER_CHUNK = 256
 """The length of the chunks that the note on padding compares with whole prompts."""
@@ -36,9 +34,8 @@ def notes_on_rows(
     plan: Plan, rows: Sequence[RowShape], table: PrefixTable, max_position: int
 ) -> list[str]:
     """Notes on the padding of a plan, on what rows share, and on rows that end early."""
-    own_rows = rows_after_prefixes(rows, table, plan.buckets)
     notes = [
-        padding_note(own_rows, plan, max_position),
+        padding_note(rows, plan, max_position),
         sharing_note(rows, table, plan.buckets),
         limit_note(plan, rows, max_position),
     ]
@@ -54,10 +51,9 @@ def limit_note(plan: Plan, rows: Sequence[RowShape], max_position: int) -> str |
     if not count or limit >= max_position:
         return None
     reason = plan.max_length_reason or "as the plan or --set says"
-    after = "" if plan.buckets.prefixes is None else ", after its prefix"
     return (
         f"{plural(count, 'row')} without max_tokens: at most {limit} tokens each, prompt "
-        f"included{after}, of the model's {max_position}: {reason}. Without --plan, --set "
+        f"included, of the model's {max_position}: {reason}. Without --plan, --set "
         f"buckets.max_length=N changes it."
     )
 
@@ -78,18 +74,9 @@ def sharing_note(rows: Sequence[RowShape], table: PrefixTable, grid: BucketGrid)
     Rows that do not fit the grid, or have no room for an answer of their form, are refused. So they
     do not count.
     """
-    own_rows = rows_after_prefixes(rows, table, grid)
-    fitting = [i for i, row in enumerate(own_rows) if fits_grid(row, grid)]
+    fitting = [i for i, row in enumerate(rows) if fits_grid(row, grid)]
     lengths = np.array([row.prompt_length for row in rows], np.int64)
     num_tokens = plural(int(lengths[fitting].sum()), "token")
-    if (prefixes := grid.prefixes) is not None:
-        planned = prefixes_of_rows(table, lengths, prefixes)
-        found = [prefix for i in fitting if (prefix := planned[i])]
-        num_saved = sum(p.length for p in found) - sum(p.length for p in set(found))
-        return (
-            f"prompts that begin alike: {num_saved} of {num_tokens} are "
-            f"read from {plural(len(set(found)), 'beginning')} and not computed again"
-        )
     shared = 0
     if grid.chunks:
         pieces = table.of_rows(fitting).shared_pieces(lengths[fitting], grid.chunks)

@@ -8,7 +8,6 @@ from itertools import pairwise, product
 from typing import Any
 
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.plan import Plan
 from ...compile.planning.work import Work
 from ...sharding.call import Call
@@ -29,7 +28,7 @@ def plan_table(plan: Plan, work: Work) -> str:
         rows.append(("slots", _slots(grid)))
     if grid.prefixes is not None:
         shared, groups = plural(len(grid.prefixes.shared), "prefix"), grid.prefixes.groups
-        rows.append(("prefixes", f"{shared}, at most {groups} at one time"))
+        rows.append(("prefixes", f"{shared}, read by at most {plural(groups, 'group')} of rows"))
     if plan.layout is not None:
         rows.append(("layout", f"{plan.layout.name}: {plan.layout.mesh}"))
     weights, cache = _size(work.parameter_bytes), _size(work.grid_bytes(grid))
@@ -54,13 +53,10 @@ def with_waste(statistics: Mapping[str, Any], grid: BucketGrid, work: Work) -> d
         if grid.is_packed and (use := buckets["prefill"].get(name)) and use["calls"]:
             entries = use["read_entries"] / use["calls"]
         calls[name] = grid.prefill_call(bucket, is_scored=is_scored, entries=entries)
-    if (prefixes := grid.prefixes) is not None:
-        bucket = PrefillBucket(prefixes.length, prefixes.batch, prefixes.chunk)
-        calls[str(bucket)] = prefixes.call
     steps = {str(span): grid.decode_call(span) for span in grid.graph_spans}
     if grid.pages is not None:
         steps |= {
-            span: grid.average_step(use["read_entries"] / use["steps"])
+            span: grid.average_step(*(use[f"{x}_entries"] / use["steps"] for x in ("read", "seen")))
             for span, use in buckets["decode"].items()
             if use["steps"]
         }

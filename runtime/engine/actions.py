@@ -27,7 +27,7 @@ class ScheduledRequest:
     prefix: SharedPrefix | None = None
     """The shared prefix with which the prompt begins."""
     planned_prefix: PlannedPrefix | None = None
-    """The prefix of the plan with which the prompt begins. The lengths above do not count it."""
+    """The longest prefix of the plan with which the prompt begins."""
 
     @property
     def generates(self) -> bool:
@@ -74,27 +74,8 @@ class PrefillAction:
     bucket: PrefillBucket
     is_scored: bool
     rows: tuple[PromptPiece, ...]
-    group: int = 0
-    """The group of slots that all rows go to, in a plan with prefixes."""
     read_entries: int = 0
     """In a packed grid, the entries in whole pages that the rows read, each up to its own end."""
-
-    @property
-    def shared_tokens(self) -> int:
-        """Tokens of the prompts that are part of a planned prefix."""
-        prefixes = (row.sequence.request.planned_prefix for row in self.rows)
-        return sum(prefix.length for prefix in prefixes if prefix is not None)
-
-
-@dataclass(frozen=True)
-class PrefixAction:
-    """Compute a piece of a planned prefix for a group of slots, or make its prefix empty."""
-
-    group: int
-    prefix: PlannedPrefix | None
-    """The prefix; None for the empty one."""
-    start: int = 0
-    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,6 +93,28 @@ class ForkAction:
     """The pages to copy, in a grid with pages."""
 
 
+class ReadEntries(NamedTuple):
+    """The entries in whole pages that rows read in a decode call, summed over its steps."""
+
+    read: int
+    """Those that a group of rows reads once are counted once."""
+    seen: int
+    """Those that a group of rows reads once are counted for each row."""
+
+
+NOTHING_READ = ReadEntries(0, 0)
+
+
+class SharedGroup(NamedTuple):
+    """Rows of a decode call that begin with the same planned prefix, whose pages are read once."""
+
+    number: int
+    """The number of the group in the graph."""
+    slots: tuple[int, ...]
+    num_pages: int
+    """The whole pages of the prefix. Unit: pages."""
+
+
 @dataclass(frozen=True)
 class DecodeAction:
     """Run one decode call for the live slots."""
@@ -121,9 +124,11 @@ class DecodeAction:
     length: int
     """The number of positions that the longest row has after the call."""
     num_waiting: int = 0
-    """The number of rows that wait for pages in their slots."""
+    """The number of rows that wait in their slots, for pages or for a place in a group."""
     given_back: tuple[int, ...] = ()
     """Slots that rows gave back before the call, in a grid with pages; they start again later."""
+    groups: tuple[SharedGroup, ...] = ()
+    """The groups of rows that read a planned prefix."""
 
 
-Action = PrefillAction | PrefixAction | ForkAction | DecodeAction
+Action = PrefillAction | ForkAction | DecodeAction

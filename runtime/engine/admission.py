@@ -39,12 +39,6 @@ class AdmittedRequest:
     adapter: int | None = None
     """The number of its adapter, 0 without one; None in a plan without adapters."""
 
-    @property
-    def own_token_ids(self) -> Sequence[int]:
-        """The ids of the prompt, without its planned prefix."""
-        prefix, token_ids = self.scheduled.planned_prefix, self.request.prompt_token_ids
-        return token_ids if prefix is None else token_ids[prefix.length :]
-
 
 @dataclass
 class Admission:
@@ -59,8 +53,6 @@ class Admission:
       run_seed: Derives the seeds of requests that have no seed of their own.
       structures: The automata of the plan; None in a plan without structured output.
       adapters: The names of the adapters in the parameters, in order of their numbers.
-      planned_ids: The tokens of planned prefixes. Those of a request are added here before it is
-        admitted.
     """
 
     grid: BucketGrid
@@ -71,7 +63,8 @@ class Admission:
     run_seed: int = 0
     structures: PackedStructures | None = None
     adapters: Sequence[str] = ()
-    planned_ids: dict[PlannedPrefix, "array[int]"] = field(default_factory=dict)
+    _planned_ids: dict[PlannedPrefix, "array[int]"] = field(default_factory=dict, init=False)
+    """The tokens of planned prefixes of admitted requests."""
     _shared_ids: MutableMapping[SharedPrefix, "array[int]"] = field(
         default_factory=WeakKeyDictionary, init=False
     )
@@ -97,12 +90,10 @@ class Admission:
         self._check_tokens(request)
         adapter = self._adapter_number(request)
         planned = self._planned_prefix(request)
-        self._check_length(request, planned)
-        num_shared = planned.length if planned else 0
-        prompt_length = len(request.prompt_token_ids) - num_shared
+        self._check_length(request)
+        prompt_length = len(request.prompt_token_ids)
         max_total_length = min(
-            self.grid.max_total_length(prompt_length, params.max_tokens),
-            self.max_position - num_shared,
+            self.grid.max_total_length(prompt_length, params.max_tokens), self.max_position
         )
         structure = self._first_state(request, max_total_length - prompt_length)
         if params.prompt_logprobs is not None and not self.grid.score:
@@ -181,7 +172,7 @@ class Admission:
                 "min_tokens",
             )
 
-    def _check_length(self, request: Request, prefix: PlannedPrefix | None) -> None:
+    def _check_length(self, request: Request) -> None:
         """Refuse a request that is too long for the model or for the plan."""
         params, length = request.params, len(request.prompt_token_ids)
         # a row without max_tokens takes the positions that are left, so only min_tokens must fit
@@ -196,14 +187,8 @@ class Admission:
                 f"max_tokens, or shorten the prompt.",
                 "prompt",
             )
-        if prefix is not None:
-            # the lengths of the plan, and so those of its errors, begin after the prefix
-            where += (
-                f"the first {prefix.length} of the prompt's {length} tokens are a prefix of the "
-                f"plan; after it, "
-            )
         try:
-            self.grid.fit(length - (prefix.length if prefix else 0), needed)
+            self.grid.fit(length, needed)
         except NoDecodeSlots as error:
             raise RowError("invalid_request", f"{where}{error}", "max_tokens") from None
         except NoBucketFits as error:
@@ -239,7 +224,7 @@ class Admission:
         if (prefix := prefixes.prefix_of(token_ids, request.adapter)) is None:
             return None
         own = array("I", token_ids[: prefix.length])
-        if self.planned_ids.setdefault(prefix, own) != own:
+        if self._planned_ids.setdefault(prefix, own) != own:
             raise RowError(
                 "invalid_request",
                 f"request {request.request_id!r}: expected the first {prefix.length} tokens to be "

@@ -13,7 +13,7 @@ import numpy as np
 from ...compile.graphs.steps import NO_TOKEN
 from ...modelzoo.sampling import TokenScores
 from ..request import TokenLogprob
-from .actions import ScheduledSequence
+from .actions import NOTHING_READ, ReadEntries, ScheduledSequence
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class CallResults:
     """For slots of replays, the number of ids in a decode call that were emitted before."""
     closed: set[int] = field(default_factory=set)
     """Slots whose sequences the host ended after the call, although they emitted nothing new."""
-    read_entries: int = 0
-    """In a grid with pages, the entries in whole pages that rows read in a decode call."""
+    read: ReadEntries = NOTHING_READ
+    """The entries in whole pages that rows read in a decode call."""
 
     @cached_property
     def num_emitted_B(self) -> np.ndarray:

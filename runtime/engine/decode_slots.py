@@ -1,31 +1,26 @@
-"""The slots of the decode batch for the scheduler: their owners, groups, and the next call's span.
+"""The slots of the decode batch for the scheduler: their owners, and the rows of the next call.
 
-In a plan with prefixes, the slots are in equal groups, and the rows in the slots of a group begin
-with the same planned prefix. The slots of a grid without prefixes are one group with the empty
-prefix.
+In a plan with prefixes, rows that begin with the same planned prefix are in groups, of which a call
+has a fixed number. Rows that find no place in a group wait.
 
 Pure state, without clock or device. Does not know how prompts are queued, nor how they are written
-into slots. Guarantees: the prefix of a group changes only while none of its slots is taken; in a
-grid with pages, a row decodes only while it has the pages for all steps of the call, and the oldest
-row finds them when the youngest rows give theirs back.
+into slots. Guarantees: a row with a planned prefix decodes only in a group; in a grid with pages, a
+row decodes only while it has the pages for all steps of the call, and the oldest row finds them
+when the youngest rows give theirs back.
 """
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_grid import PlannedPrefix
-from .actions import DecodeAction, ScheduledSequence
+from .actions import NOTHING_READ, DecodeAction, ReadEntries, ScheduledSequence, SharedGroup
 from .growth import Growth
 from .page_pool import PagePool
-
-ENOUGH_ROWS = 1 / 2
-"""Number of waiting rows, as a share of the slots of a group, for which a second group gets the
-same prefix."""
 
 
 class GivenBack(NamedTuple):
@@ -176,18 +171,26 @@ class DecodeSlots:
         """Record that the sequences in one or several slots grew by some tokens each."""
         self._length_B[slots] += num_tokens
 
-    def read_entries(self, slots: np.ndarray, num_tokens_B: np.ndarray) -> int:
-        """The entries in whole pages that rows read in a call; 0 in a grid without pages.
+    def read_entries(
+        self, slots: np.ndarray, num_tokens_B: np.ndarray, groups: Sequence[SharedGroup] = ()
+    ) -> ReadEntries:
+        """The entries in whole pages that rows read in a call; none in a grid without pages.
 
         Args:
           slots: The slots that decode, which have not been advanced.
           num_tokens_B: The number of tokens that each of them emits, one a step.
+          groups: The groups of rows that read a planned prefix.
         """
         if self.pool is None:
-            return 0
+            return NOTHING_READ
         length_B = self._length_B[slots]
         before, after = (_sum_of_pages(n, self._grid) for n in (length_B, length_B + num_tokens_B))
-        return int((after - before).sum())
+        seen, saved = int((after - before).sum()), 0
+        num_tokens = dict(zip(slots.tolist(), num_tokens_B.tolist(), strict=True)) if groups else {}
+        for group in groups:
+            reads = [num_tokens[slot] for slot in group.slots]
+            saved += group.num_pages * (sum(reads) - max(reads))
+        return ReadEntries(seen - saved * (self._grid.page or 0), seen)
 
     def release(self, slot: int) -> None:
         """Free a slot that was claimed or that decoded, because its sequence ended."""
@@ -240,10 +243,40 @@ class DecodeSlots:
         slots = self.live if self.pool is None else self._grow(self.pool)
         if not slots:
             return None
+        slots, groups = self._grouped(slots)
         length_B = np.minimum(self._length_B + self._grid.steps_per_call, self._max_length_B)
         length = int(length_B.max() if self.pool is None else length_B[list(slots)].max())
         num_waiting = len(self._occupants) - len(slots)
-        return DecodeAction(self._grid.span_of(length), slots, length, num_waiting)
+        return DecodeAction(self._grid.span_of(length), slots, length, num_waiting, groups=groups)
+
+    def _grouped(self, slots: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[SharedGroup, ...]]:
+        """The slots whose rows find a place in a group, oldest first, or need none; the groups."""
+        if (prefixes := self._grid.prefixes) is None:
+            return slots, ()
+        assert self.pool is not None
+        per_part = prefixes.groups // self.pool.num_groups
+        groups: dict[int, list[int]] = {}
+        newest: dict[tuple[int, PlannedPrefix], int] = {}
+        num_used, goes_on = Counter[int](), []
+        for slot in self.growth.by_age(np.array(slots)).tolist():
+            if (prefix := self._occupants[slot].request.planned_prefix) is not None:
+                key = part, _ = self.pool.group_of(slot), prefix
+                if key not in newest or len(groups[newest[key]]) == prefixes.rows:
+                    if num_used[part] == per_part:
+                        continue
+                    newest[key] = part * per_part + num_used[part]
+                    num_used[part] += 1
+                groups.setdefault(newest[key], []).append(slot)
+            goes_on.append(slot)
+        return tuple(sorted(goes_on)), tuple(
+            SharedGroup(index, tuple(in_group), self._prefix_pages(in_group[0]))
+            for index, in_group in groups.items()
+        )
+
+    def _prefix_pages(self, slot: int) -> int:
+        prefix, page = self._occupants[slot].request.planned_prefix, self._grid.page
+        assert prefix is not None and page is not None
+        return prefix.length // page
 
     def _grow(self, pool: PagePool) -> tuple[int, ...]:
         """Give the rows their pages for the next call, oldest first; return those that have them.
@@ -291,76 +324,3 @@ def _sum_of_pages(length_B: np.ndarray, grid: BucketGrid) -> np.ndarray:
     assert grid.page is not None
     num_full, rest = np.divmod(length_B, grid.page)
     return grid.page * (grid.page * num_full * (num_full + 1) // 2 + rest * (num_full + 1))
-
-
-class WaitingRows(NamedTuple):
-    """The rows that wait for a group with their prefix."""
-
-    num_slots: int
-    """The number of slots that they need."""
-    num_slots_of_oldest: int
-    """The number of slots that the oldest of them needs."""
-
-
-class PrefixGroups:
-    """The prefix of each group of slots; all groups begin with the empty prefix."""
-
-    def __init__(self, grid: BucketGrid, slots: DecodeSlots):
-        num_groups = 1 if grid.prefixes is None else grid.prefixes.groups
-        self._slots = slots
-        self._prefixes: list[PlannedPrefix | None] = [None] * num_groups
-        self.size = len(slots) // num_groups
-        """The number of slots of a group."""
-
-    def free(self, prefix: PlannedPrefix | None) -> list[int]:
-        """The free slots, shortest first, of the group with this prefix that has most of them."""
-        if len(self._prefixes) == 1:
-            return self._slots.free if self._prefixes[0] == prefix else []
-        free = self._free_by_group()
-        groups = [group for group, other in enumerate(self._prefixes) if other == prefix]
-        return max((free[group] for group in groups), key=len, default=[])
-
-    def group_of(self, slot: int) -> int:
-        """The group of a slot."""
-        return slot // self.size
-
-    def assign(
-        self, waiting: Mapping[PlannedPrefix | None, WaitingRows]
-    ) -> tuple[int, PlannedPrefix | None] | None:
-        """Give a group without rows the prefix of rows that wait.
-
-        The prefix is one that no group has, if there is any. Else it is one that many rows wait
-        for, and whose groups have too few free slots for the oldest of these rows. Of several, the
-        first in `waiting` is taken.
-
-        Args:
-          waiting: The rows that wait for each prefix, by age of the oldest row.
-
-        Returns:
-          The group and its new prefix; None if no group changes.
-        """
-        free = self._free_by_group()
-        unused = [
-            group
-            for group, prefix in enumerate(self._prefixes)
-            if prefix not in waiting and len(free[group]) == self.size
-        ]
-        if not unused:
-            return None
-        new = [prefix for prefix in waiting if prefix not in self._prefixes]
-        new += [
-            prefix
-            for prefix, rows in waiting.items()
-            if rows.num_slots >= ENOUGH_ROWS * self.size
-            and len(self.free(prefix)) < rows.num_slots_of_oldest
-        ]
-        if not new:
-            return None
-        self._prefixes[unused[0]] = new[0]
-        return unused[0], new[0]
-
-    def _free_by_group(self) -> list[list[int]]:
-        free: list[list[int]] = [[] for _ in self._prefixes]
-        for slot in self._slots.free:
-            free[self.group_of(slot)].append(slot)
-        return free

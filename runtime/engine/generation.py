@@ -34,7 +34,7 @@ class GenerationSession(Engine[Action, OpenRequest]):
 
     Attributes:
       slots: The requests in the slots, and the calls that serve them.
-      admission: The limits of the plan and the model. It has the slots' tokens of planned prefixes.
+      admission: The limits of the plan and the model.
     """
 
     slots: SlotCalls

@@ -7,7 +7,7 @@ Pure state. Does not know the order of batches. Guarantees: the judgement change
 """
 
 from ...compile.grids.bucket_grid import BucketGrid
-from .decode_slots import DecodeSlots, PrefixGroups
+from .decode_slots import DecodeSlots
 from .held_prefixes import HeldPrefixes
 from .waiting_prompts import Prompt
 
@@ -30,10 +30,8 @@ rows."""
 class IdleSlots:
     """The idle slots that a batch can use."""
 
-    def __init__(
-        self, grid: BucketGrid, slots: DecodeSlots, groups: PrefixGroups, prefixes: HeldPrefixes
-    ):
-        self._grid, self._slots, self._groups, self._prefixes = grid, slots, groups, prefixes
+    def __init__(self, grid: BucketGrid, slots: DecodeSlots, prefixes: HeldPrefixes):
+        self._grid, self._slots, self._prefixes = grid, slots, prefixes
 
     def has_many(self, oldest: Prompt) -> bool:
         """Whether so many slots are idle that a batch with this oldest prompt counts as full."""
@@ -47,12 +45,8 @@ class IdleSlots:
 
     def has_enough(self, oldest: Prompt) -> bool:
         """Whether a batch with this oldest prompt need not wait for more idle slots."""
-        if self._grid.prefixes is None:
-            length = oldest.max_total_length
-            idle, usable = self._slots.num_idle(length), self._slots.num_usable(length)
-        else:
-            prefix = oldest.request.planned_prefix
-            idle, usable = len(self._groups.free(prefix)), self._groups.size
+        length = oldest.max_total_length
+        idle, usable = self._slots.num_idle(length), self._slots.num_usable(length)
         share = PACKED_IDLE_SHARE if self._grid.is_packed else IDLE_SHARE
         return idle >= share * usable and self._has_pages(share)
 

@@ -15,10 +15,9 @@ import numpy as np
 
 from ...compile.expert_plan import ExpertPlan
 from ...compile.grids.prefill_bucket import PrefillBucket
-from ...compile.grids.prefix_grid import PrefixGrid
 from ...modelzoo.moe.call import ExpertUse
 from ...modelzoo.moe_config import Dispatch, Routing
-from .actions import PrefillAction
+from .actions import NOTHING_READ, PrefillAction, ReadEntries
 
 
 @dataclass
@@ -97,11 +96,6 @@ def _layer(
     }
 
 
-def prefix_bucket(prefixes: PrefixGrid) -> PrefillBucket:
-    """The shape under which the calls that compute planned prefixes are counted."""
-    return PrefillBucket(prefixes.length, prefixes.batch, prefixes.chunk)
-
-
 def prefill_name(bucket: PrefillBucket, *, is_scored: bool) -> str:
     """The name under which the calls of a prefill graph are counted."""
     return f"{bucket}{' scored' if is_scored else ''}"
@@ -135,7 +129,8 @@ class _Use:
         """The counters as a dict that can be written as JSON."""
         counters = dict(vars(self))
         if not has_pages:
-            del counters["read_entries"]
+            for name in ("read_entries", "seen_entries"):
+                counters.pop(name, None)
         return counters
 
 
@@ -164,7 +159,10 @@ class DecodeUse(_Use):
     computed_tokens: int = 0
     seconds: float = 0.0
     read_entries: int = 0
-    """In a grid with pages, the entries in whole pages that live rows read, over all steps."""
+    """In a grid with pages, the entries in whole pages that live rows read, over all steps. Those
+    that a group of rows reads once are counted once."""
+    seen_entries: int = 0
+    """The same, but those that a group of rows reads once are counted for each row."""
 
 
 @dataclass
@@ -191,7 +189,7 @@ class EngineMetrics:
     fork_seconds: float = 0.0
     """Host seconds of forks; their device seconds are part of the next call's seconds."""
     copied_tokens: int = 0
-    """The prompt tokens of requests that were copied from shared prefixes, or are read there."""
+    """The prompt tokens of requests that were copied from shared prefixes."""
     prefix_tokens: int = 0
     """The prompt tokens that were computed for shared prefixes."""
     cut_tokens: int = 0
@@ -203,15 +201,11 @@ class EngineMetrics:
     has_pages: bool = False
     """Whether the report has the counters of pages."""
 
-    def count_prefill(
-        self, name: str, use: PrefillUse, *, prefix_tokens: int = 0, shared_tokens: int = 0
-    ) -> None:
+    def count_prefill(self, name: str, use: PrefillUse, *, prefix_tokens: int = 0) -> None:
         """Count a call that prefilled prompts or chunks of prompts, under a name of its graph.
 
-        Of the real tokens, `prefix_tokens` belong to shared prefixes. The prompts have
-        `shared_tokens` more, which are read from planned prefixes.
+        Of the real tokens, `prefix_tokens` belong to shared prefixes.
         """
-        self.copied_tokens += shared_tokens
         self.prefix_tokens += prefix_tokens
         self.prefill[name].add(use)
 
@@ -228,13 +222,7 @@ class EngineMetrics:
             prefill_name(bucket, is_scored=action.is_scored),
             PrefillUse(1, len(rows), num_tokens, num_computed, seconds, action.read_entries),
             prefix_tokens=sum(row.count for row in rows if row.is_of_prefix),
-            shared_tokens=action.shared_tokens,
         )
-
-    def count_prefix(self, prefixes: PrefixGrid, real_tokens: int, *, seconds: float) -> None:
-        """Count one call that computed a piece of a planned prefix."""
-        use = PrefillUse(1, 1, real_tokens, prefixes.call.num_tokens, seconds)
-        self.count_prefill(str(prefix_bucket(prefixes)), use, prefix_tokens=real_tokens)
 
     def count_decode(
         self,
@@ -245,12 +233,12 @@ class EngineMetrics:
         live_slots: int,
         slots: int,
         seconds: float,
-        read_entries: int = 0,
+        read: ReadEntries = NOTHING_READ,
     ) -> None:
         """Count one decode call: steps that ran, and tokens that its live slots emitted."""
         live_tokens, computed_tokens = steps * live_slots, steps * slots
         self.decode[str(span)].add(
-            DecodeUse(1, steps, emitted, live_tokens, computed_tokens, seconds, read_entries)
+            DecodeUse(1, steps, emitted, live_tokens, computed_tokens, seconds, *read)
         )
 
     def count_waits(self, num_waiting: int, num_known: int) -> None:
@@ -325,7 +313,7 @@ class EngineMetrics:
 
     @property
     def shared_prefixes(self) -> dict[str, int]:
-        """The prompt tokens of shared prefixes: computed, copied or read by rows, and saved."""
+        """The prompt tokens of shared prefixes: computed, copied by rows, and saved."""
         return {
             "computed_tokens": self.prefix_tokens,
             "copied_tokens": self.copied_tokens,

@@ -14,11 +14,11 @@ from ...compile.graphs.prefill_steps import SlotRequests
 from ...compile.graphs.signatures import MAX_BIASES, MAX_STOP_IDS
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
-from ...compile.grids.prefix_grid import PrefixGrid
 from ...modelzoo.attention.prompt_pieces import PromptPieces
+from ...modelzoo.attention.shared_pages import SharedPages
 from ...modelzoo.sampling import SamplingState
 from ..request import SamplingParams
-from .actions import PromptPiece, ScheduledRequest, ScheduledSequence
+from .actions import PromptPiece, ScheduledRequest, ScheduledSequence, SharedGroup
 
 
 def pack_pieces(
@@ -26,17 +26,15 @@ def pack_pieces(
     prompts: Sequence[Sequence[int]],
     bucket: PrefillBucket,
     num_slots: int,
-    prefix: int | None = None,
     page_BN: np.ndarray | None = None,
 ) -> tuple[PromptPieces, np.ndarray, np.ndarray]:
     """Pack the pieces of one prefill call.
 
     Args:
       rows: The pieces, at most `bucket.batch`.
-      prompts: The token ids of each row's whole prompt, without its planned prefix.
+      prompts: The token ids of each row's whole prompt.
       bucket: The bucket, which gives the shapes.
       num_slots: The number of decode slots; this value in `slot_B` means no slot.
-      prefix: The planned prefix of all rows, by its group; None in a plan without prefixes.
       page_BN: The pages of each row's slot; None in a plan without pages.
 
     Returns:
@@ -55,39 +53,9 @@ def pack_pieces(
         start_B[i], count_B[i] = row.start, row.count
         if row.slot is not None:
             slot_B[i] = row.slot
-    prefix_B = None if prefix is None else np.array([prefix], np.int32)
     start_B = None if bucket.is_whole else start_B
-    pieces = PromptPieces._make((slot_B, start_B, count_B, prefix_B, page_BN))
+    pieces = PromptPieces._make((slot_B, start_B, count_B, page_BN))
     return pieces, tokens_BT, next_BT
-
-
-def pack_prefix(
-    group: int,
-    start: int,
-    tokens: Sequence[int],
-    prefixes: PrefixGrid,
-    adapter: int | None = None,
-) -> tuple[PromptPieces | np.ndarray, ...]:
-    """Pack a piece of a planned prefix.
-
-    Args:
-      group: The group of the prefix.
-      start: The position of the first token.
-      tokens: The token ids of the piece.
-      prefixes: The prefixes of the plan, which give the shapes.
-      adapter: The number of the adapter of the prefix; None in a plan without adapters.
-
-    Returns:
-      The group, start and count of each row, `tokens_BT`, and `adapter_B` in a plan with adapters.
-      Dummy rows have no group.
-    """
-    tokens_BT = np.zeros((prefixes.batch, prefixes.chunk), np.int32)
-    tokens_BT[0, : len(tokens)] = tokens
-    group_B = np.full(prefixes.batch, prefixes.groups, np.int32)
-    start_B, count_B = np.zeros_like(group_B), np.zeros_like(group_B)
-    group_B[0], start_B[0], count_B[0] = group, start, len(tokens)
-    own = () if adapter is None else (np.full_like(group_B, adapter),)
-    return PromptPieces._make((group_B, start_B, count_B, None, None)), tokens_BT, *own
 
 
 def pack_greedy(
@@ -132,10 +100,34 @@ def own_pages(grid: BucketGrid, slots: Sequence[int], length: int) -> np.ndarray
     return first_B1 + np.arange(grid.num_pages(length), dtype=np.int32)
 
 
-def decode_pages(grid: BucketGrid) -> tuple[np.ndarray, ...]:
-    """The argument `page_BN` of decode graphs, if slots share no pages; none without pages."""
+def decode_pages(grid: BucketGrid) -> tuple[np.ndarray | SharedPages | None, ...]:
+    """The arguments `page_BN` and `shared` of decode graphs, if slots share no pages; none without
+    pages."""
     page_BN = own_pages(grid, range(grid.decode_slots), grid.max_length)
-    return () if page_BN is None else (page_BN,)
+    return () if page_BN is None else (page_BN, pack_shared((), page_BN, grid))
+
+
+def pack_shared(
+    groups: Sequence[SharedGroup], page_BN: np.ndarray, grid: BucketGrid
+) -> SharedPages | None:
+    """Pack the pages that groups of slots read once; None in a grid without planned prefixes.
+
+    Args:
+      groups: The groups of a decode call.
+      page_BN: The pages of every slot.
+      grid: The grid, which gives the shapes.
+    """
+    if (prefixes := grid.prefixes) is None:
+        return None
+    slot_GR = np.full((prefixes.groups, prefixes.rows), grid.decode_slots, np.int32)
+    page_GN = np.full((prefixes.groups, grid.prefix_pages), grid.pages or 0, np.int32)
+    end_G = np.zeros(prefixes.groups, np.int32)
+    for index, slots, num_pages in groups:
+        slot_GR[index, : len(slots)] = slots
+        # equal tokens have equal entries, so the pages of any row of the group serve all
+        page_GN[index, :num_pages] = page_BN[slots[0], :num_pages]
+        end_G[index] = num_pages * (grid.page or 0)
+    return SharedPages._make((slot_GR, page_GN, end_G))
 
 
 def pack_requests(

@@ -8,11 +8,7 @@ action is, in this order:
 
 1. Fork: copy the slot of a complete prompt to the other sequences of its request, and a shared
    prefix to the slot of a prompt that begins with it (see `held_prefixes`).
-2. Compute a planned prefix for a group of slots without rows, if the rows that wait need one (see
-   `decode_slots`). Prompts take slots only in groups with their prefix, and all prompts of a
-   prefill batch go to one group. Prompts that are much younger than the oldest waiting one do not
-   start, so that a group becomes free for it.
-3. Prefill one batch, if one may run:
+2. Prefill one batch, if one may run:
    - Candidates are the buckets in which started prompts have their next piece, and the bucket of
      the oldest waiting prompt for which there are free slots. A prompt takes the shortest slots
      that are long enough, and no slot that an older prompt still needs.
@@ -31,7 +27,7 @@ action is, in this order:
    - When no request waits, waiting gains nothing. The largest pieces run first, and among these the
      shortest span, because prompts continue from there into the other buckets. Then all slots
      decode together.
-4. Decode all live slots, over the shortest span that holds them.
+3. Decode all live slots, over the shortest span that holds them.
 
 In a grid with pages, a prompt also needs pages to start (see `page_room`), and rows that lack pages
 wait in their slots. If the oldest row lacks pages and no prompt has pieces left, the youngest rows
@@ -49,18 +45,16 @@ from collections import deque
 from dataclasses import replace
 
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.prefix_grid import PlannedPrefix
 from .actions import (
     Action,
     DecodeAction,
     ForkAction,
     PrefillAction,
-    PrefixAction,
     PromptPiece,
     ScheduledRequest,
     ScheduledSequence,
 )
-from .decode_slots import DecodeSlots, PrefixGroups
+from .decode_slots import DecodeSlots
 from .held_prefixes import HeldPrefixes
 from .idle_slots import IdleSlots
 from .page_room import PageRoom, claim_pages, max_samples
@@ -96,12 +90,7 @@ class Scheduler:
         """Slots of prompts without output whose last piece is in the last prefill call."""
         self.slots = DecodeSlots(grid)
         self._prefixes = HeldPrefixes(self.slots, self._queue)
-        self._groups = PrefixGroups(grid, self.slots)
-        self._idle = IdleSlots(grid, self.slots, self._groups, self._prefixes)
-        self._prefix_pieces: deque[PrefixAction] = deque()
-        """Pieces of planned prefixes that must run before the next prefill call."""
-        self._newest_prefix: PlannedPrefix | None = None
-        """The planned prefix of the last request."""
+        self._idle = IdleSlots(grid, self.slots, self._prefixes)
         self._batches_since_decode = 0
         self._target_waiting = 2 * (len(self.slots) + sum(bucket.batch for bucket in grid.prefill))
 
@@ -128,7 +117,6 @@ class Scheduler:
         bucket = self._grid.fit(
             request.prompt_length, request.max_total_length - request.prompt_length
         )
-        self._newest_prefix = request.planned_prefix
         base = self._prefixes.enter(request)
         if not request.generates:
             # a piece of a packed call reads its own tokens from pages
@@ -137,7 +125,6 @@ class Scheduler:
             self._add(Prompt(request, num_slots=int(needs_slot), base=base))
             return
         max_slots = self.slots.num_usable(request.max_total_length) - self._prefixes.max_slots
-        max_slots = min(max_slots, self._groups.size)
         if self._grid.pages is not None:
             num_held = self._prefixes.max_slots
             of_group = len(self.slots) // (self._grid.slot_groups or 1)
@@ -162,8 +149,6 @@ class Scheduler:
             assert fork.sequence is not None
             self.slots.put(fork.slot, fork.sequence)
             return fork
-        if self._prefix_pieces or self._assign_group():
-            return self._prefix_pieces.popleft()
         if (chosen := self._choose()) is not None:
             return self._prefill(*chosen)
         self._batches_since_decode = 0
@@ -218,19 +203,6 @@ class Scheduler:
         else:
             self._waiting.add(prompt)
 
-    def _assign_group(self) -> bool:
-        """Give a group without rows a new prefix, and plan the pieces of the prefix."""
-        planned = self._grid.prefixes
-        if planned is None or not self._waiting.count:
-            return False
-        waiting = self._waiting.rows_by_prefix(self._last_in_turn)
-        if (assigned := self._groups.assign(waiting)) is None:
-            return False
-        group, prefix = assigned
-        pieces = [(0, 0)] if prefix is None else planned.pieces(prefix.length)
-        self._prefix_pieces.extend(PrefixAction(group, prefix, *piece) for piece in pieces)
-        return True
-
     def _prefill(self, queue: PromptQueue, batch: list[Prompt]) -> Action | None:
         """Plan the prefill call of a batch; return the first action that it needs."""
         self._batches_since_decode += self.slots.has_live
@@ -239,13 +211,10 @@ class Scheduler:
         rows: list[PromptPiece] = []
         for prompt in batch:
             rows += self._next_pieces(queue, prompt, queue.bucket.batch - len(rows))
-        group = 0 if rows[0].slot is None else self._groups.group_of(rows[0].slot)
         entries = 0
         if self._grid.is_packed:
             entries = sum(self._grid.whole_pages(row.start + row.count) for row in rows)
-        self._next_prefill = PrefillAction(
-            queue.bucket, queue.is_scored, tuple(rows), group, entries
-        )
+        self._next_prefill = PrefillAction(queue.bucket, queue.is_scored, tuple(rows), entries)
         return self.next_action()
 
     def _decode(self) -> DecodeAction | None:
@@ -290,37 +259,19 @@ class Scheduler:
         }
         if urgent:
             return None if self._must_decode else min(urgent.items(), key=_number_of_oldest)
-        by_age = sorted(batches.items(), key=_number_of_oldest)
-        if self._grid.prefixes is None:
-            # no other batch overtakes the one that waits for more prompts
-            del by_age[1:]
-        return next((entry for entry in by_age if not self._must_wait(*entry)), None)
-
-    @property
-    def _last_in_turn(self) -> float:
-        """The number of the youngest request whose prompts may start.
-
-        With planned prefixes, requests that are much younger than the oldest one wait until it has
-        a group of slots. Without, a slot becomes free for each request anyway.
-        """
-        if self._grid.prefixes is None:
-            return math.inf
-        return min(map(number_of, self._waiting.heads), default=0) + self._target_waiting
+        # no other batch overtakes the one that waits for more prompts
+        oldest = min(batches.items(), key=_number_of_oldest, default=None)
+        return None if oldest is None or self._must_wait(*oldest) else oldest
 
     def _batches(self) -> dict[PromptQueue, list[Prompt]]:
-        """The batches that may run next: started prompts, and the batch of the oldest waiting
-        prompt of each planned prefix."""
+        """The batches that may run next: started prompts, and that of the oldest waiting prompt."""
         room = PageRoom(self._grid, self.slots, self._prefixes.slot_of)
-        oldest = self._oldest_that_wait(room)
-        queues = dict.fromkeys(
-            [*self._started, *(PromptQueue.of(self._grid, p) for p, _ in oldest.values())]
-        )
-        batches = {}
-        for queue in queues:
-            prompt, free = oldest.get(queue.prefix, (None, []))
-            last = -1 if prompt is None else prompt.request.number + self._target_waiting
-            batches[queue] = self._batch(queue, list(free), last, room.copy())
-        return batches
+        oldest, free = self._oldest_that_waits(room)
+        queues, last = dict.fromkeys(self._started), -1
+        if oldest is not None:
+            queues |= {PromptQueue.of(self._grid, oldest): None}
+            last = oldest.request.number + self._target_waiting
+        return {queue: self._batch(queue, free.copy(), last, room.copy()) for queue in queues}
 
     @property
     def _must_decode(self) -> bool:
@@ -345,30 +296,19 @@ class Scheduler:
             and queue.bucket.tokens == self._grid.chunks[-1]
             and not self._prefixes.num_blocked
         )
-        is_over = self.wants_more or queue.prefix != self._newest_prefix
-        return is_first and is_over and set(batch).issuperset(self._waiting.by_age(queue))
+        return is_first and self.wants_more and set(batch).issuperset(self._waiting.by_age(queue))
 
-    def _oldest_that_wait(
-        self, room: PageRoom
-    ) -> dict[PlannedPrefix | None, tuple[Prompt, list[int]]]:
-        """By planned prefix, the oldest waiting prompt that can start, and the slots left to take.
+    def _oldest_that_waits(self, room: PageRoom) -> tuple[Prompt | None, list[int]]:
+        """The oldest waiting prompt that can start, if any, and the slots left to take.
 
         Slots that older prompts wait for, because too few of them are free, are left out. So are
         all slots if an older prompt waits for pages.
         """
-        last = self._last_in_turn
-        free: dict[PlannedPrefix | None, list[int]] = {}
-        oldest: dict[PlannedPrefix | None, tuple[Prompt, list[int]]] = {}
+        free = self.slots.free
         for head in sorted(self._waiting.heads, key=number_of):
-            if number_of(head) > last:
-                break
-            if (prefix := head.request.planned_prefix) in oldest:
-                continue
-            if prefix not in free:
-                free[prefix] = self._groups.free(prefix)
-            if room.slots_for(head, free[prefix]) is not None:
-                oldest[prefix] = head, free[prefix]
-        return oldest
+            if room.slots_for(head, free) is not None:
+                return head, free
+        return None, free
 
     def _batch(
         self, queue: PromptQueue, free: list[int], last: int, room: PageRoom

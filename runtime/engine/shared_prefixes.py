@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.prefix_choice import own_lengths, prefixes_of_rows
+from ...compile.grids.prefix_choice import prefixes_of_rows
 from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.prefix_tree import PrefixNode, count_slots, dissolve, prefix_tree
@@ -86,8 +86,7 @@ class Submission:
     num_held: int = 0
     """The number of slots that may hold prefixes at one time."""
     planned: Sequence[PlannedPrefix | None] = ()
-    """In a plan with prefixes for groups of slots, the prefix of each row, in the order of `rows`.
-    """
+    """In a plan with prefixes, the prefix of each row, in the order of `rows`."""
 
 
 def plan_submission(
@@ -108,12 +107,18 @@ def plan_submission(
       grid: The grid; without one, nothing is shared.
       shares: Whether rows may share prefixes.
     """
+    order, planned = submission_order(lengths, grid), list[PlannedPrefix | None]()
     if grid is not None and grid.prefixes is not None:
         prompt_lengths = np.array([prompt_length for prompt_length, _ in lengths], np.int64)
         planned = prefixes_of_rows(table, prompt_lengths, grid.prefixes)
-        return _by_planned_prefix(lengths, planned, grid)
-    order = submission_order(lengths, grid)
-    without_prefixes = Submission(order, [None] * len(order))
+        order = _by_planned_prefix(order, planned)
+
+    def submission(
+        rows: list[int], prefixes: list[SharedPrefix | None], num_held: int = 0
+    ) -> Submission:
+        return Submission(rows, prefixes, num_held, planned and [planned[row] for row in rows])
+
+    without_prefixes = submission(order, [None] * len(order))
     if grid is None or not grid.chunks or not (shares and table.shares):
         return without_prefixes
     longest = max(min(grid.max_total_length(*lengths[row]), grid.max_length) for row in order)
@@ -141,23 +146,15 @@ def plan_submission(
         elif row not in in_tree:
             rows.append(row)
             prefixes.append(None)
-    num_held = min(max_slots, len(nodes))
-    return Submission(rows, prefixes, num_held)
+    return submission(rows, prefixes, min(max_slots, len(nodes)))
 
 
-def _by_planned_prefix(
-    lengths: Sequence[RowLengths], planned: Sequence[PlannedPrefix | None], grid: BucketGrid
-) -> Submission:
-    """Rows grouped by their planned prefix, the prefix of most rows first."""
-    own = own_lengths([prompt_length for prompt_length, _ in lengths], planned)
-    order = submission_order(
-        [(length, max_tokens) for length, (_, max_tokens) in zip(own, lengths, strict=True)], grid
-    )
+def _by_planned_prefix(order: list[int], planned: Sequence[PlannedPrefix | None]) -> list[int]:
+    """The order of rows, with those of a planned prefix together; that of most rows comes first."""
     num_rows, first = Counter(planned), dict[PlannedPrefix | None, int]()
     for place, row in enumerate(order):
         first.setdefault(planned[row], place)
-    order.sort(key=lambda row: (-num_rows[planned[row]], first[planned[row]]))
-    return Submission(order, [None] * len(order), planned=[planned[row] for row in order])
+    return sorted(order, key=lambda row: (-num_rows[planned[row]], first[planned[row]]))
 
 
 def _first_places(nodes: Sequence[PrefixNode], place: np.ndarray) -> dict[PrefixNode, int]:

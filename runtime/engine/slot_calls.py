@@ -7,15 +7,13 @@ that gave its slot back emits its tokens again, which are left out. Guarantees: 
 non-finite logits ends without effect on the others; each token of a sequence is in one event.
 """
 
-from array import array
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ...compile.graphs.graph_kinds import CLEAR_PREFIX, FORK, PREFIX, GraphKey
+from ...compile.graphs.graph_kinds import FORK, GraphKey
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.prefix_grid import PlannedPrefix
 from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import StructureTables
 from .actions import (
@@ -23,7 +21,6 @@ from .actions import (
     DecodeAction,
     ForkAction,
     PrefillAction,
-    PrefixAction,
     PromptPiece,
     ScheduledSequence,
 )
@@ -31,7 +28,7 @@ from .admission import AdmittedRequest
 from .call_results import CallResults, Event
 from .metrics import EngineMetrics
 from .model_runner import GraphCall
-from .padding import greedy_sampling, pack_pieces, pack_prefix, pack_requests, pack_sampling
+from .padding import greedy_sampling, pack_pieces, pack_requests, pack_sampling, pack_shared
 from .page_pool import CopiedPage
 from .prompt_scores import PromptScores, num_alternatives
 from .scheduler import Scheduler
@@ -43,23 +40,14 @@ class SlotCalls:
     Args:
       grid: The buckets, spans and slots of the plan.
       padded_vocab: The vocabulary size of the logits, padding included.
-      prefix_ids: The token ids of planned prefixes. Those of a request are added before it is
-        submitted.
       structures: The automata of the plan on the devices; None in a plan without them.
     """
 
     def __init__(
-        self,
-        grid: BucketGrid,
-        padded_vocab: int,
-        prefix_ids: MutableMapping[PlannedPrefix, "array[int]"],
-        structures: StructureTables | None = None,
+        self, grid: BucketGrid, padded_vocab: int, structures: StructureTables | None = None
     ):
         self.scheduler = Scheduler(grid)
         self._grid, self._padded_vocab, self._structures = grid, padded_vocab, structures
-        self._prefix_ids = prefix_ids
-        self._prefix_adapters: dict[PlannedPrefix, int] = {}
-        """The number of the adapter of planned prefixes, in a plan with adapters."""
         self._requests: dict[int, AdmittedRequest] = {}
         self._sampling: dict[int, SamplingState] = {}
         """Sampling parameters of each request, for its first sample."""
@@ -68,8 +56,6 @@ class SlotCalls:
         self._scores = PromptScores()
         self._unclean: set[int] = set()
         """Slots whose cache may hold non-finite numbers."""
-        self._unclean_prefixes: set[int] = set()
-        """Groups whose prefix may hold non-finite numbers."""
         self._pool = self.scheduler.slots.pool
         self._num_known: dict[int, int] = {}
         """The tokens that replays in slots still have to emit again."""
@@ -84,8 +70,6 @@ class SlotCalls:
         """
         self.scheduler.submit(request.scheduled)
         self._requests[request.scheduled.number] = request
-        if (prefix := request.scheduled.planned_prefix) is not None and request.adapter is not None:
-            self._prefix_adapters[prefix] = request.adapter
         # packed here, because requests are submitted while the device runs
         self._sampling[request.scheduled.number] = pack_sampling(
             request.request.params,
@@ -113,16 +97,13 @@ class SlotCalls:
 
     def emptied(self) -> "SlotCalls":
         """The calls of the same plan, without requests."""
-        self._prefix_ids.clear()
-        return SlotCalls(self._grid, self._padded_vocab, self._prefix_ids, self._structures)
+        return SlotCalls(self._grid, self._padded_vocab, self._structures)
 
     def pack(self, action: Action) -> Sequence[GraphCall]:
         """The calls that carry out an action; the last one has its output."""
         match action:
             case PrefillAction():
                 return self._prefill(action)
-            case PrefixAction():
-                return self._prefill_prefix(action)
             case ForkAction():
                 return [self._fork(action)]
             case DecodeAction():
@@ -148,9 +129,6 @@ class SlotCalls:
             case PrefillAction(rows=rows):
                 for i, row in enumerate(rows):
                     self._note_contents(i, row, is_clean=bool(output.is_clean_B[i]))
-            case PrefixAction(group=group):
-                if not output.is_clean_B[0]:
-                    self._unclean_prefixes.add(group)
             case DecodeAction(slots=slots):
                 self._leave_out_known(results)
                 self._note_lengths(slots, results)
@@ -164,9 +142,6 @@ class SlotCalls:
             case PrefillAction() as action:
                 metrics.count_prompts(action, results.seconds)
                 return self._events_of_prefill(action, results)
-            case PrefixAction(count=count) if count:
-                assert self._grid.prefixes is not None
-                metrics.count_prefix(self._grid.prefixes, count, seconds=results.seconds)
             case ForkAction(num_copied=num_copied):
                 metrics.count_fork(num_copied, results.seconds)
             case DecodeAction() as action:
@@ -179,7 +154,7 @@ class SlotCalls:
                     live_slots=len(action.slots),
                     slots=len(results.num_emitted_B),
                     seconds=results.seconds,
-                    read_entries=results.read_entries,
+                    read=results.read,
                 )
                 metrics.count_waits(action.num_waiting, num_known)
                 return self._events_of_decode(action, results)
@@ -195,14 +170,13 @@ class SlotCalls:
             if row.start == 0 and row.slot is not None and row.slot in self._unclean
         ]
         requests = [self._requests[row.sequence.request.number] for row in rows]
-        prompts = [request.own_token_ids for request in requests]
-        prefix = None if grid.prefixes is None else action.group
+        prompts = [request.request.prompt_token_ids for request in requests]
         if self._pool is not None:
             slots = [row.slot for row in rows] + [None] * (bucket.batch - len(rows))
             page_BN = self._pool.rows(slots, grid.num_pages(bucket.length))
             self._prefilled_page_BN = page_BN
         pieces, tokens_BT, next_BT = pack_pieces(
-            rows, prompts, bucket, grid.decode_slots, prefix, self._prefilled_page_BN
+            rows, prompts, bucket, grid.decode_slots, self._prefilled_page_BN
         )
         slot_requests = pack_requests(
             [row.sequence.request for row in rows],
@@ -227,21 +201,6 @@ class SlotCalls:
             sequences = [(i, row.sequence) for i, row in enumerate(rows) if row.num_known is None]
             events += results.dropped(sequences, is_of_prompt=True)
         return events
-
-    def _prefill_prefix(self, action: PrefixAction) -> list[GraphCall]:
-        clear = GraphCall(CLEAR_PREFIX, (np.int32(action.group),))
-        is_unclean = action.start == 0 and action.group in self._unclean_prefixes
-        calls = [clear] if action.prefix is None or is_unclean else []
-        if calls:
-            self._unclean_prefixes.discard(action.group)
-        if action.prefix is not None:
-            prefixes = self._grid.prefixes
-            assert prefixes is not None
-            ids = self._prefix_ids[action.prefix][action.start : action.start + action.count]
-            adapter = self._prefix_adapters.get(action.prefix)
-            packed = pack_prefix(action.group, action.start, ids, prefixes, adapter)
-            calls.append(GraphCall(PREFIX, packed))
-        return calls
 
     def _note_contents(self, index: int, row: PromptPiece, *, is_clean: bool) -> None:
         """Record the contents of a slot after a piece was written to it, if the row has a slot."""
@@ -315,7 +274,8 @@ class SlotCalls:
         tables = () if self._structures is None else (self._structures,)
         arguments = (is_live_B,)
         if (pool := self._pool) is not None:
-            arguments = is_live_B, np.where(is_live_B[:, None], pool.table, pool.no_page)
+            page_BN = np.where(is_live_B[:, None], pool.table, pool.no_page)
+            arguments = is_live_B, page_BN, pack_shared(action.groups, pool.table, self._grid)
         decode = GraphCall(GraphKey("decode", action.span), arguments, tables)
         return [*self._clear_pages(), decode]
 
@@ -342,7 +302,9 @@ class SlotCalls:
             self._pool.mark_unclean(self._pool.table[unclean].ravel())
             slots_B = np.array(slots)
             emitted_B = results.num_emitted_B[slots_B]
-            results.read_entries = self.scheduler.slots.read_entries(slots_B, emitted_B)
+            results.read = self.scheduler.slots.read_entries(
+                slots_B, emitted_B, results.action.groups
+            )
         for slot in slots:
             self.scheduler.slots.advance(slot, num_emitted[slot])
             if not is_active[slot]:

@@ -6,7 +6,7 @@ a queue come in the order of their requests, whenever they were added.
 
 import heapq
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
@@ -15,9 +15,7 @@ from typing import NamedTuple
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
-from ...compile.grids.prefix_grid import PlannedPrefix
 from .actions import ScheduledRequest
-from .decode_slots import WaitingRows
 from .page_pool import CopiedPage
 from .shared_prefixes import SharedPrefix
 
@@ -82,14 +80,12 @@ class PromptQueue(NamedTuple):
     bucket: PrefillBucket
     """The bucket of a prompt's next piece."""
     is_scored: bool
-    prefix: PlannedPrefix | None
 
     @classmethod
     def of(cls, grid: BucketGrid, prompt: Prompt) -> "PromptQueue":
         """The queue of a prompt's next piece."""
         request = prompt.request
-        bucket = grid.bucket_of(request.prompt_length, prompt.length)
-        return cls(bucket, request.is_scored, request.planned_prefix)
+        return cls(grid.bucket_of(request.prompt_length, prompt.length), request.is_scored)
 
 
 class WaitingPrompts:
@@ -123,26 +119,6 @@ class WaitingPrompts:
             for capacity, lane in self._lanes.get(queue, {}).items()
         ]
         return iter(lanes[0]) if len(lanes) == 1 else heapq.merge(*lanes, key=number_of)
-
-    def rows_by_prefix(self, last: float) -> dict[PlannedPrefix | None, WaitingRows]:
-        """The rows that wait for each planned prefix, by age of the oldest row.
-
-        Lanes whose oldest prompt is younger than the request number `last` are left out.
-        """
-        oldest: dict[PlannedPrefix | None, Prompt] = {}
-        count: Counter[PlannedPrefix | None] = Counter()
-        for queue, lanes in self._lanes.items():
-            for lane in lanes.values():
-                if number_of(lane[0]) > last:
-                    continue
-                oldest[queue.prefix] = min(
-                    oldest.get(queue.prefix, lane[0]), lane[0], key=number_of
-                )
-                count[queue.prefix] += sum(prompt.num_slots for prompt in lane)
-        return {
-            prefix: WaitingRows(count[prefix], prompt.num_slots)
-            for prefix, prompt in sorted(oldest.items(), key=lambda entry: number_of(entry[1]))
-        }
 
     def add(self, prompt: Prompt) -> None:
         """Add a prompt to the queue of its next piece."""

@@ -11,13 +11,13 @@ import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.grids.prefix_choice import with_prefixes
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.planning.candidates import Budget, CandidateGrids
 from ...compile.planning.cost import CostModel
 from ...compile.planning.other_grids import rule_based
 from ...compile.planning.run_bounds import Candidate, ExpectedRow
 from ..console import plural
-from ..errors import NoPlanFits
 from ..progress.progress import Progress
 from .sample import ROWS_TO_SIMULATE, Sample, SampleUncertainty, SimulatedRows
 from .search import (
@@ -105,18 +105,22 @@ class Planner:
         return self._fastest(candidates)
 
     def _with_prefixes(self, search: SearchResult) -> SearchResult:
-        """The result of the search, or that of the search among grids with planned prefixes."""
-        grids = self._grids(self.rows, self.table)
-        candidates = list(grids.prefix_candidates(search.best.grid.decode_slots))
-        try:
-            grouped = self._fastest(candidates)
-        except NoPlanFits:
-            return search
-        best = min(search, grouped, key=lambda result: result.best.seconds)
+        """The result of the search, or the same grid with planned prefixes if that is faster."""
+        grid, sample, best = search.best.grid, self._sample, search.best
+        prompts = np.array([row.need.prompt_length for row in self.rows])
+        grouped = with_prefixes(grid, self.table, prompts)
+        for other in grouped:
+            simulated = simulate_grid(
+                other, sample.schedules, self.cost, self.budget, sample.scaled
+            )
+            self.on_simulated(simulated, len(sample.rows))
+            best = min(best, simulated, key=lambda simulated: simulated.seconds)
+        num_tried = len(grouped)
         return replace(
-            best,
-            num_simulated=search.num_simulated + grouped.num_simulated,
-            num_candidates=search.num_candidates + grouped.num_candidates,
+            search,
+            best=best,
+            num_simulated=search.num_simulated + num_tried,
+            num_candidates=search.num_candidates + num_tried,
         )
 
     def _fastest(self, candidates: Sequence[Candidate]) -> SearchResult:

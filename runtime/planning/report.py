@@ -11,13 +11,13 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...compile.graphs.graph_kinds import PREFIX, GraphKey, call_of, kinds_of
+from ...compile.graphs.graph_kinds import GraphKey, call_of, kinds_of
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.planning.candidates import num_graphs
 from ...compile.planning.work import sent_by_axes
 from ...sharding.call import Call
-from ..engine.metrics import DecodeUse, PrefillUse, prefill_name, prefix_bucket
+from ..engine.metrics import DecodeUse, PrefillUse, prefill_name
 from ..files.disk import Disk, replace_file
 from .compiled_layouts import PlannedLayout
 from .page import Picture, draw_memory, draw_roofline, draw_run, draw_workload, render_page
@@ -79,10 +79,6 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
     best, cost = prediction.result.best, prediction.cost
     grid, metrics = best.grid, best.simulation.metrics
     entries = []
-    if (prefixes := grid.prefixes) is not None:
-        use = metrics.prefill.get(str(prefix_bucket(prefixes)), PrefillUse())
-        figures = _graph(str(PREFIX), use, use.calls, use.real_tokens)
-        entries.append(figures | _estimate(prediction, PREFIX))
     for bucket, kind in product(grid.prefill, kinds_of(grid, PrefillBucket)):
         key = GraphKey(kind, bucket)
         is_scored = call_of(grid, key).is_scored
@@ -99,7 +95,7 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
         figures["seconds_beside_steps"] = use.calls * cost.decode_call_seconds()
         step = None
         if grid.pages is not None and use.steps:
-            step = grid.average_step(use.read_entries / use.steps)
+            step = grid.average_step(use.read_entries / use.steps, use.seen_entries / use.steps)
         entries.append(figures | _estimate(prediction, key, step))
     return entries
 
@@ -229,7 +225,7 @@ def bytes_by_kind(grid: BucketGrid, report: Mapping[str, Any]) -> dict[str, floa
     if grid.pages is None or grid.page is None:
         return {**kinds, "cache": cache}
     pool, held = (memory["page"] * n for n in (grid.pages, report["held"]["pages"]))
-    # beside the pool, planned prefixes have a cache, and slots have pages for windows
+    # beside the pool, slots have pages for windows
     return {**kinds, "held": held, "unused": pool - held, "cache": cache - pool}
 
 

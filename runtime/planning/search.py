@@ -176,8 +176,7 @@ def _properties(grid: BucketGrid) -> tuple[object, ...]:
     """The properties by which grids are similar."""
     batches = tuple(bucket.batch for bucket in grid.prefill)
     chunks = tuple(grid.chunks) or (None,)
-    groups = grid.prefixes and grid.prefixes.groups
-    return grid.decode_slots, grid.decode_spans, groups, len(chunks), chunks[0], chunks[-1], batches
+    return grid.decode_slots, grid.decode_spans, len(chunks), chunks[0], chunks[-1], batches
 
 
 def has_larger_calls(grid: BucketGrid, other: BucketGrid) -> bool:
@@ -257,8 +256,6 @@ def _simulated(
     prefix: SharedPrefix | None,
     planned_prefix: PlannedPrefix | None,
 ) -> SimulatedRow:
-    if planned_prefix is not None:
-        row = row.after(planned_prefix.length)
     return SimulatedRow(
         row.need.prompt_length,
         row.limit(grid.max_length),

@@ -1,10 +1,9 @@
 """Chooses a grid for a job whose prompts share beginnings, if that saves time.
 
-There are two ways to share. Prompts in chunks copy computed pieces from each other, along a tree of
-any depth. Or each row begins with one planned prefix, which is kept once for a group of slots, and
-read once for all of them. Some grids of both kinds are compared with the grid of whole prompts, by
-a simulation of the job or of a part of it. The part is a run of neighbours in the order of prompts,
-so that they share as much as all rows do.
+Prompts in chunks share computed pieces, along a tree of any depth. Beside that, a decode step may
+read the pages of a planned prefix once for a group of rows. Some grids are compared with the grid
+of whole prompts, by a simulation of the job or of a part of it. The part is a run of neighbours in
+the order of prompts, so that they share as much as all rows do.
 
 Does not know about files or options. All seconds are predictions. Guarantees: the same rows give
 the same grid in every process.
@@ -19,14 +18,9 @@ import numpy as np
 from ...compile.graphs.graph_kinds import kinds_of
 from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits
 from ...compile.grids.default_grid import with_chunks
-from ...compile.grids.grid_defaults import GridDefaults, round_up
+from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefill_bucket import PrefillBucket
-from ...compile.grids.prefix_choice import (
-    even_group_size,
-    prefix_grids,
-    prefixes_of_rows,
-    usual_num_rows,
-)
+from ...compile.grids.prefix_choice import with_prefixes
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.row_shape import RowShape
 from ...compile.planning.graph_prices import GraphPrices
@@ -50,11 +44,6 @@ CHUNKS = (
     (32, 256),
     (64, 256),
 )
-MORE_SLOTS = 2
-"""Grids with this many times the slots are tried, too.
-
-Without their prefixes rows are short, so slots are small.
-"""
 MIN_SHARE = 0.1
 """The share of the prompts' tokens that must be shared for grids that share to be tried."""
 MAX_SHARE_OF_SECONDS = 0.85
@@ -73,8 +62,6 @@ def with_sharing(
     defaults: GridDefaults,
     prices: GraphPrices,
     derive: Callable[[Sequence[RowShape], GridDefaults], BucketGrid],
-    *,
-    may_group: bool = True,
 ) -> BucketGrid:
     """The grid of whole prompts, or a grid whose rows share beginnings that takes less time.
 
@@ -85,15 +72,12 @@ def with_sharing(
       defaults: The sizes to aim for.
       prices: The seconds of calls and graphs.
       derive: Derives a grid from rows and defaults.
-      may_group: Whether groups of slots may share planned prefixes.
     """
     lengths = np.array([row.need.prompt_length for row in rows], np.int64)
     is_enough = table.shares and table.shared.sum() >= MIN_SHARE * lengths.sum()
     if not is_enough:
         return whole
     grids = _chunk_grids(whole, rows, defaults, derive)
-    if may_group:
-        grids += _prefix_grids(whole, rows, table, defaults, derive)
     numbers = _neighbours(table)
     part, part_table = [rows[row] for row in numbers], table.of_rows(numbers)
     scale = len(rows) / len(part)
@@ -104,7 +88,13 @@ def with_sharing(
 
     if not grids:
         return whole
-    best_seconds, best = min(((seconds(grid), grid) for grid in grids), key=lambda pair: pair[0])
+
+    def fastest(grids: Sequence[BucketGrid]) -> tuple[float, BucketGrid]:
+        return min(((seconds(grid), grid) for grid in grids), key=lambda pair: pair[0])
+
+    best_seconds, best = fastest(grids)
+    if grouped := with_prefixes(best, table, lengths):
+        best_seconds, best = min((best_seconds, best), fastest(grouped), key=lambda pair: pair[0])
     return best if best_seconds < MAX_SHARE_OF_SECONDS * seconds(whole) else whole
 
 
@@ -128,45 +118,6 @@ def _chunk_grids(
     ]
 
 
-def _prefix_grids(
-    whole: BucketGrid,
-    rows: Sequence[ExpectedRow],
-    table: PrefixTable,
-    defaults: GridDefaults,
-    derive: Callable[[Sequence[RowShape], GridDefaults], BucketGrid],
-) -> Iterator[BucketGrid]:
-    """Grids in which groups of slots share planned prefixes."""
-    lengths = np.array([row.need.prompt_length for row in rows], np.int64)
-    if whole.score:
-        return
-    for prefixes in prefix_grids(table, lengths, whole.decode_slots, defaults):
-        groups = prefixes.groups
-        planned = prefixes_of_rows(table, lengths, prefixes)
-        own = [
-            row.after(prefix.length if prefix else 0).need
-            for row, prefix in zip(rows, planned, strict=True)
-        ]
-        num_rows = usual_num_rows(planned)
-        for max_slots in (whole.decode_slots, MORE_SLOTS * whole.decode_slots):
-            size = max_slots // groups or 1
-            size = even_group_size(num_rows, size)
-            aims = replace(defaults, max_decode_slots=groups * size, slot_multiple=groups)
-            grid = derive(own, aims)
-            prefill = grid.prefill
-            if num_rows <= size:
-                prefill = tuple(_filled_by(bucket, size, defaults) for bucket in prefill)
-            grid = replace(grid, prefill=prefill, decode_slots=groups * size, prefixes=prefixes)
-            if all(fits_grid(need, grid) for need in set(own)):
-                yield grid
-
-
-def _filled_by(bucket: PrefillBucket, num_rows: int, defaults: GridDefaults) -> PrefillBucket:
-    """The bucket with the smallest batch that takes `num_rows` rows in the fewest calls."""
-    most = max(1, defaults.tokens_per_prefill // bucket.length)
-    batch = math.ceil(num_rows / math.ceil(num_rows / most))
-    return bucket._replace(batch=round_up(batch, defaults.batch_multiple))
-
-
 def _batches(grid: BucketGrid, batch: int) -> Iterator[BucketGrid]:
     """The grid, and the grid with small calls of the largest chunk: prefixes are often alone in
     their calls."""
@@ -180,8 +131,7 @@ def _batches(grid: BucketGrid, batch: int) -> Iterator[BucketGrid]:
 
 
 def _build_seconds(grid: BucketGrid, prices: GraphPrices) -> float:
-    num_graphs = len(grid.prefill) + (grid.prefixes is not None)
-    prefill = num_graphs * prices.of_prefill_bucket(len(kinds_of(grid, PrefillBucket)))
+    prefill = len(grid.prefill) * prices.of_prefill_bucket(len(kinds_of(grid, PrefillBucket)))
     return prefill + sum(
         prices.of_decode_graph(grid.decode_slots, span) for span in grid.graph_spans
     )
@@ -199,9 +149,7 @@ def forecast_steps(rows: Sequence[RowShape], grid: BucketGrid) -> dict[int, floa
     Each row is expected to emit as many tokens as it may; a row without `max_tokens` is expected to
     emit the default number. A large job is replaced by an evenly spaced sample of its rows, so the
     time of a forecast is bounded.
-    In a grid with prefixes, the lengths of rows do not count them, and slots are not in groups.
     """
-    grid = replace(grid, prefixes=None)
     if not grid.decode_slots:
         return {}
     expected = expected_rows([row for row in rows if fits_grid(row, grid)], grid)

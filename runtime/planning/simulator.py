@@ -26,11 +26,11 @@ from ..engine.actions import (
     DecodeAction,
     ForkAction,
     PrefillAction,
-    PrefixAction,
+    ReadEntries,
     ScheduledRequest,
     ScheduledSequence,
 )
-from ..engine.metrics import DecodeUse, EngineMetrics, prefill_name, prefix_bucket
+from ..engine.metrics import DecodeUse, EngineMetrics, prefill_name
 from ..engine.scheduler import Scheduler
 from ..engine.shared_prefixes import SharedPrefix
 
@@ -50,7 +50,7 @@ class SimulatedRow:
     prefix: SharedPrefix | None = None
     """The shared prefix with which its prompt begins."""
     planned_prefix: PlannedPrefix | None = None
-    """The planned prefix with which its prompt begins; the lengths do not count it."""
+    """The planned prefix with which its prompt begins."""
 
     def request(self, number: int) -> ScheduledRequest:
         """The row as a request of the scheduler."""
@@ -96,8 +96,15 @@ class Simulation:
         return sum(use.live_tokens for use in uses) / computed if computed else 0.0
 
 
-Count = tuple[int, int, int]
-"""Numbers of calls, of steps, and of entries of pages that they read."""
+class Count(NamedTuple):
+    """Numbers of calls and steps, and of the entries of pages in their `ReadEntries`."""
+
+    calls: int = 0
+    steps: int = 0
+    read: int = 0
+    seen: int = 0
+
+
 Counts = dict[str | int, Count]
 """Counts by name for a prefill graph, whose calls have one step, and by the length of the longest
 row for decode calls."""
@@ -123,7 +130,7 @@ class SimulatedCall(NamedTuple):
     """The name of a prefill graph; for decode, the length of the longest row after the call."""
     steps: int
     """1 for a prefill call."""
-    read_entries: int
+    entries: ReadEntries
     held: Held
     """The slots and pages in use during the call."""
 
@@ -149,11 +156,12 @@ class Schedule:
     def counts(self) -> Counts:
         """The counts of each prefill graph, and of the decode calls of each length."""
         prefill = {
-            name: (use.calls, use.calls, use.read_entries)
+            name: Count(use.calls, use.calls, use.read_entries, use.read_entries)
             for name, use in self.metrics.prefill.items()
         }
         return prefill | {
-            length: (use.calls, use.steps, use.read_entries) for length, use in self.decode.items()
+            length: Count(use.calls, use.steps, use.read_entries, use.seen_entries)
+            for length, use in self.decode.items()
         }
 
     def priced(self, grid: BucketGrid, cost: CostModel | None) -> Simulation:
@@ -181,7 +189,7 @@ class Schedule:
         seconds, known = [], set()
         for call in self.calls:
             span = grid.span_of(call.graph) if isinstance(call.graph, int) else None
-            count = 1, call.steps, call.read_entries
+            count = Count(1, call.steps, *call.entries)
             shape = self._shape(str(call.graph), span, count, grid)
             graph = call.graph if span is None else span
             first_call = 0.0 if graph in known else cost.first_call_seconds(shape)
@@ -197,8 +205,9 @@ class Schedule:
         for key, count in counts.items():
             span = grid.span_of(key) if isinstance(key, int) else None
             graph = str(key if span is None else span), span
-            calls, steps, entries = by_graph.get(graph, (0, 0, 0))
-            by_graph[graph] = calls + count[0], steps + count[1], entries + count[2]
+            by_graph[graph] = Count(
+                *map(sum, zip(by_graph.get(graph, Count()), count, strict=True))
+            )
         seconds: dict[str, float] = {}
         for (name, span), count in by_graph.items():
             if cost is None:
@@ -210,19 +219,18 @@ class Schedule:
 
     def _shape(self, name: str, span: int | None, count: Count, grid: BucketGrid) -> Call:
         """The average shape of calls of a prefill graph, or of the steps of a span."""
-        num_calls, num_steps, entries = count
+        if span is not None and grid.pages is None:
+            return grid.decode_call(span)
         if span is not None:
-            has_pages = grid.pages is not None
-            return grid.average_step(entries / num_steps) if has_pages else grid.decode_call(span)
+            return grid.average_step(count.read / count.steps, count.seen / count.steps)
         call = self.prefill_calls[name]
-        return call if call.entries is None else replace(call, entries=entries / num_calls)
+        return call if call.entries is None else replace(call, entries=count.read / count.calls)
 
 
 def _seconds_of(shape: Call, count: Count, cost: CostModel) -> float:
     """The seconds of so many calls of a shape, without the extra seconds of the first one."""
-    num_calls, num_steps, _ = count
     of_call = cost.decode_call_seconds() if shape.phase == "decode" else 0.0
-    return num_calls * of_call + num_steps * cost.seconds(shape)
+    return count.calls * of_call + count.steps * cost.seconds(shape)
 
 
 class _SlotCounts:
@@ -286,12 +294,6 @@ class _Run:
                 for row in rows:
                     if row.slot is not None and row.is_last and row.sequence.request.generates:
                         self._start(row.slot, row.sequence, row.num_known or 0)
-            case PrefixAction(count=count) if count:
-                prefixes = self._grid.prefixes
-                assert prefixes is not None
-                self._result.metrics.count_prefix(prefixes, count, seconds=0.0)
-                self._result.prefill_calls[name := str(prefix_bucket(prefixes))] = prefixes.call
-                self._result.calls.append(SimulatedCall(name, 1, 0, self._held()))
             case ForkAction(slot=slot, sequence=sequence, num_copied=num_copied):
                 self._result.metrics.count_fork(num_copied)
                 if sequence is not None:
@@ -306,7 +308,8 @@ class _Run:
             call = self._grid.prefill_call(bucket, is_scored=action.is_scored)
             self._calls[key] = self._result.prefill_calls[name] = call
         self._result.metrics.count_prompts(action)
-        self._result.calls.append(SimulatedCall(name, 1, action.read_entries, self._held()))
+        entries = ReadEntries(action.read_entries, action.read_entries)
+        self._result.calls.append(SimulatedCall(name, 1, entries, self._held()))
 
     def _held(self, num_waiting: int = 0) -> Held:
         slots = self.scheduler.slots
@@ -336,9 +339,9 @@ class _Run:
         known_B = np.minimum(counts.num_known_B[slots], emitted_B)
         counts.num_known_B[slots] -= known_B
         num_known = int(known_B.sum())
-        read_entries = self.scheduler.slots.read_entries(slots, emitted_B)
+        entries = self.scheduler.slots.read_entries(slots, emitted_B, action.groups)
         self._result.calls.append(
-            SimulatedCall(action.length, run_steps, read_entries, self._held(action.num_waiting))
+            SimulatedCall(action.length, run_steps, entries, self._held(action.num_waiting))
         )
         self._result.decode[action.length].add(
             DecodeUse(
@@ -347,7 +350,8 @@ class _Run:
                 emitted_tokens=int(emitted_B.sum()) - num_known,
                 live_tokens=run_steps * len(slots),
                 computed_tokens=run_steps * self._grid.decode_slots,
-                read_entries=read_entries,
+                read_entries=entries.read,
+                seen_entries=entries.seen,
             )
         )
         metrics, ending = self._result.metrics, slots[is_last]
