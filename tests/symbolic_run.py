@@ -6,12 +6,10 @@ import numpy as np
 from related_prompts import related_prompts, table_of
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.prefix_grid import PlannedPrefix
 from noria.runtime.engine.actions import (
     DecodeAction,
     ForkAction,
     PrefillAction,
-    PrefixAction,
     ScheduledRequest,
 )
 from noria.runtime.engine.scheduler import Scheduler
@@ -39,9 +37,7 @@ def random_grid(rng: np.random.Generator) -> BucketGrid:
 class SymbolicRun:
     """A job whose slots hold the tokens that were written to them, and the graphs that wrote them.
 
-    Every step is checked. In a grid with planned prefixes, each row must have exactly its own
-    prefix in the group of its slot, from its first piece to its end. Rows are submitted in the
-    order of a job, at random, or as they are given if `in_order` is None.
+    Every step is checked. Rows are submitted in the order of a job, or at random.
     """
 
     def __init__(
@@ -51,7 +47,7 @@ class SymbolicRun:
         grid: BucketGrid | None = None,
         prompts: list[list[int]] | None = None,
         num_samples: list[int] | None = None,
-        in_order: bool | None = True,
+        in_order: bool = True,
         drain_at: int | None = None,
     ):
         rng = np.random.default_rng(seed)
@@ -65,14 +61,8 @@ class SymbolicRun:
         self.table, _ = table_of(self.prompts)
         submission = self.submission = plan_submission(lengths, self.table, self.grid)
         rows = list(zip(submission.rows, submission.prefixes, strict=True))
-        if in_order is None:
-            rows.sort(key=lambda row: row[0])
-        elif not in_order:
+        if not in_order:
             rows = [rows[i] for i in rng.permutation(count)]
-        self.planned: list[PlannedPrefix | None] = [None] * count
-        if self.grid.prefixes is not None:
-            self.planned = list(map(self.grid.prefixes.prefix_of, self.prompts))
-            self.in_group: list[tuple[int, ...]] = [()] * self.grid.prefixes.groups
         self.scheduler = Scheduler(self.grid)
         self.scheduler.reserve(submission.num_held)
         self.waiting = deque(enumerate(rows))
@@ -82,7 +72,6 @@ class SymbolicRun:
         self.done: dict[tuple[int, int], None] = {}
         self.dropped: set[int] = set()
         self.num_computed = self.num_calls = self.num_pieces = self.num_steps = 0
-        self.computed_prefixes: list[PlannedPrefix] = []
         self._run(drain_at)
 
     def _run(self, drain_at: int | None) -> None:
@@ -90,10 +79,10 @@ class SymbolicRun:
             while self.waiting and self.scheduler.wants_more:
                 number, (row, prefix) = self.waiting.popleft()
                 self.row_of[number] = row
-                length, samples = len(self._own(row)), self.num_samples[row]
-                limit, planned = length + self.outputs[row], self.planned[row]
+                length, samples = len(self.prompts[row]), self.num_samples[row]
+                limit = length + self.outputs[row]
                 self.scheduler.submit(
-                    ScheduledRequest(number, length, limit, samples, False, prefix, planned)
+                    ScheduledRequest(number, length, limit, samples, False, prefix)
                 )
             if self.num_steps == drain_at:
                 self.dropped = {request.number for request in self.scheduler.drain()}
@@ -101,24 +90,16 @@ class SymbolicRun:
             match self.scheduler.next_action():
                 case PrefillAction() as action:
                     self._prefill(action)
-                case PrefixAction() as action:
-                    self._prefill_prefix(action)
                 case ForkAction(source=source, slot=slot, sequence=sequence):
                     assert slot not in self.live
                     self.content[slot] = self.content[source]
                     if sequence is not None:
                         self.live[slot] = [sequence, 0]
-                        self._check_prefix(slot, sequence.request.number)
                 case DecodeAction(slots=slots):
                     self._decode(slots)
                 case None:
                     return
         raise AssertionError("the job does not end")
-
-    def _own(self, row: int) -> list[int]:
-        """Return the part of a prompt after its planned prefix."""
-        planned = self.planned[row]
-        return self.prompts[row][planned.length if planned else 0 :]
 
     def _prefill(self, action: PrefillAction) -> None:
         assert len({piece.slot for piece in action.rows}) == len(action.rows)
@@ -128,10 +109,7 @@ class SymbolicRun:
             number, end = piece.sequence.request.number, piece.start + piece.count
             assert piece.slot not in self.live
             assert number not in self.dropped
-            prompt = self._own(self.row_of[number])
-            if self.grid.prefixes is not None:
-                assert self._group_of(piece.slot) == action.group
-                self._check_prefix(piece.slot, number)
+            prompt = self.prompts[self.row_of[number]]
             tokens, graphs = self.content[piece.slot] if piece.start else ((), ())
             assert tokens == tuple(prompt[: piece.start])
             self.content[piece.slot] = tuple(prompt[:end]), (*graphs, action.bucket)
@@ -141,38 +119,11 @@ class SymbolicRun:
                 assert list(self.content[piece.slot][1]) == self.grid.buckets_of(len(prompt))
                 self.live[piece.slot] = [piece.sequence, 0]
 
-    def _prefill_prefix(self, action: PrefixAction) -> None:
-        """Write a piece of a planned prefix; no row may be in the group."""
-        group, prefix, start, count = action.group, action.prefix, action.start, action.count
-        assert group not in map(self._group_of, self.live)
-        if prefix is None:
-            self.in_group[group] = ()
-            return
-        if start == 0:
-            self.in_group[group] = ()
-            self.computed_prefixes.append(prefix)
-        assert count > 0 and start == len(self.in_group[group])
-        prompt = self.prompts[self.planned.index(prefix)]
-        self.in_group[group] += tuple(prompt[start : start + count])
-        self.num_computed += count
-
-    def _group_of(self, slot: int) -> int:
-        assert self.grid.prefixes is not None
-        return slot * self.grid.prefixes.groups // self.grid.decode_slots
-
-    def _check_prefix(self, slot: int, number: int) -> None:
-        """Check that the group of a slot holds exactly the planned prefix of a request."""
-        if self.grid.prefixes is not None:
-            row = self.row_of[number]
-            whole = (*self.in_group[self._group_of(slot)], *self._own(row))
-            assert whole == tuple(self.prompts[row])
-
     def _decode(self, slots: tuple[int, ...]) -> None:
         assert set(slots) == set(self.live)
         for slot in slots:
             sequence, emitted = self.live[slot]
             assert sequence.request.number not in self.dropped
-            self._check_prefix(slot, sequence.request.number)
             wanted = self.outputs[self.row_of[sequence.request.number]]
             if emitted + 8 < wanted:
                 self.scheduler.slots.advance(slot, 8)

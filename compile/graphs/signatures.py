@@ -160,7 +160,7 @@ def _shared_pages(grid: BucketGrid) -> SharedPages | None:
         return None
     shapes = (
         (prefixes.groups, prefixes.rows),
-        (prefixes.groups, grid.prefix_pages),
+        (prefixes.groups, grid.prefix_pages(prefixes.length)),
         (prefixes.groups,),
     )
     return SharedPages._make(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)

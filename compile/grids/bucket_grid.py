@@ -341,11 +341,10 @@ class BucketGrid(PlanTable, name="buckets"):
         assert self.page is not None
         return -(-length // self.page)
 
-    @property
-    def prefix_pages(self) -> int:
-        """The number of whole pages of the longest planned prefix, at least 1."""
+    def prefix_pages(self, length: int) -> int:
+        """The number of whole pages that a group reads of a planned prefix of this length."""
         assert self.prefixes is not None and self.page is not None
-        return max(1, self.prefixes.longest // self.page)
+        return min(length, self.prefixes.length) // self.page
 
     def whole_pages(self, length: int) -> int:
         """The entries of the pages that hold `length` positions, in a grid with pages."""
@@ -476,6 +475,12 @@ class BucketGrid(PlanTable, name="buckets"):
             raise ValueError(
                 "plan [prefixes]: expected buckets.pages beside them, as rows share the pages of a "
                 "prefix, got none. Leave out buckets.decode_spans, or [prefixes]."
+            )
+        assert self.page is not None
+        if self.prefixes.length % self.page:
+            raise ValueError(
+                f"prefixes.length: expected a multiple of buckets.page ({self.page}), as groups of "
+                f"rows read whole pages, got {self.prefixes.length}. Change either."
             )
         if self.prefixes.groups % (groups := self.slot_groups or 1):
             raise ValueError(

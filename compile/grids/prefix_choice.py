@@ -152,7 +152,8 @@ def with_prefixes(
         # the last group of each prefix may have few rows
         most = min(len(shared), number)
         groups = num_parts * (most + max(0, slots - most) // rows)
-        grids[replace(grid, prefixes=PrefixGrid(groups, rows, shared))] = None
+        length = max(prefix.length for prefix in shared) // grid.page * grid.page
+        grids[replace(grid, prefixes=PrefixGrid(groups, rows, length, shared))] = None
     return list(grids)
 
 

@@ -57,12 +57,15 @@ class PrefixGrid(PlanTable, name="prefixes"):
     whole pages are read once for all of them. Unit: groups."""
     rows: int
     """The maximum number of rows of a group. Rows without a prefix are in no group. Unit: rows."""
+    length: int
+    """The largest number of positions that a group reads, a multiple of `buckets.page`. Each row
+    reads what is left of a longer prefix itself. Unit: tokens."""
     shared: tuple[PlannedPrefix, ...]
     """The prefixes: the length and the hash of each one. Unit: tokens."""
 
     def __post_init__(self):
         """Check the fields; ValueError names the wrong key."""
-        for name in ("groups", "rows"):
+        for name in ("groups", "rows", "length"):
             check_count(f"prefixes.{name}", getattr(self, name))
         entries = check_list("prefixes.shared", self.shared)
         object.__setattr__(self, "shared", tuple(map(_checked, entries)))
@@ -77,13 +80,9 @@ class PrefixGrid(PlanTable, name="prefixes"):
         return {
             "groups": self.groups,
             "rows": self.rows,
+            "length": self.length,
             "shared": [list(prefix) for prefix in self.shared],
         }
-
-    @property
-    def longest(self) -> int:
-        """The length of the longest prefix. Unit: tokens."""
-        return self._lengths[-1]
 
     def prefix_of(
         self, token_ids: Sequence[int], adapter: str | None = None

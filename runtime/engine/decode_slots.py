@@ -274,9 +274,9 @@ class DecodeSlots:
         )
 
     def _prefix_pages(self, slot: int) -> int:
-        prefix, page = self._occupants[slot].request.planned_prefix, self._grid.page
-        assert prefix is not None and page is not None
-        return prefix.length // page
+        prefix = self._occupants[slot].request.planned_prefix
+        assert prefix is not None
+        return self._grid.prefix_pages(prefix.length)
 
     def _grow(self, pool: PagePool) -> tuple[int, ...]:
         """Give the rows their pages for the next call, oldest first; return those that have them.

@@ -33,7 +33,7 @@ GRID = BucketGrid(
     decode_slots=6,
     steps_per_call=4,
     page=8,
-    prefixes=PrefixGrid(4, 2, tuple(map(planned, (SYSTEM, DOCUMENT, OTHER, EARLY, LATE)))),
+    prefixes=PrefixGrid(4, 2, 16, tuple(map(planned, (SYSTEM, DOCUMENT, OTHER, EARLY, LATE)))),
 )
 SMALL_GRID = replace(GRID, pages=28, row_tokens=32, prefixes=replace(GRID.prefixes, groups=2))
 """Pages for two of the longest rows, those of each slot for windows, and places for few rows."""
