@@ -20,17 +20,14 @@ def random_grid(rng: np.random.Generator) -> BucketGrid:
     """Return a grid of chunks."""
     chunks = [(16,), (32,), (16, 64)][rng.integers(3)]
     slots = int(rng.choice([2, 8, 16, 40]))
-    spans = [64, 128, 256]
     batches = rng.choice([1, 2, 4], len(chunks)).tolist()
     table = {
         "max_length": 256,
-        "prefill": [[span, *batches] for span in spans],
+        "prefill": [[256, *batches]],
         "decode_slots": slots,
-        "decode_spans": spans,
+        "page": 32,
         "chunk": list(chunks),
     }
-    if slots >= 8 and rng.random() < 0.3:
-        table["span_slots"] = [slots, slots // 2, slots // 4]
     return BucketGrid.from_table(table)
 
 
@@ -102,7 +99,6 @@ class SymbolicRun:
         raise AssertionError("the job does not end")
 
     def _prefill(self, action: PrefillAction) -> None:
-        assert len({piece.slot for piece in action.rows}) == len(action.rows)
         self.num_calls += 1
         self.num_pieces += len(action.rows)
         for piece in action.rows:
@@ -113,7 +109,7 @@ class SymbolicRun:
             tokens, graphs = self.content[piece.slot] if piece.start else ((), ())
             assert tokens == tuple(prompt[: piece.start])
             self.content[piece.slot] = tuple(prompt[:end]), (*graphs, action.bucket)
-            assert end <= self.grid.slot_capacity(piece.slot)
+            assert end <= self.grid.max_length
             self.num_computed += piece.count
             if piece.is_last and not piece.is_of_prefix:
                 assert list(self.content[piece.slot][1]) == self.grid.buckets_of(len(prompt))

@@ -38,40 +38,30 @@ GRID = BucketGrid(
     max_length=64,
     prefill=((8, 3), (16, 2), (48, 1)),
     decode_slots=4,
-    decode_spans=(16, 32, 64),
+    page=8,
     steps_per_call=4,
     score=True,
 )
-RAGGED_GRID = replace(GRID, span_slots=(4, 3, 1))
-"""A grid with four slots, of which only one can hold the longest rows."""
-CHUNK_GRID = BucketGrid(
-    max_length=64,
-    prefill=((16, 2, 8), (32, 1, 8), (48, 2, 8)),
-    decode_slots=4,
-    decode_spans=(16, 32, 48, 64),
-    steps_per_call=4,
-    score=True,
-    chunks_per_decode=3,
-)
-"""A grid with chunks longer than the window."""
-TAIL_GRID = BucketGrid(
-    max_length=64,
-    prefill=((16, 3, 4), (16, 1, 16), (48, 2, 4), (48, 2, 16)),
-    decode_slots=4,
-    decode_spans=(16, 48, 64),
-    steps_per_call=4,
-    score=True,
-    chunks_per_decode=3,
-)
-"""A grid with chunks longer and shorter than the window."""
-RAGGED_CHUNK_GRID = replace(TAIL_GRID, span_slots=(4, 2, 1))
-PAGED_GRID = replace(GRID, decode_spans=(64,), pages=8, page=8)
+"""A grid for whole prompts, which end within pages, with pages enough for all slots."""
+CHUNK_GRID = replace(GRID, prefill=((64, 2, 8),), page=16, pages=16, chunks_per_decode=3)
+"""A grid with chunks longer than the window and shorter than a page."""
+TAIL_GRID = replace(GRID, prefill=((64, 3, 4), (64, 2, 16)), chunks_per_decode=3)
+"""A grid with chunks longer and shorter than the window and than a page."""
+FEW_PAGES_GRID = replace(GRID, pages=8)
 """A grid with pages for one of the longest rows, so that rows wait and are computed again."""
-PAGED_CHUNK_GRID = replace(
-    PAGED_GRID, prefill=((64, 2, 4), (64, 2, 16)), chunks_per_decode=3, row_tokens=16
+FEW_PAGES_CHUNK_GRID = replace(TAIL_GRID, prefill=((64, 2, 4), (64, 2, 16)), pages=8, row_tokens=16)
+"""A grid with as few pages, with chunks, and with pages of each slot for windows."""
+RAGGED_GRID = replace(GRID, decode_spans=(16, 32, 64), span_slots=(4, 3, 1), pages=None, page=None)
+"""A grid with four slots, of which only one can hold the longest rows."""
+RAGGED_CHUNK_GRID = replace(
+    GRID,
+    prefill=((16, 3, 4), (16, 1, 16), (48, 2, 4), (48, 2, 16)),
+    decode_spans=(16, 48, 64),
+    span_slots=(4, 2, 1),
+    pages=None,
+    page=None,
+    chunks_per_decode=3,
 )
-"""A grid with as few pages, with chunks longer and shorter than a page, and with pages of each slot
-for windows."""
 EOS_ID = 2
 
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import CHUNK_GRID, GRID, TWO_LAYERS, TinyModel
+from tiny import GRID, TAIL_GRID, TWO_LAYERS, TinyModel
 
 from noria.compile.build import plan_graphs
 from noria.compile.compiled_graphs import GraphNotPlanned
 from noria.compile.graphs.graph_kinds import GraphKey, graph_keys
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.monitor import compile_monitor
 from noria.runtime.engine.padding import pack_greedy
@@ -19,7 +20,7 @@ from noria.runtime.engine.padding import pack_greedy
 
 @pytest.fixture(scope="module")
 def model() -> TinyModel:
-    """The tiny model with every span, and only the bucket that tests call."""
+    """The tiny model with only the bucket that tests call."""
     return TinyModel(TWO_LAYERS, replace(GRID, prefill=GRID.prefill[:1], score=False))
 
 
@@ -58,31 +59,31 @@ def test_the_monitor_counts_compiles_of_several_threads():
     ("grid", "buckets"),
     [
         (GRID, ("8x3", "16x2", "48x1")),
-        (CHUNK_GRID, ("8x2 span 16", "8x1 span 32", "8x2 span 48")),
+        (TAIL_GRID, ("4x3 span 64", "16x2 span 64")),
     ],
     ids=["whole", "chunks"],
 )
 def test_every_graph_of_the_grid_is_planned(model, grid, buckets):
     planned = plan_graphs(model.definition, grid, model.placement, jnp.dtype(jnp.float32))
     prefill = {f"{kind} {bucket}" for bucket in buckets for kind in ("prefill", "score")}
-    spans = {f"decode span {span}" for span in grid.decode_spans}
-    names = prefill | spans | {"fork", "empty state"}
+    names = prefill | {"decode span 64", "fork", "empty state"}
     assert {str(graph.key) for graph in planned} == names == set(map(str, graph_keys(grid)))
 
 
-def test_a_row_has_the_same_bits_under_every_span(model):
+def test_a_row_has_the_same_bits_under_every_span():
     """The scheduler widens the span for a row's neighbours, which must not change the row."""
-    bucket = GRID.prefill[0]
+    grid = BucketGrid(64, GRID.prefill[:1], 4, (16, 32, 64), steps_per_call=4)
+    model, bucket = TinyModel(TWO_LAYERS, grid), grid.prefill[0]
     rows = np.arange(3, 3 + bucket.batch * 7).reshape(bucket.batch, 7).tolist()
-    pieces, asked, tokens_BT = pack_greedy(rows, 0, bucket, GRID, model.config.vocab_size)
+    pieces, asked, tokens_BT = pack_greedy(rows, 0, bucket, grid, model.config.vocab_size)
     wanted_B = np.full(bucket.batch, 5, np.int32)
     asked = asked._replace(sampling=asked.sampling._replace(num_logprobs_B=wanted_B))
     outcomes = []
-    for span in GRID.decode_spans:
+    for span in grid.decode_spans:
         state = model.graphs.empty_state()
         arguments = GraphKey("prefill", bucket), model.parameters, state, pieces, asked, tokens_BT
         state, _ = model.graphs.call(*arguments)
-        is_live_B = np.arange(GRID.decode_slots) < bucket.batch
+        is_live_B = np.arange(grid.decode_slots) < bucket.batch
         # two calls stay within the shortest span
         for _ in range(2):
             key = GraphKey("decode", span)

@@ -28,26 +28,25 @@ from noria.sharding.layout import PHASES, Layout
 ONE_LAYER = changed(CONFIG, windows=(None,))
 CHUNKS = BucketGrid(
     max_length=32,
-    prefill=((16, 2, 8), (32, 2, 8)),
+    prefill=((32, 2, 8),),
     decode_slots=4,
-    decode_spans=(16, 32),
+    page=8,
     steps_per_call=4,
     score=True,
     chunks_per_decode=3,
-    span_slots=(4, 2),
 )
 PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), CHUNKS)
-WHOLE = BucketGrid(32, ((8, 2), (32, 2)), 4, (16, 32), 4)
+WHOLE = BucketGrid(32, ((8, 2), (32, 2)), 4, page=8, steps_per_call=4)
+SPANS = replace(PLAN, buckets=BucketGrid(32, ((16, 2, 8), (32, 2, 8)), 4, (16, 32), 4))
 SHARED = PrefixGrid(groups=2, length=16, chunk=8, shared=((9, "0" * 16),))
 FORMS = StructuredGrid(10, 5, 4, 8, 6, ("sha256:" + "a" * 64,))
 MESH = {"name": "two", "mesh": {"tensor": 2}, "rules": {"mlp": "tensor", "vocab": "tensor"}}
-PREFIXES = replace(PLAN, buckets=replace(WHOLE, prefixes=SHARED))
+PREFIXES = replace(PLAN, buckets=BucketGrid(32, WHOLE.prefill, 4, (16, 32), 4, prefixes=SHARED))
 STRUCTURED = replace(PLAN, buckets=replace(WHOLE, structured=FORMS))
 ADAPTED = replace(PLAN, buckets=replace(WHOLE, adapters=AdapterGrid(2, {"mlp.down": 4})))
 LAID_OUT = replace(PLAN, target="cpu:2", buckets=WHOLE, layout=Layout.from_table(MESH))
 XLA = replace(PLAN, attention=AttentionPlan(decode="xla"))
 EXPERTS = replace(PLAN, buckets=WHOLE, experts=ExpertPlan())
-PAGES = replace(PLAN, buckets=replace(WHOLE, decode_spans=(32,), pages=9, page=8))
 
 PROMPTS = {"prefill", "score"}
 MODEL = PROMPTS | {"decode"}
@@ -74,19 +73,19 @@ CHANGES = {
     "model.source": (PLAN, replace(PLAN, model=PlannedModel("other", "sha256:1")), set()),
     "max_length_reason": (PLAN, replace(PLAN, max_length_reason="x"), set()),
     "chunks_per_decode": (PLAN, buckets(PLAN, chunks_per_decode=9), set()),
-    "decode_graphs": (PLAN, buckets(PLAN, decode_graphs=(32,)), set()),
+    "decode_graphs": (SPANS, buckets(SPANS, decode_graphs=(32,)), set()),
     "score": (PLAN, buckets(PLAN, score=False), set()),
     "slot_groups": (PLAN, buckets(PLAN, slot_groups=2), set()),
     "a short bucket": (EXPERTS, buckets(EXPERTS, prefill=WHOLE.prefill[1:]), set()),
     "a long bucket": (EXPERTS, buckets(EXPERTS, prefill=WHOLE.prefill[:1]), set()),
-    "the longest span of chunks": (PLAN, buckets(PLAN, prefill=CHUNKS.prefill[:1]), PROMPTS),
+    "the longest span of chunks": (SPANS, buckets(SPANS, prefill=((16, 2, 8),)), PROMPTS),
     "steps_per_call": (PLAN, buckets(PLAN, steps_per_call=5), {"decode"}),
     "decode_slots": (EXPERTS, buckets(EXPERTS, decode_slots=6), EVERY),
-    "span_slots": (PLAN, buckets(PLAN, span_slots=(4, 1)), EVERY),
-    "max_length": (EXPERTS, buckets(EXPERTS, max_length=48, decode_spans=(16, 48)), EVERY),
-    "pages": (PAGES, buckets(PAGES, pages=10), EVERY),
-    "page": (PAGES, buckets(PAGES, page=16), EVERY),
-    "row_tokens": (PAGES, buckets(PAGES, row_tokens=4), EVERY),
+    "span_slots": (SPANS, buckets(SPANS, span_slots=(4, 1)), EVERY),
+    "max_length": (SPANS, buckets(SPANS, max_length=48, decode_spans=(16, 32, 48)), EVERY),
+    "pages": (PLAN, buckets(PLAN, pages=17), EVERY),
+    "page": (PLAN, buckets(PLAN, page=16), EVERY),
+    "row_tokens": (PLAN, buckets(PLAN, row_tokens=8), EVERY),
     "scan_layers": (PLAN, replace(PLAN, model=PlannedModel("tiny", "", True)), EVERY),
     "dtype": (PLAN, numbers(dtype="bfloat16"), EVERY),
     "weights": (PLAN, numbers(weights="int8"), MODEL),

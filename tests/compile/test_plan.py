@@ -18,7 +18,7 @@ from noria.compile.plan_tables import PlanTable, table_lines
 from noria.modelzoo.moe_config import LOSSLESS, Dispatch, Tiles
 from noria.modelzoo.weights.weight_formats import WeightFormat
 
-GRID = BucketGrid(64, ((16, 4), (48, 1)), 8, (32, 64), steps_per_call=4, score=True)
+GRID = BucketGrid(64, ((16, 4), (48, 1)), 8, page=16, steps_per_call=4, score=True)
 PLAN = Plan("cpu", PlannedModel('a "quoted" \\ name', "sha256:00"), Numbers("float32"), GRID)
 EXPERTS = ExpertPlan(LOSSLESS, Dispatch("capacity", 1.25), "drop")
 
@@ -329,7 +329,7 @@ def test_tiles_are_the_targets_and_no_plans():
 )
 def test_a_fixed_capacity_of_experts_needs_pages_for_the_longest_rows_in_all_slots(phase, experts):
     needed = GRID.decode_slots * 4
-    grid = replace(GRID, decode_spans=(64,), pages=needed - 1, page=16)
+    grid = replace(GRID, pages=needed - 1)
     message = (
         rf"\[experts.{phase}\]: expected lossless dispatch, or at least {needed} buckets.pages, "
         rf"got a capacity_factor of 1.25 and {needed - 1} pages"
@@ -341,6 +341,6 @@ def test_a_fixed_capacity_of_experts_needs_pages_for_the_longest_rows_in_all_slo
 
 
 def test_a_plan_with_pages_is_read_as_it_is_written():
-    plan = replace(PLAN, buckets=replace(GRID, decode_spans=(64,), pages=8, page=16))
+    plan = replace(PLAN, buckets=replace(GRID, pages=8))
     assert "pages = 8\npage = 16" in plan.to_toml()
     assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan

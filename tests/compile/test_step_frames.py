@@ -6,14 +6,17 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from tiny import CONFIG, GRID
+from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.graphs import signatures
 from noria.compile.graphs.steps import decode_step
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.modelzoo.attention import blockwise
 from noria.modelzoo.attention.attend import attend_masked
 from noria.modelzoo.decoder import Decoder
+
+GRID = BucketGrid(64, ((48, 1),), 4, (16, 32, 64))
 
 
 def test_eight_functions_lie_between_a_decode_step_and_its_softmax(monkeypatch):

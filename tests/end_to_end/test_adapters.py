@@ -21,7 +21,7 @@ max_length = 48
 chunk = 16
 prefill = [[48, 2]]
 decode_slots = 8
-decode_spans = [48]
+page = 8
 steps_per_call = 4
 score = true
 """

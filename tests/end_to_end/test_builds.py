@@ -14,7 +14,7 @@ from noria.runtime import cli, session
 from noria.runtime.bundles.executable_cache import ExecutableCache
 from noria.runtime.engine.generation import GenerationSession
 
-GRID = ["buckets.prefill=[[16, 2], [32, 1]]", "buckets.max_length=48", "buckets.decode_spans=[48]"]
+GRID = ["buckets.prefill=[[16, 2], [32, 1]]", "buckets.max_length=48", "buckets.page=16"]
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ PLAN = plan_text(
 max_length = 16
 prefill = [[8, 1]]
 decode_slots = 1
-decode_spans = [16]
+page = 8
 """
 )
 

@@ -44,7 +44,7 @@ SCONTROL = """#!/bin/sh
 echo "$@" >> queued
 """
 PLAN = plan_text(
-    "max_length = 64\nprefill = [[16, 4]]\ndecode_slots = 8\ndecode_spans = [64]\n",
+    "max_length = 64\nprefill = [[16, 4]]\ndecode_slots = 8\nslot_groups = 2\n",
     target="cpu:2",
     layout="data",
     others='\n[mesh]\ndata = 2\n\n[rules]\nbatch = "data"\n',

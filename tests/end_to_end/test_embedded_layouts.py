@@ -14,6 +14,7 @@ from tolerances import NEAR_TIE_GAP
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
+from noria.modelzoo import axes
 from noria.runtime import LLM, SamplingParams
 from noria.runtime.files.layout_files import read_layout_table
 from noria.runtime.request import RequestOutput
@@ -47,7 +48,10 @@ LAYOUTS = (
 
 def answers(layout: Layout | None, scan_layers: bool = False) -> list[RequestOutput]:
     num_devices = 1 if layout is None else layout.mesh.num_devices
-    grid = BucketGrid(96, ((72, 6),), 6, (96,))
+    groups = 1
+    if layout is not None:
+        groups = layout.mesh.num_shards(layout.phase("decode")[axes.ATTENTION_BATCH])
+    grid = BucketGrid(96, ((72, 6),), 6, page=16, slot_groups=groups)
     target, model = f"cpu:{num_devices}", PlannedModel("smollm2", "", scan_layers)
     llm = LLM("smollm2", plan=Plan(target, model, Numbers("float32"), grid, layout))
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]

@@ -26,7 +26,7 @@ def test_the_python_surface_gives_the_same_ids():
     from noria.runtime import LLM, SamplingParams
 
     model = PlannedModel("smollm2", "", scan_layers=True)
-    grid = BucketGrid(64, ((48, 1),), 1, (64,))
+    grid = BucketGrid(64, ((48, 1),), 1, page=16)
     llm = LLM(model="smollm2", plan=Plan("cpu", model, Numbers("bfloat16"), grid))
     conversation = [{"role": "user", "content": "Name the capital of France."}]
     (output,) = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=16))

@@ -14,7 +14,7 @@ BUCKETS = plan_text(
 max_length = 64
 prefill = [[16, 4]]
 decode_slots = 12
-decode_spans = [64]
+page = 8
 steps_per_call = 2
 """
 )

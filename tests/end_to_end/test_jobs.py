@@ -16,7 +16,7 @@ BUCKETS = """\
 max_length = 64
 prefill = [[16, 3], [48, 2]]
 decode_slots = 5
-decode_spans = [24, 64]
+page = 8
 steps_per_call = 4
 score = true
 """
@@ -90,7 +90,6 @@ def test_rows_are_the_same_under_permutation_subset_and_split(noria, plan, tmp_p
 def test_a_run_through_every_bucket_compiles_nothing_and_accounts_for_its_time(
     noria, plan, tmp_path
 ):
-    # the long row ends first, so that the short row is alone, and within the short span
     greedy = {"temperature": 0, "ignore_eos": True}
     rows = [
         completion("short", [5, 6], **greedy, max_tokens=20),
@@ -104,7 +103,7 @@ def test_a_run_through_every_bucket_compiles_nothing_and_accounts_for_its_time(
     lifetime = time.monotonic() - started
     buckets = manifest["generator"]["buckets"]
     assert set(buckets["prefill"]) == {"16x3", "48x2", "16x3 scored", "48x2 scored"}
-    assert set(buckets["decode"]) == {"24", "64"}
+    assert set(buckets["decode"]) == {"64"}
     assert manifest["compiles_during_run"] == 0
     attention = manifest["generator"]["attention"]
     assert {phase: said.partition(" ")[0] for phase, said in attention.items()} == {

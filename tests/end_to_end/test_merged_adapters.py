@@ -15,7 +15,7 @@ BUCKETS = """\
 max_length = 32
 prefill = [[8, 2]]
 decode_slots = 2
-decode_spans = [32]
+page = 8
 steps_per_call = 4
 score = true
 """

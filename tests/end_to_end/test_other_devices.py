@@ -54,8 +54,9 @@ def test_a_job_goes_on_with_the_devices_that_are_there(noria, source, stopped, t
 def test_a_plan_of_the_other_devices_is_refused_with_what_works(noria, source, stopped, tmp_path):
     plan = tmp_path / "plan.toml"
     layout = '[mesh]\ndata = 2\n\n[rules]\nbatch = "data"\n'
-    buckets = "max_length = 16\nprefill = [[16, 2]]\ndecode_slots = 2\ndecode_spans = [16]\n"
-    plan.write_text(plan_text(buckets, target="cpu:2", layout="two", others=layout))
+    buckets = "max_length = 16\nprefill = [[16, 2]]\ndecode_slots = 2\n"
+    groups = "slot_groups = 2\n"
+    plan.write_text(plan_text(buckets + groups, target="cpu:2", layout="two", others=layout))
     arguments = ("batch", "-i", source, "-o", stopped, "--model", noria.model, "--target", "cpu")
     said = noria.refuse(*arguments, *OPTIONS[:2], "--plan", plan)
     assert "The --plan must be for these devices." in said

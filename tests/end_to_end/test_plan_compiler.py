@@ -15,7 +15,7 @@ BUCKETS = """
 max_length = 48
 prefill = [[16, 2]]
 decode_slots = 2
-decode_spans = [24, 48]
+page = 8
 score = true
 """
 PLAN = f'schema = 2\ntarget = "cpu"\n{MODEL}{NUMBERS}{BUCKETS}'
@@ -48,8 +48,8 @@ def test_options_reach_the_graphs_of_their_kind_alone(noria, source, tmp_path, m
     arguments = ["batch", *given, "--plan", tmp_path / "plan.toml", *options]
     assert cli.main([*map(str, arguments)]) == 0
     levels = sorted(options.get(level, 0) for options in compiled)
-    # prefill and the empty state have none, and there are two spans of decode
-    assert levels == [0, 0, 1, 1, 2, 3]
+    # prefill and the empty state have none
+    assert levels == [0, 0, 1, 2, 3]
     manifest = read_manifest(tmp_path / "out.jsonl")
     assert tomllib.loads(manifest["plan"])["compiler"]["score"] == {level: 2}
 

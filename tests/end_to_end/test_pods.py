@@ -39,7 +39,8 @@ PLAN = plan_text(
 max_length = 64
 prefill = [[16, 4]]
 decode_slots = 8
-decode_spans = [64]
+page = 16
+slot_groups = 2
 steps_per_call = 2
 """,
     target="cpu:8",

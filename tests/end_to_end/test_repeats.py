@@ -10,7 +10,7 @@ BUCKETS = """\
 max_length = 64
 prefill = [[16, 3], [48, 2]]
 decode_slots = 5
-decode_spans = [24, 64]
+page = 8
 steps_per_call = 4
 score = true
 """

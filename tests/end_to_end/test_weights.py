@@ -14,7 +14,7 @@ PLAN = plan_text(
 max_length = 32
 prefill = [[8, 2]]
 decode_slots = 2
-decode_spans = [32]
+page = 8
 steps_per_call = 4
 """
 )

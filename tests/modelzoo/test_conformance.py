@@ -41,7 +41,7 @@ BUCKET_LENGTH, SPANS = 24, (8, 16, 48)
 PAGE, ROW_PAGES = 4, 10
 """The entries of a page of caches in pages, and the pages of each of their slots."""
 PAGED = BucketGrid(
-    ROW_PAGES * PAGE, ((ROW_PAGES * PAGE, 3, 8),), 3, (ROW_PAGES * PAGE,),
+    ROW_PAGES * PAGE, ((ROW_PAGES * PAGE, 3, 8),), 3,
     pages=3 * ROW_PAGES, page=PAGE, row_tokens=8,
 )  # fmt: skip
 """In layers with windows, rows have pages of their own."""

@@ -17,10 +17,9 @@ from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks/workloads/peers64.jsonl"
-SPANS = (256, 512)
-WHOLE = BucketGrid(512, ((512, 1),), decode_slots=16, decode_spans=(512,))
-CHUNKS = BucketGrid(512, ((256, 2, 64), (512, 2, 64)), decode_slots=16, decode_spans=SPANS)
-TAILS = BucketGrid(512, ((512, 4, 8), (512, 2, 64)), decode_slots=16, decode_spans=(512,))
+WHOLE = BucketGrid(512, ((512, 1),), decode_slots=16)
+CHUNKS = BucketGrid(512, ((512, 2, 64),), decode_slots=16)
+TAILS = BucketGrid(512, ((512, 4, 8), (512, 2, 64)), decode_slots=16)
 
 
 @cache

@@ -19,9 +19,7 @@ from noria.runtime import LLM, SamplingParams
 pytestmark = pytest.mark.reference
 
 NUM_TOKENS = 32
-GRID = BucketGrid(
-    max_length=112, prefill=((112, 2),), decode_slots=3, decode_spans=(112,), score=True
-)
+GRID = BucketGrid(max_length=112, prefill=((112, 2),), decode_slots=3, page=16, score=True)
 QUESTIONS = [
     "What is the capital of France?",
     "Explain in two sentences why the sky is blue.",

@@ -72,11 +72,11 @@ def test_a_template_writes_no_more_than_the_limit():
 
 @pytest.mark.parametrize(
     ("prefill", "limit"),
-    [(((8, 4), (32, 2)), 2 * (6 + 4)), (((16, 2, 8),), 2 * (2 + 4))],
+    [(((8, 4), (32, 2)), 2 * (6 + 4)), (((64, 2, 8),), 2 * (2 + 4))],
     ids=["whole prompts", "chunks"],
 )
 def test_no_more_rows_wait_than_full_calls_can_be_chosen_from(prefill, limit):
-    grid = BucketGrid(max_length=64, prefill=prefill, decode_slots=4, decode_spans=(16, 64))
+    grid = BucketGrid(max_length=64, prefill=prefill, decode_slots=4)
     scheduler = Scheduler(grid)
     for number in itertools.count():
         if not scheduler.wants_more:

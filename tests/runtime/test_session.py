@@ -72,9 +72,8 @@ def test_jax_starts_no_other_backend_for_what_is_not_to_run_on_one(target, start
 
 @pytest.mark.parametrize("groups", [1, 2, None])
 def test_slots_in_groups_need_the_layout_that_has_them(groups):
-    """On one device the long slots come first: rows in other slots would lose entries."""
-    span_slots = None if groups is None else (4, 2)
-    grid = BucketGrid(64, ((16, 1),), 4, (32, 64), span_slots=span_slots, slot_groups=groups)
+    """On one device all slots take pages of one pool."""
+    grid = BucketGrid(64, ((16, 1),), 4, slot_groups=groups)
     one = present("cpu", "cpu", 1)
     if groups != 2:
         check_layout(None, None, one, grid)

@@ -127,7 +127,7 @@ def test_predictions_are_beside_the_seconds_of_jobs(run, model, tmp_path):
     factors = {kind: KindFactors() for kind in KINDS}
     table = Calibration("m", "float32", {}, "", factors, 0.0).to_json()
     calibration.write_text(json.dumps(table))
-    grid = BucketGrid(64, ((32, 2),), 2, (64,))
+    grid = BucketGrid(64, ((32, 2),), 2, page=16)
     chats = write_chats(tmp_path / "chats.jsonl")
     constants = {
         "MODEL": str(model),
@@ -158,7 +158,7 @@ def test_starts_are_measured_with_compilation_and_from_a_bundle(run, model, tmp_
     plan.write_text(
         'schema = 2\ntarget = "cpu"\n[model]\nsource = "m"\nfingerprint = ""\n'
         '[numbers]\ndtype = "float32"\n[buckets]\nmax_length = 16\nprefill = [[8, 1]]\n'
-        "decode_slots = 1\ndecode_spans = [16]\n"
+        "decode_slots = 1\n"
     )
     arguments = (plan, "--model", model, "--work-dir", tmp_path / "work")
     constants = {"subprocess": SimpleNamespace(run=start_here, PIPE=None)}

@@ -142,7 +142,7 @@ def test_a_job_computes_the_distinct_pieces_of_a_workload(name):
         [numbers.setdefault(word, len(numbers)) for word in json.dumps(row["body"]).split()]
         for row in rows_of(name, 120)
     ]
-    grid = BucketGrid(2048, ((2048, 4, 64),), 64, (2048,))
+    grid = BucketGrid(2048, ((2048, 4, 64),), 64)
     run = SymbolicRun(0, grid=grid, prompts=prompts, num_samples=[1] * len(prompts))
     run.assert_all_rows_ended()
     counted = count_prefixes(prompts, 64)

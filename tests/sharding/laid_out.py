@@ -53,6 +53,7 @@ VOCAB = 151
 """A prime number, so that every layout that splits the vocabulary pads it."""
 
 KEY_BLOCKS = (8, 4)
+PAGE = 8
 
 _SHARED = {
     "hidden_act": "silu",
@@ -233,12 +234,37 @@ def layout_of(spelling: str) -> Layout:
     return Layout.from_table(read_layout_table(spelling))
 
 
-def grid_of(num_devices: int, in_chunks: bool = False) -> BucketGrid:
-    """Return a grid with rows for all prompts, and a cache of at least two segments.
+def grid_of(layout: Layout | None, in_chunks: bool = False) -> BucketGrid:
+    """Return a grid with rows for all prompts, with pages enough for all slots.
 
-    Prompts, and chunks of two sizes, are shorter and longer than the windows.
+    Prompts, and chunks of two sizes, are shorter and longer than the windows and than a page. In
+    layers with windows, each slot has pages of its own.
     """
-    rows = 8 if num_devices == 1 else -(-len(PROMPT_LENGTHS) // num_devices) * num_devices
+    rows = _num_rows(layout)
+    options = {"page": PAGE, "slot_groups": num_slot_groups(layout), "steps_per_call": 4}
+    if in_chunks:
+        buckets = (48, rows, 8), (48, rows, 16)
+        return BucketGrid(48, buckets, rows, row_tokens=16, score=True, **options)
+    return BucketGrid(40, ((24, rows),), rows, row_tokens=1, score=True, **options)
+
+
+def num_slot_groups(layout: Layout | None) -> int:
+    """The number of pieces into which slots are split over devices."""
+    return (
+        1
+        if layout is None
+        else layout.mesh.num_shards(layout.phase("decode")[axes.ATTENTION_BATCH])
+    )
+
+
+def _num_rows(layout: Layout | None) -> int:
+    num_devices = 1 if layout is None else layout.mesh.num_devices
+    return 8 if num_devices == 1 else -(-len(PROMPT_LENGTHS) // num_devices) * num_devices
+
+
+def span_grid_of(layout: Layout | None, in_chunks: bool = False) -> BucketGrid:
+    """Return a grid as `grid_of` does, with a cache of at least two segments."""
+    rows = _num_rows(layout)
     if in_chunks:
         buckets = ((16, rows, 8), (16, rows, 16), (32, rows, 8), (32, rows, 16))
         return BucketGrid(40, buckets, rows, (16, 32, 40), steps_per_call=4, score=True)
@@ -379,7 +405,7 @@ class LaidOut:
     """The dtype of cache entries in codes."""
     adapters: AdapterGrid | None = None
     page: int | None = None
-    """The entries of a page; None for slots with places of their own."""
+    """With prefixes, the entries of a page; None for slots with places of their own."""
 
     @property
     def num_devices(self) -> int:
@@ -387,36 +413,22 @@ class LaidOut:
 
     @property
     def grid(self) -> BucketGrid:
-        grid = replace(grid_of(self.num_devices, self.in_chunks), adapters=self.adapters)
+        has_spans = self.long_slots or (self.prefixes is not None and self.page is None)
+        grid = (span_grid_of if has_spans else grid_of)(self.layout, self.in_chunks)
+        grid = replace(grid, adapters=self.adapters)
         if self.prefixes is not None:
             grid = replace(grid, score=False, prefixes=self.prefixes)
-        if self.page is not None:
-            if self.in_chunks:
-                rows = grid.prefill[0].batch
-                buckets = tuple(PrefillBucket(48, rows, chunk) for chunk in (8, 16))
-                grid = replace(grid, max_length=48, prefill=buckets, decode_spans=(48,))
-            pages = grid.decode_slots * -(-grid.max_length // self.page)
-            grid = replace(grid, decode_spans=(grid.max_length,), pages=pages, page=self.page)
-            row_tokens = grid.chunks[-1] if grid.chunks else 1
-            return replace(grid, slot_groups=self.num_shards, row_tokens=row_tokens)
         if self.long_slots is None:
             return grid
         slots = *[grid.decode_slots] * (len(grid.decode_spans) - 1), self.long_slots
-        return replace(grid, span_slots=slots, slot_groups=self.num_shards)
-
-    @property
-    def num_shards(self) -> int:
-        """The number of pieces into which slots are split over devices."""
-        if self.layout is None:
-            return 1
-        return self.layout.mesh.num_shards(self.layout.phase("decode")[axes.ATTENTION_BATCH])
+        return replace(grid, span_slots=slots, slot_groups=num_slot_groups(self.layout))
 
     def pages_of(self, slots: Sequence[int], length: int) -> np.ndarray | None:
         """Return the pages of slots; they lie scattered over the pool."""
         if (grid := self.grid).pages is None:
             return None
         # the pages of slots on one device are on this device
-        of_devices = np.arange(grid.pages, dtype=np.int32).reshape(self.num_shards, -1)
+        of_devices = np.arange(grid.pages, dtype=np.int32).reshape(grid.slot_groups or 1, -1)
         np.random.default_rng(5).permuted(of_devices, axis=1, out=of_devices)
         table_BN = of_devices.reshape(grid.decode_slots, -1)
         return table_BN[list(slots), : grid.num_pages(length)]
@@ -512,7 +524,14 @@ class LaidOut:
 
     def fork(self, state: DecodeState, source: int, slot: int, row: Row) -> DecodeState:
         """Copy one slot to another, with `row`'s sampling options; return the state."""
-        arguments = self.put((np.int32(source), np.int32(slot), self._sampling(row)))
+        page_BN = self.pages_of([slot], self.grid.max_length)
+        pages = ()
+        if page_BN is not None:
+            past_all = np.full_like(page_BN[0], self.grid.pages)
+            is_clear = source == self.grid.decode_slots
+            from_BN = None if is_clear else self.pages_of([source], self.grid.max_length)
+            pages = (past_all if from_BN is None else from_BN[0]), page_BN[0]
+        arguments = self.put((np.int32(source), np.int32(slot), self._sampling(row), *pages))
         return self.graphs.call(FORK, self.parameters, state, *arguments)[0]
 
     def clear(self, state: DecodeState, slot: int) -> DecodeState:
@@ -596,7 +615,7 @@ class LaidOut:
         arguments = self.put((is_live_B,) if page_BN is None else (is_live_B, page_BN))
         outputs = []
         for _ in range(num_calls):
-            key = GraphKey("decode", self.grid.decode_spans[-1])
+            key = GraphKey("decode", self.grid.max_length)
             state, output = self.graphs.call(key, self.parameters, state, *arguments)
             outputs.append(jax.device_get(output))
         joined = jax.tree.map(lambda *calls: np.concatenate(calls, axis=1), *map(_steps, outputs))

@@ -13,6 +13,7 @@ from laid_out import FAMILY_OF, PROMPT_LENGTHS, VOCAB, Answers, LaidOut, Row, gr
 from unoptimized import set_optimized
 
 from noria.compile.graphs.steps import NO_TOKEN, DecodeState
+from noria.modelzoo.cache.layer_state import LayerState
 from noria.runtime.request import SamplingParams
 
 LAYOUTS = pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_a_row_that_meets_nan_ends_alone(family, layout):
     """The graph also reports that the row's slot is not clean."""
     under, sick = laid_out(family, layout), 2
     state, _ = under.prefill(rows())
-    got = under.decode(with_nan_in(state, sick), rows())
+    got = under.decode(with_nan_in(under, state, sick), rows())
     assert got.output.is_finite_B.tolist() == [slot != sick for slot in range(8)]
     assert got.output.is_clean_B.tolist() == [slot != sick for slot in range(8)]
     assert (got.output.tokens_BQ[sick, 1:] == NO_TOKEN).all()
@@ -128,17 +129,24 @@ def filled_with_nan(under: LaidOut) -> DecodeState:
     return state._replace(cache=state.cache._replace(layers=layers), logits_BV=logits_BV)
 
 
-def with_nan_in(state: DecodeState, slot: int) -> DecodeState:
-    """Return the state with NaN in one slot's keys and values."""
+def with_nan_in(under: LaidOut, state: DecodeState, slot: int) -> DecodeState:
+    """Return the state with NaN in the keys and values of one slot's pages."""
+    table_BN = under.pages_of([slot], under.grid.max_length)
+    assert table_BN is not None
 
-    def poison(x: jax.Array) -> jax.Array:
-        values = np.array(x)
-        values[:, slot] = np.nan
-        return placed_like(values, x)
+    def poison(layer: LayerState) -> LayerState:
+        count = layer.spec.slot_pages
+        pages = slot * count + np.arange(count) if count else table_BN[0]
 
-    return state._replace(
-        cache=state.cache._replace(layers=jax.tree.map(poison, state.cache.layers))
-    )
+        def of_pages(x: jax.Array) -> jax.Array:
+            values = np.array(x)
+            values[:, pages] = np.nan
+            return placed_like(values, x)
+
+        return jax.tree.map(of_pages, layer)
+
+    layers = tuple(layer and poison(layer) for layer in state.cache.layers)
+    return state._replace(cache=state.cache._replace(layers=layers))
 
 
 def placed_like(values: np.ndarray, x: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """A grid without decode slots gives the same scores as a grid with slots, also under layouts."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -22,7 +22,9 @@ class Scoring(LaidOut):
     @property
     def grid(self) -> BucketGrid:
         grid = super().grid
-        return grid if self.has_slots else replace(grid, decode_slots=0, decode_spans=())
+        if self.has_slots:
+            return grid
+        return BucketGrid(grid.max_length, grid.prefill, decode_slots=0, score=True)
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ def plan_of(grid: BucketGrid) -> Plan:
 
 
 def test_rows_that_need_one_chunk_more_than_the_grid_has_count_too():
-    grid = BucketGrid(464, ((400, 1),), 4, (464,))
+    grid = BucketGrid(464, ((400, 1),), 4)
     note = padding_note(rows_of([100, 300, 399]), plan_of(grid), max_position=2048)
     whole, _, chunks = note.removeprefix("prefill: ").partition("; ")
     assert whole == "799 tokens in 3 rows, 1200 computed in whole prompts, 33.4% padding"
@@ -32,7 +32,7 @@ def test_rows_that_need_one_chunk_more_than_the_grid_has_count_too():
 
 
 def test_a_plan_of_chunks_is_compared_with_whole_prompts():
-    grid = BucketGrid(512, ((512, 1, 128),), 4, (512,))
+    grid = BucketGrid(512, ((512, 1, 128),), 4)
     note = padding_note(rows_of([100, 300]), plan_of(grid), max_position=2048)
     assert "400 tokens in 2 rows, 512 computed in chunks of 128" in note
     assert "computed in whole prompts" in note.partition("; ")[2]
@@ -44,7 +44,7 @@ PREFIX = PlannedPrefix(32, hash_tokens([5] * 32))
 @pytest.mark.parametrize(
     ("grid", "shared"),
     [
-        (BucketGrid(64, ((64, 1, 16),), 4, (64,)), "32 of 80 tokens can be copied"),
+        (BucketGrid(64, ((64, 1, 16),), 4), "32 of 80 tokens can be copied"),
         (
             BucketGrid(32, ((16, 1),), 4, (32,), prefixes=PrefixGrid(1, 64, 64, (PREFIX,))),
             "32 of 80 tokens are read from 1 beginning and",
@@ -67,7 +67,7 @@ def test_rows_without_room_for_an_answer_of_their_form_share_nothing(max_tokens,
     rows = [RowShape(40, max_tokens, min_output=shortest - 1) for _ in prompts]
     rows[2] = replace(rows[2], min_output=shortest)
     table, _ = table_of(prompts)
-    note = sharing_note(rows, table, BucketGrid(64, ((64, 1, 16),), 4, (64,)))
+    note = sharing_note(rows, table, BucketGrid(64, ((64, 1, 16),), 4))
     assert note == "prompts that begin alike: 32 of 80 tokens can be copied"
 
 
@@ -79,7 +79,7 @@ def test_rows_that_a_plan_has_no_graphs_for_are_known():
         (form, False, [0, 1]),
         (form, True, [0, 1, 3]),
     ):
-        grid = BucketGrid(64, ((64, 1),), 4, (64,), score=score, structured=structured)
+        grid = BucketGrid(64, ((64, 1),), 4, score=score, structured=structured)
         plan = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), grid)
         rows = [
             RowRequirements(8, 8, 1, scores, structure=form)

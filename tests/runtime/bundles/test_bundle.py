@@ -27,7 +27,7 @@ from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder,
 from noria.runtime.bundles.executable_cache import LoadError, digests, load_in_background
 from noria.runtime.bundles.key import key_of
 from noria.runtime.bundles.warm_start import Stores, WarmStart
-from noria.runtime.engine.padding import pack_greedy
+from noria.runtime.engine.padding import decode_pages, pack_greedy
 from noria.runtime.errors import BundleRequired, BundleUnusable, ConfigError
 
 PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
@@ -85,8 +85,8 @@ def test_what_is_loaded_computes_the_same_bits_and_nothing_is_compiled(model, ta
     for ours, theirs in zip(*map(jax.tree.leaves, made), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     live_B = np.zeros(GRID.decode_slots, bool)
-    key = GraphKey("decode", GRID.decode_spans[0])
-    loaded.call(key, model.parameters, loaded.empty_state(), live_B)
+    key = GraphKey("decode", GRID.max_length)
+    loaded.call(key, model.parameters, loaded.empty_state(), live_B, *decode_pages(GRID))
     assert compile_monitor().num_compiles == before
 
 
@@ -156,20 +156,20 @@ def test_a_plan_that_differs_has_the_executables_that_do_not_read_it(folder, tar
 def test_graphs_that_a_bundle_lacks_come_from_the_cache_or_are_compiled(
     model, folder, target, tmp_path
 ):
-    other = replace(PLAN, buckets=replace(GRID, steps_per_call=5))
+    other = replace(PLAN, compiler={"score": {"xla_a": 1}})
     files = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), path=ELSEWHERE)
     (cache := tmp_path / "cache").mkdir()
-    first, *others = (GraphKey("decode", span) for span in GRID.decode_spans)
+    first, *others = (GraphKey("score", bucket) for bucket in GRID.prefill)
     WarmStart(Stores(None, cache), other, target, files, pytest.fail).keep(
         first, model.graphs.executables[first]
     )
     warm = WarmStart(Stores(folder, cache), other, target, files, (notes := []).append)
     assert warm.executables().keys() == set(graph_keys(GRID)) - set(others)
     assert warm.bundle is not None
-    assert warm.bundle.executables == len(graph_keys(GRID)) - len(GRID.decode_spans)
-    assert "it has no decode span 16, decode span 32" in (warm.bundle.reason or "")
+    assert warm.bundle.executables == len(graph_keys(GRID)) - len(GRID.prefill)
+    assert "it has no score 48x1, score 16x2" in (warm.bundle.reason or "")
     assert notes[-1] == "compile cache: 1 executable taken"
-    with pytest.raises(BundleRequired, match="steps_per_call"):
+    with pytest.raises(BundleRequired, match=r"compiler\.score\.xla_a"):
         WarmStart(Stores(folder, cache, True), other, target, files, notes.append)
 
 
@@ -186,7 +186,7 @@ def test_a_truncated_or_changed_executable_is_refused(folder, target):
 
 def break_an_executable(folder: Path) -> GraphKey:
     """Replace an executable by other bytes, with the correct digest of those bytes."""
-    broken, content = GraphKey("decode", GRID.decode_spans[0]), b"\0"
+    broken, content = GraphKey("decode", GRID.max_length), b"\0"
     graphs = json.loads((folder / CONTENTS).read_text())["graphs"]
     (folder / GRAPHS / graphs[str(broken)]["file"]).write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()

@@ -17,9 +17,10 @@ from noria.modelzoo.rope_config import RopeConfig
 from noria.runtime.bundles.compilation_cache import remove_oldest
 from noria.runtime.bundles.executable_cache import ExecutableCache, digests
 from noria.runtime.bundles.warm_start import Stores, WarmStart
+from noria.runtime.engine.padding import decode_pages
 
 PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
-DECODE = {GraphKey("decode", span) for span in GRID.decode_spans}
+DECODE = {GraphKey("decode", GRID.max_length)}
 
 
 def start(folder, target, notes=None, plan=PLAN) -> WarmStart:
@@ -42,10 +43,10 @@ def test_the_next_start_takes_every_graph_and_computes_the_same_bits(model, targ
     executables = warm.executables()
     assert executables.keys() == set(graph_keys(GRID))
     assert notes == [f"compile cache: {len(executables)} executables taken"]
-    live_B = np.zeros(GRID.decode_slots, bool)
-    key = GraphKey("decode", GRID.decode_spans[-1])
-    ours = executables[key](model.parameters, warm.state(), live_B)
-    theirs = model.graphs.executables[key](model.parameters, model.graphs.empty_state(), live_B)
+    arguments = np.zeros(GRID.decode_slots, bool), *decode_pages(GRID)
+    (key,) = DECODE
+    ours = executables[key](model.parameters, warm.state(), *arguments)
+    theirs = model.graphs.executables[key](model.parameters, model.graphs.empty_state(), *arguments)
     for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -43,7 +43,7 @@ dtype = "float32"
 max_length = 16
 prefill = [[8, 1]]
 decode_slots = 1
-decode_spans = [16]
+page = 8
 steps_per_call = 1
 """
 

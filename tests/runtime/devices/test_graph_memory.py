@@ -9,7 +9,7 @@ from tiny import GRID, TinyModel
 from noria.compile.graph_failures import GraphFailed
 from noria.runtime.devices.graph_memory import check_memory, required_bytes
 
-FEW_GRAPHS = replace(GRID, prefill=((16, 2), (48, 1)), decode_spans=(64,), score=False)
+FEW_GRAPHS = replace(GRID, prefill=((16, 2), (48, 1)), score=False)
 
 
 def device(stats, process_index: int = 0):

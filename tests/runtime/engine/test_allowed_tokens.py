@@ -18,7 +18,7 @@ from noria.runtime.structured.structures import Structures
 from noria.runtime.structured.token_rules import compile_allowed
 
 V = CONFIG.vocab_size
-PLAIN_GRID = replace(GRID, prefill=((16, 2),), decode_spans=(64,), steps_per_call=8, score=False)
+PLAIN_GRID = replace(GRID, prefill=((16, 2),), steps_per_call=8, score=False)
 PROMPTS = prompts(4, longest=14)
 WORDS = ("5", "5 6", "6 7 8", "7 8", "8 8 8 9", "10 11 10 12", "10 11 13")
 

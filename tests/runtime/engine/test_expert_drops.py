@@ -21,7 +21,7 @@ NUM_CHOSEN = 2
 MOE = MoeConfig(Routing(6, NUM_CHOSEN), mlp=16)
 SPARSE = (False, True, True)
 MIXED = changed(CONFIG, moe=MOE, sparse=SPARSE)
-GRID = BucketGrid(64, ((16, 3), (40, 2)), decode_slots=13, decode_spans=(64,), score=True)
+GRID = BucketGrid(64, ((16, 3), (40, 2)), decode_slots=13, page=16, score=True)
 TIGHT = Dispatch("capacity", 1.0)
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 
@@ -192,7 +192,7 @@ def test_sums_do_not_wrap_at_32_bits():
 
 
 def test_a_prompt_that_is_read_again_for_more_sequences_counts_once():
-    grid = BucketGrid(64, ((32, 2, 16),), decode_slots=2, decode_spans=(32, 64))
+    grid = BucketGrid(64, ((64, 2, 16),), decode_slots=2, page=8)
     model = TinyModel(MIXED, grid, ExpertPlan(Dispatch("capacity", 0.5), LOSSLESS, "drop"))
     prompt = (prompts(1, seed=4)[0] * 4)[:28]
     counts = []

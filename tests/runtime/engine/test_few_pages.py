@@ -6,11 +6,12 @@
 from dataclasses import replace
 
 import pytest
-from tiny import PAGED_CHUNK_GRID, TWO_LAYERS, TinyModel, prompts
+from tiny import FEW_PAGES_CHUNK_GRID, TWO_LAYERS, TinyModel, prompts
 
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.runtime.request import Request, SamplingParams
 
-FEW = replace(PAGED_CHUNK_GRID, score=False)
+FEW = replace(FEW_PAGES_CHUNK_GRID, score=False)
 ENOUGH = replace(FEW, pages=FEW.decode_slots * 8)
 
 
@@ -54,8 +55,10 @@ def test_rows_have_the_bits_that_they_have_in_enough_pages():
 
 def test_a_slot_has_all_tokens_of_a_padded_last_piece():
     """The row is not a multiple of the piece, so the last piece ends after the end of the row."""
-    grid = replace(PAGED_CHUNK_GRID, max_length=60, prefill=((60, 4, 16),), decode_spans=(60,))
-    generator = TinyModel(grid=replace(grid, score=False, pages=32)).generator()
+    grid = BucketGrid(
+        60, ((60, 4, 16),), 4, page=8, row_tokens=16, steps_per_call=4, chunks_per_decode=3
+    )
+    generator = TinyModel(grid=grid).generator()
     prompts = [[3 + (7 * i + n) % 90 for n in range(50 + i)] for i in range(3)]
     params = SamplingParams(temperature=0, max_tokens=1)
     outputs = []

@@ -12,35 +12,22 @@ from noria.runtime.engine import generation
 from noria.runtime.request import Request, SamplingParams
 from noria.runtime.text.detokenizer import TextCollector
 
-SHORT_CHUNKS = replace(
-    GRID, prefill=((16, 3, 4), (48, 2, 4)), decode_spans=(16, 48, 64), span_slots=(4, 2, 1)
-)
-FEW_PAGES = replace(GRID, prefill=((64, 2, 4),), decode_spans=(64,), pages=14, page=8)
-LONG_CHUNKS = replace(GRID, prefill=((16, 2, 16), (48, 2, 16)), decode_spans=(16, 48, 64))
+SHORT_CHUNKS = replace(GRID, prefill=((64, 2, 4),), pages=14)
+LONG_CHUNKS = replace(GRID, prefill=((64, 2, 16),), row_tokens=16)
 IN_WINDOWS = changed(TWO_LAYERS, windows=(7, 7))
 MODELS = {
     "whole": (TWO_LAYERS, GRID),
-    "short chunks": (TWO_LAYERS, SHORT_CHUNKS),
-    "few pages": (TWO_LAYERS, FEW_PAGES),
+    "short chunks in few pages": (TWO_LAYERS, SHORT_CHUNKS),
     "long chunks in windows": (IN_WINDOWS, LONG_CHUNKS),
 }
 OPTIMIZED = {"long chunks in windows"}
 """Models with optimized programs in every run. The others have them with `--slow`;
 test_generation.py has a row with NaN in optimized programs for whole prompts."""
-MET_BY_OTHERS = {"short chunks"}
-"""Models that only `--slow` runs: "few pages" has chunks as short, and "long chunks in windows" has
-chunks in slots."""
 STEPS = GRID.steps_per_call
 MOST_OF_POISONED = 9
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.slow] * (name in MET_BY_OTHERS), id=name)
-        for name in MODELS
-    ],
-)
+@pytest.fixture(scope="module", params=MODELS)
 def model(request, optimizes: bool) -> TinyModel:
     set_optimized(optimizes or request.param in OPTIMIZED)
     return TinyModel(*MODELS[request.param])

@@ -22,7 +22,6 @@ GRID = BucketGrid(
     max_length=96,
     prefill=((96, 6, 8),),
     decode_slots=16,
-    decode_spans=(96,),
     steps_per_call=4,
     score=True,
     chunks_per_decode=3,
@@ -144,8 +143,7 @@ def test_one_piece_that_is_not_finite_fails_its_request_alone():
 
 def test_an_average_prompt_is_padded_by_half_a_piece():
     grid = BucketGrid(
-        max_length=1024, prefill=((1024, 64, 16),), decode_slots=64, decode_spans=(1024,),
-        pages=2048, page=64,
+        max_length=1024, prefill=((1024, 64, 16),), decode_slots=64, pages=2048, page=64
     )  # fmt: skip
     lengths = [20 + i * 37 % 400 for i in range(600)]
     metrics = schedule(grid, [SimulatedRow(n, 1024, (60,)) for n in lengths]).metrics

@@ -13,7 +13,6 @@ GRID = BucketGrid(
     max_length=64,
     prefill=((64, 1),),
     decode_slots=6,
-    decode_spans=(64,),
     pages=20,
     page=8,
 )

@@ -19,7 +19,6 @@ WHOLE = BucketGrid(
     max_length=96,
     prefill=((8, 4), (32, 2), (64, 1)),
     decode_slots=32,
-    decode_spans=(96,),
     steps_per_call=4,
     score=True,
     pages=40,
@@ -231,8 +230,8 @@ def test_tight_pools_make_rows_wait_and_start_again():
 @pytest.mark.parametrize(("pages", "groups"), [(24, 1), (40, 1), (100, 1), (100, 2), (256, 4)])
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_share_the_pages_of_prefixes(seed, pages, groups):
-    grid = replace(
-        CHUNKS, max_length=256, prefill=((256, 3, 16),), decode_spans=(256,),
+    grid = BucketGrid(
+        256, ((256, 3, 16),), 32, steps_per_call=4, score=True, chunks_per_decode=3,
         page=16, pages=pages, slot_groups=groups,
     )  # fmt: skip
     prompts, rng = related_prompts(seed), np.random.default_rng(seed)
@@ -263,8 +262,8 @@ def test_rows_share_the_pages_of_prefixes(seed, pages, groups):
         assert generator.metrics.copied_tokens
 
 
-GROUPS = replace(
-    CHUNKS, max_length=64, prefill=((64, 16, 8),), decode_slots=16, decode_spans=(64,), page=16,
+GROUPS = BucketGrid(
+    64, ((64, 16, 8),), 16, steps_per_call=4, score=True, chunks_per_decode=3, page=16,
     slot_groups=2,
 )  # fmt: skip
 

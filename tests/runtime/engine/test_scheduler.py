@@ -15,20 +15,30 @@ WHOLE = BucketGrid(
     max_length=64,
     prefill=((8, 4), (32, 2)),
     decode_slots=4,
-    decode_spans=(16, 64),
+    page=8,
     steps_per_call=4,
 )
-CHUNKS = replace(
-    WHOLE, prefill=((16, 2, 8), (32, 2, 8)), decode_spans=(16, 32, 64), chunks_per_decode=3
+CHUNKS = replace(WHOLE, prefill=((64, 2, 8),), chunks_per_decode=3, row_tokens=8)
+"""A grid with one piece of a prompt in a call."""
+TAILS = replace(CHUNKS, prefill=((64, 4, 2), (64, 1, 8)))
+"""A grid with at most four pieces of a prompt in a call."""
+RAGGED = BucketGrid(64, ((8, 4), (32, 2)), 4, (16, 64), steps_per_call=4, span_slots=(4, 2))
+RAGGED_CHUNKS = BucketGrid(
+    max_length=64,
+    prefill=((16, 2, 8), (32, 2, 8)),
+    decode_slots=4,
+    decode_spans=(16, 32, 64),
+    steps_per_call=4,
+    chunks_per_decode=3,
+    span_slots=(4, 2, 1),
 )
-TAILS = replace(CHUNKS, prefill=((16, 3, 2), (16, 2, 8), (32, 4, 2), (32, 1, 8)))
-RAGGED = replace(WHOLE, span_slots=(4, 2))
 GRIDS = {
     "whole": WHOLE,
     "ragged": RAGGED,
     "chunks": CHUNKS,
     "tails": TAILS,
-    "ragged chunks": replace(CHUNKS, span_slots=(4, 2, 1)),
+    "packed": replace(TAILS, prefill=((64, 3, 2), (64, 4, 8)), row_tokens=None),
+    "ragged chunks": RAGGED_CHUNKS,
 }
 
 
@@ -116,8 +126,10 @@ class Play:
                 self.batches_since_decode += bool(self.length)
                 most = self.grid.chunks_per_decode
                 assert most is None or self.batches_since_decode <= most
-                slots = [row.slot for row in action.rows if row.slot is not None]
-                assert len(slots) == len(set(slots))
+                of_slots = Counter(row.slot for row in action.rows if row.slot is not None)
+                tokens = self.grid.row_tokens
+                limit = 1 if not self.grid.is_packed else tokens and tokens // action.bucket.tokens
+                assert limit is None or max(of_slots.values(), default=1) <= limit
                 for row in action.rows:
                     self._prefill(action, row)
             case ForkAction():
@@ -231,11 +243,10 @@ def test_the_pieces_of_a_prompt_follow_from_its_length_whatever_else_waits(grid)
 
 def test_a_prompt_is_prefilled_in_large_chunks_and_then_in_small_ones():
     found = Play([scheduled(0, prompt_length=29)], TAILS).pieces_of(0)
-    pieces = [(bucket.length, bucket.chunk, start, count) for bucket, start, count in found]
+    pieces = [(bucket.chunk, start, count) for bucket, start, count in found]
     assert pieces == [
-        *((16, 8, start, 8) for start in (0, 8)),
-        (32, 8, 16, 8),
-        *((32, 2, 24 + start, count) for start, count in ((0, 2), (2, 2), (4, 1))),
+        *((8, start, 8) for start in (0, 8, 16)),
+        *((2, 24 + start, count) for start, count in ((0, 2), (2, 2), (4, 1))),
     ]
 
 
@@ -244,7 +255,7 @@ def test_a_prompt_is_prefilled_in_large_chunks_and_then_in_small_ones():
 )
 def test_no_prompt_waits_while_a_stream_of_others_begins(odd):
     """Otherwise full batches of prompts of one length would go first for ever."""
-    grid = replace(CHUNKS, prefill=((32, 3, 2), (32, 3, 4)), decode_spans=(32, 64))
+    grid = replace(CHUNKS, prefill=((64, 3, 2), (64, 3, 4)), row_tokens=4)
     requests = [odd if n == odd.number else scheduled(n, 24, 1) for n in range(600)]
     begun = [row.sequence.request.number for _, row in Play(requests, grid).rows if not row.start]
     ahead = [number for number in begun[: begun.index(odd.number)] if number > odd.number]
@@ -289,7 +300,7 @@ def test_a_full_batch_goes_before_an_older_one_that_is_not_full():
 
 def test_while_all_slots_idle_a_full_batch_goes_before_an_older_one_that_is_not_full():
     """Each prompt has a long piece and a short piece; four of these prompts make a full batch."""
-    grid = replace(WHOLE, prefill=((32, 4, 2), (32, 2, 8)), decode_slots=8, decode_spans=(32, 64))
+    grid = replace(TAILS, prefill=((64, 4, 2), (64, 2, 8)), decode_slots=8, pages=64)
     scheduler = Scheduler(grid)
     for number in range(6):
         scheduler.submit(scheduled(number, prompt_length=10))
@@ -321,7 +332,7 @@ def test_a_batch_that_is_not_full_alternates_with_decode_calls_while_requests_wa
 
 def test_the_last_prompt_of_a_bucket_waits_for_no_other_when_none_is_left():
     """The 31 prompts run in calls of two; one idle slot is less than a sixteenth of 31."""
-    grid = replace(WHOLE, prefill=((8, 2),), decode_slots=31, decode_spans=(32,), max_length=32)
+    grid = BucketGrid(32, ((8, 2),), 31, page=8, steps_per_call=4)
     scheduler = Scheduler(grid)
     for n in range(31):
         scheduler.submit(scheduled(n, max_tokens=8))
@@ -331,20 +342,19 @@ def test_the_last_prompt_of_a_bucket_waits_for_no_other_when_none_is_left():
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["whole", "chunks"])
 def test_a_batch_that_is_not_full_waits_while_few_slots_are_idle(is_chunked):
-    """One idle slot of 30 is less than a sixteenth; with the second idle slot the batch runs."""
-    prefill, most = (((16, 6, 8), (32, 6, 8)), 5) if is_chunked else (((8, 6), (32, 6)), None)
-    spans = (16, 32, 64)
-    grid = replace(
-        WHOLE, prefill=prefill, decode_slots=30, decode_spans=spans, chunks_per_decode=most
-    )
+    """The batch runs when a sixteenth of the 30 slots is idle, or an eighth in a packed grid."""
+    grid = replace(CHUNKS, prefill=((64, 6, 8),), chunks_per_decode=5)
+    grid = grid if is_chunked else replace(WHOLE, prefill=((8, 6), (32, 6)))
+    grid = replace(grid, decode_slots=30, pages=240)
     scheduler = Scheduler(grid)
     for n in range(40):
         scheduler.submit(scheduled(n, max_tokens=40))
     assert kinds(scheduler, 5) == [PrefillAction] * 5
-    for slot in (3, 7):
+    slots = (3, 7, 8, 11) if is_chunked else (3, 7)
+    for slot in slots:
         assert isinstance(scheduler.next_action(), DecodeAction)
         scheduler.slots.release(slot)
-    assert begun_by(scheduler.next_action()) == [(30, 3), (31, 7)]
+    assert begun_by(scheduler.next_action()) == list(enumerate(slots, start=30))
 
 
 def test_when_no_request_waits_prompts_meet_on_the_way():
@@ -356,7 +366,7 @@ def test_when_no_request_waits_prompts_meet_on_the_way():
     assert kinds(scheduler, 1) == [PrefillAction]
     scheduler.submit(scheduled(2, prompt_length=20))
     calls = [scheduler.next_action() for _ in range(2)]
-    assert [sorted(row.start for row in call.rows) for call in calls] == [[0, 8], [8]]
+    assert [sorted(row.start for row in call.rows) for call in calls] == [[0, 8], [8, 16]]
     assert kinds(scheduler, 2) == [DecodeAction, PrefillAction]
 
 
@@ -364,12 +374,10 @@ def test_when_no_request_waits_large_chunks_come_before_the_small_ones_that_they
     scheduler = Scheduler(TAILS)
     for n, length in enumerate((29, 3)):
         scheduler.submit(scheduled(n, prompt_length=length))
-    calls = [scheduler.next_action() for _ in range(8)]
-    shapes = [(call.bucket.chunk, call.bucket.length, len(call.rows)) for call in calls]
-    assert shapes == [
-        *[(8, 16, 1), (8, 16, 1), (8, 32, 1), (2, 32, 1), (2, 32, 1), (2, 32, 1)],
-        *[(2, 16, 1), (2, 16, 1)],
-    ]
+    calls = [scheduler.next_action() for _ in range(5)]
+    shapes = [(call.bucket.chunk, len(call.rows)) for call in calls]
+    # the three small pieces of the long prompt run with the first one of the short prompt
+    assert shapes == [(8, 1), (8, 1), (8, 1), (2, 4), (2, 1)]
 
 
 def test_sequences_of_a_prompt_are_copied_before_the_first_decodes_on(grid):
@@ -385,19 +393,17 @@ def test_sequences_of_a_prompt_are_copied_before_the_first_decodes_on(grid):
     assert len({source, *(copy.slot for copy in copies)}) == 3
 
 
-@pytest.mark.parametrize("grid", [WHOLE, CHUNKS], ids=["whole", "chunks"])
-def test_prompts_that_are_only_scored_use_no_slot_while_all_slots_decode(grid):
-    scheduler = Scheduler(grid)
+def test_whole_prompts_that_are_only_scored_use_no_slot_while_all_slots_decode():
+    scheduler = Scheduler(WHOLE)
     for n in range(4):
         scheduler.submit(scheduled(n, max_tokens=40))
     while not isinstance(scheduler.next_action(), DecodeAction):
         pass
     # an older generating prompt waits for a slot in the same bucket
     scheduler.submit(scheduled(4, is_scored=True))
-    for n in range(5, 5 + grid.prefill[0].batch):
+    for n in range(5, 9):
         scheduler.submit(scheduled(n, max_tokens=0, is_scored=True))
-    call = scheduler.next_action()
-    assert begun_by(call) == [(n, None) for n in range(5, 5 + grid.prefill[0].batch)]
+    assert begun_by(scheduler.next_action()) == [(n, None) for n in range(5, 9)]
     assert isinstance(scheduler.next_action(), DecodeAction)
     assert scheduler.num_waiting == 1
 
@@ -432,6 +438,7 @@ def test_a_prompt_that_is_scored_in_several_pieces_gives_its_slot_back():
     assert len(play.rows) == 9 * 3
 
 
+@pytest.mark.parametrize("grid", [RAGGED, RAGGED_CHUNKS], ids=["ragged", "ragged chunks"])
 def test_the_span_holds_every_live_row_and_no_more(grid):
     scheduler = Scheduler(grid)
     scheduler.submit(scheduled(0, prompt_length=5, max_tokens=30))
@@ -445,7 +452,7 @@ def test_the_span_holds_every_live_row_and_no_more(grid):
 
 
 def test_a_limit_keeps_the_span_short():
-    scheduler = Scheduler(WHOLE)
+    scheduler = Scheduler(RAGGED)
     scheduler.submit(scheduled(0, prompt_length=14, max_tokens=2))
     assert [scheduler.next_action() for _ in range(2)][1].span == 16
 
@@ -489,7 +496,7 @@ def test_a_request_that_lacks_slots_keeps_those_that_it_could_use():
 def test_prompts_that_hold_the_long_slots_do_not_wait_for_others_to_fill_their_call():
     """A call for the span of two long slots has room for eight prompts, so it is never full."""
     few_long = {"decode_slots": 32, "span_slots": (32, 2, 2), "chunks_per_decode": 8}
-    grid = replace(CHUNKS, prefill=((16, 2, 8), (32, 8, 8)), **few_long)
+    grid = replace(RAGGED_CHUNKS, prefill=((16, 2, 8), (32, 8, 8)), **few_long)
     long, short = scheduled(0, prompt_length=30, max_tokens=34), range(1, 9)
     rest = [scheduled(number, prompt_length=30, max_tokens=4) for number in short]
     calls = Play([long, *rest], grid, early=0.0).actions
@@ -499,13 +506,9 @@ def test_prompts_that_hold_the_long_slots_do_not_wait_for_others_to_fill_their_c
     assert [type(call) for call in calls[decodes : decodes + 35]] == expected
 
 
-@pytest.mark.parametrize(
-    ("grid", "message"),
-    [(WHOLE, "prefill length 33"), (CHUNKS, "prefill length 40, in whole chunks of 8")],
-    ids=["whole", "chunks"],
-)
-def test_a_request_that_does_not_fit_is_not_queued(grid, message):
+@pytest.mark.parametrize(("grid", "length"), [(WHOLE, 33), (CHUNKS, 65)], ids=["whole", "chunks"])
+def test_a_request_that_does_not_fit_is_not_queued(grid, length):
     scheduler = Scheduler(grid)
-    with pytest.raises(ValueError, match=message):
-        scheduler.submit(scheduled(0, prompt_length=33))
+    with pytest.raises(ValueError, match=f"prefill length {length};"):
+        scheduler.submit(scheduled(0, prompt_length=length))
     assert scheduler.num_waiting == 0

@@ -14,7 +14,7 @@ from noria.runtime.planning.simulator import SimulatedRow, schedule
 from noria.runtime.request import Request, SamplingParams
 from noria.runtime.rows.prefix_index import PrefixIndex
 
-GRID = BucketGrid(112, ((112, 2, 8),), 10, (112,), steps_per_call=4, score=True)
+GRID = BucketGrid(112, ((112, 2, 8),), 10, page=8, steps_per_call=4, score=True)
 HEADER = np.random.default_rng(5).integers(3, CONFIG.vocab_size, 40).tolist()
 ONLY = SamplingParams(max_tokens=0, prompt_logprobs=0)
 SCORED = {

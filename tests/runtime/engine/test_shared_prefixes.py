@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from related_prompts import table_of
 from symbolic_run import SymbolicRun
-from tiny import RAGGED_CHUNK_GRID, TinyModel
+from tiny import TAIL_GRID, TinyModel
 from tiny import TWO_LAYERS as CONFIG
 from unoptimized import set_optimized
 
@@ -55,7 +55,7 @@ def few_tokens(count: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_many_rows_of_one_prefix_compute_it_once(depth):
     """Requests come a few at a time, long after a prefix has continued in its parent's slot."""
-    grid = BucketGrid(512, ((512, 4, 32),), 16, (512,))
+    grid = BucketGrid(512, ((512, 4, 32),), 16)
     beginnings = [few_tokens(64 * (i + 1), 0) for i in range(depth)]
     counts = [2] * (depth - 1) + [400]
     prompts = [
@@ -71,7 +71,7 @@ def test_many_rows_of_one_prefix_compute_it_once(depth):
 
 def test_prefixes_after_one_prefix_run_beside_each_other():
     """Their pieces fill calls together, and their rows decode together."""
-    grid = BucketGrid(512, ((512, 8, 32),), 64, (512,))
+    grid = BucketGrid(512, ((512, 8, 32),), 64)
     beginning = few_tokens(128, 0)
     prompts = [
         beginning + few_tokens(128, seed=1 + document) + few_tokens(20, seed=1000 + question)
@@ -86,7 +86,7 @@ def test_prefixes_after_one_prefix_run_beside_each_other():
 
 def test_few_rows_do_not_decode_while_others_wait_for_prefixes():
     """Conversations grow turn by turn, and calls of their short pieces are rarely full."""
-    grid = BucketGrid(512, ((512, 8, 8), (512, 1, 64)), 128, (512,), chunks_per_decode=4096)
+    grid = BucketGrid(512, ((512, 8, 8), (512, 1, 64)), 128, chunks_per_decode=4096)
     turns = [few_tokens(60 - seed % 7, seed) for seed in range(200)]
     prompts = [
         [token for turn in turns[first : first + count] for token in turn]
@@ -186,10 +186,11 @@ def submission_of(rows: list[Request], grid: BucketGrid) -> Submission:
 
 @pytest.fixture(scope="module")
 def model() -> TinyModel:
-    """Return a model with windows; long slots are few, so they hold at most one prefix."""
+    """Return a model with windows, for which each slot has pages of its own."""
     set_optimized(True)
-    slots = {"decode_slots": 8, "span_slots": (8, 4, 2)}
-    return TinyModel(CONFIG, replace(RAGGED_CHUNK_GRID, **slots, score=False))
+    return TinyModel(
+        CONFIG, replace(TAIL_GRID, decode_slots=8, pages=64, row_tokens=16, score=False)
+    )
 
 
 def run(model: TinyModel, rows: list[Request], submission: Submission):

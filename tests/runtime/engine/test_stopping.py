@@ -10,7 +10,7 @@ from tiny import CONFIG, EOS_ID, GRID, TinyModel, prompts
 from noria.runtime.errors import RowError
 from noria.runtime.request import Request, RequestOutput, SampleRule, SamplingParams
 
-SMALL_GRID = replace(GRID, prefill=((16, 2),), decode_spans=(32, 64), score=False)
+SMALL_GRID = replace(GRID, prefill=((16, 2),), score=False)
 N = 6
 PATTERN = "([ab])"
 SAMPLED = SamplingParams(n=N, max_tokens=40, logit_bias={EOS_ID: 2.5})

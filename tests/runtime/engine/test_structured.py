@@ -19,9 +19,7 @@ from noria.runtime.structured.form_compiler import make_trie
 from noria.runtime.structured.structures import Structures
 
 STEPS = 8
-PLAIN_GRID = replace(
-    GRID, prefill=((16, 2),), decode_spans=(64,), steps_per_call=STEPS, score=False
-)
+PLAIN_GRID = replace(GRID, prefill=((16, 2),), steps_per_call=STEPS, score=False)
 PIECES = ['{"', '": ', '"}', ", ", '", "', "true", "null", "12", '\\"', "éa", "[]", "ab"]
 
 
@@ -245,10 +243,12 @@ BEGINNING = np.random.default_rng(1).integers(3, CONFIG.vocab_size, 9).tolist()
 """The tokens with which every second prompt of the next test begins."""
 SHARING_GRIDS = {
     "chunks": {"prefill": ((64, 2, 8),), "chunks_per_decode": None},
-    "pages": {"prefill": ((64, 2),), "page": 8, "pages": 8},
+    "few pages": {"prefill": ((64, 2),), "pages": 8},
     "planned prefixes": {
         "prefixes": PrefixGrid(2, 16, 16, (PlannedPrefix(9, hash_tokens(BEGINNING)),)),
-        "decode_slots": 4,
+        "decode_spans": (64,),
+        "page": None,
+        "pages": None,
     },
 }
 

@@ -22,7 +22,7 @@ dtype = "float32"
 max_length = 64
 prefill = [[16, 4]]
 decode_slots = 8
-decode_spans = [64]
+slot_groups = 2
 
 [mesh]
 data = 2
