@@ -185,18 +185,6 @@ class PagePlace(NamedTuple):
     arrangement: Arrangement
 
 
-def has_page_kernel(
-    config: DecoderConfig, grid: BucketGrid, platform: str, place: PagePlace, dtype: jnp.dtype
-) -> bool:
-    """Whether a kernel reads the pages of the rows of a decode step, and nothing else.
-
-    The portable form reads as many pages for each row as the longest one has.
-    """
-    num_rows = grid.decode_slots
-    calls = [_paged_call(kind, grid, 1, num_rows, place, dtype) for kind in _kinds(config)]
-    return choose(calls, platform, "decode", AUTO, PAGE_KERNELS).kernel != PORTABLE
-
-
 def choose_kernels(
     config: DecoderConfig,
     grid: BucketGrid,

@@ -23,9 +23,8 @@ from typing import Any
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.default_grid import derive_grid, slot_use
+from noria.compile.grids.default_grid import derive_grid
 from noria.compile.grids.prefill_bucket import PrefillBucket
-from noria.compile.grids.span_slots import with_ragged_slots
 from noria.compile.hardware.hardware import hardware_of
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.planning.cost import Calibration, CostModel
@@ -87,12 +86,9 @@ def grids(job: Path) -> dict[str, BucketGrid]:
     longest = max(need.prompt_length for need in needs)
     powers = powers_of_two(longest)[-len(alike.prefill) :]
     length = -(-alike.max_length // 64) * 64
-    spans = (length // 128 * 64, length)
-    chunks = BucketGrid(
-        length, tuple(PrefillBucket(span, 4, 64) for span in spans), alike.decode_slots, spans
-    )
+    chunks = BucketGrid(length, (PrefillBucket(length, 4, 64),), alike.decode_slots)
     return {
-        "derived": with_ragged_slots(alike, slot_use(needs, has_chunks=False)),
+        "derived": alike,
         "powers of two, 24 slots": replace(with_lengths(alike, powers, 512), decode_slots=24),
         "chunks of 64": chunks,
     }

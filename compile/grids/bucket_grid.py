@@ -29,6 +29,8 @@ from ...sharding.call import Call
 from ..plan_tables import PlanTable, check_keys, keys_of
 from .adapter_grid import AdapterGrid
 from .grid_values import (
+    DEFAULT_PAGE,
+    Count,
     check_decode_graphs,
     check_growing,
     check_list,
@@ -45,8 +47,6 @@ from .prefix_grid import PrefixGrid
 from .structured_grid import StructuredGrid
 
 CHUNKS_PER_DECODE = 32
-DEFAULT_PAGE = 64
-"""The entries of a page of plans that do not say it."""
 MAX_SIZE = 2**31 - 1
 """The largest index on a device, which is a 32-bit integer."""
 MAX_POSITIONS = 2**40
@@ -336,8 +336,8 @@ class BucketGrid(PlanTable, name="buckets"):
         spans = self.graph_spans
         return spans[bisect_left(spans, length)]
 
-    def num_pages(self, length: int) -> int:
-        """The number of pages that hold `length` positions, in a grid with pages."""
+    def num_pages(self, length: Count) -> Count:
+        """The pages that hold `length` positions, also for arrays, in a grid with pages."""
         assert self.page is not None
         return -(-length // self.page)
 

@@ -1,91 +1,99 @@
 """Derives a grid from the lengths of a job, if no plan is given.
 
-The prefill lengths come from `prefill_ladder`. Knows nothing of models or devices.
+The prefill lengths come from `prefill_ladder`. The cache is in pages: as many as the longest rows
+fill, one in each slot. Knows nothing of models or devices.
 """
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ...modelzoo.config_values import check_count
 from .bucket_grid import BucketGrid
 from .grid_defaults import GridDefaults, round_up
 from .grid_values import check_page_size, chunk_sizes
+from .page_count import with_needed_pages
 from .prefill_bucket import PrefillBucket
 from .prefill_ladder import cheapest_prefill, with_small_calls
 from .row_shape import RowShape
-from .span_slots import NO_LIMIT, SlotUse
+from .slot_use import SlotUse
 
 if TYPE_CHECKING:
     from ..planning.graph_prices import GraphPrices
-
-SPAN_STEP = 64
 
 
 def derive_grid(
     rows: Sequence[RowShape],
     max_position: int,
     defaults: GridDefaults | None = None,
-    fits: Callable[[int, int], bool] | None = None,
+    fits: Callable[[int], bool] | None = None,
     prices: "GraphPrices | None" = None,
     holds: Callable[[int, int], bool] | None = None,
 ) -> BucketGrid:
-    """Derive the default grid of a job: cheapest prefill lengths, and slots and spans for its rows.
+    """Derive the default grid of a job: cheapest prefill lengths, and slots and pages for its rows.
 
-    Every span has a graph; a schedule decides later which graphs are left out. The grid has no
-    slots if all rows are only scored, in whole prompts.
+    The grid has no slots if all rows are only scored, in whole prompts.
 
     Args:
       rows: The rows that can run.
       max_position: The model's context.
       defaults: The sizes to aim for.
-      fits: Whether a cache with this many slots and positions fits. Rows without `max_tokens` may
-        continue as far as it fits, and at least to their expected length.
+      fits: Whether there is room for a row of this length. Rows without `max_tokens` may continue
+        as far as there is, and at least to their expected length.
       prices: Costs of calls and graphs; without them only padding counts.
-      holds: Whether a device holds a cache with this many slots and positions. If not, the grid has
-        fewer slots. None if the slots of `defaults` are few enough anyway.
+      holds: Whether a device holds so many rows of this length. If not, the grid has fewer slots.
+        None if the slots of `defaults` are few enough anyway.
     """
     defaults = defaults or GridDefaults()
     # rows that no grid of this model can hold will be refused, so they must not lengthen the grid
     rows = [row for row in rows if row.min_length <= max_position] or [RowShape(1, 1)]
-    num_slots = sum(row.num_slots(has_chunks=bool(defaults.chunks)) for row in rows)
-    slots = max(1, min(defaults.max_decode_slots, num_slots))
-    expected = _expected_length(rows, max_position, defaults)
+    use = SlotUse.of_rows(rows, has_chunks=bool(defaults.chunks))
+    slots = max(1, min(defaults.max_decode_slots, use.num_sequences))
+    max_length = _expected_length(rows, max_position, defaults)
     if holds is not None:
-        slots = slots_that_fit(holds, slots, expected, defaults.slot_multiple)
-    max_length = expected
+        slots = slots_that_fit(holds, slots, max_length, defaults.slot_multiple)
     if defaults.max_length is not None:
-        max_length = defaults.longest_span(defaults.max_length)
+        max_length = defaults.max_length
     elif fits is not None and any(row.max_tokens is None for row in rows):
-        # rows share pages, so there must be room for one of the longest rows
-        at_once = round_up(slots, defaults.slot_multiple) if defaults.page is None else 1
-        room = partial(fits, at_once)
-        max_length = max(expected, _longest_that_fits(room, max_position, defaults))
-    expected = min(expected, max_length)
+        max_length = max(max_length, _longest_that_fits(fits, max_position, defaults.page))
     lengths = [row.prompt_length for row in rows]
     score = any(row.is_scored for row in rows)
-    if defaults.chunks:
-        most_rows = min(slots, len(rows))
-        return _chunk_grid(expected, max_length, max(lengths), slots, most_rows, score, defaults)
-    has_slots = defaults.keeps_slots or not all(row.is_only_scored for row in rows)
-    cheapest = (
-        cheapest_prefill if prices is None else partial(prices.cheapest_prefill, has_slots + score)
+    has_slots = (
+        bool(defaults.chunks) or defaults.keeps_slots or not all(row.is_only_scored for row in rows)
     )
+    if defaults.chunks:
+        prefill = _packed_calls(max_length, max(lengths), min(slots, len(rows)), defaults)
+    else:
+        cheapest = (
+            cheapest_prefill
+            if prices is None
+            else partial(prices.cheapest_prefill, has_slots + score)
+        )
+        buckets = cheapest(lengths, max_length, defaults)
+        prefill = with_small_calls(buckets, slots, use.num_sequences, defaults)
+    grid = _grid(max_length, prefill, slots if has_slots else 0, score, defaults)
+    return with_needed_pages(grid, use) if has_slots else grid
+
+
+def _grid(
+    max_length: int,
+    prefill: Sequence[PrefillBucket],
+    slots: int,
+    score: bool,
+    defaults: GridDefaults,
+) -> BucketGrid:
+    """The grid of these graphs, with pages for rows of `max_length` in all slots, if it has any."""
+    groups = defaults.slot_groups
     return BucketGrid(
         max_length=max_length,
-        prefill=with_small_calls(
-            cheapest(lengths, max_length, defaults), slots, num_slots, defaults
-        ),
-        decode_slots=round_up(slots, defaults.slot_multiple) if has_slots else 0,
-        decode_spans=_spans(expected, max_length, defaults) if has_slots else (),
+        prefill=tuple(prefill),
+        decode_slots=round_up(slots, defaults.slot_multiple),
         steps_per_call=defaults.steps_per_call,
         score=score,
+        slot_groups=groups if slots and groups > 1 else None,
+        page=defaults.page if slots else None,
     )
 
 
@@ -113,27 +121,15 @@ def _expected_length(rows: Sequence[RowShape], max_position: int, defaults: Grid
     wanted = max(
         row.prompt_length + unlimited if row.max_tokens is None else row.min_length for row in rows
     )
-    return defaults.longest_span(min(round_up(wanted, defaults.row_step), max_position))
+    return min(round_up(wanted, defaults.length_step), max_position)
 
 
-def _longest_that_fits(
-    room: Callable[[int], bool], max_position: int, defaults: GridDefaults
-) -> int:
-    """The model's context if its cache fits, else the largest multiple of the step that fits."""
-    if room(longest := defaults.longest_span(max_position)):
-        return longest
-    step = math.lcm(SPAN_STEP, defaults.span_multiple)
-    return step * bisect_left(range(1, longest // step + 1), True, key=lambda n: not room(n * step))
-
-
-def slot_use(rows: Sequence[RowShape], *, has_chunks: bool) -> SlotUse:
-    """Slots that the rows need, if each row emits its maximum output."""
-    counts = [row.num_slots(has_chunks=has_chunks) for row in rows]
-    return SlotUse(
-        np.array([row.prompt_length for row in rows], int),
-        np.array([NO_LIMIT if row.max_tokens is None else row.max_tokens for row in rows], int),
-        np.array(counts, int),
-    )
+def _longest_that_fits(fits: Callable[[int], bool], max_position: int, page: int) -> int:
+    """The model's context if there is room for it, else the longest row of whole pages."""
+    if fits(max_position):
+        return max_position
+    pages = range(1, max_position // page + 1)
+    return page * bisect_left(pages, True, key=lambda count: not fits(count * page))
 
 
 def with_chunks(defaults: GridDefaults, chunk: Any) -> GridDefaults:
@@ -144,8 +140,6 @@ def with_chunks(defaults: GridDefaults, chunk: Any) -> GridDefaults:
 def with_overrides(defaults: GridDefaults, asked: Any) -> GridDefaults:
     """The defaults, changed by a user's values of `chunk`, `max_length`, `page` and slots.
 
-    A `page` of 0 asks for no pages.
-
     Raises:
       ValueError: `asked` is not a table, or the value of one of these keys is invalid.
     """
@@ -155,14 +149,10 @@ def with_overrides(defaults: GridDefaults, asked: Any) -> GridDefaults:
         )
     if "chunk" in asked:
         defaults = with_chunks(defaults, asked["chunk"])
-    keys_of_slots = {"decode_slots", "decode_spans", "span_slots"}
-    if asks_for_no_pages(asked):
-        defaults = replace(defaults, page=None)
-    elif "page" in asked:
+    if "page" in asked:
         check_page_size(1, asked["page"])
         defaults = replace(defaults, page=asked["page"])
-        keys_of_slots.add("page")
-    if keys_of_slots & set(asked) and asked.get("decode_slots") != 0:
+    if {"decode_slots", "pages", "page"} & set(asked) and asked.get("decode_slots") != 0:
         defaults = replace(defaults, keeps_slots=True)
     if "max_length" in asked:
         check_count("buckets.max_length", asked["max_length"])
@@ -170,63 +160,23 @@ def with_overrides(defaults: GridDefaults, asked: Any) -> GridDefaults:
     return defaults
 
 
-def asks_for_no_pages(asked: Mapping[str, Any]) -> bool:
-    """Whether a user's values ask for a cache without pages, by a `page` of 0."""
-    page = asked.get("page")
-    return page == 0 and not isinstance(page, bool)
-
-
-def _chunk_grid(
-    expected: int,
-    max_length: int,
-    longest_prompt: int,
-    slots: int,
-    most_rows: int,
-    score: bool,
-    defaults: GridDefaults,
-) -> BucketGrid:
-    """A grid with spans of whole chunks up to the expected length; the last covers the rest.
-
-    It has no pages yet. `page_count.with_pages` gives it one span.
-    """
-    longest = defaults.chunks[-1]
-    whole = min(round_up(expected, longest), max_length // longest * longest)
-    if not whole:
+def _packed_calls(
+    max_length: int, longest_prompt: int, most_rows: int, defaults: GridDefaults
+) -> Sequence[PrefillBucket]:
+    """The calls of chunks, which pieces of prompts share."""
+    if (longest := defaults.chunks[-1]) > max_length:
         raise ValueError(
             f"buckets.chunk: expected at most {max_length}, the longest row of this job or model, "
             f"got {longest}. Plan a smaller chunk."
         )
-    count, step = defaults.max_decode_graphs, math.lcm(SPAN_STEP, longest)
-    count = max(1, count - (max_length > expected))
-    steps = {min(round_up(whole * i // count, step), whole) for i in range(1, count)}
-    cuts = sorted(steps | {whole})
-    needed = min(longest_prompt, whole)
-    last = next(i for i, span in enumerate(cuts) if needed <= span)
-
-    def most_pieces(chunk: int) -> int:
-        # with pages, a call may have all pieces of a prompt
-        return most_rows if defaults.page is None else most_rows * -(-needed // chunk)
-
-    prefill = (
-        PrefillBucket(span, defaults.chunk_batch(chunk, most_pieces(chunk)), chunk)
-        for span, chunk in product(cuts[: last + 1], defaults.chunks)
-    )
-    return BucketGrid(
-        max_length=max_length,
-        prefill=tuple(prefill),
-        decode_slots=round_up(slots, defaults.slot_multiple),
-        decode_spans=tuple(sorted({*cuts, max_length})),
-        steps_per_call=defaults.steps_per_call,
-        score=score,
-    )
-
-
-def _spans(expected: int, max_length: int, defaults: GridDefaults) -> tuple[int, ...]:
-    """Spans in equal steps up to the expected length, and one span for longer rows."""
-    step = math.lcm(SPAN_STEP, defaults.span_multiple)
-    count = max(1, defaults.max_decode_graphs - (max_length > expected))
-    steps = {min(round_up(max(1, expected * i // count), step), expected) for i in range(1, count)}
-    return tuple(sorted(steps | {expected, max_length}))
+    prompt = min(longest_prompt, max_length)
+    return [
+        # a call may have all pieces of a prompt
+        PrefillBucket(
+            max_length, defaults.chunk_batch(chunk, most_rows * -(-prompt // chunk)), chunk
+        )
+        for chunk in defaults.chunks
+    ]
 
 
 def ladder_grid(
@@ -234,28 +184,16 @@ def ladder_grid(
 ) -> BucketGrid:
     """A grid for unknown requests: prefill lengths that double up to `max_length`, or chunks."""
     defaults = defaults or GridDefaults()
-    max_length = defaults.longest_span(max_length)
     if defaults.chunks:
-        return _chunk_grid(max_length, max_length, max_length, slots, slots, score, defaults)
+        prefill = _packed_calls(max_length, max_length, slots, defaults)
+        return _grid(max_length, prefill, slots, score, defaults)
     length = defaults.longest_prefill(max_length)
     lengths = [length]
     while length > 2 * defaults.length_step and len(lengths) < defaults.max_prefill_graphs:
         length = round_up(length // 2, defaults.length_step)
         lengths.append(length)
-    return BucketGrid(
-        max_length=max_length,
-        prefill=tuple(
-            PrefillBucket(
-                length,
-                round_up(
-                    max(1, min(defaults.tokens_per_prefill // length, slots)),
-                    defaults.batch_multiple,
-                ),
-            )
-            for length in sorted(set(lengths))
-        ),
-        decode_slots=round_up(slots, defaults.slot_multiple),
-        decode_spans=_spans(max_length, max_length, defaults),
-        steps_per_call=defaults.steps_per_call,
-        score=score,
-    )
+    prefill = []
+    for length in sorted(set(lengths)):
+        batch = max(1, min(defaults.tokens_per_prefill // length, slots))
+        prefill.append(PrefillBucket(length, round_up(batch, defaults.batch_multiple)))
+    return _grid(max_length, prefill, slots, score, defaults)

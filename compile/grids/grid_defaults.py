@@ -5,11 +5,10 @@ Knows nothing of models, devices or rows.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ...modelzoo import axes
+from .grid_values import DEFAULT_PAGE, Count
 
 if TYPE_CHECKING:
     from ...sharding.layout import Layout
@@ -18,10 +17,6 @@ LENGTH_STEP = 16
 ACCELERATOR_TOKENS, ACCELERATOR_SLOTS = 2048, 512
 """Tokens of a prefill call and slots on an accelerator. Products of fewer rows leave its matrix
 units idle, and every call has a cost of its own."""
-ACCELERATOR_PAGE = 64
-"""Entries of a page on an accelerator: as many as its matrix units take at once."""
-
-_Count = TypeVar("_Count", int, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -32,9 +27,6 @@ class GridDefaults:
     """Tokens of one prefill call: enough to fill a CPU's units, few enough to waste little."""
     max_prefill_graphs: int = 6
     max_decode_slots: int = 64
-    max_decode_graphs: int = 3
-    """Number of decode graphs. One of them is for rows beyond the expected length, if there may be
-    any."""
     steps_per_call: int = 8
     unspecified_output: int = 512
     """Expected number of output tokens of a row without `max_tokens`."""
@@ -56,11 +48,11 @@ class GridDefaults:
     length_multiple: int = 1
     """Prefill lengths are multiples of this number."""
     span_multiple: int = 1
-    """Spans are multiples of this number."""
+    """Chunks and prefixes are multiples of this number, into which a layout splits entries."""
     keeps_slots: bool = False
     """Whether a grid has decode slots even if all rows are only scored."""
-    page: int | None = None
-    """The entries of a page of the cache; None for slots with places of their own."""
+    page: int = DEFAULT_PAGE
+    """The entries of a page of the cache."""
     chunks: tuple[int, ...] = ()
     """Chunk sizes, growing; empty for a ladder of whole-prompt buckets."""
 
@@ -86,21 +78,14 @@ class GridDefaults:
             slot_multiple=math.lcm(*(shards(decode[axis]) for axis in rows)),
             slot_groups=shards(decode[axes.ATTENTION_BATCH]),
             length_multiple=shards(prefill[axes.RESIDUAL_LENGTH]),
-            span_multiple=shards(decode[axes.CACHE_LENGTH]),
+            span_multiple=(stripes := shards(decode[axes.CACHE_LENGTH])),
+            page=max(DEFAULT_PAGE, stripes),
         )
 
     @property
     def length_step(self) -> int:
         """Lengths of prefill buckets are multiples of this."""
         return math.lcm(self.whole_lengths, self.length_multiple, *self.chunks)
-
-    @property
-    def row_step(self) -> int:
-        """The longest row of a derived grid is rounded up to a multiple of this.
-
-        The last span ends there, too.
-        """
-        return math.lcm(self.length_step, self.span_multiple)
 
     def chunk_batch(self, chunk: int, most_rows: int) -> int:
         """Rows of a call of chunks: enough to reach `tokens_per_prefill`, if there are as many.
@@ -114,34 +99,15 @@ class GridDefaults:
     def longest_prefill(self, max_length: int) -> int:
         """The longest prefill bucket of a grid; ValueError if `max_length` is too short for one."""
         multiple = self.length_multiple
-        return _longest_multiple(max_length, multiple, "a row's tokens", "residual_length")
-
-    def longest_span(self, max_length: int) -> int:
-        """The longest span of a grid; ValueError if `max_length` is too short for one."""
-        return _longest_multiple(max_length, self.span_multiple, "the cache", "cache_length")
-
-
-def _longest_multiple(max_length: int, multiple: int, what: str, axis: str) -> int:
-    if max_length < multiple:
-        raise ValueError(
-            f"max_length: expected at least {multiple}, the pieces that the layout splits {what} "
-            f"into, got {max_length}. Plan longer rows, or change the rule of {axis}."
-        )
-    return max_length // multiple * multiple
+        if max_length < multiple:
+            raise ValueError(
+                f"max_length: expected at least {multiple}, the pieces that the layout splits a "
+                f"row's tokens into, got {max_length}. Plan longer rows, or change the rule of "
+                f"residual_length."
+            )
+        return max_length // multiple * multiple
 
 
-def page_size(platform: str, asked: int | None = None) -> int | None:
-    """The entries of a page of the cache; None for slots with places of their own.
-
-    Args:
-      platform: `cpu`, `gpu` or `tpu`.
-      asked: The entries that a user asks for, and 0 for no pages; None for what the platform has.
-    """
-    if asked is None:
-        return None if platform == "cpu" else ACCELERATOR_PAGE
-    return asked or None
-
-
-def round_up(value: _Count, step: int) -> _Count:
+def round_up(value: Count, step: int) -> Count:
     """The smallest multiple of `step` that is at least the value, also for arrays."""
     return -(-value // step) * step

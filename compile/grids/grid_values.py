@@ -6,9 +6,16 @@ key, the expected value and the actual one.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ...modelzoo.config_values import MAX_COUNT, check_count, is_count
+
+DEFAULT_PAGE = 64
+"""The entries of a page of plans that do not say it: as many as the matrix units of accelerators
+take at once."""
+Count = TypeVar("Count", int, np.ndarray)
 
 
 def chunk_sizes(value: Any) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """The rule by which a grid leaves graphs out: a graph must save more time than its build takes.
 
 The price of a graph is the time to compile it on a cold start, plus the extra time of its first
-call. It saves the extra time that its prompts or steps would take in the next longer graph.
-`bucket_search` cuts lengths and spans with this price for each graph. So no graph of the result can
-be left out, alone or with others, without losing more than is saved.
+call. It saves the extra time that its prompts would take in the next longer graph. `bucket_search`
+cuts lengths with this price for each graph. So no graph of the result can be left out, alone or
+with others, without losing more than is saved.
 
 It is not known whether a start will be warm, so every start counts as cold. The figures depend on
 platform, model and layout, and never on this machine: every process, and every part of a job,
@@ -12,15 +12,13 @@ leaves out the same graphs.
 Knows nothing of schedules.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
 from ...sharding.call import Call
 from ..grids.bucket_grid import BucketGrid
-from ..grids.bucket_search import cheapest_cuts
 from ..grids.grid_defaults import GridDefaults
 from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefill_ladder import cheapest_prefill
@@ -61,10 +59,11 @@ class GraphPrices:
         first_call = self.cost.first_call_seconds(Call("prefill", 1, 1, 1))
         return num_kinds * (self.build.prefill + first_call)
 
-    def of_decode_graph(self, slots: int, span: int) -> float:
-        """The price of a decode graph."""
-        first_call = self.cost.first_call_seconds(Call.of_step(slots, span))
-        return self.build.of_decode_graph(slots, span) + first_call
+    def of_decode_graph(self, grid: BucketGrid) -> float:
+        """The price of the decode graph of a grid with pages."""
+        assert grid.pages is not None and grid.page is not None
+        first_call = self.cost.first_call_seconds(grid.decode_call(grid.max_length))
+        return self.build.of_decode_graph(grid.pages, grid.page) + first_call
 
     def cheapest_prefill(
         self,
@@ -80,55 +79,5 @@ class GraphPrices:
         price = self.of_prefill_bucket(num_kinds)
         return cheapest_prefill(lengths, max_length, defaults, self._seconds, price)
 
-    def without_idle_spans(self, grid: BucketGrid, steps: Mapping[int, float]) -> BucketGrid:
-        """The grid without the decode graphs that save too little.
-
-        Args:
-          grid: A grid with a graph for every span.
-          steps: Number of steps that a schedule runs in each span; spans without steps may be
-            missing.
-        """
-        spans = grid.decode_spans
-        if len(spans) < 2:
-            return grid
-        steps_below = np.cumsum([0.0, *(steps.get(span, 0) for span in spans)])
-
-        def costs(end: int) -> np.ndarray:
-            step_seconds = self.cost.seconds(grid.decode_call(spans[end]))
-            num_steps = steps_below[end + 1] - steps_below[: end + 1]
-            return num_steps * step_seconds + self.of_decode_graph(grid.decode_slots, spans[end])
-
-        graphs = tuple(spans[end] for end in cheapest_cuts(costs, len(spans), len(spans)))
-        return with_decode_graphs(grid, graphs)
-
     def _seconds(self, bucket: PrefillBucket) -> float:
         return self.cost.seconds(bucket.call())
-
-
-def with_decode_graphs(grid: BucketGrid, graphs: Collection[int]) -> BucketGrid:
-    """The grid with a decode graph for each of these spans, and for the last one.
-
-    A cache segment is merged with the next one if no graph, no slot and no chunk's span ends
-    between them. The schedule of a job is the same for all decode graphs.
-    """
-    spans = grid.decode_spans
-    if not spans:
-        return grid
-    graphs = {*graphs, spans[-1]}
-    slots = grid.span_slots or (grid.decode_slots,) * len(spans)
-    ends = {
-        span
-        for (span, slots_below), (_, slots_above) in pairwise(zip(spans, slots, strict=True))
-        if slots_below > slots_above
-    }
-    if grid.chunks:
-        ends |= {bucket.length for bucket in grid.prefill}
-    cuts = [cut for cut in zip(spans, slots, strict=True) if cut[0] in ends | graphs]
-    kept_spans = tuple(span for span, _ in cuts)
-    has_all = graphs.issuperset(kept_spans)
-    return replace(
-        grid,
-        decode_spans=kept_spans,
-        span_slots=grid.span_slots and tuple(count for _, count in cuts),
-        decode_graphs=None if has_all else tuple(sorted(graphs)),
-    )

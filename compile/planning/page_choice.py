@@ -13,8 +13,7 @@ from ...modelzoo.layer_config import window_size
 from ..grids.bucket_grid import BucketGrid
 from ..grids.grid_defaults import round_up
 from ..grids.grid_values import window_pages
-from ..grids.page_count import with_pages
-from ..grids.span_slots import SlotUse
+from ..grids.page_count import with_room
 from .work import Work
 
 MIN_ROW_TOKENS = 256
@@ -22,35 +21,27 @@ MIN_ROW_TOKENS = 256
 
 
 def pages_in_memory(
-    grid: BucketGrid,
-    use: SlotUse,
-    page: int,
-    groups: int,
-    work: Work,
-    max_bytes: float,
-    row_tokens: int | None = None,
+    grid: BucketGrid, work: Work, max_bytes: float, row_tokens: int | None = None
 ) -> BucketGrid | None:
-    """The grid with the pages that memory holds; None if there is no room for one row.
+    """The grid with no more pages than memory holds; None if there is no room for one row.
 
     It has fewer slots if the pages that slots have of their own would leave no room for others.
 
     Args:
-      grid: A grid with slots, and without pages.
-      use: The slots and lengths that rows need.
-      page: The entries of a page.
-      groups: The equal groups of slots on different devices.
+      grid: A grid with pages.
       work: The work of the model's graphs.
       max_bytes: The bytes for the cache on each device.
       row_tokens: The `BucketGrid.row_tokens` that a user asks for; None to choose it.
     """
-    shared = None
+    assert grid.page is not None and grid.pages is not None
+    page, groups, shared = grid.page, grid.slot_groups or 1, None
     if row_tokens is None:
-        shared = with_pages(grid, use, page, work.num_pages(max_bytes, page), groups)
+        shared = with_room(grid, work.num_pages(max_bytes, page))
         row_tokens = row_tokens_for(work.config, grid.chunks)
         if row_tokens is None:
             return shared
         row_tokens = min(row_tokens, _most_row_tokens(grid))
-    longest = -(-grid.max_length // page)
+    longest = grid.num_pages(grid.max_length)
     of_window = partial(window_pages, row_tokens=row_tokens, page=page, max_length=grid.max_length)
     of_pool, of_slot = work.bytes_of_pages(page, of_window)
     left = max_bytes - groups * longest * of_pool
@@ -60,8 +51,8 @@ def pages_in_memory(
         if slots < 1 or shared is not None:
             return shared
     room = (max_bytes - slots * of_slot) / of_pool if of_pool else math.inf
-    grid = replace(grid, decode_slots=slots)
-    own = with_pages(grid, use, page, room, groups, row_tokens)
+    grid = replace(grid, decode_slots=slots, pages=min(grid.pages, slots * longest))
+    own = with_room(grid, room, row_tokens)
     if own is None or (shared is not None and (shared.pages or 0) >= (own.pages or 0)):
         return shared
     return own

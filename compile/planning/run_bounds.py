@@ -12,17 +12,15 @@ tokens, and the entries that these tokens read: whole pages, up to the token its
 more entries than the pool has, unless rows share pages. In a packed grid, each piece of a prompt
 reads whole pages up to its own end.
 
-The bound does not count two costs. Rows that wait for others to fill a call of chunks hold slots
-that do not decode meanwhile. Slots of several lengths mix rows of all lengths, so that every call
-reads the longest span. The expected time of a candidate counts both. It orders the candidates for
+The bound does not count that rows which wait for others to fill a call of chunks hold slots, which
+do not decode meanwhile. The expected time of a candidate counts it. It orders the candidates for
 the search, and excludes none.
 
 Knows nothing of the choice of grids. Every time here is a prediction.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -91,7 +89,6 @@ class RunBounds:
     Args:
       rows: The rows.
       max_length: The length at which rows without `max_tokens` end.
-      longest: The maximum length of a grid.
       cost: The seconds of calls.
       graph_seconds: The seconds to compile a graph.
       count_R: The number of slots that the sequences of each row need.
@@ -102,7 +99,6 @@ class RunBounds:
         self,
         rows: Sequence[ExpectedRow],
         max_length: int,
-        longest: int,
         cost: CostModel,
         graph_seconds: GraphSeconds,
         count_R: np.ndarray,
@@ -114,7 +110,7 @@ class RunBounds:
         self._longest_output = max(row.output for row in rows)
         self._may_share = table.shares or any(row.need.num_sequences > 1 for row in rows)
         """Whether rows may share pages."""
-        change = np.zeros(longest + 2)
+        change = np.zeros(max_length + 2)
         for row in rows:
             start = row.need.prompt_length
             change[start] += row.need.num_sequences
@@ -130,12 +126,12 @@ class RunBounds:
         """The grid with its bound, its expected time and its padding."""
         pieces = self._pieces(grid)
         calls = _full_calls(grid, pieces)
-        build, decode = self._least_decode(grid)
+        build, decode = self._graph_seconds.of_grid(grid), self._decode_bound(grid)
         fixed = build + self._prefill_seconds(grid, calls)
         computed = sum(n * bucket.batch * bucket.tokens for bucket, n in calls.items())
         prompts, counts = self._prefilled(grid)
         idle = idle_share(grid, sum(pieces.every) / counts.sum())
-        decode_expected = max(decode, self._decode_mixed(grid)) / (1 - idle)
+        decode_expected = decode / (1 - idle)
         return Candidate(
             grid,
             bound=fixed + decode,
@@ -187,20 +183,6 @@ class RunBounds:
             for bucket, count, less in zip(grid.prefill, pieces.first, pieces.saved, strict=True)
         )
 
-    def _least_decode(self, grid: BucketGrid) -> tuple[float, float]:
-        """Seconds of building and minimum seconds of decode, for the cheapest decode graphs.
-
-        The segments of the cache do not depend on the choice.
-        """
-        *spans, last = grid.decode_spans or (grid.max_length,)
-        chosen = (kept for size in range(len(spans) + 1) for kept in combinations(spans, size))
-        choices = (replace(grid, decode_graphs=(*kept, last)) for kept in chosen)
-        seconds = (
-            (self._graph_seconds.of_grid(choice), self._decode_bound(choice))
-            for choice in (choices if spans else [grid])
-        )
-        return min(seconds, key=sum)
-
     def _prefilled(self, grid: BucketGrid) -> tuple[np.ndarray, np.ndarray]:
         """Lengths of prefills, and the number of prefills of each length.
 
@@ -233,7 +215,9 @@ class RunBounds:
             return self._decode_bound_of_pages(grid)
         step_seconds = [self._step_seconds(grid, grid.span_of(span)) for span in grid.decode_spans]
         starts = [0, *grid.decode_spans[:-1]]
-        emitted_beyond = self.emitted_below[grid.max_length] - self.emitted_below[starts]
+        # rows may end before the longest row that the grid has room for
+        last = len(self.emitted_below) - 1
+        emitted_beyond = self.emitted_below[last] - self.emitted_below[np.minimum(starts, last)]
         slots = grid.span_slots or (grid.decode_slots,) * len(starts)
         steps = np.maximum.accumulate((emitted_beyond / slots)[::-1])[::-1]
         shared = float(steps @ np.diff([0, *step_seconds]))
@@ -245,7 +229,7 @@ class RunBounds:
         assert grid.page is not None and grid.pages is not None
         emitted_at = np.diff(self.emitted_below[: grid.max_length + 1])
         # the step that emits a token at a position reads the entries up to this one
-        entries = float(emitted_at @ round_up(np.arange(1, grid.max_length + 1), grid.page))
+        entries = float(emitted_at @ round_up(np.arange(1, len(emitted_at) + 1), grid.page))
         if not entries:
             return 0.0
         steps = max(float(emitted_at.sum()) / grid.decode_slots, self._longest_output)
@@ -255,17 +239,6 @@ class RunBounds:
         of_call = self._cost.decode_call_seconds() / grid.steps_per_call
         seconds = steps * (of_call + self._cost.seconds(step))
         return seconds + self._cost.first_call_seconds(step)
-
-    def _decode_mixed(self, grid: BucketGrid) -> float:
-        """Seconds of decode with all slots busy and a long row among them at any time.
-
-        It is 0 if all slots have the same length, as rows of similar length then run at the same
-        time.
-        """
-        if grid.span_slots is None:
-            return 0.0
-        step_seconds = self._step_seconds(grid, grid.max_length)
-        return float(self.emitted_below[grid.max_length]) * step_seconds / grid.decode_slots
 
     def _step_seconds(self, grid: BucketGrid, span: int) -> float:
         """Seconds of a decode step, with its share of the call's own time in a full call."""
@@ -322,25 +295,21 @@ def entries_by_bucket(
     return np.array(entries)
 
 
-def calls_to_fill(
-    slots: int, prefill: Sequence[PrefillBucket], *, is_packed: bool = False
-) -> int | None:
+def calls_to_fill(slots: int, prefill: Sequence[PrefillBucket]) -> int | None:
     """Calls of chunks that fill all slots with the longest prompts; None for whole prompts.
 
-    No one waits for a first token, so no row needs to decode beside empty slots. In a packed grid,
-    the pieces of all prompts share calls.
+    No one waits for a first token, so no row needs to decode beside empty slots. The pieces of all
+    prompts share calls.
     """
-    span = prefill[-1].length
-    longest_buckets = [bucket for bucket in prefill if bucket.length == span and bucket.chunk]
+    chunks = [bucket for bucket in prefill if bucket.chunk]
+    if not chunks:
+        return None
     # a prompt has fewer pieces of a smaller chunk than make one piece of the next larger chunk
-    lengths = [*(bucket.tokens for bucket in longest_buckets[1:]), span]
-    calls = (
+    lengths = [*(bucket.tokens for bucket in chunks[1:]), chunks[-1].length]
+    return sum(
         -(-slots * (length // bucket.tokens) // bucket.batch)
-        if is_packed
-        else -(-slots // bucket.batch) * (length // bucket.tokens)
-        for bucket, length in zip(longest_buckets, lengths, strict=False)
+        for bucket, length in zip(chunks, lengths, strict=True)
     )
-    return sum(calls) if longest_buckets else None
 
 
 def idle_share(grid: BucketGrid, pieces_per_prompt: float) -> float:

@@ -20,7 +20,6 @@ from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.run_bounds import ExpectedRow
 from ...compile.planning.work import Work
 from ...compile.target_names import TargetName
-from ...sharding.legality import chunk_findings
 from ..console import plural
 from ..files.hardware_files import known_hardware
 from ..planning.better_plan import OtherGrids, better_plan_note
@@ -117,9 +116,6 @@ def better_plan(
                 GraphPrices.of_target(plan.target, work, known_hardware()),
                 _defaults(plan),
                 max_position,
-                may_chunk=plan.layout is None
-                or plan.buckets.page is not None
-                or not any(chunk_findings(plan.layout)),
             ),
             run_seconds,
         )
@@ -129,7 +125,8 @@ def better_plan(
 def _defaults(plan: Plan) -> GridDefaults:
     """The aims of grids that are compared with that of a plan."""
     defaults = GridDefaults.for_layout(plan.layout, TargetName.parse(plan.target).platform)
-    return replace(defaults, page=plan.buckets.page)
+    page = plan.buckets.page
+    return defaults if page is None else replace(defaults, page=page)
 
 
 def _padding(rows: Sequence[RowShape], grid: BucketGrid) -> str:

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompts", type=int, default=8, help="number of prompts of the prefill graph (default: 8)"
     )
-    add("--page", type=int, help="entries of a page of the cache (default: slots without pages)")
+    add("--page", type=int, help="entries of a page of the cache (default: 64)")
     add(
         "--attention",
         default="auto",
@@ -173,7 +174,7 @@ def _grid(options: argparse.Namespace) -> "BucketGrid":
             f"{options.prompt}. Change one of them."
         )
     prefill = (PrefillBucket(options.prompt, options.prompts),)
-    return BucketGrid(options.length, prefill, options.slots, (options.length,))
+    return BucketGrid(options.length, prefill, options.slots, page=options.page)
 
 
 def _measure(
@@ -186,16 +187,14 @@ def _measure(
 ) -> "LayoutResult":
     from ...compile.attention_kernels import AttentionPlan
     from ...compile.grids.grid_defaults import GridDefaults
-    from ...compile.grids.page_count import with_own_pages
     from ...compile.layout_measure import MeasuredModel, measure
     from ...compile.target_names import TargetName
 
     attention = AttentionPlan(prefill=options.attention)
-    if options.page is not None:
-        groups = GridDefaults.for_layout(layout).slot_groups
-        # a layout that does not divide the slots is refused as one without pages is
-        groups = 1 if grid.decode_slots % groups else groups
-        grid = with_own_pages(grid, options.page, groups)
+    groups = GridDefaults.for_layout(layout).slot_groups
+    if groups > 1 and not grid.decode_slots % groups:
+        # a layout that does not divide the slots is refused by its rules
+        grid = replace(grid, slot_groups=groups)
 
     def report(graph: str, seconds: float) -> None:
         note(f"{layout.name}: {graph}  {seconds:.1f} s", is_quiet=options.quiet)

@@ -26,16 +26,10 @@ if TYPE_CHECKING:
 
 _OF_DECODE = (
     "report", "from_output", "expected_output", "max_length", "calibration", "hardware", "chunks",
-    "max_padding", "max_prefill_graphs", "max_decode_graphs", "max_compile_minutes",
+    "max_padding", "max_prefill_graphs", "max_compile_minutes",
     "seconds_per_graph", "compile_layouts", "max_memory_gb", "tries", "cache", "page",
 )  # fmt: skip
 """The options of the search and of the cache, which a plan for vectors of texts does not have."""
-MAX_DECODE_GRAPHS = 8
-"""The largest value of --max-decode-graphs.
-
-For each candidate, the search computes a bound for every choice among its spans, and the number of
-choices doubles with each span.
-"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -150,9 +144,7 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
         "--page",
         type=int,
         metavar="N",
-        help="plan a cache of pages of N entries, a power of two, that rows take as they grow; "
-        "0 gives each slot a place of its own (default: 64 on accelerators, 0 on a CPU and where "
-        "pages cannot be)",
+        help="entries of a page of the cache, a power of two (default: 64)",
     )
     add(
         "--scan-layers",
@@ -200,13 +192,6 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         default=8,
         metavar="N",
         help="largest number of prefill graphs (default: 8)",
-    )
-    add(
-        "--max-decode-graphs",
-        type=int,
-        default=4,
-        metavar="N",
-        help=f"largest number of decode graphs, up to {MAX_DECODE_GRAPHS} (default: 4)",
     )
     add(
         "--max-compile-minutes",
@@ -314,7 +299,6 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse numbers outside of their ranges."""
     positive = {
         "--max-prefill-graphs": options.max_prefill_graphs,
-        "--max-decode-graphs": options.max_decode_graphs,
         "--max-compile-minutes": options.max_compile_minutes,
         "--max-memory-gb": options.max_memory_gb,
         "--tries": options.tries,
@@ -323,15 +307,8 @@ def _check(options: argparse.Namespace) -> None:
     for name, number in positive.items():
         if number is not None and not number > 0:
             raise ConfigError(f"{name}: expected a number above 0, got {number}.")
-    if (page := options.page) is not None and (page < 0 or page & (page - 1)):
-        raise ConfigError(
-            f"--page: expected a power of two, or 0 for no pages, got {page}. Take 64, or another."
-        )
-    if options.max_decode_graphs > MAX_DECODE_GRAPHS:
-        raise ConfigError(
-            f"--max-decode-graphs: expected at most {MAX_DECODE_GRAPHS}, as the search compares "
-            f"all choices among so many, got {options.max_decode_graphs}. Ask for fewer."
-        )
+    if (page := options.page) is not None and (page < 1 or page & (page - 1)):
+        raise ConfigError(f"--page: expected a power of two, got {page}. Take 64, or another.")
     if (seconds := options.seconds_per_graph) is not None and not 0 < seconds < math.inf:
         raise ConfigError(f"--seconds-per-graph: expected seconds above 0, got {seconds}.")
     if options.compile_layouts < 0:

@@ -5,7 +5,6 @@ or all models read given rows. End tokens do not end an answer, so that all rows
 number of tokens. The reference and one other model are in memory at the same time.
 """
 
-import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from ...compile.graphs.steps import NO_TOKEN
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import ladder_grid
 from ...compile.grids.grid_defaults import GridDefaults, round_up
-from ...compile.grids.page_count import with_own_pages
+from ...compile.grids.grid_values import check_page_size
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.targets import Target, present_target
 from ...sharding.layout import Layout
@@ -61,17 +60,18 @@ def forced_grid(
       max_length: The longest row, prompt and answer together.
       slots: The number of rows that run at once.
       layout: The layout of the models.
-      page: The entries of a page of the cache; None for a cache without pages.
+      page: The entries of a page of the cache; None for those that suit the layout.
     """
     defaults = GridDefaults.for_layout(layout)
-    # a grid has the lengths and spans that the layout divides, which must not be shorter than rows
-    max_length = round_up(max_length, math.lcm(defaults.length_multiple, defaults.span_multiple))
+    if page is not None:
+        check_page_size(1, page)
+        defaults = replace(defaults, page=page)
+    # a grid has the lengths that the layout divides, which must not be shorter than rows
+    max_length = round_up(max_length, defaults.length_multiple)
     grid = ladder_grid(max_length, slots, score=False, defaults=defaults)
     used = {grid.bucket_of(length) for length in prompt_lengths}
     prefill = tuple(bucket for bucket in grid.prefill if bucket in used)
-    spans = (grid.decode_spans[-1],)
-    grid = replace(grid, prefill=prefill, decode_spans=spans, steps_per_call=1)
-    return grid if page is None else with_own_pages(grid, page, defaults.slot_groups)
+    return replace(grid, prefill=prefill, steps_per_call=1)
 
 
 class ForcedModel:

@@ -120,7 +120,9 @@ def pack_shared(
     if (prefixes := grid.prefixes) is None:
         return None
     slot_GR = np.full((prefixes.groups, prefixes.rows), grid.decode_slots, np.int32)
-    page_GN = np.full((prefixes.groups, grid.prefix_pages(prefixes.length)), grid.pages or 0, np.int32)
+    page_GN = np.full(
+        (prefixes.groups, grid.prefix_pages(prefixes.length)), grid.pages or 0, np.int32
+    )
     end_G = np.zeros(prefixes.groups, np.int32)
     for index, slots, num_pages in groups:
         slot_GR[index, : len(slots)] = slots

@@ -18,7 +18,6 @@ from ...compile.build import build, plan_graphs
 from ...compile.graphs.graph_kinds import GraphKey
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults, round_up
-from ...compile.grids.page_count import with_own_pages
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.targets import Target
 from ...sharding.layout import Layout
@@ -49,7 +48,7 @@ class Verification:
     length: int = LENGTH
     """The minimum length to which layouts pad prompts, as some kernels serve no short prompts."""
     page: int | None = None
-    """The entries of a page of the cache of layouts; the reference has no pages."""
+    """The entries of a page of the cache of layouts; None for those that suit the layout."""
     _reference: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def max_abs_diff(self, layout: Layout) -> float:
@@ -111,9 +110,14 @@ def _grid(layout: Layout | None, min_length: int, page: int | None) -> BucketGri
     length = round_up(max(LENGTH, min_length), shape.length_multiple)
     batch = round_up(NUM_PROMPTS, shape.batch_multiple)
     slots = round_up(NUM_PROMPTS, shape.slot_multiple)
-    span = round_up(length + NUM_STEPS + 1, shape.span_multiple)
-    grid = BucketGrid(span, (PrefillBucket(length, batch),), slots, (span,), steps_per_call=1)
-    return grid if page is None else with_own_pages(grid, page, shape.slot_groups)
+    return BucketGrid(
+        length + NUM_STEPS + 1,
+        (PrefillBucket(length, batch),),
+        slots,
+        steps_per_call=1,
+        slot_groups=shape.slot_groups if shape.slot_groups > 1 else None,
+        page=shape.page if page is None else page,
+    )
 
 
 def _prompts(vocab_size: int) -> list[list[int]]:

@@ -52,8 +52,6 @@ class OtherGrids:
     """The defaults of derived grids."""
     max_position: int
     """The longest sequence of the model."""
-    may_chunk: bool
-    """Whether prompts may be computed in chunks."""
 
     @property
     def budget(self) -> Budget:
@@ -69,8 +67,7 @@ class OtherGrids:
             rows, self.max_position, self.prices.cost, self.budget, self.defaults, table
         )
         yield grids.whole_prompt_candidates()
-        if self.may_chunk:
-            yield grids.chunk_candidates()
+        yield grids.chunk_candidates()
 
 
 def better_plan_note(

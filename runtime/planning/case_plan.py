@@ -1,8 +1,8 @@
 """The plan of a case of `noria bench`: rows of one prompt length and one output length.
 
-It is the plan that a batch job of these rows would derive without pages, with one span, so that a
-case runs in its own shape. On a CPU each row has a slot. An accelerator has at most as many slots
-as a job of many rows would get. Reads no weights.
+It is the plan that a batch job of these rows would derive, with as many rows at once as memory
+holds, so that a case runs in its own shape. On a CPU each row has a slot. An accelerator has at
+most as many slots as a job of many rows would get. Reads no weights.
 """
 
 import tomllib
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...compile.expert_plan import default_experts
-from ...compile.grids.default_grid import derive_grid
+from ...compile.grids.default_grid import derive_grid, with_overrides
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.row_shape import RowShape
 from ...compile.plan import Numbers, Plan, PlannedModel
@@ -19,6 +19,7 @@ from ...sharding.layout import Layout
 from ..checkpoint import ModelFiles
 from ..checkpoint.published_numbers import keep_published, overridden_numbers, override_plan
 from ..devices.graph_memory import device_bytes
+from ..files.run_config import apply_overrides
 from ..plans.plan_checks import check_plan
 from .target_work import room_on_accelerator, work_of
 
@@ -38,9 +39,10 @@ def case_plan(
     """
     config, defaults = files.spec.config, GridDefaults.for_layout(layout, target.platform)
     slots = len(rows) if target.platform == "cpu" else defaults.max_decode_slots
-    defaults = replace(defaults, max_decode_slots=slots, max_decode_graphs=1)
+    buckets = apply_overrides({}, overrides).get("buckets", {})
+    defaults = with_overrides(replace(defaults, max_decode_slots=slots), buckets)
     work = work_of(config, overridden_numbers(Numbers(dtype), overrides), layout, target)
-    holds = room_on_accelerator(work, target, device_bytes(target))
+    holds = room_on_accelerator(work, target, device_bytes(target), defaults)
     grid = derive_grid(rows, config.max_position, defaults, holds=holds)
     model, experts = PlannedModel(files.name, files.fingerprint()), default_experts(config)
     plan = Plan(target.name, model, Numbers(dtype), grid, layout, experts)

@@ -75,7 +75,7 @@ class Ranking:
     adapters: AdapterGrid | None = None
     """The room for adapters, whose matrices are weights."""
     page: int | None = None
-    """The entries of a page of the cache; None for a cache without pages."""
+    """The entries of a page of the cache; None for those that suit the layout."""
     _definitions: dict[object, AbstractModel] = field(default_factory=dict)
 
     def rank(self, layouts: Sequence[Layout | None]) -> list[RankedLayout]:
@@ -94,11 +94,16 @@ class Ranking:
         work = Work(self._definition(layout), self.dtype, layout, stored)
         return CostModel(work, self.hardware, self.calibration, self.torus)
 
+    def defaults(self, layout: Layout | None) -> GridDefaults:
+        """The aims of grids under a layout."""
+        defaults = GridDefaults.for_layout(layout, self.platform)
+        return defaults if self.page is None else replace(defaults, page=self.page)
+
     def _rate(self, layout: Layout | None) -> RankedLayout:
         if findings := self.findings(layout):
             return RankedLayout(layout, findings=findings)
         cost = self.cost(layout)
-        defaults = replace(GridDefaults.for_layout(layout), page=self.page)
+        defaults = self.defaults(layout)
         try:
             grids = CandidateGrids(
                 self._sample(), self.config.max_position, cost, self.budget, defaults
@@ -177,24 +182,19 @@ def suggest_fitting_plan(ranking: Ranking, refused: Sequence[RankedLayout]) -> s
 def _shorter_rows(ranking: Ranking, ranked: RankedLayout) -> str | None:
     """The longest rows whose cache fits beside the weights; None if no cache does."""
     assert ranked.cost is not None and ranked.max_row_length is not None
-    work, defaults = ranked.cost.work, GridDefaults.for_layout(ranked.layout)
+    work, page = ranked.cost.work, ranking.defaults(ranked.layout).page
     free = ranking.budget.memory_bytes - work.parameter_bytes
-    slots, step = defaults.slot_multiple, defaults.span_multiple
-    fitting, too_long = 0, ranked.max_row_length // step + 1
-    if (page := ranking.page) is not None:
-        slots, step, too_long = 1, page, -(-ranked.max_row_length // page)
+    fitting, too_long = 0, -(-ranked.max_row_length // page)
     while too_long - fitting > 1:
         middle = (fitting + too_long) // 2
-        needed = work.cache_bytes(slots, middle * step)
-        if (needed if page is None else work.page_bytes(middle * page)) <= free:
+        if work.page_bytes(middle * page) <= free:
             fitting = middle
         else:
             too_long = middle
     if not fitting:
         return None
     return (
-        f"rows of at most {fitting * step} tokens instead of {ranked.max_row_length}, "
-        f"{slots} at a time"
+        f"rows of at most {fitting * page} tokens instead of {ranked.max_row_length}, 1 at a time"
     )
 
 

@@ -78,7 +78,6 @@ def budget_of(
     predicted = GraphSeconds.predicted(platform, num_defined, entry_bytes)
     return Budget(
         prefill_graphs=options.max_prefill_graphs,
-        decode_graphs=options.max_decode_graphs,
         memory_bytes=MEMORY_SHARE * hardware.memory_bytes if gigabytes is None else gigabytes * 1e9,
         compile_seconds=options.max_compile_minutes * 60,
         padding=options.max_padding,

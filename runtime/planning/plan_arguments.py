@@ -6,7 +6,7 @@ for them. The kinds of all arguments of `LLM` are checked here too, before anyth
 not know about parameters or requests. Guarantees: an argument that a given plan decides is refused.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from ...compile.grids.embed_grid import embed_ladder
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.targets import Target
-from ...modelzoo.config import DecoderConfig
 from ...modelzoo.config_values import check_count
 from ...sharding.layout import Layout
 from .. import session
@@ -32,7 +31,7 @@ from ..plans import plan_checks
 from ..structured.structures import Form, Structures
 from ..text.load_tokenizer import load_tokenizer
 from .embedding_plan import aims
-from .target_work import room_on_accelerator, work_of
+from .target_work import bytes_for_pages, in_memory_of, room_on_accelerator, work_of
 
 DEFAULT_MAX_LENGTH = 2048
 DEFAULT_SLOTS = 16
@@ -143,8 +142,13 @@ class PlanArguments:
             grid = embed_ladder(max_length, aims(target.name, layout))
         else:
             defaults = GridDefaults.for_layout(layout, target.platform)
-            slots = self.max_num_seqs or self._slots(config, numbers, layout, target, max_length)
+            work, memory_bytes = work_of(config, numbers, layout, target), device_bytes(target)
+            holds = room_on_accelerator(work, target, memory_bytes, defaults)
+            slots = self.max_num_seqs or _slots(target, holds, max_length, defaults)
             grid = ladder_grid(max_length, slots, score=True, defaults=defaults)
+            max_bytes = bytes_for_pages(work, target, memory_bytes, defaults.cpu_cache_share)
+            # without room for one row, the built graphs are refused with the bytes that they need
+            grid = in_memory_of(grid, work, target, max_bytes) or grid
             if self.max_model_len is None and grid.max_length < config.max_position:
                 reason = f"LLM plans for {grid.max_length} tokens if max_model_len is not given"
         return Plan(
@@ -193,25 +197,6 @@ class PlanArguments:
                     f"plan, or leave out the plan."
                 )
 
-    def _slots(
-        self,
-        config: DecoderConfig,
-        numbers: Numbers,
-        layout: Layout | None,
-        target: Target,
-        max_length: int,
-    ) -> int:
-        """The default number of slots: on an accelerator, as many as its memory holds."""
-        if target.platform == "cpu":
-            return DEFAULT_SLOTS
-        defaults = GridDefaults.for_layout(layout, target.platform)
-        work = work_of(config, numbers, layout, target)
-        holds = room_on_accelerator(work, target, device_bytes(target))
-        if holds is None:
-            return defaults.max_decode_slots
-        multiple = defaults.slot_multiple
-        return slots_that_fit(holds, defaults.max_decode_slots, max_length, multiple)
-
     def _max_length(self, limit: int) -> int:
         if self.max_model_len is not None and self.max_model_len > limit:
             raise ValueError(
@@ -219,3 +204,17 @@ class PlanArguments:
                 f"got {self.max_model_len}."
             )
         return min(limit, self.max_model_len or DEFAULT_MAX_LENGTH)
+
+
+def _slots(
+    target: Target,
+    holds: Callable[[int, int], bool] | None,
+    max_length: int,
+    defaults: GridDefaults,
+) -> int:
+    """The default number of slots: on an accelerator, as many as its memory holds."""
+    if target.platform == "cpu":
+        return DEFAULT_SLOTS
+    if holds is None:
+        return defaults.max_decode_slots
+    return slots_that_fit(holds, defaults.max_decode_slots, max_length, defaults.slot_multiple)

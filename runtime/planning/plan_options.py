@@ -31,14 +31,11 @@ class PlanOptions:
     """Device tables in addition to the published ones."""
     chunks: Literal["auto", "never", "always"] = "auto"
     page: int | None = None
-    """The entries of a page of the cache, and 0 for a cache without pages.
-
-    None for pages on accelerators where a kernel reads them, and no pages elsewhere."""
+    """The entries of a page of the cache; None for those that suit the layout."""
     scan_layers: bool = False
     max_padding: float = math.inf
     """The largest ratio of computed to real prompt tokens."""
     max_prefill_graphs: int = 8
-    max_decode_graphs: int = 4
     max_compile_minutes: float = math.inf
     seconds_per_graph: float | None = None
     """The expected seconds to compile one graph; None to predict them."""

@@ -5,24 +5,17 @@ All seconds are predictions.
 
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-import jax.numpy as jnp
-
 from ...compile.abstract_model import model_sizes
-from ...compile.attention_kernels import PagePlace, has_page_kernel
 from ...compile.expert_plan import default_experts
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.grid_defaults import GridDefaults, page_size
 from ...compile.plan import Numbers, Plan
 from ...compile.plan_evidence import PlanEvidence
 from ...compile.planning.cost import CostModel
-from ...compile.planning.work import Work
 from ...compile.target_names import TargetName
-from ...modelzoo import axes
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import IllegalLayout, require
@@ -125,8 +118,7 @@ def predict(
     if options.compile_layouts:
         searched = _as_compiled(options, config, numbers, adapters, searched)
     best = searched[0]
-    page = best.result.best.grid.page
-    planner = _planner(options, page, workload, best.layout, best.cost, simulated_rows)
+    planner = _planner(options, ranking, workload, best.layout, best.cost, simulated_rows)
     result = planner.with_comparison(best.result)
     grid = replace(best.result.best.grid, structured=workload.structured, adapters=adapters)
     plan = Plan(
@@ -253,39 +245,15 @@ def _searched(
 ) -> PlanResult:
     """The result of the search in a layout.
 
-    If nobody asked for pages, its cache has none where no plan can have them or no kernel reads
-    them.
-
     Raises:
       NoPlanFits: No grid fits.
       IllegalLayout: The layout is illegal for the best grid.
     """
-    assert ranked.cost is not None
-    cost = ranked.cost
-
-    def search(page: int | None) -> PlanResult:
-        planner = _planner(options, page, workload, ranked.layout, cost, simulated_rows)
-        result = progress.plan(planner)
-        _require(ranked.layout, ranking, result.best.grid)
-        return result
-
-    if options.page is not None or ranking.page is None:
-        return search(ranking.page)
-    with suppress(NoPlanFits, IllegalLayout):
-        result = search(ranking.page)
-        if _has_page_kernel(options, cost.work, result.best.grid):
-            return result
-    return search(None)
-
-
-def _has_page_kernel(options: PlanOptions, work: Work, grid: BucketGrid) -> bool:
-    """Whether a kernel of the target reads the pages of a grid, if it has any."""
-    if grid.page is None:
-        return True
-    target, layout = TargetName.parse(options.target), work.layout
-    stripes = layout.mesh.num_shards(layout.phase("decode")[axes.CACHE_LENGTH])
-    place = PagePlace(target.kind, stripes, work.model.arrangement)
-    return has_page_kernel(work.config, grid, target.platform, place, jnp.dtype(work.dtype))
+    layout, cost = ranked.layout, ranked.cost
+    assert cost is not None
+    result = progress.plan(_planner(options, ranking, workload, layout, cost, simulated_rows))
+    _require(layout, ranking, result.best.grid)
+    return result
 
 
 def _ranking(
@@ -305,7 +273,7 @@ def _ranking(
         target.platform,
         numbers.weight_rules,
         numbers.cache_codes,
-        page=page_size(target.platform, options.page),
+        page=options.page,
     )
 
 
@@ -325,20 +293,19 @@ def _rank(options: PlanOptions, ranking: Ranking) -> list[RankedLayout]:
 
 def _planner(
     options: PlanOptions,
-    page: int | None,
+    ranking: Ranking,
     workload: Workload,
     layout: Layout | None,
     cost: CostModel,
     simulated_rows: SimulatedRows,
 ) -> Planner:
-    platform, config = TargetName.parse(options.target).platform, cost.work.config
-    defaults = GridDefaults.for_layout(layout, platform)
+    config = cost.work.config
     return Planner(
         workload.rows,
         config.max_position,
         cost,
         budget_of(options, config, cost.hardware, cost.work.entry_bytes),
-        replace(defaults, max_length=options.max_length, page=page),
+        replace(ranking.defaults(layout), max_length=options.max_length),
         may_chunk=options.chunks != "never",
         must_chunk=options.chunks == "always",
         max_simulated=options.tries,

@@ -21,7 +21,6 @@ from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.planning.candidates import Budget
 from ...compile.planning.cost import CostModel
-from ...compile.planning.graph_prices import GraphPrices, with_decode_graphs
 from ...compile.planning.run_bounds import Candidate, ExpectedRow
 from ..engine.shared_prefixes import SharedPrefix, plan_submission
 from ..errors import NoPlanFits
@@ -79,8 +78,7 @@ class SearchResult:
 class Schedules:
     """The schedules of a job's rows, in the order in which a job submits them to the engine.
 
-    A schedule does not depend on seconds or decode graphs. So grids that differ in decode graphs
-    alone have one schedule, under all layouts.
+    A schedule does not depend on seconds, so a grid has one schedule under all layouts.
     """
 
     def __init__(self, rows: Sequence[ExpectedRow], table: PrefixTable = NOTHING_SHARED):
@@ -90,10 +88,9 @@ class Schedules:
 
     def of(self, grid: BucketGrid) -> Schedule:
         """The schedule on a grid."""
-        alike = with_decode_graphs(grid, ())
-        if alike not in self._known:
-            self._known[alike] = _scheduled_in_order(self.rows, alike, self.table)
-        return self._known[alike]
+        if grid not in self._known:
+            self._known[grid] = _scheduled_in_order(self.rows, grid, self.table)
+        return self._known[grid]
 
 
 def find_best_grid(
@@ -206,14 +203,9 @@ def simulate_grid(
     budget: Budget,
     scaled: ScaleToAllRows = lambda grid, simulation: simulation,
 ) -> SimulatedGrid:
-    """Simulate a grid; decode graphs that save too little in its schedule are removed from it."""
-    calls = schedules.of(grid)
-    simulation = scaled(grid, calls.priced(grid, cost))
-    steps = {int(span): use.steps for span, use in simulation.metrics.decode.items()}
-    reduced = GraphPrices(cost, budget.graph_seconds).without_idle_spans(grid, steps)
-    if reduced != grid:
-        simulation = scaled(reduced, calls.priced(reduced, cost))
-    return SimulatedGrid(reduced, simulation, budget.build_seconds(reduced))
+    """Simulate a grid, and predict the seconds to compile its graphs."""
+    simulation = scaled(grid, schedules.of(grid).priced(grid, cost))
+    return SimulatedGrid(grid, simulation, budget.build_seconds(grid))
 
 
 def simulate_in_order(

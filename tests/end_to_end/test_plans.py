@@ -234,7 +234,6 @@ def test_a_table_that_cannot_be_is_refused_by_line(noria, source, content, messa
         (("--max-memory-gb", "0.0001"), "GB more than"),
         (("--expected-output", "0"), "--expected-output"),
         (("--max-padding", "0.9"), "--max-padding: expected at least 1"),
-        (("--max-decode-graphs", "9"), "--max-decode-graphs: expected at most 8"),
         (("--max-padding", "1.0001"), "got at least"),
         (("--layout", "data-parallel@data=2"), "devices"),
         (("--calibration", __file__), "expected a calibration in JSON, got: "),

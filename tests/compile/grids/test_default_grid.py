@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from noria.compile.grids.default_grid import derive_grid, ladder_grid, with_overrides
-from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults, page_size
+from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.prefill_ladder import _batch_sizes, cheapest_prefill, prefill_padding
 from noria.compile.grids.row_shape import RowShape
+from noria.sharding.layout import Layout
 
 
 def rows_of(lengths, max_tokens=16):
@@ -95,7 +96,8 @@ def test_a_job_without_runnable_rows_still_has_a_grid():
 @pytest.mark.parametrize("max_length", [1, 2, 16, 100, 2048])
 def test_the_ladder_reaches_its_length(max_length):
     grid = ladder_grid(max_length, 8, score=True)
-    assert grid.prefill[-1].length == grid.max_length == grid.decode_spans[-1] == max_length
+    assert grid.prefill[-1].length == grid.max_length == max_length
+    assert grid.pages == 8 * -(-max_length // 64)
     assert grid.score
 
 
@@ -105,18 +107,19 @@ def test_a_length_too_short_for_the_layout_is_refused_with_both_numbers():
         ladder_grid(16, 8, score=False, defaults=GridDefaults(length_multiple=24))
 
 
-def test_spans_divide_as_the_layout_splits_the_cache():
-    """The layout does not divide the model's longest position."""
-    defaults = GridDefaults(span_multiple=48)
-    for grid in (
-        derive_grid([RowShape(900, 50)], 1000, defaults),
-        ladder_grid(1000, 8, score=False, defaults=defaults),
-    ):
-        assert grid.max_length == grid.decode_spans[-1] == 960
-        assert all(span % 48 == 0 for span in grid.decode_spans)
-        assert len(grid.decode_spans) == defaults.max_decode_graphs
-    with pytest.raises(ValueError, match=r"max_length: expected at least 48, .* cache_length"):
-        ladder_grid(40, 8, score=False, defaults=defaults)
+def test_a_page_divides_as_the_layout_splits_the_cache():
+    rows = [RowShape(900, 50)]
+    assert derive_grid(rows, 1000).page == 64
+    table = {"name": "ring", "mesh": {"data": 128}, "rules": {"cache_length": "data"}}
+    assert GridDefaults.for_layout(Layout.from_table(table)).page == 128
+    for groups in (1, 4):
+        defaults = GridDefaults(page=128, slot_multiple=groups, slot_groups=groups)
+        for grid in (
+            derive_grid(rows, 1000, defaults),
+            ladder_grid(1000, 4, score=False, defaults=defaults),
+        ):
+            assert (grid.page, grid.slot_groups or 1) == (128, groups)
+            assert grid.pages == 8 * grid.decode_slots
 
 
 @pytest.mark.parametrize("multiple", [3, 32, 48])
@@ -144,9 +147,9 @@ def test_a_job_that_only_scores_has_no_slots_and_the_same_prefill():
     rows = [RowShape(length, 0, is_scored=True) for length in (5, 40, 300, 41)]
     grid = derive_grid(rows, 512)
     kept = derive_grid(rows, 512, with_overrides(GridDefaults(), {"decode_slots": 4}))
-    assert (grid.decode_slots, grid.decode_spans) == (0, ())
+    assert (grid.decode_slots, grid.pages, grid.page) == (0, None, None)
     assert derive_grid(rows, 512, with_overrides(GridDefaults(), {"decode_slots": 0})) == grid
-    assert kept.decode_slots and kept.decode_spans
+    assert kept.decode_slots and kept.pages
     assert grid.prefill == kept.prefill
     for other in (RowShape(5, 1), RowShape(5, None, is_scored=True)):
         assert derive_grid([*rows, other], 512).decode_slots
@@ -160,27 +163,19 @@ def test_a_prompt_as_long_as_the_model_can_be_scored():
 
 @pytest.mark.parametrize("max_position", [100, 512, 8192])
 @pytest.mark.parametrize("chunk", [16, 48, 96])
-def test_a_grid_of_chunks_holds_every_prompt_in_whole_chunks(chunk, max_position):
-    whole = max_position // chunk * chunk
-    rows = [RowShape(length, 4) for length in (1, chunk, whole - 4)]
+def test_a_grid_of_chunks_holds_every_prompt(chunk, max_position):
+    rows = [RowShape(length, 4) for length in (1, chunk, max_position - 4)]
     grid = derive_grid(rows, max_position, GridDefaults(chunks=(chunk,)))
     for row in rows:
-        assert grid.fit(row.prompt_length, row.max_tokens).length % chunk == 0
-    assert grid.chunks == (chunk,)
+        assert grid.fit(row.prompt_length, row.max_tokens).tokens == chunk
+    assert grid.is_packed and grid.chunks == (chunk,)
 
 
-def test_a_grid_of_chunks_has_no_span_that_no_prompt_reaches():
-    rows = [RowShape(100, 800)]
-    grid = derive_grid(rows, 8192, GridDefaults(chunks=(128,), max_decode_graphs=3))
-    assert grid.decode_spans == (384, 768, 1024)
-    assert [bucket.length for bucket in grid.prefill] == [384]
-
-
-def test_a_chunk_call_has_as_many_rows_as_fill_it_and_no_more_than_there_are():
+def test_a_chunk_call_has_as_many_pieces_as_fill_it_and_no_more_than_prompts_have():
     grids = [
-        derive_grid([RowShape(100, 8)] * n, 8192, GridDefaults(chunks=(128,))) for n in (1, 3, 9)
+        derive_grid([RowShape(200, 8)] * n, 8192, GridDefaults(chunks=(128,))) for n in (1, 3, 9)
     ]
-    assert [grid.prefill[0].batch for grid in grids] == [1, 3, 4]
+    assert [grid.prefill[0].batch for grid in grids] == [2, 4, 4]
 
 
 def test_prompts_that_are_only_scored_are_poured_in_full_calls():
@@ -195,7 +190,7 @@ def test_prompts_that_are_only_scored_are_poured_in_full_calls():
 
 def test_chunks_of_several_sizes_share_the_rows_that_there_are():
     grid = derive_grid([RowShape(100, 8)] * 8, 8192, GridDefaults(chunks=(16, 128)))
-    assert {(bucket.chunk, bucket.batch) for bucket in grid.prefill} == {(16, 4), (128, 4)}
+    assert [(bucket.chunk, bucket.batch) for bucket in grid.prefill] == [(16, 28), (128, 4)]
 
 
 def test_a_chunk_longer_than_every_row_is_refused_with_both_numbers():
@@ -215,32 +210,28 @@ def test_the_ladder_of_chunks_reaches_its_length():
 def test_rows_without_max_tokens_go_as_far_as_the_cache_fits():
     rows, defaults = [RowShape(20, None)] * 4, GridDefaults(unspecified_output=100)
 
-    def up_to(most_entries):
-        return lambda slots, length: slots * length <= most_entries
-
-    assert derive_grid(rows, 4096, defaults, up_to(4 * 4096)).max_length == 4096
-    assert derive_grid(rows, 4096, defaults, up_to(4 * 1000)).max_length == 960
+    assert derive_grid(rows, 4096, defaults, lambda length: True).max_length == 4096
+    assert derive_grid(rows, 4096, defaults, lambda length: length <= 1000).max_length == 960
     # a lack of memory never reduces a plan below the expected lengths
-    assert derive_grid(rows, 4096, defaults, up_to(0)).max_length == 128
+    assert derive_grid(rows, 4096, defaults, lambda length: False).max_length == 128
     limited = [RowShape(20, 100)] * 4
-    assert derive_grid(limited, 4096, defaults, up_to(4 * 4096)).max_length == 128
+    assert derive_grid(limited, 4096, defaults, lambda length: True).max_length == 128
 
 
-@pytest.mark.parametrize("chunks", [(), (32,)])
-def test_far_spans_take_the_place_of_near_ones_and_the_expected_ones_stay(chunks):
-    defaults = GridDefaults(unspecified_output=300, chunks=chunks)
-    rows = [RowShape(20, None)] * 4
-    near = derive_grid(rows, 4096, defaults)
-    far = derive_grid(rows, 4096, defaults, lambda slots, length: True)
-    assert far.decode_spans == (192, 320, 4096)
-    assert len(far.decode_spans) == len(near.decode_spans) == defaults.max_decode_graphs
-
-
-@pytest.mark.parametrize(("asked", "spans"), [(1024, (320, 528, 1024)), (64, (64,))])
-def test_spans_reach_the_length_that_a_user_asks_for(asked, spans):
+@pytest.mark.parametrize("asked", [1024, 64])
+def test_a_grid_has_the_length_that_a_user_asks_for(asked):
     defaults = with_overrides(GridDefaults(), {"max_length": asked})
-    grid = derive_grid([RowShape(10, None), RowShape(5, 3)], 8192, defaults, lambda *_: True)
-    assert (grid.max_length, grid.decode_spans) == (asked, spans)
+    grid = derive_grid([RowShape(10, None), RowShape(5, 3)], 8192, defaults, lambda _: True)
+    assert grid.max_length == asked
+    assert grid.pages == asked // 64 + 1, "only one row may be as long"
+
+
+def test_there_are_fewer_slots_than_a_device_holds_rows():
+    def holds(rows, length):
+        return rows * length <= 400
+
+    grid = derive_grid([RowShape(90, 6)] * 9, 8192, holds=holds)
+    assert (grid.max_length, grid.decode_slots) == (96, 4)
 
 
 @pytest.mark.parametrize(
@@ -271,17 +262,9 @@ def test_buckets_of_very_many_devices_are_found_at_once():
     assert bucket == PrefillBucket(16, 2**40)
 
 
-def test_only_accelerators_have_pages_where_nobody_says():
-    assert [page_size(platform) for platform in ("cpu", "gpu", "tpu")] == [None, 64, 64]
-    assert [page_size("gpu", 0), page_size("cpu", 16)] == [None, 16]
-
-
-def test_a_page_of_0_asks_for_no_pages():
-    for defaults in (GridDefaults(), GridDefaults(page=64)):
-        found = with_overrides(defaults, {"page": 0})
-        assert found.page is None and not found.keeps_slots
+def test_a_page_is_a_power_of_two():
     found = with_overrides(GridDefaults(), {"page": 16})
     assert found.page == 16 and found.keeps_slots
-    for page in (False, -1, 24):
+    for page in (False, -1, 0, 24):
         with pytest.raises(ValueError, match=r"buckets\.page: expected"):
             with_overrides(GridDefaults(), {"page": page})

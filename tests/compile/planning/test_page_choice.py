@@ -8,7 +8,6 @@ from alike import changed
 from planning_models import PLAIN, work_of
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.default_grid import slot_use
 from noria.compile.grids.row_shape import RowShape
 from noria.compile.planning.page_choice import pages_in_memory, row_bytes, row_tokens_for
 
