@@ -27,7 +27,7 @@ CONFIG = DecoderConfig.alike(
     max_position=256,
     tie_embeddings=True,
 )
-GRID = BucketGrid(256, ((64, 1), (192, 2)), 4, (128, 256), steps_per_call=4, score=True)
+GRID = BucketGrid(256, ((64, 1), (192, 2)), 4, page=64, steps_per_call=4, score=True)
 SMALLEST_WEIGHT = 2 * 256 * 256
 
 
@@ -57,7 +57,7 @@ def test_the_cache_is_float32(graphs):
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_chunk_computes_rotations_once_and_attends_once_in_each_layer(batch):
-    grid = BucketGrid(384, tuple((span, batch, 32) for span in (128, 256, 384)), 4, (128, 256, 384))
+    grid = BucketGrid(384, ((384, batch, 32),), 4)
     placement = find_target("cpu").placement(None)
     graphs = plan_graphs(AbstractModel(CONFIG), grid, placement, jnp.dtype("float32"))
     (graph,) = (one for one in graphs if str(one.key) == f"prefill 32x{batch} span 384")
@@ -68,7 +68,7 @@ def test_a_chunk_computes_rotations_once_and_attends_once_in_each_layer(batch):
 
 
 FEW_WEIGHTS = changed(CONFIG, embed=32, mlp=32, vocab_size=64, windows=(None,) * 2)
-PAGES = BucketGrid(128, ((128, 2, 16),), 4, (128,), pages=16384, page=8)
+PAGES = BucketGrid(128, ((128, 2, 16),), 4, pages=16384, page=8)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.weights.weight_formats import WeightFormat
 from noria.runtime.files.layout_files import read_layout_table
-from noria.sharding.call import Call
 from noria.sharding.layout import Layout
 
 NUM_LAYERS = 2
@@ -47,13 +46,13 @@ CONFIG = DecoderConfig.alike(
     windows=(None,) * NUM_LAYERS,
     max_position=256,
 )
-GRID = BucketGrid(max_length=256, prefill=((128, 4),), decode_slots=8, decode_spans=(128, 256))
+GRID = BucketGrid(256, ((128, 4),), 8)
 TENSOR = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
 WITHOUT_CUDNN = AttentionPlan(prefill="xla")
 LAYER_OF_8B = LAYERS_OF_8B.first_layers(1)
-GRID_OF_8B = BucketGrid(512, ((512, 8),), 64, (256, 512), steps_per_call=4)
+GRID_OF_8B = BucketGrid(512, ((512, 8),), 64, page=128, steps_per_call=4)
 SMALLEST = 4096 * 4096
-"""The numbers of the smallest weight of a product, and of a segment of keys or values."""
+"""The numbers of the smallest weight of a product, and half of those of keys or values."""
 
 pytestmark = [
     pytest.mark.gpu_compile,
@@ -130,7 +129,7 @@ def test_operations_that_the_compiler_does_not_count_are_those_of_the_shapes(res
     assert result.flops_by_phase["prefill"] == pytest.approx(
         on_cpu.flops_by_phase["prefill"], rel=0.2
     )
-    longest = Work(AbstractModel(CONFIG), "bfloat16", TENSOR).parts(Call.of_step(8, 256))
+    longest = Work(AbstractModel(CONFIG), "bfloat16", TENSOR).parts(GRID.decode_call(256))
     assert result.flops_by_phase["decode"] == sum(part.flops for part in longest)
 
 
@@ -151,8 +150,8 @@ def test_decode_reads_weights_and_cache_as_they_lie(name, layout):
     report = read_report(text, "gpu", sizes, None, None, min_bytes=4096)
     assert {one.argument.split(".")[-1] for one in report.rewrites} <= {"logits_BV"}
     assert not any(one.is_converted for one in report.rewrites)
-    # keys and values of a segment, in either order
-    moved = r"= bf16\[(\d+,)*(64,128|128,64)\]\S* (copy|transpose|gather)\("
+    # keys and values of pages
+    moved = r"= bf16\[(\d+,)*64,64\]\S* (copy|transpose|gather)\("
     assert not re.search(moved, text)
 
 
@@ -198,7 +197,7 @@ def written_arrays(text: str) -> Iterator[tuple[str, int]]:
     ids=str,
 )
 def test_decode_widens_no_weight_and_no_cache_in_codes(form, cache_codes, most_bytes):
-    """A product reads codes, and converts them as it multiplies; segments are updated in place.
+    """A product reads codes, and converts them as it multiplies; pages are updated in place.
 
     The bytes beyond those needed are partial sums and other float32 results beside the weights. A
     program without codes moves as many.
@@ -210,7 +209,7 @@ def test_decode_widens_no_weight_and_no_cache_in_codes(form, cache_codes, most_b
     assert len(model.quantisations) == 4
     codes = {"s8", "s4", "u4", "f8e4m3fn"}
     large = {dtype for dtype, numbers in written_arrays(text) if numbers >= SMALLEST}
-    assert large <= (codes if cache_codes else {"bf16"}), "only segments of the cache are large"
+    assert large <= (codes if cache_codes else {"bf16"}), "only the cache is large"
     report = read_report(text, "gpu", {"data": 1})
     assert report.step.converted_bytes == 0
     # codes of four bits are put in another order before the steps of a call
@@ -230,18 +229,15 @@ def test_decode_widens_no_weight_and_no_cache_in_codes(form, cache_codes, most_b
     ids=str,
 )
 def test_decode_widens_no_weight_of_latents_and_no_latent(form, cache_codes):
-    """Two weights have the same activations, one with groups along features of the result.
-
-    Two segments of latents have the same queries.
-    """
+    """Two weights have the same activations, one with groups along features of the result."""
     latent = LatentAttention(rank=512, plain_dim=256, rope_dim=64, value_dim=256, query_rank=1536)
     heads = {"num_query_heads": 16, "num_kv_heads": 16, "head_dim": latent.head_dim}
     config = changed(LAYER_OF_8B, **heads, latent=latent)
     _, text, _ = compile_8b("decode", WeightRules(form), cache_codes, config)
     absorbed = alike(config).num_query_heads * latent.plain_dim * latent.rank
-    segment = GRID_OF_8B.decode_slots * 256 * (latent.rank + latent.rope_dim)
+    cache = GRID_OF_8B.decode_slots * 512 * (latent.rank + latent.rope_dim)
     # without groups, XLA splits the inputs of products, and writes float32 sums of the parts
-    smallest = absorbed if form.group else segment
+    smallest = absorbed if form.group else cache
     large = {dtype for dtype, numbers in written_arrays(text) if numbers >= smallest}
     assert large <= {"s8", "s4", "f8e4m3fn"}
     assert read_report(text, "gpu", {"data": 1}).step.converted_bytes == 0
@@ -258,7 +254,7 @@ def test_weights_in_groups_need_little_memory_for_prompts():
 
 def test_gathered_weights_in_int4_are_sent_as_two_codes_a_byte():
     layout = Layout.from_table(read_layout_table("weight-gathered-all@data=2,tensor=4"))
-    grid = BucketGrid(256, ((128, 8),), 8, (128, 256))
+    grid = BucketGrid(256, ((128, 8),), 8, slot_groups=2)
 
     def gathered_bytes(codes: str) -> int:
         """Return the bytes of codes that devices gather in a prefill call."""

@@ -37,6 +37,7 @@ CHUNKS = BucketGrid(
 )
 PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), CHUNKS)
 WHOLE = BucketGrid(32, ((8, 2), (32, 2)), 4, page=8, steps_per_call=4)
+LONGER = BucketGrid(48, WHOLE.prefill, 4, pages=16, page=8, steps_per_call=4)
 SPANS = replace(PLAN, buckets=BucketGrid(32, ((16, 2, 8), (32, 2, 8)), 4, (16, 32), 4))
 SHARED = PrefixGrid(groups=2, length=16, chunk=8, shared=((9, "0" * 16),))
 FORMS = StructuredGrid(10, 5, 4, 8, 6, ("sha256:" + "a" * 64,))
@@ -82,7 +83,7 @@ CHANGES = {
     "steps_per_call": (PLAN, buckets(PLAN, steps_per_call=5), {"decode"}),
     "decode_slots": (EXPERTS, buckets(EXPERTS, decode_slots=6), EVERY),
     "span_slots": (SPANS, buckets(SPANS, span_slots=(4, 1)), EVERY),
-    "max_length": (SPANS, buckets(SPANS, max_length=48, decode_spans=(16, 32, 48)), EVERY),
+    "max_length": (EXPERTS, replace(EXPERTS, buckets=LONGER), EVERY),
     "pages": (PLAN, buckets(PLAN, pages=17), EVERY),
     "page": (PLAN, buckets(PLAN, page=16), EVERY),
     "row_tokens": (PLAN, buckets(PLAN, row_tokens=8), EVERY),

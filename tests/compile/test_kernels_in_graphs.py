@@ -111,7 +111,8 @@ WIDE = DecoderConfig.alike(
 )
 LATENT = LatentAttention(rank=64, plain_dim=32, rope_dim=32, value_dim=48, query_rank=None)
 LATENTS = changed(WIDE, num_kv_heads=8, windows=(None, None), latent=LATENT)
-WIDE_GRID = BucketGrid(1024, ((64, 8), (1024, 2)), 8, (1024,))
+WIDE_GRID = BucketGrid(1024, ((64, 8), (1024, 2)), 8)
+SPANS = BucketGrid(1024, ((64, 8), (1024, 2)), 8, (1024,))
 
 
 def placed(layout: str | None = None) -> Placement:
@@ -202,7 +203,7 @@ def test_what_is_chosen_is_said_by_length():
 
 def test_latents_in_codes_are_decoded_by_their_kernel_on_tpu_under_rings_too():
     for placement in (placed(), placed("ring@sequence=4")):
-        call = LATENTS, WIDE_GRID, placement, jnp.dtype(jnp.bfloat16)
+        call = LATENTS, SPANS, placement, jnp.dtype(jnp.bfloat16)
         decode = choose_kernels(*call, cache_codes="int8").report()["decode"]
         assert decode == "latents (tpu, bfloat16, heads of 96, causal)"
         assert choose_kernels(*call).report()["decode"].startswith("xla (latents: ")
@@ -215,7 +216,7 @@ def test_what_has_no_whole_prompts_in_order_on_a_device_keeps_xla(why):
         case "a ring":
             placement = placed("ring@sequence=4")
         case "chunks":
-            grid = replace(WIDE_GRID, prefill=((1024, 2, 256),))
+            grid = replace(SPANS, prefill=((1024, 2, 256),))
         case _:
             placement = find_target("tpu:v5e:2x2").placement()
     kernels = choose_kernels(WIDE, grid, placement, jnp.dtype(jnp.bfloat16))
@@ -223,7 +224,7 @@ def test_what_has_no_whole_prompts_in_order_on_a_device_keeps_xla(why):
     assert "tokens lie in order on one device" in kernels.report()["prefill"]
 
 
-PAGED = BucketGrid(1024, ((64, 8), (1024, 2)), 8, (1024,), pages=128, page=64)
+PAGED = BucketGrid(1024, ((64, 8), (1024, 2)), 8)
 
 
 @pytest.mark.tpu_compile
@@ -252,8 +253,8 @@ def test_attention_to_pages_has_kernels_of_its_own():
     with pytest.raises(ValueError, match="got 'latents': it does not read a cache in pages"):
         decode(name="latents")
     with pytest.raises(ValueError, match="got 'paged': it only reads a cache in pages"):
-        decode(replace(PAGED, page=None, pages=None), name="paged")
-    wide = replace(PAGED, max_length=2**20, decode_spans=(2**20,), pages=2**14, decode_slots=64)
+        decode(SPANS, name="paged")
+    wide = BucketGrid(2**20, PAGED.prefill, 64, pages=2**14)
     assert "a table of at most 131072 pages" in decode(wide)
     tiles = replace(PAGED, prefill=((1024, 64, 16),))
     prefill = choose_kernels(heads, tiles, placed(), jnp.dtype("bfloat16")).prefill

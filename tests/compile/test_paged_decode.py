@@ -27,7 +27,7 @@ from noria.modelzoo.config import DecoderConfig, Multipliers
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_config import Scores
 
-GRID = BucketGrid(2048, ((2048, 128, 16),), 128, (2048,), pages=2048, page=64)
+GRID = BucketGrid(2048, ((2048, 128, 16),), 128, pages=2048, page=64)
 MOST_BYTES = 1.15
 """The most bytes that a step may move, as a multiple of those that it needs."""
 MOST_BYTES_OF_TILES = 1.3

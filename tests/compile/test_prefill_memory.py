@@ -1,6 +1,5 @@
 """A prefill graph works in place: it copies only the slots that it reads."""
 
-from dataclasses import replace
 from functools import cache
 
 import jax
@@ -51,10 +50,9 @@ def prefill_graph(
     batch: int = 2,
     in_chunks: bool = True,
 ) -> GraphSpec:
-    """Return the graph of the longest bucket; prompts and spans exceed the windows."""
-    grid = BucketGrid(2048, ((1024, batch, 128), (2048, batch, 128)), slots, (1024, 2048))
-    if not in_chunks:
-        grid = replace(grid, prefill=((256, batch),), chunks_per_decode=None)
+    """Return the prefill graph; prompts exceed the windows, of which each slot has pages."""
+    prefill = (2048, batch, 128) if in_chunks else (256, batch)
+    grid = BucketGrid(2048, (prefill,), slots, row_tokens=128 if in_chunks else 1)
     placement = find_target(target).placement()
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     dtype = "bfloat16" if target == TPU else "float32"

@@ -22,7 +22,7 @@ from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.sharding.layout import Layout
 
-SLOTS, SHORT, LONG, PROMPT = 16, 64, 512, 1 << 18
+SLOTS, LONG, PROMPT = 16, 512, 1 << 18
 CONFIG = DecoderConfig.alike(
     vocab_size=64,
     embed=256,
@@ -48,11 +48,17 @@ def compiled(
     return compile_graph(next(graph for graph in graphs if graph.key == key))[0]
 
 
+def cache_bytes(grid: BucketGrid) -> int:
+    """Return the bytes of pages of both layers, of which one has a window."""
+    pages = grid.most_pages + grid.decode_slots * grid.window_pages(24)
+    return pages * grid.page * 2 * alike(CONFIG).num_kv_heads * alike(CONFIG).head_dim * 4
+
+
 @ON_BOTH
-def test_a_short_span_costs_two_sums_a_layer_and_no_permute(target):
-    """The cache has entries of the span and beyond it on every device."""
-    grid = BucketGrid(LONG, ((64, 1),), SLOTS, (SHORT, LONG), steps_per_call=4)
-    program = compiled(target, 8, GraphKey("decode", SHORT), grid)
+def test_a_step_costs_two_sums_a_layer_and_no_permute(target):
+    """Every device has entries of each page."""
+    grid = BucketGrid(LONG, ((64, 1),), SLOTS, steps_per_call=4)
+    program = compiled(target, 8, GraphKey("decode", LONG), grid)
     found = read_collectives(program.as_text(), {"sequence": 8})
     lse = SLOTS * alike(CONFIG).num_query_heads * 4
     each = {("all-reduce", lse): 2, ("all-reduce", lse * (alike(CONFIG).head_dim + 1)): 2}
@@ -63,7 +69,7 @@ def test_a_short_span_costs_two_sums_a_layer_and_no_permute(target):
 def test_the_next_keys_are_in_flight_while_a_device_attends():
     """In the ring's loop, both permutes start before the loop of attention, and end after it."""
     length = 8192
-    grid = BucketGrid(length, ((length, 1),), 8, (length,))
+    grid = BucketGrid(length, ((length, 1),), 8)
     key = GraphKey("prefill", grid.prefill[0])
     config = changed(CONFIG, windows=(None,))
     program = compiled("tpu:v5e:2x4", 8, key, grid, config)
@@ -79,7 +85,7 @@ def test_the_next_keys_are_in_flight_while_a_device_attends():
 
 def test_a_fork_moves_nothing():
     """Each device copies its own entries."""
-    grid = BucketGrid(LONG, ((64, 2),), SLOTS, (SHORT, LONG))
+    grid = BucketGrid(LONG, ((64, 2),), SLOTS)
     program = compiled("cpu:8", 8, FORK, grid)
     assert read_collectives(program.as_text(), {"sequence": 8}) == []
 
@@ -90,10 +96,10 @@ def test_what_a_device_holds_of_a_prompt_falls_with_the_devices():
     On a ring, a layer's own keys and values stay until they are written, next to those that
     travel.
     """
-    grid = BucketGrid(PROMPT, ((PROMPT, 1),), 1, (PROMPT,))
+    grid = BucketGrid(PROMPT, ((PROMPT, 1),), 1, row_tokens=1)
     key = GraphKey("prefill", grid.prefill[0])
     memory = {n: compiled(f"cpu:{n}", n, key, grid).memory_analysis() for n in (1, 2, 8)}
-    kept = (PROMPT + 24) * (2 * alike(CONFIG).num_kv_heads * alike(CONFIG).head_dim + 1) * 4
+    kept = cache_bytes(grid)
     num_own = (
         2 * CONFIG.num_layers * PROMPT * alike(CONFIG).num_kv_heads * alike(CONFIG).head_dim * 4
     )
@@ -107,11 +113,10 @@ def test_what_a_device_holds_of_a_prompt_falls_with_the_devices():
 def test_what_a_device_holds_of_the_cache_beside_a_chunk_falls_with_the_devices():
     """The cache falls exactly, in place; so do temporaries, except those of the chunk itself."""
     span, slots = 1 << 14, 2
-    grid = BucketGrid(span, ((span, 1, 256),), slots, (span,))
+    grid = BucketGrid(span, ((span, 1, 256),), slots, row_tokens=256)
     key = GraphKey("prefill", grid.prefill[0])
     memory = {n: compiled(f"cpu:{n}", n, key, grid).memory_analysis() for n in (1, 8)}
-    entries = slots * (span + 24)
-    kept = entries * (2 * alike(CONFIG).num_kv_heads * alike(CONFIG).head_dim + 1) * 4
+    kept = cache_bytes(grid)
     saved = memory[1].alias_size_in_bytes - memory[8].alias_size_in_bytes
     assert saved == kept - kept // 8
     assert memory[8].temp_size_in_bytes < memory[1].temp_size_in_bytes / 2

@@ -5,14 +5,14 @@ present. They count every branch, also the branches of penalties, biases and thr
 rows take.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import pytest
 from alike import alike, changed
-from laid_out import layout_of
+from laid_out import layout_of, num_slot_groups
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
@@ -33,7 +33,7 @@ CONFIG = DecoderConfig.alike(
     max_position=32768,
 )
 """A long vocabulary and long caches on a small model, so that nothing else is as large."""
-GRID = BucketGrid(32768, ((64, 16),), 16, (8192, 32768), steps_per_call=4)
+GRID = BucketGrid(32768, ((64, 16),), 16, row_tokens=1, steps_per_call=4)
 TPU = "tpu:v5e:2x4"
 ON_BOTH = pytest.mark.parametrize(
     ("target", "layout"),
@@ -61,8 +61,8 @@ class Decode:
     """Bytes of arguments whose memory results reuse."""
     logits: int
     cache: int
-    smallest_segment: int
-    """Bytes of one layer's keys or values in the smallest segment."""
+    smallest_array: int
+    """Bytes of the smallest keys or values of a layer."""
 
 
 @cache
@@ -73,18 +73,19 @@ def compiled_decode(
     placement = find_target(target).placement(laid)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     key = GraphKey("decode", GRID.max_length)
-    graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.float32))
+    grid = replace(GRID, slot_groups=num_slot_groups(laid))
+    graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.float32))
     graph = next(graph for graph in graphs if graph.key == key)
     compiled, _ = compile_graph(graph)
-    _, state, _ = graph.arguments
-    segments = [num_bytes(leaf) for leaf in jax.tree.leaves(state.cache.layers)]
+    state = graph.arguments[1]
+    arrays = [num_bytes(leaf) for leaf in jax.tree.leaves(state.cache.layers)]
     return Decode(
         read_collectives(compiled.as_text(), laid.mesh.sizes),
         compiled.memory_analysis().temp_size_in_bytes,
         compiled.memory_analysis().alias_size_in_bytes,
         num_bytes(state.logits_BV),
-        sum(segments),
-        min(segments),
+        sum(arrays),
+        min(arrays),
     )
 
 
@@ -103,21 +104,21 @@ def test_no_collective_moves_as_much_as_a_device_has_of_the_logits(target, layou
 
 
 @ON_BOTH
-def test_no_collective_moves_as_much_as_a_segment_of_the_cache(target, layout):
+def test_no_collective_moves_as_much_as_the_keys_of_a_layer(target, layout):
     decode = compiled_decode(target, layout)
-    assert max(one.num_bytes for one in decode.collectives) < decode.smallest_segment
+    assert max(one.num_bytes for one in decode.collectives) < decode.smallest_array
 
 
 @ON_BOTH
 def test_decode_works_in_place_on_its_piece_of_the_cache(target, layout):
     """Temporaries are at most a twentieth of the piece, and six float32 pieces of logits.
 
-    That is less than the smallest segment, so a copy of any segment would show.
+    That is less than the smallest keys of a layer, so a copy of any would show.
     """
     decode = compiled_decode(target, layout)
     assert decode.overwritten >= decode.cache
     bound = 0.05 * decode.cache + 6 * decode.logits
-    assert decode.temporaries <= bound < decode.smallest_segment
+    assert decode.temporaries <= bound < decode.smallest_array
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from noria.compile.monitor import compile_monitor
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.sharding.layout import Layout
-from noria.sharding.legality import IllegalLayout, check, require
+from noria.sharding.legality import IllegalLayout, ModelSizes, check, require
 
 CONFIG = DecoderConfig.alike(
     vocab_size=1001,
@@ -31,8 +31,9 @@ CONFIG = DecoderConfig.alike(
     windows=(None, None),
     max_position=512,
 )
-GRID = BucketGrid(64, ((16, 16), (32, 8)), 16, (64,))
-CHUNKED = BucketGrid(64, ((32, 16, 16), (64, 16, 16)), 16, (32, 64))
+GRID = BucketGrid(64, ((16, 16), (32, 8)), 16, page=16)
+CHUNKED = BucketGrid(64, ((64, 16, 16),), 16, page=16)
+CHUNKED_IN_SPANS = BucketGrid(64, ((32, 16, 16), (64, 16, 16)), 16, (32, 64))
 PREFIXES = PrefixGrid(2, 48, 16, (PlannedPrefix(40, "0" * 16),), batch=2)
 MESH = {"data": 2, "tensor": 4}
 RULES = {"batch": "data", "query_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
@@ -72,8 +73,13 @@ def layout(
 MOE = MoeConfig(Routing(6, 2), mlp=30, shared_mlp=34)
 
 
+def sizes_of(grid: BucketGrid | None = GRID, **sizes: Any) -> ModelSizes:
+    """Return the sizes of a model, with slots in as many groups as a layout needs."""
+    return replace(model_sizes(changed(CONFIG, **sizes), 8, grid), slot_groups=None)
+
+
 def findings(of: Layout, grid: BucketGrid | None = GRID, **sizes: int) -> list[str]:
-    return check(of, model_sizes(changed(CONFIG, **sizes), 8, grid))
+    return check(of, sizes_of(grid, **sizes))
 
 
 def test_the_layout_that_the_illegal_ones_change_is_legal():
@@ -174,8 +180,7 @@ def test_a_mesh_or_a_name_that_cannot_be_is_refused(illegal, expected):
     ids=["experts", "hidden size", "partly exchanged", "gathered", "moved"],
 )
 def test_experts_that_cannot_be_shared_out_are_refused(illegal, expected):
-    sizes = model_sizes(changed(CONFIG, moe=MOE), 8, GRID)
-    assert check(illegal, sizes) == expected
+    assert check(illegal, sizes_of(moe=MOE)) == expected
 
 
 @pytest.mark.parametrize(
@@ -340,19 +345,19 @@ def test_sizes_of_the_model_that_do_not_divide_are_refused(illegal, sizes, expec
     [
         (
             layout(),
-            BucketGrid(64, ((16, 8), (32, 3)), 16, (64,)),
+            BucketGrid(64, ((16, 8), (32, 3)), 16),
             'prefill: batch = "data": a graph\'s batch is 3, which does not divide over 2 devices. '
             "Plan batches that do, or change the rule.",
         ),
         (
             layout(decode={"attention_batch": ["data", "tensor"]}),
-            BucketGrid(64, ((16, 8),), 12, (64,)),
+            BucketGrid(64, ((16, 8),), 12),
             'decode: attention_batch = ["data", "tensor"]: a graph\'s batch is 12, which does not '
             "divide over 8 devices. Plan batches that do, or change the rule.",
         ),
         (
             layout(prefill={"residual_length": "tensor"}),
-            BucketGrid(64, ((18, 8),), 16, (64,)),
+            BucketGrid(64, ((18, 8),), 16),
             'prefill: residual_length = "tensor": a row\'s length is 18, which does not divide '
             "over 4 devices. Plan lengths that do, or change the rule.",
         ),
@@ -370,7 +375,7 @@ def test_sizes_of_the_model_that_do_not_divide_are_refused(illegal, sizes, expec
         ),
         (
             layout(CUBE, prefill={"length": "sequence"}, max_replicated=1),
-            BucketGrid(64, ((17, 8),), 16, (64,)),
+            BucketGrid(64, ((17, 8),), 16),
             'prefill: length = "sequence": a row\'s length is 17, which does not divide over 2 '
             "devices. Plan lengths that do, or change the rule.",
         ),
@@ -382,28 +387,30 @@ def test_sizes_of_the_model_that_do_not_divide_are_refused(illegal, sizes, expec
         ),
         (
             layout(CUBE, prefill={"length": "sequence"}, max_replicated=1),
-            CHUNKED,
+            CHUNKED_IN_SPANS,
             'prefill: length = "sequence": with buckets.chunk or [prefixes], expected the mesh '
             'axes of cache_length in decode, "": each device reads the tokens of a chunk that it '
             "keeps. Change either rule, or leave these keys out.",
         ),
         (
             layout(CUBE, decode={"cache_length": "sequence"}, max_replicated=1),
-            CHUNKED,
+            CHUNKED_IN_SPANS,
             'prefill: length = "": with buckets.chunk or [prefixes], expected the mesh axes of '
             'cache_length in decode, "sequence": each device reads the tokens of a chunk that it '
             "keeps. Change either rule, or leave these keys out.",
         ),
         (
             layout(CUBE, **IN_STRIPES),
-            BucketGrid(60, ((30, 8, 15), (60, 8, 15)), 16, (30, 60)),
+            BucketGrid(60, ((60, 8, 15),), 16),
             'prefill: length = "sequence": buckets.chunk is 15, which does not divide over 2 '
-            "devices. Plan one that does, or change the rule.",
+            "devices. Plan one that does, or change the rule.\n"
+            'cache_length = "sequence": buckets.chunk is 15, which does not divide over 2 devices. '
+            "Plan a chunk that does, or change the rule.",
         ),
     ],
 )
 def test_shapes_of_the_graphs_that_do_not_divide_are_refused(illegal, grid, expected):
-    assert findings(illegal, grid) == [expected]
+    assert "\n".join(findings(illegal, grid)) == expected
 
 
 @pytest.mark.parametrize(
@@ -474,7 +481,7 @@ def test_all_that_is_wrong_with_a_layout_is_said_at_once():
         embed_in="data",
     )
     with pytest.raises(IllegalLayout) as refused:
-        require(illegal, model_sizes(changed(CONFIG, mlp=90), 8, GRID))
+        require(illegal, sizes_of(mlp=90))
     assert [finding.partition(":")[0] for finding in refused.value.findings] == [
         "mesh axis 'data' splits the residual stream twice, as residual_batch and as embed. Change "
         "one of the rules.",
@@ -503,7 +510,7 @@ def test_a_layout_is_refused_quickly_and_without_a_compile(monkeypatch):
     started = compile_monitor().num_compiles
     monkeypatch.setattr(jax.stages.Traced, "lower", None)
     before = time.monotonic()
-    sizes = model_sizes(changed(CONFIG, windows=(None,) * 30), 8, GRID)
+    sizes = sizes_of(windows=(None,) * 30)
     with pytest.raises(IllegalLayout):
         require(layout(embed="data"), sizes)
     assert time.monotonic() - before < 2.0
@@ -551,7 +558,7 @@ def test_a_table_of_another_form_is_refused(changes, expected):
     assert str(refused.value) == expected
 
 
-PAGED = BucketGrid(64, ((16, 16), (32, 8)), 16, (64,), pages=40, page=16)
+PAGED = replace(GRID, pages=40)
 LINE = {"data": 1, "tensor": 1, "sequence": 8}
 ENTRIES = {"batch": "", "decode": {"cache_length": "sequence"}, "max_replicated": 1}
 
@@ -581,8 +588,7 @@ ENTRIES = {"batch": "", "decode": {"cache_length": "sequence"}, "max_replicated"
     ],
 )
 def test_pages_and_pieces_of_prompts_divide_over_devices(illegal, changes, expected):
-    grid = replace(PAGED, **changes)
-    found = findings(illegal, grid)
+    found = check(illegal, model_sizes(CONFIG, 8, replace(PAGED, **changes)))
     assert expected in found, found
 
 
@@ -595,4 +601,4 @@ def test_pages_and_pieces_of_prompts_divide_over_devices(illegal, changes, expec
     ],
 )
 def test_heads_rows_and_entries_may_be_split_with_pages(legal, changes):
-    assert findings(legal, replace(PAGED, **changes)) == []
+    assert check(legal, model_sizes(CONFIG, 8, replace(PAGED, **changes))) == []
