@@ -39,10 +39,10 @@ PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), CHUNKS)
 WHOLE = BucketGrid(32, ((8, 2), (32, 2)), 4, page=8, steps_per_call=4)
 LONGER = BucketGrid(48, WHOLE.prefill, 4, pages=16, page=8, steps_per_call=4)
 SPANS = replace(PLAN, buckets=BucketGrid(32, ((16, 2, 8), (32, 2, 8)), 4, (16, 32), 4))
-SHARED = PrefixGrid(groups=2, length=16, chunk=8, shared=((9, "0" * 16),))
+SHARED = PrefixGrid(groups=2, rows=3, length=16, shared=((9, "0" * 16),))
 FORMS = StructuredGrid(10, 5, 4, 8, 6, ("sha256:" + "a" * 64,))
 MESH = {"name": "two", "mesh": {"tensor": 2}, "rules": {"mlp": "tensor", "vocab": "tensor"}}
-PREFIXES = replace(PLAN, buckets=BucketGrid(32, WHOLE.prefill, 4, (16, 32), 4, prefixes=SHARED))
+PREFIXES = replace(PLAN, buckets=replace(WHOLE, prefixes=SHARED))
 STRUCTURED = replace(PLAN, buckets=replace(WHOLE, structured=FORMS))
 ADAPTED = replace(PLAN, buckets=replace(WHOLE, adapters=AdapterGrid(2, {"mlp.down": 4})))
 LAID_OUT = replace(PLAN, target="cpu:2", buckets=WHOLE, layout=Layout.from_table(MESH))
@@ -51,7 +51,7 @@ EXPERTS = replace(PLAN, buckets=WHOLE, experts=ExpertPlan())
 
 PROMPTS = {"prefill", "score"}
 MODEL = PROMPTS | {"decode"}
-EVERY = {"prefill", "score", "decode", "fork", "empty state", "prefill prefix", "clear prefix"}
+EVERY = {"prefill", "score", "decode", "fork", "empty state"}
 
 
 def buckets(plan: Plan, **values: object) -> Plan:
@@ -95,10 +95,9 @@ CHANGES = {
     "overflow": (EXPERTS, replace(EXPERTS, experts=ExpertPlan(overflow="drop")), set()),
     "compiler": (PLAN, replace(PLAN, compiler={"fork": {"a": 1}}), {"fork"}),
     "prefixes.shared": (PREFIXES, prefixes(shared=((12, "1" * 16),)), set()),
-    "prefixes.chunk": (PREFIXES, prefixes(chunk=16), {"prefill prefix"}),
-    "prefixes.batch": (PREFIXES, prefixes(batch=2), {"prefill prefix"}),
-    "prefixes.groups": (PREFIXES, prefixes(groups=4), EVERY),
-    "prefixes.length": (PREFIXES, prefixes(length=24), EVERY),
+    "prefixes.groups": (PREFIXES, prefixes(groups=4), {"decode"}),
+    "prefixes.rows": (PREFIXES, prefixes(rows=4), {"decode"}),
+    "prefixes.length": (PREFIXES, prefixes(length=24), {"decode"}),
     "[structured]": (EXPERTS, buckets(EXPERTS, structured=FORMS), EVERY),
     "states": (STRUCTURED, buckets(STRUCTURED, structured=replace(FORMS, states=11)), {"decode"}),
     "[adapters]": (EXPERTS, buckets(EXPERTS, adapters=ADAPTED.buckets.adapters), EVERY),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from related_prompts import num_equal, related_prompts, table_of
 
-from noria.compile.grids.prefix_choice import choose_prefixes, own_lengths, prefixes_of_rows
+from noria.compile.grids.prefix_choice import choose_prefixes, prefixes_of_rows
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
 from noria.compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from noria.runtime.rows.prefix_index import UNIT
@@ -143,12 +143,10 @@ def test_the_table_shows_the_chosen_prefix_of_each_row(seed, max_hashes):
     chosen = choose_prefixes(table, lengths_of(prompts), 2)
     if not chosen:
         return
-    prefixes = PrefixGrid(1, 256, 64, tuple(chosen))
+    prefixes = PrefixGrid(1, 8, 64, tuple(chosen))
     found = prefixes_of_rows(table, lengths_of(prompts), prefixes)
     assert found == list(map(prefixes.prefix_of, prompts))
     assert set(found) - {None} == set(chosen)
-    own = [len(p) - (x.length if x else 0) for p, x in zip(prompts, found, strict=True)]
-    assert own_lengths(list(map(len, prompts)), found) == own
 
 
 def test_most_jobs_of_related_prompts_have_prefixes():
@@ -183,7 +181,7 @@ def test_a_long_conversation_is_a_deep_chain(step):
     shared = step * np.arange(count)
     table, lengths = table_with(shared), shared + step + 3
     chosen = choose_prefixes(table, lengths, 2)
-    prefixes = PrefixGrid(1, int(lengths[-1] // 64 + 1) * 64, 64, tuple(chosen))
+    prefixes = PrefixGrid(1, 8, 64, tuple(chosen))
     num_rows = Counter(prefixes_of_rows(table, lengths, prefixes))
     assert min(num_rows[prefix] for prefix in chosen) >= 2
     saved = sum(prefix.length * (num_rows[prefix] - 1) for prefix in chosen)

@@ -331,28 +331,15 @@ def sharing_plan(*overrides: str, documents: int = 4, layout=None, max_tokens=8)
     return derived_plan(rows, table, basis)
 
 
-def test_questions_about_documents_share_planned_prefixes():
+def test_questions_about_documents_share_pages_that_groups_read():
     plan = sharing_plan()
-    assert len(plan.buckets.prefixes.shared) == 4
+    assert len(plan.buckets.prefixes.shared) == 4 and plan.buckets.chunks
     assert {prefix.length for prefix in plan.buckets.prefixes.shared} == {496}
-    assert plan.buckets.prefill[-1].length < 100
     assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        "score=true",
-        "decode_slots=9",
-        "max_length=600",
-        "span_slots=[64,32,8]",
-        "decode_spans=[64,528]",
-        "decode_graphs=[528]",
-        "chunk=16",
-        "prefill=[[528,1]]",
-    ],
-)
-def test_keys_that_prefixes_exclude_give_a_grid_without(asked):
+@pytest.mark.parametrize("asked", ["chunk=16", "prefill=[[528,1]]"])
+def test_keys_that_decide_about_prompts_give_a_grid_without_prefixes(asked):
     buckets = sharing_plan(f"buckets.{asked}").buckets
     assert buckets.prefixes is None
 
@@ -369,14 +356,6 @@ def test_a_layout_that_cannot_read_chunks_shares_nothing():
     for table, shares in ((rules | alike, True), (rules | {"prefill": alike["prefill"]}, False)):
         grid = sharing_plan(layout=Layout.from_table(table)).buckets
         assert (grid.prefixes is not None or bool(grid.chunks)) == shares
-
-
-def test_a_limit_of_rows_after_prefixes_is_said():
-    grid = sharing_plan().buckets
-    assert grid.prefixes is not None
-    plan = Plan("cpu", MODEL, Numbers("float32"), grid)
-    note = limit_note(plan, [RowShape(520, None)], EMBEDDED.max_position)
-    assert f"at most {grid.max_length} tokens each, prompt included, after its prefix" in note
 
 
 def test_a_stored_plan_of_another_version_names_it_and_the_remedy():
@@ -507,16 +486,6 @@ def test_the_table_of_a_plan_says_how_many_pages_the_cache_has():
     plan = plan_of([RowShape(20, 30)], "buckets.page=16")
     said = plan_table(plan, work_of(LONG, Numbers("float32"), None, find_target("cpu")))
     assert "in 4 pages of 16 entries" in said and "in a call of rows up to 64 tokens" in said
-
-
-def test_prefixes_and_the_pages_of_rows_after_them_fit_into_memory(memory):
-    cpu = find_target("cpu")
-    work = work_of(EMBEDDED, Numbers("float32"), None, cpu)
-    room = 200 * work.page_bytes(16)
-    memory(int(work.parameter_bytes + room / GridDefaults().cpu_cache_share) + 1)
-    grid = sharing_plan("buckets.page=16").buckets
-    assert grid.prefixes is not None and grid.page == 16
-    assert 0.9 * room < work.grid_bytes(grid) <= room
 
 
 def test_pages_that_a_layout_cannot_split_are_left_out_and_refused_if_asked_for(memory):

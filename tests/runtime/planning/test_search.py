@@ -101,62 +101,17 @@ def grids_of(rows, table, budget=None, **defaults) -> CandidateGrids:
     )
 
 
-def test_rows_fill_the_groups_of_slots_evenly():
-    """Thirty rows begin with each prefix, so groups have 30, 15, 10 slots and so on."""
+def test_planned_prefixes_are_in_a_plan_if_they_save_seconds():
     rows, table = prompts_of(0, shared=64)
-    found = grids_of(rows, table).prefix_candidates(slots=16)
-    sizes = {x.grid.decode_slots // 2 for x in found if x.grid.prefixes.groups == 2}
-    assert {30, 15, 8} <= sizes
-    assert all(-(-30 // -(-30 // size)) == size for size in sizes)
-
-
-@pytest.mark.parametrize("seed", seeds(3))
-def test_no_schedule_with_planned_prefixes_comes_below_its_bound(seed):
-    rows, table = prompts_of(seed, shared=64)
-    budget = Budget(graph_seconds=GraphSeconds(0.003, 0.003))
-    grids = grids_of(rows, table, budget)
-    found = list(grids.prefix_candidates(slots=16))
-    assert {candidate.grid.prefixes.groups for candidate in found} == {1, 2}
-    for candidate in found[seed::9]:
-        tried = simulate_grid(candidate.grid, Schedules(rows, table), COST, budget)
-        assert tried.seconds >= candidate.bound * (1 - 1e-9)
-        assert tried.simulation.seconds >= grids.run_seconds(tried.grid) * (1 - 1e-9)
-        assert tried.simulation.metrics.saved_tokens > 0.8 * 64 * len(rows)
-
-
-def test_pages_fill_the_memory_that_planned_prefixes_leave():
-    rows, table = prompts_of(0, shared=64)
-    memory = COST.work.parameter_bytes + 60 * COST.work.page_bytes(16)
-    budget = Budget(graph_seconds=GraphSeconds(0.003, 0.003), memory_bytes=memory)
-    grids = grids_of(rows, table, budget, page=16)
-    found = list(grids.prefix_candidates(slots=16))
-    largest = max(found, key=lambda candidate: candidate.grid.pages)
-    # each of two prefixes takes as much as four pages
-    taken = COST.work.parameter_bytes + COST.work.grid_bytes(largest.grid)
-    assert memory - COST.work.page_bytes(16) < taken <= memory
-    tried = simulate_grid(largest.grid, Schedules(rows, table), COST, budget)
-    assert tried.seconds >= largest.bound * (1 - 1e-9)
-    assert tried.simulation.seconds >= grids.run_seconds(tried.grid) * (1 - 1e-9)
-    assert tried.simulation.metrics.saved_tokens > 0.8 * 64 * len(rows)
-
-
-def test_planned_prefixes_are_in_a_plan_if_they_save_seconds_and_fit():
-    rows, table = prompts_of(0, shared=64)
-    plans = [
-        planner(rows, table=table, may_group=may_group, may_chunk=False).plan()
-        for may_group in (False, True)
-    ]
+    plans = [planner(rows, table=table, may_group=may_group).plan() for may_group in (False, True)]
     apart, grouped = (plan.best for plan in plans)
     assert apart.grid.prefixes is None
     assert grouped.grid.prefixes is not None
-    assert grouped.seconds < 0.5 * apart.seconds
+    assert grouped.seconds < apart.seconds
     assert plans[1].search.num_candidates > plans[0].search.num_candidates
-    without = replace(grouped.grid, prefixes=None)
-    room = COST.work.parameter_bytes + COST.work.grid_bytes(without)
-    found = grids_of(rows, table, Budget(memory_bytes=room)).prefix_candidates(slots=16)
-    assert grouped.grid not in [candidate.grid for candidate in found]
-    shared, _ = prompts_of(0, shared=16)
-    assert planner(shared, may_group=True).plan().best.grid.prefixes is None
+    # a beginning that is shorter than a page is read by each row
+    shared, table = prompts_of(0, shared=16)
+    assert planner(shared, table=table, may_group=True).plan().best.grid.prefixes is None
 
 
 def test_positions_that_a_layout_does_not_divide_are_left_out_of_every_candidate():

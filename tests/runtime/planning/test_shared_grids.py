@@ -1,4 +1,4 @@
-"""Prompts that share much share in one of two ways, and never so that a row no longer fits."""
+"""Prompts that share much share pieces and pages, and never so that a row no longer fits."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -70,29 +70,10 @@ def choose(rows, table, defaults: GridDefaults | None = None) -> tuple[BucketGri
     return whole, with_sharing(whole, rows, table, defaults, PRICES, derive)
 
 
-def leave_out(monkeypatch, kind: str) -> None:
-    """Try no grids that share in this way."""
-    module, name = {"chunks": (shared_grids, "CHUNKS"), "prefixes": (prefix_choice, "GROUPS")}[kind]
-    monkeypatch.setattr(module, name, ())
-
-
-@pytest.fixture(params=["chunks", "prefixes"])
-def kind(request, monkeypatch) -> str:
-    """Leave one way to share."""
-    leave_out(monkeypatch, "prefixes" if request.param == "chunks" else "chunks")
-    return request.param
-
-
-def shares(grid: BucketGrid, kind: str) -> bool:
-    """Return whether rows of a grid share in this way, and in no other one."""
-    ways = {"chunks": bool(grid.chunks), "prefixes": grid.prefixes is not None}
-    return ways.pop(kind) and not any(ways.values())
-
-
-def test_prompts_with_one_long_beginning_share_it_if_that_is_predicted_faster(kind):
+def test_prompts_with_one_long_beginning_share_it_if_that_is_predicted_faster():
     rows, table = rows_and_table([20, 30, 40, 50] * 30, shared=500)
     whole, chosen = choose(rows, table)
-    assert shares(chosen, kind)
+    assert chosen.chunks
     shared, computed = (
         simulate_in_order(rows, grid, PRICES.cost, table) for grid in (chosen, whole)
     )
@@ -108,40 +89,29 @@ def test_scored_prompts_with_one_long_beginning_copy_pieces_of_it():
     rows = [ExpectedRow(RowShape(len(prompt), 0, is_scored=True), 0) for prompt in prompts]
     table = index.table()
     whole, chosen = choose(rows, table)
-    assert whole.decode_slots == 0 and shares(chosen, "chunks") and chosen.score
+    assert whole.decode_slots == 0 and chosen.chunks and chosen.score
     metrics = simulate_in_order(rows, chosen, PRICES.cost, table).metrics
     assert metrics.saved_tokens > 0.7 * 500 * len(rows)
 
 
-def test_the_faster_way_to_share_is_taken(monkeypatch):
-    """Questions about one document read it once; turns of a conversation have no common part."""
-
-    def seconds_of(grid: BucketGrid, rows, table) -> float:
-        return simulate_in_order(rows, grid, PRICES.cost, table).seconds
-
-    for make, kind in ((one_document, "prefixes"), (conversations, "chunks")):
-        rows, table = make()
+def test_a_beginning_of_many_rows_is_read_once_if_that_is_predicted_faster(monkeypatch):
+    """Questions about one document read it once; a beginning below a page is read by each row."""
+    for shared, is_grouped in ((500, True), (48, False)):
+        rows, table = rows_and_table([20, 30, 40, 50] * 30, shared)
         _, chosen = choose(rows, table)
-        assert shares(chosen, kind)
+        assert (chosen.prefixes is not None) == is_grouped
         with monkeypatch.context() as patch:
-            leave_out(patch, kind)
+            patch.setattr(prefix_choice, "GROUPS", ())
             _, other = choose(rows, table)
-        assert seconds_of(chosen, rows, table) < seconds_of(other, rows, table)
+        assert other.prefixes is None
+        seconds = [
+            simulate_in_order(rows, grid, PRICES.cost, table).seconds for grid in (chosen, other)
+        ]
+        assert seconds[0] < seconds[1] if is_grouped else seconds[0] == seconds[1]
 
 
 def one_document() -> tuple[list[ExpectedRow], PrefixTable]:
     return rows_and_table([20, 30, 40, 50] * 30, shared=500)
-
-
-def conversations() -> tuple[list[ExpectedRow], PrefixTable]:
-    prompts: list[list[int]] = []
-    for conversation in range(4):
-        turns: list[int] = []
-        for turn in range(30):
-            turns = turns + few_tokens(32, 100 * conversation + turn)
-            prompts.append(turns)
-    table, _ = table_of(prompts)
-    return [ExpectedRow(RowShape(len(prompt), 4), 4) for prompt in prompts], table
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -151,25 +121,13 @@ def test_prompts_that_share_little_stay_whole(is_known):
     assert chosen == whole
 
 
-def test_nothing_is_shared_without_a_table(kind):
+def test_nothing_is_shared_without_a_table():
     rows, _ = one_document()
     whole, chosen = choose(rows, NOTHING_SHARED)
     assert chosen == whole
 
 
-def after_prefixes(
-    rows: list[ExpectedRow], table: PrefixTable, grid: BucketGrid
-) -> list[ExpectedRow]:
-    """Return the rows as a grid serves them: in a grid with prefixes, what follows these."""
-    if grid.prefixes is None:
-        return rows
-    lengths = np.array([row.need.prompt_length for row in rows])
-    planned = prefixes_of_rows(table, lengths, grid.prefixes)
-    assert any(planned)
-    return [row.after(p.length if p else 0) for row, p in zip(rows, planned, strict=True)]
-
-
-def test_no_row_that_fits_whole_is_lost(kind):
+def test_no_row_that_fits_whole_is_lost():
     rows, table = rows_and_table([496, 20, 30, 40] * 20, shared=500)
     rows[4] = replace(rows[4], need=replace(rows[4].need, prompt_length=CONTEXT - 1, max_tokens=1))
     rows[5] = replace(rows[5], need=replace(rows[5].need, max_tokens=CONTEXT - 520))
@@ -177,94 +135,94 @@ def test_no_row_that_fits_whole_is_lost(kind):
     whole, chosen = choose(rows, table)
     assert rows[0].need.prompt_length == CONTEXT - 4
     for grid in (whole, chosen):
-        assert all(fits_grid(row.need, grid) for row in after_prefixes(rows, table, grid))
+        assert all(fits_grid(row.need, grid) for row in rows)
 
 
-def test_rows_with_other_beginnings_fit_a_grid_with_prefixes(monkeypatch):
-    monkeypatch.setattr(shared_grids, "CHUNKS", ())
+def test_rows_with_other_beginnings_fit_a_grid_with_prefixes():
     prompts = [few_tokens(500, i % 3) + few_tokens(20 + i, i) for i in range(90)]
     prompts += [few_tokens(n, 1000 + n) for n in (1, 480, 996)]
     table, _ = table_of(prompts)
     rows = [ExpectedRow(RowShape(len(prompt), 4), 4) for prompt in prompts]
     _, chosen = choose(rows, table)
-    assert shares(chosen, "prefixes")
     assert len(chosen.prefixes.shared) == 3
     assert list(map(chosen.prefixes.prefix_of, prompts[-3:])) == [None] * 3
-    assert all(fits_grid(row.need, chosen) for row in after_prefixes(rows, table, chosen))
-    assert chosen.prefill[-1].length >= 996
+    assert all(fits_grid(row.need, chosen) for row in rows)
 
 
-def test_calls_stay_multiples_of_the_pieces_of_a_layout(kind):
+def test_calls_stay_multiples_of_the_pieces_of_a_layout():
     rows, table = one_document()
     _, chosen = choose(rows, table, GridDefaults(batch_multiple=4, length_multiple=32))
-    assert shares(chosen, kind)
+    assert chosen.chunks
     assert all(bucket.batch % 4 == 0 for bucket in chosen.prefill)
     assert all(chunk % 32 == 0 for chunk in chosen.chunks)
 
 
 @pytest.mark.parametrize("spelling", [*named_layout_tables(), "sequence-parallel@tensor=12"])
 def test_a_grid_with_prefixes_divides_as_a_layout_splits_it(spelling, monkeypatch):
-    monkeypatch.setattr(shared_grids, "CHUNKS", ())
     layout = Layout.from_table(read_layout_table(spelling))
     # enough rows that splitting slots and rows over devices does not fill them with dummies
     rows, table = rows_and_table([20, 30, 40, 50] * 60, shared=500)
     monkeypatch.setattr(shared_grids, "MAX_SHARE_OF_SECONDS", np.inf)
     _, chosen = choose(rows, table, GridDefaults.for_layout(layout))
-    assert shares(chosen, "prefixes")
-    sizes = model_sizes(DIVISIBLE, layout.mesh.num_devices, chosen)
+    (grid, *_) = prefix_choice.with_prefixes(
+        chosen, table, np.array([row.need.prompt_length for row in rows])
+    )
+    sizes = model_sizes(DIVISIBLE, layout.mesh.num_devices, grid)
     assert check(layout, sizes) == []
 
 
-def test_a_part_of_a_large_job_shares_as_much_as_all_of_it(monkeypatch, kind):
+def test_a_part_of_a_large_job_shares_as_much_as_all_of_it(monkeypatch):
     monkeypatch.setattr(shared_grids, "MAX_ROWS", 24)
     rows, table = one_document()
-    assert shares(choose(rows, table)[1], kind)
+    chosen = choose(rows, table)[1]
+    assert chosen.chunks and chosen.prefixes is not None
 
 
-def test_scored_rows_share_no_planned_prefix(monkeypatch):
-    monkeypatch.setattr(shared_grids, "CHUNKS", ())
-    rows, table = one_document()
-    rows[0] = replace(rows[0], need=replace(rows[0].need, is_scored=True))
-    whole, chosen = choose(rows, table)
-    assert whole.score
-    assert chosen == whole
-
-
-def test_a_group_has_rows_enough_for_half_of_its_slots(monkeypatch):
-    monkeypatch.setattr(shared_grids, "CHUNKS", ())
+def test_a_group_has_rows_enough_for_half_of_its_places(monkeypatch):
     monkeypatch.setattr(prefix_choice, "GROUPS", (8,))
     prompts = [few_tokens(500, i // 6) + few_tokens(20, 1000 + i) for i in range(120)]
     prompts += [few_tokens(500, 77)] * 2
     table, _ = table_of(prompts)
-    rows = [ExpectedRow(RowShape(len(prompt), 4), 4) for prompt in prompts]
-    _, chosen = choose(rows, table)
-    assert shares(chosen, "prefixes")
-    prefixes = chosen.prefixes
-    assert len(prefixes.shared) == 20
     lengths = np.array(list(map(len, prompts)))
+    grid = BucketGrid(600, ((600, 8, 16),), 64)
+    ((prefixes),) = (grid.prefixes for grid in prefix_choice.with_prefixes(grid, table, lengths))
+    assert len(prefixes.shared) == 20
     num_rows = Counter(prefixes_of_rows(table, lengths, prefixes))
-    size = chosen.decode_slots / prefixes.groups
-    assert all(num_rows[prefix] >= size / 2 for prefix in prefixes.shared)
+    assert prefixes.rows == 8
+    assert all(num_rows[prefix] >= 4 for prefix in prefixes.shared)
 
 
 @pytest.mark.parametrize("shared", [100, 500])
-def test_one_long_beginning_is_kept_once_for_all_slots(shared):
+def test_one_long_beginning_is_read_by_one_group(shared):
     rows, table = rows_and_table([20, 30, 40, 50] * 30, shared)
     whole, chosen = choose(rows, table)
     prefixes = chosen.prefixes
     assert prefixes is not None and prefixes.groups == 1
+    assert prefixes.rows == chosen.decode_slots
     assert [prefix.length for prefix in prefixes.shared] == [shared // UNIT * UNIT]
+    assert prefixes.length == prefixes.shared[0].length // chosen.page * chosen.page
     faster, computed = (
         simulate_in_order(rows, grid, PRICES.cost, table) for grid in (chosen, whole)
     )
     assert faster.seconds < shared_grids.MAX_SHARE_OF_SECONDS * computed.seconds
-    assert faster.metrics.saved_tokens == (len(rows) - 1) * prefixes.shared[0].length
+
+
+def test_places_suffice_for_any_rows_of_the_prefixes():
+    """Each of a few prefixes may have a group that is not full."""
+    prompts = [few_tokens(100, i // 20) + few_tokens(9, 1000 + i) for i in range(120)]
+    table, _ = table_of(prompts)
+    lengths = np.array(list(map(len, prompts)))
+    grid = BucketGrid(200, ((200, 8, 16),), 20)
+    for grouped in prefix_choice.with_prefixes(grid, table, lengths):
+        prefixes = grouped.prefixes
+        for counts in ([20], [15, 5], [1, 1, 18], [4, 4, 4, 4, 4], [3, 3, 3, 3, 4, 4]):
+            if len(counts) <= grid.decode_slots // prefixes.rows:
+                assert sum(-(-n // prefixes.rows) for n in counts) <= prefixes.groups
 
 
 def test_a_cut_through_the_rows_of_a_prefix_shows_the_prefix(monkeypatch):
     """A part of the rows has only one row of the last document."""
     monkeypatch.setattr(shared_grids, "MAX_ROWS", 15)
-    monkeypatch.setattr(shared_grids, "CHUNKS", ())
     prompts = [
         few_tokens(300, document) + few_tokens(20, 100 + 7 * document + row)
         for document in range(8)
