@@ -47,6 +47,12 @@ class ExpertPlan(PlanTable, name="experts"):
                     f"them out of the dispatch."
                 )
 
+    @property
+    def has_capacity(self) -> bool:
+        """Whether an expert has a capacity in some phase, so that the rows of a call decide what
+        it drops."""
+        return any(getattr(self, phase).kind == "capacity" for phase in PHASES)
+
     def dispatch(self, phase: str, platform: str, kind: str | None = None) -> Dispatch:
         """Dispatch of a phase's graphs, with the tile sizes of a platform or a kind of devices."""
         tiles = TILES_BY_KIND.get(kind or "", EXPERT_TILES[platform])

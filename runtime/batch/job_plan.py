@@ -11,8 +11,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+<<<<<<< HEAD
 from ...compile.abstract_model import model_sizes
 from ...compile.expert_plan import default_experts
+=======
+import numpy as np
+
+from ...compile.expert_plan import ExpertPlan, default_experts
+>>>>>>> cpu
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import (
@@ -34,7 +40,11 @@ from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ...modelzoo.config_values import check_count
 from ...sharding.layout import Layout
+<<<<<<< HEAD
 from ...sharding.legality import require
+=======
+from ...sharding.legality import chunk_findings
+>>>>>>> cpu
 from ..checkpoint.published_numbers import overridden_numbers, override_plan
 from ..devices.graph_memory import GIGABYTE, device_bytes
 from ..files.hardware_files import known_hardware
@@ -104,6 +114,8 @@ class _Derivation:
     defaults: GridDefaults
     work: Work
     prices: GraphPrices
+    has_capacity: bool
+    """Whether experts have a capacity, so that no row may lack pages and be computed again."""
 
     @classmethod
     def of(cls, basis: PlanBasis, memory_bytes: int) -> "_Derivation":
@@ -114,7 +126,10 @@ class _Derivation:
         defaults = with_overrides(GridDefaults.for_layout(layout, target.platform), asked)
         work = work_of(basis.config, numbers, layout, target, basis.adapters)
         prices = GraphPrices.of_target(target.name, work, known_hardware())
-        return cls(basis, memory_bytes, asked, numbers, defaults, work, prices)
+        experts = ExpertPlan.from_table(overridden.get("experts", {}))
+        return cls(
+            basis, memory_bytes, asked, numbers, defaults, work, prices, experts.has_capacity
+        )  # fmt: skip
 
     def plan(self, rows: Sequence[RowShape], table: PrefixTable) -> Plan:
         """The plan, changed by the user's overrides.
@@ -130,11 +145,7 @@ class _Derivation:
             basis.target.name, basis.model, self.numbers, grid, basis.layout, experts,
             max_length_reason=reason,
         )  # fmt: skip
-        plan = Plan.from_table(override_plan(tomllib.loads(plan.to_toml()), basis.overrides))
-        if plan.layout is not None and plan.buckets.page is not None:
-            num_devices, rules = len(basis.target.devices), plan.numbers.weight_rules
-            require(plan.layout, model_sizes(basis.config, num_devices, plan.buckets, rules))
-        return plan
+        return Plan.from_table(override_plan(tomllib.loads(plan.to_toml()), basis.overrides))
 
     def grid(self, rows: Sequence[RowShape], table: PrefixTable) -> tuple[BucketGrid, str]:
         """The grid, and why rows without `max_tokens` end before the model's context."""
@@ -185,6 +196,8 @@ class _Derivation:
         if slots := self.asked.get("decode_slots"):
             check_count("buckets.decode_slots", slots)
             grid = with_needed_pages(replace(grid, decode_slots=slots), use)
+        if self.has_capacity:
+            grid = replace(grid, pages=grid.most_pages)
         row_tokens = self.asked.get("row_tokens")
         if row_tokens is not None:
             check_row_tokens(row_tokens, 1, grid.chunks)
@@ -198,6 +211,11 @@ class _Derivation:
                 f"memory that weights leave. Give buckets.pages, a shorter buckets.max_length, or "
                 f"a layout that splits more."
             )
+        if self.has_capacity and asked is None and found.pages is not None:
+            slots = found.pages // found.num_pages(found.max_length)
+            slots = min(found.decode_slots, slots // defaults.slot_multiple * defaults.slot_multiple)
+            found = replace(found, decode_slots=slots)
+            found = replace(found, pages=found.most_pages)
         return found
 
     def _bytes_for_pages(self) -> float:

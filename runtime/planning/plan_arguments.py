@@ -147,8 +147,9 @@ class PlanArguments:
             slots = self.max_num_seqs or _slots(target, holds, max_length, defaults)
             grid = ladder_grid(max_length, slots, score=True, defaults=defaults)
             max_bytes = bytes_for_pages(work, target, memory_bytes, defaults.cpu_cache_share)
-            # without room for one row, the built graphs are refused with the bytes that they need
-            grid = in_memory_of(grid, work, target, max_bytes) or grid
+            if experts is None or not experts.has_capacity:
+                # without room for one row, the built graphs are refused with the bytes they need
+                grid = in_memory_of(grid, work, target, max_bytes) or grid
             if self.max_model_len is None and grid.max_length < config.max_position:
                 reason = f"LLM plans for {grid.max_length} tokens if max_model_len is not given"
         return Plan(

@@ -20,7 +20,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import DOWN, UP, AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.graphs.graph_kinds import FORK, PREFIX, GraphKey
+from noria.compile.graphs.graph_kinds import FORK, GraphKey
 from noria.compile.graphs.prefill_steps import PrefillOutput
 from noria.compile.graphs.steps import NO_TOKEN, DecodeOutput, DecodeState
 from noria.compile.grids.adapter_grid import AdapterGrid
@@ -38,12 +38,17 @@ from noria.modelzoo.layer_groups import single_layer_names
 from noria.modelzoo.sampling import SamplingState, TokenScores
 from noria.modelzoo.weights.weight_formats import SCALES
 from noria.runtime.devices.host_arrays import HostArrays
-from noria.runtime.engine.actions import PromptPiece, ScheduledRequest, ScheduledSequence
+from noria.runtime.engine.actions import (
+    PromptPiece,
+    ScheduledRequest,
+    ScheduledSequence,
+    SharedGroup,
+)
 from noria.runtime.engine.padding import (
     pack_pieces,
-    pack_prefix,
     pack_requests,
     pack_sampling,
+    pack_shared,
 )
 from noria.runtime.files.layout_files import named_layout_tables, read_layout_table
 from noria.runtime.request import SamplingParams
@@ -398,14 +403,12 @@ class LaidOut:
     scan_layers: bool = False
     in_chunks: bool = False
     prefixes: PrefixGrid | None = None
-    """The prefixes that groups of slots share."""
+    """The prefixes that groups of rows read."""
     weight_rules: WeightRules = ALL_FLOAT
     """The formats of weights; weights in codes are rounded after they are arranged."""
     cache_codes: str | None = None
     """The dtype of cache entries in codes."""
     adapters: AdapterGrid | None = None
-    page: int | None = None
-    """With prefixes, the entries of a page; None for slots with places of their own."""
 
     @property
     def num_devices(self) -> int:
@@ -413,11 +416,8 @@ class LaidOut:
 
     @property
     def grid(self) -> BucketGrid:
-        has_spans = self.long_slots or (self.prefixes is not None and self.page is None)
-        grid = (span_grid_of if has_spans else grid_of)(self.layout, self.in_chunks)
-        grid = replace(grid, adapters=self.adapters)
-        if self.prefixes is not None:
-            grid = replace(grid, score=False, prefixes=self.prefixes)
+        grid = (span_grid_of if self.long_slots else grid_of)(self.layout, self.in_chunks)
+        grid = replace(grid, adapters=self.adapters, prefixes=self.prefixes)
         if self.long_slots is None:
             return grid
         slots = *[grid.decode_slots] * (len(grid.decode_spans) - 1), self.long_slots
@@ -493,19 +493,6 @@ class LaidOut:
             outputs.append(jax.device_get(output))
         return state, outputs
 
-    def prefill_prefixes(
-        self, prefixes: Mapping[int, tuple[int, ...]], state: DecodeState | None = None
-    ) -> DecodeState:
-        """Compute the prefix of each group; return the state."""
-        state = self.empty_state() if state is None else state
-        assert self.prefixes is not None
-        for group, prefix in prefixes.items():
-            for start, count in self.prefixes.pieces(len(prefix)):
-                ids = prefix[start : start + count]
-                arguments = self.put(pack_prefix(group, start, ids, self.prefixes))
-                state, _ = self.graphs.call(PREFIX, self.parameters, state, *arguments)
-        return state
-
     def score(self, rows: Mapping[int, Row], num_logprobs: int) -> dict[int, TokenScores]:
         """Return the scores of every token except the first of each prompt, by slot."""
         state = self.empty_state()
@@ -537,21 +524,14 @@ class LaidOut:
     def clear(self, state: DecodeState, slot: int) -> DecodeState:
         return self.fork(state, self.grid.decode_slots, slot, Row(()))
 
-    def group_of(self, slot: int) -> int:
-        """Return the group of a slot; without prefixes, all slots are in one group."""
-        if self.prefixes is None:
-            return 0
-        return slot * self.prefixes.groups // self.grid.decode_slots
-
     def _calls(
         self, rows: Mapping[int, Row], start: int = 0
     ) -> Iterator[tuple[PrefillBucket, list[PromptPiece]]]:
-        """Yield prefill calls with a piece of every prompt that continues in the same bucket, and
-        in the same group of slots."""
+        """Yield prefill calls with a piece of every prompt that continues in the same bucket."""
         grid, done = self.grid, dict.fromkeys(rows, start)
         while left := {n: len(row.prompt) for n, row in rows.items() if done[n] < len(row.prompt)}:
             first = next(iter(left))
-            bucket, group = grid.bucket_of(left[first], done[first]), self.group_of(first)
+            bucket = grid.bucket_of(left[first], done[first])
             pieces, num_before = [], -1
             # in pages, a call has several pieces of a prompt
             while num_before < len(pieces) and (grid.pages is not None or not pieces):
@@ -560,7 +540,7 @@ class LaidOut:
                     begin, limit = done[slot], rows[slot].limit or grid.max_length
                     if len(pieces) == bucket.batch or begin >= length:
                         continue
-                    if grid.bucket_of(length, begin) != bucket or self.group_of(slot) != group:
+                    if grid.bucket_of(length, begin) != bucket:
                         continue
                     num_taken = sum(piece.count for piece in pieces if piece.slot == slot)
                     if grid.row_tokens and num_taken + bucket.tokens > grid.row_tokens > 1:
@@ -578,13 +558,12 @@ class LaidOut:
         of_pieces = [rows[piece.slot] for piece in pieces]
         prompts, sampling = [row.prompt for row in of_pieces], map(self._sampling, of_pieces)
         slots = self.grid.decode_slots
-        prefix = None if self.prefixes is None else self.group_of(pieces[0].slot)
         page_BN = self.pages_of([piece.slot for piece in pieces], bucket.length)
         if page_BN is not None:
             # rows without tokens have no pages
             padding = [(0, bucket.batch - len(pieces)), (0, 0)]
             page_BN = np.pad(page_BN, padding, constant_values=self.grid.pages)
-        packed, tokens_BT, next_BT = pack_pieces(pieces, prompts, bucket, slots, prefix, page_BN)
+        packed, tokens_BT, next_BT = pack_pieces(pieces, prompts, bucket, slots, page_BN)
         jobs = [piece.sequence.request for piece in pieces]
         requests = pack_requests(jobs, list(sampling), bucket.batch)
         return self.put((packed, requests, tokens_BT, next_BT))
@@ -601,18 +580,31 @@ class LaidOut:
         )
 
     def answer(
-        self, rows: Mapping[int, Row], state: DecodeState | None = None, num_calls: int = 3
+        self,
+        rows: Mapping[int, Row],
+        state: DecodeState | None = None,
+        num_calls: int = 3,
+        groups: Sequence[SharedGroup] = (),
     ) -> Answers:
         """Prefill the rows in these slots, decode them, and return the results."""
         state, _ = self.prefill(rows, state)
-        return self.decode(state, rows, num_calls)
+        return self.decode(state, rows, num_calls, groups)
 
-    def decode(self, state: DecodeState, slots: Iterable[int], num_calls: int = 3) -> Answers:
+    def decode(
+        self,
+        state: DecodeState,
+        slots: Iterable[int],
+        num_calls: int = 3,
+        groups: Sequence[SharedGroup] = (),
+    ) -> Answers:
         prompt_logprobs_BV = self._logprobs(state.logits_BV)
         is_live_B = np.zeros(self.grid.decode_slots, bool)
         is_live_B[list(slots)] = True
         page_BN = self.pages_of(range(self.grid.decode_slots), self.grid.max_length)
-        arguments = self.put((is_live_B,) if page_BN is None else (is_live_B, page_BN))
+        arguments = (is_live_B,)
+        if page_BN is not None:
+            arguments = is_live_B, page_BN, pack_shared(groups, page_BN, self.grid)
+        arguments = self.put(arguments)
         outputs = []
         for _ in range(num_calls):
             key = GraphKey("decode", self.grid.max_length)

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from alike import alike
 from laid_out import Answers, LaidOut, Row, config_of, greedy_rows, layout_of
-from test_prefixes import own_rows, prefixes_of
+from test_prefixes import PREFIXES, groups_of, rows_of
 from tolerances import CODED_CACHE_LOGPROB
 
-from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.sharding.call import Call
 from noria.sharding.communication import predict_collectives
 
@@ -48,24 +47,16 @@ def coded(
     pieces: str, family: str, layout: str | None, codes: str | None, *, scan_layers: bool = False
 ) -> LaidOut:
     """Return a model with a cache in codes, compiled once for consecutive tests."""
-    prefixes = None
-    if pieces == "prefixes":
-        listed = tuple(PlannedPrefix(n, f"{n:016x}") for n in (13, 16))
-        prefixes = PrefixGrid(8, 16, 8, listed, batch=8)
+    prefixes = PREFIXES if pieces == "prefixes" else None
     options = {"in_chunks": pieces == "chunks", "prefixes": prefixes, "scan_layers": scan_layers}
     placed = layout and layout_of(layout)
     return LaidOut(config_of(family), placed, cache_codes=codes, **options)
 
 
-def rows_of(model: LaidOut) -> dict[int, Row]:
-    return greedy_rows() if model.prefixes is None else own_rows(model)
-
-
 def answer(model: LaidOut) -> Answers:
-    state = None
-    if model.prefixes is not None:
-        state = model.prefill_prefixes(prefixes_of(model))
-    return model.answer(rows_of(model), state)
+    if model.prefixes is None:
+        return model.answer(greedy_rows())
+    return model.answer(rows_of(model), groups=groups_of(model))
 
 
 def assert_close(got: Answers, wanted: Answers, rows: list[int]) -> None:
@@ -81,14 +72,15 @@ def assert_close(got: Answers, wanted: Answers, rows: list[int]) -> None:
 )
 def test_the_answer_is_that_of_one_device(pieces, family, layout, codes):
     wanted, got = coded(pieces, family, None, codes), coded(pieces, family, layout, codes)
-    assert_close(answer(got), answer(wanted), list(rows_of(got)))
+    rows = greedy_rows() if got.prefixes is None else rows_of(got)
+    assert_close(answer(got), answer(wanted), list(rows))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "deepseek_v3"])
 def test_scanned_layers_give_the_answer_of_unrolled_ones(family):
     wanted, got = (coded("whole", family, None, INT8, scan_layers=x) for x in (False, True))
-    assert_close(answer(got), answer(wanted), list(rows_of(got)))
+    assert_close(answer(got), answer(wanted), list(greedy_rows()))
 
 
 @pytest.mark.usefixtures("optimized")

@@ -1,115 +1,104 @@
-"""Prefixes that groups of slots share: kept once, read by all rows of the group, same answers."""
+"""Pages with which rows begin, read once for groups of rows: the same answers under all layouts."""
 
 from functools import cache
 
 import numpy as np
 import pytest
-from laid_out import VOCAB, LaidOut, Row, config_of, expected, layout_of
+from laid_out import PAGE, VOCAB, LaidOut, Row, config_of, expected, layout_of, num_slot_groups
+from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.graphs.graph_kinds import CLEAR_PREFIX
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
+from noria.runtime.engine.actions import SharedGroup
 
 CASES = pytest.mark.parametrize(
-    ("family", "layout", "scan_layers", "page"),
+    ("family", "layout", "scan_layers", "in_chunks"),
     [
-        ("llama", None, True, None),
-        pytest.param("gemma2", None, False, None, marks=pytest.mark.slow),
-        ("llama4_text", None, False, None),
-        ("gpt_oss", "weight-stationary-1d", False, None),
-        ("deepseek_v3", "ring-tensor", False, None),
-        ("qwen2", "data-tensor-batch-attention", False, None),
-        pytest.param("llama", None, True, 8, marks=pytest.mark.slow),
-        ("llama4_text", None, False, 8),
-        pytest.param("gpt_oss", "weight-stationary-1d", False, 8, marks=pytest.mark.slow),
-        ("deepseek_v3", "ring-tensor", False, 8),
-        pytest.param("qwen2", "data-tensor-batch-attention", False, 8, marks=pytest.mark.slow),
+        ("llama", None, True, False),
+        pytest.param("gemma2", None, False, True, marks=pytest.mark.slow),
+        ("llama4_text", None, False, True),
+        ("gpt_oss", "weight-stationary-1d", False, False),
+        ("deepseek_v3", "ring-tensor", False, True),
+        ("qwen2", "data-tensor", False, False),
+        pytest.param("qwen3", "data-tensor-batch-attention", False, True, marks=pytest.mark.slow),
     ],
 )
-"""Cases: scanned layers; rolling layers; chunked attention; split sinks and heads; split latents
-and entries; split rows. Then the same in pages, whose chunks do not begin where pages do."""
-LENGTHS = (13, 16)
-"""The lengths of two prefixes; both take two calls, and the first one has padding."""
+"""Cases: scanned layers; windows; chunked attention; split sinks and heads; split latents and
+entries; split rows."""
+LENGTHS = (PAGE + 1, 2 * PAGE)
+"""The lengths of two prefixes, of one and of two whole pages."""
+PREFIXES = PrefixGrid(16, 4, 2 * PAGE, tuple(PlannedPrefix(n, f"{n:016x}") for n in LENGTHS))
 
 
-def shares(family: str, layout: str | None, scan_layers: bool, page: int | None = None) -> LaidOut:
-    """Return a model whose slots are in groups, as many as a layout needs and at least two."""
+def shares(family: str, layout: str | None, scan_layers: bool, in_chunks: bool = False) -> LaidOut:
     placed = None if layout is None else layout_of(layout)
-    shards = (
-        1 if placed is None else placed.mesh.num_shards(placed.phase("decode")["attention_batch"])
-    )
-    rows = 1 if placed is None else placed.mesh.num_shards(placed.phase("prefill")["batch"])
-    listed = tuple(PlannedPrefix(n, f"{n:016x}") for n in LENGTHS)
-    prefixes = PrefixGrid(max(2, shards), 16, 8, listed, batch=rows)
-    options = {"scan_layers": scan_layers, "prefixes": prefixes, "page": page}
+    options = {"scan_layers": scan_layers, "in_chunks": in_chunks, "prefixes": PREFIXES}
     return LaidOut(config_of(family), placed, **options)
 
 
 compiled = cache(shares)
 
 
-def prefixes_of(model: LaidOut, lengths: tuple[int, ...] = LENGTHS) -> dict[int, tuple[int, ...]]:
-    """Return random prefixes by group, of these lengths in turn."""
-    assert model.prefixes is not None
-    rng = np.random.default_rng(sum(lengths))
-    sizes = [lengths[group % len(lengths)] for group in range(model.prefixes.groups)]
-    return {group: tuple(rng.integers(3, VOCAB, n).tolist()) for group, n in enumerate(sizes)}
-
-
-def own_rows(model: LaidOut) -> dict[int, Row]:
-    """Return a row for most slots: what follows its prefix."""
+def rows_of(model: LaidOut) -> dict[int, Row]:
+    """Return a row for most slots; two of three begin with one of the prefixes."""
     rng = np.random.default_rng(5)
+    beginnings = [tuple(rng.integers(3, VOCAB, n).tolist()) for n in (*LENGTHS, 0)]
     slots = [slot for slot in range(model.grid.decode_slots) if slot != 2]
-    lengths = (1, 8, 5, 2, 7, 3, 23)
+    lengths = (1, 8, 5, 2, 7, 3, 6)
     return {
-        slot: Row(tuple(rng.integers(3, VOCAB, lengths[slot % len(lengths)]).tolist()))
+        slot: Row(beginnings[slot % 3] + tuple(rng.integers(3, VOCAB, lengths[slot % 7]).tolist()))
         for slot in slots
     }
 
 
-def whole_rows(
-    model: LaidOut, prefixes: dict[int, tuple[int, ...]], rows: dict[int, Row]
-) -> tuple[Row, ...]:
-    """Return the rows with their prefixes."""
-    return tuple(Row(prefixes[model.group_of(slot)] + row.prompt) for slot, row in rows.items())
+def groups_of(model: LaidOut) -> list[SharedGroup]:
+    """Return the groups of the rows; those of a group are on the same devices."""
+    parts, slots = num_slot_groups(model.layout), model.grid.decode_slots
+    groups = []
+    for part in range(parts):
+        for index, length in enumerate(LENGTHS):
+            of_group = [
+                slot
+                for slot in rows_of(model)
+                if slot % 3 == index and slot * parts // slots == part
+            ]
+            if of_group:
+                number = part * PREFIXES.groups // parts + index
+                groups.append(SharedGroup(number, tuple(of_group), length // PAGE))
+    return groups
 
 
 @CASES
-def test_a_shared_prefix_changes_no_answer(family, layout, scan_layers, page):
-    model = compiled(family, layout, scan_layers, page)
-    prefixes, rows = prefixes_of(model), own_rows(model)
-    got = model.answer(rows, model.prefill_prefixes(prefixes))
-    expected(model.config, whole_rows(model, prefixes, rows)).assert_equals(got, rows)
+def test_pages_that_a_group_reads_change_no_answer(family, layout, scan_layers, in_chunks):
+    model = compiled(family, layout, scan_layers, in_chunks)
+    rows = rows_of(model)
+    got = model.answer(rows, groups=groups_of(model))
+    expected(model.config, tuple(rows.values())).assert_equals(got, rows)
 
 
-@CASES
-def test_a_prefix_may_follow_a_longer_one(family, layout, scan_layers, page):
-    model = compiled(family, layout, scan_layers, page)
-    state = model.prefill_prefixes(prefixes_of(model, (16,)))
-    rows = own_rows(model)
-    state = model.answer(rows, state).state
-    shorter = prefixes_of(model, (9, 3))
-    got = model.answer(rows, model.prefill_prefixes(shorter, state))
-    expected(model.config, whole_rows(model, shorter, rows)).assert_equals(got, rows)
-
-
-@CASES
-def test_a_cleared_prefix_is_empty(family, layout, scan_layers, page):
-    model = compiled(family, layout, scan_layers, page)
-    prefixes, rows = prefixes_of(model), own_rows(model)
-    state = model.prefill_prefixes(prefixes)
-    row = model.put(np.int32(0))
-    state, _ = model.graphs.call(CLEAR_PREFIX, model.parameters, state, row)
-    got = model.answer(rows, state)
-    prefixes[0] = ()
-    expected(model.config, whole_rows(model, prefixes, rows)).assert_equals(got, rows)
+def test_a_group_reads_the_pages_that_it_is_given():
+    """A group with the pages of other rows gets other answers."""
+    model = compiled("llama", None, True)
+    rows, (first, second) = rows_of(model), groups_of(model)
+    right = model.answer(rows, groups=[first, second])
+    swapped = model.answer(rows, groups=[first, second._replace(num_pages=1)])
+    # the second page is then read by each row itself
+    np.testing.assert_allclose(
+        *(x.logprobs_BV[list(rows)] for x in (right, swapped)), rtol=0, atol=FLOAT32_MODEL_LOGPROB
+    )
+    mixed = first._replace(slots=(second.slots[0], *first.slots))
+    wrong = model.answer(rows, groups=[mixed, second._replace(slots=second.slots[1:])])
+    changed = np.abs(wrong.logprobs_BV - right.logprobs_BV).max(axis=1) > 10 * FLOAT32_MODEL_LOGPROB
+    assert changed[list(first.slots)].all()
+    others = [slot for slot in rows if slot not in first.slots]
+    assert not changed[others].any()
 
 
 @pytest.mark.usefixtures("optimized")
-def test_a_row_keeps_its_bits_whatever_is_in_other_groups():
+def test_a_row_keeps_its_bits_whatever_is_in_its_group():
     model = shares("gemma2", None, False)
-    prefixes, rows = prefixes_of(model), own_rows(model)
-    together = model.answer(rows, model.prefill_prefixes(prefixes))
-    alone = model.answer({1: rows[1]}, model.prefill_prefixes({0: prefixes[0]}))
+    rows, groups = rows_of(model), groups_of(model)
+    together = model.answer(rows, groups=groups)
+    alone = model.answer({1: rows[1]}, groups=[SharedGroup(9, (1,), groups[1].num_pages)])
     for name in ("prompt_logprobs_BV", "logprobs_BV"):
         np.testing.assert_array_equal(getattr(together, name)[1], getattr(alone, name)[1])
     np.testing.assert_array_equal(together.output.tokens_BQ[1], alone.output.tokens_BQ[1])

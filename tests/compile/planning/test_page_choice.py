@@ -8,18 +8,20 @@ from alike import changed
 from planning_models import PLAIN, work_of
 
 from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.page_count import with_needed_pages
 from noria.compile.grids.row_shape import RowShape
+from noria.compile.grids.slot_use import SlotUse
 from noria.compile.planning.page_choice import pages_in_memory, row_bytes, row_tokens_for
 
 PAGE, WINDOW = 16, 24
 MODEL = changed(PLAIN, windows=(None, WINDOW, WINDOW), max_position=4096)
-GRID = BucketGrid(2048, ((2048, 8, 64),), 8, (2048,))
+GRID = BucketGrid(2048, ((2048, 8, 64),), 8, page=PAGE)
 ROWS = [RowShape(1000, 1000)] * 100
 
 
 def chosen(config, max_bytes, rows=ROWS, grid=GRID):
-    use = slot_use(rows, has_chunks=True)
-    return pages_in_memory(grid, use, PAGE, 1, work_of(config), max_bytes)
+    use = SlotUse.of_rows(rows, has_chunks=True)
+    return pages_in_memory(with_needed_pages(grid, use), work_of(config), max_bytes)
 
 
 def test_windows_have_pages_of_their_own_if_memory_then_holds_more_of_each_row():
@@ -89,15 +91,9 @@ def test_slots_have_no_room_for_more_tokens_than_a_call():
 
 
 def test_a_user_may_ask_for_the_tokens_of_a_row():
-    work, use = work_of(MODEL), slot_use(ROWS, has_chunks=True)
-    grid = pages_in_memory(GRID, use, PAGE, 1, work, 1e12, row_tokens=64)
+    work = work_of(MODEL)
+    grid = pages_in_memory(GRID, work, 1e12, row_tokens=64)
     assert grid is not None and grid.row_tokens == 64
     max_bytes = 300 * work.page_bytes(PAGE)
-    tight = pages_in_memory(GRID, use, PAGE, 1, work, max_bytes, row_tokens=64)
+    tight = pages_in_memory(GRID, work, max_bytes, row_tokens=64)
     assert tight is not None and 0.99 * max_bytes < work.grid_bytes(tight) <= max_bytes
-
-
-def test_slots_that_groups_do_not_divide_are_refused_by_name():
-    few, use = replace(GRID, decode_slots=1), slot_use(ROWS, has_chunks=True)
-    with pytest.raises(ValueError, match=r"buckets.decode_slots: expected a multiple of .*\(4\)"):
-        pages_in_memory(few, use, PAGE, 4, work_of(MODEL), math.inf, row_tokens=64)

@@ -15,7 +15,6 @@ from planning_models import SPARSE
 from related_prompts import table_of
 from tiny import CONFIG
 
-from noria.compile.attention_kernels import AUTO
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.prefix_table import NOTHING_SHARED
 from noria.compile.grids.row_shape import RowShape
@@ -32,9 +31,7 @@ from noria.runtime.cli import main
 from noria.runtime.devices.graph_memory import MEMORY_SHARE, device_bytes
 from noria.runtime.errors import JobError
 from noria.runtime.planning.search import simulate_in_order
-from noria.runtime.planning.shared_grids import forecast_steps
 from noria.runtime.planning.target_work import work_of
-from noria.runtime.plans.plan_checks import attention_kernels
 from noria.sharding.layout import Layout
 
 MODEL = PlannedModel("tiny", "")
@@ -80,19 +77,6 @@ def gpu() -> Target:
     return replace(find_target("cpu"), name="gpu", platform="gpu")
 
 
-def attention_kernels_of_an_accelerator(plan, config, target):
-    choices = attention_kernels(plan, config, target)
-    if target.platform == "cpu" or choices.decode is None or plan.attention.decode != AUTO:
-        return choices
-    return replace(choices, decode=replace(choices.decode, kernel="paged"))
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """Let devices that stand in for those of accelerators have the kernel of these."""
-    monkeypatch.setattr(job_plan, "attention_kernels", attention_kernels_of_an_accelerator)
-
-
 def plan_on(target: Target, rows, *overrides) -> Plan:
     basis = PlanBasis(target, MODEL, Numbers("float32"), LONG, overrides=overrides)
     return derived_plan(rows, NOTHING_SHARED, basis)
@@ -110,25 +94,6 @@ def test_an_accelerator_has_a_slot_for_each_row_up_to_512_and_large_calls(gpu, m
         assert max(bucket.length * bucket.batch for bucket in on_cpu.prefill) <= 512
 
 
-def test_without_pages_an_accelerator_has_as_many_slots_as_its_memory_holds(gpu, memory):
-    rows = [RowShape(20, 500)] * 600
-
-    def slots() -> int:
-        return plan_on(gpu, rows, "buckets.page=0").buckets.decode_slots
-
-    memory(80 * 10**9)
-    assert slots() == 512
-    work = work_of(LONG, Numbers("float32"), None, gpu)
-    of_weights, of_slots = work.parameter_bytes, work.cache_bytes(100, 528)
-    memory((of_weights + of_slots) / MEMORY_SHARE)
-    assert slots() == 100
-    memory(of_weights)
-    assert slots() == 1
-    # a device that does not say how much memory it has
-    memory(0)
-    assert slots() == 512
-
-
 def test_rows_go_on_to_the_models_context_where_it_fits():
     plan = plan_of(OPEN)
     assert plan.buckets.max_length == LONG.max_position
@@ -136,9 +101,9 @@ def test_rows_go_on_to_the_models_context_where_it_fits():
 
 
 def test_a_limit_of_memory_is_said_in_the_plan_and_with_the_option_that_changes_it(memory):
-    memory(40_000_000)
+    memory(10_000_000)
     plan = plan_of(OPEN)
-    assert plan.buckets.decode_spans[-1] == plan.buckets.max_length < LONG.max_position
+    assert 544 < plan.buckets.max_length < LONG.max_position
     assert "more than 0.125 of the memory that weights leave (0.0 GB" in plan.max_length_reason
     assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan
     said = limit_note(plan, OPEN, LONG.max_position)
@@ -186,20 +151,20 @@ def embedded_plan(rows, dtype="float32", overrides=()) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("times", "prefill", "spans", "graphs"),
+    ("times", "prefill"),
     [
-        # 16 rows save too little for a second graph of either phase; slots still end at three cuts
-        (1, [[400, 1]], [192, 320, 464], [464]),
-        (4, [[192, 2], [400, 1]], [192, 320, 464], [464]),
-        # with more rows than slots every length pays, and a third span would save too little
-        (64, "six", [192, 464], None),
+        # 16 rows save too little for a second graph
+        (1, [[400, 1]]),
+        (4, [[192, 2], [400, 1]]),
+        # with more rows than slots every length pays
+        (64, "six"),
     ],
 )
-def test_a_derived_grid_has_the_graphs_that_save_what_they_take(times, prefill, spans, graphs):
-    table = embedded_plan([RowShape(n, 64) for n in LENGTHS] * times).buckets.to_table()
-    found = table["prefill"]
-    assert (("six" if len(found) == 6 else found), list(table["decode_spans"])) == (prefill, spans)
-    assert (table["decode_graphs"] and list(table["decode_graphs"])) == graphs
+def test_a_derived_grid_has_the_graphs_that_save_what_they_take(times, prefill):
+    grid = embedded_plan([RowShape(n, 64) for n in LENGTHS] * times).buckets
+    found = grid.to_table()["prefill"]
+    assert ("six" if len(found) == 6 else found) == prefill
+    assert grid.graph_spans == (464,)
 
 
 @settings(deadline=None, max_examples=25)
@@ -230,31 +195,7 @@ def test_parts_and_processors_leave_out_the_same_graphs():
     rows = [RowShape(n, 64) for n in LENGTHS] * 4
     grids = {embedded_plan(rows).buckets for _ in range(3)}
     assert len(grids) == 1
-    assert embedded_plan(rows, "bfloat16").buckets.graph_spans == grids.pop().graph_spans
-
-
-def test_spans_that_a_user_asks_for_all_have_graphs():
-    rows = [RowShape(n, 64) for n in LENGTHS] * 4
-    asked = embedded_plan(rows, overrides=["buckets.decode_spans=[128,464]"]).buckets
-    assert asked.graph_spans == asked.decode_spans == (128, 464)
-
-
-def test_a_forecast_of_many_rows_is_made_from_some_and_stands_for_all():
-    rows = [RowShape(n, 32) for n in LENGTHS]
-    grid = embedded_plan(rows * 100, overrides=["buckets.decode_spans=[192,432]"]).buckets
-    few, many = forecast_steps(rows * 100, grid), forecast_steps(rows * 1000, grid)
-    assert set(few) == set(many) == {192, 432}
-    assert sum(many.values()) == pytest.approx(10 * sum(few.values()), rel=0.05)
-    assert forecast_steps([RowShape(9, 0, is_scored=True)], replace(grid, score=True)) == {}
-
-
-@pytest.mark.parametrize("ragged", [{}, {"span_slots": (10**9, 3), "slot_groups": 1}], ids=str)
-def test_a_forecast_takes_no_longer_for_slots_that_no_row_takes(ragged):
-    """A simulation of a thousand million slots would exceed this test's time and memory."""
-    grid = plan_of(OPEN, "buckets.max_length=128", "buckets.decode_spans=[64,128]").buckets
-    many = replace(grid, decode_slots=10**9, span_slots=None, slot_groups=None)
-    assert forecast_steps(OPEN, replace(many, **ragged)) == forecast_steps(OPEN, many)
-    assert sum(forecast_steps(OPEN, many).values()) == sum(forecast_steps(OPEN, grid).values()) > 0
+    assert embedded_plan(rows, "bfloat16").buckets == grids.pop()
 
 
 def keys(table, prefix=""):
@@ -348,14 +289,14 @@ def test_a_limit_that_no_row_fits_is_no_failure_of_the_plan():
     assert sharing_plan("buckets.max_length=300").buckets.max_length == 300
 
 
-def test_a_layout_that_cannot_read_chunks_shares_nothing():
+def test_a_layout_that_cannot_read_prefixes_shares_in_chunks():
     """Otherwise a job would be refused for a plan that it did not ask for."""
     rules = {"name": "mine", "mesh": {"sequence": 2}, "rules": {}}
     alike = {"prefill": {"rules": {"length": "sequence"}}}
     alike["decode"] = {"rules": {"cache_length": "sequence"}}
-    for table, shares in ((rules | alike, True), (rules | {"prefill": alike["prefill"]}, False)):
-        grid = sharing_plan(layout=Layout.from_table(table)).buckets
-        assert (grid.prefixes is not None or bool(grid.chunks)) == shares
+    assert sharing_plan(layout=Layout.from_table(rules | alike)).buckets.prefixes is not None
+    grid = sharing_plan(layout=Layout.from_table(rules | {"prefill": alike["prefill"]})).buckets
+    assert grid.prefixes is None and grid.chunks
 
 
 def test_a_stored_plan_of_another_version_names_it_and_the_remedy():
@@ -366,10 +307,10 @@ def test_a_stored_plan_of_another_version_names_it_and_the_remedy():
         model._open(_JobRows([], {}, NOTHING_SHARED), text)
 
 
-def test_a_derived_plan_has_pages_if_the_user_gives_their_size():
+def test_a_derived_plan_has_the_pages_that_its_rows_fill():
     rows = [RowShape(20, 30), RowShape(100, 100), RowShape(9, 4)]
     grid = plan_of(rows, "buckets.page=16").buckets
-    assert (grid.page, grid.decode_spans) == (16, (grid.max_length,))
+    assert grid.page == 16
     assert grid.pages == 4 + 13 + 1, "all rows at their longest"
     given = plan_of(rows, "buckets.page=16", "buckets.pages=15").buckets
     assert (given.pages, given.decode_slots) == (15, grid.decode_slots)
@@ -382,14 +323,14 @@ def test_a_derived_plan_has_pages_if_the_user_gives_their_size():
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_an_accelerator_has_pages_by_default_and_a_cpu_has_none(platform, memory):
+def test_an_accelerator_has_as_many_slots_as_fill_the_pages_in_its_memory(platform, memory):
     target = replace(find_target("cpu"), name=platform, platform=platform)
     work = work_of(LONG, Numbers("float32"), None, target)
     rows = [RowShape(20, 40), RowShape(20, 100)]  # one page and two
 
     def grid_of(times: int):
         grid = plan_on(target, rows * times).buckets
-        assert (grid.page, grid.decode_spans) == (64, (grid.max_length,))
+        assert grid.page == 64
         return grid
 
     memory(80 * 10**9)
@@ -401,10 +342,9 @@ def test_an_accelerator_has_pages_by_default_and_a_cpu_has_none(platform, memory
     # a device that does not say how much memory it has
     memory(0)
     assert grid_of(1000).decode_slots == 512
-    assert plan_of(rows).buckets.pages is None
 
 
-def test_the_number_of_pages_may_be_given_without_their_size_on_an_accelerator(gpu):
+def test_the_number_of_pages_may_be_given_without_their_size(gpu):
     rows = [RowShape(20, 40), RowShape(20, 100)] * 50
     grid = plan_on(gpu, rows, "buckets.pages=30").buckets
     assert (grid.page, grid.pages, grid.decode_slots) == (64, 30, 20)
@@ -412,47 +352,36 @@ def test_the_number_of_pages_may_be_given_without_their_size_on_an_accelerator(g
         plan_on(gpu, rows, "buckets.pages=1")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "spans"),
-    [
-        (["buckets.page=0"], None),
-        (["buckets.decode_spans=[64,128]"], (64, 128)),
-        (["buckets.decode_spans=[128]"], (128,)),
-        (["buckets.span_slots=[9,4]", "buckets.decode_spans=[64,128]"], (64, 128)),
-    ],
-)
-def test_a_user_may_ask_for_slots_with_places_of_their_own(gpu, overrides, spans):
-    grid = plan_on(gpu, [RowShape(20, 40)] * 8 + [RowShape(20, 100)], *overrides).buckets
-    assert (grid.page, grid.pages) == (None, None)
-    assert grid.decode_spans == (spans or grid.decode_spans)
-
-
-def test_an_accelerator_has_no_pages_where_they_cannot_be(gpu, memory):
+def test_a_cpu_has_the_pages_that_a_share_of_its_memory_holds_and_those_of_a_row(memory):
     rows = [RowShape(20, 4000)] * 9
-    assert plan_on(gpu, rows).buckets.page == 64
+    work = work_of(EVEN, Numbers("float32"), None, find_target("cpu"))
+    basis = PlanBasis(find_target("cpu"), MODEL, Numbers("float32"), EVEN)
+
+    def pages(room: int) -> int | None:
+        share = GridDefaults().cpu_cache_share
+        memory(int(work.parameter_bytes + room * work.page_bytes(64) / share) + 1)
+        grid = derived_plan(rows, NOTHING_SHARED, basis).buckets
+        assert (grid.decode_slots, grid.num_pages(grid.max_length)) == (9, 63)
+        return grid.pages
+
+    assert [pages(room) for room in (1000, 500, 0)] == [9 * 63, 500, 63]
+
+
+def test_pages_that_cannot_be_are_refused_by_name(gpu, memory):
+    rows = [RowShape(20, 4000)] * 9
     # a kernel that reads no pages, and jobs without slots
-    named = ('attention.prefill="xla"', "buckets.chunk=16")
-    assert plan_on(gpu, rows, *named).buckets.page == 64
-    named = ('attention.prefill="cudnn"', "buckets.chunk=16")
-    assert plan_on(gpu, rows, *named).buckets.page is None
+    plan_on(gpu, rows, 'attention.prefill="xla"', "buckets.chunk=16")
+    for value in ("0", "24"):
+        with pytest.raises(ValueError, match=r"buckets\.page: expected"):
+            plan_on(gpu, rows, f"buckets.page={value}")
+    with pytest.raises(ValueError, match=r"buckets\.decode_spans: with buckets\.pages"):
+        plan_on(gpu, rows, "buckets.decode_spans=[64,4032]")
     scored = plan_on(gpu, [RowShape(20, 0, is_scored=True)] * 3).buckets
     assert (scored.decode_slots, scored.page) == (0, None)
     # no room for the pages of a row
     memory(work_of(LONG, Numbers("float32"), None, gpu).parameter_bytes)
-    assert plan_on(gpu, rows).buckets.page is None
     with pytest.raises(ValueError, match=r"buckets.page: expected room for 63 pages of 64"):
-        plan_on(gpu, rows, "buckets.page=64")
-
-
-def test_an_accelerator_has_pages_by_default_only_if_a_kernel_reads_them(gpu, monkeypatch):
-    rows = [RowShape(20, 40)] * 9
-    assert plan_on(gpu, rows).buckets.page == 64
-    portable = 'attention.decode="xla"'
-    assert plan_on(gpu, rows, portable).buckets.page is None
-    assert plan_on(gpu, rows, portable, "buckets.page=64").buckets.page == 64
-    # devices without the kernel
-    monkeypatch.setattr(job_plan, "attention_kernels", attention_kernels)
-    assert plan_on(gpu, rows).buckets.page is None
+        plan_on(gpu, rows)
 
 
 def test_an_accelerator_has_as_many_slots_as_rows_are_expected_to_fill_its_pages(gpu, memory):
@@ -488,30 +417,15 @@ def test_the_table_of_a_plan_says_how_many_pages_the_cache_has():
     assert "in 4 pages of 16 entries" in said and "in a call of rows up to 64 tokens" in said
 
 
-def test_pages_that_a_layout_cannot_split_are_left_out_and_refused_if_asked_for(memory):
-    """A page of 64 entries has no third."""
-    rules = {"prefill": {"rules": {"length": "sequence"}}}
-    rules |= {"decode": {"rules": {"cache_length": "sequence"}}}
-    rules |= {"name": "mine", "mesh": {"sequence": 3}, "rules": {}, "max_replicated": 1.0}
-    layout = Layout.from_table(rules)
-    target = replace(find_target("cpu:3"), name="gpu:3", platform="gpu")
-    memory(80 * 10**9)
-    basis = PlanBasis(target, MODEL, Numbers("float32"), EMBEDDED, layout)
-    rows = [RowShape(20, 30)] * 9
-    grid = derived_plan(rows, NOTHING_SHARED, basis).buckets
-    assert grid.page is None and grid.decode_slots == 9
-    with pytest.raises(ValueError, match=r"buckets\.page"):
-        derived_plan(rows, NOTHING_SHARED, replace(basis, overrides=["buckets.page=64"]))
-
-
-def test_experts_with_a_capacity_have_pages_for_all_rows_or_none(gpu, memory):
+def test_experts_with_a_capacity_have_pages_for_all_rows(gpu, memory):
     """Otherwise rows that are computed again would decide what a capacity drops."""
     basis = PlanBasis(gpu, MODEL, Numbers("float32"), SPARSE)
     capacity = 'experts.decode={dispatch="capacity",capacity_factor=2.0}'
     work = work_of(SPARSE, Numbers("float32"), None, gpu)
     rows = [RowShape(20, 100), RowShape(20, 8)] * 100
-    memory(int((work.parameter_bytes + 90 * work.page_bytes(64)) / MEMORY_SHARE))
-    assert derived_plan(rows, NOTHING_SHARED, basis).buckets.page == 64
+    memory(int((work.parameter_bytes + 90.5 * work.page_bytes(64)) / MEMORY_SHARE))
+    grid = derived_plan(rows, NOTHING_SHARED, basis).buckets
+    assert grid.pages == 90 < grid.most_pages
     plan = derived_plan(rows, NOTHING_SHARED, replace(basis, overrides=[capacity]))
-    assert plan.buckets.page is None
+    assert plan.buckets.decode_slots == 45 and plan.buckets.pages == 90 == plan.buckets.most_pages
     assert plan.experts is not None and plan.experts.decode.kind == "capacity"

@@ -9,6 +9,7 @@ from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.planning.work import Work
 from noria.runtime.batch.plan_report import plan_table, with_waste
+from noria.runtime.engine.actions import ReadEntries
 from noria.runtime.engine.metrics import EngineMetrics, PrefillUse, prefill_name
 from noria.sharding.layout import Layout
 
@@ -52,7 +53,7 @@ def test_waste_is_the_share_of_padding_in_the_work_of_every_bucket(layout):
         name = prefill_name(GRID.prefill[0], is_scored=is_scored)
         metrics.count_prefill(name, PrefillUse(1, 3, 16, 64, 2.0))
     metrics.count_decode(
-        64, steps=4, emitted=24, live_slots=7, slots=8, seconds=1.0, read_entries=1200
+        64, steps=4, emitted=24, live_slots=7, slots=8, seconds=1.0, read=ReadEntries(1200, 1200)
     )
     buckets = with_waste(metrics.report(), GRID, work)["buckets"]
     devices = 1 if layout is None else 2
