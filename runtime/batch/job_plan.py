@@ -11,14 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-<<<<<<< HEAD
-from ...compile.abstract_model import model_sizes
-from ...compile.expert_plan import default_experts
-=======
-import numpy as np
-
 from ...compile.expert_plan import ExpertPlan, default_experts
->>>>>>> cpu
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import (
@@ -40,11 +33,6 @@ from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ...modelzoo.config_values import check_count
 from ...sharding.layout import Layout
-<<<<<<< HEAD
-from ...sharding.legality import require
-=======
-from ...sharding.legality import chunk_findings
->>>>>>> cpu
 from ..checkpoint.published_numbers import overridden_numbers, override_plan
 from ..devices.graph_memory import GIGABYTE, device_bytes
 from ..files.hardware_files import known_hardware
@@ -155,7 +143,8 @@ class _Derivation:
             return self._grid_in_memory(rows, defaults, fits)
 
         grid = derive(rows, self.defaults)
-        if not _KEYS_WITHOUT_SHARING & set(self.asked):
+        # with a capacity, rows share nothing, as other rows of a call decide what a prompt loses
+        if not self.has_capacity and not _KEYS_WITHOUT_SHARING & set(self.asked):
             fitting = [i for i, row in enumerate(rows) if fits_grid(row, grid)]
             expected = expected_rows([rows[i] for i in fitting], grid)
             shared = table.of_rows(fitting)
@@ -212,8 +201,11 @@ class _Derivation:
                 f"a layout that splits more."
             )
         if self.has_capacity and asked is None and found.pages is not None:
-            slots = found.pages // found.num_pages(found.max_length)
-            slots = min(found.decode_slots, slots // defaults.slot_multiple * defaults.slot_multiple)
+            slots, multiple = (
+                found.pages // found.num_pages(found.max_length),
+                defaults.slot_multiple,
+            )
+            slots = min(found.decode_slots, slots // multiple * multiple)
             found = replace(found, decode_slots=slots)
             found = replace(found, pages=found.most_pages)
         return found

@@ -227,7 +227,7 @@ def test_llm_takes_an_adapter_for_each_prompt(noria, folder, monkeypatch):
 def test_a_planned_prefix_belongs_to_one_adapter(noria, folder, tmp_path):
     shared = [[32, hash_tokens(BEGINNING, adapter)] for adapter in (None, "plain", "heads")]
     listed = ", ".join(f'[{length}, "{digest}"]' for length, digest in shared)
-    table = f"\n[prefixes]\ngroups = 2\nlength = 32\nchunk = 16\nshared = [{listed}]\n"
+    table = f"\n[prefixes]\ngroups = 3\nrows = 2\nlength = 32\nshared = [{listed}]\n"
     plan = tmp_path / "plan.toml"
     buckets = BUCKETS.replace("chunk = 16\nprefill = [[48, 2]]", "prefill = [[8, 2], [40, 2]]")
     plan.write_text(plan_text(buckets.replace("score = true", ""), others=table + ROOM))

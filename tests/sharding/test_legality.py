@@ -14,7 +14,6 @@ from alike import changed
 
 from noria.compile.abstract_model import model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.monitor import compile_monitor
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.moe_config import MoeConfig, Routing
@@ -34,7 +33,6 @@ CONFIG = DecoderConfig.alike(
 GRID = BucketGrid(64, ((16, 16), (32, 8)), 16, page=16)
 CHUNKED = BucketGrid(64, ((64, 16, 16),), 16, page=16)
 CHUNKED_IN_SPANS = BucketGrid(64, ((32, 16, 16), (64, 16, 16)), 16, (32, 64))
-PREFIXES = PrefixGrid(2, 48, 16, (PlannedPrefix(40, "0" * 16),), batch=2)
 MESH = {"data": 2, "tensor": 4}
 RULES = {"batch": "data", "query_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 CUBE = {"data": 2, "tensor": 2, "sequence": 2}
@@ -388,16 +386,16 @@ def test_sizes_of_the_model_that_do_not_divide_are_refused(illegal, sizes, expec
         (
             layout(CUBE, prefill={"length": "sequence"}, max_replicated=1),
             CHUNKED_IN_SPANS,
-            'prefill: length = "sequence": with buckets.chunk or [prefixes], expected the mesh '
+            'prefill: length = "sequence": with buckets.chunk, expected the mesh '
             'axes of cache_length in decode, "": each device reads the tokens of a chunk that it '
-            "keeps. Change either rule, or leave these keys out.",
+            "keeps. Change either rule, or leave buckets.chunk out.",
         ),
         (
             layout(CUBE, decode={"cache_length": "sequence"}, max_replicated=1),
             CHUNKED_IN_SPANS,
-            'prefill: length = "": with buckets.chunk or [prefixes], expected the mesh axes of '
+            'prefill: length = "": with buckets.chunk, expected the mesh axes of '
             'cache_length in decode, "sequence": each device reads the tokens of a chunk that it '
-            "keeps. Change either rule, or leave these keys out.",
+            "keeps. Change either rule, or leave buckets.chunk out.",
         ),
         (
             layout(CUBE, **IN_STRIPES),
@@ -411,61 +409,6 @@ def test_sizes_of_the_model_that_do_not_divide_are_refused(illegal, sizes, expec
 )
 def test_shapes_of_the_graphs_that_do_not_divide_are_refused(illegal, grid, expected):
     assert "\n".join(findings(illegal, grid)) == expected
-
-
-@pytest.mark.parametrize(
-    ("illegal", "changes", "expected"),
-    [
-        (
-            layout(),
-            {"groups": 1},
-            'decode: batch = "data": a graph\'s batch is 1, which does not divide over 2 devices. '
-            "Plan batches that do, or change the rule.",
-        ),
-        (
-            layout(decode={"attention_batch": ["data", "tensor"]}),
-            {},
-            'decode: attention_batch = ["data", "tensor"]: a graph\'s batch is 2, which does not '
-            "divide over 8 devices. Plan batches that do, or change the rule.",
-        ),
-        (
-            layout(),
-            {"batch": 1},
-            'prefill: batch = "data": a graph\'s batch is 1, which does not divide over 2 devices. '
-            "Plan batches that do, or change the rule.",
-        ),
-        (
-            layout(prefill={"residual_length": "tensor"}),
-            {"length": 54, "chunk": 18},
-            'prefill: residual_length = "tensor": a row\'s length is 18, which does not divide '
-            "over 4 devices. Plan lengths that do, or change the rule.",
-        ),
-        (
-            layout(CUBE, **IN_STRIPES),
-            {"length": 45, "chunk": 15},
-            'prefill: length = "sequence": a row\'s length is 15, which does not divide over 2 '
-            "devices. Plan lengths that do, or change the rule.\n"
-            'decode: cache_length = "sequence": a span is 45, which does not divide over 2 '
-            "devices. Plan spans that do, or change the rule.",
-        ),
-        (
-            layout(CUBE, decode={"cache_length": "sequence"}, max_replicated=1),
-            {},
-            'prefill: length = "": with buckets.chunk or [prefixes], expected the mesh axes of '
-            'cache_length in decode, "sequence": each device reads the tokens of a chunk that it '
-            "keeps. Change either rule, or leave these keys out.",
-        ),
-    ],
-)
-def test_shapes_of_prefixes_that_do_not_divide_are_refused(illegal, changes, expected):
-    prefixes = replace(PREFIXES, **changes)
-    grid = BucketGrid(64, ((32, 16),), 16, (32, 64), prefixes=prefixes)
-    assert "\n".join(findings(illegal, grid)) == expected
-
-
-def test_prefixes_are_legal_where_tokens_and_entries_are_split_alike():
-    grid = BucketGrid(64, ((32, 16),), 16, (32, 64), prefixes=PREFIXES)
-    assert findings(layout(CUBE, **IN_STRIPES), grid) == []
 
 
 def test_chunks_are_legal_where_tokens_and_entries_are_split_alike():

@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from mosaic_interpreter import interpreted_on_cpu
 from tolerances import BFLOAT16_ELEMENTWISE, BFLOAT16_ELEMENTWISE_RELATIVE, FLOAT32_ELEMENTWISE
 
+from noria.modelzoo.attention.attend import merge
 from noria.modelzoo.attention.paged import PagedRows, attend_in_groups
 from noria.modelzoo.cache.entry_codes import EntryCodes
 from noria.modelzoo.kernels import paged_tpu
@@ -202,11 +203,13 @@ def program(kernel: Kernel, case: Case) -> Any:
         v_PKSH = k_PKSH if case.is_latent else v_PKSH
         return kernel.attend(q_BTKGH, k_PKSH, v_PKSH, rows, case.window, case.scores)
 
-    def attended(given: Inputs, page_BN: np.ndarray, rest: float = kernel.rest) -> list[np.ndarray]:
+    def attended(
+        given: Inputs, page_BN: np.ndarray, rest: float = kernel.rest, **limits: Any
+    ) -> list[np.ndarray]:
         is_seen_BS = seen_of_pages(given, case, page_BN)
         k, v = (pool_of(x, case, page_BN, is_seen_BS, rest) for x in (given.k_BKSH, given.v_BKSH))
         rows = page_BN, given.first_B, given.count_B
-        rows = PagedRows(*(jnp.asarray(x, jnp.int32) for x in rows))
+        rows = PagedRows(*(jnp.asarray(x, jnp.int32) for x in rows))._replace(**limits)
         with kernel.context():
             found = run(jnp.asarray(given.q_BTKGH), k, v, rows)
         return [np.asarray(x) for x in found]
@@ -303,6 +306,23 @@ def test_the_bits_of_a_row_are_its_own(name, case_name):
 
 
 @pytest.mark.parametrize(
+    ("name", "case_name"), [("portable", "plain"), ("tpu", "plain"), ("gpu", "heads of 64")]
+)
+def test_two_reads_up_to_a_page_and_from_it_on_are_one(name, case_name):
+    """Each row is cut at an end of its own: at its beginning, inside, or past its last page."""
+    case, given = CASES[case_name], inputs(CASES[case_name])
+    attended = program(KERNELS[name], case)
+    cut_B = jnp.array([64, 64, 0, 128], jnp.int32)
+    parts = [attended(given, table(case), **{limit: cut_B}) for limit in ("end_B", "begin_B")]
+    assert np.isneginf(parts[0][1][2]).all()
+    out, lse = merge([tuple(map(jnp.asarray, part)) for part in parts])
+    wanted_out, wanted_lse = expected(given, case)
+    atol = FLOAT32_ELEMENTWISE if case.dtype == "float32" else 2 * BFLOAT16_ELEMENTWISE
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted_out, rtol=0, atol=atol)
+    np.testing.assert_allclose(np.asarray(lse), wanted_lse, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
     ("window", "first_pages"), [(None, (0, 0, 0, 0)), (60, (0, 0, 1, 0)), (Chunk(64), (1, 1, 2, 0))]
 )
 def test_a_block_reads_from_its_window_to_its_last_token(window, first_pages):
@@ -335,7 +355,6 @@ REFUSED = {
         ({"page": None}, "a cache in pages"),
         ({"stripes": 2}, "entries on one device, got 2 devices"),
         ({"windows": frozenset([BothSides()])}, "both directions"),
-        ({"has_prefixes": True}, r"no chunked attention after \[prefixes\]"),
         ({"key_dim": 192}, "multiple of 128 features, got 192 for keys and 128 for values"),
         ({"dtype": jnp.dtype("float16")}, "got float16"),
         ({"page": 8}, "pages of 16 entries or more, got 8"),
@@ -354,7 +373,6 @@ REFUSED = {
         ({"has_codes": True}, "no cache in codes"),
         ({"reads_latents": True}, "no latents"),
         ({"windows": frozenset([BothSides()])}, "both directions"),
-        ({"has_prefixes": True}, r"no chunked attention after \[prefixes\]"),
         ({"key_dim": 96}, "got 96 for keys and 128 for values"),
         ({"key_dim": 256, "value_dim": 256}, "set buckets.page to 64"),
         ({"group": 65}, "at most 64 query heads of a key/value head, got 65"),
