@@ -183,6 +183,8 @@ class PagePlace(NamedTuple):
     stripes: int
     """The number of devices along the entries of a page."""
     arrangement: Arrangement
+    is_placed: bool = True
+    """Whether there is one device, or a layout for several."""
 
 
 def choose_kernels(
@@ -219,7 +221,9 @@ def choose_kernels(
         return choose(calls, placement.platform, phase, getattr(plan, phase), kernels)
 
     arrangement = placement.arrangement(config, cache_codes=cache_codes)
-    place = PagePlace(kind_of(placement.mesh.devices.flat), placement.cache_stripes, arrangement)
+    is_placed = placement.layout is not None or placement.mesh.size == 1
+    kind, stripes = kind_of(placement.mesh.devices.flat), placement.cache_stripes
+    place = PagePlace(kind, stripes, arrangement, is_placed)
     paged = partial(_paged_call, grid=grid, place=place, dtype=dtype)
 
     def choose_paged(phase: str, num_queries: int, num_rows: int) -> Choice:
@@ -368,6 +372,7 @@ def _paged_call(
         group=kind[0].heads_per_kv,
         device=place.device,
         stripes=place.stripes,
+        is_placed=place.is_placed,
         page=grid.page,
         has_codes=codes is not None,
         table=num_rows * grid.num_pages(grid.max_length),

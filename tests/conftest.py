@@ -83,7 +83,6 @@ NOT_OPTIMIZED = (
     "sharding/test_coded_caches.py",
     "sharding/test_expert_exchange.py",
     "sharding/test_layout_conformance.py",
-    "sharding/test_pages.py",
     "sharding/test_prefixes.py",
     "sharding/test_projection.py",
     "sharding/test_quantised_weights.py",

@@ -157,7 +157,8 @@ def decode_step(
         token_B = decoder.operations.constrain(token_B, axes.LOGITS[:1])
         # max passes NaN on; a row with only -inf has nothing to choose from
         is_finite_B = jnp.isfinite(state.logits_BV.max(axis=-1)) | ~runs_B
-        emits_B = runs_B & is_finite_B
+        # attention may split slots otherwise, and tokens would follow them to other devices
+        emits_B = decoder.operations.constrain(runs_B & is_finite_B, axes.LOGITS[:1])
         num_logprobs_B = jnp.where(emits_B, state.sampling.num_logprobs_B, -1)
         scores = score_tokens(
             state.logits_BV, token_B, num_logprobs_B, NUM_ALTERNATIVES, decoder.operations

@@ -43,6 +43,9 @@ class AttentionCall:
     """The kind of the devices, as `h100`; None if it is not known."""
     stripes: int = 1
     """The devices over which the entries of each page are split."""
+    is_placed: bool = True
+    """Whether there is one device, or a layout for several; without it, no kernel over pages can
+    be split over them."""
     table: int = 0
     """The pages in the table of a device: those of all its rows, at their maximum length."""
 

@@ -129,6 +129,8 @@ def refusal_of_all(call: AttentionCall) -> str | None:
     """The reason why no kernel over pages can serve a call, or None."""
     if call.page is None:
         return "it takes a cache in pages (buckets.page)"
+    if not call.is_placed:
+        return "it takes a cache in pages on one device or under a layout"
     if call.stripes > 1:
         return f"it takes pages with all their entries on one device, got {call.stripes} devices"
     if call.sees_later:

@@ -63,7 +63,7 @@ def test_a_chunk_computes_rotations_once_and_attends_once_in_each_layer(batch):
     (graph,) = (one for one in graphs if str(one.key) == f"prefill 32x{batch} span 384")
     text = compile_graph(graph)[0].as_text()
     assert text.count(" cosine(") == 1
-    attention = re.findall(r' dot\(.*op_name="[^"]*layers\.\d+/dot_general"', text)
+    attention = re.findall(r' dot\(.*op_name="[^"]*layers\.\d+/[a-z_/]*dot_general"', text)
     assert len(attention) == 2 * len(alike(CONFIG).windows), "scores and values"
 
 

@@ -240,12 +240,20 @@ def test_attention_to_pages_has_kernels_of_its_own():
         max_position=1024,
     )
 
-    def decode(grid: BucketGrid = PAGED, name: str = "auto", codes: str | None = None) -> str:
-        plan, dtype = AttentionPlan(decode=name), jnp.dtype("bfloat16")
-        choice = choose_kernels(heads, grid, placed(), dtype, plan, cache_codes=codes).decode
+    def decode(
+        grid: BucketGrid = PAGED,
+        name: str = "auto",
+        codes: str | None = None,
+        placement: Placement | None = None,
+    ) -> str:
+        plan, call = AttentionPlan(decode=name), (heads, grid, placement or placed())
+        choice = choose_kernels(*call, jnp.dtype("bfloat16"), plan, cache_codes=codes).decode
         return str(choice)
 
     assert decode().startswith("paged (tpu, bfloat16, heads of 128")
+    without_layout = find_target("tpu:v5e:2x2").placement()
+    why = "it takes a cache in pages on one device or under a layout"
+    assert decode(placement=without_layout) == f"xla (paged: {why})"
     assert decode(name="xla") == "xla (as the plan asks)"
     assert decode(name="paged") == "paged (as the plan asks)"
     assert decode(codes="int8").startswith("xla (paged: it takes codes in pages of 128 entries")

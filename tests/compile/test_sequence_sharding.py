@@ -111,7 +111,7 @@ def test_what_a_device_holds_of_a_prompt_falls_with_the_devices():
 
 
 def test_what_a_device_holds_of_the_cache_beside_a_chunk_falls_with_the_devices():
-    """The cache falls exactly, in place; so do temporaries, except those of the chunk itself."""
+    """The cache falls exactly, in place; a device needs less else than its keys of one layer."""
     span, slots = 1 << 14, 2
     grid = BucketGrid(span, ((span, 1, 256),), slots, row_tokens=256)
     key = GraphKey("prefill", grid.prefill[0])
@@ -119,7 +119,8 @@ def test_what_a_device_holds_of_the_cache_beside_a_chunk_falls_with_the_devices(
     kept = cache_bytes(grid)
     saved = memory[1].alias_size_in_bytes - memory[8].alias_size_in_bytes
     assert saved == kept - kept // 8
-    assert memory[8].temp_size_in_bytes < memory[1].temp_size_in_bytes / 2
+    keys = slots * span * alike(CONFIG).num_kv_heads * alike(CONFIG).head_dim * 4
+    assert memory[8].temp_size_in_bytes < keys // 8
 
 
 def test_the_work_of_a_chunk_is_shared_out():
