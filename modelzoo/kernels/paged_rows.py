@@ -98,6 +98,7 @@ class QueryBlocks(NamedTuple):
         is_read_C &= last_page_C >= first_page_C
         first_page_C = jnp.where(is_read_C, first_page_C, 0)
         end_page_C = jnp.where(is_read_C, last_page_C + 1, 0)
+        count_C = jnp.where(is_read_C, count_C, 0)
         scalars = first_page_C, end_page_C, first_C, count_C
         return ReadPages(*(x.astype(jnp.int32) for x in scalars))
 

@@ -306,7 +306,8 @@ def _attend_block(
 
         reader((c, turn, buffer), "wait")
         entry = (schedule.read.first_page_C[c] + turn * form.turn) * form.page
-        tokens = schedule.read.first_C[c], schedule.read.count_C[c]
+        read = schedule.read
+        tokens = read.first_C[c], read.count_C[c], read.end_page_C[c] * form.page
         _add_turn(form, q_KAH, own, tokens, (entry, buffer))
 
     jax.lax.fori_loop(0, num_turns, take_turn, None)
@@ -354,13 +355,14 @@ def _turn_copies(
 
 
 def _add_turn(
-    form: Form, q_KAH: Any, own: Buffers, tokens: tuple[Any, Any], place: tuple[Any, Any]
+    form: Form, q_KAH: Any, own: Buffers, tokens: tuple[Any, Any, Any], place: tuple[Any, Any]
 ) -> None:
     """Add the entries of a turn, which are in a buffer, to the running result of a block."""
-    (first, count), (entry, buffer) = tokens, place
+    (first, count, end), (entry, buffer) = tokens, place
     K, A, _ = own.sum_KAH.shape
     S = form.turn * form.page
-    last = first + count - 1
+    # a turn may have pages after the last one, which hold anything
+    last = jnp.minimum(first + count, end) - 1
     values = own.pages.entries[-1].at[buffer]
     is_entry_1S1 = entry + jax.lax.broadcasted_iota(jnp.int32, (1, S, 1), 1) <= last
     v_KSH = jnp.where(is_entry_1S1, values[...].astype(q_KAH.dtype), 0)
@@ -376,6 +378,7 @@ def _add_turn(
         scores_KAS = reduce(jnp.add, parts)
     row_1AS, entry_1AS = (jax.lax.broadcasted_iota(jnp.int32, (1, A, S), i) for i in (1, 2))
     mask_1AS = form.blocks.sees(row_1AS, entry + entry_1AS, first, count)
+    mask_1AS &= entry + entry_1AS <= last
     scores_KAS = jnp.where(mask_1AS, soft_cap(scores_KAS, form.cap), _MASKED_SCORE)
     old_KA1 = own.max_KA1[...]
     new_KA1 = jnp.maximum(old_KA1, scores_KAS.max(axis=2, keepdims=True))

@@ -99,8 +99,8 @@ def test_rows_answer_as_in_jobs_of_merged_models(noria, folder, tmp_path):
     assert len(answers) == 1 + len(OPTIONS)
 
 
-def test_rows_in_few_pages_answer_as_in_slots(noria, folder, tmp_path):
-    pages = plan_text(f"{BUCKETS}pages = 6\npage = 16\n", others=ROOM)
+def test_rows_in_few_pages_answer_as_in_many(noria, folder, tmp_path):
+    pages = plan_text(BUCKETS.replace("page = 8", "pages = 6\npage = 16"), others=ROOM)
     (tmp_path / "pages.toml").write_text(pages)
     options = ("--plan", tmp_path / "pages.toml", "--adapters", *adapters_of(folder))
     noria.batch(folder / "in.jsonl", tmp_path / "out.jsonl", *options, expect=1)

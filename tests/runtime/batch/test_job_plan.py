@@ -289,14 +289,13 @@ def test_a_limit_that_no_row_fits_is_no_failure_of_the_plan():
     assert sharing_plan("buckets.max_length=300").buckets.max_length == 300
 
 
-def test_a_layout_that_cannot_read_prefixes_shares_in_chunks():
-    """Otherwise a job would be refused for a plan that it did not ask for."""
+def test_prompts_share_their_beginnings_under_layouts_of_all_kinds():
     rules = {"name": "mine", "mesh": {"sequence": 2}, "rules": {}}
-    alike = {"prefill": {"rules": {"length": "sequence"}}}
-    alike["decode"] = {"rules": {"cache_length": "sequence"}}
-    assert sharing_plan(layout=Layout.from_table(rules | alike)).buckets.prefixes is not None
-    grid = sharing_plan(layout=Layout.from_table(rules | {"prefill": alike["prefill"]})).buckets
-    assert grid.prefixes is None and grid.chunks
+    split = {"prefill": {"rules": {"length": "sequence"}}}
+    alike = split | {"decode": {"rules": {"cache_length": "sequence"}}}
+    for table in (rules | alike, rules | split):
+        grid = sharing_plan(layout=Layout.from_table(table)).buckets
+        assert grid.prefixes is not None and grid.chunks
 
 
 def test_a_stored_plan_of_another_version_names_it_and_the_remedy():
