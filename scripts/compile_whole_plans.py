@@ -223,10 +223,8 @@ def plan_options(case: Case) -> PlanOptions:
         weights=case.numbers or "float",
         cache=case.numbers or "float",
         chunks="never",
-        page=0,
         scan_layers=case.scan_layers,
         max_prefill_graphs=case.prefill_graphs,
-        max_decode_graphs=1,
         quiet=True,
     )
 

@@ -14,8 +14,10 @@ def overrides(*settings: str) -> tuple[str, ...]:
     return sum((("--set", one) for one in (*settings, "buckets.decode_slots=6")), ())
 
 
-CHUNKS = overrides("buckets.chunk=16", "buckets.prefill=[[64, 4], [128, 4]]")
-TAILS = overrides("buckets.chunk=[4, 16]", "buckets.prefill=[[64, 4, 4], [128, 4, 4]]")
+CHUNKS = overrides("buckets.chunk=16", "buckets.max_length=128", "buckets.prefill=[[128, 4]]")
+TAILS = overrides(
+    "buckets.chunk=[4, 16]", "buckets.max_length=128", "buckets.prefill=[[128, 4, 4]]"
+)
 PART_OPTIONS = ("--dtype", "float32", *CHUNKS)
 """Parts of a job need a dtype that does not depend on the machine."""
 SCORED = "row-4"

@@ -49,7 +49,7 @@ def test_scores_are_those_of_a_plan_with_slots(noria, source, job, tmp_path):
     rows, manifest = noria.batch(source, tmp_path / "out.jsonl", "--set", "buckets.decode_slots=4")
     assert [answer(row) for row in rows] == job[0]
     with_slots, without = (tomllib.loads(m["plan"])["buckets"] for m in (manifest, job[1]))
-    assert with_slots["decode_slots"] == 4 and with_slots["decode_spans"]
+    assert with_slots["decode_slots"] == 4 and with_slots["pages"]
     assert with_slots["prefill"] == without["prefill"]
 
 

@@ -28,7 +28,6 @@ OTHERS = OtherGrids(
     GraphPrices.of_target("cpu", Work(AbstractModel(CONFIG), "float32"), known_hardware()),
     GridDefaults(),
     CONFIG.max_position,
-    may_chunk=False,
 )
 
 

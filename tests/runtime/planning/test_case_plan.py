@@ -48,5 +48,5 @@ def test_an_accelerator_takes_more_tokens_a_call(planned):
 def test_a_case_has_no_more_slots_than_memory_holds(planned):
     target = replace(find_target("cpu"), name="gpu", platform="gpu")
     work = work_of(CONFIG, Numbers("float32"), None, target)
-    held = (work.parameter_bytes + work.cache_bytes(50, 32)) / MEMORY_SHARE
+    held = (work.parameter_bytes + 50.5 * work.page_bytes(64)) / MEMORY_SHARE
     assert planned("gpu", 600, held).decode_slots == 50

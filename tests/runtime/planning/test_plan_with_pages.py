@@ -47,46 +47,24 @@ def test_a_plan_with_pages_says_what_its_cache_holds_and_that_reads_are_assumed(
     assert memory["cache"] == grid["pages"] * memory["page"]
 
 
-def test_on_a_cpu_a_plan_has_no_pages_unless_they_are_asked_for(plan):
-    table, said = plan("--chunks", "never", "--tries", 1)
-    assert not {"page", "pages"} & set(table["buckets"]) and "assumed" not in said
-
-
-@pytest.mark.parametrize(
-    ("model", "target"), [("llama-3.1-8b", "gpu:h200:1"), (None, "tpu:v6e:1x1")]
-)
-def test_on_an_accelerator_a_plan_has_pages_unless_it_is_asked_for_none(plan, model, target):
-    options = ("--target", target, "--tries", 1, *(("--model", MODELS / model) if model else ()))
-    table, said = plan(*options)
-    grid = table["buckets"]
-    assert grid["page"] == 64 and "decode_spans" not in grid
-    assert f"({grid['pages']} page" in said and "reads of pages assumed" in said
-    table, said = plan(*options, "--page", 0)
-    assert not {"page", "pages"} & set(table["buckets"]) and "of pages" not in said
-
-
 @pytest.mark.parametrize(
     ("target", "options"),
     [
-        ("gpu:a100:1", ("--model", "llama-3.1-8b")),
-        ("gpu:h200:1", ("--model", "llama-3.1-8b", "--cache", "int8")),
-        ("tpu:v6e:1x1", ("--cache", "int8")),
-        # heads of 8 features
-        ("gpu:h200:1", ()),
+        ("cpu", ()),
+        ("gpu:h200:1", ("--model", MODELS / "llama-3.1-8b")),
+        ("tpu:v6e:1x1", ()),
+        # no kernel reads these pages
+        ("gpu:h200:1", ("--model", MODELS / "llama-3.1-8b", "--cache", "int8")),
     ],
 )
-def test_a_plan_has_pages_of_its_own_accord_only_where_a_kernel_reads_them(plan, target, options):
-    found = [MODELS / x if x == "llama-3.1-8b" else x for x in options]
-    table, said = plan("--target", target, "--tries", 1, *found)
-    assert table is not None, said
-    assert not {"page", "pages"} & set(table["buckets"]) and "of pages" not in said
-    table, said = plan("--target", target, "--tries", 1, *found, "--page", 64)
-    assert table["buckets"]["page"] == 64
+def test_every_plan_has_pages_of_64_entries_by_default(plan, target, options):
+    table, said = plan("--target", target, "--tries", 1, *options)
+    grid = table["buckets"]
+    assert grid["page"] == 64 and "decode_spans" not in grid
+    assert f"({grid['pages']} page" in said and "reads of pages assumed" in said
 
 
-def test_a_layout_that_cannot_split_pages_has_a_plan_without_unless_they_are_asked_for(
-    plan, tmp_path
-):
+def test_a_layout_that_cannot_split_pages_is_refused(plan, tmp_path):
     """A page of 64 entries has no third."""
     layout = tmp_path / "mine.toml"
     rules = '[prefill.rules]\nlength = "sequence"\n[decode.rules]\ncache_length = "sequence"\n'
@@ -95,17 +73,15 @@ def test_a_layout_that_cannot_split_pages_has_a_plan_without_unless_they_are_ask
     )
     options = ("--target", "gpu:h200:3", "--layout", layout, "--tries", 1, "--chunks", "never")
     table, said = plan(*options)
-    assert table is not None, said
-    assert not {"page", "pages"} & set(table["buckets"]) and "of pages" not in said
-    table, said = plan(*options, "--page", 64)
     assert table is None and "buckets.page" in said
 
 
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        (24, "--page: expected a power of two, or 0 for no pages, got 24. Take 64, or another."),
-        (-2, "--page: expected a power of two, or 0 for no pages, got -2. Take 64, or another."),
+        (24, "--page: expected a power of two, got 24. Take 64, or another."),
+        (0, "--page: expected a power of two, got 0. Take 64, or another."),
+        (-2, "--page: expected a power of two, got -2. Take 64, or another."),
     ],
 )
 def test_a_page_that_cannot_be_is_refused(plan, page, message):
