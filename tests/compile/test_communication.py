@@ -12,13 +12,13 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 from alike import changed
-from laid_out import num_slot_groups
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import Collective, read_collectives
 from noria.compile.targets import find_target
+from noria.modelzoo import axes
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.moe_config import MoeConfig, Routing
@@ -30,11 +30,11 @@ from noria.sharding.layout import Layout
 TPU, CPU = "tpu:v5e:2x4", "cpu:8"
 DTYPES = {TPU: jnp.bfloat16, CPU: jnp.float32}
 SLOTS, PROMPTS, LENGTH = 64, 8, 256
-GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS, steps_per_call=8)
+GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS, (512,), steps_per_call=8)
 CHUNK, SHORT, LONG = 256, 512, 4096
 CALLS = {
     "prefill": Call("prefill", PROMPTS, LENGTH, LENGTH),
-    "decode": GRID.decode_call(512),
+    "decode": Call.of_step(SLOTS, 512),
 }
 NUM_KV_HEADS = {
     "weight-stationary-1d-kv-copies": 2,
@@ -133,8 +133,6 @@ def collectives(
     """
     placement = find_target(target).placement(layout)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
-    if grid.pages is not None:
-        grid = replace(grid, slot_groups=num_slot_groups(layout))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(DTYPES[target]))
     (graph,) = (graph for graph in graphs if str(graph.key).startswith(name))
     shards = layout.mesh.num_devices // layout.mesh.sizes.get("tensor", 1)
@@ -329,7 +327,9 @@ def test_a_chunk_sends_its_entries_or_its_queries_whichever_are_fewer_bytes(
 def test_a_call_of_pieces_in_pages_sends_what_is_said_and_nothing_else(name):
     """The pieces of all rows go to every device, and the partial results are merged."""
     layout, page = layout_of(name), 64
-    grid = BucketGrid(512, ((512, 4 * PROMPTS, page),), SLOTS, page=page)
+    groups = layout.mesh.num_shards(layout.phase("decode")[axes.ATTENTION_BATCH])
+    shapes = 512, ((512, 4 * PROMPTS, page),), SLOTS, (512,)
+    grid = BucketGrid(*shapes, pages=512, page=page, slot_groups=groups)
     call = grid.prefill_call(grid.prefill[0])
     said = predict_collectives(config_of(name, 1), layout, call, itemsize=2)
     wanted = Counter({(e.kind, e.mesh_axes, e.num_bytes): e.times for e in said})

@@ -5,12 +5,10 @@ As for dense layers, the difference between graphs of three and of two layers is
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
 import pytest
-from laid_out import num_slot_groups
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
@@ -28,7 +26,7 @@ TARGET = "tpu:v5e:2x4"
 SLOTS, PROMPTS, LENGTH, EMBED, BYTES = 64, 8, 256, 512, 2
 NUM_EXPERTS, CHOSEN = 8, 2
 KV_HEADS, HEAD_DIM = 8, 64
-GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS, steps_per_call=8)
+GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS, (512,), steps_per_call=8)
 TOKENS = {"prefill": PROMPTS * LENGTH, "decode": SLOTS}
 WEIGHTS_OF_ONE_EXPERT = 3 * EMBED * 1536 * BYTES
 
@@ -51,8 +49,7 @@ def compiled(layout: Layout, phase: str, num_layers: int):
     )
     placement = find_target(TARGET).placement(layout)
     definition = AbstractModel(config, placement.arrangement(config))
-    grid = replace(GRID, slot_groups=num_slot_groups(layout))
-    graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.bfloat16))
+    graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.bfloat16))
     (graph,) = (graph for graph in graphs if graph.key.kind == phase)
     return compile_graph(graph)[0]
 

@@ -27,6 +27,7 @@ from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
+from noria.sharding.placement import Placement
 
 SLOTS, VOCAB, SMALL_VOCAB = 64, 49152, 4096
 GRID = BucketGrid(512, ((512, 1),), SLOTS, page=64, row_tokens=1)
@@ -72,10 +73,18 @@ def graph_of(
         tie_embeddings=True,
     )
     config = changed(config, **heads)
-    placement = find_target(target).placement(layout)
+    placement = placement_of(target, layout)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
     return next(graph for graph in graphs if graph.key == key)
+
+
+def placement_of(target: str, layout: Layout | None = None) -> Placement:
+    """Return a placement on all devices of a target under a layout, or else on one of them."""
+    found = find_target(target)
+    if layout is None:
+        found = replace(found, devices=found.devices[:1])
+    return found.placement(layout)
 
 
 def temporary_bound(graph: GraphSpec) -> float:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from alike import alike, changed
-from test_memory import whole_copies
+from test_memory import placement_of, whole_copies
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
@@ -53,7 +53,7 @@ def prefill_graph(
     """Return the prefill graph; prompts exceed the windows, of which each slot has pages."""
     prefill = (2048, batch, 128) if in_chunks else (256, batch)
     grid = BucketGrid(2048, (prefill,), slots, row_tokens=128 if in_chunks else 1)
-    placement = find_target(target).placement()
+    placement = placement_of(target)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     dtype = "bfloat16" if target == TPU else "float32"
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))

@@ -21,7 +21,7 @@ from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 from noria.sharding.placement import arrangement_of
 
-GRID = BucketGrid(512, ((128, 4),), 16, steps_per_call=4)
+GRID = BucketGrid(512, ((128, 4),), 16, (256, 512), steps_per_call=4)
 ONE_LAYER = LAYERS_OF_8B.first_layers(1)
 LATENT = LatentAttention(rank=512, plain_dim=128, rope_dim=64, value_dim=128, query_rank=1536)
 LATENTS = changed(ONE_LAYER, num_kv_heads=32, head_dim=LATENT.head_dim, latent=LATENT)
@@ -100,7 +100,7 @@ def test_decode_writes_no_values_of_a_weight_that_is_larger_than_the_memory_on_t
 def test_decode_reads_a_cache_in_codes_once_and_as_it_is(config, codes):
     """Latents are read once, too, though they are keys and values."""
     layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
-    grid = BucketGrid(4096, ((128, 4),), 32, page=128, steps_per_call=4)
+    grid = BucketGrid(4096, ((128, 4),), 32, (2048, 4096), steps_per_call=4)
     arrangement = arrangement_of(layout, "tpu", config, cache_codes=codes)
     report, needed, _ = read_decode(AbstractModel(config, arrangement), layout, grid, 4096)
     entries, heads = 32 * 4096, 1 if alike(config).latent is None else 0
