@@ -223,7 +223,9 @@ class CandidateGrids:
         work = self._cost.work
         if self._only_scores:
             return work.parameter_bytes
-        return work.parameter_bytes + work.page_bytes(round_up(self.max_length, self._defaults.page))
+        return work.parameter_bytes + work.page_bytes(
+            round_up(self.max_length, self._defaults.page)
+        )
 
     def _within_budget(self, grids: Iterable[BucketGrid]) -> Iterator[Candidate]:
         for grid in dict.fromkeys(grids):

@@ -219,7 +219,9 @@ class _Derivation:
             )
         if self.has_capacity and asked is None and found.pages is not None:
             slots = found.pages // found.num_pages(found.max_length)
-            slots = min(found.decode_slots, slots // defaults.slot_multiple * defaults.slot_multiple)
+            slots = min(
+                found.decode_slots, slots // defaults.slot_multiple * defaults.slot_multiple
+            )
             found = replace(found, decode_slots=slots)
             found = replace(found, pages=found.most_pages)
         return found

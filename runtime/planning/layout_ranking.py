@@ -194,8 +194,7 @@ def _shorter_rows(ranking: Ranking, ranked: RankedLayout) -> str | None:
     if not fitting:
         return None
     return (
-        f"rows of at most {fitting * page} tokens instead of {ranked.max_row_length}, "
-        f"1 at a time"
+        f"rows of at most {fitting * page} tokens instead of {ranked.max_row_length}, 1 at a time"
     )
 
 

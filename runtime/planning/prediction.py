@@ -251,9 +251,7 @@ def _searched(
     """
     layout, cost = ranked.layout, ranked.cost
     assert cost is not None
-    result = progress.plan(
-        _planner(options, ranking, workload, layout, cost, simulated_rows)
-    )
+    result = progress.plan(_planner(options, ranking, workload, layout, cost, simulated_rows))
     _require(layout, ranking, result.best.grid)
     return result
 
