@@ -201,11 +201,10 @@ class _Derivation:
                 f"a layout that splits more."
             )
         if self.has_capacity and asked is None and found.pages is not None:
-            slots, multiple = (
-                found.pages // found.num_pages(found.max_length),
-                defaults.slot_multiple,
+            slots = found.pages // found.num_pages(found.max_length)
+            slots = min(
+                found.decode_slots, slots // defaults.slot_multiple * defaults.slot_multiple
             )
-            slots = min(found.decode_slots, slots // multiple * multiple)
             found = replace(found, decode_slots=slots)
             found = replace(found, pages=found.most_pages)
         return found

@@ -123,7 +123,8 @@ def test_given_the_outputs_of_a_run_its_padding_is_known_exactly(noria, source, 
     _, report, _ = plan(noria, source, "--from-output", output)
     ran = read_manifest(output)["generator"]["padding"]
     known = report["comparison"]["plan of the run"]
-    assert {name: known[name] for name in PADDING} == ran
+    assert {name: known[name] for name in PADDING} == {name: ran[name] for name in PADDING}
+    assert ran["recomputed_tokens"] == 0
     assert ran["overshoot_tokens"] > 0
     assert report["predicted"]["run_seconds"] <= known["run_seconds"]
 
@@ -182,16 +183,16 @@ def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, 
     table = source.with_name("lengths.csv")
     rows = ["prompt_tokens,output_tokens", *(f"{i % 60 + 1},{i % 20 + 1}" for i in range(300))]
     table.write_text("\n".join(rows) + "\n")
-    chunks = ("--chunks", "always", "--max-padding", "1.1")
+    chunks = ("--chunks", "always", "--max-padding", "2")
     path, report, summary = plan(noria, table, "--target", "tpu:v5e:1x1", *chunks)
     predicted = report["predicted"]
-    assert predicted["prefill_computed_tokens"] <= 1.1 * predicted["prefill_real_tokens"]
+    assert predicted["prefill_computed_tokens"] <= 2 * predicted["prefill_real_tokens"]
     assert 'target = "tpu:v5e:1x1"' in report["plan"]
     assert 'dtype = "bfloat16"' in report["plan"]
     assert "chunk = " in report["plan"]
     assert report["hardware"]["name"] == "v5e"
     assert "evidence   compiler's cycles" in summary
-    assert 'costs = "compiler\'s cycles"' in report["plan"]
+    assert 'costs = "compiler\'s cycles, reads of pages assumed"' in report["plan"]
     page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
     sizes = " and ".join(map(str, predicted["chunk"]))
     assert f"in chunks of {sizes} tokens, and padded by at most {predicted['chunk'][0] - 1}" in page
@@ -272,7 +273,8 @@ def test_a_job_in_which_rows_were_refused_can_be_planned_again(noria, source):
     noria.run("batch", *arguments, expect=1)
     _, report, _ = plan(noria, job, "--from-output", done)
     known = report["comparison"]["plan of the run"]
-    assert {name: known[name] for name in PADDING} == read_manifest(done)["generator"]["padding"]
+    ran = read_manifest(done)["generator"]["padding"]
+    assert {name: known[name] for name in PADDING} == {name: ran[name] for name in PADDING}
     assert report["workload"]["refused"] == 1
 
 

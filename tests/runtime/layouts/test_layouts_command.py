@@ -127,8 +127,9 @@ def test_caches_in_pages_are_measured_and_verified(report, results):
     assert main(["layouts", *arguments]) == 0
     for result in json.loads((folder / "layouts.json").read_text()):
         assert 0 < result["max_abs_diff"] < 1e-4
-        in_slots = results[result["name"]]["bytes_per_device"]
-        assert result["bytes_per_device"]["cache"] == in_slots["cache"]
+        # a row fills pages of 64 entries less
+        whole = results[result["name"]]["bytes_per_device"]
+        assert 0 < result["bytes_per_device"]["cache"] <= whole["cache"]
 
 
 def test_a_program_that_xla_cannot_write_sends_what_the_rules_say(
