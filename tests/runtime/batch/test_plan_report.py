@@ -13,7 +13,7 @@ from noria.runtime.engine.metrics import EngineMetrics, PrefillUse, prefill_name
 from noria.sharding.layout import Layout
 
 MODEL = PlannedModel("tiny", "")
-GRID = BucketGrid(64, ((16, 4), (32, 2)), 8, page=16, steps_per_call=4)
+GRID = BucketGrid(64, ((16, 4), (32, 2)), 8, (16, 32, 64), 4, span_slots=(8, 5, 2))
 LAYOUT = Layout.from_table({"name": "two", "mesh": {"data": 2}, "rules": {"batch": "data"}})
 
 
@@ -24,14 +24,14 @@ def work_of(layout=None) -> Work:
 def test_a_plan_is_a_few_lines_of_its_sizes():
     table = plan_table(Plan("cpu", MODEL, Numbers("float32"), GRID), work_of())
     lines = table.splitlines()
-    assert lines[:4] == [
+    assert lines[:5] == [
         "plan     cpu, tiny, float32",
         "rows     at most 64 tokens, prompt and output",
         "prefill  16x4, 32x2",
-        "decode   8 slots, 4 steps in a call of rows up to 64 tokens",
+        "decode   8 slots, 4 steps in a call over 16 or 32 or 64 tokens",
+        "slots    2 of 64 tokens, 3 of 32 tokens, 3 of 16 tokens",
     ]
-    assert lines[4].startswith("memory   weights 0.")
-    assert lines[4].endswith(" in 32 pages of 16 entries")
+    assert lines[5].startswith("memory   weights 0.")
 
 
 def test_layouts_prefixes_and_plans_that_only_score_are_said():
@@ -51,9 +51,7 @@ def test_waste_is_the_share_of_padding_in_the_work_of_every_bucket(layout):
     for is_scored in (False, True):
         name = prefill_name(GRID.prefill[0], is_scored=is_scored)
         metrics.count_prefill(name, PrefillUse(1, 3, 16, 64, 2.0))
-    metrics.count_decode(
-        64, steps=4, emitted=24, live_slots=7, slots=8, seconds=1.0, read_entries=1200
-    )
+    metrics.count_decode(32, steps=4, emitted=24, live_slots=7, slots=8, seconds=1.0)
     buckets = with_waste(metrics.report(), GRID, work)["buckets"]
     devices = 1 if layout is None else 2
 
@@ -66,7 +64,7 @@ def test_waste_is_the_share_of_padding_in_the_work_of_every_bucket(layout):
     assert prefill["flops"] < scored["flops"]
     assert prefill["wasted_flops"] == 0.75 * prefill["flops"]
     assert prefill["wasted_seconds"] == 1.5
-    decode = buckets["decode"]["64"]
-    assert decode["flops"] == 4 * flops(GRID.average_step(300))
+    decode = buckets["decode"]["32"]
+    assert decode["flops"] == 4 * flops(GRID.decode_call(32))
     assert decode["wasted_flops"] == 0.25 * decode["flops"]
     assert decode["wasted_seconds"] == 0.25
