@@ -51,9 +51,8 @@ The column *default* says "required" for a key that a file must have, and "none"
 has no value if it is left out.
 """
 PREFIXES = """\
-The beginnings of prompts that groups of slots share ([Prompts that begin alike](sharing.md)). A
-plan without this table has no such groups. With it, all lengths of `[buckets]` are counted from the
-end of a row's prefix.
+The beginnings of prompts that groups of rows read together in decode ([Prompts that begin
+alike](sharing.md)). In a plan without this table, each row reads its own pages.
 """
 ADAPTERS = """\
 The number and the ranks of the adapters that rows may use ([Adapters](adapters.md)).

@@ -10,7 +10,6 @@ arguments and cycles, with their lines of source. It does not read weights.
 
 import argparse
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,9 +94,11 @@ def of_model(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
         numbers.cache_codes,
     )
     length, rows = map(int, options.prefill.split("x"))
-    prefixes = read_prefixes(options.prefix) if options.prefix else None
     prefill, spans = ((length, rows),), tuple(options.spans)
-    grid = BucketGrid(spans[-1], prefill, options.slots, spans, prefixes=prefixes)
+    grid = BucketGrid(spans[-1], prefill, options.slots, spans)
+    if options.prefix:
+        prefixes = read_prefixes(options.prefix, options.slots)
+        grid = BucketGrid(spans[-1], prefill, options.slots, prefixes=prefixes)
     for kind in options.graphs:
         found = reader.compile(grid, kind)
         if options.keep:
@@ -106,10 +107,11 @@ def of_model(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
         yield f"{kind}, compiled in {found.seconds:.1f} s", found.evidence.as_json()
 
 
-def read_prefixes(text: str) -> PrefixGrid:
-    """Return prefixes of this number of groups and tokens, in pieces of at most 256 tokens."""
+def read_prefixes(text: str, slots: int) -> PrefixGrid:
+    """Return prefixes that this number of groups reads, each up to this number of tokens."""
     groups, length = map(int, text.split("x"))
-    return PrefixGrid(groups, length, math.gcd(length, 256), (PlannedPrefix(length, "0" * 16),))
+    listed = (PlannedPrefix(length, "0" * 16),)
+    return PrefixGrid(groups, -(-slots // groups), length, listed)
 
 
 def read_config(model: str, num_layers: int | None = None) -> DecoderConfig:

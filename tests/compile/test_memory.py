@@ -27,10 +27,9 @@ from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
-from noria.sharding.placement import Placement
 
 SLOTS, VOCAB, SMALL_VOCAB = 64, 49152, 4096
-GRID = BucketGrid(512, ((512, 1),), SLOTS, page=64, row_tokens=1)
+GRID = BucketGrid(max_length=512, prefill=((512, 1),), decode_slots=SLOTS, decode_spans=(256, 512))
 TPU = "tpu:v5e:2x4"
 
 
@@ -73,18 +72,10 @@ def graph_of(
         tie_embeddings=True,
     )
     config = changed(config, **heads)
-    placement = placement_of(target, layout)
+    placement = find_target(target).placement(layout)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
     return next(graph for graph in graphs if graph.key == key)
-
-
-def placement_of(target: str, layout: Layout | None = None) -> Placement:
-    """Return a placement on all devices of a target under a layout, or else on one of them."""
-    found = find_target(target)
-    if layout is None:
-        found = replace(found, devices=found.devices[:1])
-    return found.placement(layout)
 
 
 def temporary_bound(graph: GraphSpec) -> float:
@@ -94,7 +85,7 @@ def temporary_bound(graph: GraphSpec) -> float:
 
 
 def cache_bytes(graph: GraphSpec) -> int:
-    state = graph.arguments[1]
+    _, state, _ = graph.arguments
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
 
 
@@ -112,15 +103,15 @@ def _size(shape: str) -> int:
 
 
 def smallest_that_counts(graph: GraphSpec) -> int:
-    """Return the number of elements of the smallest weight matrix, or array of pages."""
-    parameters, state = graph.arguments[:2]
+    """Return the number of elements of the smallest weight matrix or cache segment."""
+    parameters, state, _ = graph.arguments
     segments = [leaf for layer in state.cache.layers for leaf in jax.tree.leaves(layer)]
     return min(leaf.size for leaf in [*parameters.values(), *segments] if leaf.ndim > 1)
 
 
 @pytest.mark.parametrize("windows", ALONE_OR_WITH_RINGS)
 def test_decode_needs_little_memory_beside_its_arguments(windows):
-    graph = decode_graph("cpu", GRID.max_length, "float32", windows)
+    graph = decode_graph("cpu", GRID.decode_spans[0], "float32", windows)
     compiled, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
 
@@ -135,7 +126,7 @@ def test_decode_with_scanned_layers_works_in_place(target, dtype, windows):
     words = {"vocab_size": SMALL_VOCAB} if target == TPU else {}
     graph = decode_graph(target, GRID.max_length, dtype, windows, scan_layers=True, **words)
     compiled, _ = compile_graph(graph)
-    state = graph.arguments[1]
+    _, state, _ = graph.arguments
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes <= temporary_bound(graph)
     assert memory.alias_size_in_bytes >= sum(
@@ -175,7 +166,7 @@ OF_16_EXPERTS = partial(MoeConfig, Routing(num_experts=16, num_chosen=2), QWEN3_
 def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(key, spelling, shape, moe):
     """Keys and weights of all layers keep their memory layout."""
     layout = Layout.from_table(read_layout_table(spelling))
-    grid = BucketGrid(1536, ((1536, 1, 256),), 256)
+    grid = BucketGrid(1536, ((512, 1, 256), (1536, 1, 256)), 256, (512, 1536))
     shape = {"vocab_size": 128, "head_dim": 128, "layout": layout, **shape}
 
     def of_layers(num_layers: int) -> GraphSpec:
@@ -214,7 +205,7 @@ LATENTS = {
     [("cpu", "float32"), pytest.param(TPU, "bfloat16", marks=pytest.mark.tpu_compile)],
 )
 def test_decode_reads_latents_where_they_lie(target, dtype):
-    """No pages are copied in another memory layout for keys, and no values are copied from them."""
+    """No segment is copied in another memory layout for keys, and no values are copied from it."""
     graph = decode_graph(target, GRID.max_length, dtype, (None,) * 4, **LATENTS)
     compiled, _ = compile_graph(graph)
     segments = jax.tree.leaves(graph.arguments[1].cache.layers)
@@ -248,13 +239,12 @@ def test_decode_works_in_place_on_tpu(windows):
 )
 def test_decode_works_in_place_where_few_slots_reach_the_last_span(target, dtype):
     """The arguments are smaller by the missing slots."""
-    alike_slots = BucketGrid(512, ((512, 1),), SLOTS, (256, 512))
-    ragged = replace(alike_slots, span_slots=(SLOTS, SLOTS // 8))
+    ragged = replace(GRID, span_slots=(SLOTS, SLOTS // 8))
     graph = decode_graph(target, GRID.max_length, dtype, grid=ragged)
     compiled, _ = compile_graph(graph)
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes <= temporary_bound(graph)
-    all_alike = decode_graph(target, GRID.max_length, dtype, grid=alike_slots)
+    all_alike = decode_graph(target, GRID.max_length, dtype)
     assert cache_bytes(graph) < 0.57 * cache_bytes(all_alike)
     if target == TPU:
         assert whole_copies(compiled.as_text(), smallest_that_counts(graph)) == []
@@ -266,5 +256,5 @@ def test_a_cache_that_is_not_donated_is_found_as_copies():
     graph = replace(decode_graph(TPU, GRID.max_length, "bfloat16", (None,)), donated=())
     compiled, _ = compile_graph(graph)
     copies = whole_copies(compiled.as_text(), smallest_that_counts(graph))
-    # keys and values
-    assert len(copies) == 2
+    # keys and values in two segments each
+    assert len(copies) == 4
