@@ -16,7 +16,7 @@ from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 
 GRID = BucketGrid(max_length=96, prefill=((16, 4), (64, 2)), decode_slots=8, decode_spans=(32, 96))
-ONE = PrefixGrid(1, 32, 16, (PlannedPrefix(20, "0" * 16),))
+ONE = PrefixGrid(1, 8, 16, (PlannedPrefix(20, "0" * 16),))
 
 
 @pytest.mark.parametrize(("length", "bucket"), [(1, (16, 4)), (16, (16, 4)), (17, (64, 2))])
@@ -75,7 +75,7 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
         ),
         (
             {"pages": 16, "page": 16, "decode_spans": (96,), "slot_groups": 2, "prefixes": ONE},
-            r"prefixes.groups: .* expected a multiple of buckets.slot_groups \(2\), .* got 1",
+            r"prefixes.groups: expected a multiple of buckets.slot_groups \(2\), .* got 1",
         ),
         (
             {"pages": 8, "page": 16, "decode_slots": 0, "decode_spans": (), "score": True},
