@@ -238,7 +238,8 @@ class DecodeSlots:
         """The decode call of all live slots, over the shortest span that holds them; None if no
         slot is live.
 
-        In a grid with pages, rows for which pages lack wait. It is None if all of them wait.
+        In a grid with pages, rows for which pages lack wait. It is None if all of them wait. Rows
+        with a planned prefix that find no place in a group wait, too.
         """
         slots = self.live if self.pool is None else self._grow(self.pool)
         if not slots:
@@ -269,8 +270,8 @@ class DecodeSlots:
                 groups.setdefault(newest[key], []).append(slot)
             goes_on.append(slot)
         return tuple(sorted(goes_on)), tuple(
-            SharedGroup(index, tuple(in_group), self._prefix_pages(in_group[0]))
-            for index, in_group in groups.items()
+            SharedGroup(number, tuple(in_group), self._prefix_pages(in_group[0]))
+            for number, in_group in groups.items()
         )
 
     def _prefix_pages(self, slot: int) -> int:
