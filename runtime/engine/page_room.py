@@ -2,7 +2,8 @@
 
 A prompt starts if the pages of all its slots are free and, beyond them, more pages are free than
 the sequences with slots are expected to take (see `growth`). It takes all its pages when it starts,
-so prefill never waits for pages. If no sequence has a slot, only its own pages must be free.
+so prefill never waits for pages. If no sequence has a slot, or the pool has pages for the longest
+rows in all slots, only its own pages must be free.
 
 A sequence that gave its slot back also waits until the tokens that it had would find pages.
 
@@ -79,7 +80,8 @@ class PageRoom:
     def _holds(self, prompt: Prompt, group: int) -> bool:
         """Whether there are enough pages for a prompt to start in a group."""
         needed, num_free = self._num_pages_of(prompt, group), self._num_free_G[group]
-        if self._is_empty_G[group]:
+        has_all = (self._grid.pages or 0) >= self._grid.most_pages
+        if has_all or self._is_empty_G[group]:
             return needed <= num_free
         if prompt.num_known is not None:
             request = prompt.request
