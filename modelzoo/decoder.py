@@ -35,7 +35,7 @@ from .attention.prompt_pieces import (
     write_piece,
     write_positions,
 )
-from .attention.shared_pages import SharedPages
+from .attention.shared_pages import SlotPages
 from .block import make_block
 from .cache.kv_cache import KVCache, Positions, append_position
 from .cache.layer_state import LayerState, NewEntries
@@ -279,8 +279,7 @@ class Decoder(nnx.Module):
         cache: KVCache,
         is_token_B: jax.Array,
         adapter_B: jax.Array | None = None,
-        page_BN: jax.Array | None = None,
-        shared: SharedPages | None = None,
+        pages: SlotPages | None = None,
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
         """Run one more token per row, and write it to the cache at its position.
 
@@ -292,15 +291,15 @@ class Decoder(nnx.Module):
           cache: The cache, which the caller donates.
           is_token_B: Whether a row has a token.
           adapter_B: The number of each row's adapter, if weights are adapted.
-          page_BN: The pages of each row, if the cache is in pages.
-          shared: The pages that are read once for several rows; None for none.
+          pages: The pages of each row, if the cache is in pages.
 
         Returns:
           Float32 `logits_BV`, undefined for rows without a token; the updated cache; the report of
           sparse layers, or None without any.
         """
         operations = self.operations
-        if page_BN is not None:
+        if pages is not None:
+            page_BN, shared = pages
             slot_B, count_B = jnp.arange(len(token_B)), is_token_B.astype(jnp.int32)
             rows = PageRows(position_B, count_B, page_BN, slot_B, jnp.int32(0), shared)
             call = token_B[:, None], rows, cache, operations, adapter_B

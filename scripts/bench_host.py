@@ -145,7 +145,7 @@ class StandInDevice:
         self._left_B[np.asarray(rows.slot_B)] = limit_B - length_B
         return state, PrefillOutput(pending(np.ones(len(tokens), bool)), None)
 
-    def _decode(self, name: str, parameters: Any, state: Any, is_live_B: Any):
+    def _decode(self, name: str, parameters: Any, state: Any, is_live_B: Any, *pages: Any):
         pending = self._start(name)
         left_B = np.where(np.asarray(is_live_B), self._left_B[:-1], 0)
         left_BQ = np.maximum(left_B[:, None] - np.arange(self._steps), 0)

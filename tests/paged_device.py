@@ -119,7 +119,8 @@ class PagedDevice:
         scores = None if next_BT is None else self._scores(next_BT)
         return PrefillOutput(is_clean_B, None, scores)
 
-    def _decode(self, is_live_B, page_BN):
+    def _decode(self, is_live_B, pages):
+        page_BN = pages.page_BN
         grid = self.grid
         assert page_BN.shape == (grid.decode_slots, grid.num_pages(grid.max_length))
         tokens_BQ = np.full((grid.decode_slots, grid.steps_per_call), NO_TOKEN)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ...modelzoo.attention.prompt_pieces import PromptPieces
-from ...modelzoo.attention.shared_pages import SharedPages
+from ...modelzoo.attention.shared_pages import SharedPages, SlotPages
 from ...modelzoo.cache import kv_cache
 from ...modelzoo.cache.pages import PageCounts, allocate_pages
 from ...modelzoo.sampling import SamplingState
@@ -146,11 +146,11 @@ def fork_arguments(model: "AbstractModel", grid: BucketGrid):
 
 
 def decode_arguments(model: "AbstractModel", grid: BucketGrid) -> tuple[Any, ...]:
-    """Arguments of a decode graph: `is_live_B`; in a plan with pages `page_BN`, and `shared`, which
-    is None without planned prefixes; `structures` in a plan that has automata."""
+    """Arguments of a decode graph: `is_live_B`, `pages` in a plan with pages, and `structures` in a
+    plan that has automata."""
     slots, structured = grid.decode_slots, grid.structured
     page_BN = _pages(grid, slots, grid.max_length)
-    pages = () if page_BN is None else (page_BN, _shared_pages(grid))
+    pages = () if page_BN is None else (SlotPages._make((page_BN, _shared_pages(grid))),)
     tables = () if structured is None else (_structure_tables(structured, model),)
     return jax.ShapeDtypeStruct((slots,), jnp.bool_), *pages, *tables
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ...modelzoo import axes
-from ...modelzoo.attention.shared_pages import SharedPages
+from ...modelzoo.attention.shared_pages import SlotPages
 from ...modelzoo.cache.kv_cache import KVCache
 from ...modelzoo.cache.segments import Segments
 from ...modelzoo.moe.call import ExpertReport
@@ -116,8 +116,7 @@ def decode_step(
     *,
     span: int,
     num_steps: int,
-    page_BN: jax.Array | None = None,
-    shared: SharedPages | None = None,
+    pages: SlotPages | None = None,
 ) -> tuple[DecodeState, DecodeOutput]:
     """Decode up to `num_steps` tokens of every live row. Static: span, num_steps. Donated: state.
 
@@ -131,11 +130,10 @@ def decode_step(
       structures: The automata of rows whose answers have a given form; None if no row has one.
       span: Number of cache positions that the graph reads.
       num_steps: Maximum number of steps.
-      page_BN: The pages of each slot, in a cache in pages.
-      shared: The pages that are read once for several slots; None for none.
+      pages: The pages of each slot, in a cache in pages.
     """
     B = state.length_B.shape[0]
-    output = _empty_output(B, num_steps)._replace(experts=_no_report(decoder, state, page_BN))
+    output = _empty_output(B, num_steps)._replace(experts=_no_report(decoder, state, pages))
 
     def runs(state: DecodeState) -> jax.Array:
         return state.is_active_B & is_live_B & (state.length_B < span)
@@ -171,8 +169,7 @@ def decode_step(
             state.cache,
             emits_B,
             state.sampling.adapter_B,
-            page_BN,
-            shared,
+            pages,
         )
         output = output._replace(
             experts=jax.tree.map(jnp.add, output.experts, experts),
@@ -203,8 +200,7 @@ def decode_step_in_pages(
     decoder: "Decoder",
     state: DecodeState,
     is_live_B: jax.Array,
-    page_BN: jax.Array,
-    shared: SharedPages | None = None,
+    pages: SlotPages,
     structures: StructureTables | None = None,
     *,
     span: int,
@@ -214,9 +210,8 @@ def decode_step_in_pages(
 
     Static: span, num_steps. Donated: state.
     """
-    sizes = {"span": span, "num_steps": num_steps}
-    pages = {"page_BN": page_BN, "shared": shared}
-    return decode_step(decoder, state, is_live_B, structures, **sizes, **pages)
+    static = {"span": span, "num_steps": num_steps}
+    return decode_step(decoder, state, is_live_B, structures, **static, pages=pages)
 
 
 def _constrain_slots(state: DecodeState, operations: Operations) -> DecodeState:
@@ -247,7 +242,7 @@ def _empty_output(B: int, num_steps: int) -> DecodeOutput:
 
 
 def _no_report(
-    decoder: "Decoder", state: DecodeState, page_BN: jax.Array | None
+    decoder: "Decoder", state: DecodeState, pages: SlotPages | None
 ) -> ExpertReport | None:
     """Zeros in the shapes of the sparse layers' report; None for a dense model."""
     if decoder.config.moe is None:
@@ -259,7 +254,7 @@ def _no_report(
             state.length_B,
             state.cache,
             state.is_active_B,
-            page_BN=page_BN,
+            pages=pages,
         )
     )
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), report)

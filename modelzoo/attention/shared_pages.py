@@ -32,6 +32,15 @@ class SharedPages(NamedTuple):
     """The entries of the pages of each group; 0 for a group without rows."""
 
 
+class SlotPages(NamedTuple):
+    """The pages of the slots of a decode call."""
+
+    page_BN: jax.Array
+    """The pages of each slot in order; past the last page for no page."""
+    shared: SharedPages | None = None
+    """The pages that are read once for several slots; None for none."""
+
+
 def attend_shared(
     attend: Callable[[jax.Array, KeysAndValues, PagedRows], tuple[jax.Array, jax.Array]],
     shared: SharedPages,

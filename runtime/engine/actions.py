@@ -97,9 +97,9 @@ class ReadEntries(NamedTuple):
     """The entries in whole pages that rows read in a decode call, summed over its steps."""
 
     read: int
-    """Those that a group of rows reads once are counted once."""
+    """The entries, where those that a group of rows reads once are counted once."""
     seen: int
-    """Those that a group of rows reads once are counted for each row."""
+    """The entries, where those that a group of rows reads once are counted for each row."""
 
 
 NOTHING_READ = ReadEntries(0, 0)

@@ -15,7 +15,7 @@ from ...compile.graphs.signatures import MAX_BIASES, MAX_STOP_IDS
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...modelzoo.attention.prompt_pieces import PromptPieces
-from ...modelzoo.attention.shared_pages import SharedPages
+from ...modelzoo.attention.shared_pages import SharedPages, SlotPages
 from ...modelzoo.sampling import SamplingState
 from ..request import SamplingParams
 from .actions import PromptPiece, ScheduledRequest, ScheduledSequence, SharedGroup
@@ -100,11 +100,10 @@ def own_pages(grid: BucketGrid, slots: Sequence[int], length: int) -> np.ndarray
     return first_B1 + np.arange(grid.num_pages(length), dtype=np.int32)
 
 
-def decode_pages(grid: BucketGrid) -> tuple[np.ndarray | SharedPages | None, ...]:
-    """The arguments `page_BN` and `shared` of decode graphs, if slots share no pages; none without
-    pages."""
+def decode_pages(grid: BucketGrid) -> tuple[SlotPages, ...]:
+    """The argument `pages` of decode graphs, if slots share no pages; none without pages."""
     page_BN = own_pages(grid, range(grid.decode_slots), grid.max_length)
-    return () if page_BN is None else (page_BN, pack_shared((), page_BN, grid))
+    return () if page_BN is None else (SlotPages._make((page_BN, pack_shared((), page_BN, grid))),)
 
 
 def pack_shared(

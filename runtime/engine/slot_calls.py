@@ -14,6 +14,7 @@ import numpy as np
 
 from ...compile.graphs.graph_kinds import FORK, GraphKey
 from ...compile.grids.bucket_grid import BucketGrid
+from ...modelzoo.attention.shared_pages import SlotPages
 from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import StructureTables
 from .actions import (
@@ -275,7 +276,8 @@ class SlotCalls:
         arguments = (is_live_B,)
         if (pool := self._pool) is not None:
             page_BN = np.where(is_live_B[:, None], pool.table, pool.no_page)
-            arguments = is_live_B, page_BN, pack_shared(action.groups, pool.table, self._grid)
+            shared = pack_shared(action.groups, pool.table, self._grid)
+            arguments = is_live_B, SlotPages._make((page_BN, shared))
         decode = GraphCall(GraphKey("decode", action.span), arguments, tables)
         return [*self._clear_pages(), decode]
 

@@ -23,6 +23,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.modelzoo.attention.prompt_pieces import PromptPieces
+from noria.modelzoo.attention.shared_pages import SlotPages
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.kv_cache import KVCache
 from noria.modelzoo.cache.pages import PageCounts, allocate_pages
@@ -82,7 +83,8 @@ class LoadedCase:
             is_token_B = position_B < spans[-1]
             decoder = definition.bind(parameters)
             page_BN = self._pages(np.arange(len(TRUE_LENGTHS)))
-            return decoder.decode(token_B, position_B, cache, is_token_B, page_BN=page_BN)[:2]
+            pages = None if page_BN is None else SlotPages(page_BN)
+            return decoder.decode(token_B, position_B, cache, is_token_B, pages=pages)[:2]
 
         _, cache = self._prefill_prompts(BUCKET_LENGTH, spans, first)
         tokens_BT = self.padded_prompts(longest)

@@ -31,6 +31,7 @@ from noria.compile.targets import find_target
 from noria.compile.weight_rules import ALL_FLOAT, WeightRules
 from noria.modelzoo import axes
 from noria.modelzoo.attention.attend import attend_dense
+from noria.modelzoo.attention.shared_pages import SlotPages
 from noria.modelzoo.config import Arrangement, DecoderConfig
 from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.layer_config import Layer
@@ -603,7 +604,8 @@ class LaidOut:
         page_BN = self.pages_of(range(self.grid.decode_slots), self.grid.max_length)
         arguments = (is_live_B,)
         if page_BN is not None:
-            arguments = is_live_B, page_BN, pack_shared(groups, page_BN, self.grid)
+            shared = pack_shared(groups, page_BN, self.grid)
+            arguments = is_live_B, SlotPages(page_BN, shared)
         arguments = self.put(arguments)
         outputs = []
         for _ in range(num_calls):

@@ -48,7 +48,7 @@ def test_layouts_prefixes_and_plans_that_only_score_are_said():
 
 @pytest.mark.parametrize("layout", [None, LAYOUT])
 def test_waste_is_the_share_of_padding_in_the_work_of_every_bucket(layout):
-    work, metrics = work_of(layout), EngineMetrics()
+    work, metrics = work_of(layout), EngineMetrics(has_pages=True)
     for is_scored in (False, True):
         name = prefill_name(GRID.prefill[0], is_scored=is_scored)
         metrics.count_prefill(name, PrefillUse(1, 3, 16, 64, 2.0))
