@@ -52,7 +52,7 @@ def test_a_plan_with_prefixes_is_simulated_with_the_prefixes_of_all_rows():
     prompts = [[*document, 7 + i, 8] for document in documents for i in range(5)]
     rows = [ExpectedRow(RowShape(len(prompt), 8), 4) for prompt in prompts]
     shared = tuple(sorted(PlannedPrefix(32, hash_tokens(document)) for document in documents))
-    grid = BucketGrid(16, ((8, 4),), 8, (16,), prefixes=PrefixGrid(2, 64, 64, shared))
+    grid = BucketGrid(64, ((64, 4, 16),), 8, page=16, prefixes=PrefixGrid(2, 8, 32, shared))
     found = saved_share(grid, rows, table_of(prompts)[0], OTHERS, search_seconds=1.0)
     assert 0 <= found < 1
 
