@@ -354,7 +354,9 @@ PAGED = BucketGrid(64, ((32, 1),), 4, (64,), steps_per_call=4, pages=8, page=16)
 
 def test_a_step_with_pages_takes_the_seconds_of_what_its_rows_read():
     half, whole = (
-        Schedule(decode={length: DecodeUse(calls=2, steps=8, read_entries=8 * entries)})
+        Schedule(
+            decode={length: DecodeUse(2, 8, read_entries=8 * entries, seen_entries=8 * entries)}
+        )
         for length, entries in ((20, 64), (60, 128))
     )
     for priced, entries in ((half, 64), (whole, 128)):
