@@ -93,7 +93,7 @@ def test_an_accelerator_has_slots_for_512_rows_or_as_many_as_fit(monkeypatch):
     largest = max(bucket.batch * bucket.length for bucket in planned(gpu).prefill)
     assert largest == 2048
     work = work_of(CONFIG, Numbers("float32"), None, gpu)
-    held = (work.parameter_bytes + work.cache_bytes(100, 64)) / MEMORY_SHARE
+    held = (work.parameter_bytes + 100 * work.page_bytes(64)) / MEMORY_SHARE + 1
     monkeypatch.setattr(plan_arguments, "device_bytes", lambda target: held)
     assert planned(gpu).decode_slots == 100
     # a number that the user gives is taken as it is
