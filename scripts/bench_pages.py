@@ -1,9 +1,10 @@
-"""Compare plans without and with a cache of pages, by the planner's simulator.
+"""Plan workloads by the planner's simulator, beside the plans of caches without pages.
 
-For each target and workload, `noria plan` makes two plans: one whose slots have places of their
-own, and one with pages of 64 entries. The record has the predicted seconds of both runs, without
-builds, and their slots. Nothing runs and nothing is compiled: the seconds come from the tables of
-hardware, where reads of pages are assumed. A run of one target keeps the record of the others.
+For each target and workload, `noria plan` makes a plan. The record has the predicted seconds of the
+run, without builds, and its slots. Nothing runs and nothing is compiled: the seconds come from the
+tables of hardware, where reads of pages are assumed. The figures of plans whose slots had places of
+their own are kept from the record: noria made such plans before, and makes them no more. A run of
+one target keeps the record of the others.
 
     nice python scripts/bench_pages.py benchmarks/workloads/*.csv --output benchmarks/pages
     nice python scripts/bench_pages.py benchmarks/workloads/*.csv --only gpu:h200:1 \\
@@ -12,6 +13,7 @@ hardware, where reads of pages are assumed. A run of one target keeps the record
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +59,8 @@ def main() -> None:
         if options.only not in (None, target):
             continue
         for workload in options.workloads:
-            one = compare(model, target, workload, options.tries)
+            before = found.get((target, workload.stem), {}).get("without", {})
+            one = compare(model, target, workload, options.tries, before)
             found[target, workload.stem] = one
             print(f"{target}: {row(one)}", file=sys.stderr, flush=True)
             write(options.output, options.tries, list(found.values()))
@@ -72,13 +75,13 @@ def write(output: Path, tries: int, cases: Sequence[dict[str, Any]]) -> None:
     output.with_suffix(".md").write_text(page_of(record), "utf-8")
 
 
-def compare(model: str, target: str, workload: Path, tries: int) -> dict[str, Any]:
-    """Return the figures of the plans of one workload without and with pages."""
-    plans = {
-        name: planned(model, PlanOptions(workload, target, page=page, tries=tries, quiet=True))
-        for name, page in (("without", 0), ("with", PAGE))
-    }
-    return {"model": model, "target": target, "workload": workload.stem, **plans}
+def compare(
+    model: str, target: str, workload: Path, tries: int, before: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the figures of the plan of one workload, beside those of a plan without pages."""
+    plan = planned(model, PlanOptions(workload, target, page=PAGE, tries=tries, quiet=True))
+    case = {"model": model, "target": target, "workload": workload.stem}
+    return {**case, "without": before, "with": plan}
 
 
 def planned(model: str, options: PlanOptions) -> dict[str, Any]:
@@ -104,7 +107,6 @@ def figures(prediction: Prediction) -> dict[str, Any]:
         "prefill": grid.to_table()["prefill"],
         "chunk": grid.to_table()["chunk"],
         "decode_slots": grid.decode_slots,
-        "decode_spans": list(grid.decode_spans),
         "max_length": grid.max_length,
         "pages": grid.pages,
         "cache_bytes": prediction.cost.work.grid_bytes(grid),
@@ -116,6 +118,10 @@ def figures(prediction: Prediction) -> dict[str, Any]:
 def row(one: dict[str, Any]) -> str:
     """Return the line of a workload on a target."""
     without, paged = one["without"], one["with"]
+    if not without:
+        # no plan without pages was made
+        nothing = ("seconds", "decode_slots", "max_length", "decode_seconds")
+        without = {**paged, **dict.fromkeys(nothing, math.nan)}
     if refused := [plan["refused"] for plan in (without, paged) if "refused" in plan]:
         return f"| {one['workload']} | {' '.join(refused)} |"
     layouts = (plan["layout"] or "one device" for plan in (without, paged))
@@ -140,9 +146,10 @@ def page_of(record: dict[str, Any]) -> str:
         f"layout, and pages of {record['page']} entries.",
         "",
         "`without`: every slot has a place for a row of the greatest length, or of one of several "
-        "lengths. `with`: rows take pages",
-        "as they grow. A step then costs the entries that its rows hold, in whole pages. The rate "
-        "of these reads is assumed.",
+        "lengths; noria makes such plans",
+        "no more, so these figures are of the record before. `with`: rows take pages as they grow. "
+        "A step then costs the entries",
+        "that its rows hold, in whole pages. The rate of these reads is assumed.",
     ]
     for model, target in dict.fromkeys((one["model"], one["target"]) for one in cases):
         own = [one for one in cases if (one["model"], one["target"]) == (model, target)]

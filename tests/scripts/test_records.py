@@ -222,14 +222,19 @@ def test_layouts_are_compared_with_published_figures(run, tmp_path):
     assert "2211.05102" in (tmp_path / "study.md").read_text()
 
 
-def test_plans_with_pages_are_beside_those_without(run, model, tmp_path):
+def test_plans_with_pages_are_beside_recorded_ones_without(run, model, tmp_path):
     workload, output = tmp_path / "some.csv", tmp_path / "pages"
     rows = (f"{3 + i},{2 + i % 5}" for i in range(12))
     workload.write_text("\n".join(["prompt_tokens,output_tokens", *rows]) + "\n")
     constants = {"MODELS": model.parent, "PAGE": 4, "CASES": ((model.name, "cpu"), ("none", "gpu"))}
     arguments = (workload, "--output", output, "--only", "cpu", "--tries", 1)
     run("bench_pages.py", *arguments, **constants)
-    (found,) = json.loads(output.with_suffix(".json").read_text())["cases"]
-    assert found["without"]["pages"] is None and found["with"]["pages"] > 0
+    record = json.loads(output.with_suffix(".json").read_text())
+    (found,) = record["cases"]
+    assert found["without"] == {} and found["with"]["pages"] > 0
     assert found["with"]["evidence"].endswith("reads of pages assumed")
-    assert output.with_suffix(".md").read_text().count("\n| some | 12 | ") == 1
+    assert output.with_suffix(".md").read_text().count("\n| some | 12 | nan | ") == 1
+    found["without"] = {**found["with"], "seconds": 1000.0, "pages": None}
+    output.with_suffix(".json").write_text(json.dumps(record))
+    run("bench_pages.py", *arguments, **constants)
+    assert output.with_suffix(".md").read_text().count("\n| some | 12 | 1000.0 | ") == 1
