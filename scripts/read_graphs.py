@@ -98,6 +98,7 @@ def of_model(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
     grid = BucketGrid(spans[-1], prefill, options.slots, spans)
     if options.prefix:
         prefixes = read_prefixes(options.prefix, options.slots)
+        prefill = ((spans[-1], rows, length),)
         grid = BucketGrid(spans[-1], prefill, options.slots, prefixes=prefixes)
     for kind in options.graphs:
         found = reader.compile(grid, kind)

@@ -342,9 +342,14 @@ class BucketGrid(PlanTable, name="buckets"):
         return -(-length // self.page)
 
     def prefix_pages(self, length: int) -> int:
-        """The number of whole pages that a group reads of a planned prefix of this length."""
+        """The number of whole pages that a group reads of a planned prefix of this length.
+
+        Their tokens are in whole pieces of the largest chunk, whatever follows the prefix. So the
+        rows of a group have computed them in the same graph, and their entries have equal bits.
+        """
         assert self.prefixes is not None and self.page is not None
-        return min(length, self.prefixes.length) // self.page
+        alike = length // self.chunks[-1] * self.chunks[-1]
+        return min(alike, self.prefixes.length) // self.page
 
     def whole_pages(self, length: int) -> int:
         """The entries of the pages that hold `length` positions, in a grid with pages."""
@@ -471,10 +476,12 @@ class BucketGrid(PlanTable, name="buckets"):
     def _check_prefixes(self) -> None:
         if self.prefixes is None:
             return
-        if self.pages is None:
+        if not self.is_packed:
+            missing = "pages" if self.pages is None else "chunk"
             raise ValueError(
-                "plan [prefixes]: expected buckets.pages beside them, as rows share the pages of a "
-                "prefix, got none. Leave out buckets.decode_spans, or [prefixes]."
+                f"plan [prefixes]: expected prompts in chunks and a cache in pages beside them, as "
+                f"groups of rows read pages that one graph has computed, got no buckets.{missing}. "
+                f"Give it without buckets.decode_spans, or leave [prefixes] out."
             )
         assert self.page is not None
         if self.prefixes.length % self.page:

@@ -131,22 +131,24 @@ class _Node:
 def with_prefixes(
     grid: BucketGrid, table: PrefixTable, prompt_lengths: np.ndarray
 ) -> list[BucketGrid]:
-    """The grid with planned prefixes, in groups of several sizes; none without pages or prefixes.
+    """The grid with planned prefixes, in groups of several sizes; none unless it is packed.
 
     Args:
       grid: A grid.
       table: What the rows share.
       prompt_lengths: The length of each row's prompt.
     """
-    if not len(table.hashes) or grid.page is None or not grid.decode_slots:
+    if not len(table.hashes) or not grid.is_packed or grid.page is None:
         return []
+    # a group reads whole pages of whole pieces
+    step = math.lcm(grid.page, grid.chunks[-1])
     num_parts = grid.slot_groups or 1
     slots = grid.decode_slots // num_parts
     grids: dict[BucketGrid, None] = {}
     for number in GROUPS:
         rows = math.ceil(slots / number)
         chosen = choose_prefixes(table, prompt_lengths, max(2, math.ceil(MIN_FILLED * rows)))
-        shared = tuple(prefix for prefix in chosen if prefix.length >= grid.page)
+        shared = tuple(prefix for prefix in chosen if prefix.length >= step)
         if not shared or (number > 1 and len(shared) < number):
             continue
         # the last group of each prefix may have few rows

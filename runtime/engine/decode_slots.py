@@ -257,11 +257,14 @@ class DecodeSlots:
         assert self.pool is not None
         per_part = prefixes.groups // self.pool.num_groups
         groups: dict[int, list[int]] = {}
-        newest: dict[tuple[int, PlannedPrefix], int] = {}
+        newest: dict[tuple[int, PlannedPrefix, bool], int] = {}
         num_used, goes_on = Counter[int](), []
         for slot in self.growth.by_age(np.array(slots)).tolist():
-            if (prefix := self._occupants[slot].request.planned_prefix) is not None:
-                key = part, _ = self.pool.group_of(slot), prefix
+            request = self._occupants[slot].request
+            prefix = request.planned_prefix
+            if prefix is not None and self._grid.prefix_pages(prefix.length):
+                # scored prompts run in other graphs, so the bits of their entries may differ
+                key = part, *_ = self.pool.group_of(slot), prefix, request.is_scored
                 if key not in newest or len(groups[newest[key]]) == prefixes.rows:
                     if num_used[part] == per_part:
                         continue

@@ -42,7 +42,7 @@ SPANS = replace(PLAN, buckets=BucketGrid(32, ((16, 2, 8), (32, 2, 8)), 4, (16, 3
 SHARED = PrefixGrid(groups=2, rows=3, length=16, shared=((9, "0" * 16),))
 FORMS = StructuredGrid(10, 5, 4, 8, 6, ("sha256:" + "a" * 64,))
 MESH = {"name": "two", "mesh": {"tensor": 2}, "rules": {"mlp": "tensor", "vocab": "tensor"}}
-PREFIXES = replace(PLAN, buckets=replace(WHOLE, prefixes=SHARED))
+PREFIXES = replace(PLAN, buckets=replace(CHUNKS, prefixes=SHARED))
 STRUCTURED = replace(PLAN, buckets=replace(WHOLE, structured=FORMS))
 ADAPTED = replace(PLAN, buckets=replace(WHOLE, adapters=AdapterGrid(2, {"mlp.down": 4})))
 LAID_OUT = replace(PLAN, target="cpu:2", buckets=WHOLE, layout=Layout.from_table(MESH))

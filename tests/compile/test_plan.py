@@ -207,7 +207,7 @@ def test_a_plan_survives_its_file(experts):
 
 def test_prefixes_are_refused_with_experts_of_a_fixed_capacity_in_prefill():
     prefixes = PrefixGrid(2, 4, 16, (PlannedPrefix(16, "0" * 16),))
-    grid = BucketGrid(32, ((16, 1),), 4, page=16, prefixes=prefixes)
+    grid = BucketGrid(32, ((32, 1, 16),), 4, page=16, prefixes=prefixes)
     experts = ExpertPlan(prefill=Dispatch("capacity", 2.0))
     with pytest.raises(ValueError, match=r"\[prefixes\]: expected none with experts of a fixed"):
         replace(PLAN, buckets=grid, compiler={}, experts=experts)

@@ -48,7 +48,7 @@ def coded(
 ) -> LaidOut:
     """Return a model with a cache in codes, compiled once for consecutive tests."""
     prefixes = PREFIXES if pieces == "prefixes" else None
-    options = {"in_chunks": pieces == "chunks", "prefixes": prefixes, "scan_layers": scan_layers}
+    options = {"in_chunks": pieces != "whole", "prefixes": prefixes, "scan_layers": scan_layers}
     placed = layout and layout_of(layout)
     return LaidOut(config_of(family), placed, cache_codes=codes, **options)
 

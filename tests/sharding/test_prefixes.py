@@ -11,15 +11,15 @@ from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.runtime.engine.actions import SharedGroup
 
 CASES = pytest.mark.parametrize(
-    ("family", "layout", "scan_layers", "in_chunks"),
+    ("family", "layout", "scan_layers"),
     [
-        ("llama", None, True, False),
-        pytest.param("gemma2", None, False, True, marks=pytest.mark.slow),
-        ("llama4_text", None, False, True),
-        ("gpt_oss", "weight-stationary-1d", False, False),
-        ("deepseek_v3", "ring-tensor", False, True),
-        ("qwen2", "data-tensor", False, False),
-        pytest.param("qwen3", "data-tensor-batch-attention", False, True, marks=pytest.mark.slow),
+        ("llama", None, True),
+        pytest.param("gemma2", None, False, marks=pytest.mark.slow),
+        ("llama4_text", None, False),
+        ("gpt_oss", "weight-stationary-1d", False),
+        ("deepseek_v3", "ring-tensor", False),
+        ("qwen2", "data-tensor", False),
+        pytest.param("qwen3", "data-tensor-batch-attention", False, marks=pytest.mark.slow),
     ],
 )
 """Cases: scanned layers; windows; chunked attention; split sinks and heads; split latents and
@@ -29,9 +29,9 @@ LENGTHS = (PAGE + 1, 2 * PAGE)
 PREFIXES = PrefixGrid(16, 4, 2 * PAGE, tuple(PlannedPrefix(n, f"{n:016x}") for n in LENGTHS))
 
 
-def shares(family: str, layout: str | None, scan_layers: bool, in_chunks: bool = False) -> LaidOut:
+def shares(family: str, layout: str | None, scan_layers: bool) -> LaidOut:
     placed = None if layout is None else layout_of(layout)
-    options = {"scan_layers": scan_layers, "in_chunks": in_chunks, "prefixes": PREFIXES}
+    options = {"scan_layers": scan_layers, "in_chunks": True, "prefixes": PREFIXES}
     return LaidOut(config_of(family), placed, **options)
 
 
@@ -68,8 +68,8 @@ def groups_of(model: LaidOut) -> list[SharedGroup]:
 
 
 @CASES
-def test_pages_that_a_group_reads_change_no_answer(family, layout, scan_layers, in_chunks):
-    model = compiled(family, layout, scan_layers, in_chunks)
+def test_pages_that_a_group_reads_change_no_answer(family, layout, scan_layers):
+    model = compiled(family, layout, scan_layers)
     rows = rows_of(model)
     got = model.answer(rows, groups=groups_of(model))
     expected(model.config, tuple(rows.values())).assert_equals(got, rows)

@@ -74,7 +74,15 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
             r"buckets.pages: expected at least 6, as a row of max_length \(96\) takes 6",
         ),
         (
-            {"pages": 16, "page": 16, "decode_spans": (96,), "slot_groups": 2, "prefixes": ONE},
+            {
+                "pages": 16,
+                "page": 16,
+                "decode_spans": (96,),
+                "slot_groups": 2,
+                "prefixes": ONE,
+                "prefill": ((96, 2),),
+                "chunk": 16,
+            },
             r"prefixes.groups: expected a multiple of buckets.slot_groups \(2\), .* got 1",
         ),
         (

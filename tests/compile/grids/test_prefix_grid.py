@@ -86,7 +86,11 @@ def test_a_missing_key_is_named(key):
                 "chunk": None,
                 "chunks_per_decode": None,
             },
-            r"plan \[prefixes\]: expected buckets.pages beside them, .* got none. Leave out",
+            r"plan \[prefixes\]: expected prompts in chunks .*, got no buckets.pages. Give it",
+        ),
+        (
+            {"prefill": [[128, 2]], "chunk": None, "chunks_per_decode": None},
+            r"plan \[prefixes\]: expected prompts in chunks .*, got no buckets.chunk. Give it",
         ),
         ({"prefixes": {}}, r"\[buckets\]: .* unknown \['prefixes'\]"),
     ],

@@ -37,7 +37,7 @@ def test_a_plan_is_a_few_lines_of_its_sizes():
 
 def test_layouts_prefixes_and_plans_that_only_score_are_said():
     prefixes = PrefixGrid(2, 4, 64, (PlannedPrefix(64, "0" * 16),))
-    grid = BucketGrid(64, ((64, 4),), 8, prefixes=prefixes)
+    grid = BucketGrid(64, ((64, 4, 16),), 8, prefixes=prefixes)
     table = plan_table(Plan("cpu:2", MODEL, Numbers("float32"), grid, LAYOUT), work_of(LAYOUT))
     assert "prefixes  1 prefix, read by at most 2 groups of rows\n" in table
     assert "layout    two: data=2\n" in table and table.endswith("on each device")

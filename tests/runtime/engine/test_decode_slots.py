@@ -27,7 +27,7 @@ def grid_of(slots: int = 8, groups: int = 4, rows: int = 3, parts: int = 1) -> B
     prefixes = PrefixGrid(groups, rows, 16, PREFIXES)
     return BucketGrid(
         64, ((64, 4, 8),), slots, page=8, slot_groups=parts if parts > 1 else None,
-        prefixes=prefixes,
+        prefixes=prefixes, score=True,
     )  # fmt: skip
 
 
@@ -39,7 +39,8 @@ def check(action: DecodeAction, live: dict[int, ScheduledRequest], grid: BucketG
     assert set(placed.values()) <= {1}
     assert len({group.number for group in action.groups}) == len(action.groups)
     for number, slots, num_pages in action.groups:
-        (prefix,) = {live[slot].planned_prefix for slot in slots}
+        # scored prompts run in other graphs
+        ((prefix, _),) = {(live[slot].planned_prefix, live[slot].is_scored) for slot in slots}
         assert len(slots) <= grid.prefixes.rows and num_pages == min(prefix.length, 16) // 8
         # the rows of a group are on the devices of the group
         assert {slot * parts // grid.decode_slots for slot in slots} == {
@@ -69,7 +70,8 @@ def test_every_row_with_a_prefix_runs_in_a_group_of_it(seed, parts):
         prefix = PREFIXES[rng.integers(3)] if rng.random() < 0.7 else None
         length = int(rng.integers(25, 40))
         limit = length + int(rng.integers(1, 20))
-        waiting.append(ScheduledRequest(number, length, limit, 1, False, planned_prefix=prefix))
+        scored = bool(rng.random() < 0.3)
+        waiting.append(ScheduledRequest(number, length, limit, 1, scored, planned_prefix=prefix))
     while True:
         while waiting and scheduler.wants_more:
             scheduler.submit(waiting.popleft())
@@ -91,6 +93,28 @@ def test_every_row_with_a_prefix_runs_in_a_group_of_it(seed, parts):
             case None:
                 break
     assert num_ended == 40
+
+
+def test_a_group_reads_whole_pages_that_the_largest_chunk_computes_in_all_prompts():
+    """With chunks of 4 and 16, what follows a prefix decides which of them computes its end."""
+    shared = PrefixGrid(4, 2, 40, PREFIXES)
+    one, two = (
+        BucketGrid(64, tuple((64, 4, chunk) for chunk in chunks), 8, page=8, prefixes=shared)
+        for chunks in ((4,), (4, 16))
+    )
+    assert [one.prefix_pages(n) for n in (7, 8, 24, 31, 32, 64)] == [0, 1, 3, 3, 4, 5]
+    assert [two.prefix_pages(n) for n in (7, 8, 24, 31, 32, 64)] == [0, 0, 2, 2, 4, 5]
+
+
+def test_rows_whose_prefix_has_no_whole_page_need_no_group():
+    scheduler = Scheduler(grid_of(groups=1))
+    prefix = PlannedPrefix(7, "7" * 16)
+    for number in range(3):
+        planned = PREFIXES[1] if number == 1 else prefix
+        scheduler.submit(ScheduledRequest(number, 30, 40, 1, False, planned_prefix=planned))
+    while not isinstance(action := scheduler.next_action(), DecodeAction):
+        pass
+    assert len(action.slots) == 3 and [len(group.slots) for group in action.groups] == [1]
 
 
 def test_the_samples_of_a_prompt_are_rows_of_its_group():
@@ -117,7 +141,7 @@ def test_rows_with_equal_prefixes_come_together_and_the_longest_first():
     prompts = [[n] * 32 + [end] for n in (1, 2, 3) for end in (1, 2)]
     limits = [10, 10, 50, 50, 30, 30]
     shared = tuple(PlannedPrefix(32, hash_tokens(prompts[i][:32])) for i in (0, 2, 4))
-    grid = BucketGrid(128, ((64, 1),), 4, prefixes=PrefixGrid(2, 4, 64, shared))
+    grid = BucketGrid(128, ((128, 1, 32),), 4, prefixes=PrefixGrid(2, 4, 64, shared))
     lengths = [(33, limit) for limit in limits]
     submission = plan_submission(lengths, table_of(prompts)[0], grid)
     assert [limits[row] for row in submission.rows] == [50, 50, 30, 30, 10, 10]

@@ -245,7 +245,7 @@ SHARING_GRIDS = {
     "chunks": {"prefill": ((64, 2, 8),), "chunks_per_decode": None},
     "few pages": {"prefill": ((64, 2),), "pages": 8},
     "planned prefixes": {
-        "prefill": ((64, 2),),
+        "prefill": ((64, 2, 8),),
         "prefixes": PrefixGrid(2, 4, 8, (PlannedPrefix(9, hash_tokens(BEGINNING)),)),
     },
 }

@@ -88,7 +88,7 @@ def test_sampled_rows_begin_with_the_prefixes_that_all_rows_show(few):
     table, _ = table_of(prompts)
     rows = [ExpectedRow(RowShape(len(prompt), 4), 4) for prompt in prompts]
     shared = tuple(sorted(PlannedPrefix(64, hash_tokens(document)) for document in documents))
-    grid = BucketGrid(80, ((72, 4),), 8, page=16, prefixes=PrefixGrid(2, 8, 64, shared))
+    grid = BucketGrid(80, ((80, 4, 64),), 8, page=16, prefixes=PrefixGrid(2, 8, 64, shared))
     taken = Sample(SimulatedRows(rows, 200, table), grids_of)
     predicted = simulate_grid(grid, taken.schedules, COST, Budget(), taken.scaled)
     whole = simulate_grid(grid, Schedules(rows, table), COST, Budget())

@@ -164,11 +164,14 @@ def test_a_grid_with_prefixes_divides_as_a_layout_splits_it(spelling, monkeypatc
     rows, table = rows_and_table([20, 30, 40, 50] * 60, shared=500)
     monkeypatch.setattr(shared_grids, "MAX_SHARE_OF_SECONDS", np.inf)
     _, chosen = choose(rows, table, GridDefaults.for_layout(layout))
-    (grid, *_) = prefix_choice.with_prefixes(
+    grouped = prefix_choice.with_prefixes(
         chosen, table, np.array([row.need.prompt_length for row in rows])
     )
-    sizes = model_sizes(DIVISIBLE, layout.mesh.num_devices, grid)
-    assert check(layout, sizes) == []
+    # no chunk is a multiple of twelve
+    assert bool(grouped) == bool(chosen.chunks) == (spelling != "sequence-parallel@tensor=12")
+    for grid in (chosen, *grouped):
+        sizes = model_sizes(DIVISIBLE, layout.mesh.num_devices, grid)
+        assert check(layout, sizes) == []
 
 
 def test_a_part_of_a_large_job_shares_as_much_as_all_of_it(monkeypatch):
