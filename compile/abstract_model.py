@@ -51,21 +51,15 @@ def model_sizes(
         return ModelSizes(config, num_devices, weights, lengths={"decode": (1,)}, groups=groups)
     batches = {"prefill": [b.batch for b in grid.prefill], "decode": [grid.decode_slots]}
     lengths = {"prefill": [b.tokens for b in grid.prefill], "decode": [1]}
-    spans = list(grid.decode_spans)
-    slot_groups = grid.slot_groups
-    if grid.page is not None:
-        spans = [grid.page]
-        slot_groups = slot_groups or 1
     return ModelSizes(
         config,
         num_devices,
         weights,
         batches,
         lengths,
-        spans,
-        slot_groups,
+        grid.page,
+        (grid.slot_groups or 1) if grid.decode_slots else None,
         bool(grid.chunks),
-        grid.pages is not None,
         groups,
     )
 

@@ -19,13 +19,9 @@ from ..modelzoo.attention.attend import Attend
 from ..modelzoo.attention.blockwise import attend_blockwise
 from ..modelzoo.attention.paged import PageReader, attend_in_groups
 from ..modelzoo.cache.entry_codes import is_rotated
-from ..modelzoo.cache.segments import segment_lengths
-from ..modelzoo.cache.state_spec import num_cache_entries
 from ..modelzoo.config import Arrangement, DecoderConfig
 from ..modelzoo.kernels.call import AttentionCall
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
-from ..modelzoo.kernels.flash import attend_flash, flash_refusal
-from ..modelzoo.kernels.latents import attend_latents, latents_refusal
 from ..modelzoo.kernels.paged_gpu import attend_pages_gpu, paged_gpu_refusal
 from ..modelzoo.kernels.paged_tpu import attend_pages_tpu, paged_tpu_refusal
 from ..modelzoo.kernels.splash import attend_splash, splash_refusal
@@ -75,14 +71,16 @@ KERNELS = (
         splash_refusal,
         lambda calls: partial(attend_splash, needs_lse=any(call.has_sinks for call in calls)),
     ),
-    Kernel("flash", ("tpu",), ("prefill",), flash_refusal, lambda calls: attend_flash),
     Kernel("cudnn", ("gpu",), ("prefill",), cudnn_refusal, lambda calls: attend_cudnn),
-    Kernel("latents", ("tpu",), ("decode",), latents_refusal, lambda calls: attend_latents),
     Kernel(
-        PORTABLE, ("cpu", "gpu", "tpu"), PHASES, lambda call: None, lambda calls: attend_blockwise
+        PORTABLE,
+        ("cpu", "gpu", "tpu"),
+        ("prefill",),
+        lambda call: None,
+        lambda calls: attend_blockwise,
     ),
 )
-"""Kernels in order of preference; the last one serves every call."""
+"""Kernels of whole prompts in order of preference; the last one serves every call."""
 GROUP_ON_CPU = 1
 """The rows of a group that attends to pages on the CPU. A group has as many turns as its longest
 row has pages, so that a group of one row reads nothing that is dead. Larger groups make larger
@@ -109,7 +107,7 @@ PAGE_KERNELS = (
         lambda calls: PageReader(attend_in_groups),
     ),
 )
-"""Kernels of decode and of pieces of prompts in a cache in pages, in order of preference."""
+"""Kernels of decode and of pieces of prompts, which read pages, in order of preference."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +115,9 @@ class AttentionPlan(PlanTable, name="attention"):
     """The kernels that a plan names: the table `[attention]` of its file."""
 
     prefill: str = AUTO
-    """The kernel of prefill graphs: `auto`, `splash`, `flash`, `cudnn`, `paged` or `xla`."""
+    """The kernel of prefill graphs: `auto`, `splash`, `cudnn`, `paged` or `xla`."""
     decode: str = AUTO
-    """The kernel of decode graphs: `auto`, `latents`, `paged` or `xla`."""
+    """The kernel of decode graphs: `auto`, `paged` or `xla`."""
 
     def __post_init__(self):
         names = list(dict.fromkeys([AUTO, *(x.name for x in (*KERNELS[:-1], *PAGE_KERNELS))]))
@@ -231,16 +229,14 @@ def choose_kernels(
         return choose_for(phase, call_of, PAGE_KERNELS)
 
     def choose_prefill(bucket: PrefillBucket) -> Choice:
-        if grid.page is not None and bucket.chunk is not None:
+        if bucket.chunk is not None:
             return choose_paged("prefill", bucket.chunk, bucket.batch)
-        return choose_for("prefill", partial(_prefill_call, grid, bucket, placement, dtype))
+        in_order = placement.has_whole("prefill", axes.LENGTH)
+        whole = partial(_prompt_call, dtype=dtype, num_tokens=bucket.tokens, is_in_order=in_order)
+        return choose_for("prefill", whole)
 
     prefill = {bucket.tokens: choose_prefill(bucket) for bucket in grid.prefill}
-    decode = None
-    if grid.pages is not None:
-        decode = choose_paged("decode", 1, grid.decode_slots)
-    elif grid.decode_slots:
-        decode = choose_for("decode", lambda kind: _cache_call(kind, dtype, num_queries=1))
+    decode = choose_paged("decode", 1, grid.decode_slots) if grid.decode_slots else None
     return AttentionChoices(prefill, decode)
 
 
@@ -268,9 +264,9 @@ def choose(
         own = [kernel for kernel in named if platform in kernel.platforms]
         kernel = next(iter(own or named), None)
         if kernel is None:
-            refusal = "it only reads a cache in pages, in decode or in chunks (buckets.page, chunk)"
+            refusal = "it only reads pages, in decode or in chunks (buckets.chunk)"
             if kernels is PAGE_KERNELS:
-                refusal = "it does not read a cache in pages (buckets.page)"
+                refusal = "it does not read pages, as decode and chunks do"
         else:
             refusal = kernel.refuses(calls, platform, phase)
         if kernel is None or refusal is not None:
@@ -299,21 +295,6 @@ def _kinds(config: DecoderConfig) -> list[list[Attention]]:
     return list(kinds.values())
 
 
-def _prefill_call(
-    grid: BucketGrid,
-    bucket: PrefillBucket,
-    placement: Placement,
-    dtype: jnp.dtype,
-    kind: Sequence[Attention],
-) -> AttentionCall:
-    """Attention of the prompts of a bucket, or of their chunks in slots."""
-    if bucket.chunk is None:
-        in_order = placement.has_whole("prefill", axes.LENGTH)
-        return _prompt_call(kind, dtype, bucket.tokens, in_order)
-    num_segments = grid.num_segments(bucket.length)
-    return _chunk_call(kind, dtype, bucket.chunk, grid.decode_spans, num_segments, placement)
-
-
 def _prompt_call(
     kind: Sequence[Attention], dtype: jnp.dtype, num_tokens: int, is_in_order: bool
 ) -> AttentionCall:
@@ -321,37 +302,6 @@ def _prompt_call(
     latent, key_dim = kind[0].latent, kind[0].head_dim
     call = _call(kind, dtype, num_tokens, key_dim, latent.value_dim if latent else key_dim)
     return replace(call, is_in_order=is_in_order)
-
-
-def _chunk_call(
-    kind: Sequence[Attention],
-    dtype: jnp.dtype,
-    chunk: int,
-    spans: Sequence[int],
-    num_segments: int,
-    placement: Placement,
-) -> AttentionCall:
-    """Attention of chunks that end in the last of `num_segments` segments of a cache."""
-    if placement.layout is None and placement.mesh.size > 1:
-        return _cache_call(kind, dtype, chunk)
-    prompt_stripes = placement.operations("chunk").prompt_stripes
-    stripes = placement.cache_stripes
-    segments = set()
-    for window in _windows(kind):
-        num_entries = num_cache_entries(window, longest := spans[-1], stripes)
-        lengths = segment_lengths(spans, num_entries)[:num_segments]
-        if num_entries == longest and stripes == 1:
-            # a chunk does not see entries that it may write
-            lengths[-1] -= chunk
-        segments |= {length // stripes for length in lengths}
-    call = _cache_call(kind, dtype, chunk // prompt_stripes.count)
-    return replace(call, segments=frozenset(segments) - {0})
-
-
-def _cache_call(kind: Sequence[Attention], dtype: jnp.dtype, num_queries: int) -> AttentionCall:
-    """Attention to a cache; latents serve as keys and as values."""
-    call = _call(kind, dtype, num_queries, kind[0].cache_dim, kind[0].cache_dim)
-    return replace(call, reads_latents=kind[0].latent is not None)
 
 
 def _paged_call(
@@ -362,12 +312,11 @@ def _paged_call(
     place: PagePlace,
     dtype: jnp.dtype,
 ) -> AttentionCall:
-    """Attention to a cache in pages, with the heads that the pages have."""
+    """Attention to pages, with the heads that they have; latents serve as keys and as values."""
     size, codes = place.arrangement.cache_dim(kind[0]), place.arrangement.cache_codes
     return replace(
-        _cache_call(kind, dtype, num_queries),
-        key_dim=size,
-        value_dim=size,
+        _call(kind, dtype, num_queries, size, size),
+        reads_latents=kind[0].latent is not None,
         has_rotated_codes=codes is not None and is_rotated(jnp.dtype(codes)),
         group=kind[0].heads_per_kv,
         device=place.device,

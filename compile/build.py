@@ -190,10 +190,9 @@ class _GraphPlanner:
             grid,
             placement.cache_dtype(dtype),
             placement.cache_head_shards,
-            placement.cache_stripes,
         )
         state = jax.eval_shape(self._make_state)
-        self._state = state.map(self._abstract_segments)
+        self._state = state.map(self._abstract_array)
 
     def graph(self, key: GraphKey, options: CompilerOptions) -> GraphSpec:
         """One graph of the grid, with its options among those of all kinds."""
@@ -204,11 +203,9 @@ class _GraphPlanner:
         body = kind.body(self._grid, key.shape, self._operations["decode"])
         arguments = tuple(self._replicated(kind.arguments(self._model, self._grid, key.shape)))
         results, donated = replicated, ()
-        if kind.num_segments is not None:
-            cache = self._state.cache.head(kind.num_segments(self._grid, key.shape))
-            head = self._state._replace(cache=cache)
-            results = jax.tree.map(lambda leaf: leaf.format, head), replicated
-            arguments, donated = (head, *arguments), (0,)
+        if kind.takes_state:
+            results = jax.tree.map(lambda leaf: leaf.format, self._state), replicated
+            arguments, donated = (self._state, *arguments), (0,)
         if kind.call is not None:
             kernel = kind.kernel(self._kernels, key.shape)
             assert kernel is not None
@@ -225,11 +222,9 @@ class _GraphPlanner:
 
         return graph
 
-    def _abstract_segments(self, segments: Any, logical_axes: Axes) -> Any:
+    def _abstract_array(self, leaf: Any, logical_axes: Axes) -> jax.ShapeDtypeStruct:
         sharding = self._placement.state(logical_axes)
-        return tuple(
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in segments
-        )
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def _replicated(self, arguments: Any) -> Any:
         sharding = self._placement.replicated

@@ -47,11 +47,9 @@ class CompiledGraphs:
         """
         kind, executable = GRAPH_KINDS[key.kind], self.executable(key)
         model = () if kind.call is None else (parameters,)
-        if kind.num_segments is None:
+        if not kind.takes_state:
             return state, executable(*model, *arguments)
-        head = state._replace(cache=state.cache.head(kind.num_segments(self.grid, key.shape)))
-        new, output = executable(*model, head, *arguments)
-        return new._replace(cache=state.cache.with_head(new.cache)), output
+        return executable(*model, state, *arguments)
 
     def executable(self, key: GraphKey) -> Any:
         """The executable of a graph; raises `GraphNotPlanned` if there is none."""

@@ -21,7 +21,7 @@ from ..sharding.placement import Placement
 from .abstract_model import AbstractModel, model_sizes
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
 from .build import GraphSpec, compile_with_text, plan_graphs
-from .graphs.graph_kinds import GraphKey, call_of
+from .graphs.graph_kinds import DECODE, GraphKey, call_of
 from .grids.bucket_grid import BucketGrid
 from .hardware.hardware import Hardware
 from .planning.evidence import read_evidence
@@ -100,7 +100,7 @@ class LayoutResult:
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model and its grid, of which the longest prefill and decode graphs are compiled."""
+    """A model and its grid, of which the longest prefill graph and decode are compiled."""
 
     config: DecoderConfig
     grid: BucketGrid
@@ -116,7 +116,7 @@ class MeasuredModel:
         dtype, grid = jnp.dtype(self.dtype), self.grid
         planned = plan_graphs(model, grid, placement, dtype, attention=self.attention)
         graphs = {graph.key: graph for graph in planned}
-        longest = GraphKey("prefill", grid.prefill[-1]), GraphKey("decode", grid.max_length)
+        longest = GraphKey("prefill", grid.prefill[-1]), DECODE
         return [graphs[key] for key in longest]
 
 

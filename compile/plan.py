@@ -21,7 +21,7 @@ from .plan_tables import PlanTable, check_keys, key_lines, keys_of, table_lines
 from .target_names import TargetName
 from .weight_rules import FLOAT, KEPT, WeightRules
 
-SCHEMA = 2
+SCHEMA = 3
 _LAYOUT_KEYS = {"layout", "max_replicated", "mesh", "rules", *PHASES}
 DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = (FLOAT, "int8")

@@ -8,7 +8,6 @@ Array names end in these letters (`x_BTD`), and einsums use the same letters:
     C capacity               M = B * T flattened     R alternatives reported
     Q steps of one decode call                       X stop ids of a row     Y biased ids of a row
     Z experts chosen by a token                      U rows of experts       W rows of a tile
-    O blocks of the keys of a head
     A heads flattened: G * T in a product of one key/value head, N * H after attention
     J = G + 2: the queries, key and value of one key/value head
     P, N, in a cache in pages: the pages of a pool, and the pages of a row
@@ -25,7 +24,7 @@ dimension without a name (`""`) is never split. Knows nothing of meshes or rules
 BATCH = "batch"
 """Rows of projections and of the MLP."""
 ATTENTION_BATCH = "attention_batch"
-"""Rows of attention and of the cache. Without a rule, it is split as `batch`."""
+"""Rows of attention and pages of the cache. Without a rule, it is split as `batch`."""
 RESIDUAL_BATCH = "residual_batch"
 """Rows of the residual stream, between projections. Without a rule, it is split as `batch`."""
 LENGTH = "length"
@@ -76,17 +75,16 @@ PROMPT_KEYS = (ATTENTION_BATCH, KV_HEADS, "", LENGTH)
 """Keys of new tokens, split as in attention, before they are written to the cache."""
 PROMPT_VALUES = (ATTENTION_BATCH, KV_HEADS, LENGTH, "")
 PROMPT_LATENTS = (ATTENTION_BATCH, LENGTH, "")
-CACHE_KEYS = ("", ATTENTION_BATCH, KV_HEADS, "", CACHE_LENGTH)
-"""Keys in the cache. Arrays of the cache have layers as first axis, which is never split."""
-CACHE_VALUES = ("", ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH, "")
+CACHE_HEADS = ("", ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH, "")
+"""Keys or values in the cache. Arrays of the cache have layers as first axis, which is never
+split, then pages."""
 CACHE_LATENTS = ("", ATTENTION_BATCH, CACHE_LENGTH, "")
-CACHE_ENTRIES = (CACHE_KEYS, CACHE_VALUES, CACHE_LATENTS)
+CACHE_ENTRIES = (CACHE_HEADS, CACHE_LATENTS)
 """The axes of all arrays of vectors in the cache."""
 CACHE_SCALES = ("", ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH)
 """Scales of keys or of values in codes."""
 CACHE_LATENT_SCALES = ("", ATTENTION_BATCH, "", CACHE_LENGTH)
 """Scales of latents in codes; the latent and the rotated key of an entry have one each."""
-CACHE_POSITIONS = (ATTENTION_BATCH, CACHE_LENGTH)
 
 
 def row_axis(logical_axes: tuple[str, ...]) -> int:

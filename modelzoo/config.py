@@ -171,9 +171,6 @@ class Arrangement:
     one array for each layer of the pattern (`modelzoo.layer_groups`)."""
     head_multiple: int = 1
     """The cache pads heads with zeros to a multiple of this size."""
-    key_blocks: tuple[int, ...] = ()
-    """The sizes that a block of cached keys may have, in positions (`modelzoo.cache.segments`); if
-    empty, the keys of a head are one block."""
     packs_codes: bool = True
     """Whether two int4 codes of a weight share a byte; otherwise they are stored as int8."""
     cache_codes: str | None = None

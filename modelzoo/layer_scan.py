@@ -15,13 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .cache.layer_state import Cache
 from .layer_groups import Group
 from .layers import is_sliced_once
 from .moe.call import ExpertCall
 from .weights.quantised_weight import as_slices
-
-Cache = tuple[Any, ...]
-"""The cache of each block; None for each block in calls without a cache."""
 
 
 class RunGroup(Protocol):

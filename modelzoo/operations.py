@@ -9,11 +9,10 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .axes import row_axis
-from .cache.segments import IN_ORDER, ONE_STRIPE, Segments, Stripe, Stripes
+from .cache.stripes import IN_ORDER, ONE_STRIPE, Stripe, Stripes
 from .weights.adapted_weight import AdaptedWeight, add_change, base_of, multiply_adapters
 from .weights.product import Product
 from .weights.quantised_weight import take_rows
@@ -22,8 +21,7 @@ from .weights.weight_products import Axes, multiply
 if TYPE_CHECKING:
     from flax import nnx
 
-    from .attention.attend import Attend, AttendEntries
-    from .layer_config import Window
+    from .attention.attend import Attend
     from .moe.experts import ExpertWeights
     from .moe.mix import Mixture, MoeOutput
     from .moe.routing import Router
@@ -92,27 +90,22 @@ class Operations:
         return take_rows(table[...], ids_BT)
 
     def attend(
-        self,
-        body: Callable[..., tuple[jax.Array, Any]],
-        num_kv_heads: int,
-        *,
-        writes_cache: bool,
+        self, body: Callable[..., tuple[jax.Array, Any]], num_kv_heads: int
     ) -> Callable[..., tuple[jax.Array, Any]]:
         """Return the attention of a layer under this layout.
 
         Args:
-          body: A function `body(queries, new, latents, rows, caches)` that treats rows and
-            key/value heads independently. `new` are keys and values with the heads of the
-            projections, or None. `rows` and each of `caches` are named tuples that declare the axes
-            of their arrays as `AXES`. `body` returns the attention output and the cache update.
+          body: A function `body(queries, new, latents, rows, cache)` that treats rows and key/value
+            heads independently. `new` are keys and values with the heads of the projections, or
+            None. `rows` is a named tuple that declares the axes of its arrays as `AXES`. `body`
+            returns the attention output, and the updated cache, or the new entries if there is no
+            cache: `latents` if there are any, else `new`.
           num_kv_heads: The key/value heads of the layer, without copies.
-          writes_cache: Whether the cache update is the updated first cache. Otherwise it is the new
-            entries: `latents` if there are any, else `new`.
 
         Returns:
           A function like `body`.
         """
-        del writes_cache
+        del num_kv_heads
         return body
 
     def attend_gathered(
@@ -120,8 +113,8 @@ class Operations:
     ) -> Callable[..., tuple[jax.Array, Any]]:
         """Return the attention of a layer whose rows may belong to slots of any device.
 
-        Every device gets all rows and tokens, and its part of the cache. The cache update is the
-        updated first cache. See `attend` for the arguments and the result.
+        Every device gets all rows and tokens, and its part of the cache. See `attend` for the
+        arguments and the result.
         """
         del num_kv_heads
         return body
@@ -152,29 +145,10 @@ class Operations:
         """
         return attend
 
-    def over_cache(self, attend: "AttendEntries", window: "Window") -> "AttendEntries":
-        """Attention to the whole cache, for use inside `attend`.
-
-        The result takes the positions of all queries, and the queries and cache entries on this
-        device.
-        """
-        del window
-        return attend
-
     @property
     def stripe(self) -> Stripe:
-        """The stripe of the cache on this device, inside `attend`, `by_row` and `write_rows`."""
+        """The stripe of the cache on this device, inside `attend` and `write_rows`."""
         return ONE_STRIPE
-
-    def by_row(self, body: Callable[..., Any], state: Any, *rows: jax.Array) -> Any:
-        """Update per-slot arrays by a function that treats rows independently.
-
-        Args:
-          body: A function `body(state, *rows)` that returns a tree like `state`.
-          state: A named tuple that declares its axes as in `attend`.
-          *rows: Arrays whose first axis is the batch rows of attention.
-        """
-        return body(state, *rows)
 
     def mix_experts(
         self, mixture: "Mixture", x_BTD: jax.Array, is_token_BT: jax.Array, router: "Router",
@@ -183,40 +157,20 @@ class Operations:
         """Run the mixture of experts of a sparse layer."""
         return mixture(x_BTD, is_token_BT, router, weights)
 
-    def take_rows(
-        self,
-        segments: Segments,
-        row_B: jax.Array,
-        logical_axes: Axes,
-        layer: jax.Array | None = None,
-    ) -> Segments:
-        """Take rows of the arrays of segments, with zeros for rows that a segment does not have.
+    def take_row(self, x: jax.Array, row: jax.Array, logical_axes: Axes) -> jax.Array:
+        """Take one row of an array, with zeros for a row that it does not have.
 
         Args:
-          segments: Arrays with the same logical axes. The first has all rows. Of the others, a
-            device may have only the first few of its rows.
-          row_B: The rows to take.
-          logical_axes: The logical axes of the arrays.
-          layer: The layer to take, if the first axis of the arrays is layers.
+          x: The array.
+          row: The row to take.
+          logical_axes: The logical axes of the array.
         """
-        axis = row_axis(logical_axes)
-        return tuple(rows_of(x, row_B, layer, axis) for x in segments)
-
-    def after(self, row_B: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        """Make `row_B` depend on the residual stream `x_BTD`, to order reads and writes.
-
-        XLA for CPU first runs operations without pending inputs. Without this dependency it would
-        gather the rows of all layers before the first layer, and keep them in memory. If a write
-        did not depend on the read before it, XLA would write to a copy of the array. An
-        optimization barrier does not help, as it is removed before operations are scheduled.
-        """
-        is_never = x_BTD.ravel()[0] < -jnp.inf
-        return jnp.where(is_never, 0, row_B)
+        return row_of(x, row, logical_axes)
 
     def write_rows(
         self, body: Callable[..., Any], old: Any, new: Any, rows: Any, logical_axes: Axes
     ) -> Any:
-        """Write rows to arrays like those of `take_rows`.
+        """Write rows to arrays with the same logical axes.
 
         Args:
           body: A function `body(old, new, rows)` that returns the updated arrays.
@@ -229,14 +183,6 @@ class Operations:
         del logical_axes
         return body(old, new, rows)
 
-    def has_cache_of(self, cache_operations: "Operations") -> bool:
-        """Whether `attend` can read all slots of a cache that `cache_operations` lays out.
-
-        If so, the keys and values of slots need not be gathered first.
-        """
-        del cache_operations
-        return True
-
     def num_cache_heads(self, num_kv_heads: int) -> int:
         """The number of key/value heads in attention, copies included."""
         return num_kv_heads
@@ -246,18 +192,10 @@ class Operations:
         return jax.lax.top_k(logits_BV, k)
 
 
-def rows_of(
-    x: jax.Array, row_B: jax.Array, layer: jax.Array | None = None, axis: int = 0
-) -> jax.Array:
-    """Rows of an array along `axis`, with zeros for a row past the last.
-
-    If `layer` is given, the first axis of the array is layers, and the rows of one layer are taken.
-    """
-    if layer is None:
-        return x.at[(slice(None),) * axis + (row_B,)].get(mode="fill", fill_value=0)
-    if x.shape[0] == 1:
-        return rows_of(x[0], row_B)
-    return x.at[layer, row_B].get(mode="fill", fill_value=0)
+def row_of(x: jax.Array, row: jax.Array, logical_axes: Axes) -> jax.Array:
+    """One row of an array, with an axis of size one; zeros for a row past the last."""
+    index = (slice(None),) * row_axis(logical_axes) + (row[None],)
+    return x.at[index].get(mode="fill", fill_value=0)
 
 
 ON_ONE_DEVICE = Operations()

@@ -1,25 +1,22 @@
-"""Prediction of the collectives of attention: batch/head exchanges, rings and sharded caches.
+"""Prediction of the collectives of attention: batch/head exchanges, rings and split pages.
 
-The prediction follows from shapes alone, as do the implementations in `sharded_operations`,
-`ring_attention` and `cache_attention`. Knows nothing of products or programs.
+The prediction follows from shapes alone, as do the implementations in `sharded_operations` and
+`ring_attention`. Knows nothing of products or programs.
 """
 
 from collections.abc import Iterator
-from itertools import chain
 
 from ..modelzoo import axes
 from ..modelzoo.layer_config import Window
-from .cache_attention import entry_bytes, query_bytes
-from .layer_shapes import FLOAT32_BYTES, INT32_BYTES, ExpectedCollective, LayerShapes
+from .layer_shapes import FLOAT32_BYTES, ExpectedCollective, LayerShapes
 from .projection import MeshAxes
 from .ring_attention import num_ring_steps
 
 
 def predict_attention(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
     """Predict the collectives of attention in one layer."""
-    window = shapes.attention.window
-    rules, phase = shapes.rules, shapes.call.phase
-    if phase == "chunk" and shapes.call.page:
+    phase = shapes.call.phase
+    if phase == "chunk":
         yield from _pieces_in_pages(shapes)
         return
     yield from _head_exchanges(shapes)
@@ -27,10 +24,7 @@ def predict_attention(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
         yield from _merge_of_decode(shapes)
         return
     yield from _new_entries(shapes)
-    if phase == "prefill":
-        yield from _ring_passes(shapes, window)
-    elif rules[axes.CACHE_LENGTH]:
-        yield from _cached_chunk(shapes, window)
+    yield from _ring_passes(shapes, shapes.attention.window)
 
 
 def _head_exchanges(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
@@ -109,37 +103,6 @@ def _lse_bytes(shapes: LayerShapes) -> int:
     split = shapes.rules.dimensions((axes.ATTENTION_BATCH, axes.KV_HEADS))
     call, num_heads = shapes.call, shapes.attention.num_query_heads
     return shapes.local((call.rows, call.tokens, num_heads), (split[0], split[1]), FLOAT32_BYTES)
-
-
-def _cached_chunk(shapes: LayerShapes, window: Window) -> Iterator[ExpectedCollective]:
-    """Either a gather of queries and a scatter of results, or ring passes of the cache entries.
-
-    The cheaper of the two is sent, as in `cache_attention.attend_sharded_chunk`.
-    """
-    over, call = shapes.rules[axes.CACHE_LENGTH], shapes.call
-    n = shapes.layout.mesh.num_shards(over)
-    num_steps = num_ring_steps(window, n)
-    batch = shapes.rules[axes.ATTENTION_BATCH]
-
-    def segment(length: int, *, is_cached: bool) -> list[int]:
-        entries = _entries(shapes, call.rows, length, (batch,), is_cached=is_cached)
-        return [*entries, shapes.local((call.rows, length), (batch,), INT32_BYTES)]
-
-    segment_bytes = [segment((end - start) // n, is_cached=True) for _, start, end in call.pieces]
-    segment_bytes.append(segment(call.tokens // n, is_cached=False))
-    query_dim, value_dim = shapes.record.head_dims
-    lse_bytes = _lse_bytes(shapes)
-    q_bytes = lse_bytes // FLOAT32_BYTES * query_dim * shapes.itemsize
-    cache_bytes = sum(chain.from_iterable(segment_bytes))
-    if entry_bytes(cache_bytes, num_steps) < query_bytes(
-        q_bytes // n, lse_bytes // n, value_dim, n
-    ):
-        for num_bytes in chain.from_iterable(segment_bytes):
-            yield from shapes.send("collective-permute", over, num_bytes, num_steps - 1)
-        return
-    yield from shapes.send("all-gather", over, q_bytes)
-    yield from shapes.send("all-reduce", over, lse_bytes)
-    yield from shapes.send("reduce-scatter", over, lse_bytes * (value_dim + 1))
 
 
 def _entries(

@@ -3,12 +3,9 @@
 Knows nothing of models, layouts or grids.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 KINDS = ("prefill", "chunk", "decode")
-CachePieces = tuple[tuple[int, int], ...]
-"""Rows and end of each piece of a cache; each piece begins where the previous piece ends."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +23,19 @@ class Call:
     """Whether every token gets logits, and not only the last token of each row."""
     is_embedded: bool = False
     """Whether no token gets logits, as texts become vectors."""
-    segments: CachePieces = ()
-    """The pieces of the cache, where there is more than one."""
     entries: float | None = None
     """The cache entries, in whole pages, that all rows of a decode step or a call of chunks read;
-    None for a cache without pages, whose rows read all entries below the span."""
+    None for whole prompts, which read none."""
     seen: float | None = None
     """In a decode step, these entries with those that are read once for several rows counted for
     each of them; None for the same number."""
     page: int = 0
-    """The entries of a page; 0 without pages."""
+    """The entries of a page; 0 for whole prompts."""
 
     @classmethod
     def of_step(cls, slots: int, span: int) -> "Call":
         """One decode step of slots that all have the same length."""
-        return cls("decode", slots, 1, span)
+        return cls("decode", slots, 1, span, entries=slots * span)
 
     @property
     def num_tokens(self) -> int:
@@ -52,16 +47,3 @@ class Call:
         if self.is_embedded:
             return 0
         return self.num_tokens if self.is_scored else self.rows
-
-    @property
-    def pieces(self) -> Iterator[tuple[int, int, int]]:
-        """Rows, start and end of each piece of the cache."""
-        return pieces(self.segments or ((self.rows, self.span),))
-
-
-def pieces(segments: CachePieces) -> Iterator[tuple[int, int, int]]:
-    """Rows, start and end of each piece of a cache."""
-    start = 0
-    for rows, end in segments:
-        yield rows, start, end
-        start = end

@@ -19,7 +19,7 @@ from .expert_exchange import ExpertExchange
 from .layout import Layout
 from .projection import MeshAxes, Projection
 
-FLOAT32_BYTES = INT32_BYTES = 4
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ _ARRAYS: dict[str, Axes] = {
     "queries": axes.HEADS,
     "the MLP's activations": axes.HIDDEN,
     "logits": axes.LOGITS,
-    "the cache": axes.CACHE_KEYS,
+    "the cache": axes.CACHE_HEADS,
 }
 
 
@@ -57,15 +57,12 @@ class ModelSizes:
     """Batch sizes of each phase's graphs; empty while no grid is known."""
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Tokens per row in each phase's graphs."""
-    spans: Sequence[int] = ()
-    """Cache entries per slot that decode graphs read, or those of a page."""
+    page: int | None = None
+    """The entries of a page; None while no grid is known, or without slots."""
     slot_groups: int | None = None
-    """Number of groups of slots on different devices, if slots have several lengths or pages; else
-    None."""
+    """Number of groups of slots on different devices; None without slots."""
     is_chunked: bool = False
     """Whether prompts are prefilled in chunks."""
-    has_pages: bool = False
-    """Whether the cache is a pool of pages."""
     groups: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """The number of groups of each weight that is quantised in groups, and the logical axis of its
     first input."""
@@ -85,10 +82,8 @@ def check(layout: Layout, sizes: ModelSizes) -> list[str]:
     in_both = set.intersection(*map(set, by_phase.values()))
     for phase, phase_findings in by_phase.items():
         findings += [f if f in in_both else f"{phase}: {f}" for f in phase_findings]
-    if sizes.has_pages and sizes.is_chunked:
+    if sizes.is_chunked:
         findings += _piece_findings(layout, sizes)
-    elif sizes.is_chunked:
-        findings += chunk_findings(layout)
     return list(dict.fromkeys([*findings, *_weight_findings(layout, sizes)]))
 
 
@@ -192,33 +187,19 @@ def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
         yield from _division(layout, rules, axis, what, length, remedy)
     if phase == "decode":
         yield from _group_findings(layout, rules, sizes.slot_groups)
-    for span in sizes.spans if phase == "decode" else ():
-        what, remedy = "a span", "Plan spans that do, or change the rule."
-        if sizes.has_pages:
-            what, remedy = "buckets.page", "Plan a page that does, or change the rule."
-        yield from _division(layout, rules, axes.CACHE_LENGTH, what, span, remedy)
+    if phase == "decode" and sizes.page is not None:
+        remedy = "Plan a page that does, or change the rule."
+        yield from _division(layout, rules, axes.CACHE_LENGTH, "buckets.page", sizes.page, remedy)
 
 
 def _group_findings(layout: Layout, rules: AxisRules, groups: int | None) -> Iterable[str]:
-    """Check that each device has the same number of slots of every length."""
+    """Check that each device has the same number of slots and of pages."""
     mesh_axes = rules[axes.ATTENTION_BATCH]
     if groups not in (None, pieces := layout.mesh.num_shards(mesh_axes)):
         yield (
-            f"attention_batch = {_quoted(mesh_axes)}: with buckets.span_slots or "
-            f"buckets.pages, expected buckets.slot_groups to be the pieces that it splits slots "
-            f"into, {pieces}, got {groups}. Change slot_groups, or the rule."
-        )
-
-
-def chunk_findings(layout: Layout) -> Iterable[str]:
-    """Check that each device keeps the chunk's tokens that it reads."""
-    length = layout.phase("prefill")[axes.LENGTH]
-    cache_length = layout.phase("decode")[axes.CACHE_LENGTH]
-    if length != cache_length:
-        yield (
-            f"prefill: length = {_quoted(length)}: with buckets.chunk, expected the mesh axes "
-            f"of cache_length in decode, {_quoted(cache_length)}: each device reads the tokens of "
-            f"a chunk that it keeps. Change either rule, or leave buckets.chunk out."
+            f"attention_batch = {_quoted(mesh_axes)}: expected buckets.slot_groups to be the "
+            f"pieces that it splits slots into, {pieces}, got {groups}. Change slot_groups, or the "
+            f"rule."
         )
 
 

@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 
 from ..modelzoo import axes
 from ..modelzoo.cache.entry_codes import INT4_IN_BYTES
-from ..modelzoo.cache.segments import CPU_BLOCKS, heads_last
 from ..modelzoo.config import Arrangement, DecoderConfig
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.weights.weight_products import Axes
@@ -41,8 +40,6 @@ def arrangement_of(
     whole = Arrangement(
         scan_layers=scan_layers,
         head_multiple=axes.LANES if platform == "tpu" else 1,
-        # codes are converted in any case, so blocks would gain nothing
-        key_blocks=CPU_BLOCKS if platform == "cpu" and cache_codes is None else (),
         # on the CPU an int4 array has a byte for each code, and executables refuse such arrays
         packs_codes=platform != "cpu",
         cache_codes=INT4_IN_BYTES if (platform, cache_codes) == ("cpu", "int4") else cache_codes,
@@ -50,8 +47,6 @@ def arrangement_of(
     if layout is None:
         return whole
     rules, num_shards = layout.rules, layout.mesh.num_shards
-    if num_shards(layout.phase("decode")[axes.CACHE_LENGTH]) > 1:
-        whole = replace(whole, key_blocks=())
     heads, vocab = num_shards(rules[axes.QUERY_HEADS]), num_shards(rules[axes.VOCAB])
     padded = -(-config.vocab_size // vocab) * vocab
     return replace(
@@ -118,7 +113,7 @@ class Placement:
         sharding = self.sharding("decode", logical_axes)
         if self.platform != "tpu" or logical_axes not in axes.CACHE_ENTRIES:
             return sharding
-        order = heads_last(len(logical_axes), logical_axes.index(axes.CACHE_LENGTH))
+        order = tuple(range(len(logical_axes)))
         return Format(MemoryLayout(major_to_minor=order), sharding)
 
     def put_in_layout(

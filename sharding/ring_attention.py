@@ -24,7 +24,6 @@ from ..modelzoo.attention.attend import Attend, Visibility, merge
 from ..modelzoo.layer_config import PLAIN_SCORES, BothSides, Scores, Window, window_size
 from .projection import MeshAxes
 
-FLOAT32_BYTES = 4
 Attended = tuple[jax.Array, jax.Array]
 
 
@@ -91,6 +90,25 @@ def merge_over_ring(
         0, num_steps - 1, step_and_send, (keys, _attended_to_nothing(shapes))
     )
     return _rounded(add(num_steps - 1, keys, attended), shapes)
+
+
+def merge_shards(out_BTKGH: jax.Array, lse_BTKG: jax.Array, mesh_axes: MeshAxes) -> Attended:
+    """Merge attention to the entries of each device over all devices, as `merge` does on one.
+
+    The maximum has B * T * N numbers, the sum B * T * N * (H + 1): no more for a longer context.
+    Source: Dao et al. 2023, "Flash-Decoding".
+    """
+    max_BTKG = jax.lax.pmax(lse_BTKG, mesh_axes)
+    safe_max_BTKG = jnp.where(jnp.isneginf(max_BTKG), 0.0, max_BTKG)
+    weight_BTKG1 = jnp.exp(lse_BTKG - safe_max_BTKG)[..., None]
+    weighted = [weight_BTKG1 * out_BTKGH.astype(jnp.float32), weight_BTKG1]
+    sum_BTKGH = jax.lax.psum(jnp.concatenate(weighted, axis=-1), mesh_axes)
+    total_BTKG = sum_BTKGH[..., -1]
+    is_seen_BTKG = total_BTKG > 0
+    safe_total_BTKG = jnp.where(is_seen_BTKG, total_BTKG, 1.0)
+    merged_BTKGH = (sum_BTKGH[..., :-1] / safe_total_BTKG[..., None]).astype(out_BTKGH.dtype)
+    lse_BTKG = jnp.where(is_seen_BTKG, safe_max_BTKG + jnp.log(safe_total_BTKG), -jnp.inf)
+    return merged_BTKGH, lse_BTKG
 
 
 def own_part(x_BT: jax.Array, mesh_axes: MeshAxes) -> jax.Array:

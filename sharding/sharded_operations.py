@@ -20,24 +20,22 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..modelzoo import axes
-from ..modelzoo.attention.attend import Attend, AttendEntries, Queries
-from ..modelzoo.cache.kv_cache import match_heads
+from ..modelzoo.attention.attend import Attend, Queries
 from ..modelzoo.cache.layer_state import LayerState, PromptKeysValues, PromptLatents
-from ..modelzoo.cache.segments import ONE_STRIPE, Segments, Stripe, Stripes
+from ..modelzoo.cache.pages import match_heads
+from ..modelzoo.cache.stripes import ONE_STRIPE, Stripe, Stripes
 from ..modelzoo.config import head_copies
-from ..modelzoo.layer_config import Window
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
-from ..modelzoo.operations import Operations
+from ..modelzoo.operations import Operations, row_of
 from ..modelzoo.weights.product import Product
 from ..modelzoo.weights.quantised_weight import QuantisedWeight, take_rows
 from ..modelzoo.weights.weight_products import Axes, axes_of, multiply
 from .axis_rules import AxisRules
-from .cache_attention import attend_sharded_cache, attend_sharded_chunk, merge_shards
 from .expert_exchange import ExpertExchange
 from .projection import Projection, weight_specs_of
-from .ring_attention import Attended, attend_on_ring
+from .ring_attention import Attended, attend_on_ring, merge_shards
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     from ..modelzoo.weights.weight_products import Weight
 
 MeshAxes = tuple[str, ...]
-_CACHES = (*axes.CACHE_ENTRIES, axes.CACHE_POSITIONS)
 
 
 class ShardedOperations(Operations):
@@ -112,25 +109,18 @@ class ShardedOperations(Operations):
         return self._project("BT,VD->BTD", rows, ids_BT, table, ids_axes, out_axes)
 
     def attend(
-        self,
-        body: Callable[..., tuple[jax.Array, Any]],
-        num_kv_heads: int,
-        *,
-        writes_cache: bool,
+        self, body: Callable[..., tuple[jax.Array, Any]], num_kv_heads: int
     ) -> Callable[..., tuple[jax.Array, Any]]:
         heads = self._rules[axes.QUERY_HEADS]
         exchanged = self._rules.exchanged
         q_spec, *new_specs = map(self._rules.spec, (axes.HEADS, axes.NEW_KEYS, axes.NEW_VALUES))
-
-        def specs(kept: Any) -> Any:
-            return P() if kept is None else self._specs(kept)
 
         def attend(
             queries: Queries,
             new: PromptKeysValues | None,
             latents: PromptLatents | None,
             rows: Any,
-            caches: tuple[Any, ...],
+            cache: LayerState | None,
         ) -> tuple[jax.Array, Any]:
             G = queries.q_BTKGH.shape[3]
             copies = queries.q_BTKGH.shape[2] // self.num_cache_heads(num_kv_heads)
@@ -144,11 +134,10 @@ class ShardedOperations(Operations):
 
             queries_spec = Queries._make((q_spec, self._rules.spec((axes.QUERY_HEADS,))))
             new_spec = P() if new is None else PromptKeysValues._make(new_specs)
-            cache_specs = tuple(map(specs, caches))
-            in_specs = queries_spec, new_spec, specs(latents), specs(rows), cache_specs
-            new_entries = new if latents is None else latents
-            out_specs = q_spec, cache_specs[0] if writes_cache else specs(new_entries)
-            return self._map(local, in_specs, out_specs)(queries, new, latents, rows, caches)
+            others = tuple(map(self._specs, (latents, rows, cache)))
+            kept = next(x for x in (cache, latents, new) if x is not None)
+            specs = (queries_spec, new_spec, *others), (q_spec, self._specs(kept))
+            return self._map(local, *specs)(queries, new, latents, rows, cache)
 
         return attend
 
@@ -163,8 +152,8 @@ class ShardedOperations(Operations):
             new: PromptKeysValues | None,
             latents: PromptLatents | None,
             rows: Any,
-            caches: tuple[Any, ...],
-        ) -> tuple[jax.Array, Any]:
+            cache: LayerState,
+        ) -> tuple[jax.Array, LayerState]:
             q_BTKGH, sink_KG = queries
             B, T, K, G, H = q_BTKGH.shape
             if sink_KG is not None:
@@ -172,11 +161,10 @@ class ShardedOperations(Operations):
             queries = Queries(q_BTKGH.reshape(B, T, num_heads, -1, H), sink_KG)
             if new is not None:
                 new = PromptKeysValues(*(match_heads(x, num_heads) for x in new))
-            cache_specs = tuple(map(self._specs, caches))
-            queries_spec = Queries._make((q_spec, P(heads)))
+            cache_specs, queries_spec = self._specs(cache), Queries._make((q_spec, P(heads)))
             specs = queries_spec, P(None, heads), P(), P(), cache_specs
-            attend_here = self._map(body, specs, (q_spec, cache_specs[0]))
-            out_BTKGH, cache = attend_here(queries, new, latents, rows, caches)
+            attend_here = self._map(body, specs, (q_spec, cache_specs))
+            out_BTKGH, cache = attend_here(queries, new, latents, rows, cache)
             return out_BTKGH.reshape(B, T, K, G, -1), cache
 
         return attend
@@ -196,24 +184,12 @@ class ShardedOperations(Operations):
         mesh_axes = self._rules[axes.LENGTH]
         return partial(attend_on_ring, attend, mesh_axes) if mesh_axes else attend
 
-    def over_cache(self, attend: AttendEntries, window: Window) -> AttendEntries:
-        mesh_axes = self._rules[axes.CACHE_LENGTH]
-        if not mesh_axes:
-            return attend
-        if not self._rules[axes.LENGTH]:
-            return partial(attend_sharded_cache, attend, mesh_axes)
-        return partial(attend_sharded_chunk, attend, mesh_axes, window)
-
     @property
     def stripe(self) -> Stripe:
         mesh_axes = self._rules[axes.CACHE_LENGTH]
         if not mesh_axes:
             return ONE_STRIPE
         return Stripe(jax.lax.axis_index(mesh_axes), self.cache_stripes.count)
-
-    def by_row(self, body: Callable[..., Any], state: Any, *rows: jax.Array) -> Any:
-        specs, row_spec = self._specs(state), self._rules.spec((axes.ATTENTION_BATCH,))
-        return self._map(body, (specs, *[row_spec] * len(rows)), specs)(state, *rows)
 
     def mix_experts(
         self, mixture: Mixture, x_BTD: jax.Array, is_token_BT: jax.Array, router: Router,
@@ -222,28 +198,15 @@ class ShardedOperations(Operations):
         exchange = ExpertExchange(self._rules, self._stored)
         return exchange.mix(self._map, mixture, x_BTD, is_token_BT, router, weights)
 
-    def take_rows(
-        self,
-        segments: Segments,
-        row_B: jax.Array,
-        logical_axes: Axes,
-        layer: jax.Array | None = None,
-    ) -> Segments:
+    def take_row(self, x: jax.Array, row: jax.Array, logical_axes: Axes) -> jax.Array:
         spec, axis = self._rules.spec(logical_axes), axes.row_axis(logical_axes)
         batch = self._rules[logical_axes[axis]]
-        out_spec = _row_spec(spec, axis) if layer is None else _row_spec(P(*spec[axis:]), 0)
 
-        def local(segments: Segments, row_B: jax.Array, layer: jax.Array | None) -> Segments:
-            local_B = _local_rows(row_B, batch, segments[0].shape[axis])
-            taken = super(ShardedOperations, self).take_rows(segments, local_B, logical_axes, layer)
+        def local(x: jax.Array, row: jax.Array) -> jax.Array:
+            taken = row_of(x, _local_rows(row, batch, x.shape[axis]), logical_axes)
             return jax.lax.psum(taken, batch) if batch else taken
 
-        return self._map(local, (spec, P(), P()), out_spec)(segments, row_B, layer)
-
-    def after(self, row_B: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        # every device waits for its own part, so nothing is sent
-        local = super().after
-        return self._map(local, (P(), self._rules.spec(axes.RESIDUAL)), P())(row_B, x_BTD)
+        return self._map(local, (spec, P()), _row_spec(spec, axis))(x, row)
 
     def write_rows(
         self, body: Callable[..., Any], old: Any, new: Any, rows: Any, logical_axes: Axes
@@ -253,20 +216,10 @@ class ShardedOperations(Operations):
 
         def local(old: Any, new: Any, rows: Any) -> Any:
             row_B, *others = rows
-            # the first segment has a row of every slot, the others have rows of the first slots
-            # here
             row_B = _local_rows(row_B, batch, jax.tree.leaves(old)[0].shape[axis])
             return body(old, new, type(rows)(row_B, *others))
 
         return self._map(local, (spec, _row_spec(spec, axis), P()), spec)(old, new, rows)
-
-    def has_cache_of(self, cache_operations: Operations) -> bool:
-        assert isinstance(cache_operations, ShardedOperations)
-        split = (self._rules[axes.ATTENTION_BATCH], self._rules[axes.CACHE_LENGTH])
-        own, other = (
-            [rules.spec(x) for x in _CACHES] for rules in (self._rules, cache_operations._rules)
-        )
-        return not any(split) and own == other
 
     def num_cache_heads(self, num_kv_heads: int) -> int:
         return num_kv_heads * head_copies(num_kv_heads, self._num_shards(axes.KV_HEADS))
@@ -294,7 +247,9 @@ class ShardedOperations(Operations):
         return math.prod(self._mesh.shape[axis] for axis in self._rules[logical_axis])
 
     def _specs(self, x: Any) -> Any:
-        """Partitions of the fields of a tree that declares their axes."""
+        """Partitions of the fields of a tree that declares their axes; anything for None."""
+        if x is None:
+            return P()
         if isinstance(x, LayerState):
             return x.map_axes(self._rules.spec)
         return type(x)._make(map(self._rules.spec, x.AXES))

@@ -1,7 +1,7 @@
 """The table of graph kinds: everything that planning, build, calls and errors know of a graph.
 
 A new kind of graph needs its body and one entry of `GRAPH_KINDS`. The functions of an entry get the
-grid and the shape of a graph: a bucket, a span, or None. Knows nothing of devices or files.
+grid and the shape of a graph: a bucket, or None. Knows nothing of devices or files.
 """
 
 import json
@@ -18,7 +18,7 @@ from ..grids.prefill_bucket import PrefillBucket
 from . import signatures
 from .embed_step import embed_step
 from .prefill_steps import fork_step, prefill_step, score_step
-from .steps import decode_step, decode_step_in_pages
+from .steps import decode_step
 
 if TYPE_CHECKING:
     from ..abstract_model import AbstractModel
@@ -32,16 +32,15 @@ class GraphKey:
 
     kind: str
     """The name of the kind, a key of `GRAPH_KINDS`."""
-    shape: PrefillBucket | int | None = None
-    """The bucket or the span of the graph; None for a kind of which a grid has one graph."""
+    shape: PrefillBucket | None = None
+    """The bucket of the graph; None for a kind of which a grid has one graph."""
 
     def __str__(self) -> str:
-        """The name: `prefill 256x4`, `decode span 1024`, `fork`."""
-        if self.shape is None:
-            return self.kind
-        return f"{self.kind} {'span ' if isinstance(self.shape, int) else ''}{self.shape}"
+        """The name: `prefill 256x4`, `decode`, `fork`."""
+        return self.kind if self.shape is None else f"{self.kind} {self.shape}"
 
 
+DECODE = GraphKey("decode")
 FORK = GraphKey("fork")
 EMPTY_STATE = GraphKey("empty state")
 
@@ -49,13 +48,6 @@ EMPTY_STATE = GraphKey("empty state")
 def _runs_in(grid: BucketGrid, bucket: PrefillBucket, row: "RowShape", *, is_scored: bool) -> bool:
     """Whether a piece of the row's prompt runs in a bucket."""
     return row.is_scored == is_scored and bucket in grid.buckets_of(row.prompt_length)
-
-
-def _decodes_in(grid: BucketGrid, span: int, row: "RowShape") -> bool:
-    """Whether the row has a length at which it is decoded in a span."""
-    shorter = max((other for other in grid.graph_spans if other < span), default=0)
-    longest = grid.max_total_length(row.prompt_length, row.max_tokens)
-    return row.max_tokens != 0 and row.prompt_length < span and shorter < longest
 
 
 def _change_bucket(grid: BucketGrid, bucket: PrefillBucket) -> str:
@@ -76,9 +68,8 @@ def _change_bucket(grid: BucketGrid, bucket: PrefillBucket) -> str:
 def _change_slots(grid: BucketGrid, _: object) -> str:
     """The changes that make graphs of slots smaller."""
     slots, fewer = grid.decode_slots, max(1, grid.decode_slots // 2)
-    keys = f"buckets.decode_slots ({slots}){' and buckets.span_slots' if grid.span_slots else ''}"
     return (
-        f"Change {keys} or buckets.decode_spans ({list(grid.decode_spans)}), as with --set "
+        f"Change buckets.decode_slots ({slots}) or buckets.pages ({grid.pages}), as with --set "
         f"buckets.decode_slots={fewer}, or spread the model over more devices."
     )
 
@@ -87,13 +78,13 @@ def _change_slots(grid: BucketGrid, _: object) -> str:
 class GraphKind:
     """One kind of graph.
 
-    A graph takes the parameters if it runs the model, the state if it has segments of the cache,
-    and then its own arguments. It returns its output, which may be None, or a new state and its
+    A graph takes the parameters if it runs the model, the state if it reads or writes it, and then
+    its own arguments. It returns its output, which may be None, or a new state and its
     output if it takes a state.
     """
 
     per: type
-    """The type of its shapes: `PrefillBucket`, `int` for spans, or `NoneType` for one graph."""
+    """The type of its shapes: `PrefillBucket`, or `NoneType` for one graph."""
     is_built: Callable[[BucketGrid], bool]
     """Whether a grid has graphs of this kind, one for each shape."""
     reads: tuple[str, ...]
@@ -104,9 +95,8 @@ class GraphKind:
     which define how slots are sharded. None for the graph that makes the empty state."""
     arguments: Callable[["AbstractModel", BucketGrid, Any], Sequence[Any]] = lambda *_: ()
     """Its own abstract arguments."""
-    num_segments: Callable[[BucketGrid, Any], int] | None = None
-    """The number of cache segments that it takes and returns, from the first one on. None for a
-    graph that takes no state."""
+    takes_state: bool = False
+    """Whether it takes the decode state, and returns a new one."""
     call: Callable[[BucketGrid, Any], Call] | None = None
     """The shape of a call, from which phase and costs follow. None for a graph that does not run
     the model."""
@@ -128,14 +118,12 @@ _STATE = (
     "buckets.max_length",
     "buckets.chunk",
     "buckets.decode_slots",
-    "buckets.decode_spans",
-    "buckets.span_slots",
     "buckets.pages",
     "buckets.page",
     "buckets.row_tokens",
 )
 _MODEL = ("numbers", "adapters")
-_PREFILL = (*_MODEL, "prefill.rules", "attention.prefill", "experts.prefill", "buckets.prefill")
+_PREFILL = (*_MODEL, "prefill.rules", "attention.prefill", "experts.prefill")
 
 
 def _prefill_kind(body: Callable[..., Any], *, is_scored: bool, **entries: Any) -> GraphKind:
@@ -147,7 +135,7 @@ def _prefill_kind(body: Callable[..., Any], *, is_scored: bool, **entries: Any) 
         reads=(*_STATE, *_PREFILL, f"compiler.{options}"),
         body=lambda grid, bucket, operations: partial(body, cache_operations=operations),
         arguments=arguments,
-        num_segments=lambda grid, bucket: grid.num_segments(bucket.length),
+        takes_state=True,
         call=lambda grid, bucket: grid.prefill_call(bucket, is_scored=is_scored),
         kernel=lambda kernels, bucket: kernels.prefill[bucket.tokens],
         options=options,
@@ -155,11 +143,6 @@ def _prefill_kind(body: Callable[..., Any], *, is_scored: bool, **entries: Any) 
         serves=partial(_runs_in, is_scored=is_scored),
         **entries,
     )
-
-
-def _decode_body(grid: BucketGrid, span: int, _: Operations) -> Callable[..., Any]:
-    step = decode_step if grid.pages is None else decode_step_in_pages
-    return partial(step, span=span, num_steps=grid.steps_per_call)
 
 
 GRAPH_KINDS: Mapping[str, GraphKind] = {
@@ -181,18 +164,8 @@ GRAPH_KINDS: Mapping[str, GraphKind] = {
         advice=_change_bucket,
         serves=partial(_runs_in, is_scored=False),
     ),
-    FORK.kind: GraphKind(
+    DECODE.kind: GraphKind(
         per=NoneType,
-        is_built=lambda grid: grid.decode_slots > 0,
-        reads=(*_STATE, "compiler.fork"),
-        body=lambda grid, _, operations: partial(fork_step, cache_operations=operations),
-        arguments=lambda model, grid, _: signatures.fork_arguments(model, grid),
-        num_segments=lambda grid, _: len(grid.decode_spans),
-        options="fork",
-        serves=lambda grid, _, row: row.num_sequences > 1,
-    ),
-    "decode": GraphKind(
-        per=int,
         is_built=lambda grid: grid.decode_slots > 0,
         reads=(
             *_STATE,
@@ -206,13 +179,23 @@ GRAPH_KINDS: Mapping[str, GraphKind] = {
             "structured",
             "compiler.decode",
         ),
-        body=_decode_body,
-        arguments=lambda model, grid, span: signatures.decode_arguments(model, grid),
-        num_segments=BucketGrid.num_segments,
-        call=BucketGrid.decode_call,
-        kernel=lambda kernels, span: kernels.decode,
+        body=lambda grid, *_: partial(decode_step, num_steps=grid.steps_per_call),
+        arguments=lambda model, grid, _: signatures.decode_arguments(model, grid),
+        takes_state=True,
+        call=lambda grid, _: grid.decode_call(),
+        kernel=lambda kernels, _: kernels.decode,
         options="decode",
-        serves=_decodes_in,
+        serves=lambda grid, _, row: row.max_tokens != 0,
+    ),
+    FORK.kind: GraphKind(
+        per=NoneType,
+        is_built=lambda grid: grid.decode_slots > 0,
+        reads=(*_STATE, "compiler.fork"),
+        body=lambda grid, _, operations: partial(fork_step, cache_operations=operations),
+        arguments=lambda model, grid, _: signatures.fork_arguments(model, grid),
+        takes_state=True,
+        options="fork",
+        serves=lambda grid, _, row: row.num_sequences > 1,
     ),
     EMPTY_STATE.kind: GraphKind(per=NoneType, is_built=lambda grid: not grid.embed, reads=_STATE),
 }
@@ -225,8 +208,8 @@ def kinds_of(grid: BucketGrid, per: type) -> list[str]:
 
 
 def graph_keys(grid: BucketGrid) -> list[GraphKey]:
-    """The graphs of a grid; those that compile longest come first."""
-    shapes = (*grid.graph_spans, *reversed(grid.prefill), None)
+    """The graphs of a grid: that of decode first, then those of the longest prompts."""
+    shapes = (None, *reversed(grid.prefill))
     return [GraphKey(name, shape) for shape in shapes for name in kinds_of(grid, type(shape))]
 
 
@@ -244,10 +227,6 @@ def read_values(plan: Mapping[str, Any], key: GraphKey) -> str:
         value: Any = plan
         for name in path.split("."):
             value = (value or {}).get(name)
-        if path == "buckets.prefill":
-            # the other buckets change no program, except that the longest span of prompts in chunks
-            # decides which kernel all spans of a chunk have
-            value = value[-1][0] if "chunk" in plan["buckets"] else None
         values.append(value)
     # not sorted: the axes of a mesh and the rules of weights have an order
     return json.dumps([str(key), *values])

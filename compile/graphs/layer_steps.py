@@ -147,7 +147,7 @@ class CalibrationLayer:
         equation = "MA,MA->A" if is_diagonal else "MA,MX->AX"
         operations = _InputSum(weight, is_token_BT, equation)
         decoder.operations = operations
-        decoder.run_layers(x_BTD, true_length_B)
+        _run_whole(decoder, x_BTD, true_length_B)
         assert operations.sum is not None, parameter
         return operations.sum
 
@@ -157,13 +157,13 @@ class CalibrationLayer:
         decoder = self._bind(parameters)
         operations = _ExpertInput()
         decoder.operations = operations
-        decoder.run_layers(x_BTD, true_length_B)
+        _run_whole(decoder, x_BTD, true_length_B)
         return operations.input
 
     def _trace_output(
         self, parameters: Mapping[str, jax.Array], x_BTD: jax.Array, true_length_B: jax.Array
     ) -> jax.Array:
-        return self._bind(parameters).run_layers(x_BTD, true_length_B)
+        return _run_whole(self._bind(parameters), x_BTD, true_length_B)
 
     def _bind(self, parameters: Mapping[str, jax.Array]) -> Decoder:
         """The decoder of one layer; its other parameters are zeros that nothing reads."""
@@ -175,3 +175,9 @@ class CalibrationLayer:
             for name, leaf in abstract.items()
         }
         return self._model.bind(values, ON_ONE_DEVICE)
+
+
+def _run_whole(decoder: Decoder, x_BTD: jax.Array, true_length_B: jax.Array) -> jax.Array:
+    """The residual stream after all layers of a decoder, for right-padded whole prompts."""
+    call = decoder.whole_prompts(x_BTD.shape[:2], true_length_B)
+    return decoder.run_layers(x_BTD, call)[0]

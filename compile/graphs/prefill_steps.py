@@ -7,7 +7,6 @@ decode, which define how slots are sharded. Knows nothing of requests' owners, t
 clocks.
 """
 
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -15,11 +14,8 @@ import jax.numpy as jnp
 
 from ...modelzoo import axes
 from ...modelzoo.attention.prompt_pieces import PromptPieces, put_blocks
-from ...modelzoo.cache.kv_cache import EMPTY_CACHE
-from ...modelzoo.cache.layer_state import LayerState
+from ...modelzoo.cache.layer_state import Cache, LayerState
 from ...modelzoo.cache.pages import NO_PAGE
-from ...modelzoo.cache.segments import EMPTY_POSITION, Segments
-from ...modelzoo.cache.state_spec import StateArray
 from ...modelzoo.moe.call import ExpertReport
 from ...modelzoo.operations import Operations
 from ...modelzoo.sampling import SamplingState, TokenScores
@@ -29,7 +25,6 @@ from .steps import DecodeState, score_positions
 if TYPE_CHECKING:
     from ...modelzoo.decoder import Decoder
 
-Layers = tuple[LayerState | None, ...]
 _BY_SLOT = axes.LOGITS[:1]
 
 
@@ -74,7 +69,7 @@ def prefill_step(
 
     Args:
       decoder: The decoder, bound to its parameters.
-      state: The state with the cache segments below the graph's span; every piece ends below it.
+      state: The state.
       rows: Slot, first position and number of tokens of each row.
       requests: Lengths and sampling parameters of each row.
       tokens_BT: Token ids, padded on the right.
@@ -109,67 +104,54 @@ def fork_step(
     source: jax.Array,
     slot: jax.Array,
     sampling: SamplingState,
-    source_page_N: jax.Array | None = None,
-    page_N: jax.Array | None = None,
+    source_page_N: jax.Array,
+    page_N: jax.Array,
     *,
     cache_operations: Operations,
 ) -> tuple[DecodeState, None]:
     """Copy slot `source` to `slot`, with other sampling parameters. Donated: state.
 
-    A source past all slots clears the slot: it then has zeros and empty positions. In a cache in
-    pages, `source_page_N` are copied to `page_N`, and the other pages of a slot are shared. A
-    source past all pages clears the page. The first page past all pages ends the list. Pages that
-    slots have of their own are copied in order.
+    The pages `source_page_N` are copied to `page_N`, and the other pages of a slot are shared. The
+    first page past all pages ends the list. Pages that slots have of their own are copied in order.
+    A source past all slots clears the slot, and one past all pages clears the page.
     """
 
-    def take(segments: Segments, logical_axes: Axes, row: jax.Array = source) -> Segments:
-        return cache_operations.take_rows(segments, row[None], logical_axes)
-
-    def put(old: Segments, new: Segments, logical_axes: Axes, row: jax.Array = slot) -> Segments:
-        return _put_row(old, new, row, logical_axes, cache_operations)
-
-    def copy(segments: Segments, logical_axes: Axes) -> Segments:
-        if logical_axes != axes.CACHE_POSITIONS:
-            return put(segments, take(segments, logical_axes), logical_axes)
-        # entries that the source does not have come as zeros and hold no token
-        row = take(tuple(x - EMPTY_POSITION for x in segments), logical_axes)
-        return put(segments, tuple(x + EMPTY_POSITION for x in row), logical_axes)
+    def copy(
+        x: jax.Array, logical_axes: Axes, from_row: jax.Array = source, to_row: jax.Array = slot
+    ) -> jax.Array:
+        new = cache_operations.take_row(x, from_row, logical_axes)
+        return _put_row(x, new, to_row, logical_axes, cache_operations)
 
     def put_sampling(old: jax.Array, new: jax.Array) -> jax.Array:
-        return put((old,), (new,), _BY_SLOT)[0]
-
-    sampling = jax.tree.map(put_sampling, state.sampling, sampling)
-    if source_page_N is None or page_N is None:
-        return state.map(copy)._replace(sampling=sampling), None
-    copied = state._replace(cache=EMPTY_CACHE).map(copy)
+        return _put_row(old, new, slot, _BY_SLOT, cache_operations)
 
     def copy_page(layer: LayerState, from_page: jax.Array, to_page: jax.Array) -> LayerState:
-        def copy_array(segments: Segments, array: StateArray) -> Segments:
-            return put(segments, take(segments, array.axes, from_page), array.axes, to_page)
+        return layer.map(lambda x, array: copy(x, array.axes, from_page, to_page))
 
-        return layer.map(copy_array)
-
-    def copy_pages(index: jax.Array, layers: Layers) -> Layers:
+    def copy_pages(index: jax.Array, cache: Cache) -> Cache:
         def copy_one(layer: LayerState) -> LayerState:
             if count := layer.spec.slot_pages:
                 to_page = jnp.where(index < count, slot * count + index, NO_PAGE)
                 return copy_page(layer, source * count + index, to_page)
-            pages = (x.at[index].get(mode="fill", fill_value=NO_PAGE) for x in copied_pages)
+            pages = (
+                x.at[index].get(mode="fill", fill_value=NO_PAGE) for x in (source_page_N, page_N)
+            )
             return copy_page(layer, *pages)
 
-        return tuple(layer and copy_one(layer) for layer in layers)
+        return tuple(layer and copy_one(layer) for layer in cache)
 
-    layers, copied_pages = state.cache.layers, (source_page_N, page_N)
-    num_copies = _num_copies(layers, slot < len(state.length_B), page_N)
-    cache = state.cache._replace(layers=jax.lax.fori_loop(0, num_copies, copy_pages, layers))
+    num_copies = _num_copies(state.cache, slot < len(state.length_B), page_N)
+    cache = jax.lax.fori_loop(0, num_copies, copy_pages, state.cache)
+    sampling = jax.tree.map(put_sampling, state.sampling, sampling)
+    copied = state._replace(cache=()).map(copy)
     return copied._replace(sampling=sampling, cache=cache), None
 
 
-def _num_copies(layers: Layers, has_slot: jax.Array, page_N: jax.Array) -> jax.Array:
+def _num_copies(cache: Cache, has_slot: jax.Array, page_N: jax.Array) -> jax.Array:
     """The number of pages that a fork copies in the layers that need most of them."""
     num_copies = jnp.int32(0)
-    for layer in filter(None, layers):
-        of_layer = jnp.sum(page_N < layer.num_slots)
+    for layer in filter(None, cache):
+        of_layer = jnp.sum(page_N < layer.num_pages)
         if count := layer.spec.slot_pages:
             of_layer = jnp.where(has_slot, count, 0)
         num_copies = jnp.maximum(num_copies, of_layer)
@@ -177,13 +159,13 @@ def _num_copies(layers: Layers, has_slot: jax.Array, page_N: jax.Array) -> jax.A
 
 
 def _put_row(
-    old: Segments, new: Segments, row: jax.Array, logical_axes: Axes, operations: Operations
-) -> Segments:
-    """Replace one row of the arrays of segments."""
+    old: jax.Array, new: jax.Array, row: jax.Array, logical_axes: Axes, operations: Operations
+) -> jax.Array:
+    """Replace one row of an array."""
     axis = axes.row_axis(logical_axes)
 
-    def body(old: Segments, new: Segments, slots: _Slots) -> Segments:
-        return tuple(map(partial(_with_row, row=slots.slot_B[0], axis=axis), old, new))
+    def body(old: jax.Array, new: jax.Array, slots: _Slots) -> jax.Array:
+        return _with_row(old, new, slots.slot_B[0], axis)
 
     return operations.write_rows(body, old, new, _Slots(row[None]), logical_axes)
 
@@ -213,7 +195,7 @@ def _prefill(
     )
     length_B = rows.first_B + rows.count_B
     generates_B = length_B < requests.limit_B
-    last = rows if rows.page_BN is None else _last_of_slots(rows, len(state.length_B))
+    last = _last_of_slots(rows, len(state.length_B))
 
     def put(old: jax.Array, new: jax.Array, logical_axes: Axes = _BY_SLOT) -> jax.Array:
         return cache_operations.write_rows(_put_rows, old, new, last, logical_axes)

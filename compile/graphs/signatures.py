@@ -4,7 +4,6 @@ They are lowered, and callers must pass arrays of the same shapes. Logical axes 
 the module that lowers turns them into shardings. Knows nothing of devices.
 """
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,8 +11,9 @@ import jax.numpy as jnp
 
 from ...modelzoo.attention.prompt_pieces import PromptPieces
 from ...modelzoo.attention.shared_pages import SharedPages, SlotPages
-from ...modelzoo.cache import kv_cache
+from ...modelzoo.cache.layer_state import Cache
 from ...modelzoo.cache.pages import PageCounts, allocate_pages
+from ...modelzoo.layer_groups import block_layers
 from ...modelzoo.sampling import SamplingState
 from ...modelzoo.structure import BITS, StructureTables
 from ..grids.bucket_grid import BucketGrid
@@ -35,16 +35,14 @@ def decode_state(
     grid: BucketGrid,
     dtype: jnp.dtype,
     head_shards: int = 1,
-    cache_stripes: int = 1,
 ) -> DecodeState:
     """An empty decode state of the grid; evaluate it abstractly for the signature.
 
     Args:
       model: The abstract model.
-      grid: Slots, spans and length.
+      grid: Slots, pages and length.
       dtype: Dtype of the cache.
       head_shards: Shards of the key/value heads of the cache.
-      cache_stripes: Devices along the cache's entries.
     """
     config, B, V = model.config, grid.decode_slots, model.padded_vocab
 
@@ -52,18 +50,13 @@ def decode_state(
         # one buffer for each use: donated arguments must not share one
         return jnp.zeros(B, jnp.int32)
 
-    arrangement = model.arrangement
-    allocate = partial(kv_cache.allocate, config, dtype=dtype, head_shards=head_shards)
-    allocate = partial(allocate, stripes=cache_stripes, arrangement=arrangement)
-    if grid.pages is None or grid.page is None:
-        chunk = grid.chunks[0] if grid.chunks else None
-        cache = allocate(B, grid.decode_spans, span_slots=grid.span_slots, chunk=chunk)
-    else:
+    cache: Cache = (None,) * len(block_layers(config, model.arrangement))
+    if grid.pages is not None and grid.page is not None:
         counts = PageCounts(grid.pages, grid.page, B, grid.window_pages)
-        cache = allocate_pages(config, counts, dtype, head_shards, arrangement)
+        cache = allocate_pages(config, counts, dtype, head_shards, model.arrangement)
     # a piece of a prompt is written with its padding
     num_tokens = grid.max_length
-    if grid.is_packed:
+    if grid.chunks:
         num_tokens = grid.computed_length(num_tokens)
     return DecodeState(
         cache=cache,
@@ -134,25 +127,20 @@ def score_arguments(model: "AbstractModel", grid: BucketGrid, bucket: PrefillBuc
 
 
 def fork_arguments(model: "AbstractModel", grid: BucketGrid):
-    """Arguments of the fork graph: `source, slot` and the row's sampling parameters.
-
-    In a plan with pages, they are followed by `source_page_N, page_N`.
-    """
+    """Arguments of the fork graph: `source, slot`, the row's sampling parameters, and
+    `source_page_N, page_N`."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    pages = ()
-    if grid.pages is not None:
-        pages = (jax.ShapeDtypeStruct((grid.num_pages(grid.max_length),), jnp.int32),) * 2
-    return number, number, _abstract_sampling(model, grid, 1), *pages
+    page_N = jax.ShapeDtypeStruct((grid.num_pages(grid.max_length),), jnp.int32)
+    return number, number, _abstract_sampling(model, grid, 1), page_N, page_N
 
 
 def decode_arguments(model: "AbstractModel", grid: BucketGrid) -> tuple[Any, ...]:
-    """Arguments of a decode graph: `is_live_B`, `pages` in a plan with pages, and `structures` in a
-    plan that has automata."""
+    """Arguments of the decode graph: `is_live_B`, `pages`, and `structures` in a plan that has
+    automata."""
     slots, structured = grid.decode_slots, grid.structured
-    page_BN = _pages(grid, slots, grid.max_length)
-    pages = () if page_BN is None else (SlotPages._make((page_BN, _shared_pages(grid))),)
+    pages = SlotPages._make((_pages(grid, slots, grid.max_length), _shared_pages(grid)))
     tables = () if structured is None else (_structure_tables(structured, model),)
-    return jax.ShapeDtypeStruct((slots,), jnp.bool_), *pages, *tables
+    return jax.ShapeDtypeStruct((slots,), jnp.bool_), pages, *tables
 
 
 def _shared_pages(grid: BucketGrid) -> SharedPages | None:
@@ -167,7 +155,7 @@ def _shared_pages(grid: BucketGrid) -> SharedPages | None:
 
 
 def _pages(grid: BucketGrid, rows: int, length: int) -> jax.ShapeDtypeStruct | None:
-    """The pages of rows of up to `length` entries; None in a plan without pages."""
+    """The pages of rows of up to `length` entries; None in a plan without slots."""
     if grid.pages is None:
         return None
     return jax.ShapeDtypeStruct((rows, grid.num_pages(length)), jnp.int32)

@@ -5,15 +5,14 @@ nothing of requests, text, queues or clocks.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ...modelzoo import axes
 from ...modelzoo.attention.shared_pages import SlotPages
-from ...modelzoo.cache.kv_cache import KVCache
-from ...modelzoo.cache.segments import Segments
+from ...modelzoo.cache.layer_state import Cache
 from ...modelzoo.moe.call import ExpertReport
 from ...modelzoo.operations import Operations
 from ...modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens
@@ -31,7 +30,7 @@ _SCORE_ROWS = 256
 class DecodeState(NamedTuple):
     """Everything that stays on the device between calls, for B slots."""
 
-    cache: KVCache
+    cache: Cache
     logits_BV: jax.Array
     """Float32 logits of each slot's next token."""
     tokens_BS: jax.Array
@@ -44,19 +43,15 @@ class DecodeState(NamedTuple):
     is_active_B: jax.Array
     sampling: SamplingState
 
-    def map(self, visit: Callable[[Segments, Axes], Segments]) -> "DecodeState":
-        """Apply `visit` to the segments and the logical axes of every array of slots.
-
-        An array outside the cache counts as one segment.
-        """
-
-        def by_slot(leaf: jax.Array) -> jax.Array:
-            return visit((leaf,), axes.LOGITS[:1])[0]
-
+    def map(self, visit: Callable[[Any, Axes], Any]) -> "DecodeState":
+        """Apply `visit` to every array and its logical axes."""
         others = self._replace(cache=(), logits_BV=())
-        return jax.tree.map(by_slot, others)._replace(
-            cache=self.cache.map(visit),
-            logits_BV=visit((self.logits_BV,), axes.LOGITS)[0],
+        return jax.tree.map(lambda leaf: visit(leaf, axes.LOGITS[:1]), others)._replace(
+            cache=tuple(
+                layer and layer.map(lambda leaf, array: visit(leaf, array.axes))
+                for layer in self.cache
+            ),
+            logits_BV=visit(self.logits_BV, axes.LOGITS),
         )
 
 
@@ -112,49 +107,35 @@ def decode_step(
     decoder: "Decoder",
     state: DecodeState,
     is_live_B: jax.Array,
+    pages: SlotPages,
     structures: StructureTables | None = None,
     *,
-    span: int,
     num_steps: int,
-    pages: SlotPages | None = None,
 ) -> tuple[DecodeState, DecodeOutput]:
-    """Decode up to `num_steps` tokens of every live row. Static: span, num_steps. Donated: state.
+    """Decode up to `num_steps` tokens of every live row. Static: num_steps. Donated: state.
 
     The loop ends early when no row has anything left to do.
 
     Args:
       decoder: The decoder, bound to its parameters.
-      state: The state with the cache segments below `span`. A row whose next position is not below
-        `span` waits.
+      state: The state.
       is_live_B: The rows that the host allows to run.
+      pages: The pages of each slot; a live row has pages for its steps.
       structures: The automata of rows whose answers have a given form; None if no row has one.
-      span: Number of cache positions that the graph reads.
       num_steps: Maximum number of steps.
-      pages: The pages of each slot, in a cache in pages.
     """
     B = state.length_B.shape[0]
     output = _empty_output(B, num_steps)._replace(experts=_no_report(decoder, state, pages))
 
-    def runs(state: DecodeState) -> jax.Array:
-        return state.is_active_B & is_live_B & (state.length_B < span)
-
     def more(carry: tuple[jax.Array, DecodeState, DecodeOutput]) -> jax.Array:
         step, state, _ = carry
-        return (step < num_steps) & jnp.any(runs(state))
+        return (step < num_steps) & jnp.any(state.is_active_B & is_live_B)
 
     def one_token(carry: tuple[jax.Array, DecodeState, DecodeOutput]):
         step, state, output = carry
         state = _constrain_slots(state, decoder.operations)
-        runs_B = runs(state)
-        history = History(state.tokens_BS, state.prompt_length_B, state.length_B)
-        allowed_BV, structure_B = None, state.sampling.structure_B
-        if structures is not None and structure_B is not None:
-            left_B, V = state.limit_B - state.length_B, state.logits_BV.shape[1]
-            allowed_BV = allowed_tokens(structures, structure_B, left_B, V)
-        token_B = sample(state.logits_BV, state.sampling, history, runs_B, allowed_BV)
-        token_B = decoder.operations.constrain(token_B, axes.LOGITS[:1])
-        # max passes NaN on; a row with only -inf has nothing to choose from
-        is_finite_B = jnp.isfinite(state.logits_BV.max(axis=-1)) | ~runs_B
+        runs_B = state.is_active_B & is_live_B
+        token_B, is_finite_B = _next_token(state, runs_B, structures, decoder.operations)
         # attention may split slots otherwise, and tokens would follow them to other devices
         emits_B = decoder.operations.constrain(runs_B & is_finite_B, axes.LOGITS[:1])
         num_logprobs_B = jnp.where(emits_B, state.sampling.num_logprobs_B, -1)
@@ -163,55 +144,66 @@ def decode_step(
         )
         output = _record(output, step, jnp.where(emits_B, token_B, NO_TOKEN), is_finite_B, scores)
 
-        logits_BV, cache, experts = decoder.decode(
-            token_B,
-            state.length_B,
-            state.cache,
-            emits_B,
-            state.sampling.adapter_B,
-            pages,
+        call, x_B1D = (
+            decoder.next_tokens(state.length_B, emits_B, pages),
+            decoder.embed(token_B[:, None]),
         )
+        x_B1D, cache, experts = decoder.run_layers(
+            x_B1D, call, state.cache, state.sampling.adapter_B
+        )
+        logits_BV = decoder.logits(decoder.final_norm(x_B1D)[:, 0])
         output = output._replace(
             experts=jax.tree.map(jnp.add, output.experts, experts),
             is_clean_B=output.is_clean_B & (jnp.isfinite(logits_BV.max(axis=-1)) | ~emits_B),
         )
-        is_stop_B = jnp.any(token_B[:, None] == state.sampling.stop_ids_BX, axis=-1)
-        length_B = state.length_B + emits_B
-        ends_B = is_stop_B | (length_B >= state.limit_B) | ~is_finite_B
-        state = state._replace(
-            cache=cache,
-            logits_BV=jnp.where(emits_B[:, None], logits_BV, state.logits_BV),
-            tokens_BS=_put_tokens(state.tokens_BS, token_B, state.length_B, emits_B),
-            length_B=length_B,
-            is_active_B=state.is_active_B & ~(runs_B & ends_B),
-        )
-        if structures is not None and structure_B is not None:
-            next_B = next_states(structures, structure_B, token_B)
-            sampling = state.sampling._replace(structure_B=jnp.where(emits_B, next_B, structure_B))
-            state = state._replace(sampling=sampling)
-        return step + 1, state, output
+        logits_BV = jnp.where(emits_B[:, None], logits_BV, state.logits_BV)
+        state = _after_token(state, token_B, runs_B, emits_B, structures)
+        return step + 1, state._replace(cache=cache, logits_BV=logits_BV), output
 
     carry = (jnp.int32(0), state, output)
     _, state, output = jax.lax.while_loop(more, one_token, carry)
     return state, output._replace(is_active_B=state.is_active_B)
 
 
-def decode_step_in_pages(
-    decoder: "Decoder",
+def _next_token(
     state: DecodeState,
-    is_live_B: jax.Array,
-    pages: SlotPages,
-    structures: StructureTables | None = None,
-    *,
-    span: int,
-    num_steps: int,
-) -> tuple[DecodeState, DecodeOutput]:
-    """Decode as `decode_step` does, with a cache in pages; each live row has pages for its steps.
+    runs_B: jax.Array,
+    structures: StructureTables | None,
+    operations: Operations,
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of each row, and whether the row has finite logits to choose it from."""
+    history = History(state.tokens_BS, state.prompt_length_B, state.length_B)
+    allowed_BV, structure_B = None, state.sampling.structure_B
+    if structures is not None and structure_B is not None:
+        left_B, V = state.limit_B - state.length_B, state.logits_BV.shape[1]
+        allowed_BV = allowed_tokens(structures, structure_B, left_B, V)
+    token_B = sample(state.logits_BV, state.sampling, history, runs_B, allowed_BV)
+    # max passes NaN on; a row with only -inf has nothing to choose from
+    is_finite_B = jnp.isfinite(state.logits_BV.max(axis=-1)) | ~runs_B
+    return operations.constrain(token_B, axes.LOGITS[:1]), is_finite_B
 
-    Static: span, num_steps. Donated: state.
-    """
-    static = {"span": span, "num_steps": num_steps}
-    return decode_step(decoder, state, is_live_B, structures, **static, pages=pages)
+
+def _after_token(
+    state: DecodeState,
+    token_B: jax.Array,
+    runs_B: jax.Array,
+    emits_B: jax.Array,
+    structures: StructureTables | None,
+) -> DecodeState:
+    """The state after the rows `emits_B` have got a token; the other rows that ran end."""
+    is_stop_B = jnp.any(token_B[:, None] == state.sampling.stop_ids_BX, axis=-1)
+    length_B = state.length_B + emits_B
+    ends_B = is_stop_B | (length_B >= state.limit_B) | ~emits_B
+    sampling, structure_B = state.sampling, state.sampling.structure_B
+    if structures is not None and structure_B is not None:
+        next_B = next_states(structures, structure_B, token_B)
+        sampling = sampling._replace(structure_B=jnp.where(emits_B, next_B, structure_B))
+    return state._replace(
+        tokens_BS=_put_tokens(state.tokens_BS, token_B, state.length_B, emits_B),
+        length_B=length_B,
+        is_active_B=state.is_active_B & ~(runs_B & ends_B),
+        sampling=sampling,
+    )
 
 
 def _constrain_slots(state: DecodeState, operations: Operations) -> DecodeState:
@@ -241,22 +233,17 @@ def _empty_output(B: int, num_steps: int) -> DecodeOutput:
     return DecodeOutput(tokens_BQ, jnp.zeros(B, bool), jnp.ones(B, bool), jnp.ones(B, bool), scores)
 
 
-def _no_report(
-    decoder: "Decoder", state: DecodeState, pages: SlotPages | None
-) -> ExpertReport | None:
+def _no_report(decoder: "Decoder", state: DecodeState, pages: SlotPages) -> ExpertReport | None:
     """Zeros in the shapes of the sparse layers' report; None for a dense model."""
     if decoder.config.moe is None:
         # the shapes of a report would need a trace of all layers
         return None
-    _, _, report = jax.eval_shape(
-        lambda: decoder.decode(
-            state.length_B,
-            state.length_B,
-            state.cache,
-            state.is_active_B,
-            pages=pages,
-        )
-    )
+
+    def one_token() -> ExpertReport | None:
+        call = decoder.next_tokens(state.length_B, state.is_active_B, pages)
+        return decoder.run_layers(decoder.embed(state.length_B[:, None]), call, state.cache)[2]
+
+    report = jax.eval_shape(one_token)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), report)
 
 

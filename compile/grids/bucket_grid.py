@@ -1,17 +1,13 @@
 """The grid of static shapes that a plan fixes, and the fit of a request into it.
 
-With `span_slots`, the first slots hold rows up to the last span, and the others hold shorter rows.
-Where few rows are long, the cache then needs less memory. A row goes into a slot that holds its
-maximum length, so such a grid serves the same requests.
+Without chunks, a prompt is prefilled whole, in the bucket of the shortest length that holds it.
 
-With chunks, a prompt is prefilled in pieces, and the lengths of `prefill` are spans. Each piece
-runs in the graph of its chunk size and of the shortest span that holds its end. The prompt is first
-cut into whole pieces of the largest chunk, the rest into whole pieces of the next smaller chunk,
-and so on. Only a piece of the smallest chunk is padded. With chunks of 16 and 256, a prompt of 530
-tokens is prefilled in pieces of 256, 256, 16 and 2.
+With chunks, a prompt is prefilled in pieces. It is first cut into whole pieces of the largest
+chunk, the rest into whole pieces of the next smaller chunk, and so on. Only a piece of the smallest
+chunk is padded. With chunks of 16 and 256, a prompt of 530 tokens is prefilled in pieces of 256,
+256, 16 and 2. A call may have several pieces of one prompt.
 
-With chunks and pages, the grid is packed: there is one span, and a call may have several pieces of
-one prompt.
+The cache is in pages, which rows take as they grow.
 
 Knows nothing of models, devices or files. Guarantees: `fit` either returns one prefill bucket,
 which depends on the request alone, or raises `NoBucketFits`; nothing is ever truncated.
@@ -21,7 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby, product
+from itertools import groupby
 from typing import Any
 
 from ...modelzoo.config_values import check_count, is_count
@@ -31,14 +27,12 @@ from .adapter_grid import AdapterGrid
 from .grid_values import (
     DEFAULT_PAGE,
     Count,
-    check_decode_graphs,
     check_growing,
     check_list,
     check_packed,
     check_page_size,
     check_row_tokens,
     check_slot_groups,
-    check_span_slots,
     chunk_sizes,
     window_pages,
 )
@@ -63,9 +57,9 @@ class NoDecodeSlots(NoBucketFits):
 
 @dataclass(frozen=True)
 class BucketGrid(PlanTable, name="buckets"):
-    """All shapes of a plan: one batch size a prefill graph, one slot count, nested spans.
+    """All shapes of a plan: those of prefill calls, and the slots and pages of rows that decode.
 
-    In Python, entries of `prefill` may be plain `(length, batch)` or `(span, batch, chunk)`.
+    In Python, entries of `prefill` may be plain `(length, batch)` or `(length, batch, chunk)`.
     """
 
     TABLES = (PrefixGrid, StructuredGrid, AdapterGrid)
@@ -75,15 +69,11 @@ class BucketGrid(PlanTable, name="buckets"):
     """The longest row: prompt and output together. Unit: tokens."""
     prefill: tuple[PrefillBucket, ...]
     """The shapes of the prefill graphs, in order of length. Without `chunk`, each entry is
-    `[length, batch]`. With `chunk`, each entry is a span, followed by one batch for each chunk
-    size: `[512, 2]`, or `[512, 32, 2]` for two sizes. Unit: tokens, then rows."""
+    `[length, batch]`. With `chunk`, there is one entry: `max_length`, followed by one batch for
+    each chunk size, as `[512, 32, 2]` for two sizes. Unit: tokens, then rows."""
     decode_slots: int
     """The rows of the decode batch. 0 means that the plan only scores or embeds whole prompts: it
     has no cache, and nothing decodes. Unit: slots."""
-    decode_spans: tuple[int, ...] = ()
-    """The spans of the cache, in growing order; the last one is `max_length`. A decode graph has
-    one of them: in each slot, it reads the positions below this span. Without this key, the cache
-    is in pages. Unit: positions."""
     steps_per_call: int = 8
     """The number of tokens that one decode call makes for each slot. Unit: steps."""
     score: bool = False
@@ -95,29 +85,20 @@ class BucketGrid(PlanTable, name="buckets"):
     chunks_per_decode: int | None = None
     """With `chunk`, the maximum number of prefill calls between two decode calls while a row
     decodes. Without this key it is 32. Unit: calls."""
-    span_slots: tuple[int, ...] | None = None
-    """For each of `decode_spans`, the number of slots that hold rows of this length. The numbers
-    fall, and the first one is `decode_slots`. Without this key, all slots hold rows of all lengths.
-    Unit: slots."""
     slot_groups: int | None = None
-    """With `span_slots` or `pages`, the number of groups into which a layout splits the slots over
-    devices. The groups are equal: each has the same number of long slots, which are its first ones,
-    and of pages. Without this key it is 1. Unit: groups."""
-    decode_graphs: tuple[int, ...] | None = None
-    """The entries of `decode_spans` that have a graph. The last one must have one. Without this
-    key, every span has a graph. Unit: positions."""
+    """The number of groups into which a layout splits the slots over devices. The groups are equal:
+    each has the same number of slots and of pages. Without this key it is 1. Unit: groups."""
     pages: int | None = None
     """The number of pages of the cache. A row takes pages as it grows, wherever they are free, so
-    rows hold what they need. Without this key and `decode_spans`, there are as many as all slots
-    can fill. With `decode_spans` alone, each slot has a place of its own. Unit: pages."""
+    rows hold what they need. Without this key, there are as many as all slots can fill. Unit:
+    pages."""
     page: int | None = None
-    """The entries of a page: a power of two. Without this key, a cache in pages has pages of 64.
-    Unit: positions."""
+    """The entries of a page: a power of two. Without this key, pages have 64. Unit: positions."""
     row_tokens: int | None = None
-    """With `pages`, the maximum number of tokens of one row in a prefill call of chunks; whole
-    prompts need 1. In layers with a window, each slot then has pages of its own for the window and
-    so many tokens, and uses them again and again. Without this key, these layers keep all tokens of
-    a row, as others do. Unit: tokens."""
+    """The maximum number of tokens of one row in a prefill call of chunks; whole prompts need 1. In
+    layers with a window, each slot then has pages of its own for the window and so many tokens, and
+    uses them again and again. Without this key, these layers keep all tokens of a row, as others
+    do. Unit: tokens."""
     prefixes: PrefixGrid | None = None
     """The prefixes whose pages a decode step reads once for several rows: the table `[prefixes]`.
     """
@@ -158,22 +139,13 @@ class BucketGrid(PlanTable, name="buckets"):
             )
         if only_scores:
             self._check_without_slots()
-        else:
-            check_growing("buckets.decode_spans", self.decode_spans)
         self._check_chunks(lengths)
-        check_span_slots(self.span_slots, self.slot_groups, self.decode_spans, self.decode_slots)
-        if self.decode_graphs is not None:
-            check_decode_graphs(self.decode_graphs, self.decode_spans, self.max_length)
-        self._check_pages()
+        if not only_scores:
+            self._check_pages()
         self._check_prefixes()
         if self.structured is not None and only_scores:
             raise ValueError(
                 "plan [structured]: expected none without decode slots, got one. Remove it."
-            )
-        if self.decode_spans and self.decode_spans[-1] != self.max_length:
-            raise ValueError(
-                f"buckets.decode_spans: expected the last span to be max_length "
-                f"({self.max_length}), got {self.decode_spans[-1]}."
             )
         if lengths[-1] > self.max_length:
             raise ValueError(
@@ -214,8 +186,6 @@ class BucketGrid(PlanTable, name="buckets"):
         if not self.embed:
             # most plans do not
             del table["embed"]
-        if self.pages is not None:
-            table["decode_spans"] = None
         return table | {"prefill": entries, "chunk": self.chunks or None}
 
     def to_lines(self) -> list[str]:
@@ -229,11 +199,6 @@ class BucketGrid(PlanTable, name="buckets"):
         of the one before. Without this key, prompts are prefilled whole. Unit: tokens."""
         first_chunks = (b.chunk for b in self.prefill if b.length == self.prefill[0].length)
         return tuple(chunk for chunk in first_chunks if chunk is not None)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether a prefill call may have several pieces of one prompt."""
-        return self.pages is not None and bool(self.chunks)
 
     @cached_property
     def _prefill_lengths(self) -> list[int]:
@@ -260,8 +225,7 @@ class BucketGrid(PlanTable, name="buckets"):
                 "the plan has no decode slots (buckets.decode_slots = 0), so it only scores "
                 "prompts. Ask for max_tokens 0 with log-probabilities of the prompt, or plan slots."
             )
-        needed = self.needed_length(prompt_length)
-        if needed <= self.prefill[-1].length:
+        if prompt_length <= self.prefill[-1].length:
             needed = prompt_length + (1 if max_tokens is None else max_tokens)
             if needed > self.max_length:
                 raise NoBucketFits(
@@ -271,25 +235,19 @@ class BucketGrid(PlanTable, name="buckets"):
                 )
             return self.bucket_of(prompt_length)
         lengths = distinct_lengths(self.prefill)
-        is_rounded = bool(self.chunks) and not self.is_packed
-        chunks = f", in whole chunks of {self.chunks[0]}" if is_rounded else ""
-        remedy = f"add a length of at least {needed}, or shorten the prompt."
-        if needed > self.max_length:
+        remedy = f"add a length of at least {prompt_length}, or shorten the prompt."
+        if prompt_length > self.max_length:
             remedy = f"raise max_length ({self.max_length}), {remedy}"
         raise NoBucketFits(
-            f"the prompt needs prefill length {needed}{chunks}; "
-            f"buckets.prefill has lengths {lengths}. {remedy[0].upper()}{remedy[1:]}"
+            f"the prompt needs prefill length {prompt_length}; buckets.prefill has lengths "
+            f"{lengths}. {remedy[0].upper()}{remedy[1:]}"
         )
 
     def bucket_of(self, prompt_length: int, start: int = 0) -> PrefillBucket:
         """The bucket of a prompt, or of its piece that begins at `start`."""
-        left = chunk = prompt_length - start
-        index = 0
         if self.chunks:
-            index = max(0, bisect_right(self.chunks, left) - 1)
-            chunk = self.chunks[index]
-        shortest = bisect_left(self._prefill_lengths, start + min(left, chunk))
-        return self.prefill[shortest * max(1, len(self.chunks)) + index]
+            return self.prefill[max(0, bisect_right(self.chunks, prompt_length - start) - 1)]
+        return self.prefill[bisect_left(self._prefill_lengths, prompt_length)]
 
     def buckets_of(self, prompt_length: int) -> list[PrefillBucket]:
         """The bucket of every piece of a prompt, in order."""
@@ -306,16 +264,12 @@ class BucketGrid(PlanTable, name="buckets"):
         They begin with the one at `start`, follow each other and have the same size. It is 1 in a
         grid that is not packed.
         """
-        if not self.is_packed:
+        if not self.chunks:
             return 1
         left, tokens = prompt_length - start, self.bucket_of(prompt_length, start).tokens
         count = -(-left // tokens) if tokens == self.chunks[0] else left // tokens
         most = count if self.row_tokens is None else self.row_tokens // tokens
         return min(count, most, -(-(end - start) // tokens))
-
-    def needed_length(self, prompt_length: int) -> int:
-        """The prefill length that a prompt needs. Padding takes no positions in pages."""
-        return prompt_length if self.is_packed else self.computed_length(prompt_length)
 
     def computed_length(self, prompt_length: int) -> int:
         """Positions that prefill of a prompt computes, padding included."""
@@ -326,18 +280,8 @@ class BucketGrid(PlanTable, name="buckets"):
         """Length at which a row ends: its prompt and `max_tokens`, by default `max_length`."""
         return self.max_length if max_tokens is None else prompt_length + max_tokens
 
-    @property
-    def graph_spans(self) -> tuple[int, ...]:
-        """The spans that have a decode graph."""
-        return self.decode_spans if self.decode_graphs is None else self.decode_graphs
-
-    def span_of(self, length: int) -> int:
-        """The shortest span with a graph that holds `length` positions."""
-        spans = self.graph_spans
-        return spans[bisect_left(spans, length)]
-
     def num_pages(self, length: Count) -> Count:
-        """The pages that hold `length` positions, also for arrays, in a grid with pages."""
+        """The pages that hold `length` positions, also for arrays."""
         assert self.page is not None
         return -(-length // self.page)
 
@@ -351,14 +295,14 @@ class BucketGrid(PlanTable, name="buckets"):
         alike = length // self.chunks[-1] * self.chunks[-1]
         return min(alike, self.prefixes.length) // self.page
 
-    def whole_pages(self, length: int) -> int:
-        """The entries of the pages that hold `length` positions, in a grid with pages."""
+    def whole_pages(self, length: Count) -> Count:
+        """The entries of the pages that hold `length` positions."""
         assert self.page is not None
         return self.num_pages(length) * self.page
 
     @property
     def most_pages(self) -> int:
-        """The pages that the longest rows fill in all slots; 0 in a grid without pages."""
+        """The pages that the longest rows fill in all slots; 0 in a grid without slots."""
         return 0 if self.page is None else self.decode_slots * self.num_pages(self.max_length)
 
     def window_pages(self, window: int) -> int | None:
@@ -368,38 +312,6 @@ class BucketGrid(PlanTable, name="buckets"):
             return None
         return window_pages(window, self.row_tokens, self.page, self.max_length)
 
-    def num_segments(self, length: int) -> int:
-        """Number of cache segments, from the first one on, that hold `length` positions."""
-        return bisect_left(self.decode_spans, length) + 1
-
-    def slot_capacity(self, slot: int) -> int:
-        """The longest row that a slot holds."""
-        if self.span_slots is None:
-            return self.max_length
-        groups = self.slot_groups or 1
-        number = slot % (self.decode_slots // groups) * groups
-        reached = zip(self.span_slots, self.decode_spans, strict=True)
-        return max(span for slots, span in reached if number < slots)
-
-    def capacity_for(self, length: int) -> int:
-        """The capacity of the shortest slots that hold `length` positions."""
-        return self._capacities[bisect_left(self._capacities, length)]
-
-    @cached_property
-    def _capacities(self) -> list[int]:
-        return [end for _, end in self.segments(self.max_length)]
-
-    def segments(self, span: int) -> tuple[tuple[int, int], ...]:
-        """Slots and end of each piece of the cache up to a span.
-
-        Neighbouring segments with the same number of slots form one piece.
-        """
-        slots = self.span_slots or (self.decode_slots,) * len(self.decode_spans)
-        ends = {
-            slots: end for slots, end in zip(slots, self.decode_spans, strict=True) if end <= span
-        }
-        return tuple(ends.items())
-
     def prefill_call(
         self, bucket: PrefillBucket, *, is_scored: bool = False, entries: float | None = None
     ) -> Call:
@@ -408,25 +320,23 @@ class BucketGrid(PlanTable, name="buckets"):
         Args:
           bucket: The bucket of the graph.
           is_scored: Whether it is the graph that scores prompts.
-          entries: In a packed grid, the entries that the pieces of a call read, on average; None
-            for those of pieces at the end of the longest rows.
+          entries: With chunks, the entries that the pieces of a call read, on average; None for
+            those of pieces at the end of the longest rows.
         """
         call = replace(bucket.call(is_scored=is_scored), is_embedded=self.embed)
-        if self.is_packed and self.page is not None and not bucket.is_whole:
+        if self.page is not None and not bucket.is_whole:
             if entries is None:
                 entries = bucket.batch * self.whole_pages(self.max_length)
             return replace(call, entries=entries, page=self.page)
         return call
 
-    def decode_call(self, span: int) -> Call:
-        """The shape of one step of a decode call; with pages, of a step that reads all pages."""
-        if self.pages is not None and self.page is not None:
-            return self.average_step(min(self.pages, self.most_pages) * self.page)
-        segments = self.segments(span)
-        return Call("decode", self.decode_slots, 1, span, segments=segments[1:] and segments)
+    def decode_call(self) -> Call:
+        """The shape of a decode step that reads all pages."""
+        assert self.pages is not None and self.page is not None
+        return self.average_step(min(self.pages, self.most_pages) * self.page)
 
     def average_step(self, entries: float, seen: float | None = None) -> Call:
-        """The shape of a decode step that reads so many entries, in a grid with pages.
+        """The shape of a decode step that reads so many entries.
 
         Args:
           entries: The entries in the pages that the step reads, on average.
@@ -441,17 +351,9 @@ class BucketGrid(PlanTable, name="buckets"):
         """Turn lists into tuples, and set the defaults that depend on other fields."""
         assign = partial(object.__setattr__, self)
         assign("prefill", tuple(map(as_bucket, check_list("buckets.prefill", self.prefill))))
-        assign("decode_spans", tuple(check_list("buckets.decode_spans", self.decode_spans)))
-        for name in ("span_slots", "decode_graphs"):
-            if isinstance(values := getattr(self, name), list):
-                assign(name, tuple(values))
-        if self.span_slots is not None and self.slot_groups is None:
-            assign("slot_groups", 1)
         if self.chunks and self.chunks_per_decode is None:
             assign("chunks_per_decode", CHUNKS_PER_DECODE)
-        has_slots = is_count(self.decode_slots) and is_count(self.max_length)
-        if has_slots and not self.decode_spans:
-            assign("decode_spans", (self.max_length,))
+        if is_count(self.decode_slots) and is_count(self.max_length):
             if self.page is None:
                 assign("page", DEFAULT_PAGE)
             if self.pages is None and is_count(self.page):
@@ -461,11 +363,11 @@ class BucketGrid(PlanTable, name="buckets"):
         task = "embedded" if self.embed else "scored"
         for name, got, expected, shown in (
             ("pages", self.pages, None, "none"),
-            ("decode_spans", self.decode_spans, (), "[]"),
+            ("page", self.page, None, "none"),
+            ("row_tokens", self.row_tokens, None, "none"),
+            ("slot_groups", self.slot_groups, None, "none"),
             ("score", self.score, not self.embed, "false" if self.embed else "true"),
             ("chunk", self.chunks, (), "none, as prompts in chunks need a slot"),
-            ("span_slots", self.span_slots, None, "none"),
-            ("decode_graphs", self.decode_graphs, None, "none"),
         ):
             if got != expected:
                 raise ValueError(
@@ -476,12 +378,11 @@ class BucketGrid(PlanTable, name="buckets"):
     def _check_prefixes(self) -> None:
         if self.prefixes is None:
             return
-        if not self.is_packed:
-            missing = "pages" if self.pages is None else "chunk"
+        if not self.chunks:
             raise ValueError(
-                f"plan [prefixes]: expected prompts in chunks and a cache in pages beside them, as "
-                f"groups of rows read pages that one graph has computed, got no buckets.{missing}. "
-                f"Give it without buckets.decode_spans, or leave [prefixes] out."
+                "plan [prefixes]: expected prompts in chunks beside them, as groups of rows read "
+                "pages that one graph has computed, got no buckets.chunk. Give it, or leave "
+                "[prefixes] out."
             )
         assert self.page is not None
         if self.prefixes.length % self.page:
@@ -498,26 +399,9 @@ class BucketGrid(PlanTable, name="buckets"):
 
     def _check_pages(self) -> None:
         check_page_size(self.pages, self.page)
-        check_row_tokens(self.row_tokens, self.pages, self.chunks)
-        if self.pages is None:
-            if self.span_slots is None and self.slot_groups is not None:
-                raise ValueError(
-                    f"buckets.slot_groups: expected none without buckets.span_slots or "
-                    f"buckets.pages, got {self.slot_groups!r}. Leave it out."
-                )
-            return
+        assert self.pages is not None
+        check_row_tokens(self.row_tokens, self.chunks)
         check_slot_groups(self.slot_groups, self.decode_slots, self.pages)
-        for name, got, expected in (
-            ("buckets.decode_spans", self.decode_spans, (self.max_length,)),
-            ("buckets.span_slots", self.span_slots, None),
-            ("buckets.decode_graphs", self.decode_graphs, None),
-        ):
-            if got != expected:
-                raise ValueError(
-                    f"{name}: with buckets.pages, by which a decode step reads what rows hold, "
-                    f"expected {'none' if expected is None else list(expected)}, got {got!r}. "
-                    f"Change it, or leave out buckets.pages and buckets.page."
-                )
         groups, longest = self.slot_groups or 1, self.num_pages(self.max_length)
         if self.pages < groups * longest:
             of_groups = f" in each of {groups} buckets.slot_groups" if groups > 1 else ""
@@ -527,35 +411,18 @@ class BucketGrid(PlanTable, name="buckets"):
                 f"{self.pages}. Give more pages, or lower max_length."
             )
 
-    def _check_chunks(self, spans: Sequence[int]) -> None:
-        every = list(product(spans, self.chunks or [None]))
+    def _check_chunks(self, lengths: Sequence[int]) -> None:
+        every = [(length, chunk) for length in lengths for chunk in self.chunks or [None]]
         if [(bucket.length, bucket.chunk) for bucket in self.prefill] != every:
             raise ValueError(
-                f"buckets.prefill: expected each of the lengths {list(spans)} once, or once with "
+                f"buckets.prefill: expected each of the lengths {list(lengths)} once, or once with "
                 f"each chunk of {list(self.chunks)}, got {list(map(tuple, self.prefill))}."
             )
-        if not self.chunks:
-            if self.chunks_per_decode is not None:
-                raise ValueError(
-                    "buckets.chunks_per_decode: expected none without buckets.chunk, got "
-                    f"{self.chunks_per_decode!r}. Give a chunk, or leave it out."
-                )
-            return
-        check_count("buckets.chunks_per_decode", self.chunks_per_decode)
-        longest = chunk_sizes(self.chunks)[-1]
-        if self.is_packed:
-            check_packed(spans, longest, self.max_length)
-            return
-        first = self.decode_spans[: len(spans)]
-        if tuple(spans) != first:
+        if self.chunks:
+            check_count("buckets.chunks_per_decode", self.chunks_per_decode)
+            check_packed(lengths, chunk_sizes(self.chunks)[-1], self.max_length)
+        elif self.chunks_per_decode is not None:
             raise ValueError(
-                f"buckets.prefill: with buckets.chunk, expected the first of buckets.decode_spans "
-                f"{list(self.decode_spans)}, where the cache is cut, got spans {list(spans)}. "
-                f"Change either."
-            )
-        if uneven := [span for span in first if span % longest]:
-            raise ValueError(
-                f"buckets.decode_spans: expected multiples of buckets.chunk ({longest}) up to "
-                f"the longest span of buckets.prefill ({spans[-1]}), so that a chunk lies in one "
-                f"segment of the cache, got {uneven}. Change them, or the chunk."
+                "buckets.chunks_per_decode: expected none without buckets.chunk, got "
+                f"{self.chunks_per_decode!r}. Give a chunk, or leave it out."
             )

@@ -62,7 +62,6 @@ def embed_grid(lengths: Sequence[int], max_position: int, defaults: GridDefaults
         max_length=max(longest, buckets[-1].length),
         prefill=tuple(buckets),
         decode_slots=0,
-        decode_spans=(),
         steps_per_call=defaults.steps_per_call,
         embed=True,
     )
@@ -79,4 +78,4 @@ def embed_ladder(max_length: int, defaults: GridDefaults) -> BucketGrid:
         for tokens in [defaults.tokens_per_prefill]
         for length in lengths
     )
-    return BucketGrid(longest, tuple(buckets), 0, (), defaults.steps_per_call, embed=True)
+    return BucketGrid(longest, tuple(buckets), 0, defaults.steps_per_call, embed=True)

@@ -24,8 +24,8 @@ def chunk_sizes(value: Any) -> tuple[int, ...]:
     check_growing("buckets.chunk", sizes)
     if uneven := [size for less, size in pairwise(sizes) if size % less]:
         raise ValueError(
-            f"buckets.chunk: expected each to be a multiple of the one before, so that all lie in "
-            f"one segment of the cache, got {list(sizes)}, where {uneven} are none."
+            f"buckets.chunk: expected each to be a multiple of the one before, so that pieces "
+            f"begin at multiples of their size, got {list(sizes)}, where {uneven} are none."
         )
     return sizes
 
@@ -46,36 +46,6 @@ def check_growing(name: str, values: Sequence[int]) -> None:
         raise ValueError(f"{name}: expected growing positive integers{limit}, got {list(values)}.")
 
 
-def check_span_slots(slots: Any, groups: int | None, spans: Sequence[int], num_slots: int) -> None:
-    """Check the number of slots of each span, and that the groups divide it.
-
-    Args:
-      slots: The number of slots that hold rows as long as each span; None for all.
-      groups: The number of groups.
-      spans: The spans, in growing order.
-      num_slots: The number of all slots.
-
-    Raises:
-      ValueError: They do not fit together.
-    """
-    if slots is None:
-        return
-    check_count("buckets.slot_groups", groups)
-    slots = check_list("buckets.span_slots", slots)
-    is_falling = all(map(is_count, slots)) and all(a >= b for a, b in pairwise(slots))
-    if not is_falling or len(slots) != len(spans) or slots[0] != num_slots:
-        raise ValueError(
-            f"buckets.span_slots: expected one number of slots for each of decode_spans "
-            f"{list(spans)}, falling from decode_slots ({num_slots}), got "
-            f"{list(slots)}."
-        )
-    if uneven := [count for count in slots if count % groups]:
-        raise ValueError(
-            f"buckets.span_slots: expected multiples of buckets.slot_groups ({groups}), got "
-            f"{uneven}. Change them."
-        )
-
-
 def check_slot_groups(groups: int | None, num_slots: int, pages: int) -> None:
     """Raise ValueError unless the groups divide the slots and the pages."""
     if groups is None:
@@ -89,30 +59,12 @@ def check_slot_groups(groups: int | None, num_slots: int, pages: int) -> None:
             )
 
 
-def check_decode_graphs(graphs: Any, spans: Sequence[int], max_length: int) -> None:
-    """Raise ValueError unless the graphs are some of the spans, and the last is the longest row."""
-    graphs = check_list("buckets.decode_graphs", graphs)
-    check_growing("buckets.decode_graphs", graphs)
-    if graphs[-1] != max_length or not set(graphs) <= set(spans):
-        raise ValueError(
-            f"buckets.decode_graphs: expected some of decode_spans {list(spans)}, "
-            f"the last one among them, got {list(graphs)}."
-        )
-
-
 def check_page_size(pages: Any, page: Any) -> None:
-    """Raise ValueError unless both are None, or positive numbers and `page` a power of two."""
-    if pages is None and page is None:
-        return
-    for name, value, other in (("pages", pages, "page"), ("page", page, "pages")):
-        if value is None:
-            raise ValueError(
-                f"buckets.{name}: expected a number beside buckets.{other}, got none. Give both, "
-                f"or leave out both."
-            )
-        check_count(f"buckets.{name}", value)
+    """Raise ValueError unless both are positive numbers and `page` is a power of two."""
+    check_count("buckets.page", page)
     if page & (page - 1):
         raise ValueError(f"buckets.page: expected a power of two, got {page}. Take 64, or another.")
+    check_count("buckets.pages", pages)
 
 
 def window_pages(window: int, row_tokens: int, page: int, max_length: int) -> int | None:
@@ -126,15 +78,10 @@ def window_pages(window: int, row_tokens: int, page: int, max_length: int) -> in
     return count if count < -(-max_length // page) else None
 
 
-def check_row_tokens(row_tokens: Any, pages: int | None, chunks: Sequence[int]) -> None:
-    """Raise ValueError unless it is None, or a number of whole chunks beside pages."""
+def check_row_tokens(row_tokens: Any, chunks: Sequence[int]) -> None:
+    """Raise ValueError unless it is None, or a number of whole chunks."""
     if row_tokens is None:
         return
-    if pages is None:
-        raise ValueError(
-            f"buckets.row_tokens: expected none without buckets.pages, got {row_tokens!r}. Leave "
-            f"it out."
-        )
     check_count("buckets.row_tokens", row_tokens)
     if chunks and row_tokens % chunks[-1]:
         raise ValueError(
@@ -143,13 +90,13 @@ def check_row_tokens(row_tokens: Any, pages: int | None, chunks: Sequence[int]) 
         )
 
 
-def check_packed(spans: Sequence[int], longest_chunk: int, max_length: int) -> None:
-    """Raise ValueError unless the spans and the largest chunk suit a grid with chunks and pages."""
-    if list(spans) != [max_length]:
+def check_packed(lengths: Sequence[int], longest_chunk: int, max_length: int) -> None:
+    """Raise ValueError unless the lengths and the largest chunk suit a grid with chunks."""
+    if list(lengths) != [max_length]:
         raise ValueError(
-            f"buckets.prefill: with buckets.chunk and buckets.pages, by which rows of all lengths "
-            f"share calls, expected one span, which is max_length: [[{max_length}, ...]], got "
-            f"spans {list(spans)}. Give this one alone, or leave out buckets.chunk."
+            f"buckets.prefill: with buckets.chunk, by which rows of all lengths share calls, "
+            f"expected one length, which is max_length: [[{max_length}, ...]], got lengths "
+            f"{list(lengths)}. Give this one alone, or leave out buckets.chunk."
         )
     if longest_chunk > max_length:
         raise ValueError(

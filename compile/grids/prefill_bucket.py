@@ -37,8 +37,8 @@ class PrefillBucket(NamedTuple):
         return Call(phase, self.batch, self.tokens, self.length, is_scored)
 
     def __str__(self) -> str:
-        """Tokens and rows, and the span of chunks: `256x4`, `16x32 span 1024`."""
-        return f"{self.tokens}x{self.batch}" + (f" span {self.length}" if self.chunk else "")
+        """Tokens and rows: `256x4`."""
+        return f"{self.tokens}x{self.batch}"
 
 
 def as_bucket(entry: object) -> PrefillBucket:

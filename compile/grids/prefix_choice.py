@@ -138,7 +138,7 @@ def with_prefixes(
       table: What the rows share.
       prompt_lengths: The length of each row's prompt.
     """
-    if not len(table.hashes) or not grid.is_packed or grid.page is None:
+    if not len(table.hashes) or not grid.chunks or grid.page is None:
         return []
     # a group reads whole pages of whole pieces
     step = math.lcm(grid.page, grid.chunks[-1])

@@ -88,19 +88,6 @@ class PrefixTable:
         result[self.rows] = whole
         return result
 
-    def shared_with_neighbours(self, shared_R: np.ndarray) -> np.ndarray:
-        """The tokens that each row shares with the row before it or after it, whichever is more.
-
-        If the row after it shares more, the row is the first one with these tokens, and they are
-        computed for it.
-
-        Args:
-          shared_R: The tokens that each row shares with the row before it, by row.
-        """
-        result = np.zeros_like(shared_R)
-        result[self.rows[:-1]] = shared_R[self.rows[1:]]
-        return np.maximum(result, shared_R)
-
 
 NOTHING_SHARED = PrefixTable(np.zeros(0, np.int32), np.zeros(0, np.int32))
 """The table of a job in which nothing is shared."""

@@ -1,7 +1,7 @@
 """The queries, keys and cache entries that the attention of one layer reads in a call.
 
-Windows bound them. With pages, a step reads the entries that rows hold, in whole pages, and so does
-a call of chunks: each row reads up to the end of its own piece.
+Windows bound them. A decode step reads the entries that rows hold, in whole pages, and so does a
+call of chunks: each row reads up to the end of its own piece.
 
 Knows nothing of heads, bytes, layouts or hardware.
 """
@@ -10,13 +10,12 @@ from dataclasses import replace
 
 from ...modelzoo.attention.attend import first_visible
 from ...modelzoo.attention.blockwise import block_sizes
-from ...modelzoo.cache.state_spec import num_cache_entries
 from ...modelzoo.layer_config import BothSides, Window, window_size
 from ...sharding.call import Call
 
 
 def read_entries(call: Call, window: Window) -> float:
-    """The entries that a decode step or a call of chunks with pages reads in one layer.
+    """The entries that a decode step or a call of chunks reads in one layer.
 
     A row with a window reads the pages that the windows of its tokens touch: on average, at most
     one page more than they are long together. Rows count as equally long, so a little less is read
@@ -35,15 +34,9 @@ def num_pairs(call: Call, window: Window) -> float:
     if call.entries is not None:
         seen = call if call.seen is None else replace(call, entries=call.seen)
         return call.tokens * read_entries(seen, window)
-    if call.phase == "decode":
-        return sum(
-            rows * (num_cache_entries(window, end) - num_cache_entries(window, start))
-            for rows, start, end in call.pieces
-        )
     block_T, block_S = block_sizes(call.tokens, call.span)
-    first = call.span - call.tokens
     pairs = 0
-    for start in range(first, call.span, block_T):
+    for start in range(0, call.span, block_T):
         seen_from = 0 if window is None else max(0, first_visible(start, window))
         last = min(start + block_T, call.span) - 1
         if isinstance(window, BothSides):

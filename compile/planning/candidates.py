@@ -16,7 +16,7 @@ from itertools import product
 
 import numpy as np
 
-from ..graphs.graph_kinds import kinds_of
+from ..graphs.graph_kinds import DECODE, GRAPH_KINDS, kinds_of
 from ..grids.bucket_grid import BucketGrid
 from ..grids.grid_defaults import GridDefaults, round_up
 from ..grids.page_count import with_needed_pages
@@ -72,7 +72,8 @@ class Budget:
 
 def num_graphs(grid: BucketGrid) -> int:
     """Number of prefill and decode graphs of a grid."""
-    return len(grid.prefill) * len(kinds_of(grid, PrefillBucket)) + len(grid.graph_spans)
+    has_decode = GRAPH_KINDS[DECODE.kind].is_built(grid)
+    return len(grid.prefill) * len(kinds_of(grid, PrefillBucket)) + has_decode
 
 
 def _expected_use(rows: Sequence[ExpectedRow], *, has_chunks: bool) -> SlotUse:

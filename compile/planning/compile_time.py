@@ -4,8 +4,7 @@
 
 The layers are all unrolled layers, or the layers in one iteration of a loop over layers. The
 constant of a decode graph is for sampling and the loop over steps. TPU's compiler takes longer for
-a larger cache; the bytes are those that the decode graph reads, up to its span. The small graphs of
-slots are not counted.
+a larger cache. The small graphs of slots are not counted.
 
 Fitted to Llama 3.1 8B and 70B in `benchmarks/whole_plans.json`: processor seconds of a graph,
 halved because two graphs compile at once. Expert layers in a loop take up to three times as long
@@ -55,7 +54,7 @@ class GraphSeconds:
     prefill: float = 0.0
     decode: float = 0.0
     per_entry: float = 0.0
-    """Extra seconds of a decode graph for each cache entry below its span, in all slots."""
+    """Extra seconds of the decode graph for each entry of the pages."""
 
     @classmethod
     def predicted(cls, platform: str, num_layers: int, entry_bytes: float) -> "GraphSeconds":
@@ -64,24 +63,21 @@ class GraphSeconds:
         Args:
           platform: `cpu`, `gpu` or `tpu`.
           num_layers: Layers that a program defines; for a loop, the layers of one iteration.
-          entry_bytes: Bytes of a cache entry of a slot in one layer, on each device.
+          entry_bytes: Average bytes of a cache entry in one layer, on each device.
         """
         prefill, decode = _PREFILL[platform], _DECODE[platform]
         per_entry = decode.per_byte * entry_bytes
         return cls(prefill.seconds(num_layers), decode.seconds(num_layers), per_entry)
 
-    def of_decode_graph(self, slots: int, span: int) -> float:
-        """Seconds to compile one decode graph."""
-        return self.decode + slots * span * self.per_entry
+    def of_decode(self, grid: BucketGrid) -> float:
+        """Seconds to compile the decode graph of a grid with slots."""
+        assert grid.pages is not None and grid.page is not None
+        return self.decode + grid.pages * grid.page * self.per_entry
 
     def of_grid(self, grid: BucketGrid) -> float:
         """Seconds to compile all graphs of a grid."""
         num_prefill = len(grid.prefill) * len(kinds_of(grid, PrefillBucket))
-        if grid.pages is not None and grid.page is not None:
-            decode = self.of_decode_graph(grid.pages, grid.page)
-            return num_prefill * self.prefill + decode
-        decode = sum(self.of_decode_graph(grid.decode_slots, span) for span in grid.graph_spans)
-        return num_prefill * self.prefill + decode
+        return num_prefill * self.prefill + (self.of_decode(grid) if grid.decode_slots else 0.0)
 
 
 NO_TIME = GraphSeconds()

@@ -238,8 +238,8 @@ class CallTiming:
 
     call: Call
     seconds: float
-    first_call: float = 0.0
-    """Extra seconds of the graph's first call."""
+    first_call: float | None = None
+    """Extra seconds of the graph's first call; None if it was not timed."""
 
 
 def calibrate(
@@ -292,6 +292,7 @@ def _fit(
     relative = features / seconds[:, None]
     solution, _ = nnls(relative, np.ones(len(samples)))
     overhead, *part_factors = map(float, solution)
-    first_call = max(0.0, statistics.median(sample.first_call for sample in samples))
+    first_calls = [one.first_call for one in samples if one.first_call is not None]
+    first_call = max(0.0, statistics.median(first_calls or [0.0]))
     factors = KindFactors(overhead, first_call, memory, dict(zip(names, part_factors, strict=True)))
     return factors, relative @ solution - 1

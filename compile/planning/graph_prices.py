@@ -60,10 +60,8 @@ class GraphPrices:
         return num_kinds * (self.build.prefill + first_call)
 
     def of_decode_graph(self, grid: BucketGrid) -> float:
-        """The price of the decode graph of a grid with pages."""
-        assert grid.pages is not None and grid.page is not None
-        first_call = self.cost.first_call_seconds(grid.decode_call(grid.max_length))
-        return self.build.of_decode_graph(grid.pages, grid.page) + first_call
+        """The price of the decode graph of a grid."""
+        return self.build.of_decode(grid) + self.cost.first_call_seconds(grid.decode_call())
 
     def cheapest_prefill(
         self,

@@ -1,16 +1,14 @@
 """Bounds of the time of any run of a workload on a grid, and the time to expect.
 
-The bound is the time of a run in which every call is full, and the decode step of each token reads
-only the span that the token needs. No schedule is faster. So a candidate whose bound is above the
-time of another candidate's complete schedule cannot be the best. Beginnings that prompts share
-count once in the bound of chunks, because they may be computed once. Likewise, every schedule
-computes at least the prompt tokens of the full calls that hold all pieces. So a candidate that
-already pads too much by this count is excluded, whatever its schedule.
+The bound is the time of a run in which every call is full. No schedule is faster. So a candidate
+whose bound is above the time of another candidate's complete schedule cannot be the best.
+Beginnings that prompts share count once in the bound of chunks, because they may be computed once.
+Likewise, every schedule computes at least the prompt tokens of the full calls that hold all pieces.
+So a candidate that already pads too much by this count is excluded, whatever its schedule.
 
-With pages, a step costs what its rows read. So the bound has the fewest steps that may emit all
-tokens, and the entries that these tokens read: whole pages, up to the token itself. No step reads
-more entries than the pool has, unless rows share pages. In a packed grid, each piece of a prompt
-reads whole pages up to its own end.
+A step costs what its rows read. So the bound has the fewest steps that may emit all tokens, and the
+entries that these tokens read: whole pages, up to the token itself. No step reads more entries than
+the pool has, unless rows share pages. Each piece of a prompt reads whole pages up to its own end.
 
 The bound does not count that rows which wait for others to fill a call of chunks hold slots, which
 do not decode meanwhile. The expected time of a candidate counts it. It orders the candidates for
@@ -71,8 +69,6 @@ class _Pieces(NamedTuple):
     every: list[int]
     saved: list[int]
     """The number among them that an earlier row has, too."""
-    first: list[int]
-    """The number among them that any other row has, too."""
 
 
 def _full_calls(grid: BucketGrid, pieces: _Pieces) -> dict[PrefillBucket, int]:
@@ -117,9 +113,8 @@ class RunBounds:
             change[min(start + row.output, max_length)] -= row.need.num_sequences
         self.emitted_below = np.concatenate([[0], np.cumsum(np.cumsum(change))])
         """The number of tokens that are emitted at positions below each length."""
-        self._shared: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
-        """Tokens of each row in pieces of an earlier row, and in pieces of any other row, by chunk
-        sizes."""
+        self._shared: dict[tuple[int, ...], np.ndarray] = {}
+        """Tokens of each row in pieces of an earlier row, by chunk sizes."""
         self._known_prompts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def candidate(self, grid: BucketGrid) -> Candidate:
@@ -135,7 +130,7 @@ class RunBounds:
         return Candidate(
             grid,
             bound=fixed + decode,
-            expected=fixed + self._seconds_alone(grid, pieces) + decode_expected,
+            expected=fixed + decode_expected,
             padding=computed / int(prompts @ counts),
         )
 
@@ -148,8 +143,8 @@ class RunBounds:
         prompts, counts = self._prefilled(grid)
         every = rows_by_bucket(grid, prompts, counts)
         if not grid.chunks:
-            return _Pieces(every, [0] * len(every), [0] * len(every))
-        return _Pieces(every, *(rows_by_bucket(grid, x) for x in self._shared_by(grid.chunks)))
+            return _Pieces(every, [0] * len(every))
+        return _Pieces(every, rows_by_bucket(grid, self._saved_by(grid.chunks)))
 
     def _prefill_seconds(self, grid: BucketGrid, calls: Mapping[PrefillBucket, int]) -> float:
         """Seconds of these numbers of prefill calls, first calls included."""
@@ -163,25 +158,12 @@ class RunBounds:
         return sum(n * seconds(call) + first_call(call) for n, call in shapes)
 
     def _entries_of_prefill(self, grid: BucketGrid) -> Sequence[float | None]:
-        """The entries that all calls of each bucket read at least; None if it has no pages."""
-        if not grid.is_packed:
+        """The entries that all calls of each bucket read at least; None for whole prompts."""
+        if not grid.chunks:
             return [None] * len(grid.prefill)
-        saved, _ = self._shared_by(grid.chunks)
-        every, shared = (
-            entries_by_bucket(grid, *self._prefilled(grid)),
-            entries_by_bucket(grid, saved),
-        )
+        every = entries_by_bucket(grid, *self._prefilled(grid))
+        shared = entries_by_bucket(grid, self._saved_by(grid.chunks))
         return [float(entries) for entries in every - shared]
-
-    def _seconds_alone(self, grid: BucketGrid, pieces: _Pieces) -> float:
-        """Seconds of dummy rows beside pieces that later rows share: outside of packed grids, such
-        a piece has no other pieces in its call."""
-        if grid.is_packed:
-            return 0.0
-        return sum(
-            (count - less) * (1 - 1 / bucket.batch) * self._cost.seconds(bucket.call())
-            for bucket, count, less in zip(grid.prefill, pieces.first, pieces.saved, strict=True)
-        )
 
     def _prefilled(self, grid: BucketGrid) -> tuple[np.ndarray, np.ndarray]:
         """Lengths of prefills, and the number of prefills of each length.
@@ -196,36 +178,16 @@ class RunBounds:
             self._known_prompts[slots] = lengths, counts[lengths]
         return self._known_prompts[slots]
 
-    def _shared_by(self, chunks: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of each row in pieces of the row before it, and of a row before or after."""
+    def _saved_by(self, chunks: tuple[int, ...]) -> np.ndarray:
+        """The tokens of each row in pieces of the row before it."""
         if chunks not in self._shared:
-            shared = self._table.shared_pieces(self._prompts, chunks)
-            self._shared[chunks] = shared, self._table.shared_with_neighbours(shared)
+            self._shared[chunks] = self._table.shared_pieces(self._prompts, chunks)
         return self._shared[chunks]
 
     def _decode_bound(self, grid: BucketGrid) -> float:
-        """Minimum seconds of decode: with all slots busy, or of the longest output if that is more.
-
-        Tokens beyond a span come from slots that are longer, one token for each slot and step, in
-        steps that read more than the span, up to the next span with a graph.
-        """
+        """Minimum seconds of decode, with all slots busy or as long as the longest output lasts."""
         if not grid.decode_slots:
             return 0.0
-        if grid.pages is not None:
-            return self._decode_bound_of_pages(grid)
-        step_seconds = [self._step_seconds(grid, grid.span_of(span)) for span in grid.decode_spans]
-        starts = [0, *grid.decode_spans[:-1]]
-        # rows may end before the longest row that the grid has room for
-        last = len(self.emitted_below) - 1
-        emitted_beyond = self.emitted_below[last] - self.emitted_below[np.minimum(starts, last)]
-        slots = grid.span_slots or (grid.decode_slots,) * len(starts)
-        steps = np.maximum.accumulate((emitted_beyond / slots)[::-1])[::-1]
-        shared = float(steps @ np.diff([0, *step_seconds]))
-        first = self._cost.first_call_seconds(grid.decode_call(grid.max_length))
-        return max(shared, self._longest_output * min(step_seconds)) + first * bool(shared)
-
-    def _decode_bound_of_pages(self, grid: BucketGrid) -> float:
-        """Minimum seconds of decode with pages."""
         assert grid.page is not None and grid.pages is not None
         emitted_at = np.diff(self.emitted_below[: grid.max_length + 1])
         # the step that emits a token at a position reads the entries up to this one
@@ -239,11 +201,6 @@ class RunBounds:
         of_call = self._cost.decode_call_seconds() / grid.steps_per_call
         seconds = steps * (of_call + self._cost.seconds(step))
         return seconds + self._cost.first_call_seconds(step)
-
-    def _step_seconds(self, grid: BucketGrid, span: int) -> float:
-        """Seconds of a decode step, with its share of the call's own time in a full call."""
-        of_call = self._cost.decode_call_seconds() / grid.steps_per_call
-        return of_call + self._cost.seconds(grid.decode_call(span))
 
 
 def rows_by_bucket(
@@ -260,24 +217,20 @@ def rows_by_bucket(
 
 def _pieces_by_bucket(grid: BucketGrid, prompts: np.ndarray, counts: np.ndarray | int) -> list[int]:
     """Number of pieces per bucket; a chunk takes what larger chunks leave, in whole pieces."""
-    lengths = (bucket.length for bucket in grid.prefill[:: len(grid.chunks)])
-    borders = [0, *(round_up(length, grid.chunks[0]) for length in lengths)]
-    counts_by_chunk: list[list[int]] = []
+    pieces: list[int] = []
     begin = np.zeros_like(prompts)
     for chunk in reversed(grid.chunks):
         is_last = chunk == grid.chunks[0]
         end = round_up(prompts, chunk) if is_last else prompts // chunk * chunk
-        tokens = (np.minimum(end, b) - np.minimum(begin, b) for b in borders)
-        below = [int((tokens_P * counts).sum()) for tokens_P in tokens]
-        counts_by_chunk.insert(0, [tokens // chunk for tokens in np.diff(below).tolist()])
+        pieces.insert(0, int(((end - begin) * counts).sum()) // chunk)
         begin = end
-    return [count for span_counts in zip(*counts_by_chunk, strict=True) for count in span_counts]
+    return pieces
 
 
 def entries_by_bucket(
     grid: BucketGrid, prompts: np.ndarray, counts: np.ndarray | int = 1
 ) -> np.ndarray:
-    """The entries in whole pages that pieces of prompts read, by bucket of a packed grid."""
+    """The entries in whole pages that pieces of prompts read, by bucket of chunks."""
     assert grid.page is not None
     entries: list[int] = []
     begin = np.zeros_like(prompts)
@@ -315,12 +268,10 @@ def calls_to_fill(slots: int, prefill: Sequence[PrefillBucket]) -> int | None:
 def idle_share(grid: BucketGrid, pieces_per_prompt: float) -> float:
     """Expected share of slots that wait until enough rows fill a call of chunks.
 
-    With a batch of B, 0 to B - 1 pieces wait, (B - 1) / 2 on average. Each has a slot, or those of
-    a prompt in a packed grid have one.
+    With a batch of B, 0 to B - 1 pieces wait, (B - 1) / 2 on average. Those of a prompt have one
+    slot.
     """
     if not grid.chunks:
         return 0.0
-    waiting = sum(bucket.batch - 1 for bucket in grid.prefill) / 2
-    if grid.is_packed:
-        waiting /= max(1.0, pieces_per_prompt)
+    waiting = sum(bucket.batch - 1 for bucket in grid.prefill) / 2 / max(1.0, pieces_per_prompt)
     return min(MAX_IDLE_SHARE, waiting / grid.decode_slots)

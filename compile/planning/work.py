@@ -3,7 +3,7 @@
 Products take two operations for each weight and token (Pope et al. 2022, "Efficiently Scaling
 Transformer Inference", 2211.05102, section 2). Attention takes two operations for each element of a
 head and each pair of query and key, for scores and again for values. Weights are read once in a
-call, keys and values once for each block of queries, or in pages for each piece. The work is
+call, keys and values once for each block of queries, or in chunks for each piece. The work is
 divided evenly among the devices whose mesh axes split it. Communication comes from
 `sharding.communication`.
 
@@ -27,13 +27,9 @@ from ...modelzoo.moe_config import LOSSLESS
 from ...modelzoo.products import WeightProduct, record_logits
 from ...sharding import communication
 from ...sharding.axis_rules import AxisRules
-from ...sharding.call import CachePieces, Call, pieces
+from ...sharding.call import Call
 from ...sharding.communication import sent_bytes
-from ...sharding.device_bytes import (
-    cache_bytes_per_device,
-    entry_bytes_per_device,
-    parameter_bytes_per_device,
-)
+from ...sharding.device_bytes import entry_bytes_per_device, parameter_bytes_per_device
 from ...sharding.layer_shapes import LayerShapes
 from ...sharding.layout import Layout
 from ...sharding.projection import MeshAxes
@@ -95,8 +91,7 @@ class NeededBytes:
     experts: float
     """The experts that the tokens choose if routing is uniform."""
     cache: float
-    """All cache entries below the span, live or not; with pages, the entries of the pages that rows
-    read. In prefill, the entries that it writes."""
+    """The entries of the pages that rows read; for whole prompts, the entries that they write."""
     logits: float
     """Logits, written once and read once."""
 
@@ -162,37 +157,23 @@ class Work:
         return NeededBytes(
             weights=self._weights_work(call, of_experts=False).bytes + head_bytes,
             experts=0.0 if experts is None else experts.bytes,
-            cache=self._span_bytes(call),
+            cache=self._entry_bytes(call),
             logits=self._logits_bytes(call),
-        )
-
-    def cache_bytes(self, slots: int, length: int) -> int:
-        """Bytes of the cache on each device, for slots of the same length."""
-        return cache_bytes_per_device(
-            self.config, self.layout, slots, length, self.cache_dtype, self.model.arrangement
         )
 
     @property
     def entry_bytes(self) -> float:
-        """Average bytes of a cache entry of a slot in one layer, on each device."""
-        slots, length = 1024, 1024
-        entries = slots * length * self.config.num_layers
-        return self.cache_bytes(slots, length) / entries
-
-    def pieces_bytes(self, segments: CachePieces) -> int:
-        """Bytes on each device of a cache in pieces."""
-        return sum(
-            self.cache_bytes(slots, end) - self.cache_bytes(slots, start)
-            for slots, start, end in pieces(segments)
-        )
+        """Average bytes of a cache entry in one layer, on each device."""
+        kinds = self.config.attention_kinds.items()
+        num_bytes = sum(count * self._page_entry_bytes(kind) for kind, count in kinds)
+        return num_bytes / self.config.num_layers
 
     def grid_bytes(self, grid: BucketGrid) -> int:
         """Bytes of the cache of a grid on each device."""
-        if grid.pages is not None:
-            assert grid.page is not None
-            of_pool, of_slot = self.bytes_of_pages(grid.page, grid.window_pages)
-            return math.ceil(grid.pages * of_pool + grid.decode_slots * of_slot)
-        return self.pieces_bytes(grid.segments(grid.max_length))
+        if grid.pages is None or grid.page is None:
+            return 0
+        of_pool, of_slot = self.bytes_of_pages(grid.page, grid.window_pages)
+        return math.ceil(grid.pages * of_pool + grid.decode_slots * of_slot)
 
     def page_bytes(self, entries: int) -> int:
         """Bytes of so many entries of pages on each device: every layer has them, also those with
@@ -300,8 +281,8 @@ class Work:
 
     def _attention(self, call: Call) -> Part:
         config, layout = self.config, self.layout
-        # with pages, the devices that have the entries of a row attend to them
-        by_cache = call.phase == "decode" or (call.phase == "chunk" and call.page > 0)
+        # the devices that have the entries of a row attend to them
+        by_cache = call.entries is not None
         rules = layout.phase("decode" if by_cache else call.phase)
         length = axes.CACHE_LENGTH if by_cache else axes.LENGTH
         split = (axes.ATTENTION_BATCH, axes.KV_HEADS, length)
@@ -317,39 +298,38 @@ class Work:
 
     def _kept_bytes(self, call: Call) -> float:
         """Bytes of keys and values that are written, or read for each block of queries."""
-        span_bytes = self._span_bytes(call)
+        entry_bytes = self._entry_bytes(call)
         if call.phase == "decode":
-            return span_bytes
+            return entry_bytes
         if call.entries is not None:
             # all pieces are written, then each reads its row's pages
-            return self.page_bytes(call.num_tokens) + span_bytes
+            return self.page_bytes(call.num_tokens) + entry_bytes
         block, _ = block_sizes(call.tokens, call.span)
         blocks = math.ceil(call.tokens / block)
         kinds = self.config.attention_kinds.items()
         seen = sum(count * num_pairs(call, kind.window) for kind, count in kinds)
         everything = call.num_tokens * call.span * len(self.config.attentions)
-        return span_bytes * (blocks * seen / everything + call.tokens / call.span)
+        return entry_bytes * (blocks * seen / everything + call.tokens / call.span)
 
-    def _row_bytes(self, length: int) -> int:
-        """Bytes of the keys and values of one row on one device, if only heads are split."""
-        return cache_bytes_per_device(
-            self.config, self._heads_only, 1, length, self.cache_dtype, self.model.arrangement
-        )
-
-    def _span_bytes(self, call: Call) -> float:
-        """Bytes of keys and values below the span, or of all tokens of a prompt."""
+    def _entry_bytes(self, call: Call) -> float:
+        """Bytes of the keys and values that rows read, or of all tokens of whole prompts."""
         if call.entries is not None:
             return sum(
                 count * read_entries(call, kind.window) * self._page_entry_bytes(kind)
                 for kind, count in self.config.attention_kinds.items()
             )
-        if call.phase == "decode":
-            return self.pieces_bytes(call.segments or ((call.rows, call.span),))
-        # bytes of one row on one device, divided as the prompt's attention is
+        # as on a device with a part of the heads, divided as the prompt's attention is
         rules, shards = self.layout.phase(call.phase), self.layout.mesh.num_shards
         split = (axes.ATTENTION_BATCH, axes.LENGTH)
         pieces = shards(self._mesh_axes(split, rules))
-        return call.rows * self._row_bytes(call.span) / pieces
+        of_token = sum(
+            count
+            * entry_bytes_per_device(
+                kind, self._heads_only, self.cache_dtype, self.model.arrangement
+            )
+            for kind, count in self.config.attention_kinds.items()
+        )
+        return call.num_tokens * of_token / pieces
 
     def _logits(self, call: Call) -> Part:
         """The product with the vocabulary, and the logits that it writes."""

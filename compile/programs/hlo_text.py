@@ -249,7 +249,7 @@ def read_source_lines(hlo_text: str) -> dict[int, str]:
 
     An instruction names a stack frame, and a table of frames names places in files. The reported
     frame is the innermost one below the folder of this package, such as
-    `modelzoo/cache/kv_cache.py:245`. If there is none, it is the innermost frame, with the file's
+    `modelzoo/cache/pages.py:160`. If there is none, it is the innermost frame, with the file's
     bare name.
     """
     tables = _tables(hlo_text)

@@ -8,16 +8,15 @@ or meshes, nor how caches are written.
 Source of the split: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory", section 3.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from ..cache.entry_codes import EntryCodes, score_codes, weigh_codes
-from ..cache.segments import EMPTY_POSITION, join_blocks, num_blocks
 from ..cache.state_spec import Entries
+from ..cache.stripes import EMPTY_POSITION
 from ..layer_config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
 
 Position = TypeVar("Position", jax.Array, int)
@@ -34,29 +33,8 @@ class Queries(NamedTuple):
 class Attend(Protocol):
     """An attention implementation, which must equal `attend_dense` within tolerance.
 
-    Keys and values of a cache may be `EntryCodes`, unless the implementation refuses them by
-    `AttentionCall.has_codes`.
     A kernel that does not compute `lse` may return NaN for it in graphs that do not use it.
     """
-
-    def __call__(
-        self,
-        q_BTKGH: jax.Array,
-        k_BKHS: Any,
-        v_BKSH: Any,
-        visibility: "Visibility",
-        scores: Scores = ...,
-    ) -> tuple[jax.Array, jax.Array]: ...
-
-
-@dataclass(frozen=True)
-class SlotReader:
-    """Decorator of an `Attend` that reads the slots of a cache segment itself.
-
-    For other implementations, the slots of the rows are gathered and their segments are joined.
-    """
-
-    attend: Attend
 
     def __call__(
         self,
@@ -64,35 +42,8 @@ class SlotReader:
         k_BKHS: jax.Array,
         v_BKSH: jax.Array,
         visibility: "Visibility",
-        scores: Scores = PLAIN_SCORES,
-    ) -> tuple[jax.Array, jax.Array]:
-        return self.attend(q_BTKGH, k_BKHS, v_BKSH, visibility, scores)
-
-
-AttendEntries = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]]
-"""A function that attends from `q_BTKGH` at `position_BT` to entries that come with positions.
-
-It returns `(out, lse)`.
-"""
-
-
-class Slots(NamedTuple):
-    """The layer and the slots of the cache that batch rows attend to.
-
-    The keys and values of a cache may have more entries than the key positions. The extra entries
-    at the end are not visible.
-    """
-
-    layer: jax.Array
-    slot_B: jax.Array
-    """The slot of each batch row. A segment may have fewer slots: a slot past its last one is
-    clipped, as nothing is visible there."""
-
-    def gather(self, x_LB: jax.Array) -> jax.Array:
-        """Take these slots of one layer from an array whose first axes are layers and slots."""
-        if x_LB.shape[0] == 1:
-            return x_LB[0].at[self.slot_B].get(mode="clip")
-        return x_LB.at[self.layer, self.slot_B].get(mode="clip")
+        scores: Scores = ...,
+    ) -> tuple[jax.Array, jax.Array]: ...
 
 
 @dataclass(frozen=True)
@@ -105,23 +56,10 @@ class Visibility:
     is_in_order: bool = False
     """Static: query t and key t are token t of one prompt, whose padding comes last. Masks may then
     be computed from indices, and padding may see padding."""
-    slots: "Slots | None" = None
-    """The layer and slots to read where keys and values are whole arrays `[L, ...]` of a cache."""
 
     def mask(self) -> jax.Array:
         """The mask `mask_BTS`, true where a query sees a key."""
         return visible(self.query_position_BT, self.key_position_BS, self.window)
-
-    def keys_values(self, k: Entries, v: Entries) -> tuple[Entries, Entries]:
-        """`k_BKHS` and `v_BKSH` of the batch rows, gathered from the cache if `slots` is set."""
-        if self.slots is None:
-            return k, v
-        k_BKHS, v_BKSH = jax.tree.map(self.slots.gather, (k, v))
-        # slicing after the gather: a slice of all slots would be a copy
-        S = self.key_position_BS.shape[1]
-        if isinstance(k_BKHS, EntryCodes):
-            return k_BKHS.first(S, axis=3), v_BKSH.first(S, axis=2)
-        return join_blocks(k_BKHS, v_BKSH.shape[2])[..., :S], v_BKSH[:, :, :S]
 
 
 def visible(query_position_BT: jax.Array, key_position_BS: jax.Array, window: Window) -> jax.Array:
@@ -157,14 +95,13 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
 
 def attend_dense(
     q_BTKGH: jax.Array,
-    k_BKHS: Entries,
-    v_BKSH: Entries,
+    k_BKHS: jax.Array,
+    v_BKSH: jax.Array,
     visibility: Visibility,
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend over all keys at once. The reference implementation; scores take T * S memory."""
-    keys_values = visibility.keys_values(k_BKHS, v_BKSH)
-    out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, *keys_values, visibility.mask(), scores)
+    out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, k_BKHS, v_BKSH, visibility.mask(), scores)
     return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
 
 
@@ -179,7 +116,7 @@ def attend_masked(
 
     Args:
       q_BTKGH: Queries.
-      k_BKHS: Keys, which may be stored in blocks (`segments`) or in codes (`entry_codes`).
+      k_BKHS: Keys, which may be in codes (`entry_codes`).
       v_BKSH: Values, in codes if keys are. Their head size may differ from that of keys.
       mask_BTS: True where a query sees a key; T is 1 if all queries see the same keys.
       scores: Scale and cap of the scores.
@@ -192,7 +129,7 @@ def attend_masked(
     # tokens and heads of a group are the rows of one product: XLA for CPU is slow at other forms
     scale = H**-0.5 if scores.scale is None else scores.scale
     q_BKAH = (q_BTKGH * scale).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    scores_BKAS = soft_cap(_scores(q_BKAH, k_BKHS, v_BKSH.shape[2]), scores.cap)
+    scores_BKAS = soft_cap(_scores(q_BKAH, k_BKHS), scores.cap)
     # one addition: selects before and after the exponential would be two more passes
     mask_BTS = jnp.where(mask_BTS, 0.0, _MASKED_SCORE)
     mask_BAS = mask_BTS if mask_BTS.shape[1] == 1 else jnp.tile(mask_BTS, (1, G, 1))
@@ -216,19 +153,11 @@ def _weighted_sums(weights_BKAS: jax.Array, v_BKSH: Entries) -> jax.Array:
     return _product(weights_BKAS.astype(v_BKSH.dtype), v_BKSH)
 
 
-def _scores(q_BKAH: jax.Array, k_BKHS: Entries, num_entries: int) -> jax.Array:
-    """Products of queries and keys; the keys may be stored in blocks or in codes."""
+def _scores(q_BKAH: jax.Array, k_BKHS: Entries) -> jax.Array:
+    """Products of queries and keys, which may be in codes."""
     if isinstance(k_BKHS, EntryCodes):
         return score_codes(q_BKAH, k_BKHS)
-    size = k_BKHS.shape[3]
-    count = num_blocks(num_entries, size)
-    if count == 1:
-        return _product(q_BKAH, k_BKHS)
-    B, K, A, H = q_BKAH.shape
-    k_BKOHS = k_BKHS.reshape(B, K, count, H, size)
-    q_BKOAH = jnp.broadcast_to(q_BKAH[:, :, None], (B, K, count, A, H))
-    scores_BKAOS = _product(q_BKOAH, k_BKOHS).swapaxes(2, 3)
-    return scores_BKAOS.reshape(B, K, A, count * size)[..., :num_entries]
+    return _product(q_BKAH, k_BKHS)
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -15,10 +15,9 @@ section 3, with the merge of normalised parts.
 import jax
 import jax.numpy as jnp
 
-from ..cache.entry_codes import EntryCodes
-from ..cache.segments import EMPTY_POSITION, join_blocks
+from ..cache.stripes import EMPTY_POSITION
 from ..layer_config import PLAIN_SCORES, BothSides, Scores, Window
-from .attend import Entries, Visibility, attend_masked, first_visible, merge, visible
+from .attend import Visibility, attend_masked, first_visible, merge, visible
 
 QUERY_BLOCK = 256
 """Maximum queries of a block."""
@@ -34,8 +33,8 @@ Attended = tuple[jax.Array, jax.Array]
 
 def attend_blockwise(
     q_BTKGH: jax.Array,
-    k_BKHS: Entries,
-    v_BKSH: Entries,
+    k_BKHS: jax.Array,
+    v_BKSH: jax.Array,
     visibility: Visibility,
     scores: Scores = PLAIN_SCORES,
     *,
@@ -47,10 +46,8 @@ def attend_blockwise(
     Static: `query_block`, the maximum queries of a block, and `block_scores`, its maximum scores of
     one head.
     """
-    k_BKHS, v_BKSH = visibility.keys_values(k_BKHS, v_BKSH)
     T, S = q_BTKGH.shape[1], v_BKSH.shape[2]
     if visibility.is_in_order and T <= MAX_IN_ORDER:
-        assert isinstance(k_BKHS, jax.Array) and isinstance(v_BKSH, jax.Array), "not of a cache"
         if visibility.window == BothSides():
             is_token_BS = visibility.key_position_BS > EMPTY_POSITION
             return _attend_tokens(q_BTKGH, k_BKHS, v_BKSH, is_token_BS, scores)
@@ -61,20 +58,13 @@ def attend_blockwise(
         out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, k_BKHS, v_BKSH, visibility.mask(), scores)
         return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
     queries = _Blocks(block_T, (q_BTKGH, 1), (visibility.query_position_BT, 1))
-    if not isinstance(k_BKHS, EntryCodes):
-        k_BKHS = join_blocks(k_BKHS, S)
-    (k_arrays, k_tree), (v_arrays, v_tree) = map(jax.tree.flatten, (k_BKHS, v_BKSH))
-    axes = *_position_axes(k_BKHS, 3), *_position_axes(v_BKSH, 2)
-    entries = zip((*k_arrays, *v_arrays), axes, strict=True)
-    keys = _Blocks(block_S, *entries, (visibility.key_position_BS, 1))
+    keys = _Blocks(block_S, (k_BKHS, 3), (v_BKSH, 2), (visibility.key_position_BS, 1))
 
     def attend_block(i: jax.Array) -> Attended:
         block_BTKGH, query_position_BT = queries[i]
 
         def add_keys(j: jax.Array, attended: Attended) -> Attended:
-            *blocks, key_position_BS = keys[j]
-            block_BKHS = k_tree.unflatten(blocks[: len(k_arrays)])
-            block_BKSH = v_tree.unflatten(blocks[len(k_arrays) :])
+            block_BKHS, block_BKSH, key_position_BS = keys[j]
             seen = Visibility(query_position_BT, key_position_BS, visibility.window)
             mask_BTS = seen.mask()
 
@@ -133,12 +123,6 @@ def _attend_tokens(
     queries = _Blocks(block_size(T, IN_ORDER_BLOCK), (q_BTKGH, 1))
     blocks = jax.lax.map(lambda i: attend(*queries[i]), jnp.arange(queries.count))
     return jax.tree.map(lambda x: _concatenate(x)[:, :T], blocks)
-
-
-def _position_axes(entries: Entries, axis: int) -> list[int]:
-    """The axis of positions of each array of entries."""
-    is_coded = isinstance(entries, EntryCodes)
-    return jax.tree.leaves(entries.position_axes(axis) if is_coded else axis)
 
 
 def block_sizes(

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from .. import axes
 from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues, PromptLatents
 from ..cache.pages import append_to_pages, page_of, pages_of_slots
-from ..cache.segments import EMPTY_POSITION
+from ..cache.stripes import EMPTY_POSITION
 from ..layer_config import Attention
 from ..operations import Operations
-from .attend import Queries
-from .layer_attention import AttendLayer, Caches, with_query_heads
-from .page_pieces import write_pieces
-from .paged import AttendPages, PagedRows, attend_pages
+from .attend import Queries, with_sinks
+from .layer_attention import AttendLayer, Positions
+from .paged import AttendPages, PagedRows, queries_of_pages
+from .prompt_pieces import write_pieces
 from .shared_pages import SharedPages, attend_shared
 
 
@@ -64,33 +64,32 @@ class PageAttention:
     operations: Operations
     """The operations by which the cache is laid out."""
     rows: PageRows
+    num_tokens: int
+    """The tokens of each row, padding included."""
     is_gathered: bool
     """Whether every device gets all rows, because a row may belong to a slot of any device. In
     decode, rows are slots, and a device has those of its own."""
 
     reads_cache: ClassVar[bool] = True
 
+    @property
+    def position_BT(self) -> Positions:
+        """See `CallAttention`."""
+        return self.rows.first_B[:, None] + jnp.arange(self.num_tokens)[None]
+
+    @property
+    def is_token_BT(self) -> jax.Array:
+        """See `CallAttention`."""
+        return jnp.arange(self.num_tokens)[None] < self.rows.count_B[:, None]
+
     def layer(
-        self, options: Attention, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
+        self, options: Attention, cache: LayerState | None, scan_index: jax.Array
     ) -> AttendLayer:
         """See `CallAttention`."""
         rows, body = self.rows._replace(scan_index=scan_index), partial(self._attend, options)
-        if self.is_gathered:
-            attend = self.operations.attend_gathered(body, options.num_kv_heads)
-        else:
-            attend = self.operations.attend(body, options.num_kv_heads, writes_cache=True)
-        return partial(attend, rows=rows, caches=caches)
-
-    def update_cache(
-        self,
-        options: Attention,
-        cache: LayerState,
-        cache_update: LayerState,
-        scan_index: jax.Array,
-        x_BTD: jax.Array,
-    ) -> LayerState:
-        """See `CallAttention`. Attention has already written the cache."""
-        return cache_update
+        operations = self.operations
+        attend_rows = operations.attend_gathered if self.is_gathered else operations.attend
+        return partial(attend_rows(body, options.num_kv_heads), rows=rows, cache=cache)
 
     def _attend(
         self,
@@ -99,42 +98,51 @@ class PageAttention:
         new: PromptKeysValues | None,
         latents: PromptLatents | None,
         rows: PageRows,
-        caches: Caches,
+        cache: LayerState,
     ) -> tuple[jax.Array, LayerState]:
         new_entries = new if latents is None else latents
         assert new_entries is not None
-        (own,) = caches
-        num_pages, first = own.num_slots, rows.scan_index * own.num_slots
+        num_pages, first = cache.num_pages, rows.scan_index * cache.num_pages
         page_BN = rows.page_BN
-        if slot_pages := own.spec.slot_pages:
+        if slot_pages := cache.spec.slot_pages:
             page_BN = pages_of_slots(rows.slot_B, slot_pages, page_BN.shape[1])
         page_BN = self.operations.local_pages(page_BN, num_pages)
         rows = rows._replace(page_BN=page_BN)
-        own, is_here_B = self._write(own, new_entries, rows, queries.q_BTKGH.shape[1])
+        cache, is_here_B = self._write(cache, new_entries, rows)
         # a row has no page after its last one, and attention reads none there
         page_BN = first + jnp.minimum(page_BN, num_pages - 1)
         count_B = jnp.where(is_here_B, rows.count_B, 0)
         paged = PagedRows(page_BN, rows.first_B, count_B, stripe=self.operations.stripe)
-        attend = partial(attend_pages, self.attend, options.window, options.scaled)
+        pages, H = cache.keys_values(), queries.q_BTKGH.shape[-1]
+        q_BTKGH = queries_of_pages(queries.q_BTKGH, pages)
+        # the scale is explicit if the cache pads heads
+        attend = partial(self.attend, window=options.window, scores=options.scaled)
         if rows.shared is not None and options.window is None:
             page_GN = self.operations.local_pages(rows.shared.page_GN, num_pages)
             page_GN = first + jnp.minimum(page_GN, num_pages - 1)
             slot_GR = self.operations.local_pages(rows.shared.slot_GR, len(count_B))
             shared = SharedPages(slot_GR, page_GN, rows.shared.end_G)
             attend = partial(attend_shared, attend, shared)
-        attended = attend(queries.q_BTKGH, own.pages(), paged)
+        out_BTKGH, lse_BTKG = attend(q_BTKGH, *pages, paged)
+        attended = out_BTKGH[..., :H], lse_BTKG
         attended = self.operations.merge_pages(*attended, is_gathered=self.is_gathered)
-        return with_query_heads(queries, *attended), own
+        return _with_query_heads(queries, *attended), cache
 
     def _write(
-        self, own: LayerState, new: NewEntries, rows: PageRows, num_tokens: int
+        self, cache: LayerState, new: NewEntries, rows: PageRows
     ) -> tuple[LayerState, jax.Array]:
         """Write the tokens of each row; return the memory, and whether a row has pages here."""
         stripe = self.operations.stripe
         position_B = jnp.where(rows.count_B > 0, rows.first_B, EMPTY_POSITION)
-        page, num_pages = own.lengths[0] * stripe.count, own.num_slots
+        page, num_pages = cache.page * stripe.count, cache.num_pages
         is_here_B = page_of(rows.page_BN, position_B, page, num_pages) < num_pages
         write, first_B = write_pieces, rows.first_B
-        if num_tokens == 1:
+        if self.num_tokens == 1:
             write, first_B = append_to_pages, position_B
-        return write(own, new, rows.page_BN, first_B, rows.scan_index, stripe), is_here_B
+        return write(cache, new, rows.page_BN, first_B, rows.scan_index, stripe), is_here_B
+
+
+def _with_query_heads(queries: Queries, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> jax.Array:
+    """Apply the sinks to results over all entries, and group them by the heads of the queries."""
+    q_BTKGH, sink_KG = queries
+    return with_sinks(out_BTKGH, lse_BTKG, sink_KG).reshape(*q_BTKGH.shape[:-1], -1)

@@ -8,15 +8,15 @@ depend on its own entries alone.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from ..cache.kv_cache import match_head_dim
-from ..cache.pages import pick
-from ..cache.segments import EMPTY_POSITION, ONE_STRIPE, Stripe
+from ..cache.pages import match_head_dim, pick
 from ..cache.state_spec import Entries, KeysAndValues, transposed
+from ..cache.stripes import EMPTY_POSITION, ONE_STRIPE, Stripe
 from ..layer_config import PLAIN_SCORES, Scores, Window
 from .attend import attend_masked, first_visible, merge, visible
 
@@ -93,17 +93,12 @@ def attend_in_groups(
     B = len(q_BTKGH)
     size = min(group or B, B)
     count = -(-B // size)
-    pages = _Pages(k_PKSH, v_PKSH)
 
     def pad(x: jax.Array) -> jax.Array:
         padding = [(0, count * size - B)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, padding).reshape(count, size, *x.shape[1:])
 
-    def attend(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q_BTKGH, *by_row = inputs
-        of_group = PagedRows._make((*by_row, rows.stripe))
-        return _attend_turns(q_BTKGH, pages, of_group, window, scores)
-
+    attend = partial(_attend_turns, _Pages(k_PKSH, v_PKSH), rows.stripe, window, scores)
     groups = jax.tree.map(pad, (q_BTKGH, *rows[:-1]))
     if count == 1:
         out, lse = attend(jax.tree.map(lambda x: x[0], groups))
@@ -114,14 +109,19 @@ def attend_in_groups(
 
 
 def _attend_turns(
-    q_BTKGH: jax.Array,
     pages: "_Pages",
-    rows: PagedRows,
+    stripe: Stripe,
     window: Window,
     scores: Scores,
+    group: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend to one page of each row at a time, and merge the results."""
-    page_BN, (_, _, S, H), stripe = rows.page_BN, pages.shape, rows.stripe
+    """Attend to one page of each row of a group at a time, and merge the results.
+
+    A group is its queries, and the arrays of its `PagedRows`.
+    """
+    q_BTKGH, *by_row = group
+    rows = PagedRows._make((*by_row, stripe))
+    page_BN, (_, _, S, H) = rows.page_BN, pages.shape
     position_BT, is_row_B = rows.position_BT(q_BTKGH.shape[1]), rows.count_B > 0
     first_B, last_B = read_range(rows, S * stripe.count, window)
     first = jnp.int32(0)
@@ -188,29 +188,11 @@ class _Pages:
         return jax.tree.unflatten(self._tree, taken)
 
 
-def attend_pages(
-    attend: AttendPages,
-    window: Window,
-    scores: Scores,
-    q_BTKGH: jax.Array,
-    pages: KeysAndValues,
-    rows: PagedRows,
-) -> tuple[jax.Array, jax.Array]:
-    """Attend with queries whose heads and features may differ from those of the pages.
+def queries_of_pages(q_BTKGH: jax.Array, pages: KeysAndValues) -> jax.Array:
+    """Group queries by the heads of pages, and pad their features to those of pages.
 
-    Args:
-      attend: The implementation.
-      window: The window of the layer.
-      scores: Scale and cap of the scores. They have an explicit scale if the cache pads heads.
-      q_BTKGH: Queries. Several of their key/value heads may read the same head of the pages.
-      pages: Keys and values of all pages.
-      rows: The pages of each row, and the positions of its queries.
-
-    Returns:
-      `out` and `lse`, grouped by the heads of the pages, with the head size of queries.
+    Several key/value heads of the queries may read the same head of the pages.
     """
-    H, (_, num_heads, _, cache_dim) = q_BTKGH.shape[-1], pages[1].shape
-    grouped = q_BTKGH.reshape(*q_BTKGH.shape[:2], num_heads, -1, H)
-    grouped = match_head_dim(grouped, cache_dim, axis=-1)
-    out_BTKGH, lse_BTKG = attend(grouped, *pages, rows, window, scores)
-    return out_BTKGH[..., :H], lse_BTKG
+    _, num_heads, _, cache_dim = pages[1].shape
+    grouped = q_BTKGH.reshape(*q_BTKGH.shape[:2], num_heads, -1, q_BTKGH.shape[-1])
+    return match_head_dim(grouped, cache_dim)

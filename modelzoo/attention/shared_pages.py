@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..cache.state_spec import KeysAndValues
+from ..cache.state_spec import Entries
 from .attend import merge
 from .paged import PagedRows
 
@@ -42,10 +42,11 @@ class SlotPages(NamedTuple):
 
 
 def attend_shared(
-    attend: Callable[[jax.Array, KeysAndValues, PagedRows], tuple[jax.Array, jax.Array]],
+    attend: Callable[[jax.Array, Entries, Entries, PagedRows], tuple[jax.Array, jax.Array]],
     shared: SharedPages,
     q_B1KGH: jax.Array,
-    pages: KeysAndValues,
+    k_PKSH: Entries,
+    v_PKSH: Entries,
     rows: PagedRows,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to the pages of groups, then to the rest of each row, and merge the results.
@@ -54,7 +55,8 @@ def attend_shared(
       attend: Attention of rows to their pages, in a layer without a window.
       shared: The groups; all of their rows and pages are on this device.
       q_B1KGH: Queries, one a row.
-      pages: Keys and values of all pages.
+      k_PKSH: Keys of all pages.
+      v_PKSH: Values of all pages.
       rows: The pages of each row, and the positions of its queries.
 
     Returns:
@@ -64,13 +66,13 @@ def attend_shared(
     B, (G, R) = len(q_B1KGH), slot_GR.shape
     is_place_BM = slot_GR.reshape(1, G * R) == jnp.arange(B)[:, None]
     begin_B = jnp.where(is_place_BM, jnp.repeat(end_G, R), 0).max(axis=1)
-    own = attend(q_B1KGH, pages, rows._replace(begin_B=begin_B))
+    own = attend(q_B1KGH, k_PKSH, v_PKSH, rows._replace(begin_B=begin_B))
     # all entries of the pages are before each query of the group
     of_groups = PagedRows(
         page_GN, end_G, jnp.where(end_G > 0, R, 0), end_B=end_G, stripe=rows.stripe
     )
     q_GRKGH = q_B1KGH[:, 0].at[slot_GR].get(mode="fill", fill_value=0)
-    out_GRKGH, lse_GRKG = attend(q_GRKGH, pages, of_groups)
+    out_GRKGH, lse_GRKG = attend(q_GRKGH, k_PKSH, v_PKSH, of_groups)
     place_B = jnp.where(is_place_BM.any(axis=1), is_place_BM.argmax(axis=1), G * R)
 
     def of_rows(x: jax.Array, fill: float) -> jax.Array:

@@ -11,11 +11,11 @@ Entries in int4 are rotated: their features are multiplied by a Hadamard matrix,
 large features over all of them. Queries are rotated in the same way, so scores stay what they are,
 and sums of values are rotated back. Source: QuaRot (2404.00456), section 4.
 
-Knows nothing of segments, slots or layers.
+Knows nothing of pages, slots or layers.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import jax
@@ -50,15 +50,6 @@ class EntryCodes:
     def shape(self) -> tuple[int, ...]:
         """The shape of the entries."""
         return self.codes.shape
-
-    def position_axes(self, axis: int) -> "EntryCodes":
-        """The axis of positions of each array, which is `axis` for the codes."""
-        return replace(self, codes=axis, scale_BKPS=3)
-
-    def first(self, num_entries: int, axis: int) -> "EntryCodes":
-        """The first entries, which are along `axis` of the codes."""
-        codes = jax.lax.slice_in_dim(self.codes, 0, num_entries, axis=axis)
-        return replace(self, codes=codes, scale_BKPS=self.scale_BKPS[..., :num_entries])
 
 
 def is_rotated(codes: jnp.dtype) -> bool:

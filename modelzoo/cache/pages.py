@@ -1,7 +1,6 @@
-"""A cache in pages: the entries of a row are in pages of a pool, in any order and place.
+"""The key/value cache: the entries of a row are in pages of a pool, in any order and place.
 
-The arrays of a layer are those of a cache with slots (`kv_cache`), with a page in the place of each
-slot: entry e of a row is entry e % page of the row's page e // page, and holds position e. A table
+Entry e of a row is entry e % page of the row's page e // page, and holds position e. A table
 `page_BN` says which pages are a row's; it is data, so rows take pages as they grow. It has the
 number of pages, which no page has, where a row has none: such entries are not written.
 
@@ -13,25 +12,30 @@ its row: the row's page n is then page n % W of the W pages of its slot, and tak
 n - W. Masks follow from a row's length in all layers, so there are no stored positions. Keys have
 head features last, as values do: a token is then one line of an array on every platform.
 
+A page is not cleared for its next owner. A row writes every entry before a query of its own sees
+it, so an entry of the former owner is never visible. The exception is NaN, as masked entries are
+still multiplied: the host clears the pages of a slot in which NaN was found.
+
 Knows nothing of owners of pages, buckets or meshes. Guarantees: `append_to_pages` writes in place
 inside a loop if the arrays are donated, and writes nothing for a row without a page.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..layer_config import window_size
 from ..layer_groups import block_layers
-from .kv_cache import KVCache, Positions, match_head_dim, with_axes_in_order
-from .layer_state import LayerState, NewEntries
-from .segments import EMPTY_POSITION, ONE_STRIPE, Segments, Stripe
+from .layer_state import Cache, LayerState, NewEntries
 from .state_spec import StateArray, state_spec
+from .stripes import EMPTY_POSITION, ONE_STRIPE, Stripe
 
 NO_PAGE = np.iinfo(np.int32).max
 """A number past the pages of any pool."""
@@ -57,8 +61,8 @@ def allocate_pages(
     dtype: jnp.dtype,
     head_shards: int = 1,
     arrangement: Arrangement = AS_PUBLISHED,
-) -> KVCache:
-    """Allocate pages of zeros.
+) -> Cache:
+    """Allocate pages of zeros, never `jnp.empty`: NaN in a masked entry would spread to its row.
 
     Args:
       config: The decoder.
@@ -73,13 +77,27 @@ def allocate_pages(
         attention = config.layers[layers.start].attention
         if attention is None:
             return None
-        spec, pages = state_spec(attention, dtype, arrangement, in_pages=True), counts.pages
+        spec, pages = state_spec(attention, dtype, arrangement), counts.pages
         if (window := attention.window) and (own := counts.of_window(window_size(window))):
             spec, pages = replace(spec, slot_pages=own), counts.slots * own
-        return LayerState.empty(spec, len(layers), [(pages, counts.page)], head_shards)
+        return LayerState.empty(spec, len(layers), pages, counts.page, head_shards)
 
-    layers = tuple(map(allocate_layers, block_layers(config, arrangement)))
-    return KVCache(layers, Positions((), {}))
+    return tuple(map(allocate_layers, block_layers(config, arrangement)))
+
+
+def match_heads(new: jax.Array, num_heads: int, axis: int = 1) -> jax.Array:
+    """Repeat heads, or drop their copies, to get `num_heads`: phases may copy heads differently."""
+    K = new.shape[axis]
+    if num_heads < K:
+        return jax.lax.slice_in_dim(new, 0, K, K // num_heads, axis)
+    return jnp.repeat(new, num_heads // K, axis=axis) if num_heads > K else new
+
+
+def match_head_dim(new: jax.Array, head_dim: int) -> jax.Array:
+    """Pad heads, whose features are the last axis, with zeros to the head size of the cache."""
+    if new.shape[-1] == head_dim:
+        return new
+    return jnp.pad(new, [(0, 0)] * (new.ndim - 1) + [(0, head_dim - new.shape[-1])])
 
 
 def pages_of_slots(slot_B: jax.Array, slot_pages: int, num_pages: int) -> jax.Array:
@@ -134,8 +152,7 @@ def append_to_pages(
       stripe: The stripe of entries that the pages here have.
     """
 
-    def write(segments: Segments, array: StateArray, new: jax.Array) -> Segments:
-        (pages,) = segments
+    def write(pages: jax.Array, array: StateArray, new: jax.Array) -> jax.Array:
         L, P, S = pages.shape[0], pages.shape[1], pages.shape[array.position_axis]
         page_B = page_of(page_BN, position_B, S * stripe.count, P)
         if stripe.count > 1:
@@ -145,23 +162,29 @@ def append_to_pages(
         index_B = jnp.where(page_B < P, layer * P + page_B, L * P)
         # new entries do not have the axis of layers
         new_BKH = jnp.squeeze(new, array.position_axis - 1).astype(pages.dtype)
-        if array.feature_axis is None:
-            return (with_order_on_cpu(_write_scales(pages, new_BKH, index_B, entry_B)),)
-        H = pages.shape[array.feature_axis]
+        if array.features is None:
+            return with_order_on_cpu(_write_scales(pages, new_BKH, index_B, entry_B))
+        H = pages.shape[-1]
         lines = pages.reshape(-1, S, H)
-        new_BKH = match_head_dim(new_BKH, H, axis=-1).reshape(len(index_B), -1, H)
+        new_BKH = match_head_dim(new_BKH, H).reshape(len(index_B), -1, H)
         K = new_BKH.shape[1]
         line_BK = index_B[:, None] * K + jnp.arange(K)[None]
         at = lines.at[line_BK, jnp.broadcast_to(entry_B[:, None], line_BK.shape)]
         written = at.set(new_BKH, mode="drop", unique_indices=True).reshape(pages.shape)
-        return (with_order_on_cpu(written),)
+        return with_order_on_cpu(written)
 
     return state.map(write, state.spec.encode(new))
 
 
 def with_order_on_cpu(pages: jax.Array) -> jax.Array:
-    """The same array; on a CPU, no other order of its axes may be chosen for the loop."""
-    return jax.lax.platform_dependent(pages, cpu=with_axes_in_order, default=lambda x: x)
+    """The same array; on a CPU, no other order of its axes may be chosen for the loop.
+
+    NOTE: with one head on a device, XLA for the CPU would choose another order in a decode step,
+    although both are the same bytes, and copy the whole cache twice in each step.
+    """
+    order = Layout(major_to_minor=tuple(range(pages.ndim)))
+    in_order = partial(with_layout_constraint, layouts=order)
+    return jax.lax.platform_dependent(pages, cpu=in_order, default=lambda x: x)
 
 
 def _write_scales(

@@ -29,16 +29,13 @@ class AttentionCall:
     """Whether the entries of the cache are in codes (`entry_codes`)."""
     reads_latents: bool = False
     """Whether the keys and values of the cache are the same latents."""
-    segments: frozenset[int] = frozenset()
-    """The lengths of the cache segments that a device attends to, for chunks of prompts on one
-    device or under a layout; else empty."""
     has_rotated_codes: bool = False
     """Whether these codes are those of rotated entries."""
     group: int = 1
     """The query heads of a key/value head."""
     page: int | None = None
-    """The entries of a page of the cache; None if the cache has no pages. With pages, `key_dim` and
-    `value_dim` are the sizes of cached heads, the zeros that pad them included."""
+    """The entries of a page of the cache; None for whole prompts, which attend to themselves. With
+    pages, `key_dim` and `value_dim` are the sizes of cached heads, with the zeros that pad them."""
     device: str | None = None
     """The kind of the devices, as `h100`; None if it is not known."""
     stripes: int = 1

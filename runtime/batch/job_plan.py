@@ -189,7 +189,7 @@ class _Derivation:
             grid = replace(grid, pages=grid.most_pages)
         row_tokens = self.asked.get("row_tokens")
         if row_tokens is not None:
-            check_row_tokens(row_tokens, 1, grid.chunks)
+            check_row_tokens(row_tokens, grid.chunks)
         found = in_memory_of(grid, self.work, target, max_bytes, row_tokens)
         if found is None:
             room = self.work.num_pages(max_bytes, page)

@@ -132,7 +132,7 @@ def _defaults(plan: Plan) -> GridDefaults:
 def _padding(rows: Sequence[RowShape], grid: BucketGrid) -> str:
     longest = grid.prefill[-1].length
     prompts = [row.prompt_length for row in rows]
-    lengths = [length for length in prompts if grid.needed_length(length) <= longest]
+    lengths = [length for length in prompts if length <= longest]
     real, computed = prefill_padding(lengths, grid.prefill)
     share = (computed - real) / computed if computed else 0.0
     chunks = " and ".join(map(str, grid.chunks))

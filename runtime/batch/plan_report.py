@@ -4,7 +4,7 @@ Does not know about rows or files.
 """
 
 from collections.abc import Mapping
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 from ...compile.grids.bucket_grid import BucketGrid
@@ -15,7 +15,7 @@ from ..console import align_columns, plural
 
 
 def plan_table(plan: Plan, work: Work) -> str:
-    """The plan as a table of its buckets, slots, spans and memory."""
+    """The plan as a table of its buckets, slots, pages and memory."""
     grid = plan.buckets
     output = "" if grid.embed else ", prompt and output"
     rows = [
@@ -24,8 +24,6 @@ def plan_table(plan: Plan, work: Work) -> str:
         ("embed" if grid.embed else "prefill", ", ".join(map(str, grid.prefill))),
         ("decode", _decode(grid)),
     ]
-    if grid.span_slots:
-        rows.append(("slots", _slots(grid)))
     if grid.prefixes is not None:
         shared, groups = plural(len(grid.prefixes.shared), "prefix"), grid.prefixes.groups
         rows.append(("prefixes", f"{shared}, read by at most {plural(groups, 'group')} of rows"))
@@ -50,16 +48,14 @@ def with_waste(statistics: Mapping[str, Any], grid: BucketGrid, work: Work) -> d
     calls: dict[str, Call] = {}
     for bucket, is_scored in product(grid.prefill, (False, True)):
         name, entries = f"{bucket}{' scored' if is_scored else ''}", None
-        if grid.is_packed and (use := buckets["prefill"].get(name)) and use["calls"]:
+        if grid.chunks and (use := buckets["prefill"].get(name)) and use["calls"]:
             entries = use["read_entries"] / use["calls"]
         calls[name] = grid.prefill_call(bucket, is_scored=is_scored, entries=entries)
-    steps = {str(span): grid.decode_call(span) for span in grid.graph_spans}
-    if grid.pages is not None:
-        steps |= {
-            span: grid.average_step(*(use[f"{x}_entries"] / use["steps"] for x in ("read", "seen")))
-            for span, use in buckets["decode"].items()
-            if use["steps"]
-        }
+    steps = {
+        name: grid.average_step(*(use[f"{x}_entries"] / use["steps"] for x in ("read", "seen")))
+        for name, use in buckets["decode"].items()
+        if use["steps"]
+    }
     flops = {
         name: devices * sum(part.flops for part in work.parts(call))
         for name, call in (*calls.items(), *steps.items())
@@ -96,19 +92,9 @@ def _decode(grid: BucketGrid) -> str:
         return "none, as texts become vectors"
     if not grid.decode_slots:
         return "none, as rows are only scored"
-    spans = " or ".join(map(str, grid.graph_spans))
-    steps = plural(grid.steps_per_call, "step")
-    over = f"over {spans} tokens" if grid.pages is None else f"of rows up to {spans} tokens"
-    return f"{plural(grid.decode_slots, 'slot')}, {steps} in a call {over}"
+    steps, longest = plural(grid.steps_per_call, "step"), plural(grid.max_length, "token")
+    return f"{plural(grid.decode_slots, 'slot')}, {steps} in a call of rows up to {longest}"
 
 
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def _slots(grid: BucketGrid) -> str:
-    """The slots of each length, the longest first."""
-    slots = grid.span_slots or ()
-    counts = [below - above for below, above in pairwise((*slots, 0))]
-    pieces = zip(reversed(counts), reversed(grid.decode_spans), strict=True)
-    return ", ".join(f"{count} of {span} tokens" for count, span in pieces if count)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...compile.expert_plan import default_experts
 from ...compile.graphs.comparison_steps import comparison_graph
-from ...compile.graphs.graph_kinds import GraphKey
+from ...compile.graphs.graph_kinds import DECODE, GraphKey
 from ...compile.graphs.steps import NO_TOKEN
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import ladder_grid
@@ -105,8 +105,7 @@ class ForcedModel:
     def read(self, forced_BV: jax.Array, is_live_B: np.ndarray) -> None:
         """Read the token that `forced_BV` chooses in each live slot."""
         self.runner.state = self.runner.decode_state._replace(logits_BV=forced_BV)
-        key = GraphKey("decode", self.runner.grid.max_length)
-        self.runner.call(GraphCall(key, (is_live_B, *self._pages)))
+        self.runner.call(GraphCall(DECODE, (is_live_B, self._pages)))
 
 
 DEFAULT_MAX_TOKENS = 64

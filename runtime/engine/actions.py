@@ -119,14 +119,13 @@ class SharedGroup(NamedTuple):
 class DecodeAction:
     """Run one decode call for the live slots."""
 
-    span: int
     slots: tuple[int, ...]
     length: int
     """The number of positions that the longest row has after the call."""
     num_waiting: int = 0
     """The number of rows that wait in their slots, for pages or for a place in a group."""
     given_back: tuple[int, ...] = ()
-    """Slots that rows gave back before the call, in a grid with pages; they start again later."""
+    """Slots that rows gave back before the call; they start again later."""
     groups: tuple[SharedGroup, ...] = ()
     """The groups of rows that read a planned prefix."""
 

@@ -4,12 +4,12 @@ In a plan with prefixes, rows that begin with the same planned prefix are in gro
 has a fixed number. Rows that find no place in a group wait.
 
 Pure state, without clock or device. Does not know how prompts are queued, nor how they are written
-into slots. Guarantees: a row with a planned prefix decodes only in a group; in a grid with pages, a
-row decodes only while it has the pages for all steps of the call, and the oldest row finds them
-when the youngest rows give theirs back.
+into slots. Guarantees: a row with a planned prefix decodes only in a group; a row decodes only
+while it has the pages for all steps of the call, and the oldest row finds them when the youngest
+rows give theirs back.
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_grid import PlannedPrefix
-from .actions import NOTHING_READ, DecodeAction, ReadEntries, ScheduledSequence, SharedGroup
+from .actions import DecodeAction, ReadEntries, ScheduledSequence, SharedGroup
 from .growth import Growth
 from .page_pool import PagePool
 
@@ -36,8 +36,8 @@ class DecodeSlots:
     """The decode slots: free, claimed for a prompt that is being prefilled, or decoding.
 
     Attributes:
-      pool: The pages of the slots; None in a grid without pages.
-      growth: The expected growth of rows; it is kept in a grid with pages alone.
+      pool: The pages of the slots; None in a grid without slots.
+      growth: The expected growth of rows.
     """
 
     def __init__(self, grid: BucketGrid):
@@ -52,19 +52,14 @@ class DecodeSlots:
         """The lengths at which sequences end; 0 for a slot that does not decode."""
         self._prefixes: set[int] = set()
         """Slots that hold shared prefixes."""
-        self._capacities = [grid.slot_capacity(slot) for slot in range(grid.decode_slots)]
-        self._sorted_capacities = sorted(self._capacities)
-        self._idle = Counter(self._capacities)
-        """The number of slots of each capacity that neither decode nor hold a prefix."""
-        # shortest first, so that a sequence takes the shortest slot that holds it
-        self._free = sorted(range(len(self._capacities)), key=self._order)
+        self._free = list(range(grid.decode_slots))
 
     def __len__(self) -> int:
-        return len(self._capacities)
+        return self._grid.decode_slots
 
     @property
     def free(self) -> list[int]:
-        """The free slots, shortest first."""
+        """The free slots, in order."""
         return self._free.copy()
 
     @property
@@ -72,28 +67,10 @@ class DecodeSlots:
         """The number of slots that are not free."""
         return len(self) - len(self._free)
 
-    def first_usable(self, length: int, free: list[int]) -> int:
-        """The index in `free`, shortest first, of the first slot that holds a total length."""
-        return bisect_left(free, length, key=self._capacities.__getitem__)
-
-    def part_of(self, free: list[int], length: int, count: int) -> slice | None:
-        """The part of `free`, shortest first, with `count` slots that hold a total length.
-
-        None if there are too few. Then these slots are removed from `free`: they are reserved.
-        """
-        first = self.first_usable(length, free)
-        if len(free) - first >= count:
-            return slice(first, first + count)
-        del free[first:]
-        return None
-
-    def num_usable(self, length: int) -> int:
-        """The number of slots, free or not, that hold a total length."""
-        return len(self) - bisect_left(self._sorted_capacities, length)
-
-    def num_idle(self, length: int) -> int:
-        """The number of slots that hold a total length, and neither decode nor hold a prefix."""
-        return sum(count for capacity, count in self._idle.items() if length <= capacity)
+    @property
+    def num_idle(self) -> int:
+        """The number of slots that neither decode nor hold a prefix."""
+        return len(self) - len(self._occupants) - len(self._prefixes)
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -139,7 +116,7 @@ class DecodeSlots:
             self._free.remove(slot)
 
     def begin(self, slot: int, sequence: ScheduledSequence, num_known: int) -> None:
-        """Record which sequence will decode in a claimed slot, in a grid with pages.
+        """Record which sequence will decode in a claimed slot.
 
         Args:
           slot: The slot.
@@ -155,17 +132,14 @@ class DecodeSlots:
         self._occupants[slot] = sequence
         self._length_B[slot] = request.prompt_length
         self._max_length_B[slot] = request.max_total_length
-        self._idle[self._capacities[slot]] -= 1
 
     def hold(self, slot: int) -> None:
         """Record that a slot holds a shared prefix, until it is released or continued."""
         self._prefixes.add(slot)
-        self._idle[self._capacities[slot]] -= 1
 
     def unhold(self, slot: int) -> None:
         """Record that a slot holds no shared prefix any more, as a longer one continues in it."""
         self._prefixes.remove(slot)
-        self._idle[self._capacities[slot]] += 1
 
     def advance(self, slots: int | np.ndarray, num_tokens: int | np.ndarray) -> None:
         """Record that the sequences in one or several slots grew by some tokens each."""
@@ -174,15 +148,13 @@ class DecodeSlots:
     def read_entries(
         self, slots: np.ndarray, num_tokens_B: np.ndarray, groups: Sequence[SharedGroup] = ()
     ) -> ReadEntries:
-        """The entries in whole pages that rows read in a call; none in a grid without pages.
+        """The entries in whole pages that rows read in a call.
 
         Args:
           slots: The slots that decode, which have not been advanced.
           num_tokens_B: The number of tokens that each of them emits, one a step.
           groups: The groups of rows that read a planned prefix.
         """
-        if self.pool is None:
-            return NOTHING_READ
         length_B = self._length_B[slots]
         before, after = (_sum_of_pages(n, self._grid) for n in (length_B, length_B + num_tokens_B))
         seen, saved = int((after - before).sum()), 0
@@ -202,11 +174,10 @@ class DecodeSlots:
         if self.pool is not None:
             self.growth.leave(slot)
             self.pool.release(slot)
-        if self._occupants.pop(slot, None) is not None or slot in self._prefixes:
-            self._idle[self._capacities[slot]] += 1
+        self._occupants.pop(slot, None)
         self._prefixes.discard(slot)
         self._max_length_B[slot] = 0
-        insort(self._free, slot, key=self._order)
+        insort(self._free, slot)
 
     def give_back(self) -> list[GivenBack]:
         """Let the youngest rows give their slots back until the oldest row finds pages to grow.
@@ -235,20 +206,20 @@ class DecodeSlots:
         return given
 
     def decode(self) -> DecodeAction | None:
-        """The decode call of all live slots, over the shortest span that holds them; None if no
-        slot is live.
+        """The decode call of the live slots; None if no slot is live.
 
-        In a grid with pages, rows for which pages lack wait. It is None if all of them wait. Rows
-        with a planned prefix that find no place in a group wait, too.
+        Rows for which pages lack wait, and so do rows with a planned prefix that find no place in a
+        group. It is None if all of them wait.
         """
-        slots = self.live if self.pool is None else self._grow(self.pool)
+        if not self._occupants:
+            return None
+        assert self.pool is not None
+        slots, groups = self._grouped(self._grow(self.pool))
         if not slots:
             return None
-        slots, groups = self._grouped(slots)
-        length_B = np.minimum(self._length_B + self._grid.steps_per_call, self._max_length_B)
-        length = int(length_B.max() if self.pool is None else length_B[list(slots)].max())
+        length = int(self._next_length(np.array(slots)).max())
         num_waiting = len(self._occupants) - len(slots)
-        return DecodeAction(self._grid.span_of(length), slots, length, num_waiting, groups=groups)
+        return DecodeAction(slots, length, num_waiting, groups=groups)
 
     def _grouped(self, slots: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[SharedGroup, ...]]:
         """The slots whose rows find a place in a group, oldest first, or need none; the groups."""
@@ -287,8 +258,6 @@ class DecodeSlots:
 
         A row that finds too few pages keeps younger rows of its group from taking any.
         """
-        if not self._occupants:
-            return ()
         slots = self.growth.by_age(np.array(self.live))
         missing = self._num_missing(slots)
         goes_on, group_B = missing == 0, pool.group_of(slots)
@@ -315,9 +284,6 @@ class DecodeSlots:
         """The number of pages that rows must take for the next call."""
         assert self.pool is not None
         return self.pool.num_missing(self._next_length(slots), slots)
-
-    def _order(self, slot: int) -> tuple[int, int]:
-        return self._capacities[slot], slot
 
 
 def _sum_of_pages(length_B: np.ndarray, grid: BucketGrid) -> np.ndarray:

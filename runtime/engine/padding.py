@@ -89,7 +89,7 @@ def pack_greedy(
 
 
 def own_pages(grid: BucketGrid, slots: Sequence[int], length: int) -> np.ndarray | None:
-    """The pages of slots that share none, up to a length; None in a grid without pages.
+    """The pages of slots that share none, up to a length; None in a grid without slots.
 
     The grid has pages for the longest rows in all slots.
     """
@@ -100,10 +100,11 @@ def own_pages(grid: BucketGrid, slots: Sequence[int], length: int) -> np.ndarray
     return first_B1 + np.arange(grid.num_pages(length), dtype=np.int32)
 
 
-def decode_pages(grid: BucketGrid) -> tuple[SlotPages, ...]:
-    """The argument `pages` of decode graphs, if slots share no pages; none without pages."""
+def decode_pages(grid: BucketGrid) -> SlotPages:
+    """The argument `pages` of the decode graph, if slots share no pages."""
     page_BN = own_pages(grid, range(grid.decode_slots), grid.max_length)
-    return () if page_BN is None else (SlotPages._make((page_BN, pack_shared((), page_BN, grid))),)
+    assert page_BN is not None
+    return SlotPages._make((page_BN, pack_shared((), page_BN, grid)))
 
 
 def pack_shared(

@@ -1,4 +1,4 @@
-"""Decides which prompts may start in a grid with pages, and gives them their pages.
+"""Decides which prompts may start, and gives them their pages.
 
 A prompt starts if the pages of all its slots are free and, beyond them, more pages are free than
 the sequences with slots are expected to take (see `growth`). It takes all its pages when it starts,
@@ -7,8 +7,8 @@ rows in all slots, only its own pages must be free.
 
 A sequence that gave its slot back also waits until the tokens that it had would find pages.
 
-Knows nothing of queues or of the order of prompts. Guarantees: without pages, every prompt may
-start; a prompt that is alone finds its pages, however many pages held prefixes have.
+Knows nothing of queues or of the order of prompts. Guarantees: a prompt that is alone finds its
+pages, however many pages held prefixes have.
 """
 
 from bisect import bisect_left
@@ -46,12 +46,12 @@ class PageRoom:
     def slots_for(self, prompt: Prompt, free: list[int]) -> slice | None:
         """The part of `free` that a prompt takes; None if there are too few slots or pages.
 
-        In the latter case, the slots that it needs are removed from `free`: they are reserved for
-        the prompt. In a grid with pages, all slots are. All its slots are in one group: that of its
-        prefix if it has room, else of those that have room the one with the most free pages.
+        In the latter case, all slots are removed from `free`: they are reserved for the prompt. All
+        its slots are in one group: that of its prefix if it has room, else of those that have room
+        the one with the most free pages.
         """
         if (pool := self._slots.pool) is None or not prompt.num_slots:
-            return self._slots.part_of(free, prompt.max_total_length, prompt.num_slots)
+            return slice(0, 0)
         groups = np.argsort(self._growth_G - self._num_free_G, kind="stable").tolist()
         if prompt.base is not None:
             own = pool.group_of(self._slot_of(prompt.base))
@@ -113,7 +113,7 @@ def max_samples(grid: BucketGrid, prompt_length: int, num_held: int) -> int:
     """The maximum number of sequences that share a prompt, so that its pages are always found.
 
     Args:
-      grid: A grid with pages.
+      grid: A grid with slots.
       prompt_length: The length of the prompt.
       num_held: The number of slots that may hold shared prefixes.
     """
@@ -123,7 +123,7 @@ def max_samples(grid: BucketGrid, prompt_length: int, num_held: int) -> int:
 
 
 def claim_pages(slots: DecodeSlots, prompt: Prompt, source: int | None) -> list[CopiedPage]:
-    """Give the slots of a prompt all its pages; does nothing in a grid without pages.
+    """Give the slots of a prompt all its pages; does nothing for a prompt without slots.
 
     Args:
       slots: The decode slots.
@@ -152,4 +152,4 @@ def claim_pages(slots: DecodeSlots, prompt: Prompt, source: int | None) -> list[
 
 def _length_of(prompt: Prompt) -> int:
     """The length for which a prompt takes pages: its own, or that of the last in its slot."""
-    return prompt.request.prompt_length if prompt.prefix is None else prompt.max_total_length
+    return prompt.request.prompt_length if prompt.prefix is None else prompt.prefix.max_length

@@ -2,41 +2,39 @@
 
 The scheduler has no clock, no I/O and no device: the engine drives it, and so does the simulator.
 It knows requests by a number and their lengths. A prompt is prefilled piece by piece, directly into
-its slot; a whole prompt is one piece. A batch has rows for pieces: in a packed grid, a prompt fills
-as many of the rows that are left as it has pieces of the bucket, in order; else one. The next
-action is, in this order:
+its slot; a whole prompt is one piece. A batch has rows for pieces: with chunks, a prompt fills as
+many of the rows that are left as it has pieces of the bucket, in order. The next action is, in this
+order:
 
 1. Fork: copy the slot of a complete prompt to the other sequences of its request, and a shared
    prefix to the slot of a prompt that begins with it (see `held_prefixes`).
 2. Prefill one batch, if one may run:
    - Candidates are the buckets in which started prompts have their next piece, and the bucket of
-     the oldest waiting prompt for which there are free slots. A prompt takes the shortest slots
-     that are long enough, and no slot that an older prompt still needs.
+     the oldest waiting prompt for which there are free slots and pages (see `page_room`). A prompt
+     takes no slot that an older prompt still needs.
    - Waiting prompts of the same bucket fill up the batch, except prompts so much younger than the
      oldest waiting prompt that it might wait forever.
    - A batch is full when it has a piece in every row. A full batch goes first, then the batch with
      the oldest prompt.
    - While sequences decode and requests wait, a batch that is not full waits for a decode call, and
-     until a share of the slots that its oldest prompt can use is idle (see `idle_slots`): fewer
-     idle slots cost less than dummy rows. There are five exceptions. A batch whose prompts fit only
-     few, long slots counts as full when more than `MANY_IDLE` of these are idle. While prompts wait
-     for shared prefixes, a batch counts as full when more than `MOST_IDLE` of the slots are idle. A
+     until a share of the slots is idle (see `idle_slots`): fewer idle slots cost less than dummy
+     rows. There are four exceptions. While prompts wait for shared prefixes, a batch counts as full
+     when more than `MOST_IDLE` of the slots are idle. A
      prompt that needs no slot does not wait for slots. A shared prefix does not wait, because other
      prompts wait for it. A batch that no other prompt can fill does not wait.
    - At most `chunks_per_decode` batches run in succession while any sequence decodes.
-   - When no request waits, waiting gains nothing. The largest pieces run first, and among these the
-     shortest span, because prompts continue from there into the other buckets. Then all slots
-     decode together.
-3. Decode all live slots, over the shortest span that holds them.
+   - When no request waits, waiting gains nothing. The largest pieces run first, because prompts
+     continue from there into the other buckets. Then all slots decode together.
+3. Decode all live slots.
 
-In a grid with pages, a prompt also needs pages to start (see `page_room`), and rows that lack pages
-wait in their slots. If the oldest row lacks pages and no prompt has pieces left, the youngest rows
-give their slots back and are queued again, each for itself. If no row can go on, pieces run.
+Rows that lack pages wait in their slots. If the oldest row lacks pages and no prompt has pieces
+left, the youngest rows give their slots back and are queued again, each for itself. If no row can
+go on, pieces run.
 
 Guarantees: the pieces of a prompt and their graphs depend only on its own length, whether they are
 computed for it or copied; every submitted sequence ends exactly once or is dropped by `drain`; a
 prompt is prefilled once, and again for each further group of its sequences if it has more sequences
-than there are slots long enough, and for each sequence that gave its slot back.
+than there are slots, and for each sequence that gave its slot back.
 """
 
 import math
@@ -59,7 +57,6 @@ from .held_prefixes import HeldPrefixes
 from .idle_slots import IdleSlots
 from .page_room import PageRoom, claim_pages, max_samples
 from .waiting_prompts import (
-    NO_SLOT,
     Prompt,
     PromptQueue,
     WaitingPrompts,
@@ -120,17 +117,13 @@ class Scheduler:
         base = self._prefixes.enter(request)
         if not request.generates:
             # a piece of a packed call reads its own tokens from pages
-            in_pages = self._grid.is_packed and not bucket.is_whole
-            needs_slot = in_pages or base is not None or request.prompt_length > bucket.tokens
-            self._add(Prompt(request, num_slots=int(needs_slot), base=base))
+            self._add(Prompt(request, num_slots=int(not bucket.is_whole), base=base))
             return
-        max_slots = self.slots.num_usable(request.max_total_length) - self._prefixes.max_slots
-        if self._grid.pages is not None:
-            num_held = self._prefixes.max_slots
-            of_group = len(self.slots) // (self._grid.slot_groups or 1)
-            # all prefixes may be in one group
-            max_slots = min(max_slots, max(1, of_group - num_held))
-            max_slots = min(max_slots, max_samples(self._grid, request.prompt_length, num_held))
+        num_held = self._prefixes.max_slots
+        of_group = len(self.slots) // (self._grid.slot_groups or 1)
+        # all prefixes may be in one group
+        max_slots = min(len(self.slots) - num_held, max(1, of_group - num_held))
+        max_slots = min(max_slots, max_samples(self._grid, request.prompt_length, num_held))
         for first in range(0, request.num_sequences, max_slots):
             num_slots = min(max_slots, request.num_sequences - first)
             self._add(Prompt(request, num_slots, first, base=base))
@@ -212,7 +205,7 @@ class Scheduler:
         for prompt in batch:
             rows += self._next_pieces(queue, prompt, queue.bucket.batch - len(rows))
         entries = 0
-        if self._grid.is_packed:
+        if self._grid.chunks:
             entries = sum(self._grid.whole_pages(row.start + row.count) for row in rows)
         self._next_prefill = PrefillAction(queue.bucket, queue.is_scored, tuple(rows), entries)
         return self.next_action()
@@ -229,8 +222,8 @@ class Scheduler:
         return decode
 
     def _largest_pieces(self) -> tuple[PromptQueue, list[Prompt]]:
-        """A batch of started prompts: of the largest pieces, those in the shortest span."""
-        queue = min(self._started, key=lambda q: (-q.bucket.tokens, q.bucket.length))
+        """A batch of started prompts with the largest pieces."""
+        queue = max(self._started, key=lambda q: q.bucket.tokens)
         return queue, self._started_batch(queue)
 
     def _started_batch(self, queue: PromptQueue) -> list[Prompt]:
@@ -255,7 +248,7 @@ class Scheduler:
         urgent = {
             queue: batch
             for queue, batch in batches.items()
-            if self._is_full(queue, batch) or self._idle.has_many(batch[0])
+            if self._is_full(queue, batch) or self._idle.has_many
         }
         if urgent:
             return None if self._must_decode else min(urgent.items(), key=_number_of_oldest)
@@ -283,26 +276,23 @@ class Scheduler:
         is_ready = not oldest.num_slots or oldest.prefix is not None
         if not self.slots.has_live or is_ready or self._cannot_fill(queue, batch):
             return self._must_decode
-        return self._batches_since_decode > 0 or not self._idle.has_enough(oldest)
+        return self._batches_since_decode > 0 or not self._idle.has_enough
 
     def _cannot_fill(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
         """Whether no other waiting prompt can fill the batch, and no more requests are submitted.
 
         Buckets of chunks can be filled by started prompts that reach them later, except those of
-        the largest chunk in a packed grid, which has one span.
+        the largest chunk.
         """
         is_first = queue.bucket.is_whole or (
-            self._grid.is_packed
-            and queue.bucket.tokens == self._grid.chunks[-1]
-            and not self._prefixes.num_blocked
+            queue.bucket.tokens == self._grid.chunks[-1] and not self._prefixes.num_blocked
         )
         return is_first and self.wants_more and set(batch).issuperset(self._waiting.by_age(queue))
 
     def _oldest_that_waits(self, room: PageRoom) -> tuple[Prompt | None, list[int]]:
         """The oldest waiting prompt that can start, if any, and the slots left to take.
 
-        Slots that older prompts wait for, because too few of them are free, are left out. So are
-        all slots if an older prompt waits for pages.
+        No slot is left if an older prompt waits for slots or pages.
         """
         free = self.slots.free
         for head in sorted(self._waiting.heads, key=number_of):
@@ -319,11 +309,7 @@ class Scheduler:
         """
         batch = self._started_batch(queue)
         num_left = queue.bucket.batch - sum(num_rows(self._grid, prompt) for prompt in batch)
-
-        def has_slot(capacity: int) -> bool:
-            return capacity == NO_SLOT or self.slots.first_usable(capacity, free) < len(free)
-
-        for prompt in self._waiting.by_age(queue, has_slot):
+        for prompt in self._waiting.by_age(queue, lambda: bool(free)):
             if num_left <= 0 or prompt.request.number > last:
                 break
             if (slots := room.slots_for(prompt, free)) is not None:
@@ -368,10 +354,7 @@ class Scheduler:
             prompt.length += count
         if prompt.length < prompt.end:
             started = self._started.setdefault(PromptQueue.of(self._grid, prompt), [])
-            index = len(started)
-            if self._grid.is_packed:
-                index = bisect_right(started, number_of(prompt), key=number_of)
-            started.insert(index, prompt)
+            started.insert(bisect_right(started, number_of(prompt), key=number_of), prompt)
         elif is_of_prefix:
             self._prefixes.complete(prompt)
         else:

@@ -18,7 +18,7 @@ the same; every row is in the order exactly once.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,11 +66,10 @@ class SharedPrefix:
         return path[::-1]
 
 
-def max_held_slots(grid: BucketGrid, longest_row: int) -> int:
-    """The maximum number of slots that hold prefixes, for rows up to a total length."""
-    num_usable = sum(grid.slot_capacity(s) >= longest_row for s in range(grid.decode_slots))
-    # at least one slot that holds the longest row must be left for rows, and pages for one row
-    num_left = num_usable - 1
+def max_held_slots(grid: BucketGrid) -> int:
+    """The maximum number of slots that hold prefixes."""
+    # at least one slot must be left for rows, and pages for one row
+    num_left = grid.decode_slots - 1
     if grid.pages is not None:
         of_group = grid.pages // (grid.slot_groups or 1)
         num_left = min(num_left, of_group // grid.num_pages(grid.max_length) - 1)
@@ -107,7 +106,7 @@ def plan_submission(
       grid: The grid; without one, nothing is shared.
       shares: Whether rows may share prefixes.
     """
-    order, planned = submission_order(lengths, grid), list[PlannedPrefix | None]()
+    order, planned = submission_order(lengths), list[PlannedPrefix | None]()
     if grid is not None and grid.prefixes is not None:
         prompt_lengths = np.array([prompt_length for prompt_length, _ in lengths], np.int64)
         planned = prefixes_of_rows(table, prompt_lengths, grid.prefixes)
@@ -121,8 +120,7 @@ def plan_submission(
     without_prefixes = submission(order, [None] * len(order))
     if grid is None or not grid.chunks or not (shares and table.shares):
         return without_prefixes
-    longest = max(min(grid.max_total_length(*lengths[row]), grid.max_length) for row in order)
-    if (max_slots := max_held_slots(grid, longest)) < 1:
+    if (max_slots := max_held_slots(grid)) < 1:
         return without_prefixes
     root, nodes = prefix_tree(grid, [prompt_length for prompt_length, _ in lengths], table)
     count_slots(nodes)
@@ -200,26 +198,10 @@ def _nodes_of(nodes: Sequence[PrefixNode], tops: set[PrefixNode]) -> list[Prefix
     return [node for node in nodes if node in chosen]
 
 
-def submission_order(rows: Sequence[RowLengths], grid: BucketGrid | None = None) -> list[int]:
-    """Indices of rows, longest maximum length first; rows without a limit count as the longest.
-
-    If the grid has slots of several capacities, the rows for each capacity are spread evenly over
-    the job, so that neither long nor short slots run out of rows before its end.
-    """
+def submission_order(rows: Sequence[RowLengths]) -> list[int]:
+    """Indices of rows, longest maximum length first; rows without a limit count as the longest."""
     limits = [math.inf if limit is None else length + limit for length, limit in rows]
-    longest_first = sorted(range(len(rows)), key=lambda row: -limits[row])
-    if grid is None or grid.span_slots is None:
-        return longest_first
-    rows_by_capacity: dict[int, list[int]] = defaultdict(list)
-    for row in longest_first:
-        max_total_length = min(grid.max_total_length(*rows[row]), grid.max_length)
-        rows_by_capacity[grid.capacity_for(max_total_length)].append(row)
-    position = {
-        row: (number + 0.5) / len(equal_rows)
-        for equal_rows in rows_by_capacity.values()
-        for number, row in enumerate(equal_rows)
-    }
-    return sorted(longest_first, key=position.__getitem__)
+    return sorted(range(len(rows)), key=lambda row: -limits[row])
 
 
 def keep_best(root: PrefixNode, nodes: Sequence[PrefixNode], max_slots: int) -> list[PrefixNode]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...compile.graphs.graph_kinds import FORK, GraphKey
+from ...compile.graphs.graph_kinds import DECODE, FORK, GraphKey
 from ...compile.grids.bucket_grid import BucketGrid
 from ...modelzoo.attention.shared_pages import SlotPages
 from ...modelzoo.sampling import SamplingState
@@ -148,7 +148,7 @@ class SlotCalls:
             case DecodeAction() as action:
                 num_known = sum(results.num_known.values())
                 metrics.count_decode(
-                    action.span,
+                    self._grid.max_length,
                     # the device's loop ends early when no sequence emits any more
                     steps=int(results.num_emitted_B.max()),
                     emitted=int(results.num_emitted_B.sum()) - num_known,
@@ -253,19 +253,18 @@ class SlotCalls:
     ) -> GraphCall:
         """Copy a slot, with the sampling parameters of a sequence if it has one.
 
-        In a grid with pages, the given pages are copied too, at most as many as a row may have.
+        The given pages are copied too, at most as many as a row may have.
         """
+        assert self._pool is not None
         sampling = greedy_sampling(self._padded_vocab, self._grid)
         if sequence is not None:
             sampling = self._sampling_of(sequence)
         self._unclean.discard(slot)
-        pages: tuple[np.ndarray, ...] = ()
-        if self._pool is not None:
-            pages_N2 = np.full((self._pool.table.shape[1], 2), self._pool.no_page, np.int32)
-            if copied_pages:
-                pages_N2[: len(copied_pages)] = copied_pages
-            pages = pages_N2[:, 0], pages_N2[:, 1]
-        return GraphCall(FORK, (np.int32(source), np.int32(slot), sampling, *pages))
+        pages_N2 = np.full((self._pool.table.shape[1], 2), self._pool.no_page, np.int32)
+        if copied_pages:
+            pages_N2[: len(copied_pages)] = copied_pages
+        slots = np.int32(source), np.int32(slot)
+        return GraphCall(FORK, (*slots, sampling, pages_N2[:, 0], pages_N2[:, 1]))
 
     def _decode(self, action: DecodeAction) -> list[GraphCall]:
         for slot in action.given_back:
@@ -273,12 +272,12 @@ class SlotCalls:
         is_live_B = np.zeros(self._grid.decode_slots, bool)
         is_live_B[list(action.slots)] = True
         tables = () if self._structures is None else (self._structures,)
-        arguments = (is_live_B,)
-        if (pool := self._pool) is not None:
-            page_BN = np.where(is_live_B[:, None], pool.table, pool.no_page)
-            shared = pack_shared(action.groups, pool.table, self._grid)
-            arguments = is_live_B, SlotPages._make((page_BN, shared))
-        decode = GraphCall(GraphKey("decode", action.span), arguments, tables)
+        pool = self._pool
+        assert pool is not None
+        page_BN = np.where(is_live_B[:, None], pool.table, pool.no_page)
+        shared = pack_shared(action.groups, pool.table, self._grid)
+        arguments = is_live_B, SlotPages._make((page_BN, shared))
+        decode = GraphCall(DECODE, arguments, tables)
         return [*self._clear_pages(), decode]
 
     def _leave_out_known(self, results: CallResults) -> None:

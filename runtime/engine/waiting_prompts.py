@@ -19,9 +19,6 @@ from .actions import ScheduledRequest
 from .page_pool import CopiedPage
 from .shared_prefixes import SharedPrefix
 
-NO_SLOT = 0
-"""The needed slot capacity of prompts that take no slot: prompts that are scored in one piece."""
-
 
 @dataclass(eq=False)
 class Prompt:
@@ -45,7 +42,7 @@ class Prompt:
     num_known: int | None = None
     """For a sequence that gave its slot back, the tokens that it emitted before; else None."""
     copied_pages: list[list[CopiedPage]] = field(default_factory=list)
-    """The pages to copy to each of its slots but the first, in a grid with pages."""
+    """The pages to copy to each of its slots but the first."""
 
     @property
     def generates(self) -> bool:
@@ -56,13 +53,6 @@ class Prompt:
     def end(self) -> int:
         """The length at which its pieces end."""
         return self.request.prompt_length if self.prefix is None else self.prefix.length
-
-    @property
-    def max_total_length(self) -> int:
-        """The length that its slots must hold."""
-        if self.prefix is None:
-            return self.request.max_total_length
-        return self.prefix.max_length
 
 
 number_of = attrgetter("request.number")
@@ -89,11 +79,11 @@ class PromptQueue(NamedTuple):
 
 
 class WaitingPrompts:
-    """The prompts by queue, and in a queue by the slot capacity that they need (a lane)."""
+    """The prompts by queue, and in a queue those that need slots and the others (a lane each)."""
 
     def __init__(self, grid: BucketGrid):
         self._grid = grid
-        self._lanes: dict[PromptQueue, dict[int, deque[Prompt]]] = {}
+        self._lanes: dict[PromptQueue, dict[bool, deque[Prompt]]] = {}
         self.count = 0
         """The number of prompts."""
 
@@ -108,22 +98,19 @@ class WaitingPrompts:
         return (lane[0] for lanes in self._lanes.values() for lane in lanes.values())
 
     def by_age(
-        self, queue: PromptQueue, has_slot: Callable[[int], bool] = lambda capacity: True
+        self, queue: PromptQueue, has_slot: Callable[[], bool] = lambda: True
     ) -> Iterator[Prompt]:
-        """The prompts of a queue, oldest first.
-
-        A lane ends as soon as `has_slot` is false for the slot capacity that its prompts need.
-        """
+        """The prompts of a queue, oldest first; those that need slots while `has_slot` is true."""
         lanes = [
-            takewhile(lambda _, capacity=capacity: has_slot(capacity), lane)
-            for capacity, lane in self._lanes.get(queue, {}).items()
+            takewhile(lambda _: has_slot(), lane) if needs_slot else iter(lane)
+            for needs_slot, lane in self._lanes.get(queue, {}).items()
         ]
-        return iter(lanes[0]) if len(lanes) == 1 else heapq.merge(*lanes, key=number_of)
+        return lanes[0] if len(lanes) == 1 else heapq.merge(*lanes, key=number_of)
 
     def add(self, prompt: Prompt) -> None:
         """Add a prompt to the queue of its next piece."""
         lanes = self._lanes.setdefault(PromptQueue.of(self._grid, prompt), {})
-        lane = lanes.setdefault(self._needed_capacity(prompt), deque())
+        lane = lanes.setdefault(bool(prompt.num_slots), deque())
         if lane and number_of(lane[-1]) > number_of(prompt):
             # it waited for a prefix, and younger prompts did not
             lane.insert(bisect_right(lane, number_of(prompt), key=number_of), prompt)
@@ -133,11 +120,11 @@ class WaitingPrompts:
 
     def remove(self, queue: PromptQueue, prompt: Prompt) -> None:
         """Remove a prompt from its queue."""
-        lanes, capacity = self._lanes[queue], self._needed_capacity(prompt)
+        lanes, needs_slot = self._lanes[queue], bool(prompt.num_slots)
         # not always the head: an earlier copy in this batch may have queued older prompts
-        lanes[capacity].remove(prompt)
-        if not lanes[capacity]:
-            del lanes[capacity]
+        lanes[needs_slot].remove(prompt)
+        if not lanes[needs_slot]:
+            del lanes[needs_slot]
         if not lanes:
             del self._lanes[queue]
         self.count -= 1
@@ -146,7 +133,3 @@ class WaitingPrompts:
         """Remove all prompts."""
         self._lanes.clear()
         self.count = 0
-
-    def _needed_capacity(self, prompt: Prompt) -> int:
-        """The smallest slot capacity of the grid that fits the prompt's sequences."""
-        return self._grid.capacity_for(prompt.max_total_length) if prompt.num_slots else NO_SLOT

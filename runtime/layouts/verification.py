@@ -15,7 +15,7 @@ import numpy as np
 
 from ...compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
 from ...compile.build import build, plan_graphs
-from ...compile.graphs.graph_kinds import GraphKey
+from ...compile.graphs.graph_kinds import DECODE, GraphKey
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults, round_up
 from ...compile.grids.prefill_bucket import PrefillBucket
@@ -98,7 +98,7 @@ class Verification:
         no_tokens_B = np.zeros(NUM_PROMPTS, np.int32)
         yield no_tokens_B, np.asarray(runner.decode_state.logits_BV)[:NUM_PROMPTS, :vocab_size]
         is_live_B = np.arange(grid.decode_slots) < NUM_PROMPTS
-        decode = GraphCall(GraphKey("decode", grid.max_length), (is_live_B, *decode_pages(grid)))
+        decode = GraphCall(DECODE, (is_live_B, decode_pages(grid)))
         for _ in range(NUM_STEPS):
             tokens_B = jax.device_get(runner.call(decode).tokens_BQ)[:NUM_PROMPTS, 0]
             yield tokens_B, np.asarray(runner.decode_state.logits_BV)[:NUM_PROMPTS, :vocab_size]

@@ -19,7 +19,6 @@ from ...compile.hardware.hardware import Hardware
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.cost import Calibration, CallTiming, calibrate
 from ...compile.planning.work import Work
-from ...sharding.call import Call
 from ..console import plural
 from ..devices.machine import describe_machine
 from ..engine.actions import DecodeAction, PrefillAction
@@ -27,7 +26,7 @@ from ..request import Request, SamplingParams
 from ..session import LoadedModel, Session, start
 
 SHORT_PROMPT = 16
-SHORTEST_SPAN = 128
+SHORTEST_ROW = 128
 STEPS_PER_CALL = 8
 CALLS_PER_SHAPE = 4
 
@@ -79,19 +78,20 @@ def measure(
     placement = model.placement
     cache_dtype = placement.cache_dtype(model.dtype)
     work = Work(model.definition, model.dtype, placement.layout, cache_dtype)
-    seconds: dict[Call, list[float]] = defaultdict(list)
+    measured: list[CallTiming] = []
     for trial in trials:
         grid = _grid(trial, max_row_length)
         planned = PlannedModel(model.files.name, model.files.fingerprint())
         numbers = Numbers(model.dtype)
         plan = Plan(model.target.name, planned, numbers, grid, model.placement.layout)
         generator = start(model, plan)
-        for span in grid.graph_spans:
-            _submit(generator, grid, span, model.definition.config.vocab_size)
-            _run(generator, grid, seconds, clock)
+        known: set[PrefillBucket | None] = set()
+        for length in _row_lengths(grid.max_length):
+            prompts = _prompt_lengths(grid, length)
+            _submit(generator, prompts, model.definition.config.vocab_size)
+            measured += _run(generator, grid, prompts, clock, known)
         kind = "whole prompts" if trial.chunk is None else f"chunks of {trial.chunk}"
         on_trial(f"calibration: {kind}, {plural(trial.slots, 'slot')} timed")
-    measured = [_measured(call, times) for call, times in seconds.items() if len(times) > 1]
     return calibrate(
         work,
         hardware,
@@ -102,59 +102,50 @@ def measure(
     )
 
 
-def _measured(call: Call, seconds: list[float]) -> CallTiming:
-    first, *others = seconds
-    usual = statistics.median(others)
-    steps = STEPS_PER_CALL if call.phase == "decode" else 1
-    return CallTiming(call, usual / steps, first - usual)
+def _row_lengths(max_length: int) -> list[int]:
+    """The lengths of the long rows that are timed, on a grid for rows of up to `max_length`."""
+    return sorted({min(max_length, n) for n in (SHORTEST_ROW, max_length // 2, max_length)})
 
 
 def _grid(trial: Trial, max_row_length: int) -> BucketGrid:
-    """The grid of a trial: spans up to the longest row, and prefill of rows that fill them."""
+    """The grid of a trial, for rows of all lengths that are timed."""
     if trial.chunk is not None:
         # a chunk of at most half the longest row: then whole chunks can hold the rows of _submit
-        return _chunk_grid(trial, min(trial.chunk, max_row_length // 2), max_row_length)
-    spans = sorted(
-        {min(max_row_length, span) for span in (SHORTEST_SPAN, max_row_length // 2, max_row_length)}
-    )
-    lengths = sorted({SHORT_PROMPT, *map(_long_prompt, spans)})
-    prefill = [
+        chunk = min(trial.chunk, max_row_length // 2)
+        batch = min(trial.tokens_per_prefill // chunk, trial.slots)
+        prefill = (PrefillBucket(max_row_length, batch, chunk),)
+        return BucketGrid(max_row_length, prefill, trial.slots, STEPS_PER_CALL)
+    lengths = sorted({SHORT_PROMPT, *map(_long_prompt, _row_lengths(max_row_length))})
+    prefill = tuple(
         PrefillBucket(length, max(1, min(trial.tokens_per_prefill // length, trial.slots)))
         for length in lengths
-    ]
-    return BucketGrid(max_row_length, tuple(prefill), trial.slots, tuple(spans), STEPS_PER_CALL)
-
-
-def _chunk_grid(trial: Trial, chunk: int, max_row_length: int) -> BucketGrid:
-    """The grid of a trial with chunks: spans of whole chunks, at most `max_row_length` long."""
-    spans = sorted(
-        {max(1, span // chunk) * chunk for span in (1, max_row_length // 2, max_row_length)}
     )
-    batch = min(trial.tokens_per_prefill // chunk, trial.slots)
-    prefill = tuple(PrefillBucket(span, batch, chunk) for span in spans)
-    return BucketGrid(spans[-1], prefill, trial.slots, tuple(spans), STEPS_PER_CALL)
+    return BucketGrid(max_row_length, prefill, trial.slots, STEPS_PER_CALL)
 
 
-def _long_prompt(span: int) -> int:
-    """The prompt length of a row whose last decode call reaches the end of a span."""
-    return max(SHORT_PROMPT, span - STEPS_PER_CALL * CALLS_PER_SHAPE)
+def _long_prompt(length: int) -> int:
+    """The prompt length of a row that has a length after its last decode call."""
+    return max(SHORT_PROMPT, length - STEPS_PER_CALL * CALLS_PER_SHAPE)
 
 
-def _submit(generator: Session, grid: BucketGrid, span: int, vocab_size: int) -> None:
-    """Submit a full batch with some rows that are long enough to need the span.
+def _prompt_lengths(grid: BucketGrid, length: int) -> list[int]:
+    """The prompt lengths of a full batch of rows, some of which reach a length.
 
     With chunks all rows are long, so that the prefill batches are full.
     """
-    rng = np.random.default_rng(0)
-    length = _long_prompt(span)
-    num_long = grid.decode_slots
+    prompt, num_long = _long_prompt(length), grid.decode_slots
     if not grid.chunks:
-        num_long = min(CALLS_PER_SHAPE * grid.bucket_of(length).batch, num_long)
-    lengths = [length] * num_long + [SHORT_PROMPT] * (grid.decode_slots - num_long)
+        num_long = min(CALLS_PER_SHAPE * grid.bucket_of(prompt).batch, num_long)
+    return [prompt] * num_long + [SHORT_PROMPT] * (grid.decode_slots - num_long)
+
+
+def _submit(generator: Session, prompt_lengths: Sequence[int], vocab_size: int) -> None:
+    """Submit rows of random tokens."""
+    rng = np.random.default_rng(0)
     params = SamplingParams(
         temperature=0, max_tokens=STEPS_PER_CALL * CALLS_PER_SHAPE, ignore_eos=True
     )
-    for row, prompt_length in enumerate(lengths):
+    for row, prompt_length in enumerate(prompt_lengths):
         prompt = rng.integers(0, vocab_size, prompt_length).tolist()
         generator.submit(Request(str(row), prompt, params))
 
@@ -162,10 +153,16 @@ def _submit(generator: Session, grid: BucketGrid, span: int, vocab_size: int) ->
 def _run(
     generator: Session,
     grid: BucketGrid,
-    seconds: dict[Call, list[float]],
+    prompt_lengths: Sequence[int],
     clock: Callable[[], float],
-) -> None:
-    """Run and time the submitted rows; they decode together, so each decode call runs all steps."""
+    known: set[PrefillBucket | None],
+) -> list[CallTiming]:
+    """Run the submitted rows; return the timings of graphs with several calls.
+
+    The rows decode together, so each decode call runs all steps. The graphs are added to those that
+    have been called before: `known`, by their buckets, with None for decode.
+    """
+    timed: dict[PrefillBucket | None, list[tuple[float, float]]] = defaultdict(list)
     while generator.unfinished:
         started = clock()
         action = generator.dispatch()
@@ -173,7 +170,37 @@ def _run(
         taken = clock() - started
         generator.collect()
         match action:
-            case PrefillAction(bucket=bucket):
-                seconds[bucket.call()].append(taken)
-            case DecodeAction(span=span):
-                seconds[grid.decode_call(span)].append(taken)
+            case PrefillAction(bucket=bucket, read_entries=entries):
+                timed[bucket].append((entries, taken))
+            case DecodeAction():
+                timed[None].append((_entries_of_step(grid, prompt_lengths), taken))
+    timings = [
+        _timing(grid, bucket, calls, is_first=bucket not in known)
+        for bucket, calls in timed.items()
+        if len(calls) > 1
+    ]
+    known.update(timed)
+    return timings
+
+
+def _entries_of_step(grid: BucketGrid, prompt_lengths: Sequence[int]) -> float:
+    """The entries in whole pages that all rows read in a step, on average over all steps."""
+    step_Q1 = np.arange(1, STEPS_PER_CALL * CALLS_PER_SHAPE + 1)[:, None]
+    return float(grid.whole_pages(np.array(prompt_lengths) + step_Q1).sum(axis=1).mean())
+
+
+def _timing(
+    grid: BucketGrid,
+    bucket: PrefillBucket | None,
+    calls: Sequence[tuple[float, float]],
+    *,
+    is_first: bool,
+) -> CallTiming:
+    """The timing of the calls of a prefill graph, or of decode, from their entries and seconds."""
+    entries = sum(read for read, _ in calls) / len(calls)
+    first, *others = (seconds for _, seconds in calls)
+    usual = statistics.median(others)
+    first_call = first - usual if is_first else None
+    if bucket is None:
+        return CallTiming(grid.average_step(entries), usual / STEPS_PER_CALL, first_call)
+    return CallTiming(grid.prefill_call(bucket, entries=entries), usual, first_call)

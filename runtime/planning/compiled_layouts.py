@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from ...compile.abstract_model import AbstractModel
 from ...compile.build import compile_with_text, plan_graphs
 from ...compile.expert_plan import LOSSLESS_EXPERTS, default_experts
-from ...compile.graphs.graph_kinds import GraphKey, call_of, kinds_of
+from ...compile.graphs.graph_kinds import DECODE, GraphKey, call_of, kinds_of
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.plan import Numbers
@@ -149,8 +149,7 @@ def _costliest(layout_plan: PlannedLayout) -> dict[str, GraphKey]:
     bucket = max(grid.prefill, key=lambda bucket: seconds(metrics.prefill, f"{bucket}{suffix}"))
     costliest = {"prefill": GraphKey(kind, bucket)}
     if grid.decode_slots:
-        span = max(grid.graph_spans, key=lambda span: seconds(metrics.decode, span))
-        costliest["decode"] = GraphKey("decode", span)
+        costliest["decode"] = DECODE
     return costliest
 
 

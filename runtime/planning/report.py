@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...compile.graphs.graph_kinds import GraphKey, call_of, kinds_of
+from ...compile.graphs.graph_kinds import DECODE, GraphKey, call_of, kinds_of
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.planning.candidates import num_graphs
@@ -84,19 +84,18 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
         is_scored = call_of(grid, key).is_scored
         name = prefill_name(bucket, is_scored=is_scored)
         use, call = metrics.prefill.get(name, PrefillUse()), None
-        if grid.is_packed and use.calls:
+        if grid.chunks and use.calls:
             read = use.read_entries / use.calls
             call = grid.prefill_call(bucket, is_scored=is_scored, entries=read)
         figures = _graph(f"prefill {name}", use, use.calls, use.real_tokens)
         entries.append(figures | _estimate(prediction, key, call))
-    for span in grid.graph_spans:
-        use, key = metrics.decode.get(str(span), DecodeUse()), GraphKey("decode", span)
-        figures = _graph(str(key), use, use.steps, use.emitted_tokens)
+    if grid.decode_slots:
+        use, step = metrics.decode.get(str(grid.max_length), DecodeUse()), None
+        figures = _graph(str(DECODE), use, use.steps, use.emitted_tokens)
         figures["seconds_beside_steps"] = use.calls * cost.decode_call_seconds()
-        step = None
-        if grid.pages is not None and use.steps:
+        if use.steps:
             step = grid.average_step(use.read_entries / use.steps, use.seen_entries / use.steps)
-        entries.append(figures | _estimate(prediction, key, step))
+        entries.append(figures | _estimate(prediction, DECODE, step))
     return entries
 
 
@@ -235,8 +234,7 @@ def _padding(grid: BucketGrid) -> str:
         return "A prompt is padded to the next line on its right."
     return (
         f"A prompt is prefilled in chunks of {' and '.join(map(str, grid.chunks))} tokens, and "
-        f"padded by at most {grid.chunks[0] - 1}; a chunk reads as much of its slot as the next "
-        f"line on its right says."
+        f"padded by at most {grid.chunks[0] - 1}."
     )
 
 
@@ -280,8 +278,6 @@ def _figures(simulated: "SimulatedGrid") -> dict[str, Any]:
         "prefill": table["prefill"],
         "chunk": table["chunk"],
         "decode_slots": simulated.grid.decode_slots,
-        "decode_spans": list(simulated.grid.decode_spans),
-        "decode_graphs": list(simulated.grid.graph_spans),
         "pages": simulated.grid.pages,
         "page": simulated.grid.page,
         "graphs": num_graphs(simulated.grid),

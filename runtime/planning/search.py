@@ -173,12 +173,12 @@ def _properties(grid: BucketGrid) -> tuple[object, ...]:
     """The properties by which grids are similar."""
     batches = tuple(bucket.batch for bucket in grid.prefill)
     chunks = tuple(grid.chunks) or (None,)
-    return grid.decode_slots, grid.decode_spans, len(chunks), chunks[0], chunks[-1], batches
+    return grid.decode_slots, grid.max_length, len(chunks), chunks[0], chunks[-1], batches
 
 
 def has_larger_calls(grid: BucketGrid, other: BucketGrid) -> bool:
     """Whether a grid has the prefill shapes of another grid, in calls that are no smaller."""
-    is_alike = (grid.decode_slots, grid.decode_spans) == (other.decode_slots, other.decode_spans)
+    is_alike = (grid.decode_slots, grid.max_length) == (other.decode_slots, other.max_length)
     shapes = [[(bucket.length, bucket.tokens) for bucket in g.prefill] for g in (grid, other)]
     if not is_alike or shapes[0] != shapes[1]:
         return False

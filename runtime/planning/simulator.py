@@ -10,7 +10,7 @@ and the length limit end a sequence at their step, on the device. The host finds
 the call, so a row that ends at a stop string runs to the end of the call.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -105,9 +105,9 @@ class Count(NamedTuple):
     seen: int = 0
 
 
-Counts = dict[str | int, Count]
-"""Counts by name for a prefill graph, whose calls have one step, and by the length of the longest
-row for decode calls."""
+Counts = dict[str | None, Count]
+"""Counts by name for a prefill graph, whose calls have one step, and those of decode calls by None.
+"""
 
 
 class Held(NamedTuple):
@@ -115,7 +115,7 @@ class Held(NamedTuple):
 
     slots: int = 0
     pages: int = 0
-    """0 in a grid without pages."""
+    """0 in a grid without slots."""
     waiting: int = 0
     """The rows that wait for pages in their slots."""
 
@@ -126,8 +126,8 @@ NOTHING_HELD = Held()
 class SimulatedCall(NamedTuple):
     """One call of a schedule."""
 
-    graph: str | int
-    """The name of a prefill graph; for decode, the length of the longest row after the call."""
+    graph: str | None
+    """The name of a prefill graph; None for decode."""
     steps: int
     """1 for a prefill call."""
     entries: ReadEntries
@@ -143,8 +143,8 @@ class Schedule:
     """All counters except those of decode calls."""
     prefill_calls: dict[str, Call] = field(default_factory=dict)
     """The shape of each prefill graph, by its name in `metrics`."""
-    decode: dict[int, DecodeUse] = field(default_factory=lambda: defaultdict(DecodeUse))
-    """The counters of decode calls, by the length that the longest row has after the call."""
+    decode: DecodeUse = field(default_factory=DecodeUse)
+    """The counters of decode calls."""
     counts_before_tail: Counts = field(default_factory=dict)
     """The calls and steps until no row waits."""
     calls: list[SimulatedCall] = field(default_factory=list)
@@ -154,29 +154,29 @@ class Schedule:
 
     @property
     def counts(self) -> Counts:
-        """The counts of each prefill graph, and of the decode calls of each length."""
-        prefill = {
+        """The counts of each prefill graph, and of decode calls if there are any."""
+        counts: Counts = {
             name: Count(use.calls, use.calls, use.read_entries, use.read_entries)
             for name, use in self.metrics.prefill.items()
         }
-        return prefill | {
-            length: Count(use.calls, use.steps, use.read_entries, use.seen_entries)
-            for length, use in self.decode.items()
-        }
+        if (use := self.decode).calls:
+            counts[None] = Count(use.calls, use.steps, use.read_entries, use.seen_entries)
+        return counts
 
     def priced(self, grid: BucketGrid, cost: CostModel | None) -> Simulation:
         """The schedule with seconds.
 
         Args:
-          grid: The grid of the schedule, or one that differs from it in decode graphs alone.
+          grid: The grid of the schedule.
           cost: Gives the seconds of calls; without it all calls take 0 seconds.
         """
         metrics = self.metrics.scaled(1)
-        for length, use in self.decode.items():
-            metrics.decode[str(grid.span_of(length))].add(use)
         seconds = self._seconds(self.counts, grid, cost)
-        for name, use in (metrics.prefill | metrics.decode).items():
+        for name, use in metrics.prefill.items():
             use.seconds = seconds[name]
+        if self.decode.calls:
+            metrics.decode[str(grid.max_length)].add(self.decode)
+            metrics.decode[str(grid.max_length)].seconds = seconds[None]
         before_tail = sum(self._seconds(self.counts_before_tail, grid, cost).values())
         return Simulation(metrics, sum(seconds.values()) - before_tail, self)
 
@@ -184,44 +184,32 @@ class Schedule:
         """The seconds of each of `calls`; those of a graph's first call include its extra seconds.
 
         The arguments are those of `priced`. It prices all calls of a graph at their average number
-        of entries, so the sums may differ a little in a grid with pages.
+        of entries, so the sums may differ a little.
         """
         seconds, known = [], set()
         for call in self.calls:
-            span = grid.span_of(call.graph) if isinstance(call.graph, int) else None
             count = Count(1, call.steps, *call.entries)
-            shape = self._shape(str(call.graph), span, count, grid)
-            graph = call.graph if span is None else span
-            first_call = 0.0 if graph in known else cost.first_call_seconds(shape)
-            known.add(graph)
+            shape = self._shape(call.graph, count, grid)
+            first_call = 0.0 if call.graph in known else cost.first_call_seconds(shape)
+            known.add(call.graph)
             seconds.append(first_call + _seconds_of(shape, count, cost))
         return seconds
 
     def _seconds(
         self, counts: Counts, grid: BucketGrid, cost: CostModel | None
-    ) -> dict[str, float]:
+    ) -> dict[str | None, float]:
         """Seconds of these calls and steps, first calls included, by name of the graph."""
-        by_graph: dict[tuple[str, int | None], Count] = {}
-        for key, count in counts.items():
-            span = grid.span_of(key) if isinstance(key, int) else None
-            graph = str(key if span is None else span), span
-            by_graph[graph] = Count(
-                *map(sum, zip(by_graph.get(graph, Count()), count, strict=True))
-            )
-        seconds: dict[str, float] = {}
-        for (name, span), count in by_graph.items():
-            if cost is None:
-                seconds[name] = 0.0
-                continue
-            call = self._shape(name, span, count, grid)
-            seconds[name] = cost.first_call_seconds(call) + _seconds_of(call, count, cost)
-        return seconds
+        if cost is None:
+            return dict.fromkeys(counts, 0.0)
+        shapes = {name: self._shape(name, count, grid) for name, count in counts.items()}
+        return {
+            name: cost.first_call_seconds(call) + _seconds_of(call, counts[name], cost)
+            for name, call in shapes.items()
+        }
 
-    def _shape(self, name: str, span: int | None, count: Count, grid: BucketGrid) -> Call:
-        """The average shape of calls of a prefill graph, or of the steps of a span."""
-        if span is not None and grid.pages is None:
-            return grid.decode_call(span)
-        if span is not None:
+    def _shape(self, name: str | None, count: Count, grid: BucketGrid) -> Call:
+        """The average shape of calls of a prefill graph, or of the steps of decode."""
+        if name is None:
             return grid.average_step(count.read / count.steps, count.seen / count.steps)
         call = self.prefill_calls[name]
         return call if call.entries is None else replace(call, entries=count.read / count.calls)
@@ -341,9 +329,9 @@ class _Run:
         num_known = int(known_B.sum())
         entries = self.scheduler.slots.read_entries(slots, emitted_B, action.groups)
         self._result.calls.append(
-            SimulatedCall(action.length, run_steps, entries, self._held(action.num_waiting))
+            SimulatedCall(None, run_steps, entries, self._held(action.num_waiting))
         )
-        self._result.decode[action.length].add(
+        self._result.decode.add(
             DecodeUse(
                 calls=1,
                 steps=run_steps,

@@ -34,7 +34,7 @@ class Timeline:
         held = [*(call.held for call in schedule.calls), schedule.held_at_end]
         slots_T, pages_T, waiting_T = np.array(held).T
         end_T = np.concatenate([[0.0], np.cumsum(seconds_C)])
-        is_decode_C = np.array([isinstance(call.graph, int) for call in schedule.calls], bool)
+        is_decode_C = np.array([call.graph is None for call in schedule.calls], bool)
         return cls(end_T, is_decode_C, slots_T, pages_T, waiting_T)
 
     def share_of_decode(self, edge_N: np.ndarray) -> np.ndarray:
