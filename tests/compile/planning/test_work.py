@@ -28,7 +28,7 @@ def part(work: Work, call: Call, name: str):
 
 @pytest.mark.parametrize("config", [PLAIN, CONFIG], ids=["plain", "windows"])
 def test_operations_are_near_those_that_the_compiler_counts(config):
-    """One slot has one page, as the compiler counts the turns of a loop over slots or pages once."""
+    """One slot has one page, as the compiler counts loops over slots or pages as one turn."""
     grid = BucketGrid(64, ((32, 4),), 1, page=64)
     placement = find_target("cpu").placement()
     work, kinds = work_of(config), {"prefill", "decode"}
