@@ -38,7 +38,6 @@ CHUNKS = BucketGrid(
 PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), CHUNKS)
 WHOLE = BucketGrid(32, ((8, 2), (32, 2)), 4, page=8, steps_per_call=4)
 LONGER = BucketGrid(48, WHOLE.prefill, 4, pages=16, page=8, steps_per_call=4)
-SPANS = replace(PLAN, buckets=BucketGrid(32, ((16, 2, 8), (32, 2, 8)), 4, (16, 32), 4))
 SHARED = PrefixGrid(groups=2, rows=3, length=16, shared=((9, "0" * 16),))
 FORMS = StructuredGrid(10, 5, 4, 8, 6, ("sha256:" + "a" * 64,))
 MESH = {"name": "two", "mesh": {"tensor": 2}, "rules": {"mlp": "tensor", "vocab": "tensor"}}
@@ -74,15 +73,12 @@ CHANGES = {
     "model.source": (PLAN, replace(PLAN, model=PlannedModel("other", "sha256:1")), set()),
     "max_length_reason": (PLAN, replace(PLAN, max_length_reason="x"), set()),
     "chunks_per_decode": (PLAN, buckets(PLAN, chunks_per_decode=9), set()),
-    "decode_graphs": (SPANS, buckets(SPANS, decode_graphs=(32,)), set()),
     "score": (PLAN, buckets(PLAN, score=False), set()),
     "slot_groups": (PLAN, buckets(PLAN, slot_groups=2), set()),
     "a short bucket": (EXPERTS, buckets(EXPERTS, prefill=WHOLE.prefill[1:]), set()),
     "a long bucket": (EXPERTS, buckets(EXPERTS, prefill=WHOLE.prefill[:1]), set()),
-    "the longest span of chunks": (SPANS, buckets(SPANS, prefill=((16, 2, 8),)), PROMPTS),
     "steps_per_call": (PLAN, buckets(PLAN, steps_per_call=5), {"decode"}),
     "decode_slots": (EXPERTS, buckets(EXPERTS, decode_slots=6), EVERY),
-    "span_slots": (SPANS, buckets(SPANS, span_slots=(4, 1)), EVERY),
     "max_length": (EXPERTS, replace(EXPERTS, buckets=LONGER), EVERY),
     "pages": (PLAN, buckets(PLAN, pages=17), EVERY),
     "page": (PLAN, buckets(PLAN, page=16), EVERY),
@@ -155,7 +151,7 @@ def test_a_key_belongs_to_the_kinds_whose_programs_read_it(plan, other, kinds):
 NO_PROGRAM = {
     "schema", "max_length_reason", "evidence", "layout", "max_replicated", "model.source",
     "model.fingerprint", "buckets.score", "buckets.embed", "buckets.chunks_per_decode",
-    "buckets.slot_groups", "buckets.decode_graphs", "prefixes.shared", "experts.overflow",
+    "buckets.slot_groups", "prefixes.shared", "experts.overflow",
 }  # fmt: skip
 """The keys that decide which graphs there are, what the host does, or nothing."""
 

@@ -12,11 +12,11 @@ COMPILED = {
     "layout": "weight-stationary-1d (tensor=8)",
     "prefill": [[512, 4]],
     "decode_slots": 64,
-    "decode_spans": [1536],
+    "max_length": 1536,
     "weight_bytes": 2e9,
     "cache_bytes": 6e9,
     "device_bytes": 16e9,
-    "graphs": {"decode span 1536": STEP, "prefill 512x4": PROMPTS},
+    "graphs": {"decode": STEP, "prefill 512x4": PROMPTS},
     "is_done": True,
 }
 

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,7 +16,7 @@ from noria.compile.grids.grid_values import window_pages
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 
-GRID = BucketGrid(max_length=96, prefill=((16, 4), (64, 2)), decode_slots=8, decode_spans=(32, 96))
+GRID = BucketGrid(max_length=96, prefill=((16, 4), (64, 2)), decode_slots=8, page=16)
 ONE = PrefixGrid(1, 8, 16, (PlannedPrefix(20, "0" * 16),))
 
 
@@ -40,44 +41,18 @@ def test_without_max_tokens_the_limit_is_the_plans_length():
     assert GRID.max_total_length(10, 5) == 15
 
 
-def test_the_first_slots_of_each_group_reach_the_furthest():
-    grid = replace(GRID, decode_spans=(32, 64, 96), span_slots=(8, 4, 2), slot_groups=2)
-    assert [grid.slot_capacity(slot) for slot in range(8)] == [96, 64, 32, 32, 96, 64, 32, 32]
-    assert [grid.capacity_for(length) for length in (1, 32, 33, 64, 65)] == [32, 32, 64, 64, 96]
-    assert [grid.segments(span) for span in grid.decode_spans] == [
-        ((8, 32),),
-        ((8, 32), (4, 64)),
-        ((8, 32), (4, 64), (2, 96)),
-    ]
-    assert {GRID.slot_capacity(slot) for slot in range(8)} == {96}
-    assert GRID.segments(96) == ((8, 96),)
-
-
-@pytest.mark.parametrize(("length", "span"), [(1, 32), (32, 32), (33, 96), (96, 96)])
-def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
-    assert GRID.span_of(length) == span
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"prefill": ()}, "buckets.prefill lengths: expected growing"),
-        ({"pages": 8}, "buckets.page: expected a number beside buckets.pages, got none"),
-        ({"page": 8}, "buckets.pages: expected a number beside buckets.page, got none"),
-        ({"pages": 20, "page": 24}, "buckets.page: expected a power of two, got 24"),
-        (
-            {"pages": 20, "page": 16},
-            r"buckets.decode_spans: with buckets.pages, .* expected \[96\], got \(32, 96\)",
-        ),
-        (
-            {"pages": 5, "page": 16, "decode_spans": (96,)},
-            r"buckets.pages: expected at least 6, as a row of max_length \(96\) takes 6",
-        ),
+        ({"page": 24}, "buckets.page: expected a power of two, got 24"),
+        ({"pages": 5}, r"pages: expected at least 6, as a row of max_length \(96\) takes 6"),
+        ({"pages": 10, "slot_groups": 2}, r"at least 12, .* 6 pages of 16 in each of 2 buckets"),
+        ({"pages": 49, "slot_groups": 2}, r"pages: expected a multiple .*groups \(2\), .* got 49"),
+        ({"slot_groups": 3}, r"decode_slots: expected a multiple .*groups \(3\), .* got 8"),
+        ({"slot_groups": 0}, "slot_groups: expected a positive integer"),
         (
             {
-                "pages": 16,
-                "page": 16,
-                "decode_spans": (96,),
                 "slot_groups": 2,
                 "prefixes": ONE,
                 "prefill": ((96, 2),),
@@ -85,40 +60,16 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
             },
             r"prefixes.groups: expected a multiple of buckets.slot_groups \(2\), .* got 1",
         ),
-        (
-            {"pages": 8, "page": 16, "decode_slots": 0, "decode_spans": (), "score": True},
-            "buckets.pages: with buckets.decode_slots = 0",
-        ),
+        ({"decode_slots": 0, "score": True}, "buckets.pages: with buckets.decode_slots = 0"),
+        ({"decode_slots": 0, "score": True, "pages": None}, "buckets.pages?: .* got "),
         ({"prefill": ((64, 2), (16, 4))}, "buckets.prefill lengths: expected growing"),
         ({"prefill": ((16, 0),)}, "batch of length 16: expected a positive integer, got 0"),
         ({"prefill": ((128, 1),)}, r"lengths of at most max_length \(96\), got 128"),
-        ({"decode_spans": (32, 64)}, r"last span to be max_length \(96\), got 64"),
-        ({"decode_spans": (32, 32, 96)}, "buckets.decode_spans: expected growing"),
-        ({"decode_spans": (2**31,)}, "expected growing positive integers up to 2147483647, got"),
-        (
-            {"decode_slots": 0},
-            r"decode_spans: with buckets.decode_slots = 0, .* expected \[\]; got",
-        ),
         ({"decode_slots": False}, "buckets.decode_slots: expected a positive integer, got False"),
         ({"decode_slots": True}, "buckets.decode_slots: expected a positive integer, got True"),
         ({"prefill": 7}, "buckets.prefill: expected a list, got 7"),
         ({"prefill": (16, 4)}, "buckets.prefill: expected pairs of length and batch, got 16"),
         ({"prefill": ((16, 4, 1),)}, r"pairs of length and batch, got \(16, 4, 1\)"),
-        ({"decode_spans": 96}, "buckets.decode_spans: expected a list, got 96"),
-        ({"span_slots": (8,)}, "buckets.span_slots: expected one number of slots for each of"),
-        ({"span_slots": (8, 9)}, r"falling from decode_slots \(8\), got \[8, 9\]"),
-        ({"span_slots": (7, 2)}, r"falling from decode_slots \(8\), got \[7, 2\]"),
-        ({"span_slots": (8, 0)}, r"falling from decode_slots \(8\), got \[8, 0\]"),
-        ({"slot_groups": 2}, "buckets.slot_groups: expected none without buckets.span_slots"),
-        (
-            {"span_slots": (8, 3), "slot_groups": 2},
-            r"multiples of buckets.slot_groups \(2\), got \[3\]",
-        ),
-        ({"span_slots": (8, 2), "slot_groups": 0}, "slot_groups: expected a positive integer"),
-        ({"decode_graphs": 96}, "buckets.decode_graphs: expected a list, got 96"),
-        ({"decode_graphs": ()}, "buckets.decode_graphs: expected growing positive integers"),
-        ({"decode_graphs": (32,)}, r"some of decode_spans \[32, 96\], the last .* got \[32\]"),
-        ({"decode_graphs": (64, 96)}, r"some of decode_spans \[32, 96\], .* got \[64, 96\]"),
         ({"score": 1}, "buckets.score: expected true or false, got 1"),
         ({"steps_per_call": -1}, "buckets.steps_per_call: expected a positive integer, got -1"),
         ({"steps_per_call": 2**31}, "buckets.steps_per_call: expected at most 2147483647, got 214"),
@@ -132,30 +83,20 @@ def test_a_grid_that_makes_no_sense_is_refused_by_key(change, message):
         BucketGrid.from_table(GRID.to_table() | change)
 
 
-def test_rows_decode_in_the_shortest_span_that_has_a_graph():
-    grid = replace(GRID, decode_graphs=(96,))
-    assert BucketGrid.from_table(grid.to_table()) == grid
-    assert GRID.graph_spans == GRID.decode_spans == grid.decode_spans == (32, 96)
-    assert [one.span_of(20) for one in (GRID, grid)] == [32, 96]
-    assert [one.num_segments(20) for one in (GRID, grid)] == [1, 1]
-
-
-def test_a_grid_without_spans_has_pages_for_all_slots():
+def test_a_grid_has_pages_of_64_for_all_slots_by_default():
     grid = BucketGrid(max_length=96, prefill=((16, 4),), decode_slots=8)
-    assert (grid.pages, grid.page, grid.decode_spans) == (16, 64, (96,))
+    assert (grid.pages, grid.page) == (16, 64)
+    assert GRID.pages == 8 * 6
     assert replace(grid, page=32, pages=9).pages == 9
-    table = grid.to_table()
-    assert table["decode_spans"] is None
-    assert BucketGrid.from_table(table) == grid
 
 
-SCORING = replace(GRID, decode_slots=0, decode_spans=(), score=True)
+SCORING = BucketGrid(96, GRID.prefill, decode_slots=0, score=True)
 
 
 def test_a_grid_without_slots_scores_whole_prompts_alone():
     assert BucketGrid.from_table(SCORING.to_table()) == SCORING
     assert SCORING.fit(17, 0) == PrefillBucket(64, 2)
-    assert SCORING.segments(96) == ()
+    assert SCORING.pages is None
     for max_tokens in (None, 1):
         with pytest.raises(NoDecodeSlots, match=r"the plan has no decode slots \(.* max_tokens 0"):
             SCORING.fit(17, max_tokens)
@@ -166,11 +107,9 @@ def test_a_grid_without_slots_scores_whole_prompts_alone():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"decode_spans": (96,)}, r"decode_spans: .* expected \[\]; got \(96,\)"),
+        ({"pages": 8, "page": 16}, "pages: .* expected none; got 8"),
         ({"score": False}, "score: .* expected true; got False. Change it, or plan decode slots"),
         ({"chunk": 16}, r"chunk: .* none, as prompts in chunks need a slot; got \(16,\)"),
-        ({"span_slots": (0,)}, r"span_slots: .* expected none; got \(0,\)"),
-        ({"decode_graphs": (96,)}, r"decode_graphs: .* expected none; got \(96,\)"),
     ],
 )
 def test_what_needs_slots_is_refused_without_any(change, message):
@@ -179,30 +118,14 @@ def test_what_needs_slots_is_refused_without_any(change, message):
 
 
 def test_a_graph_has_no_more_positions_than_the_limit():
-    shape = {"max_length": 2**20, "decode_spans": (2**20,), "steps_per_call": 1}
-    replace(GRID, **shape, decode_slots=2**20)
+    grid = partial(BucketGrid, 2**20, GRID.prefill, steps_per_call=1, pages=2**14)
+    grid(decode_slots=2**20)
     with pytest.raises(ValueError, match="decode_slots: expected at most 1048576, got 1048577"):
-        replace(GRID, **shape, decode_slots=2**20 + 1)
+        grid(decode_slots=2**20 + 1)
 
 
-CHUNKS = BucketGrid(
-    max_length=100,
-    prefill=((16, 4, 16), (48, 2, 16)),
-    decode_slots=8,
-    decode_spans=(16, 48, 100),
-)
-TAILS = BucketGrid(
-    max_length=100,
-    prefill=((48, 4, 4), (48, 2, 16), (96, 3, 4), (96, 1, 16)),
-    decode_slots=8,
-    decode_spans=(48, 96, 100),
-)
-
-
-PACKED = BucketGrid(
-    max_length=100, prefill=((100, 9, 4), (100, 2, 16)), decode_slots=8, decode_spans=(100,),
-    pages=14, page=8,
-)  # fmt: skip
+PACKED = BucketGrid(100, ((100, 9, 4), (100, 2, 16)), decode_slots=8, pages=14, page=8)
+ONE_CHUNK = BucketGrid(100, ((100, 4, 16),), decode_slots=8, page=16)
 
 
 @pytest.mark.parametrize("spans", [(48,), (48, 100), (96,)])
@@ -224,7 +147,7 @@ def test_the_pieces_of_a_size_that_follow_each_other_fit_the_same_calls():
     assert [PACKED.num_alike(55, start, 55) for start in (0, 16, 48, 52)] == [3, 2, 2, 1]
     # a shared prefix ends before its prompt
     assert PACKED.num_alike(55, 0, 32) == 2
-    assert {TAILS.num_alike(55, start, 55) for start in (0, 16, 48)} == {1}
+    assert GRID.num_alike(55, 0, 55) == 1
 
 
 @pytest.mark.parametrize("page", [1, 2, 8])
@@ -249,7 +172,7 @@ def test_a_call_has_no_more_tokens_of_a_row_than_the_plan_says():
     [
         (PACKED, 24, r"multiple of the largest buckets.chunk \(16\), .* got 24. Change it"),
         (PACKED, 0, "expected"),
-        (TAILS, 16, "none without buckets.pages, got 16. Leave it out"),
+        (SCORING, 16, "none without buckets.pages, got 16. Leave it out"),
     ],
 )
 def test_tokens_of_a_row_are_whole_chunks_beside_pages(grid, row_tokens, message):
@@ -273,35 +196,21 @@ def test_a_call_reads_the_entries_of_its_pieces():
 
 
 @pytest.mark.parametrize(
-    ("length", "start", "bucket"), [(1, 0, (16, 4)), (16, 0, (16, 4)), (17, 16, (48, 2))]
-)
-def test_a_chunk_goes_to_the_shortest_span_that_holds_its_end(length, start, bucket):
-    assert CHUNKS.bucket_of(length, start) == PrefillBucket(*bucket, 16)
-
-
-@pytest.mark.parametrize(
     ("start", "bucket"),
-    [(0, (48, 2, 16)), (32, (48, 2, 16)), (48, (96, 1, 16)), (64, (96, 3, 4)), (72, (96, 3, 4))],
+    [(0, (100, 2, 16)), (48, (100, 2, 16)), (64, (100, 9, 4)), (72, (100, 9, 4))],
 )
 def test_a_prompt_begins_in_whole_large_chunks_and_ends_in_small_ones(start, bucket):
-    assert TAILS.bucket_of(74, start) == PrefillBucket(*bucket)
-    assert TAILS.bucket_of(16) == PrefillBucket(48, 2, 16)
+    assert PACKED.bucket_of(74, start) == PrefillBucket(*bucket)
+    assert PACKED.bucket_of(16) == PrefillBucket(100, 2, 16)
 
 
 def test_only_the_smallest_chunk_is_padded():
-    assert TAILS.computed_length(74) == 76
-    assert TAILS.fit(95, 5) == PrefillBucket(48, 2, 16)
-    with pytest.raises(NoBucketFits, match="prefill length 100, in whole chunks of 4"):
-        TAILS.fit(97, 1)
-
-
-def test_a_prompt_whose_last_chunk_does_not_fit_is_refused_with_both_numbers():
-    with pytest.raises(NoBucketFits, match=r"prefill length 64, in whole chunks of 16; .*\[16, 48"):
-        CHUNKS.fit(49, 1)
+    assert PACKED.computed_length(74) == 76
+    assert PACKED.fit(95, 5) == PrefillBucket(100, 2, 16)
 
 
 def test_decode_goes_on_between_chunks_by_default():
-    assert CHUNKS.chunks_per_decode == CHUNKS_PER_DECODE
+    assert PACKED.chunks_per_decode == CHUNKS_PER_DECODE
     assert GRID.chunks_per_decode is None
 
 
@@ -313,25 +222,22 @@ def test_decode_goes_on_between_chunks_by_default():
         ({"chunk": []}, r"buckets.chunk: expected growing positive integers, got \[\]"),
         ({"chunk": [16, 8]}, r"buckets.chunk: expected growing positive integers, got \[16, 8\]"),
         ({"chunk": [16, 24]}, r"multiple of the one before, .* \[16, 24\], where \[24\] are"),
-        ({"chunk": [8, 16]}, r"a batch for each of buckets.chunk \[8, 16\], got \[16, 4\]"),
+        ({"chunk": [8, 16]}, r"a batch for each of buckets.chunk \[8, 16\], got \[100, 4\]"),
         ({"chunks_per_decode": 0}, "chunks_per_decode: expected a positive integer, got 0"),
         ({"chunk": None}, "chunks_per_decode: expected none without buckets.chunk, got 32"),
-        ({"prefill": [[16, 4, 2]]}, r"a batch for each of buckets.chunk \[16\], got \[16, 4, 2\]"),
-        ({"prefill": ((48, 2),)}, r"the first of buckets.decode_spans \[16, 48, 100\], .* \[48\]"),
-        ({"prefill": ((32, 2),)}, r"the first of buckets.decode_spans \[16, 48, 100\], .* \[32\]"),
-        ({"chunk": 32}, r"multiples of buckets.chunk \(32\) .* \(48\), .* got \[16, 48\]"),
+        ({"prefill": [[100, 4, 2]]}, r"for each of buckets.chunk \[16\], got \[100, 4, 2\]"),
     ],
 )
-def test_chunks_that_do_not_fit_the_spans_are_refused_by_key(change, message):
+def test_chunks_that_make_no_sense_are_refused_by_key(change, message):
     with pytest.raises(ValueError, match=message):
-        BucketGrid.from_table(CHUNKS.to_table() | change)
+        BucketGrid.from_table(ONE_CHUNK.to_table() | change)
 
 
-@pytest.mark.parametrize("grid", [GRID, CHUNKS, TAILS])
+@pytest.mark.parametrize("grid", [GRID, PACKED, ONE_CHUNK])
 def test_a_grid_is_read_back_from_its_table(grid):
     assert BucketGrid.from_table(grid.to_table()) == grid
 
 
 def test_one_chunk_may_be_given_as_a_number():
-    assert BucketGrid.from_table(CHUNKS.to_table() | {"chunk": 16}) == CHUNKS
-    assert TAILS.to_table()["prefill"] == [[48, 4, 2], [96, 3, 1]]
+    assert BucketGrid.from_table(ONE_CHUNK.to_table() | {"chunk": 16}) == ONE_CHUNK
+    assert PACKED.to_table()["prefill"] == [[100, 9, 2]]

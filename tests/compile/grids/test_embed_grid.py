@@ -76,7 +76,7 @@ def test_such_a_grid_is_written_and_read_and_refuses_tokens():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"decode_slots": 2, "decode_spans": (9,)}, "buckets.embed: expected false with decode"),
+        ({"decode_slots": 2}, "buckets.embed: expected false with decode"),
         ({"adapters": AdapterGrid(1, {"mlp.down": 4})}, "expected none with buckets.embed"),
         ({"score": True}, "buckets.score: .* only embedded, expected false"),
         ({"embed": 1}, "buckets.embed: expected true or false"),

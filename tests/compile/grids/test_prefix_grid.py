@@ -79,14 +79,15 @@ def test_a_missing_key_is_named(key):
         ),
         (
             {
+                "decode_slots": 0,
+                "score": True,
                 "pages": None,
                 "page": None,
-                "decode_spans": [128],
                 "prefill": [[128, 2]],
                 "chunk": None,
                 "chunks_per_decode": None,
             },
-            r"plan \[prefixes\]: expected prompts in chunks .*, got no buckets.pages. Give it",
+            r"plan \[prefixes\]: expected prompts in chunks .*, got no buckets.pages",
         ),
         (
             {"prefill": [[128, 2]], "chunk": None, "chunks_per_decode": None},

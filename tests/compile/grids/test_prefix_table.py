@@ -12,16 +12,14 @@ from noria.compile.grids.prefix_tree import prefix_tree
 from noria.runtime.rows.prefix_index import UNIT
 
 CHUNKS = [(16,), (32,), (16, 64), (16, 32, 64)]
-SPANS = [64, 128, 256]
 
 
 def grid_of(chunks: tuple[int, ...]) -> BucketGrid:
     return BucketGrid.from_table(
         {
             "max_length": 256,
-            "prefill": [[span] + [2] * len(chunks) for span in SPANS],
+            "prefill": [[256] + [2] * len(chunks)],
             "decode_slots": 16,
-            "decode_spans": SPANS,
             "chunk": list(chunks),
         }
     )
