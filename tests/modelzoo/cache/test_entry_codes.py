@@ -9,29 +9,44 @@ import ml_dtypes
 import numpy as np
 import pytest
 from alike import alike, changed
-from caches import CONFIG, SLOTS, H, K, keep, pieces, random_prompt
+from caches import (
+    CONFIG,
+    ROWS,
+    H,
+    K,
+    arrays_of,
+    empty_cache,
+    keep,
+    layers_of,
+    pages_in,
+    pieces,
+    random_prompt,
+    scattered,
+)
 from coded_entries import decode, encode
 from tolerances import FLOAT32_ELEMENTWISE
 
-from noria.modelzoo.attention.attend import Slots, Visibility, attend_dense
-from noria.modelzoo.attention.blockwise import attend_blockwise
-from noria.modelzoo.cache import entry_codes, kv_cache
+from noria.modelzoo.attention.attend import Visibility, attend_dense
+from noria.modelzoo.attention.paged import PagedRows, attend_in_groups, attend_pages
+from noria.modelzoo.cache import entry_codes
 from noria.modelzoo.cache.entry_codes import INT4_IN_BYTES, EntryCodes
 from noria.modelzoo.cache.layer_state import LayerState, NewEntries, PromptLatents
+from noria.modelzoo.cache.pages import append_to_pages
 from noria.modelzoo.cache.segments import EMPTY_POSITION
 from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_config import Chunk, Scores
 
 CODES = ("int8", "float8_e4m3fn")
-SPANS = (8, 24)
+PAGE_BN = scattered(ROWS, 6)
+"""The pages of rows of up to 24 entries."""
 RANK = 5
 LATENT = LatentAttention(rank=RANK, plain_dim=3, rope_dim=4, value_dim=4)
 KINDS = {
     "keys and values": changed(CONFIG, windows=(None, Chunk(5))),
     "latents": changed(CONFIG, num_kv_heads=6, head_dim=7, latent=LATENT, windows=(6,)),
 }
-"""Kinds of entries, in layers that keep all entries and in rolling buffers."""
+"""Kinds of entries, in layers that keep all entries and in those with pages of slots."""
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
@@ -103,12 +118,12 @@ def test_a_value_that_is_not_finite_stays_visible(codes, value):
 
 
 def new_entries(config: DecoderConfig, length: int, seed: int) -> tuple[NewEntries, ...]:
-    """Return new entries of each layer, for all slots; sums of a few of them are exact."""
+    """Return new entries of each layer, for all rows; sums of a few of them are exact."""
     if alike(config).latent is None:
-        return jax.tree.map(lambda x: jnp.rint(4096 * x) / 4096, random_prompt(SLOTS, length, seed))
+        return jax.tree.map(lambda x: jnp.rint(4096 * x) / 4096, random_prompt(ROWS, length, seed))
     rng = np.random.default_rng(seed)
     return tuple(
-        PromptLatents(jnp.asarray(rng.normal(size=(SLOTS, length, 9)), jnp.float32))
+        PromptLatents(jnp.asarray(rng.normal(size=(ROWS, length, 9)), jnp.float32))
         for _ in alike(config).windows
     )
 
@@ -117,16 +132,18 @@ def new_entries(config: DecoderConfig, length: int, seed: int) -> tuple[NewEntri
 def written(config: DecoderConfig, codes: str | None) -> list[LayerState]:
     """Return a cache after whole prompts, chunks, and a token of each row but one."""
     arrangement = replace(AS_PUBLISHED, cache_codes=codes)
-    cache = kv_cache.allocate(config, SLOTS, SPANS, jnp.float32, arrangement=arrangement)
-    write = partial(keep, windows=alike(config).windows)
-    cache = write(cache, new_entries(config, 14, 1), pieces([2, 0, 3, SLOTS], [14, 3, 9, 14]))
-    cache = write(cache, new_entries(config, 5, 2), pieces([3, SLOTS, 1, 2], [5, 5, 2, 4], 14))
-    position_B, layer = jnp.array([3, 16, EMPTY_POSITION, 19]), jnp.int32(0)
-    tokens = new_entries(config, 1, 3)
-    return [
-        kv_cache.append(old, new, cache.positions.entry(position_B, window), layer)
-        for old, new, window in zip(cache.layers, tokens, alike(config).windows, strict=True)
-    ]
+    cache = empty_cache(config, PAGE_BN, row_tokens=4, arrangement=arrangement)
+    rows = pieces(PAGE_BN, [2, 0, 3, ROWS], [14, 3, 9, 14])
+    cache = keep(cache, new_entries(config, 14, 1), rows)
+    rows = pieces(PAGE_BN, [3, ROWS, 1, 2], [4, 4, 2, 3], 16)
+    cache = keep(cache, new_entries(config, 4, 2), rows)
+    position_B, layer = jnp.array([3, 18, EMPTY_POSITION, 19]), jnp.int32(0)
+
+    def append(old: LayerState, new: NewEntries) -> LayerState:
+        page_BN = jnp.asarray(pages_in(old, PAGE_BN, np.arange(ROWS)))
+        return append_to_pages(old, new, page_BN, position_B, layer)
+
+    return list(map(append, layers_of(cache), new_entries(config, 1, 3)))
 
 
 @pytest.mark.parametrize(
@@ -135,73 +152,66 @@ def written(config: DecoderConfig, codes: str | None) -> list[LayerState]:
 def test_every_write_leaves_the_codes_of_the_floats_that_it_would_leave(kind, codes):
     config = KINDS[kind]
     for floats, in_codes in zip(written(config, None), written(config, codes), strict=True):
-        wanted_arrays = {}
+        wanted = {}
         for name, array in floats.spec.arrays.items():
-            parts = [
-                encode(np.asarray(x), array.feature_axis, codes, np.float32, floats.spec.splits)
-                for x in floats.arrays[name]
-            ]
-            wanted_arrays[name] = [x for x, _ in parts]
+            x = arrays_of(floats)[name]
+            assert x.any()
+            wanted[name], scales = encode(
+                x, array.feature_axis, codes, np.float32, floats.spec.splits
+            )
             # the heads of keys and values have one part each; latents have parts, but no heads
-            of_parts = [[x.reshape(1, SLOTS, -1, x.shape[-1]) for x in found] for _, found in parts]
-            wanted_arrays[f"{name}_scale"] = [np.concatenate(found, axis=2) for found in of_parts]
-        assert wanted_arrays.keys() == in_codes.arrays.keys()
-        for name, wanted in wanted_arrays.items():
-            got = in_codes.arrays[name]
-            assert len(got) == len(wanted) > 0
-            for ours, theirs in zip(got, wanted, strict=True):
-                np.testing.assert_array_equal(np.asarray(ours), theirs)
+            scales = [scale.reshape(*x.shape[:2], -1, scale.shape[-1]) for scale in scales]
+            wanted[f"{name}_scale"] = np.concatenate(scales, axis=2)
+        got = arrays_of(in_codes)
+        assert got.keys() == wanted.keys()
+        for name, codes_of_floats in wanted.items():
+            np.testing.assert_array_equal(got[name], codes_of_floats)
 
 
 def test_scanned_layers_write_the_scales_of_their_own_layer():
     config = changed(CONFIG, windows=(None,) * 3)
     arrangement = replace(AS_PUBLISHED, scan_layers=True, cache_codes="int8")
-    cache = kv_cache.allocate(config, SLOTS, SPANS, jnp.float32, arrangement=arrangement)
-    (layers,) = cache.layers
-    (new,) = random_prompt(SLOTS, 1, num_layers=1)
-    append, position_B = jax.jit(kv_cache.append), jnp.array([0, 9, EMPTY_POSITION, 23])
-    after = append(layers, new, position_B, jnp.int32(1))
+    (layers,) = layers_of(empty_cache(config, PAGE_BN, arrangement=arrangement))
+    (new,) = random_prompt(ROWS, 1, num_layers=1)
+    append, position_B = jax.jit(append_to_pages), jnp.array([0, 9, EMPTY_POSITION, 23])
+    after = append(layers, new, jnp.asarray(PAGE_BN), position_B, jnp.int32(1))
     for name, side, axis in (("k_scale", new[0], 2), ("v_scale", new[1], 3)):
-        got = np.concatenate(after.arrays[name], axis=3)
+        got = arrays_of(after)[name]
         _, (scale_BK1,) = encode(np.asarray(side), axis, "int8", np.float32)
-        wanted = np.zeros((3, SLOTS, K, 24), np.float32)
-        for row, entry in ((0, 0), (1, 9), (3, 23)):
-            wanted[1, row, :, entry] = scale_BK1[row, :, 0]
+        wanted = np.zeros((3, 2 * PAGE_BN.size, K, 4), np.float32)
+        for row, page, entry in ((0, 0, 0), (1, 2, 1), (3, 5, 3)):
+            wanted[1, PAGE_BN[row, page], :, entry] = scale_BK1[row, :, 0]
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.parametrize("group", [None, 1], ids=["at once", "row by row"])
 @pytest.mark.parametrize(
-    ("attend", "dtype", "splits"),
-    [
-        (attend_dense, "int8", (3,)),
-        (partial(attend_blockwise, block_scores=20), "int8", ()),
-        (attend_dense, "int4", (2,)),
-        (partial(attend_blockwise, block_scores=20), "int4", ()),
-    ],
-    ids=["at once", "in blocks", "rotated at once", "rotated in blocks"],
+    ("codes", "splits", "width"),
+    [("int8", (3,), H), ("int8", (), 2 * H), ("int4", (2,), H), ("int4", (), 2 * H)],
+    ids=["parts", "wide heads", "rotated parts", "rotated wide heads"],
 )
-def test_attention_to_codes_is_that_to_their_values(attend, dtype, splits):
-    """Rows read other slots than their own, in the second of two layers."""
-    L, B, T, S, G = 2, 3, 5, 12, 2
+def test_attention_to_codes_is_that_to_their_values(codes, splits, width, group):
+    """The cache pads heads to a width; zeros that pad a rotated head are rotated, too."""
+    N, S, T, G = 3, 4, 5, 2
     rng = np.random.default_rng(3)
-    shapes = (L, B, K, H, S), (L, B, K, S, H)
-    keys, values = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
-    seen = Visibility(
-        jnp.array([[3, 7, 8, 10, 11], [0, 1, 2, 3, 4]]),
-        jnp.asarray(rng.permuted(np.tile(np.arange(S), (2, 1)), axis=1)),
-        window=6,
-        slots=Slots(jnp.int32(1), jnp.array([2, 0])),
-    )
+    page_BN, first_B = scattered(2, N), np.array([7, 2])
     coded, floats = [], []
-    for x, axis, side_splits in ((keys, 3, splits), (values, 4, ())):
-        codes, scales = encode(x, axis, dtype, np.float32, side_splits)
-        scale_LBKPS = jnp.asarray(np.stack(scales, axis=3))
-        coded.append(EntryCodes(jnp.asarray(codes), scale_LBKPS, side_splits))
-        floats.append(jnp.asarray(decode(codes, scales, axis, side_splits)))
+    for side_splits in (splits, ()):
+        x_PKSH = rng.normal(size=(2 * page_BN.size, K, S, H)).astype(np.float32)
+        x_PKSH = np.pad(x_PKSH, [(0, 0)] * 3 + [(0, width - H)])
+        in_codes, scales = encode(x_PKSH, 3, codes, np.float32, side_splits)
+        scale_PKRS = jnp.asarray(np.stack(scales, axis=2))
+        coded.append(EntryCodes(jnp.asarray(in_codes), scale_PKRS, side_splits))
+        of_rows = decode(in_codes, scales, 3, side_splits)[page_BN].swapaxes(1, 2)
+        floats.append(jnp.asarray(of_rows.reshape(2, K, N * S, width)))
     q_BTKGH = jnp.asarray(rng.normal(size=(2, T, K, G, H)), jnp.float32)
-    got, wanted = (
-        jax.jit(partial(one, visibility=seen, scores=Scores(scale=0.7, cap=2.0)))(q_BTKGH, *entries)
-        for one, entries in ((attend, coded), (attend_dense, floats))
-    )
-    for ours, theirs in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=FLOAT32_ELEMENTWISE, rtol=0)
+    scores = Scores(scale=0.7, cap=2.0)
+    attend = partial(attend_pages, partial(attend_in_groups, group=group), 6, scores)
+    rows = PagedRows(*map(jnp.asarray, (page_BN, first_B, np.full(2, T))))
+    got = jax.jit(partial(attend, rows=rows))(q_BTKGH, coded)
+    seen = Visibility(first_B[:, None] + np.arange(T), np.tile(np.arange(N * S), (2, 1)), 6)
+    wide_BTKGH = jnp.pad(q_BTKGH, [(0, 0)] * 4 + [(0, width - H)])
+    keys, values = floats
+    out, lse = attend_dense(wide_BTKGH, keys.swapaxes(2, 3), values, seen, scores)
+    for ours, wanted in zip(got, (out[..., :H], lse), strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=FLOAT32_ELEMENTWISE, rtol=0)
