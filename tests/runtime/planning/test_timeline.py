@@ -24,7 +24,6 @@ PAGED = BucketGrid(
     max_length=256,
     prefill=((256, 16, 16),),
     decode_slots=16,
-    decode_spans=(256,),
     chunks_per_decode=2,
     pages=24,
     page=16,
