@@ -65,7 +65,7 @@ def requests_of(rows: list[list[int]], params: SamplingParams = GREEDY) -> list[
 
 
 def has_few_pages(grid: BucketGrid) -> bool:
-    return grid.pages is not None and grid.pages < grid.most_pages
+    return grid.pages < grid.most_pages
 
 
 def ids(outputs) -> dict[str, list[list[int]]]:
