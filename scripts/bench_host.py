@@ -135,7 +135,7 @@ class StandInDevice:
     def _empty_state(self, name: str) -> StandInState:
         return StandInState(StandInCache())
 
-    def _fork(self, name: str, state: StandInState, source: Any, slot: Any, sampling: Any):
+    def _fork(self, name: str, state: Any, source: Any, slot: Any, sampling: Any, *pages: Any):
         self._left_B[int(slot)] = self._left_B[int(source)]
         return state, None
 
@@ -203,9 +203,7 @@ class StandInModel:
 
 def measure(options: argparse.Namespace, tokenizer: Tokenizer, stop: list[str]) -> dict[str, Any]:
     """Run a job; return waits by the kinds of calls around them, and a digest of all calls."""
-    grid = BucketGrid(
-        LONGEST, ((PROMPT, 32),), options.slots, (LONGEST,), steps_per_call=options.steps
-    )
+    grid = BucketGrid(LONGEST, ((PROMPT, 32),), options.slots, steps_per_call=options.steps)
     model = StandInModel(grid, tokenizer, options.call_ms / 1e3)
     with tempfile.TemporaryDirectory() as folder:
         rows, output = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")

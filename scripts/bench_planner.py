@@ -157,7 +157,7 @@ def least_padding(lengths: Sequence[int], most: int) -> dict[int, float]:
 def _planned(
     whole: SimulatedGrid, count: int, rows: Sequence[ExpectedRow], cost: CostModel, budget: Budget
 ) -> SimulatedGrid:
-    """Return the best grid of at most `count` prefill lengths, with `whole`'s slots and spans."""
+    """Return the best grid of at most `count` prefill lengths, with `whole`'s slots and pages."""
     grid = whole.grid
 
     def prefill_of(tokens: int, budget: Budget) -> tuple[PrefillBucket, ...]:

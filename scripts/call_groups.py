@@ -33,12 +33,13 @@ FILES = {
     "rope.py": "rotations",
     "sampling.py": "sampling",
     "steps.py": "sampling",
-    "kv_cache.py": WRITES,
-    "prompt_pieces.py": WRITES,
+    "pages.py": WRITES,
+    "page_pieces.py": WRITES,
     "attend.py": SOFTMAX,
     "layer_attention.py": SOFTMAX,
     "blockwise.py": SOFTMAX,
-    "segment_attention.py": SOFTMAX,
+    "paged.py": SOFTMAX,
+    "shared_pages.py": SOFTMAX,
 }
 _MOVES = {"parameter", "constant", "convert", "copy", "bitcast", "transpose", "reshape", "slice",
           "broadcast", "tuple", "get-tuple-element"}  # fmt: skip

@@ -51,17 +51,6 @@ FEW_PAGES_GRID = replace(GRID, pages=8)
 """A grid with pages for one of the longest rows, so that rows wait and are computed again."""
 FEW_PAGES_CHUNK_GRID = replace(TAIL_GRID, prefill=((64, 2, 4), (64, 2, 16)), pages=8, row_tokens=16)
 """A grid with as few pages, with chunks, and with pages of each slot for windows."""
-RAGGED_GRID = replace(GRID, decode_spans=(16, 32, 64), span_slots=(4, 3, 1), pages=None, page=None)
-"""A grid with four slots, of which only one can hold the longest rows."""
-RAGGED_CHUNK_GRID = replace(
-    GRID,
-    prefill=((16, 3, 4), (16, 1, 16), (48, 2, 4), (48, 2, 16)),
-    decode_spans=(16, 48, 64),
-    span_slots=(4, 2, 1),
-    pages=None,
-    page=None,
-    chunks_per_decode=3,
-)
 EOS_ID = 2
 
 

@@ -22,7 +22,7 @@ from noria.runtime.errors import ForkedProcess, RowError
 from noria.runtime.text.tokenizer import ChatTemplate
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-GRID = BucketGrid(max_length=64, prefill=((16, 2),), decode_slots=2, decode_spans=(64,))
+GRID = BucketGrid(max_length=64, prefill=((16, 2),), decode_slots=2)
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +274,7 @@ def open_files(folder) -> list[str]:
 
 def test_a_closed_model_holds_nothing_and_says_so(noria, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", noria.environment["XDG_CACHE_HOME"])
-    grid = BucketGrid(max_length=64, prefill=((32, 1),), decode_slots=2, decode_spans=(64,))
+    grid = BucketGrid(max_length=64, prefill=((32, 1),), decode_slots=2)
     plan = Plan("cpu", PlannedModel("model", ""), Numbers("float32"), grid)
     options = {"trust_remote_code": False, "gpu_memory_utilization": 0.9, "enforce_eager": True}
     with LLM(str(noria.model), plan=plan, **options) as llm:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("modelzoo", "sharding", "compile", "runtime")
 MAX_FRAMES = {"From the command to the device": 10, "From a decode step to the softmax": 8}
 """Upper bounds for the number of functions, by the heading of their list in the page."""
-SPANS = BucketGrid(64, ((48, 1),), 4, (16, 32, 64))
+GRID = BucketGrid(64, ((48, 1),), 4)
 SIZES = "buckets.max_length=32", "buckets.decode_slots=1"
 
 
@@ -95,7 +95,7 @@ def test_few_functions_lie_between_a_decode_step_and_the_softmax(monkeypatch):
 
     monkeypatch.setattr(jnp, "exp", recording)
     placement = find_target("cpu").placement()
-    graphs = plan_graphs(AbstractModel(CONFIG), SPANS, placement, jnp.dtype(jnp.float32))
+    graphs = plan_graphs(AbstractModel(CONFIG), GRID, placement, jnp.dtype(jnp.float32))
     graph = next(graph for graph in graphs if graph.key.kind == "decode")
     jax.eval_shape(graph.body, *graph.arguments)
     check("From a decode step to the softmax", stacks[0])

@@ -104,7 +104,7 @@ def test_an_accelerator_has_slots_for_512_rows_or_as_many_as_fit(monkeypatch):
     "given", [{"max_model_len": 32}, {"max_num_seqs": 2}, {"numbers": {}}, {"layout": "tensor"}]
 )
 def test_what_a_plan_decides_is_refused_beside_it(given):
-    grid = BucketGrid(max_length=64, prefill=((16, 2),), decode_slots=2, decode_spans=(64,))
+    grid = BucketGrid(max_length=64, prefill=((16, 2),), decode_slots=2)
     plan = Plan("cpu", PlannedModel("m", ""), Numbers("float32"), grid)
     names = ("numbers", "layout", "experts", "max_model_len", "max_num_seqs")
     absent = dict.fromkeys(names) | {"runner": "auto", "structured_outputs": ()}
@@ -115,7 +115,7 @@ def test_what_a_plan_decides_is_refused_beside_it(given):
 
 def test_forms_that_a_given_plan_lacks_are_refused():
     arguments = PlanArguments("auto", None, None, None, None, None, [FORM])
-    grid = BucketGrid(max_length=64, prefill=((16, 2),), decode_slots=2, decode_spans=(64,))
+    grid = BucketGrid(max_length=64, prefill=((16, 2),), decode_slots=2)
     plan = Plan("cpu", PlannedModel("m", ""), Numbers("float32"), grid)
     for schemas in (None, [f"sha256:{64 * '0'}"]):
         tables = schemas and StructuredGrid(2, 2, 2, 2, 2, tuple(schemas))

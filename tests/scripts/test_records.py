@@ -75,12 +75,6 @@ def test_workloads_are_of_distributions_and_of_functions(run, tmp_path, monkeypa
     assert len(sizes) == 7 and set(sizes.values()) == {1 + 5}
 
 
-def test_blocks_of_keys_have_a_time_each(run):
-    said = run("key_blocks.py", SHAPES=((1, 2, 1, 2, 8, 32),), SIZES=(16, 8), CALLS=1)
-    row = re.search(r"\| 1, 2, 1, 2, 8, 32 \| [\d.]+ \|( [\d.]+ \([\d.]+\) \|){2}\n", said)
-    assert row, said
-
-
 def test_errors_of_gptq_are_by_layer_and_number_of_tokens(run, model, tmp_path, monkeypatch):
     rows, output = tmp_path / "rows.jsonl", tmp_path / "tokens.md"
     rows.write_text("".join(f'{{"prompt": {[3 + i, 7, 9, 11 + i]}}}\n' for i in range(8)))

@@ -95,7 +95,7 @@ def test_chunks_are_beside_whole_prompts_by_padding_and_speed(run, model, tmp_pa
     output = tmp_path / "chunks"
     bench = script("scripts/bench_chunks.py")
     chunks = bench.PLAN.format(
-        model="tiny", max_length=64, prefill=[[64, 1]], slots=2, spans=[64], chunk="chunk = 16"
+        model="tiny", max_length=64, prefill=[[64, 1]], slots=2, chunk="chunk = 16"
     )
 
     def run_job(work_dir, name, *others):
@@ -104,11 +104,10 @@ def test_chunks_are_beside_whole_prompts_by_padding_and_speed(run, model, tmp_pa
 
     constants = {
         "LONGEST": 48,
-        "SPANS": [48],
         "LADDERS": {"ladder": [16, 48]},
         "PEER_PROMPTS": write_chats(tmp_path / "chats.jsonl"),
         "CHUNKS_OF_64": chunks,
-        "plans": lambda: {"ladder": bench._plan([16, 48], [64], "")},
+        "plans": lambda: {"ladder": bench._plan([16, 48], 64, "")},
         "subprocess": SUBPROCESS,
         "run": run_job,
     }

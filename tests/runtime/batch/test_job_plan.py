@@ -164,7 +164,7 @@ def test_a_derived_grid_has_the_graphs_that_save_what_they_take(times, prefill):
     grid = embedded_plan([RowShape(n, 64) for n in LENGTHS] * times).buckets
     found = grid.to_table()["prefill"]
     assert ("six" if len(found) == 6 else found) == prefill
-    assert grid.graph_spans == (464,)
+    assert grid.max_length == 464
 
 
 @settings(deadline=None, max_examples=25)
@@ -184,7 +184,7 @@ def test_every_call_of_a_schedule_has_a_graph_whatever_rows_emit(needs, override
         most = [50 if row.max_tokens is None else row.max_tokens for row in rows]
         expected = [ExpectedRow(row, round(share * n)) for row, n in zip(rows, most, strict=True)]
         metrics = simulate_in_order(expected, grid, None).metrics
-        assert {int(span) for span in metrics.decode} <= set(grid.graph_spans)
+        assert len(metrics.decode) <= 1
         assert set(metrics.prefill) <= {str(bucket) for bucket in grid.prefill}
         emitted = sum(row.output * row.need.num_sequences for row in expected)
         assert metrics.emitted_tokens == emitted
@@ -212,7 +212,6 @@ KEYS += [
     "buckets.page",
     "buckets.pages",
     "buckets.chunk",
-    "buckets.span_slots",
     "buckets.slot_groups",
     "mesh.data",
 ]
@@ -373,8 +372,13 @@ def test_pages_that_cannot_be_are_refused_by_name(gpu, memory):
     for value in ("0", "24"):
         with pytest.raises(ValueError, match=r"buckets\.page: expected"):
             plan_on(gpu, rows, f"buckets.page={value}")
-    with pytest.raises(ValueError, match=r"buckets\.decode_spans: with buckets\.pages"):
-        plan_on(gpu, rows, "buckets.decode_spans=[64,4032]")
+    for key, value in (
+        ("decode_spans", "[64,4032]"),
+        ("span_slots", "[9]"),
+        ("decode_graphs", "[4032]"),
+    ):
+        with pytest.raises(ValueError, match=key):
+            plan_on(gpu, rows, f"buckets.{key}={value}")
     scored = plan_on(gpu, [RowShape(20, 0, is_scored=True)] * 3).buckets
     assert (scored.decode_slots, scored.page) == (0, None)
     # no room for the pages of a row

@@ -13,7 +13,7 @@ from noria.runtime.batch.journal import Journal
 from noria.runtime.errors import JobError
 
 bench = script("scripts/bench_host.py")
-GRID = BucketGrid(64, ((16, 8),), decode_slots=8, decode_spans=(64,), steps_per_call=4)
+GRID = BucketGrid(64, ((16, 8),), decode_slots=8, steps_per_call=4)
 MAX_TOKENS = [3, 30, 9, 17, 5, 24, 16, 4, 30, 2, 7, 11, 20, 3, 3, 19]
 
 

@@ -41,7 +41,7 @@ def test_layouts_prefixes_and_plans_that_only_score_are_said():
     table = plan_table(Plan("cpu:2", MODEL, Numbers("float32"), grid, LAYOUT), work_of(LAYOUT))
     assert "prefixes  1 prefix, read by at most 2 groups of rows\n" in table
     assert "layout    two: data=2\n" in table and table.endswith("on each device")
-    scored = BucketGrid(64, ((64, 4),), 0, (), score=True)
+    scored = BucketGrid(64, ((64, 4),), 0, score=True)
     table = plan_table(Plan("cpu", MODEL, Numbers("float32"), scored), work_of())
     assert "decode   none, as rows are only scored\n" in table
 

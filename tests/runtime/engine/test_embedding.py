@@ -20,7 +20,7 @@ from noria.runtime.errors import RowError
 from noria.runtime.request import Request, SamplingParams
 
 CONFIG = replace(TWO_LAYERS, has_head=False, pooling=Pooling("last", normalises=True))
-GRID = BucketGrid(24, ((6, 4), (24, 2)), 0, (), embed=True)
+GRID = BucketGrid(24, ((6, 4), (24, 2)), 0, embed=True)
 PARAMS = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=0)
 
 

@@ -12,14 +12,11 @@ from tiny import (
     FEW_PAGES_CHUNK_GRID,
     FEW_PAGES_GRID,
     GRID,
-    RAGGED_CHUNK_GRID,
-    RAGGED_GRID,
     TAIL_GRID,
     TinyModel,
     prompts,
 )
 from tiny import TWO_LAYERS as CONFIG
-from unoptimized import set_optimized
 
 from noria.compile.graph_failures import GraphFailed
 from noria.compile.graphs.graph_kinds import EMPTY_STATE, FORK, GraphKey, graph_keys
@@ -34,20 +31,14 @@ from noria.runtime.rows.scan import RowRequirements
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 GRIDS = {
     "whole": GRID,
-    "ragged": RAGGED_GRID,
     "chunks": CHUNK_GRID,
     "tails": TAIL_GRID,
-    "ragged chunks": RAGGED_CHUNK_GRID,
     "few pages": FEW_PAGES_GRID,
     "chunks in few pages": FEW_PAGES_CHUNK_GRID,
 }
-OPTIMIZED = {"whole", "ragged chunks"}
-"""Grids with optimized programs in every run: whole prompts in pages, and chunks longer and shorter
-than the window with ragged slots. The other grids combine these features differently, and LLVM
-optimizes their programs only with `--slow`."""
-COMBINED = {"ragged", "chunks", "tails", "few pages"}
-"""Grids that only `--slow` runs: "whole" has whole prompts, "ragged chunks" has ragged slots, and
-"chunks in few pages" has few pages and the chunks of "tails"."""
+COMBINED = {"chunks", "tails", "few pages"}
+"""Grids that only `--slow` runs: "whole" has whole prompts, and "chunks in few pages" has few pages
+and the chunks of "tails", which are longer and shorter than the window."""
 
 
 @pytest.fixture(
@@ -56,8 +47,7 @@ COMBINED = {"ragged", "chunks", "tails", "few pages"}
         pytest.param(name, marks=[pytest.mark.slow] * (name in COMBINED), id=name) for name in GRIDS
     ],
 )
-def model(request, optimizes: bool) -> TinyModel:
-    set_optimized(optimizes or request.param in OPTIMIZED)
+def model(request) -> TinyModel:
     return TinyModel(CONFIG, GRIDS[request.param])
 
 
@@ -75,7 +65,7 @@ def requests_of(rows: list[list[int]], params: SamplingParams = GREEDY) -> list[
 
 
 def has_few_pages(grid: BucketGrid) -> bool:
-    return grid.pages is not None and grid.pages < grid.most_pages
+    return grid.pages < grid.most_pages
 
 
 def ids(outputs) -> dict[str, list[list[int]]]:
@@ -106,7 +96,7 @@ def test_no_compile_happens_after_the_build_in_a_run_that_uses_every_graph(model
     assert report["compiles_during_run"] == 0
     names = set(map(str, model.grid.prefill))
     assert set(report["buckets"]["prefill"]) == names | {f"{name} scored" for name in names}
-    assert set(report["buckets"]["decode"]) == set(map(str, model.grid.decode_spans))
+    assert len(report["buckets"]["decode"]) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -162,14 +152,13 @@ def test_a_reused_slot_never_sees_its_predecessors_cache(model):
     clean = run(model, requests_of(rows))
     generator = model.generator()
     for i in range(3 * model.grid.decode_slots):
-        # the short ones fit into the short slots of ragged grids
         length, most = ((45, 19), (12, 4))[i % 2]
         params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
         generator.submit(Request(f"before-{i}", [5] * length, params))
     generator.run()
     state = generator.runner.state
-    canary = jax.tree.map(lambda x: jax.numpy.full_like(x, 1e4), state.cache.layers)
-    generator.runner.state = state._replace(cache=state.cache._replace(layers=canary))
+    canary = jax.tree.map(lambda x: jax.numpy.full_like(x, 1e4), state.cache)
+    generator.runner.state = state._replace(cache=canary)
     for request in requests_of(rows):
         generator.submit(request)
     outputs = {output.request_id: output for output in generator.run()}
@@ -185,7 +174,7 @@ def test_the_slots_and_order_of_arrival_do_not_change_seeded_samples(model):
 
 
 def test_every_sequence_of_a_request_continues_the_whole_prompt(model):
-    """The slots end at different lengths, and another row makes decode read the longest span."""
+    """Another row is far longer, and all samples of the first begin within one of its pages."""
     row = prompts(1, seed=13, longest=14)[0]
     params = SamplingParams(temperature=0, max_tokens=12, n=3)
     long = Request("long", [5] * 45, SamplingParams(temperature=0, max_tokens=19, ignore_eos=True))
@@ -475,9 +464,9 @@ def test_a_step_that_the_device_fails_names_its_graph(model, monkeypatch):
     monkeypatch.setattr(model.graphs, "executable", executable)
     for request in requests_of(prompts(2, seed=4, longest=8)):
         generator.submit(request)
-    with pytest.raises(
-        GraphFailed, match=r"graph 'decode span \d+' failed as it ran: MemoryError\. Ch"
-    ):
+    (decode,) = (key for key in graph_keys(model.grid) if key.kind == "decode")
+    said = rf"graph '{decode}' failed as it ran: MemoryError\. Ch"
+    with pytest.raises(GraphFailed, match=said):
         generator.run()
 
 
@@ -507,8 +496,6 @@ def test_the_rows_that_need_a_graph_are_those_that_call_it(model, monkeypatch):
         called = graphs_called(model, Request("row", ids, params), monkeypatch)
         need = RowRequirements(len(ids), params.max_tokens, params.n, params.prompt_logprobs)
         wanted = {key for key in graph_keys(model.grid) if needs_graph(key, model.grid, need)}
-        # a call may end on the next span, and free slots for all samples may be scattered
+        # free slots for all samples may be scattered
         assert called <= wanted, called - wanted
-        assert wanted - called <= {EMPTY_STATE, FORK} | {
-            key for key in wanted if key.kind == "decode"
-        }
+        assert wanted - called <= {EMPTY_STATE, FORK}

@@ -99,7 +99,7 @@ def test_a_row_reads_whole_pages_up_to_its_own_end():
     assert isinstance(action, PrefillAction)
     assert action.read_entries == 16 + 16 + 32 + 32 + 48
     metrics = schedule(GRID, [SimulatedRow(35, 96, (4,))]).metrics
-    assert metrics.prefill["8x6 span 96"].read_entries == action.read_entries
+    assert metrics.prefill[str(GRID.prefill[0])].read_entries == action.read_entries
 
 
 @pytest.mark.parametrize("length", [5, 48, 90])
@@ -147,7 +147,7 @@ def test_an_average_prompt_is_padded_by_half_a_piece():
     )  # fmt: skip
     lengths = [20 + i * 37 % 400 for i in range(600)]
     metrics = schedule(grid, [SimulatedRow(n, 1024, (60,)) for n in lengths]).metrics
-    use = metrics.prefill["16x64 span 1024"]
+    use = metrics.prefill[str(grid.prefill[0])]
     assert use.computed_tokens <= 1.06 * sum(lengths)
 
 

@@ -348,13 +348,13 @@ def test_drained_sessions_end_the_rows_with_slots(grid, steps):
     assert generator.slots.scheduler.slots.pool.num_free == grid.pages
 
 
-def test_other_grids_report_nothing_of_pages():
-    grid = BucketGrid(max_length=16, prefill=((8, 1),), decode_slots=1, decode_spans=(16,))
-    simulation = schedule(grid, [SimulatedRow(4, 10, (3,))]).priced(grid, None)
-    report = simulation.metrics.report()
+def test_grids_without_slots_report_nothing_of_pages():
+    grid = BucketGrid(max_length=16, prefill=((8, 1),), decode_slots=0, score=True)
+    row = SimulatedRow(4, 4, (0,), is_scored=True)
+    report = schedule(grid, [row]).priced(grid, None).metrics.report()
+    assert report["buckets"]["prefill"]["8x1 scored"]["calls"] == 1
     assert "waits" not in report and "replays" not in report
     assert "recomputed_tokens" not in report["padding"]
-    assert "read_entries" not in report["buckets"]["decode"]["16"]
 
 
 def test_read_entries_are_whole_pages_of_each_step():

@@ -37,7 +37,7 @@ GRID = BucketGrid(
 )
 SMALL_GRID = replace(GRID, pages=28, row_tokens=32, prefixes=replace(GRID.prefixes, groups=2))
 """Pages for two of the longest rows, those of each slot for windows, and places for few rows."""
-WHOLE_GRID = BucketGrid(112, ((80, 2),), 6, (112,), steps_per_call=4)
+WHOLE_GRID = BucketGrid(112, ((80, 2),), 6, steps_per_call=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
 SAMPLING = {
     "greedy": GREEDY,

@@ -22,23 +22,11 @@ CHUNKS = replace(WHOLE, prefill=((64, 2, 8),), chunks_per_decode=3, row_tokens=8
 """A grid with one piece of a prompt in a call."""
 TAILS = replace(CHUNKS, prefill=((64, 4, 2), (64, 1, 8)))
 """A grid with at most four pieces of a prompt in a call."""
-RAGGED = BucketGrid(64, ((8, 4), (32, 2)), 4, (16, 64), steps_per_call=4, span_slots=(4, 2))
-RAGGED_CHUNKS = BucketGrid(
-    max_length=64,
-    prefill=((16, 2, 8), (32, 2, 8)),
-    decode_slots=4,
-    decode_spans=(16, 32, 64),
-    steps_per_call=4,
-    chunks_per_decode=3,
-    span_slots=(4, 2, 1),
-)
 GRIDS = {
     "whole": WHOLE,
-    "ragged": RAGGED,
     "chunks": CHUNKS,
     "tails": TAILS,
     "packed": replace(TAILS, prefill=((64, 3, 2), (64, 4, 8)), row_tokens=None),
-    "ragged chunks": RAGGED_CHUNKS,
 }
 
 
@@ -139,8 +127,7 @@ class Play:
             case DecodeAction():
                 assert set(action.slots) == set(self.length)
                 self.batches_since_decode = 0
-                needed = max(map(self._next_length, action.slots))
-                assert action.span == self.grid.span_of(needed)
+                assert action.length == max(map(self._next_length, action.slots))
                 for slot in action.slots:
                     self._grow(slot)
 
@@ -152,7 +139,6 @@ class Play:
             return
         if not row.start:
             assert row.slot not in self.filled and row.slot not in self.length
-            assert of.max_total_length <= self.grid.slot_capacity(row.slot)
             self.filled[row.slot], self.owner[row.slot] = 0, of.number
         assert self.filled[row.slot] == row.start
         self.filled[row.slot] += row.count
@@ -163,7 +149,6 @@ class Play:
 
     def _decodes(self, slot: int, of: ScheduledRequest) -> None:
         assert slot not in self.filled and slot not in self.length
-        assert of.max_total_length <= self.grid.slot_capacity(slot)
         self.length[slot], self.limit[slot] = of.prompt_length, of.max_total_length
         self.owner[slot] = of.number
 
@@ -195,12 +180,8 @@ def check_all_ran(play: Play, requests: list[ScheduledRequest]) -> None:
     samples = {j.number: range(j.num_sequences if j.generates else 1) for j in requests}
     assert begun == Counter((number, i) for number, each in samples.items() for i in each)
     for j in requests:
-        # several sets of slots if there are more sequences than suitable slots
-        suited = sum(
-            j.max_total_length <= play.grid.slot_capacity(slot)
-            for slot in range(play.grid.decode_slots)
-        )
-        sets = -(-j.num_sequences // suited) if j.generates else 1
+        # several sets of slots if there are more sequences than slots
+        sets = -(-j.num_sequences // play.grid.decode_slots) if j.generates else 1
         assert read[j.number] == sets * j.prompt_length
 
 
@@ -408,9 +389,7 @@ def test_whole_prompts_that_are_only_scored_use_no_slot_while_all_slots_decode()
     assert scheduler.num_waiting == 1
 
 
-@pytest.mark.parametrize(("grid", "lengths"), [(WHOLE, (5,)), (RAGGED, (5, 20))])
-def test_prompts_that_no_free_slot_holds_are_not_looked_at(grid, lengths, monkeypatch):
-    """Only the two short slots are free in the ragged grid, or one slot in the other."""
+def test_prompts_that_find_no_free_slot_are_not_looked_at(monkeypatch):
     looked_at = []
 
     def count(self, prompt, free):
@@ -418,13 +397,13 @@ def test_prompts_that_no_free_slot_holds_are_not_looked_at(grid, lengths, monkey
         return slots_for(self, prompt, free)
 
     slots_for = PageRoom.slots_for
-    scheduler = Scheduler(grid)
-    for n in range(3 if grid is WHOLE else 2):
-        scheduler.submit(scheduled(n, prompt_length=lengths[-1], max_tokens=30))
+    scheduler = Scheduler(WHOLE)
+    for n in range(3):
+        scheduler.submit(scheduled(n, max_tokens=30))
     while not isinstance(scheduler.next_action(), DecodeAction):
         pass
     for n in range(10, 210):
-        scheduler.submit(scheduled(n, prompt_length=lengths[-1], max_tokens=30))
+        scheduler.submit(scheduled(n, max_tokens=30))
     monkeypatch.setattr(PageRoom, "slots_for", count)
     while not isinstance(scheduler.next_action(), DecodeAction):
         pass
@@ -438,25 +417,6 @@ def test_a_prompt_that_is_scored_in_several_pieces_gives_its_slot_back():
     assert len(play.rows) == 9 * 3
 
 
-@pytest.mark.parametrize("grid", [RAGGED, RAGGED_CHUNKS], ids=["ragged", "ragged chunks"])
-def test_the_span_holds_every_live_row_and_no_more(grid):
-    scheduler = Scheduler(grid)
-    scheduler.submit(scheduled(0, prompt_length=5, max_tokens=30))
-    scheduler.next_action()
-    while not isinstance(action := scheduler.next_action(), DecodeAction):
-        pass
-    assert action.span == 16
-    for _ in range(2):
-        scheduler.slots.advance(*action.slots, 4)
-    assert scheduler.next_action().span == grid.span_of(17)
-
-
-def test_a_limit_keeps_the_span_short():
-    scheduler = Scheduler(RAGGED)
-    scheduler.submit(scheduled(0, prompt_length=14, max_tokens=2))
-    assert [scheduler.next_action() for _ in range(2)][1].span == 16
-
-
 def begun(scheduler: Scheduler) -> dict[int, int]:
     """Return the slot of each prompt that begins before the first decode call."""
     found = {}
@@ -465,45 +425,18 @@ def begun(scheduler: Scheduler) -> dict[int, int]:
     return found
 
 
-def test_a_row_gets_the_shortest_free_slot_that_holds_all_that_it_may_become():
-    scheduler = Scheduler(RAGGED)
-    for n, max_tokens in enumerate((8, 30, 8, 8)):
-        scheduler.submit(scheduled(n, max_tokens=max_tokens))
-    assert begun(scheduler) == {0: 2, 1: 0, 2: 3, 3: 1}
-
-
-@pytest.mark.parametrize("name", ["ragged", "ragged chunks"])
-def test_requests_that_wait_for_long_slots_do_not_keep_shorter_ones_from_theirs(name):
-    scheduler, grid = Scheduler(GRIDS[name]), GRIDS[name]
-    for n in range(3):
-        scheduler.submit(scheduled(n, max_tokens=50))
-    for n in range(3, 6):
-        scheduler.submit(scheduled(n))
-    long = grid.span_slots[-1]
-    expected = [*range(long), *range(3, 3 + 4 - long)]
-    assert sorted(begun(scheduler)) == expected
-
-
-def test_a_request_that_lacks_slots_keeps_those_that_it_could_use():
-    scheduler = Scheduler(GRIDS["ragged chunks"])
-    scheduler.submit(scheduled(0, max_tokens=50))
-    scheduler.submit(scheduled(1, max_tokens=25, num_sequences=2))
+@pytest.mark.parametrize("grid", [WHOLE, CHUNKS], ids=["whole", "chunks"])
+def test_a_request_that_lacks_slots_keeps_those_that_it_could_use(grid):
+    scheduler = Scheduler(grid)
+    scheduler.submit(scheduled(0, num_sequences=3))
+    scheduler.submit(scheduled(1, num_sequences=2))
     for n in range(2, 6):
         scheduler.submit(scheduled(n))
-    assert begun(scheduler) == {0: 0, 2: 2, 3: 3}
-
-
-def test_prompts_that_hold_the_long_slots_do_not_wait_for_others_to_fill_their_call():
-    """A call for the span of two long slots has room for eight prompts, so it is never full."""
-    few_long = {"decode_slots": 32, "span_slots": (32, 2, 2), "chunks_per_decode": 8}
-    grid = replace(RAGGED_CHUNKS, prefill=((16, 2, 8), (32, 8, 8)), **few_long)
-    long, short = scheduled(0, prompt_length=30, max_tokens=34), range(1, 9)
-    rest = [scheduled(number, prompt_length=30, max_tokens=4) for number in short]
-    calls = Play([long, *rest], grid, early=0.0).actions
-    decodes = next(i for i, call in enumerate(calls) if isinstance(call, DecodeAction))
-    # all others use the second slot, each with all its pieces after one call of the first
-    expected = [DecodeAction, *[PrefillAction] * 4] * 7
-    assert [type(call) for call in calls[decodes : decodes + 35]] == expected
+    assert begun(scheduler) == {0: 0}
+    while not isinstance(action := scheduler.next_action(), DecodeAction):
+        pass
+    scheduler.slots.release(action.slots[0])
+    assert begun(scheduler)[1] in (action.slots[0], 3)
 
 
 @pytest.mark.parametrize(("grid", "length"), [(WHOLE, 33), (CHUNKS, 65)], ids=["whole", "chunks"])

@@ -19,7 +19,7 @@ from noria.compile.planning.work import Work
 from noria.runtime.files.hardware_files import known_hardware
 from noria.runtime.planning.better_plan import OtherGrids, better_plan_note, saved_share
 
-POOR = BucketGrid(128, ((96, 1),), 2, (128,), steps_per_call=8)
+POOR = BucketGrid(128, ((96, 1),), 2, steps_per_call=8)
 RNG = random.Random(2)
 ROWS = [
     ExpectedRow(RowShape(RNG.randint(3, 90), 30, 1, False), RNG.randint(1, 30)) for _ in range(900)

@@ -21,7 +21,7 @@ from noria.runtime.planning.workload import read_workload
 from noria.runtime.rows.part import Part
 
 LIMIT = 90
-GRID = BucketGrid(168, ((32, 4), (96, 2)), 8, (64, 168))
+GRID = BucketGrid(168, ((32, 4), (96, 2)), 8)
 
 
 @pytest.fixture(scope="module")

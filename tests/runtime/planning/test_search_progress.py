@@ -9,7 +9,7 @@ from noria.runtime.planning.search import SimulatedGrid
 from noria.runtime.planning.simulator import Simulation
 from noria.runtime.progress.progress import LOG_SECONDS, Progress
 
-GRID = BucketGrid(64, ((16, 2),), 4, (64,))
+GRID = BucketGrid(64, ((16, 2),), 4)
 SIMULATED = SimulatedGrid(GRID, Simulation(), build_seconds=9.0)
 
 

@@ -14,7 +14,6 @@ WHOLE = BucketGrid(
     max_length=256,
     prefill=((32, 8), (64, 4)),
     decode_slots=64,
-    decode_spans=(256,),
     steps_per_call=8,
     score=True,
     pages=320,
@@ -65,7 +64,7 @@ def test_packed_calls_are_full_but_for_the_first_fill_and_the_end(rows_of_call):
     grid = replace(WHOLE, pages=1024, prefill=((256, rows_of_call, 16),), chunks_per_decode=99)
     rng = np.random.default_rng(0)
     rows = [SimulatedRow(int(n), 256, (60,)) for n in rng.integers(1, 120, 600)]
-    use = schedule(grid, rows).metrics.prefill[f"16x{rows_of_call} span 256"]
+    use = schedule(grid, rows).metrics.prefill[str(grid.prefill[0])]
     num_tiles = sum(-(-row.prompt_length // 16) for row in rows)
     assert use.rows == num_tiles
     assert use.calls <= -(-num_tiles // rows_of_call) + 3

@@ -24,12 +24,11 @@ PAGED = BucketGrid(
     max_length=256,
     prefill=((256, 16, 16),),
     decode_slots=16,
-    decode_spans=(256,),
     chunks_per_decode=2,
     pages=24,
     page=16,
 )
-OWN = replace(PAGED, prefill=((32, 8), (64, 4)), chunks_per_decode=None, pages=None, page=None)
+WHOLE = replace(PAGED, prefill=((32, 8), (64, 4)), chunks_per_decode=None, pages=256)
 
 
 @pytest.fixture
@@ -46,9 +45,7 @@ def seen(monkeypatch) -> list:
 
     def watched(self):
         action, slots = next_action(self), self.slots
-        num_pages = 0
-        if (pool := slots.pool) is not None:
-            num_pages = len(np.setdiff1d(pool.table, pool.no_page))
+        num_pages = len(np.setdiff1d(slots.pool.table, slots.pool.no_page))
         # the scheduler asks itself for the action that follows another
         if action is not seen[-1][0]:
             seen.append((action, len(slots) - len(slots.free), num_pages))
@@ -58,7 +55,7 @@ def seen(monkeypatch) -> list:
     return seen
 
 
-@pytest.mark.parametrize("grid", [PAGED, OWN], ids=["pages", "own places"])
+@pytest.mark.parametrize("grid", [PAGED, WHOLE], ids=["few pages", "all pages"])
 def test_the_run_in_time_is_that_of_the_scheduler(grid, rows, seen):
     found = schedule(grid, rows)
     timeline = Timeline.of(found, grid, COST)
@@ -68,19 +65,20 @@ def test_the_run_in_time_is_that_of_the_scheduler(grid, rows, seen):
     assert timeline.slots_T.tolist() == [slots for _, slots, _ in calls]
     assert timeline.pages_T.tolist() == [pages for *_, pages in calls]
     assert timeline.slots_T.max() <= grid.decode_slots
-    assert timeline.pages_T.max() <= (grid.pages or 0)
+    assert timeline.pages_T.max() <= grid.pages
     assert not (timeline.slots_T[-1] or timeline.pages_T[-1] or timeline.waiting_T[-1])
     metrics = found.priced(grid, COST).metrics
     assert timeline.waiting_T.sum() == metrics.pages.waits
-    assert (metrics.pages.waits > 0) == (grid.pages is not None)
+    assert (metrics.pages.waits > 0) == (grid.pages < grid.most_pages)
     seconds_C = np.diff(timeline.end_T)
     for uses, is_kind_C in (
         (metrics.prefill, ~timeline.is_decode_C),
         (metrics.decode, timeline.is_decode_C),
     ):
         seconds = sum(use.seconds for use in uses.values())
-        # with pages, the counters price all calls of a graph at their average entries
-        tolerance = 0.01 if grid.pages else 1e-9
+        # the counters price all calls of a graph that reads pages at their average entries
+        reads_pages = grid.is_packed or uses is metrics.decode
+        tolerance = 0.01 if reads_pages else 1e-9
         assert seconds_C[is_kind_C].sum() == pytest.approx(seconds, rel=tolerance)
     png = draw_run(timeline, grid.decode_slots, grid.pages)
     assert png.startswith(b"\x89PNG")
