@@ -53,7 +53,7 @@ def _build(axes: Axes) -> None:
     _arrow(axes, 73, 50, 73, 55.5)
     _arrow(axes, 82, 62.7, 90, 62.7)
     axes.text(106, 71, "executables", ha="center", weight="bold")
-    graphs = ("prefill 224 x 2", "prefill 400 x 1", "fork", "decode span 464")
+    graphs = ("prefill 224 x 2", "prefill 400 x 1", "fork", "decode")
     for index, graph in enumerate(graphs):
         _box(axes, 90, 65.3 - index * 5.5, 32, 4.3, graph)
 

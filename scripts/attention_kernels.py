@@ -39,7 +39,7 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.attention.attend import Attend, Visibility, attend_masked, merge
 from noria.modelzoo.attention.blockwise import attend_blockwise, block_sizes
-from noria.modelzoo.cache.segments import EMPTY_POSITION
+from noria.modelzoo.cache.stripes import EMPTY_POSITION
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.kernels import flash, splash
 from noria.runtime.files.layout_files import read_layout_table

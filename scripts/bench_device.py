@@ -123,7 +123,7 @@ class DeviceBench:
         import jax.numpy as jnp
 
         from noria.compile.graphs import signatures
-        from noria.modelzoo.cache.segments import entry_positions
+        from noria.modelzoo.cache.stripes import entry_positions
 
         grid = self._grid(batch, self.options.context, prompt=1)
         graph, build_seconds = self._compiled("decode", grid)
@@ -154,7 +154,7 @@ class DeviceBench:
             tokens_BQ = jax.device_get(output.tokens_BQ)
             seconds.append(time.perf_counter() - started)
             assert (tokens_BQ >= 0).all(), "every slot must emit in every step"
-        work = self.work(grid.decode_call(self.options.context))
+        work = self.work(grid.decode_call())
         return statistics.median(seconds[1:]) / STEPS_PER_CALL, build_seconds, work
 
     def _prefill_seconds(self, length: int) -> tuple[float, float, dict]:

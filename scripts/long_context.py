@@ -74,7 +74,7 @@ class Case:
     def call(self) -> Call:
         if self.phase == "prefill":
             return self.grid.prefill[0].call()
-        return self.grid.decode_call(self.length)
+        return self.grid.decode_call()
 
 
 def llama3(embed: int, mlp: int, num_query_heads: int, num_layers: int) -> DecoderConfig:

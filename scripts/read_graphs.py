@@ -165,7 +165,7 @@ class GraphReader:
         graph = of_kind[-1 if kind == "decode" else 0]
         is_decode = kind == "decode"
         prefill_call = grid.prefill_call(grid.prefill[-1])
-        call = grid.decode_call(grid.max_length) if is_decode else prefill_call
+        call = grid.decode_call() if is_decode else prefill_call
         executable, text, seconds = compile_with_text(graph)
         if text is None:
             raise RuntimeError(f"{graph.key}: XLA cannot write this program as text")

@@ -68,7 +68,7 @@ def grid_and_call(kind: str, rows: int) -> tuple[BucketGrid, Call]:
     slots, length = (rows, SPAN) if kind == "decode" else (16, rows)
     grid = BucketGrid(length, ((length, 1),), slots, (length,))
     is_decode = kind == "decode"
-    return grid, grid.decode_call(length) if is_decode else grid.prefill_call(grid.prefill[-1])
+    return grid, grid.decode_call() if is_decode else grid.prefill_call(grid.prefill[-1])
 
 
 def step_seconds(evidence: Evidence) -> float:

@@ -60,7 +60,7 @@ class PagedDevice:
         match call.key:
             case GraphKey("fork", _):
                 return self._fork(*call.arguments)
-            case GraphKey("decode", _):
+            case GraphKey("decode"):
                 return self._decode(*call.arguments)
             case GraphKey(_, bucket):
                 return self._prefill(bucket, *call.arguments)

@@ -12,7 +12,7 @@ from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.compile.attention_kernels import KERNELS, Kernel, choose
 from noria.modelzoo.attention.attend import Slots, Visibility, attend_dense, with_sinks
-from noria.modelzoo.cache.segments import EMPTY_POSITION
+from noria.modelzoo.cache.stripes import EMPTY_POSITION
 from noria.modelzoo.kernels.call import AttentionCall
 from noria.modelzoo.kernels.cudnn import attend_cudnn
 from noria.modelzoo.kernels.flash import Blocks, attend_flash, blocks_read

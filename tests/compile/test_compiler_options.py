@@ -27,7 +27,7 @@ from noria.modelzoo.pooling_config import Pooling
 def test_the_option_with_the_longest_name_is_named():
     with (
         pytest.raises(CompilerOptionRefused, match=r"plan compiler\.decode\.xla_a_b: .* got 2"),
-        naming_option(GraphKey("decode", 64), {"xla_a": 1, "xla_a_b": 2}),
+        naming_option(GraphKey("decode"), {"xla_a": 1, "xla_a_b": 2}),
     ):
         raise RuntimeError("INVALID_ARGUMENT: No such compile option: 'xla_a_b'")
 
@@ -36,7 +36,7 @@ def test_the_option_with_the_longest_name_is_named():
 def test_other_errors_stay_as_they_are(problem):
     with (
         pytest.raises(RuntimeError, match=problem) as caught,
-        naming_option(GraphKey("decode", 64), {"xla_a": 1}),
+        naming_option(GraphKey("decode"), {"xla_a": 1}),
     ):
         raise RuntimeError(problem)
     assert not isinstance(caught.value, CompilerOptionRefused)

@@ -52,7 +52,7 @@ def evidence_of(num_groups: int) -> Evidence:
     assert text is not None
     report = read_report(text, target.platform, dict(placement.mesh.shape))
     return Evidence(
-        report, Work(definition, "bfloat16", layout).needed(grid.decode_call(grid.max_length))
+        report, Work(definition, "bfloat16", layout).needed(grid.decode_call())
     )
 
 

@@ -57,7 +57,7 @@ def read_decode(model: AbstractModel, layout: Layout | None, grid: BucketGrid, s
     assert text is not None
     report = read_report(text, target.platform, dict(placement.mesh.shape))
     work = Work(model, "bfloat16", layout or ONE_DEVICE)
-    return report, work.needed(grid.decode_call(span)), text
+    return report, work.needed(grid.decode_call()), text
 
 
 @pytest.mark.tpu_compile

@@ -58,7 +58,7 @@ def cache_bytes(grid: BucketGrid) -> int:
 def test_a_step_costs_two_sums_a_layer_and_no_permute(target):
     """Every device has entries of each page."""
     grid = BucketGrid(LONG, ((64, 1),), SLOTS, steps_per_call=4)
-    program = compiled(target, 8, GraphKey("decode", LONG), grid)
+    program = compiled(target, 8, GraphKey("decode"), grid)
     found = read_collectives(program.as_text(), {"sequence": 8})
     lse = SLOTS * alike(CONFIG).num_query_heads * 4
     each = {("all-reduce", lse): 2, ("all-reduce", lse * (alike(CONFIG).head_dim + 1)): 2}

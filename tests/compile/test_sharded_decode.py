@@ -72,7 +72,7 @@ def compiled_decode(
     laid = layout_of(layout)
     placement = find_target(target).placement(laid)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
-    key = GraphKey("decode", GRID.max_length)
+    key = GraphKey("decode")
     grid = replace(GRID, slot_groups=num_slot_groups(laid))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.float32))
     graph = next(graph for graph in graphs if graph.key == key)

@@ -19,7 +19,7 @@ from noria.sharding.legality import IllegalLayout
         JobError("The graph does not compile.", EXIT_BUILD),
         OtherConfiguration("The journal is of another job.", {"rows": "part 0 of 1"}),
         RowError("invalid_request", "n: expected an integer, got 'x'.", "n"),
-        GraphFailed(GraphKey("decode", 64), ladder_grid(64, 2, score=False), "does not compile"),
+        GraphFailed(GraphKey("decode"), ladder_grid(64, 2, score=False), "does not compile"),
         IllegalLayout(Layout.from_table(read_layout_table("data-tensor")), ["one", "two"]),
     ],
     ids=lambda error: type(error).__name__,

@@ -609,7 +609,7 @@ class LaidOut:
         arguments = self.put(arguments)
         outputs = []
         for _ in range(num_calls):
-            key = GraphKey("decode", self.grid.max_length)
+            key = GraphKey("decode")
             state, output = self.graphs.call(key, self.parameters, state, *arguments)
             outputs.append(jax.device_get(output))
         joined = jax.tree.map(lambda *calls: np.concatenate(calls, axis=1), *map(_steps, outputs))

@@ -8,7 +8,7 @@ from laid_out import config_of, layout_of
 
 from noria.compile.targets import find_target
 from noria.modelzoo import axes
-from noria.modelzoo.cache.segments import CPU_BLOCKS
+from noria.modelzoo.cache.stripes import CPU_BLOCKS
 from noria.modelzoo.config import Arrangement, head_copies
 from noria.sharding.axis_rules import AxisRules
 from noria.sharding.placement import arrangement_of

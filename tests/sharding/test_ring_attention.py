@@ -19,7 +19,7 @@ from noria.modelzoo.attention.attend import (
     with_sinks,
 )
 from noria.modelzoo.attention.blockwise import attend_blockwise, block_sizes
-from noria.modelzoo.cache.segments import EMPTY_POSITION, Stripe, Stripes
+from noria.modelzoo.cache.stripes import EMPTY_POSITION, Stripe, Stripes
 from noria.modelzoo.layer_config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
 from noria.sharding.cache_attention import merge_shards
 from noria.sharding.ring_attention import attend_on_ring, num_ring_steps

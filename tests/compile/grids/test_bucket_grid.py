@@ -143,7 +143,7 @@ def test_chunks_in_pages_are_no_longer_than_a_row():
 
 
 def test_the_pieces_of_a_size_that_follow_each_other_fit_the_same_calls():
-    assert BucketGrid.from_table(PACKED.to_table()) == PACKED and PACKED.is_packed
+    assert BucketGrid.from_table(PACKED.to_table()) == PACKED
     assert [PACKED.num_alike(55, start, 55) for start in (0, 16, 48, 52)] == [3, 2, 2, 1]
     # a shared prefix ends before its prompt
     assert PACKED.num_alike(55, 0, 32) == 2

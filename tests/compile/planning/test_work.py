@@ -204,13 +204,13 @@ def test_pages_have_the_bytes_of_the_arrays_of_their_layers(row_tokens, of_slot)
 def test_a_step_with_pages_reads_the_entries_that_rows_hold():
     work = work_of(PLAIN)
     whole, part_of_it = (part(work, PAGED.average_step(n), "attention") for n in (192, 80))
-    assert whole == part(work, PAGED.decode_call(128), "attention")
+    assert whole == part(work, PAGED.decode_call(), "attention")
     assert whole.bytes == work.grid_bytes(PAGED)
     for figure in ("bytes", "flops", "elements"):
         assert getattr(part_of_it, figure) == getattr(whole, figure) * 80 / 192
     assert work.needed(PAGED.average_step(80)).cache == part_of_it.bytes
     few = replace(PAGED, pages=100)
-    assert few.decode_call(128).entries == 4 * 128, "rows read no more than their longest"
+    assert few.decode_call().entries == 4 * 128, "rows read no more than their longest"
 
 
 def test_a_row_reads_one_page_more_than_its_window_at_most():

@@ -134,7 +134,7 @@ def read(row: dict[str, Any]) -> Evidence:
     work = Work(definition, row["dtype"], layout or ONE_DEVICE)
     mesh = dict(placement.mesh.shape)
     report = read_report(text, target.platform, mesh, min_bytes=ARRAY_BYTES)
-    call = GRID.decode_call(256) if is_decode else GRID.prefill[0].call()
+    call = GRID.decode_call() if is_decode else GRID.prefill[0].call()
     return Evidence(report, work.needed(call))
 
 

@@ -9,7 +9,7 @@ import pytest
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.attention.attend import attend_masked, merge, visible, with_sinks
-from noria.modelzoo.cache.segments import EMPTY_POSITION
+from noria.modelzoo.cache.stripes import EMPTY_POSITION
 from noria.modelzoo.layer_config import BothSides, Chunk, Scores
 
 B, T, K, G, S, H = 2, 4, 2, 3, 7, 8

@@ -8,7 +8,7 @@ from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.attention.attend import Visibility, attend_dense
 from noria.modelzoo.attention.blockwise import attend_blockwise, block_size
-from noria.modelzoo.cache.segments import EMPTY_POSITION
+from noria.modelzoo.cache.stripes import EMPTY_POSITION
 from noria.modelzoo.layer_config import PLAIN_SCORES, BothSides, Chunk, Scores
 
 WINDOWS = (

@@ -17,7 +17,7 @@ from noria.modelzoo.attention.prompt_pieces import PromptPieces, layer_of_slots
 from noria.modelzoo.cache import kv_cache
 from noria.modelzoo.cache.entry_codes import INT4_IN_BYTES
 from noria.modelzoo.cache.kv_cache import KVCache
-from noria.modelzoo.cache.segments import join_blocks
+from noria.modelzoo.cache.stripes import join_blocks
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_config import Chunk

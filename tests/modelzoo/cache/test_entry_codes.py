@@ -32,7 +32,7 @@ from noria.modelzoo.cache import entry_codes
 from noria.modelzoo.cache.entry_codes import INT4_IN_BYTES, EntryCodes
 from noria.modelzoo.cache.layer_state import LayerState, NewEntries, PromptLatents
 from noria.modelzoo.cache.pages import append_to_pages
-from noria.modelzoo.cache.segments import EMPTY_POSITION
+from noria.modelzoo.cache.stripes import EMPTY_POSITION
 from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_config import Chunk, Scores

@@ -21,7 +21,7 @@ from caches import (
 
 from noria.modelzoo.cache.layer_state import PromptKeysValues
 from noria.modelzoo.cache.pages import NO_PAGE, append_to_pages
-from noria.modelzoo.cache.segments import EMPTY_POSITION
+from noria.modelzoo.cache.stripes import EMPTY_POSITION
 
 LENGTH = 16
 PAGES = (4, 16)

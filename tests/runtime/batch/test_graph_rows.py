@@ -27,4 +27,4 @@ def test_the_number_and_the_first_rows_are_named():
 
 
 def test_a_row_that_fits_nowhere_needs_nothing():
-    assert not needs_graph(GraphKey("decode", 64), GRID, RowRequirements(100, 4, 1, None))
+    assert not needs_graph(GraphKey("decode"), GRID, RowRequirements(100, 4, 1, None))

@@ -85,7 +85,7 @@ def test_what_is_loaded_computes_the_same_bits_and_nothing_is_compiled(model, ta
     for ours, theirs in zip(*map(jax.tree.leaves, made), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     live_B = np.zeros(GRID.decode_slots, bool)
-    key = GraphKey("decode", GRID.max_length)
+    key = GraphKey("decode")
     loaded.call(key, model.parameters, loaded.empty_state(), live_B, *decode_pages(GRID))
     assert compile_monitor().num_compiles == before
 
@@ -186,7 +186,7 @@ def test_a_truncated_or_changed_executable_is_refused(folder, target):
 
 def break_an_executable(folder: Path) -> GraphKey:
     """Replace an executable by other bytes, with the correct digest of those bytes."""
-    broken, content = GraphKey("decode", GRID.max_length), b"\0"
+    broken, content = GraphKey("decode"), b"\0"
     graphs = json.loads((folder / CONTENTS).read_text())["graphs"]
     (folder / GRAPHS / graphs[str(broken)]["file"]).write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()

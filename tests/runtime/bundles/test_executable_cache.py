@@ -20,7 +20,7 @@ from noria.runtime.bundles.warm_start import Stores, WarmStart
 from noria.runtime.engine.padding import decode_pages
 
 PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
-DECODE = {GraphKey("decode", GRID.max_length)}
+DECODE = {GraphKey("decode")}
 
 
 def start(folder, target, notes=None, plan=PLAN) -> WarmStart:

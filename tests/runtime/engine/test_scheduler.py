@@ -116,7 +116,7 @@ class Play:
                 assert most is None or self.batches_since_decode <= most
                 of_slots = Counter(row.slot for row in action.rows if row.slot is not None)
                 tokens = self.grid.row_tokens
-                limit = 1 if not self.grid.is_packed else tokens and tokens // action.bucket.tokens
+                limit = 1 if not self.grid.chunks else tokens and tokens // action.bucket.tokens
                 assert limit is None or max(of_slots.values(), default=1) <= limit
                 for row in action.rows:
                     self._prefill(action, row)

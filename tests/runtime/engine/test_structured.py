@@ -193,7 +193,7 @@ def test_rows_without_a_form_keep_their_bits(outputs, plain):
 
 
 def test_a_plan_without_forms_has_no_state_of_automata(plain, model):
-    key = GraphKey("decode", 64)
+    key = GraphKey("decode")
     num_without, num_with = (m.graphs.executable(key).in_tree.num_leaves for m in (plain, model))
     assert plain.graphs.empty_state().sampling.structure_B is None
     # the state of each slot, and nine tables

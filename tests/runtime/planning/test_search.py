@@ -438,7 +438,7 @@ def test_the_calls_of_tiles_take_the_seconds_of_what_their_pieces_read():
 
 def test_tiles_have_the_longest_length_and_several_sizes_of_calls():
     found = paged_candidates(rows_of(3))
-    packed = [one.grid for one in found if one.grid.is_packed]
+    packed = [one.grid for one in found if one.grid.chunks]
     assert packed and all(len(grid.prefill) == 1 for grid in packed)
     assert all(grid.prefill[0].length == grid.max_length for grid in packed)
     # two queries for each head of keys: tiles of 32 have the rows of a product

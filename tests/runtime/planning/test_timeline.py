@@ -77,7 +77,7 @@ def test_the_run_in_time_is_that_of_the_scheduler(grid, rows, seen):
     ):
         seconds = sum(use.seconds for use in uses.values())
         # the counters price all calls of a graph that reads pages at their average entries
-        reads_pages = grid.is_packed or uses is metrics.decode
+        reads_pages = grid.chunks or uses is metrics.decode
         tolerance = 0.01 if reads_pages else 1e-9
         assert seconds_C[is_kind_C].sum() == pytest.approx(seconds, rel=tolerance)
     png = draw_run(timeline, grid.decode_slots, grid.pages)
