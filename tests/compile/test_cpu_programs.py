@@ -52,7 +52,7 @@ def test_no_weight_is_converted_and_every_product_is_fast(graphs, name):
 
 def test_the_cache_is_float32(graphs):
     state = graphs["decode"].arguments[1]
-    assert {x.dtype for x in jax.tree.leaves(state.cache.layers)} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(state.cache)} == {jnp.dtype("float32")}
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -93,7 +93,7 @@ def test_no_program_needs_memory_for_a_copy_of_the_pages(num_heads, scan_layers,
         if graph.key.kind not in ("prefill", "decode", "fork"):
             continue
         (state,) = (x for x in graph.arguments if isinstance(x, DecodeState))
-        arrays = [x for layer in state.cache.layers for (x,) in layer.arrays.values()]
+        arrays = [x for layer in state.cache for (x,) in layer.arrays.values()]
         num_layers = {x.shape[0] for x in arrays}
         of_one = min(math.prod(x.shape) * x.dtype.itemsize for x in arrays) // max(num_layers)
         memory = compile_graph(graph)[0].memory_analysis()

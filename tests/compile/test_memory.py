@@ -105,7 +105,7 @@ def _size(shape: str) -> int:
 def smallest_that_counts(graph: GraphSpec) -> int:
     """Return the number of elements of the smallest weight matrix or cache segment."""
     parameters, state, _ = graph.arguments
-    segments = [leaf for layer in state.cache.layers for leaf in jax.tree.leaves(layer)]
+    segments = [leaf for layer in state.cache for leaf in jax.tree.leaves(layer)]
     return min(leaf.size for leaf in [*parameters.values(), *segments] if leaf.ndim > 1)
 
 
@@ -208,7 +208,7 @@ def test_decode_reads_latents_where_they_lie(target, dtype):
     """No segment is copied in another memory layout for keys, and no values are copied from it."""
     graph = decode_graph(target, GRID.max_length, dtype, (None,) * 4, **LATENTS)
     compiled, _ = compile_graph(graph)
-    segments = jax.tree.leaves(graph.arguments[1].cache.layers)
+    segments = jax.tree.leaves(graph.arguments[1].cache)
     smallest = min(leaf.size * leaf.dtype.itemsize for leaf in segments)
     assert compiled.memory_analysis().temp_size_in_bytes < smallest
 

@@ -110,7 +110,7 @@ def compiled(case: Case, kind: str, target_name: str, repeats: int = 1):
     graphs = plan_graphs(model, case.grid, placement, jnp.dtype("bfloat16"))
     (graph,) = (graph for graph in graphs if graph.key.kind == kind)
     (state,) = (x for x in graph.arguments if isinstance(x, DecodeState))
-    arrays = (layer.arrays[name] for layer in state.cache.layers for name in layer.spec.VECTORS)
+    arrays = (layer.arrays[name] for layer in state.cache for name in layer.spec.VECTORS)
     pool = min(math.prod(x.shape) * x.dtype.itemsize for (x,) in arrays)
     return model, *compile_with_text(graph)[:2], pool
 

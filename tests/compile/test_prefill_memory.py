@@ -69,7 +69,7 @@ def temporaries(graph: GraphSpec) -> int:
 
 def segments(graph: GraphSpec) -> list[jax.ShapeDtypeStruct]:
     """Return all arrays of keys, values or latents."""
-    return jax.tree.leaves(graph.arguments[1].cache.layers)
+    return jax.tree.leaves(graph.arguments[1].cache)
 
 
 @pytest.fixture

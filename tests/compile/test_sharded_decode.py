@@ -78,7 +78,7 @@ def compiled_decode(
     graph = next(graph for graph in graphs if graph.key == key)
     compiled, _ = compile_graph(graph)
     state = graph.arguments[1]
-    arrays = [num_bytes(leaf) for leaf in jax.tree.leaves(state.cache.layers)]
+    arrays = [num_bytes(leaf) for leaf in jax.tree.leaves(state.cache)]
     return Decode(
         read_collectives(compiled.as_text(), laid.mesh.sizes),
         compiled.memory_analysis().temp_size_in_bytes,

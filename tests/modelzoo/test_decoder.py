@@ -206,7 +206,7 @@ def test_a_nan_in_one_row_stays_in_that_row(model):
     step = program(decode, graphdef)
     arguments = jnp.array([5, 9, 11]), jnp.array([3, 3, 3])
     expected, _ = step(state, *arguments, cache, ALL)
-    layers = jax.tree.map(lambda x: x.at[:, 1].set(jnp.nan), cache.layers)
+    layers = jax.tree.map(lambda x: x.at[:, 1].set(jnp.nan), cache)
     poisoned, _ = step(state, *arguments, cache._replace(layers=layers), ALL)
     assert np.all(np.isnan(poisoned[1]))
     assert np.array_equal(poisoned[np.array([0, 2])], expected[np.array([0, 2])])

@@ -51,7 +51,7 @@ def random_tokens() -> np.ndarray:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_the_cache_holds_a_latent_and_a_rotated_key_a_token_and_nothing_else(dtype):
     cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, dtype)
-    num_bytes = sum(array.nbytes for array in jax.tree.leaves(cache.layers))
+    num_bytes = sum(array.nbytes for array in jax.tree.leaves(cache))
     numbers = CONFIG.num_layers * SLOTS * SPANS[-1] * (LATENT.rank + LATENT.rope_dim)
     assert num_bytes == numbers * jnp.dtype(dtype).itemsize
 
@@ -100,7 +100,7 @@ def joined(layers) -> list[np.ndarray]:
 def test_a_piece_is_written_at_its_positions_and_nowhere_else(start):
     rng = np.random.default_rng(1)
     cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32)
-    before = cache._replace(layers=jax.tree.map(jnp.ones_like, cache.layers))
+    before = cache._replace(layers=jax.tree.map(jnp.ones_like, cache))
     new = [PromptLatents(jnp.asarray(rng.normal(size=(1, 6, 14)), jnp.float32)) for _ in range(2)]
     after = keep(before, new, pieces([1], [5], start))
     first = start or 0
@@ -113,7 +113,7 @@ def test_a_piece_is_written_at_its_positions_and_nowhere_else(start):
 def test_append_writes_one_entry_a_row_and_past_the_segments_none():
     cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32)
     new = PromptLatents(jnp.ones((SLOTS, 1, 14)))
-    layer = kv_cache.append(cache.layers[0], new, jnp.array([5, 16]), jnp.int32(0))
+    layer = kv_cache.append(cache[0], new, jnp.array([5, 16]), jnp.int32(0))
     (array,) = joined([layer])
     expected = np.zeros((SLOTS, 16, 14), np.float32)
     expected[0, 5] = 1.0

@@ -104,7 +104,7 @@ def test_the_cache_takes_the_bytes_of_its_shards(name, codes):
     grid = BucketGrid(16, ((8, 8),), 8, (8, 16))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.float32))
     (state,) = (graph.arguments[0] for graph in graphs if graph.key == FORK)
-    arrays = jax.tree.leaves(state.cache.layers)
+    arrays = jax.tree.leaves(state.cache)
     expected = sum(jnp.zeros(x.sharding.shard_shape(x.shape), x.dtype).nbytes for x in arrays)
     got = cache_bytes_per_device(WINDOWED, layout, 8, 16, jnp.float32, arrangement)
     assert got == expected

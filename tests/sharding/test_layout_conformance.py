@@ -128,7 +128,7 @@ def test_what_the_graphs_give_back_lies_as_the_rules_say(pair):
         assert array.sharding.is_equivalent_to(declared, array.ndim), (array.sharding, declared)
 
     assert_lies(got.state.logits_BV, axes.LOGITS)
-    for layer in got.state.cache.layers:
+    for layer in got.state.cache:
         for name, array in layer.spec.arrays.items():
             for segment in layer.arrays[name]:
                 assert_lies(segment, array.axes)

@@ -124,7 +124,7 @@ def test_a_row_that_meets_nan_ends_alone(family, layout):
 def filled_with_nan(under: LaidOut) -> DecodeState:
     """Return an empty state with NaN in the keys, values and logits of its slots."""
     state = under.empty_state()
-    layers = jax.tree.map(lambda x: placed_like(np.full(x.shape, np.nan), x), state.cache.layers)
+    layers = jax.tree.map(lambda x: placed_like(np.full(x.shape, np.nan), x), state.cache)
     logits_BV = placed_like(np.full(state.logits_BV.shape, np.nan), state.logits_BV)
     return state._replace(cache=state.cache._replace(layers=layers), logits_BV=logits_BV)
 
@@ -145,7 +145,7 @@ def with_nan_in(under: LaidOut, state: DecodeState, slot: int) -> DecodeState:
 
         return jax.tree.map(of_pages, layer)
 
-    layers = tuple(layer and poison(layer) for layer in state.cache.layers)
+    layers = tuple(layer and poison(layer) for layer in state.cache)
     return state._replace(cache=state.cache._replace(layers=layers))
 
 

@@ -63,7 +63,7 @@ def test_rows_answer_as_with_whole_forward_passes(layout, options):
         assert (answers.output.tokens_BQ[:count] == alone.output.tokens_BQ[:count]).all()
     else:
         expected(UNLIKE).assert_equals(answers, greedy_rows())
-    assert answers.state.cache.layers[2] is None
+    assert answers.state.cache[2] is None
 
 
 @pytest.mark.parametrize("shards", [1, 4])

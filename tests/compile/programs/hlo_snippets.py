@@ -29,7 +29,7 @@ StackFrames
 calls frame 3, and frame 1 calls frame 4."""
 ARGUMENTS = (
     f"%w = {WIDE} parameter(0), metadata={{op_name=\"parameters['layers.3.up']\"}}",
-    f'%k = {NARROW} parameter(1), metadata={{op_name="arguments[0].cache.layers[3].k_BS[0]"}}',
+    f'%k = {NARROW} parameter(1), metadata={{op_name="arguments[0].cache[3].k_BS[0]"}}',
     "%n = s32[] parameter(2)",
 )
 

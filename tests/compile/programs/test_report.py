@@ -124,7 +124,7 @@ def rewrites(found: ProgramReport) -> list[tuple[str, str, int, bool]]:
     return [(one.argument, one.array, one.num_bytes, one.is_converted) for one in found.rewrites]
 
 
-KEYS, WEIGHTS = "arguments[0].cache.layers[3].k_BS[0]", "parameters['layers.3.up']"
+KEYS, WEIGHTS = "arguments[0].cache[3].k_BS[0]", "parameters['layers.3.up']"
 
 
 def test_an_argument_in_another_dtype_is_converted_also_by_a_fusion_that_does_nothing_else():

@@ -225,7 +225,7 @@ def test_a_cache_arranged_otherwise_gives_the_same_answers(config, arrangement, 
 def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.ndarray]]]:
     """Return each layer's positions in order, with its entries; zeros if there is no token."""
     found = {}
-    for layers, kept in zip(block_layers(one.config, one.arrangement), cache.layers, strict=True):
+    for layers, kept in zip(block_layers(one.config, one.arrangement), cache, strict=True):
         positions = cache.positions.for_window(alike(one.config).windows[layers.start])
         position_BS = np.concatenate(positions, axis=1)
         for index, layer in enumerate(layers):
@@ -246,7 +246,7 @@ def test_slots_are_taken_without_the_padding_of_heads_unless_it_is_rotated(codes
     arrangement = replace(WIDE, cache_codes=codes)
     cache = kv_cache.allocate(HEADS, 3, SPANS, jnp.dtype("float32"), arrangement=arrangement)
     slots, heads = jnp.array([2, 0]), alike(HEADS).num_kv_heads
-    taken = layer_of_slots(cache.layers[0], jnp.int32(0), slots, 0, heads, 8, ON_ONE_DEVICE)
+    taken = layer_of_slots(cache[0], jnp.int32(0), slots, 0, heads, 8, ON_ONE_DEVICE)
     shapes = [(1, 2, heads, count, size) for count in (4, 20)]
     assert [x.shape for x in taken.arrays["v"]] == shapes
     assert [x.shape for x in taken.arrays["k"]] == [(*s[:3], s[4], s[3]) for s in shapes]
