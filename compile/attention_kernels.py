@@ -42,9 +42,8 @@ class Kernel:
 
     name: str
     platforms: tuple[str, ...]
-    phases: tuple[str, ...]
     refusal: Callable[[AttentionCall], str | None]
-    """The reason why the kernel cannot serve a call of its platforms and phases, or None."""
+    """The reason why the kernel cannot serve a call on its platforms, or None."""
     attend: Callable[[Sequence[AttentionCall]], Attend | PageReader]
     """The implementation for calls that the kernel serves."""
 
@@ -52,12 +51,10 @@ class Kernel:
         """The reason why the kernel cannot serve one of the calls, or None."""
         return next((found for call in calls if (found := self.refusal(call)) is not None), None)
 
-    def refuses(self, calls: Sequence[AttentionCall], platform: str, phase: str) -> str | None:
-        """The reason why the kernel cannot serve calls of a phase on a platform, or None."""
+    def refuses(self, calls: Sequence[AttentionCall], platform: str) -> str | None:
+        """The reason why the kernel cannot serve calls on a platform, or None."""
         if platform not in self.platforms:
             return f"it is for {self.platforms[0]}, not for {platform}"
-        if phase not in self.phases:
-            return f"it is for {self.phases[0]} only"
         return self.refuses_one(calls)
 
 
@@ -67,15 +64,13 @@ KERNELS = (
     Kernel(
         "splash",
         ("tpu",),
-        ("prefill",),
         splash_refusal,
         lambda calls: partial(attend_splash, needs_lse=any(call.has_sinks for call in calls)),
     ),
-    Kernel("cudnn", ("gpu",), ("prefill",), cudnn_refusal, lambda calls: attend_cudnn),
+    Kernel("cudnn", ("gpu",), cudnn_refusal, lambda calls: attend_cudnn),
     Kernel(
         PORTABLE,
         ("cpu", "gpu", "tpu"),
-        ("prefill",),
         lambda call: None,
         lambda calls: attend_blockwise,
     ),
@@ -86,23 +81,17 @@ GROUP_ON_CPU = 1
 row has pages, so that a group of one row reads nothing that is dead. Larger groups make larger
 products, which are no faster on a core."""
 PAGE_KERNELS = (
-    Kernel(
-        "paged", ("gpu",), PHASES, paged_gpu_refusal, lambda calls: PageReader(attend_pages_gpu)
-    ),
-    Kernel(
-        "paged", ("tpu",), PHASES, paged_tpu_refusal, lambda calls: PageReader(attend_pages_tpu)
-    ),
+    Kernel("paged", ("gpu",), paged_gpu_refusal, lambda calls: PageReader(attend_pages_gpu)),
+    Kernel("paged", ("tpu",), paged_tpu_refusal, lambda calls: PageReader(attend_pages_tpu)),
     Kernel(
         PORTABLE,
         ("cpu",),
-        PHASES,
         lambda call: None,
         lambda calls: PageReader(partial(attend_in_groups, group=GROUP_ON_CPU)),
     ),
     Kernel(
         PORTABLE,
         ("gpu", "tpu"),
-        PHASES,
         lambda call: None,
         lambda calls: PageReader(attend_in_groups),
     ),
@@ -268,7 +257,7 @@ def choose(
             if kernels is PAGE_KERNELS:
                 refusal = "it does not read pages, as decode and chunks do"
         else:
-            refusal = kernel.refuses(calls, platform, phase)
+            refusal = kernel.refuses(calls, platform)
         if kernel is None or refusal is not None:
             raise ValueError(
                 f"[attention] {phase}: expected a kernel that can serve it, got {asked!r}: "
@@ -277,7 +266,7 @@ def choose(
         return Choice(kernel.name, "as the plan asks", kernel.attend(calls))
     refusals = []
     for kernel in kernels:
-        if platform not in kernel.platforms or phase not in kernel.phases:
+        if platform not in kernel.platforms:
             continue
         if (refusal := kernel.refuses_one(calls)) is None:
             reason = "; ".join(refusals) or f"{platform}, {'; '.join(map(str, calls))}"

@@ -8,8 +8,7 @@ import numpy as np
 from alike import alike
 
 from noria.compile.grids.grid_values import window_pages
-from noria.modelzoo.attention.prompt_pieces import write_pieces, write_prompts
-from noria.modelzoo.attention.prompt_pieces import PromptPieces
+from noria.modelzoo.attention.prompt_pieces import PromptPieces, write_pieces, write_prompts
 from noria.modelzoo.cache.layer_state import LayerState, NewEntries, PromptKeysValues
 from noria.modelzoo.cache.pages import NO_PAGE, PageCounts, allocate_pages
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig

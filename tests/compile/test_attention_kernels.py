@@ -1,4 +1,4 @@
-"""Attention kernels for prompts and chunks: equality with the reference, refusals, and choice."""
+"""Attention kernels of whole prompts: equality with the reference, refusals, and choice."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -10,12 +10,11 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from tolerances import FLOAT32_ELEMENTWISE
 
-from noria.compile.attention_kernels import KERNELS, Kernel, choose
-from noria.modelzoo.attention.attend import Slots, Visibility, attend_dense, with_sinks
+from noria.compile.attention_kernels import KERNELS, PAGE_KERNELS, Kernel, choose
+from noria.modelzoo.attention.attend import Visibility, attend_dense, with_sinks
 from noria.modelzoo.cache.stripes import EMPTY_POSITION
 from noria.modelzoo.kernels.call import AttentionCall
 from noria.modelzoo.kernels.cudnn import attend_cudnn
-from noria.modelzoo.kernels.flash import Blocks, attend_flash, blocks_read
 from noria.modelzoo.kernels.splash import attend_splash
 from noria.modelzoo.layer_config import PLAIN_SCORES, Chunk, Scores
 
@@ -41,12 +40,10 @@ CALLS = {
     "one position": replace(PLAIN, windows=frozenset([1])),
     "windows of all": replace(PLAIN, windows=frozenset([T + 44])),
 }
-CHUNK = replace(PLAIN, num_queries=256, is_in_order=False, segments=frozenset([1152]))
 OFTEN = {"windows, scaled", "values of their own size"}
 """Cases of every run. The others are slow; tests of models also cover the features of models."""
 SERVED = {
     "splash": {*CALLS},
-    "flash": set(),
     "cudnn": {"causal", "windows, scaled", "one position", "windows of all"},
     "xla": {*CALLS},
 }
@@ -101,11 +98,7 @@ def expected_of(case: str):
     "case",
     [pytest.param(case, marks=[] if case in OFTEN else [pytest.mark.slow]) for case in CALLS],
 )
-@pytest.mark.parametrize(
-    "kernel",
-    [kernel for kernel in KERNELS if "prefill" in kernel.phases],
-    ids=lambda kernel: kernel.name,
-)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_a_kernel_equals_the_reference_or_refuses(kernel, case):
     """Numbers are float32; a kernel for narrower numbers runs in its other implementation."""
     call = CALLS[case]
@@ -119,77 +112,6 @@ def test_a_kernel_equals_the_reference_or_refuses(kernel, case):
         np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=FLOAT32_ELEMENTWISE)
     elif kernel.name == "splash":
         assert np.isnan(lse).all(), "what is not asked for cannot be used by mistake"
-
-
-def chunk_attended(attend, call: AttentionCall, dtype=jnp.float32, in_cache: bool = True):
-    """Return `out` and `lse` of chunks over unordered entries, some of them empty."""
-    rng = np.random.default_rng(1)
-    (window,), (S,) = call.windows, call.segments
-    B, K, G, H, T = 2, 2, 4, call.key_dim, call.num_queries
-    start_B1 = np.array([[900], [0]])
-    query_position_BT = jnp.asarray(start_B1 + np.arange(T))
-    key_position_BS = rng.permuted(np.broadcast_to(np.arange(S), (B, S)), axis=1)
-    key_position_BS = np.where(key_position_BS < start_B1, key_position_BS, EMPTY_POSITION)
-    # a cache of 3 layers and 5 slots, with more entries than have positions
-    leading, num_entries = ((3, 5), S + 128) if in_cache else ((B,), S)
-    shapes = ((B, T, K, G, H), (*leading, K, H, num_entries), (*leading, K, num_entries, H - 8))
-    arrays = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-
-    def run(q_BTKGH, k, v, key_position_BS):
-        slots = Slots(jnp.int32(2), jnp.array([3, 5])) if in_cache else None
-        seen = Visibility(query_position_BT, key_position_BS, window, slots=slots)
-        return attend(q_BTKGH, k, v, seen, call.scores)
-
-    with pltpu.force_tpu_interpret_mode():
-        result = jax.jit(run)(*arrays, jnp.asarray(key_position_BS))
-    return [np.asarray(x, np.float32) for x in result]
-
-
-@pytest.mark.parametrize(
-    ("change", "in_cache"),
-    [
-        ({}, True),
-        ({"windows": frozenset([100]), "scores": Scores(cap=0.7)}, False),
-        ({"windows": frozenset([Chunk(96)]), "scores": Scores(scale=0.3)}, True),
-    ],
-    ids=["all, in a cache", "windows, capped", "chunks, scaled, in a cache"],
-)
-def test_flash_equals_the_reference_where_positions_are_in_no_order(change, in_cache):
-    call = replace(CHUNK, **change)
-    out, lse = chunk_attended(attend_flash, call, in_cache=in_cache)
-    expected_out, expected_lse = chunk_attended(attend_dense, call, in_cache=in_cache)
-    assert np.isneginf(expected_lse).any() and np.isfinite(expected_lse).any()
-    np.testing.assert_allclose(out, expected_out, rtol=0, atol=FLOAT32_ELEMENTWISE)
-    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=FLOAT32_ELEMENTWISE)
-
-
-def test_flash_keeps_sums_of_half_precision_in_float32():
-    exact, dense, out = (
-        chunk_attended(attend, CHUNK, dtype)[0]
-        for attend, dtype in (
-            (attend_dense, jnp.float32),
-            (attend_dense, jnp.bfloat16),
-            (attend_flash, jnp.bfloat16),
-        )
-    )
-    error, of_dense = (np.abs(x - exact).mean() for x in (out, dense))
-    assert 0 < error < 1.1 * of_dense
-
-
-@pytest.mark.parametrize("window", [None, 100, Chunk(96)])
-def test_flash_reads_every_block_in_which_something_is_seen_and_few_others(window):
-    """The entries are a rolling buffer that has wrapped; the chunk begins in mid-prompt."""
-    position_BT, S, block = jnp.arange(3000, 3256)[None], 1024, Blocks(4, 128, 128)
-    key_position_BS = jnp.roll(jnp.arange(2040, 2040 + S), 300)[None]
-    seen = Visibility(position_BT, key_position_BS, window)
-    read_IJ = np.asarray(blocks_read(seen, block))[0]
-    is_seen_IJ = np.asarray(seen.mask()).reshape(2, 128, -1, 128).any(axis=(1, 3))
-    is_read_IJ = read_IJ == np.arange(S // block.S)
-    assert (is_read_IJ >= is_seen_IJ).all()
-    # the block where the buffer wraps has positions from both of its ends
-    assert (is_read_IJ > is_seen_IJ).sum(axis=1).max() <= 1
-    changes = (np.diff(read_IJ, axis=1) != 0).sum(axis=1)
-    assert (changes < np.maximum(is_read_IJ.sum(axis=1), 1)).all(), "what is not seen is brought"
 
 
 def test_splash_keeps_sums_of_half_precision_in_float32():
@@ -206,9 +128,6 @@ def test_splash_keeps_sums_of_half_precision_in_float32():
         ("splash", {"num_queries": 200}, "whole blocks of 128 tokens, got 200"),
         ("splash", {"num_queries": 257 * 128}, "ends at 32768 tokens, got 32896"),
         ("splash", {"is_in_order": False}, "whole prompts whose tokens lie in order"),
-        ("flash", {"num_queries": 200}, "whole blocks of 128 tokens and entries, got 200"),
-        ("flash", {"segments": frozenset([384, 100])}, "tokens and entries, got 100"),
-        ("flash", {"segments": frozenset()}, "chunks of prompts, on one device or under a layout"),
         ("cudnn", {"is_in_order": False}, "whole prompts whose tokens lie in order"),
         ("cudnn", {"dtype": jnp.dtype(jnp.float32)}, "takes bfloat16 and float16, got float32"),
         ("cudnn", {"value_dim": 8}, "values and keys of one head size, got 8 and 16"),
@@ -221,9 +140,8 @@ def test_splash_keeps_sums_of_half_precision_in_float32():
 )
 def test_what_a_kernel_cannot_serve_is_refused_with_a_reason(kernel, change, reason):
     (found,) = (one for one in KERNELS if one.name == kernel)
-    call = CHUNK if kernel == "flash" else PLAIN
-    assert found.refusal(call) is None
-    assert reason in (found.refusal(replace(call, **change)) or "")
+    assert found.refusal(PLAIN) is None
+    assert reason in (found.refusal(replace(PLAIN, **change)) or "")
 
 
 def test_a_graph_that_needs_a_library_which_is_not_here_says_what_to_install(monkeypatch):
@@ -248,55 +166,23 @@ def test_a_platform_has_its_kernel_chosen(platform, expected):
     assert str(choose([PLAIN], platform, "prefill")) == expected
 
 
-def test_chunks_on_tpu_have_their_kernel():
-    why = "splash: it takes whole prompts whose tokens lie in order on one device"
-    assert str(choose([CHUNK], "tpu", "prefill")) == f"flash ({why})"
-    assert (
-        choose([CHUNK], "cpu", "prefill").kernel
-        == choose([CHUNK], "gpu", "prefill").kernel
-        == "xla"
-    )
-
-
 def test_the_reason_for_another_kernel_is_what_was_refused():
-    choice = choose([replace(CHUNK, num_queries=200)], "tpu", "prefill")
+    choice = choose([replace(PLAIN, num_queries=200)], "tpu", "prefill")
     assert choice.kernel == "xla"
-    assert choice.reason == (
-        "splash: it takes whole prompts whose tokens lie in order on one device; "
-        "flash: it takes whole blocks of 128 tokens and entries, got 200"
-    )
+    assert choice.reason == "splash: it takes whole blocks of 128 tokens, got 200 tokens"
 
 
 def test_a_kernel_that_is_asked_for_is_never_replaced():
     assert str(choose([PLAIN], "tpu", "prefill", "xla")) == "xla (as the plan asks)"
     in_float32 = replace(PLAIN, dtype=jnp.dtype(jnp.float32))
-    for call, platform, phase, asked, reason in (
-        (PLAIN, "cpu", "prefill", "splash", "it is for tpu, not for cpu"),
-        (PLAIN, "tpu", "decode", "splash", "it is for prefill only"),
-        (in_float32, "gpu", "prefill", "cudnn", "it takes bfloat16 and float16"),
+    for call, platform, phase, asked, kernels, reason in (
+        (PLAIN, "cpu", "prefill", "splash", KERNELS, "it is for tpu, not for cpu"),
+        (PLAIN, "tpu", "decode", "splash", PAGE_KERNELS, "it does not read pages"),
+        (PLAIN, "tpu", "prefill", "paged", KERNELS, "it only reads pages"),
+        (in_float32, "gpu", "prefill", "cudnn", KERNELS, "it takes bfloat16 and float16"),
     ):
         with pytest.raises(ValueError, match=rf"\[attention\] {phase}: .* '{asked}': {reason}"):
-            choose([call], platform, phase, asked)
-
-
-def test_decode_from_latents_in_codes_has_a_kernel_on_tpu_alone():
-    call = replace(PLAIN, num_queries=1, is_in_order=False, reads_latents=True, has_codes=True)
-    assert choose([call], "tpu", "decode").kernel == "latents"
-    assert choose([call], "cpu", "decode").kernel == choose([call], "gpu", "decode").kernel == "xla"
-    why = "latents: it takes models with latent attention"
-    assert str(choose([replace(call, reads_latents=False)], "tpu", "decode")) == f"xla ({why})"
-    why = "latents: it takes a cache in codes (numbers.cache)"
-    assert str(choose([replace(call, has_codes=False)], "tpu", "decode")) == f"xla ({why})"
-    with pytest.raises(ValueError, match=r"decode: .* 'latents': it is for tpu, not for cpu"):
-        choose([call], "cpu", "decode", "latents")
-
-
-def test_the_kernel_of_chunks_refuses_a_cache_in_codes():
-    call = replace(CHUNK, has_codes=True)
-    assert choose([CHUNK], "tpu", "prefill").kernel == "flash"
-    assert choose([call], "tpu", "prefill").kernel == "xla"
-    with pytest.raises(ValueError, match=r"got 'flash': it takes no cache in codes \(numbers"):
-        choose([call], "tpu", "prefill", "flash")
+            choose([call], platform, phase, asked, kernels)
 
 
 def test_a_kernel_must_serve_every_kind_of_layer():

@@ -1,6 +1,5 @@
 """Kernels inside graphs: they give the reference's answers, and compile for absent TPUs."""
 
-import re
 from dataclasses import replace
 
 import jax
@@ -20,14 +19,11 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.modelzoo.attention.attend import attend_dense
-from noria.modelzoo.attention.prompt_pieces import PromptPieces
-from noria.modelzoo.cache import kv_cache
+from noria.modelzoo.axes import ATTENTION_BATCH as BATCH
 from noria.modelzoo.config import DecoderConfig
-from noria.modelzoo.kernels.flash import attend_flash
 from noria.modelzoo.kernels.splash import attend_splash
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_config import Chunk, Scores
-from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 from noria.sharding.placement import Placement
@@ -66,39 +62,6 @@ def test_a_model_with_splash_gives_the_answer_of_the_reference():
         )
 
 
-def test_a_model_with_flash_gives_the_answer_of_the_reference_in_chunks():
-    """The model has rolling and whole layers, and one row ends in padding."""
-    config = changed(CAPPED_WITH_SINKS, windows=(None, 128, Chunk(128)))
-    definition = AbstractModel(config)
-    parameters = random_parameters(definition)
-    tokens_BT = np.random.default_rng(0).integers(3, config.vocab_size, (2, T))
-    length_B, slot_B = np.array([T, 140]), jnp.array([2, 0])
-
-    def logprobs(attend):
-        @jax.jit
-        def prefill(parameters, tokens_BT, rows, cache):
-            decoder = definition.bind(parameters, attend=attend)
-            x_BTD, cache, _ = decoder.prefill(tokens_BT, rows, cache, ON_ONE_DEVICE)
-            logits = decoder.logits(x_BTD.reshape(-1, x_BTD.shape[-1]))
-            return jax.nn.log_softmax(logits).reshape(*tokens_BT.shape, -1), cache
-
-        found, cache = [], kv_cache.allocate(config, 3, (T,), jnp.dtype(jnp.float32))
-        for start in (0, 128):
-            count_B = np.clip(length_B - start, 0, 128)
-            rows = PromptPieces(slot_B, jnp.full(2, start), jnp.asarray(count_B))
-            piece_BT = tokens_BT[:, start : start + 128]
-            with pltpu.force_tpu_interpret_mode():
-                got, cache = prefill(parameters, piece_BT, rows, cache)
-            found.append(np.asarray(got))
-        return np.concatenate(found, axis=1)
-
-    got, expected = logprobs(attend_flash), logprobs(attend_dense)
-    for row, length in enumerate(length_B):
-        np.testing.assert_allclose(
-            got[row, :length], expected[row, :length], rtol=0, atol=FLOAT32_MODEL_LOGPROB
-        )
-
-
 WIDE = DecoderConfig.alike(
     vocab_size=1024,
     embed=512,
@@ -112,7 +75,6 @@ WIDE = DecoderConfig.alike(
 LATENT = LatentAttention(rank=64, plain_dim=32, rope_dim=32, value_dim=48, query_rank=None)
 LATENTS = changed(WIDE, num_kv_heads=8, windows=(None, None), latent=LATENT)
 WIDE_GRID = BucketGrid(1024, ((64, 8), (1024, 2)), 8)
-SPANS = BucketGrid(1024, ((64, 8), (1024, 2)), 8, (1024,))
 
 
 def placed(layout: str | None = None) -> Placement:
@@ -148,7 +110,7 @@ def test_prefill_with_splash_compiles_for_a_tpu(config, layout):
     assert compiled.as_text().count("tpu_custom_call") == len(alike(config).windows)
 
 
-CHUNKS_GRID = BucketGrid(2304, ((768, 2, 256), (2304, 2, 256)), 8, (768, 2304))
+CHUNKS_GRID = BucketGrid(2304, ((2304, 2, 256),), 8)
 RINGS = changed(WIDE, windows=(None, 256), max_position=2304)
 
 
@@ -168,58 +130,34 @@ RINGS = changed(WIDE, windows=(None, 256), max_position=2304)
         ),
     ],
 )  # fmt: skip
-def test_chunks_on_a_tpu_attend_to_the_cache_where_it_is(config, target, layout):
-    """Each segment and the chunk itself have a kernel, and no slot is copied from a segment."""
+def test_chunks_on_a_tpu_attend_to_the_pages_where_they_are(config, target, layout):
+    """Each layer has one kernel, and no page is copied."""
     target = find_target(target)
     table = None if layout is None else Layout.from_table(read_layout_table(layout))
-    graph = longest_prefill(config, CHUNKS_GRID, target.placement(table))
+    groups = None if table is None else table.mesh.num_shards(table.phase("decode")[BATCH])
+    grid = replace(CHUNKS_GRID, slot_groups=groups)
+    graph = longest_prefill(config, grid, target.placement(table))
     _, text, _ = compile_with_text(graph)
     assert text is not None
-    is_whole = [window is None for window in alike(config).windows]
-    # the second segment has entries before the last chunk; the rolling buffer is in the first
-    assert text.count('custom_call_target="tpu_custom_call"') == sum(2 + x for x in is_whole)
+    assert text.count('custom_call_target="tpu_custom_call"') == len(alike(config).windows)
     assert read_report(text, "tpu", {}).step.copied_bytes == 0
-    # if a layout splits slots, a device has only some of them, so they are gathered
-    assert bool(taken_slots(text)) == (layout is not None and "data" in layout)
-
-
-def taken_slots(text: str) -> set[str]:
-    """Return arrays as long as a segment, or as its visible part, but without its slots."""
-    lengths, slots = {"768", "1536", "1280"}, str(CHUNKS_GRID.decode_slots)
-    shapes = {tuple(sizes.split(",")) for sizes in re.findall(r"bf16\[([\d,]+)\]", text)}
-    of_entries = {shape for shape in shapes if len(shape) > 3 and lengths & {*shape[-2:]}}
-    return {",".join(shape) for shape in of_entries if slots not in shape}
 
 
 def test_what_is_chosen_is_said_by_length():
     kernels = choose_kernels(WIDE, WIDE_GRID, placed(), jnp.dtype(jnp.bfloat16))
     why = "tpu, bfloat16, heads of 64, causal and windows of 200"
     assert kernels.report()["prefill"] == (
-        "64: xla (splash: it takes whole blocks of 128 tokens, got 64 tokens; "
-        "flash: it takes chunks of prompts, on one device or under a layout); "
+        "64: xla (splash: it takes whole blocks of 128 tokens, got 64 tokens); "
         f"1024: splash ({why})"
     )
 
 
-def test_latents_in_codes_are_decoded_by_their_kernel_on_tpu_under_rings_too():
-    for placement in (placed(), placed("ring@sequence=4")):
-        call = LATENTS, SPANS, placement, jnp.dtype(jnp.bfloat16)
-        decode = choose_kernels(*call, cache_codes="int8").report()["decode"]
-        assert decode == "latents (tpu, bfloat16, heads of 96, causal)"
-        assert choose_kernels(*call).report()["decode"].startswith("xla (latents: ")
-
-
-@pytest.mark.parametrize("why", ["a ring", "chunks", "several devices without a layout"])
+@pytest.mark.parametrize("why", ["a ring", "several devices without a layout"])
 def test_what_has_no_whole_prompts_in_order_on_a_device_keeps_xla(why):
-    placement, grid = placed(), WIDE_GRID
-    match why:
-        case "a ring":
-            placement = placed("ring@sequence=4")
-        case "chunks":
-            grid = replace(SPANS, prefill=((1024, 2, 256),))
-        case _:
-            placement = find_target("tpu:v5e:2x2").placement()
-    kernels = choose_kernels(WIDE, grid, placement, jnp.dtype(jnp.bfloat16))
+    placement = placed("ring@sequence=4")
+    if why != "a ring":
+        placement = find_target("tpu:v5e:2x2").placement()
+    kernels = choose_kernels(WIDE, WIDE_GRID, placement, jnp.dtype(jnp.bfloat16))
     assert {choice.kernel for choice in kernels.prefill.values()} == {"xla"}
     assert "tokens lie in order on one device" in kernels.report()["prefill"]
 
@@ -258,15 +196,13 @@ def test_attention_to_pages_has_kernels_of_its_own():
     assert decode(name="paged") == "paged (as the plan asks)"
     assert decode(codes="int8").startswith("xla (paged: it takes codes in pages of 128 entries")
     assert decode(replace(PAGED, page=128, pages=64), codes="int8").startswith("paged")
-    with pytest.raises(ValueError, match="got 'latents': it does not read a cache in pages"):
-        decode(name="latents")
-    with pytest.raises(ValueError, match="got 'paged': it only reads a cache in pages"):
-        decode(SPANS, name="paged")
+    with pytest.raises(ValueError, match="got 'splash': it does not read pages"):
+        decode(name="splash")
     wide = BucketGrid(2**20, PAGED.prefill, 64, pages=2**14)
     assert "a table of at most 131072 pages" in decode(wide)
     tiles = replace(PAGED, prefill=((1024, 64, 16),))
     prefill = choose_kernels(heads, tiles, placed(), jnp.dtype("bfloat16")).prefill
     assert str(prefill[16]).startswith("paged (tpu, bfloat16, heads of 128")
     plan = AttentionPlan(prefill="splash")
-    with pytest.raises(ValueError, match="got 'splash': it does not read a cache in pages"):
+    with pytest.raises(ValueError, match="got 'splash': it does not read pages"):
         choose_kernels(heads, tiles, placed(), jnp.dtype("bfloat16"), plan)

@@ -29,7 +29,8 @@ from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
 SLOTS, VOCAB, SMALL_VOCAB = 64, 49152, 4096
-GRID = BucketGrid(max_length=512, prefill=((512, 1),), decode_slots=SLOTS, decode_spans=(256, 512))
+GRID = BucketGrid(max_length=512, prefill=((512, 1),), decode_slots=SLOTS, row_tokens=1)
+"""Whole prompts, so that layers with windows have pages of each slot."""
 TPU = "tpu:v5e:2x4"
 
 
@@ -46,7 +47,7 @@ ALONE_OR_WITH_RINGS, DEEP_ALONE_OR_WITH_RINGS = (
 """Windows with `--slow`, and those of every run, in which each second layer is whole."""
 
 
-def decode_graph(target: str, span: int, dtype: str, *given: Any, **options: Any) -> GraphSpec:
+def decode_graph(target: str, dtype: str, *given: Any, **options: Any) -> GraphSpec:
     return graph_of(GraphKey("decode"), target, dtype, *given, **options)
 
 
@@ -85,7 +86,7 @@ def temporary_bound(graph: GraphSpec) -> float:
 
 
 def cache_bytes(graph: GraphSpec) -> int:
-    _, state, _ = graph.arguments
+    state = graph.arguments[1]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
 
 
@@ -103,15 +104,15 @@ def _size(shape: str) -> int:
 
 
 def smallest_that_counts(graph: GraphSpec) -> int:
-    """Return the number of elements of the smallest weight matrix or cache segment."""
-    parameters, state, _ = graph.arguments
-    segments = [leaf for layer in state.cache for leaf in jax.tree.leaves(layer)]
-    return min(leaf.size for leaf in [*parameters.values(), *segments] if leaf.ndim > 1)
+    """Return the number of elements of the smallest weight matrix or array of pages."""
+    parameters, state, *_ = graph.arguments
+    pages = jax.tree.leaves(state.cache)
+    return min(leaf.size for leaf in [*parameters.values(), *pages] if leaf.ndim > 1)
 
 
 @pytest.mark.parametrize("windows", ALONE_OR_WITH_RINGS)
 def test_decode_needs_little_memory_beside_its_arguments(windows):
-    graph = decode_graph("cpu", GRID.decode_spans[0], "float32", windows)
+    graph = decode_graph("cpu", "float32", windows)
     compiled, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
 
@@ -124,9 +125,9 @@ def test_decode_needs_little_memory_beside_its_arguments(windows):
 def test_decode_with_scanned_layers_works_in_place(target, dtype, windows):
     """The loop carries the cache of all layers; a copy of it would be twenty times the bound."""
     words = {"vocab_size": SMALL_VOCAB} if target == TPU else {}
-    graph = decode_graph(target, GRID.max_length, dtype, windows, scan_layers=True, **words)
+    graph = decode_graph(target, dtype, windows, scan_layers=True, **words)
     compiled, _ = compile_graph(graph)
-    _, state, _ = graph.arguments
+    state = graph.arguments[1]
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes <= temporary_bound(graph)
     assert memory.alias_size_in_bytes >= sum(
@@ -166,7 +167,7 @@ OF_16_EXPERTS = partial(MoeConfig, Routing(num_experts=16, num_chosen=2), QWEN3_
 def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(key, spelling, shape, moe):
     """Keys and weights of all layers keep their memory layout."""
     layout = Layout.from_table(read_layout_table(spelling))
-    grid = BucketGrid(1536, ((512, 1, 256), (1536, 1, 256)), 256, (512, 1536))
+    grid = BucketGrid(1536, ((1536, 1, 256),), 256)
     shape = {"vocab_size": 128, "head_dim": 128, "layout": layout, **shape}
 
     def of_layers(num_layers: int) -> GraphSpec:
@@ -205,17 +206,17 @@ LATENTS = {
     [("cpu", "float32"), pytest.param(TPU, "bfloat16", marks=pytest.mark.tpu_compile)],
 )
 def test_decode_reads_latents_where_they_lie(target, dtype):
-    """No segment is copied in another memory layout for keys, and no values are copied from it."""
-    graph = decode_graph(target, GRID.max_length, dtype, (None,) * 4, **LATENTS)
+    """No page is copied in another memory layout for keys, and no values are copied from it."""
+    graph = decode_graph(target, dtype, (None,) * 4, **LATENTS)
     compiled, _ = compile_graph(graph)
-    segments = jax.tree.leaves(graph.arguments[1].cache)
-    smallest = min(leaf.size * leaf.dtype.itemsize for leaf in segments)
+    pages = jax.tree.leaves(graph.arguments[1].cache)
+    smallest = min(leaf.size * leaf.dtype.itemsize for leaf in pages)
     assert compiled.memory_analysis().temp_size_in_bytes < smallest
 
 
 @pytest.mark.tpu_compile
 def test_decode_with_scanned_latents_works_in_place_on_tpu():
-    graph = decode_graph(TPU, GRID.max_length, "bfloat16", DEEP_WHOLE, scan_layers=True, **LATENTS)
+    graph = decode_graph(TPU, "bfloat16", DEEP_WHOLE, scan_layers=True, **LATENTS)
     compiled, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
 
@@ -224,37 +225,17 @@ def test_decode_with_scanned_latents_works_in_place_on_tpu():
 @pytest.mark.newest_libtpu
 @pytest.mark.parametrize("windows", ALONE_OR_WITH_RINGS)
 def test_decode_works_in_place_on_tpu(windows):
-    graph = decode_graph(TPU, GRID.max_length, "bfloat16", windows)
+    graph = decode_graph(TPU, "bfloat16", windows)
     compiled, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
     assert whole_copies(compiled.as_text(), smallest_that_counts(graph)) == []
 
 
-@pytest.mark.parametrize(
-    ("target", "dtype"),
-    [
-        pytest.param("cpu", "float32", marks=pytest.mark.slow),
-        pytest.param(TPU, "bfloat16", marks=[pytest.mark.tpu_compile, pytest.mark.newest_libtpu]),
-    ],
-)
-def test_decode_works_in_place_where_few_slots_reach_the_last_span(target, dtype):
-    """The arguments are smaller by the missing slots."""
-    ragged = replace(GRID, span_slots=(SLOTS, SLOTS // 8))
-    graph = decode_graph(target, GRID.max_length, dtype, grid=ragged)
-    compiled, _ = compile_graph(graph)
-    memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes <= temporary_bound(graph)
-    all_alike = decode_graph(target, GRID.max_length, dtype)
-    assert cache_bytes(graph) < 0.57 * cache_bytes(all_alike)
-    if target == TPU:
-        assert whole_copies(compiled.as_text(), smallest_that_counts(graph)) == []
-
-
 @pytest.mark.tpu_compile
 @pytest.mark.newest_libtpu
 def test_a_cache_that_is_not_donated_is_found_as_copies():
-    graph = replace(decode_graph(TPU, GRID.max_length, "bfloat16", (None,)), donated=())
+    graph = replace(decode_graph(TPU, "bfloat16", (None,)), donated=())
     compiled, _ = compile_graph(graph)
     copies = whole_copies(compiled.as_text(), smallest_that_counts(graph))
-    # keys and values in two segments each
-    assert len(copies) == 4
+    # keys and values
+    assert len(copies) == 2

@@ -51,9 +51,7 @@ def evidence_of(num_groups: int) -> Evidence:
     _, text, _ = compile_with_text(graph)
     assert text is not None
     report = read_report(text, target.platform, dict(placement.mesh.shape))
-    return Evidence(
-        report, Work(definition, "bfloat16", layout).needed(grid.decode_call())
-    )
+    return Evidence(report, Work(definition, "bfloat16", layout).needed(grid.decode_call()))
 
 
 @pytest.mark.parametrize("num_groups", [pytest.param(1, marks=pytest.mark.slow), 4])

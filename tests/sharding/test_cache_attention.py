@@ -15,8 +15,8 @@ from noria.modelzoo.attention.attend import attend_dense, with_sinks
 from noria.modelzoo.attention.blockwise import attend_blockwise
 from noria.modelzoo.attention.segment_attention import Entries, attend_segments
 from noria.modelzoo.cache.layer_state import PromptLatents
-from noria.modelzoo.cache.stripes import EMPTY_POSITION, Stripes, entry_positions
 from noria.modelzoo.cache.state_spec import KeysAndValues
+from noria.modelzoo.cache.stripes import EMPTY_POSITION, Stripes, entry_positions
 from noria.modelzoo.layer_config import PLAIN_SCORES, Chunk, Scores, Window
 from noria.modelzoo.operations import ON_ONE_DEVICE, Operations
 from noria.sharding import cache_attention

@@ -128,11 +128,11 @@ PACKED = BucketGrid(100, ((100, 9, 4), (100, 2, 16)), decode_slots=8, pages=14, 
 ONE_CHUNK = BucketGrid(100, ((100, 4, 16),), decode_slots=8, page=16)
 
 
-@pytest.mark.parametrize("spans", [(48,), (48, 100), (96,)])
-def test_chunks_in_pages_have_one_span(spans):
-    message = r"buckets.prefill: with buckets.chunk and buckets.pages, .* \[\[100, ...\]\], got "
+@pytest.mark.parametrize("lengths", [(48,), (48, 100), (96,)])
+def test_chunks_have_one_length(lengths):
+    message = r"buckets.prefill: with buckets.chunk, .* \[\[100, ...\]\], got "
     with pytest.raises(ValueError, match=message):
-        replace(PACKED, prefill=tuple((span, 2, 4) for span in spans))
+        replace(PACKED, prefill=tuple((length, 2, 4) for length in lengths))
 
 
 def test_chunks_in_pages_are_no_longer_than_a_row():
@@ -172,7 +172,7 @@ def test_a_call_has_no_more_tokens_of_a_row_than_the_plan_says():
     [
         (PACKED, 24, r"multiple of the largest buckets.chunk \(16\), .* got 24. Change it"),
         (PACKED, 0, "expected"),
-        (SCORING, 16, "none without buckets.pages, got 16. Leave it out"),
+        (SCORING, 16, "with buckets.decode_slots = 0, .* expected none; got 16"),
     ],
 )
 def test_tokens_of_a_row_are_whole_chunks_beside_pages(grid, row_tokens, message):

@@ -87,7 +87,7 @@ def test_a_missing_key_is_named(key):
                 "chunk": None,
                 "chunks_per_decode": None,
             },
-            r"plan \[prefixes\]: expected prompts in chunks .*, got no buckets.pages",
+            r"plan \[prefixes\]: expected prompts in chunks .*, got no buckets.chunk",
         ),
         (
             {"prefill": [[128, 2]], "chunk": None, "chunks_per_decode": None},

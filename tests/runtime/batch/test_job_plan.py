@@ -315,7 +315,7 @@ def test_a_derived_plan_has_the_pages_that_its_rows_fill():
     many = plan_of([RowShape(20, 30)] * 400, "buckets.page=16", "buckets.decode_slots=256").buckets
     assert (many.decode_slots, many.pages) == (256, 256 * 4)
     chunks = plan_of(rows, "buckets.page=16", "buckets.chunk=32").buckets
-    assert chunks.pages == 18 and chunks.is_packed
+    assert chunks.pages == 18 and chunks.chunks == (32,)
     # as many pieces as three of the longest prompts have
     assert chunks.prefill == ((chunks.max_length, 3 * 4, 32),)
 
