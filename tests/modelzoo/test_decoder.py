@@ -1,4 +1,4 @@
-"""Properties of every decoder: causality, padding, spans, and prefill equal to decode."""
+"""Properties of every decoder: causality, padding, pages, and prefill equal to decode."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from alike import changed
+from caches import arrays_of, empty_cache, layers_of, pages_in, scattered, with_layers
 from flax import nnx
 from tolerances import FLOAT32_MODEL_LOGPROB
 from unoptimized import set_optimized
 
 from noria.modelzoo import axes
 from noria.modelzoo.attention.prompt_pieces import PromptPieces
-from noria.modelzoo.cache import kv_cache
+from noria.modelzoo.attention.shared_pages import SlotPages
+from noria.modelzoo.cache.layer_state import LayerState
 from noria.modelzoo.config import Arrangement, DecoderConfig, Multipliers
 from noria.modelzoo.decoder import Decoder
 from noria.modelzoo.layer_config import Chunk, Scores
@@ -63,7 +65,8 @@ VARIANTS = {
         windows=(4, 10, 4),
     ),
 }
-T, SPANS = 12, (8, 16, 32)
+T, PAGE_BN = 12, scattered(3, 8)
+"""The tokens of a prompt, and the pages of rows of up to 32 entries."""
 ALL = np.ones(3, bool)
 
 
@@ -125,9 +128,8 @@ def forward(graphdef, state, tokens_BT, true_length_B):
 def prefill(graphdef, state, tokens_BT, true_length_B):
     """Return logits, and a cache with row i in slot i."""
     decoder = nnx.merge(graphdef, state)
-    B = len(true_length_B)
-    empty = kv_cache.allocate(decoder.config, B, SPANS, jnp.float32)
-    rows = PromptPieces(jnp.arange(B), None, true_length_B)
+    empty = empty_cache(decoder.config, PAGE_BN, row_tokens=1)
+    rows = PromptPieces(jnp.arange(3), None, true_length_B, jnp.asarray(PAGE_BN))
     x_BTD, cache, _ = decoder.prefill(tokens_BT, rows, empty, ON_ONE_DEVICE)
     return decoder.logits(x_BTD), cache
 
@@ -163,13 +165,14 @@ def start(graphdef, state, first: int):
     return run(state, prompts(), jnp.full(3, first, jnp.int32))[1]
 
 
-def decode(graphdef, state, token_B, position_B, cache, is_token_B):
-    return nnx.merge(graphdef, state).decode(token_B, position_B, cache, is_token_B)[:2]
+def decode(graphdef, state, token_B, position_B, cache, is_token_B, page_BN=PAGE_BN):
+    call, pages = (token_B, position_B, cache, is_token_B), SlotPages(jnp.asarray(page_BN))
+    return nnx.merge(graphdef, state).decode(*call, pages=pages)[:2]
 
 
 @pytest.mark.parametrize("first", [3, 11])
 def test_decode_token_by_token_equals_a_whole_pass(model, first):
-    """Eleven tokens span two segments, and exceed most windows."""
+    """Eleven tokens take three pages, and exceed most windows."""
     graphdef, state = model
     expected = program(forward, graphdef)(state, prompts(), jnp.full(3, T))
     cache = start(graphdef, state, first)
@@ -185,36 +188,43 @@ def test_decode_token_by_token_equals_a_whole_pass(model, first):
         )
 
 
-@pytest.mark.parametrize("num_segments", [1, 2])
-def test_decode_over_a_shorter_span_gives_the_same_bits(model, num_segments):
+@pytest.mark.parametrize("num_pages", [1, 2])
+def test_decode_over_fewer_pages_gives_the_same_bits(model, num_pages):
     graphdef, state = model
     cache = start(graphdef, state, first=3)
     step = program(decode, graphdef)
-    token_B, position_B = jnp.array([5, 9, 11]), jnp.array([3, 3, 3])
-    logits, whole = step(state, token_B, position_B, cache, ALL)
-    short_logits, short = step(state, token_B, position_B, cache.head(num_segments), ALL)
+    call = state, jnp.array([5, 9, 11]), jnp.array([3, 3, 3]), cache, ALL
+    logits, whole = step(*call)
+    short_logits, short = step(*call, PAGE_BN[:, :num_pages])
     assert np.array_equal(short_logits, logits)
-    for ours, expected in zip(
-        jax.tree.leaves(cache.with_head(short)), jax.tree.leaves(whole), strict=True
-    ):
+    for ours, expected in zip(jax.tree.leaves(short), jax.tree.leaves(whole), strict=True):
         assert np.array_equal(ours, expected)
 
 
 def test_a_nan_in_one_row_stays_in_that_row(model):
+    """The pages of the row are NaN in all layers, and so are those of no row."""
     graphdef, state = model
     cache = start(graphdef, state, first=3)
     step = program(decode, graphdef)
     arguments = jnp.array([5, 9, 11]), jnp.array([3, 3, 3])
     expected, _ = step(state, *arguments, cache, ALL)
-    layers = jax.tree.map(lambda x: x.at[:, 1].set(jnp.nan), cache)
-    poisoned, _ = step(state, *arguments, cache._replace(layers=layers), ALL)
+    others = np.array([0, 2])
+
+    def poison(layer: LayerState) -> LayerState:
+        healthy = pages_in(layer, PAGE_BN, np.arange(3))[others].ravel()
+        return jax.tree.map(
+            lambda x: jnp.full_like(x, jnp.nan).at[:, healthy].set(x[:, healthy]), layer
+        )
+
+    poisoned = with_layers(cache, map(poison, layers_of(cache)))
+    poisoned, _ = step(state, *arguments, poisoned, ALL)
     assert np.all(np.isnan(poisoned[1]))
-    assert np.array_equal(poisoned[np.array([0, 2])], expected[np.array([0, 2])])
+    assert np.array_equal(poisoned[others], expected[others])
 
 
 @pytest.mark.parametrize("first", [3, 11])
 def test_a_row_without_a_token_writes_nothing(model, first):
-    """Eleven tokens fill the caches of windows, which are written at every position."""
+    """Eleven tokens fill the pages of windows, which are written at every position."""
     graphdef, state = model
     cache = start(graphdef, state, first)
     step = program(decode, graphdef)
@@ -223,12 +233,12 @@ def test_a_row_without_a_token_writes_nothing(model, first):
     logits, after = step(*arguments, jnp.array([True, False, True]))
     runs = np.array([0, 2])
     assert np.array_equal(logits[runs], expected[runs])
-    for row_axis, part in ((1, "layers"), (0, "positions")):
-        leaves = (jax.tree.leaves(getattr(each, part)) for each in (cache, whole, after))
-        for before, written, ours in zip(*leaves, strict=True):
-            of_rows = [np.moveaxis(np.asarray(x), row_axis, 0) for x in (before, written, ours)]
-            assert np.array_equal(of_rows[2][1], of_rows[0][1])
-            assert np.array_equal(of_rows[2][runs], of_rows[1][runs])
+    for layers in zip(*map(layers_of, (cache, whole, after)), strict=True):
+        own = pages_in(layers[0], PAGE_BN, np.arange(3))[1]
+        for before, written, ours in zip(*(arrays_of(x).values() for x in layers), strict=True):
+            wanted = written.copy()
+            wanted[:, own] = before[:, own]
+            assert np.array_equal(ours, wanted) and not np.array_equal(wanted, written)
 
 
 def test_every_parameter_names_one_logical_axis_per_dimension(model):

@@ -10,15 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from alike import changed
-from caches import keep, pieces
+from caches import (
+    PAGE,
+    arrays_of,
+    empty_cache,
+    entries_of,
+    keep,
+    layers_of,
+    pieces,
+    scattered,
+    used_cache,
+)
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.attention.prompt_pieces import PromptPieces
-from noria.modelzoo.cache import kv_cache
-from noria.modelzoo.cache.kv_cache import KVCache
+from noria.modelzoo.attention.shared_pages import SlotPages
 from noria.modelzoo.cache.layer_state import PromptLatents
+from noria.modelzoo.cache.pages import NO_PAGE, append_to_pages
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.decoder import Decoder
 from noria.modelzoo.latent_config import LatentAttention
@@ -36,7 +46,9 @@ CONFIG = DecoderConfig.alike(
     max_position=32,
     latent=LATENT,
 )
-SLOTS, SPANS, LENGTH = 2, (4, 7, 16), 12
+ROWS, LENGTH = 2, 12
+PAGE_BN = scattered(ROWS, 4)
+"""The pages of rows of up to 16 entries."""
 
 
 def bound(config: DecoderConfig) -> Decoder:
@@ -45,14 +57,15 @@ def bound(config: DecoderConfig) -> Decoder:
 
 
 def random_tokens() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, CONFIG.vocab_size, (SLOTS, LENGTH))
+    return np.random.default_rng(0).integers(0, CONFIG.vocab_size, (ROWS, LENGTH))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_the_cache_holds_a_latent_and_a_rotated_key_a_token_and_nothing_else(dtype):
-    cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, dtype)
+    cache = empty_cache(CONFIG, PAGE_BN, dtype=dtype)
     num_bytes = sum(array.nbytes for array in jax.tree.leaves(cache))
-    numbers = CONFIG.num_layers * SLOTS * SPANS[-1] * (LATENT.rank + LATENT.rope_dim)
+    num_entries = CONFIG.num_layers * 2 * PAGE_BN.size * PAGE
+    numbers = num_entries * (LATENT.rank + LATENT.rope_dim)
     assert num_bytes == numbers * jnp.dtype(dtype).itemsize
 
 
@@ -66,67 +79,58 @@ def test_tokens_that_read_latents_from_the_cache_answer_as_in_a_prompt(query_ran
 
     @jax.jit
     def forward(tokens_BT):
-        x_BTD, _ = decoder.forward(tokens_BT, jnp.full(SLOTS, LENGTH))
+        x_BTD, _ = decoder.forward(tokens_BT, jnp.full(ROWS, LENGTH))
         return decoder.logits(x_BTD)
 
     @jax.jit
     def prefill(tokens_BT, rows, cache):
         return decoder.prefill(tokens_BT, rows, cache, ON_ONE_DEVICE)[1]
 
-    decode = jax.jit(lambda *arguments: decoder.decode(*arguments)[:2])
+    pages = SlotPages(jnp.asarray(PAGE_BN))
+    decode = jax.jit(lambda *arguments: decoder.decode(*arguments, pages=pages)[:2])
     expected_BTV = np.asarray(forward(jnp.asarray(tokens_BT)))
-    rows = PromptPieces(jnp.arange(SLOTS), None, jnp.asarray(lengths))
-    cache = kv_cache.allocate(config, SLOTS, SPANS, jnp.float32)
+    rows = PromptPieces(jnp.arange(ROWS), None, jnp.asarray(lengths), pages.page_BN)
+    cache = empty_cache(config, PAGE_BN, row_tokens=1)
     cache = prefill(jnp.asarray(tokens_BT[:, :7]), rows, cache)
     for step in range(5):
         position_B = lengths + step
-        token_B = tokens_BT[np.arange(SLOTS), position_B]
-        is_token_B = jnp.ones(SLOTS, bool)
+        token_B = tokens_BT[np.arange(ROWS), position_B]
+        is_token_B = jnp.ones(ROWS, bool)
         logits_BV, cache = decode(jnp.asarray(token_B), jnp.asarray(position_B), cache, is_token_B)
         np.testing.assert_allclose(
             jax.nn.log_softmax(logits_BV),
-            jax.nn.log_softmax(expected_BTV[np.arange(SLOTS), position_B]),
+            jax.nn.log_softmax(expected_BTV[np.arange(ROWS), position_B]),
             rtol=0,
             atol=FLOAT32_MODEL_LOGPROB,
         )
 
 
-def joined(layers) -> list[np.ndarray]:
-    """Return the latents of each layer, segments joined."""
-    return [np.concatenate(layer.arrays["latent"], axis=2)[0] for layer in layers]
+def latents_of(layer) -> np.ndarray:
+    """Return the latents of each row, in order."""
+    return entries_of(layer, PAGE_BN, np.arange(ROWS))["latent"]
 
 
-@pytest.mark.parametrize("start", [None, 7])
+@pytest.mark.parametrize("start", [None, 6])
 def test_a_piece_is_written_at_its_positions_and_nowhere_else(start):
     rng = np.random.default_rng(1)
-    cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32)
-    before = cache._replace(layers=jax.tree.map(jnp.ones_like, cache))
+    before = used_cache(CONFIG, PAGE_BN)
     new = [PromptLatents(jnp.asarray(rng.normal(size=(1, 6, 14)), jnp.float32)) for _ in range(2)]
-    after = keep(before, new, pieces([1], [5], start))
+    after = keep(before, new, pieces(PAGE_BN, [1], [5], start))
     first = start or 0
-    for array, (latent_BTH,) in zip(joined(after.layers), new, strict=True):
-        expected = np.ones((SLOTS, 16, 14), np.float32)
+    for old, layer, (latent_BTH,) in zip(layers_of(before), layers_of(after), new, strict=True):
+        expected = latents_of(old).copy()
         expected[1, first : first + 6] = latent_BTH[0]
-        np.testing.assert_array_equal(array, expected)
+        np.testing.assert_array_equal(latents_of(layer), expected)
 
 
-def test_append_writes_one_entry_a_row_and_past_the_segments_none():
-    cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32)
-    new = PromptLatents(jnp.ones((SLOTS, 1, 14)))
-    layer = kv_cache.append(cache[0], new, jnp.array([5, 16]), jnp.int32(0))
-    (array,) = joined([layer])
-    expected = np.zeros((SLOTS, 16, 14), np.float32)
+def test_append_writes_one_entry_a_row_and_without_a_page_none():
+    layer, new = layers_of(empty_cache(CONFIG, PAGE_BN))[0], PromptLatents(jnp.ones((ROWS, 1, 14)))
+    page_BN = jnp.asarray(PAGE_BN).at[1].set(NO_PAGE)
+    layer = append_to_pages(layer, new, page_BN, jnp.array([5, 15]), jnp.int32(0))
+    expected = np.zeros((ROWS, 16, 14), np.float32)
     expected[0, 5] = 1.0
-    np.testing.assert_array_equal(array, expected)
-
-
-def test_a_head_put_back_gives_the_cache_again():
-    cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32)
-    changed = jax.tree.map(jnp.ones_like, cache.head(2))
-    whole: KVCache = cache.with_head(changed)
-    assert jax.tree.structure(whole) == jax.tree.structure(cache)
-    for array in joined(whole.layers):
-        assert np.all(array[:, :7] == 1) and np.all(array[:, 7:] == 0)
+    np.testing.assert_array_equal(latents_of(layer), expected)
+    assert arrays_of(layer)["latent"].sum() == expected.sum()
 
 
 @pytest.mark.parametrize(
