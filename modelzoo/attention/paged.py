@@ -98,28 +98,31 @@ def attend_in_groups(
         padding = [(0, count * size - B)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, padding).reshape(count, size, *x.shape[1:])
 
-    attend = partial(_attend_turns, _Pages(k_PKSH, v_PKSH), rows.stripe, window, scores)
     groups = jax.tree.map(pad, (q_BTKGH, *rows[:-1]))
-    if count == 1:
-        out, lse = attend(jax.tree.map(lambda x: x[0], groups))
-    else:
-        attended = jax.lax.map(attend, groups)
-        out, lse = (x.reshape(-1, *x.shape[2:])[:B] for x in attended)
-    return out.astype(q_BTKGH.dtype), lse
+    attend = partial(_attend_group, _Pages(k_PKSH, v_PKSH), rows.stripe, window, scores, groups)
+    # results begin as queries, not as zeros: of these, XLA for the CPU makes copies for all layers
+    # at the beginning of a call
+    begin, H = groups[0][..., :1], v_PKSH.shape[-1]
+    results = jnp.broadcast_to(begin, (*begin.shape[:-1], H)), begin[..., 0].astype(jnp.float32)
+    results = attend(0, results) if count == 1 else jax.lax.fori_loop(0, count, attend, results)
+    out_BTKGH, lse_BTKG = (x.reshape(-1, *x.shape[2:])[:B] for x in results)
+    return out_BTKGH, lse_BTKG
 
 
-def _attend_turns(
+def _attend_group(
     pages: "_Pages",
     stripe: Stripe,
     window: Window,
     scores: Scores,
-    group: tuple[jax.Array, ...],
+    groups: tuple[jax.Array, ...],
+    index: jax.Array | int,
+    results: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend to one page of each row of a group at a time, and merge the results.
+    """Attend to one page of each row of a group at a time, and put the merge into `results`.
 
-    A group is its queries, and the arrays of its `PagedRows`.
+    Groups are their queries, and the arrays of their `PagedRows`.
     """
-    q_BTKGH, *by_row = group
+    q_BTKGH, *by_row = jax.tree.map(lambda x: x[index], groups)
     rows = PagedRows._make((*by_row, stripe))
     page_BN, (_, _, S, H) = rows.page_BN, pages.shape
     position_BT, is_row_B = rows.position_BT(q_BTKGH.shape[1]), rows.count_B > 0
@@ -129,13 +132,13 @@ def _attend_turns(
         first = jnp.where(is_row_B, first_B, page_BN.shape[1]).min().astype(jnp.int32)
     end = jnp.where(is_row_B, last_B + 1, 0).max()
 
-    def turn(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def turn(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         # a row without this page reads one of its own pages, and sees nothing of it: the pages of
         # other rows may hold NaN
-        is_page_B = (first_B <= index) & (index <= last_B)
-        page_B = pick(page_BN, jnp.clip(index, first_B, jnp.maximum(last_B, first_B)))
+        is_page_B = (first_B <= number) & (number <= last_B)
+        page_B = pick(page_BN, jnp.clip(number, first_B, jnp.maximum(last_B, first_B)))
         k_BKSH, v_BKSH = pages.take(page_B)
-        entry_1S = stripe.position(index * S + jnp.arange(S))[None]
+        entry_1S = stripe.position(number * S + jnp.arange(S))[None]
         entry_BS = jnp.where(is_page_B[:, None], entry_1S, EMPTY_POSITION)
         mask_BTS = visible(position_BT, entry_BS, window)
         part = attend_masked(q_BTKGH, transposed(k_BKSH), v_BKSH, mask_BTS, scores)
@@ -148,7 +151,8 @@ def _attend_turns(
     shape = q_BTKGH.shape[:-1]
     empty = jnp.zeros((*shape, H)), jnp.full(shape, -jnp.inf)
     out_BTKGH, lse_BTKG = jax.lax.fori_loop(first, end, turn, empty)
-    return hide(out_BTKGH, 0.0), hide(lse_BTKG, -jnp.inf)
+    attended = hide(out_BTKGH, 0.0).astype(q_BTKGH.dtype), hide(lse_BTKG, -jnp.inf)
+    return tuple(x.at[index].set(new) for x, new in zip(results, attended, strict=True))
 
 
 def read_range(rows: PagedRows, page: int, window: Window) -> tuple[jax.Array, jax.Array]:

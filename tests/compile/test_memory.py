@@ -31,7 +31,7 @@ from noria.sharding.layout import Layout
 SLOTS, VOCAB, SMALL_VOCAB = 64, 49152, 4096
 GRID = BucketGrid(max_length=512, prefill=((512, 1),), decode_slots=SLOTS, row_tokens=1)
 """Whole prompts, so that layers with windows have pages of each slot."""
-TPU = "tpu:v5e:2x4"
+ONE_CHIP, TPU = "tpu:v5e:1x1", "tpu:v5e:2x4"
 
 
 Windows = tuple[int | None, ...]
@@ -119,12 +119,12 @@ def test_decode_needs_little_memory_beside_its_arguments(windows):
 
 @pytest.mark.parametrize(
     ("target", "dtype"),
-    [("cpu", "float32"), pytest.param(TPU, "bfloat16", marks=pytest.mark.tpu_compile)],
+    [("cpu", "float32"), pytest.param(ONE_CHIP, "bfloat16", marks=pytest.mark.tpu_compile)],
 )
 @pytest.mark.parametrize("windows", DEEP_ALONE_OR_WITH_RINGS)
 def test_decode_with_scanned_layers_works_in_place(target, dtype, windows):
     """The loop carries the cache of all layers; a copy of it would be twenty times the bound."""
-    words = {"vocab_size": SMALL_VOCAB} if target == TPU else {}
+    words = {"vocab_size": SMALL_VOCAB} if target == ONE_CHIP else {}
     graph = decode_graph(target, dtype, windows, scan_layers=True, **words)
     compiled, _ = compile_graph(graph)
     state = graph.arguments[1]
@@ -203,7 +203,7 @@ LATENTS = {
 
 @pytest.mark.parametrize(
     ("target", "dtype"),
-    [("cpu", "float32"), pytest.param(TPU, "bfloat16", marks=pytest.mark.tpu_compile)],
+    [("cpu", "float32"), pytest.param(ONE_CHIP, "bfloat16", marks=pytest.mark.tpu_compile)],
 )
 def test_decode_reads_latents_where_they_lie(target, dtype):
     """No page is copied in another memory layout for keys, and no values are copied from it."""
@@ -216,7 +216,7 @@ def test_decode_reads_latents_where_they_lie(target, dtype):
 
 @pytest.mark.tpu_compile
 def test_decode_with_scanned_latents_works_in_place_on_tpu():
-    graph = decode_graph(TPU, "bfloat16", DEEP_WHOLE, scan_layers=True, **LATENTS)
+    graph = decode_graph(ONE_CHIP, "bfloat16", DEEP_WHOLE, scan_layers=True, **LATENTS)
     compiled, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
 
@@ -225,7 +225,7 @@ def test_decode_with_scanned_latents_works_in_place_on_tpu():
 @pytest.mark.newest_libtpu
 @pytest.mark.parametrize("windows", ALONE_OR_WITH_RINGS)
 def test_decode_works_in_place_on_tpu(windows):
-    graph = decode_graph(TPU, "bfloat16", windows)
+    graph = decode_graph(ONE_CHIP, "bfloat16", windows)
     compiled, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
     assert whole_copies(compiled.as_text(), smallest_that_counts(graph)) == []
@@ -234,7 +234,7 @@ def test_decode_works_in_place_on_tpu(windows):
 @pytest.mark.tpu_compile
 @pytest.mark.newest_libtpu
 def test_a_cache_that_is_not_donated_is_found_as_copies():
-    graph = replace(decode_graph(TPU, "bfloat16", (None,)), donated=())
+    graph = replace(decode_graph(ONE_CHIP, "bfloat16", (None,)), donated=())
     compiled, _ = compile_graph(graph)
     copies = whole_copies(compiled.as_text(), smallest_that_counts(graph))
     # keys and values

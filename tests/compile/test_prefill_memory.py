@@ -31,7 +31,7 @@ CONFIGS = {
     "heads": CONFIG,
     "latents": changed(CONFIG, num_query_heads=16, num_kv_heads=16, head_dim=192, latent=LATENT),
 }
-TPU = "tpu:v5e:2x4"
+TPU = "tpu:v5e:1x1"
 EVERY_TWO = {
     (False, False, False, False),
     (False, True, True, True),

@@ -8,6 +8,7 @@ import pytest
 from planning_models import PLAIN, SPARSE, work_of
 
 from noria.compile.abstract_model import AbstractModel
+from noria.compile.hardware.efficiency import ASSUMED_SHARE_OF_PAGES
 from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.cost import Calibration, CallTiming, CostModel, KindFactors, calibrate
 from noria.compile.planning.work import Work
@@ -19,8 +20,12 @@ from noria.sharding.layout import Layout
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 CALLS = [
     *(Call("prefill", rows, length, length) for rows in (1, 4, 16) for length in (16, 128, 1024)),
-    *(Call("chunk", rows, 64, span) for rows in (1, 4, 16) for span in (64, 256, 1024)),
-    *(Call.of_step(slots, span) for slots in (1, 8, 32, 64) for span in (64, 512, 4096)),
+    *(
+        Call("chunk", rows, 64, 1024, entries=rows * length)
+        for rows in (1, 4, 16)
+        for length in (64, 256, 1024)
+    ),
+    *(Call.of_step(slots, length) for slots in (1, 8, 32, 64) for length in (64, 512, 4096)),
 ]
 
 
@@ -30,6 +35,8 @@ def test_a_part_takes_its_products_or_its_memory_whichever_is_longer():
         estimate = model.estimate(call)
         for part in model.work.parts(call):
             expected = max(part.flops / 1e9, part.bytes / 1e8)
+            if part.name == "attention" and call.entries is not None:
+                expected /= ASSUMED_SHARE_OF_PAGES
             assert estimate.parts[part.name] == pytest.approx(expected)
         assert model.seconds(call) == pytest.approx(sum(estimate.parts.values()))
         assert sum(estimate.limits.values()) == pytest.approx(estimate.seconds)
@@ -217,7 +224,7 @@ def test_calibrated_overhead_is_no_parts():
     factors = {kind: KindFactors(0.5) for kind in KINDS}
     calibration = Calibration("m", "float32", {}, "", factors, 0.0)
     model = CostModel(work_of(PLAIN), HARDWARE, calibration)
-    call = Call.of_step(1, 64)
+    call = Call("prefill", 1, 64, 64)
     plain = CostModel(work_of(PLAIN), HARDWARE)
     assert model.seconds(call) == pytest.approx(plain.seconds(call) + 0.5)
     assert model.estimate(call).limits["overhead"] == 0.5

@@ -55,20 +55,20 @@ def test_products_are_two_operations_a_weight_and_token():
 def test_attention_of_a_step_reads_the_cache_once():
     work = work_of(PLAIN)
     found = part(work, Call.of_step(4, 128), "attention")
-    assert found.bytes == work.cache_bytes(4, 128) == 4 * 128 * 3 * 2 * 2 * 16 * 4
+    assert found.bytes == work.page_bytes(4 * 128) == 4 * 128 * 3 * 2 * 2 * 16 * 4
     assert work.entry_bytes == 2 * 2 * 16 * 4
     assert found.flops == 2 * 4 * 128 * 3 * 8 * 2 * 16
 
 
-def test_a_step_needs_each_weight_once_the_cache_below_its_span_and_its_logits():
+def test_a_step_needs_each_weight_once_the_entries_that_it_reads_and_its_logits():
     layer = 64 * 16 * (8 + 2 * 2) + 8 * 16 * 64 + 3 * 64 * 160
     head, work = 512 * 64, work_of(PLAIN)
     found = work.needed(Call.of_step(4, 128))
     assert found.weights == (3 * layer + head) * 4
-    assert (found.experts, found.cache) == (0, work.cache_bytes(4, 128))
+    assert (found.experts, found.cache) == (0, work.page_bytes(4 * 128))
     assert found.logits == 2 * 4 * 512 * 4
     assert found.total == found.weights + found.cache + found.logits
-    assert work.needed(Call.of_step(4, 64)).cache == work.cache_bytes(4, 64)
+    assert work.needed(Call.of_step(4, 64)).cache == work.page_bytes(4 * 64)
 
 
 def test_a_step_needs_the_experts_that_its_tokens_choose_if_routing_is_uniform():
@@ -81,10 +81,9 @@ def test_a_step_needs_the_experts_that_its_tokens_choose_if_routing_is_uniform()
 
 def test_a_prompt_needs_room_for_the_entries_that_it_fills():
     work = work_of(PLAIN)
-    assert work.needed(Call("prefill", 4, 32, 32)).cache == work.cache_bytes(4, 32)
+    assert work.needed(Call("prefill", 4, 32, 32)).cache == work.page_bytes(4 * 32)
     windowed = work_of(changed(PLAIN, windows=(16, None, 16)))
-    assert windowed.needed(Call("prefill", 4, 32, 32)).cache == windowed.cache_bytes(4, 32)
-    assert windowed.cache_bytes(4, 32) == work.cache_bytes(4, 32) * (16 + 32 + 16) / 96
+    assert windowed.needed(Call("prefill", 4, 32, 32)).cache == work.page_bytes(4 * 32)
 
 
 def test_a_window_bounds_what_a_step_attends_to():
@@ -147,9 +146,11 @@ def test_parts_that_only_move_bytes_have_no_operations():
     assert parts["activations"].flops == parts["exchanges"].flops == 0
 
 
-def test_a_chunk_on_a_ring_sends_its_entries_or_its_queries():
-    """Two devices send, for each row and layer, entries of 2 heads of 16 with their positions, or
-    the data of 8 heads: queries, a maximum both ways, and sums with their weights."""
+def test_a_chunk_on_a_ring_sends_its_queries_and_entries_and_merges_its_results():
+    """Two devices gather queries of 8 heads of 16 and entries of 2 heads for each token and layer.
+
+    They sum a maximum, results and their weights, of which each device sends all.
+    """
     table = {
         "name": "ring",
         "mesh": {"sequence": 2},
@@ -157,13 +158,11 @@ def test_a_chunk_on_a_ring_sends_its_entries_or_its_queries():
         "decode": {"rules": {"cache_length": "sequence"}},
     }
     work = work_of(PLAIN, Layout.from_table(table))
-    sent = [
-        sent_by_axes([part(work, Call("chunk", 4, 32, span), "exchanges").sent])
-        for span in (64, 256)
-    ]
-    entries = (64 + 32) // 2 * (2 * 2 * 16 + 1) * 4
-    queries = 32 // 2 * 8 * (16 + 2 + 17) * 4
-    assert sent == [{"sequence": 3 * 4 * entries}, {"sequence": 3 * 4 * queries}]
+    gathered, merged = (8 + 2 * 2) * 16 * 4 / 2, 8 * (1 + 16 + 1) * 4
+    for entries in (256, 1024):
+        call = Call("chunk", 4, 32, 256, entries=entries, page=16)
+        sent = sent_by_axes([part(work, call, "exchanges").sent])
+        assert sent == {"sequence": 3 * 4 * 32 * (gathered + merged)}
 
 
 def test_gathered_weights_are_written_and_read_whole():
@@ -186,7 +185,7 @@ PAGED = BucketGrid(128, ((64, 1),), 4, pages=12, page=16)
 def test_a_cache_of_pages_has_all_entries_in_every_layer(config):
     work = work_of(config)
     whole = work_of(changed(config, windows=(None,) * config.num_layers))
-    assert work.grid_bytes(PAGED) == whole.cache_bytes(12, 16) == 12 * work.page_bytes(16)
+    assert work.grid_bytes(PAGED) == whole.page_bytes(12 * 16) == 12 * work.page_bytes(16)
     assert work.num_pages(work.grid_bytes(PAGED) + 1, 16) == pytest.approx(12, rel=1e-3)
 
 
