@@ -30,7 +30,7 @@ class Call:
     """In a decode step, these entries with those that are read once for several rows counted for
     each of them; None for the same number."""
     page: int = 0
-    """The entries of a page; 0 for whole prompts."""
+    """The entries of a page; 0 for whole prompts, and for a step that reads slots as they lie."""
 
     @classmethod
     def of_step(cls, slots: int, span: int) -> "Call":

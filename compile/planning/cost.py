@@ -180,7 +180,7 @@ class CostModel:
         """Seconds of a call by the efficiency of the hardware, by part and by limit."""
         parts: dict[str, float] = {}
         limits: dict[str, float] = dict.fromkeys(BINDS, 0.0)
-        kind = call.phase if call.entries is None else PAGES
+        kind = PAGES if call.page else call.phase
         for part in self.work.parts(call):
             local, limit = self._local(part, KindFactors())
             dtype = "int8" if part.int8_flops else self.work.dtype

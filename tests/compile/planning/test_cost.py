@@ -8,7 +8,6 @@ import pytest
 from planning_models import PLAIN, SPARSE, work_of
 
 from noria.compile.abstract_model import AbstractModel
-from noria.compile.hardware.efficiency import ASSUMED_SHARE_OF_PAGES
 from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.cost import Calibration, CallTiming, CostModel, KindFactors, calibrate
 from noria.compile.planning.work import Work
@@ -35,8 +34,6 @@ def test_a_part_takes_its_products_or_its_memory_whichever_is_longer():
         estimate = model.estimate(call)
         for part in model.work.parts(call):
             expected = max(part.flops / 1e9, part.bytes / 1e8)
-            if part.name == "attention" and call.entries is not None:
-                expected /= ASSUMED_SHARE_OF_PAGES
             assert estimate.parts[part.name] == pytest.approx(expected)
         assert model.seconds(call) == pytest.approx(sum(estimate.parts.values()))
         assert sum(estimate.limits.values()) == pytest.approx(estimate.seconds)
