@@ -77,7 +77,7 @@ def build(
     """Compile graphs in threads; those that compile longest start first.
 
     Args:
-      grid: The buckets, spans and slots.
+      grid: The buckets, slots and pages.
       graphs: All graphs of the grid, as `plan_graphs` returns them.
       on_graph: Called after each compile.
       ready: Executables that need no compile.
@@ -132,7 +132,7 @@ def plan_graphs(
 
     Args:
       model: The abstract model.
-      grid: The buckets, spans and slots.
+      grid: The buckets, slots and pages.
       placement: Devices and layout.
       dtype: Dtype of weights and activations.
       experts: Dispatch of experts in each phase.

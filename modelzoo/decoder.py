@@ -198,12 +198,11 @@ class Decoder(nnx.Module):
           adapter_B: The number of each row's adapter, if weights are adapted.
 
         Returns:
-          The residual stream after all layers; the updated cache; the report of sparse layers, or
-          None without any.
+          The residual stream after all layers; the updated cache; the report of sparse layers.
         """
         config, operations = self.config, self.operations.for_adapters(adapter_B)
-        rotations = dict.fromkeys((x.rope, x.rope_dim) for x in config.attentions)
         position_BT = call.position_BT
+        rotations = dict.fromkeys((x.rope, x.rope_dim) for x in config.attentions)
         codes = {rotation: position_code(position_BT, *rotation) for rotation in rotations}
 
         def run_group(
@@ -219,13 +218,9 @@ class Decoder(nnx.Module):
                 options, inputs, out_BTKGH = config.layers[layers.start].attention, None, None
                 with jax.named_scope(f"layers.{layers_name(layers)}"):
                     if options is not None:
-                        code, attend = (
-                            codes[options.rope, options.rope_dim],
-                            call.layer(options, memory, scan_index),
-                        )
-                        inputs = block.project(
-                            x_BTD, code, operations, reads_cache=call.reads_cache
-                        )
+                        code, reads = codes[options.rope, options.rope_dim], call.reads_cache
+                        inputs = block.project(x_BTD, code, operations, reads_cache=reads)
+                        attend = call.layer(options, memory, scan_index)
                         out_BTKGH, memory = attend(inputs.queries, inputs.new, inputs.latents)
                     x_BTD = block.finish(x_BTD, inputs, out_BTKGH, operations, experts)
                 new_cache += (memory,)

@@ -32,7 +32,7 @@ LADDERS = {
     "powers of two": [*(2**k for k in range(7, 14)), LONGEST],
 }
 PLAN = """\
-schema = 2
+schema = 3
 target = "cpu"
 
 [model]

@@ -185,7 +185,7 @@ def test_blocks_of_every_language_and_some_that_run_are_found():
         ("text", "$ noria gone\nfine", "a command that noria understands"),
         ("toml", "a = ", "Invalid value"),
         ("toml", 'name = "x"\n[mesh]\ndata = 2\n[rulez]\nbatch = "data"', "rulez"),
-        ("toml", "schema = 2\nnonsense = 1", "nonsense"),
+        ("toml", "schema = 3\nnonsense = 1", "nonsense"),
         ("toml", "[experts]\nnonsense = 1", "nonsense"),
         ("toml", "[nonsense]\nx = 1", "expected a plan, a layout"),
         ("json", "{'a': 1}", "property name"),

@@ -1,1 +1,1 @@
-"""Grids of buckets: the type, its defaults, and the choice of prefill lengths, spans and slots."""
+"""Grids of buckets: the type, its defaults, and the choice of prefill lengths, slots and pages."""

@@ -165,7 +165,7 @@ class BucketGrid(PlanTable, name="buckets"):
         """Read the table of a plan, which has chunks in a key of their own.
 
         `chunk` is a number or a list such as `[16, 256]`. An entry of `prefill` then has one batch
-        for each chunk: `[span, batch, batch]`. The values of tables of their own are objects. A
+        for each chunk: `[length, batch, batch]`. The values of tables of their own are objects. A
         value of None means that the key is left out.
 
         Raises:

@@ -47,7 +47,7 @@ class GridDefaults:
     """Lengths of prompts are rounded up to a multiple of this number."""
     length_multiple: int = 1
     """Prefill lengths are multiples of this number."""
-    span_multiple: int = 1
+    page_multiple: int = 1
     """Chunks and prefixes are multiples of this number, into which a layout splits entries."""
     keeps_slots: bool = False
     """Whether a grid has decode slots even if all rows are only scored."""
@@ -78,7 +78,7 @@ class GridDefaults:
             slot_multiple=math.lcm(*(shards(decode[axis]) for axis in rows)),
             slot_groups=shards(decode[axes.ATTENTION_BATCH]),
             length_multiple=shards(prefill[axes.RESIDUAL_LENGTH]),
-            span_multiple=(stripes := shards(decode[axes.CACHE_LENGTH])),
+            page_multiple=(stripes := shards(decode[axes.CACHE_LENGTH])),
             page=max(DEFAULT_PAGE, stripes),
         )
 

@@ -14,8 +14,7 @@ class PrefillBucket(NamedTuple):
     """The shape of a prefill graph: tokens per row, and rows."""
 
     length: int
-    """The longest prompt. For prompts in chunks, the span: the positions of its slot that a row
-    sees, its own tokens included. Unit: tokens."""
+    """The longest prompt; for prompts in chunks, the longest row. Unit: tokens."""
     batch: int
     """The prompts, or pieces of prompts, of one call. Unit: rows."""
     chunk: int | None = None
@@ -32,7 +31,7 @@ class PrefillBucket(NamedTuple):
         return self.tokens == self.length
 
     def call(self, *, is_scored: bool = False) -> Call:
-        """The shape of a call of the graph; with chunks, of a call whose pieces end at the span."""
+        """The shape of a call of the graph; with chunks, of a call of pieces."""
         phase = "prefill" if self.is_whole else "chunk"
         return Call(phase, self.batch, self.tokens, self.length, is_scored)
 
@@ -42,7 +41,7 @@ class PrefillBucket(NamedTuple):
 
 
 def as_bucket(entry: object) -> PrefillBucket:
-    """The bucket of a plain `(length, batch)` or `(span, batch, chunk)`.
+    """The bucket of a plain `(length, batch)` or `(length, batch, chunk)`.
 
     Raises:
       ValueError: It is neither.
@@ -61,7 +60,7 @@ def entry_buckets(entry: object, chunks: Sequence[int]) -> list[PrefillBucket]:
     if not isinstance(entry, tuple | list) or len(entry) != 1 + max(1, len(chunks)):
         wanted = "pairs of length and batch"
         if chunks:
-            wanted = f"a span and a batch for each of buckets.chunk {list(chunks)}"
+            wanted = f"a length and a batch for each of buckets.chunk {list(chunks)}"
         raise ValueError(f"buckets.prefill: expected {wanted}, got {entry!r}.")
     length, *batches = entry
     pairs = zip(batches, chunks or (None,), strict=True)

@@ -158,7 +158,7 @@ class CandidateGrids:
             if (is_cpu or tile * group >= TILE_QUERIES)
             and not tile % self._defaults.length_multiple
             # entries are split as the tokens of a tile are
-            and not tile % self._defaults.span_multiple
+            and not tile % self._defaults.page_multiple
         ]
         calls = TOKENS_PER_PREFILL if is_cpu else TOKENS_PER_PACKED
         choices = product(self._slot_counts(has_chunks=True), calls, tiles)

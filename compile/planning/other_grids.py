@@ -26,7 +26,7 @@ def rule_based(
 ) -> Mapping[str, BucketGrid]:
     """The fastest grids of whole prompts whose prefill lengths follow a rule, by name.
 
-    They have at most as many prefill graphs as `grid`, and its slots and spans. Serving stacks ship
+    They have at most as many prefill graphs as `grid`, and its slots and pages. Serving stacks ship
     powers of two up to the longest prompt: those of JetStream and vLLM's TPU backend begin at 16,
     those of SGLang at 64. Multiples of 128 are the other common choice.
 

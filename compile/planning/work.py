@@ -364,7 +364,7 @@ class Work:
         """Collectives of all layers."""
         if self.layout.mesh.num_devices == 1:
             return None
-        # all spans of decode send the same, and a search asks for many spans
+        # all calls of a graph send the same, and a search asks for many
         key = call.phase, call.rows, call.tokens, call.span if call.phase == "chunk" else 0
         if key not in self._known_exchanges:
             self._known_exchanges[key] = Part("exchanges", sent=self._sent(call))

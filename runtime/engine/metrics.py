@@ -149,7 +149,7 @@ class PrefillUse(_Use):
 
 @dataclass
 class DecodeUse(_Use):
-    """Counters of one decode span."""
+    """Counters of decode calls."""
 
     calls: int = 0
     steps: int = 0
@@ -226,7 +226,7 @@ class EngineMetrics:
 
     def count_decode(
         self,
-        span: int,
+        max_length: int,
         *,
         steps: int,
         emitted: int,
@@ -237,7 +237,7 @@ class EngineMetrics:
     ) -> None:
         """Count one decode call: steps that ran, and tokens that its live slots emitted."""
         live_tokens, computed_tokens = steps * live_slots, steps * slots
-        self.decode[str(span)].add(
+        self.decode[str(max_length)].add(
             DecodeUse(1, steps, emitted, live_tokens, computed_tokens, seconds, *read)
         )
 

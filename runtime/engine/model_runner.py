@@ -41,7 +41,7 @@ class ModelRunner:
 
     @property
     def grid(self) -> BucketGrid:
-        """The buckets, spans and slots of the plan."""
+        """The buckets, slots and pages of the plan."""
         return self.graphs.grid
 
     @property

@@ -39,7 +39,7 @@ class SlotCalls:
     """The requests in the slots, and the calls of graphs that serve them.
 
     Args:
-      grid: The buckets, spans and slots of the plan.
+      grid: The buckets, slots and pages of the plan.
       padded_vocab: The vocabulary size of the logits, padding included.
       structures: The automata of the plan on the devices; None in a plan without them.
     """

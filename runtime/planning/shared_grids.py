@@ -100,7 +100,7 @@ def _chunk_grids(
     derive: Callable[[Sequence[RowShape], GridDefaults], BucketGrid],
 ) -> list[BucketGrid]:
     """Grids of chunks, in which prompts copy pieces from each other."""
-    divisor = math.lcm(defaults.length_multiple, defaults.span_multiple)
+    divisor = math.lcm(defaults.length_multiple, defaults.page_multiple)
     needs = [row.need for row in rows]
     return [
         grid

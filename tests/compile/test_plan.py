@@ -216,11 +216,11 @@ def test_prefixes_are_refused_with_experts_of_a_fixed_capacity_in_prefill():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("schema = 2", "schema = 3", "plan schema: expected 2, got 3. Plan again"),
-        ("schema = 2", "schema = true", "plan schema: expected 2, got True"),
-        ("schema = 2", "schema = 2.0", "plan schema: expected 2, got 2.0"),
-        ("schema = 2\n", "", r"missing \['schema'\]"),
-        ("schema = 2", "schema = 1", "plan schema: expected 2, got 1. Plan again"),
+        ("schema = 3", "schema = 4", "plan schema: expected 3, got 4. Plan again"),
+        ("schema = 3", "schema = true", "plan schema: expected 3, got True"),
+        ("schema = 3", "schema = 3.0", "plan schema: expected 3, got 3.0"),
+        ("schema = 3\n", "", r"missing \['schema'\]"),
+        ("schema = 3", "schema = 2", "plan schema: expected 3, got 2. Plan again"),
         ('dtype = "float32"', "", r"\[numbers\]: .* missing \['dtype'\]"),
         (
             "[buckets]",

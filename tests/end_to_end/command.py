@@ -147,7 +147,7 @@ def plan_text(
     lies = f'layout = "{layout}"\n' if layout else ""
     model = f'[model]\nsource = "model"\nfingerprint = "{fingerprint}"\n'
     numbers = '[numbers]\ndtype = "float32"\n'
-    head = f'schema = 2\ntarget = "{target}"\n{lies}'
+    head = f'schema = 3\ntarget = "{target}"\n{lies}'
     return f"{head}\n{model}\n{numbers}\n[buckets]\n{buckets}{others}"
 
 

@@ -18,7 +18,7 @@ decode_slots = 2
 page = 8
 score = true
 """
-PLAN = f'schema = 2\ntarget = "cpu"\n{MODEL}{NUMBERS}{BUCKETS}'
+PLAN = f'schema = 3\ntarget = "cpu"\n{MODEL}{NUMBERS}{BUCKETS}'
 UNKNOWN = "compiler.decode.xla_no_such_option"
 
 

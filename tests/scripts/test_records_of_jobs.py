@@ -155,7 +155,7 @@ def test_starts_are_measured_with_compilation_and_from_a_bundle(run, model, tmp_
 
     plan, output = tmp_path / "small.toml", tmp_path / "start"
     plan.write_text(
-        'schema = 2\ntarget = "cpu"\n[model]\nsource = "m"\nfingerprint = ""\n'
+        'schema = 3\ntarget = "cpu"\n[model]\nsource = "m"\nfingerprint = ""\n'
         '[numbers]\ndtype = "float32"\n[buckets]\nmax_length = 16\nprefill = [[8, 1]]\n'
         "decode_slots = 1\n"
     )

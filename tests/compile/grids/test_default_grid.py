@@ -125,7 +125,7 @@ def test_a_page_divides_as_the_layout_splits_the_cache():
 @pytest.mark.parametrize("multiple", [3, 32, 48])
 def test_a_row_fits_the_grid_that_is_derived_for_it_whatever_the_layout_splits(multiple):
     for length in (20, 32, 50):
-        grid = derive_grid([RowShape(length, 10)], 1000, GridDefaults(span_multiple=multiple))
+        grid = derive_grid([RowShape(length, 10)], 1000, GridDefaults(page_multiple=multiple))
         assert grid.fit(length, 10)
 
 

@@ -29,7 +29,7 @@ from noria.runtime.errors import CheckpointError, InvalidConfig, InvalidGGUF, Mo
 
 SHAPES = shapes(CONFIG)
 PLAN = """
-schema = 2
+schema = 3
 target = "cpu"
 
 [model]

@@ -65,7 +65,7 @@ def write_job(folder: Path, name: str, seed: int, rows: int = 300, part: str = "
     output.write_text("".join(json.dumps(line) + "\n" for line in answered))
     manifest = {
         "configuration": {"rows": part},
-        "plan": "schema = 2",
+        "plan": "schema = 3",
         "input": {"name": source.name, "sha256": digest_file(source).sha256},
         "outputs": {output.name: {"sha256": digest_file(output).sha256}},
     }

@@ -115,7 +115,7 @@ def test_planned_prefixes_are_in_a_plan_if_they_save_seconds():
 
 
 def test_chunks_that_a_layout_does_not_divide_are_left_out_of_every_candidate():
-    defaults = GridDefaults(length_multiple=32, span_multiple=32)
+    defaults = GridDefaults(length_multiple=32, page_multiple=32)
     found = candidates(rows_of(0, longest=50), defaults=defaults)
     assert {one.grid.chunks for one in found} == {(), (32,), (64,)}
 

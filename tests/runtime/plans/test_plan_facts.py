@@ -8,7 +8,7 @@ from noria.compile.plan_evidence import PlanEvidence
 from noria.runtime.plans.plan_facts import plan_facts
 
 SHORT = """\
-schema = 2
+schema = 3
 target = "cpu:8"
 
 [model]
