@@ -86,7 +86,7 @@ def test_what_is_loaded_computes_the_same_bits_and_nothing_is_compiled(model, ta
         np.testing.assert_array_equal(ours, theirs)
     live_B = np.zeros(GRID.decode_slots, bool)
     key = GraphKey("decode")
-    loaded.call(key, model.parameters, loaded.empty_state(), live_B, *decode_pages(GRID))
+    loaded.call(key, model.parameters, loaded.empty_state(), live_B, decode_pages(GRID))
     assert compile_monitor().num_compiles == before
 
 

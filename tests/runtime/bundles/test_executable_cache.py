@@ -43,7 +43,7 @@ def test_the_next_start_takes_every_graph_and_computes_the_same_bits(model, targ
     executables = warm.executables()
     assert executables.keys() == set(graph_keys(GRID))
     assert notes == [f"compile cache: {len(executables)} executables taken"]
-    arguments = np.zeros(GRID.decode_slots, bool), *decode_pages(GRID)
+    arguments = np.zeros(GRID.decode_slots, bool), decode_pages(GRID)
     (key,) = DECODE
     ours = executables[key](model.parameters, warm.state(), *arguments)
     theirs = model.graphs.executables[key](model.parameters, model.graphs.empty_state(), *arguments)
