@@ -77,7 +77,6 @@ NOT_OPTIMIZED = (
     "runtime/stages/",
     "scripts/",
     "sharding/test_adapters.py",
-    "sharding/test_cache_attention.py",
     "sharding/test_chunks_under_layouts.py",
     "sharding/test_coded_caches.py",
     "sharding/test_expert_exchange.py",

@@ -58,7 +58,6 @@ from noria.sharding.layout import Layout
 VOCAB = 151
 """A prime number, so that every layout that splits the vocabulary pads it."""
 
-KEY_BLOCKS = (8, 4)
 PAGE = 8
 
 _SHARED = {
@@ -268,15 +267,6 @@ def _num_rows(layout: Layout | None) -> int:
     return 8 if num_devices == 1 else -(-len(PROMPT_LENGTHS) // num_devices) * num_devices
 
 
-def span_grid_of(layout: Layout | None, in_chunks: bool = False) -> BucketGrid:
-    """Return a grid as `grid_of` does, with a cache of at least two segments."""
-    rows = _num_rows(layout)
-    if in_chunks:
-        buckets = ((16, rows, 8), (16, rows, 16), (32, rows, 8), (32, rows, 16))
-        return BucketGrid(40, buckets, rows, (16, 32, 40), steps_per_call=4, score=True)
-    return BucketGrid(40, ((24, rows),), rows, (24, 40), steps_per_call=4, score=True)
-
-
 def greedy_rows() -> dict[int, Row]:
     """Return a row of each length by slot; on eight devices two slots stay free."""
     rng = np.random.default_rng(0)
@@ -399,8 +389,6 @@ class LaidOut:
 
     config: DecoderConfig
     layout: Layout | None = None
-    long_slots: int | None = None
-    """Number of slots that reach the last span; None if all do."""
     scan_layers: bool = False
     in_chunks: bool = False
     prefixes: PrefixGrid | None = None
@@ -417,17 +405,13 @@ class LaidOut:
 
     @property
     def grid(self) -> BucketGrid:
-        grid = (span_grid_of if self.long_slots else grid_of)(self.layout, self.in_chunks)
-        grid = replace(grid, adapters=self.adapters, prefixes=self.prefixes)
-        if self.long_slots is None:
-            return grid
-        slots = *[grid.decode_slots] * (len(grid.decode_spans) - 1), self.long_slots
-        return replace(grid, span_slots=slots, slot_groups=num_slot_groups(self.layout))
+        grid = grid_of(self.layout, self.in_chunks)
+        return replace(grid, adapters=self.adapters, prefixes=self.prefixes)
 
-    def pages_of(self, slots: Sequence[int], length: int) -> np.ndarray | None:
+    def pages_of(self, slots: Sequence[int], length: int) -> np.ndarray:
         """Return the pages of slots; they lie scattered over the pool."""
-        if (grid := self.grid).pages is None:
-            return None
+        grid = self.grid
+        assert grid.pages is not None
         # the pages of slots on one device are on this device
         of_devices = np.arange(grid.pages, dtype=np.int32).reshape(grid.slot_groups or 1, -1)
         np.random.default_rng(5).permuted(of_devices, axis=1, out=of_devices)
@@ -443,9 +427,6 @@ class LaidOut:
     def definition(self) -> AbstractModel:
         options = self.scan_layers, self.cache_codes
         arrangement = self.placement.arrangement(self.config, *options)
-        if arrangement.key_blocks:
-            # segments here are shorter than the blocks of a build
-            arrangement = replace(arrangement, key_blocks=KEY_BLOCKS)
         return AbstractModel(self.config, arrangement, self.weight_rules, self.adapters)
 
     @cached_property
@@ -513,12 +494,10 @@ class LaidOut:
     def fork(self, state: DecodeState, source: int, slot: int, row: Row) -> DecodeState:
         """Copy one slot to another, with `row`'s sampling options; return the state."""
         page_BN = self.pages_of([slot], self.grid.max_length)
-        pages = ()
-        if page_BN is not None:
-            past_all = np.full_like(page_BN[0], self.grid.pages)
-            is_clear = source == self.grid.decode_slots
-            from_BN = None if is_clear else self.pages_of([source], self.grid.max_length)
-            pages = (past_all if from_BN is None else from_BN[0]), page_BN[0]
+        from_N = np.full_like(page_BN[0], self.grid.pages)
+        if source != self.grid.decode_slots:
+            (from_N,) = self.pages_of([source], self.grid.max_length)
+        pages = from_N, page_BN[0]
         arguments = self.put((np.int32(source), np.int32(slot), self._sampling(row), *pages))
         return self.graphs.call(FORK, self.parameters, state, *arguments)[0]
 
@@ -534,8 +513,8 @@ class LaidOut:
             first = next(iter(left))
             bucket = grid.bucket_of(left[first], done[first])
             pieces, num_before = [], -1
-            # in pages, a call has several pieces of a prompt
-            while num_before < len(pieces) and (grid.pages is not None or not pieces):
+            # a call has several pieces of a prompt
+            while num_before < len(pieces):
                 num_before = len(pieces)
                 for slot, length in left.items():
                     begin, limit = done[slot], rows[slot].limit or grid.max_length
@@ -560,10 +539,9 @@ class LaidOut:
         prompts, sampling = [row.prompt for row in of_pieces], map(self._sampling, of_pieces)
         slots = self.grid.decode_slots
         page_BN = self.pages_of([piece.slot for piece in pieces], bucket.length)
-        if page_BN is not None:
-            # rows without tokens have no pages
-            padding = [(0, bucket.batch - len(pieces)), (0, 0)]
-            page_BN = np.pad(page_BN, padding, constant_values=self.grid.pages)
+        # rows without tokens have no pages
+        padding = [(0, bucket.batch - len(pieces)), (0, 0)]
+        page_BN = np.pad(page_BN, padding, constant_values=self.grid.pages)
         packed, tokens_BT, next_BT = pack_pieces(pieces, prompts, bucket, slots, page_BN)
         jobs = [piece.sequence.request for piece in pieces]
         requests = pack_requests(jobs, list(sampling), bucket.batch)
@@ -602,11 +580,8 @@ class LaidOut:
         is_live_B = np.zeros(self.grid.decode_slots, bool)
         is_live_B[list(slots)] = True
         page_BN = self.pages_of(range(self.grid.decode_slots), self.grid.max_length)
-        arguments = (is_live_B,)
-        if page_BN is not None:
-            shared = pack_shared(groups, page_BN, self.grid)
-            arguments = is_live_B, SlotPages(page_BN, shared)
-        arguments = self.put(arguments)
+        shared = pack_shared(groups, page_BN, self.grid)
+        arguments = self.put((is_live_B, SlotPages(page_BN, shared)))
         outputs = []
         for _ in range(num_calls):
             key = GraphKey("decode")

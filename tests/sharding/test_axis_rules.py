@@ -8,10 +8,8 @@ from laid_out import config_of, layout_of
 
 from noria.compile.targets import find_target
 from noria.modelzoo import axes
-from noria.modelzoo.cache.stripes import CPU_BLOCKS
 from noria.modelzoo.config import Arrangement, head_copies
 from noria.sharding.axis_rules import AxisRules
-from noria.sharding.placement import arrangement_of
 
 RULES = AxisRules(
     {
@@ -56,7 +54,7 @@ def test_the_cache_has_the_heads_that_its_rows_leave(attention_batch, cache_head
     """If rows use a mesh axis of heads, rows replace heads; on other axes queries follow rows."""
     rules = RULES.updated({"attention_batch": attention_batch})
     expected = P(None, attention_batch, cache_heads or None, None, None)
-    assert rules.spec(axes.CACHE_KEYS) == expected
+    assert rules.spec(axes.CACHE_HEADS) == expected
     assert rules.spec(axes.HEADS) == P(head_batch, None, ("sequence", "tensor"), None, None)
 
 
@@ -84,15 +82,7 @@ def test_weights_and_cache_are_arranged_as_a_layout_wants_them(
 ):
     laid, config = layout_of(layout), config_of("llama", num_kv_heads)
     placement = find_target(f"cpu:{laid.mesh.num_devices}").placement(laid)
-    wanted = replace(arrangement, key_blocks=CPU_BLOCKS, packs_codes=False)
+    wanted = replace(arrangement, packs_codes=False)
     assert placement.arrangement(config) == wanted
     copies = head_copies(num_kv_heads, placement.cache_head_shards)
     assert num_kv_heads * copies == num_cache_heads
-
-
-def test_keys_lie_in_blocks_on_the_cpu_where_devices_do_not_share_entries_out():
-    config = config_of("llama")
-    shared_out, whole = layout_of("ring-tensor"), layout_of("weight-stationary-1d")
-    assert arrangement_of(whole, "cpu", config).key_blocks == CPU_BLOCKS
-    assert arrangement_of(shared_out, "cpu", config).key_blocks == ()
-    assert arrangement_of(whole, "tpu", config).key_blocks == ()

@@ -6,20 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from alike import changed
-from laid_out import layout_of
+from laid_out import layout_of, num_slot_groups
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import plan_graphs
 from noria.compile.graphs.graph_kinds import FORK
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
-from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig
+from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
-from noria.sharding.device_bytes import (
-    cache_bytes_per_device,
-    max_context,
-    parameter_bytes_per_device,
-)
+from noria.sharding.device_bytes import entry_bytes_per_device, parameter_bytes_per_device
 from noria.sharding.layout import Layout
 
 CHIPS, LAYERS = 64, 118
@@ -47,6 +43,19 @@ def on_chips(name: str) -> Layout:
     return layout_of(f"{name}@tensor={CHIPS}")
 
 
+def cache_bytes(
+    config: DecoderConfig,
+    layout: Layout,
+    entries: int,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    arrangement: Arrangement = AS_PUBLISHED,
+) -> float:
+    """Return the bytes of so many entries in all layers on one device, on average."""
+    return entries * sum(
+        entry_bytes_per_device(x, layout, dtype, arrangement) for x in config.attentions
+    )
+
+
 @pytest.mark.parametrize(
     ("batch", "contexts"), [(128, (1332, 666, 42_653)), (512, (333, 166, 10_663))]
 )
@@ -54,23 +63,15 @@ def test_multiquery_attention_over_batch_holds_32_times_the_context_of_multihead
     """The paper's table 1 has 1320, 660 and 43,000 at batch 128, and 330, 165 and 10,700 at 512."""
     over_heads = on_chips("weight-stationary-1d-kv-copies")
     over_batch = on_chips("weight-stationary-1d-batch-attention")
-    found = tuple(
-        max_context(config, layout, batch, CACHE_BYTES, jnp.bfloat16)
-        for config, layout in (
-            (MULTIHEAD, over_heads),
-            (MULTIQUERY, over_heads),
-            (MULTIQUERY, over_batch),
-        )
-    )
-    assert found == contexts
     bytes_of = [
-        cache_bytes_per_device(config, layout, batch, 1024, jnp.bfloat16)
+        cache_bytes(config, layout, batch)
         for config, layout in (
             (MULTIHEAD, over_heads),
             (MULTIQUERY, over_heads),
             (MULTIQUERY, over_batch),
         )
     ]
+    assert tuple(int(CACHE_BYTES / of_positions) for of_positions in bytes_of) == contexts
     assert bytes_of[0] == 32 * bytes_of[2]
     assert bytes_of[1] == 64 * bytes_of[2]
 
@@ -87,7 +88,6 @@ SMALL = DecoderConfig.alike(
 )
 
 
-WINDOWED = changed(SMALL, windows=(None, 5, 24, 5))
 SOME_LAYOUTS = pytest.mark.parametrize(
     "name", ["data-parallel", "v5e-host", "v5p-slice", "data-tensor-batch-attention"]
 )
@@ -96,27 +96,17 @@ SOME_LAYOUTS = pytest.mark.parametrize(
 @pytest.mark.parametrize("codes", [None, "int8"])
 @SOME_LAYOUTS
 def test_the_cache_takes_the_bytes_of_its_shards(name, codes):
-    """One layer keeps all entries, two keep their window, and one has a window beyond the cache."""
     layout = layout_of(name)
     placement = find_target("cpu:8").placement(layout)
-    arrangement = placement.arrangement(WINDOWED, cache_codes=codes)
-    definition = AbstractModel(WINDOWED, arrangement)
-    grid = BucketGrid(16, ((8, 8),), 8, (8, 16))
+    arrangement = placement.arrangement(SMALL, cache_codes=codes)
+    definition = AbstractModel(SMALL, arrangement)
+    grid = BucketGrid(16, ((8, 8),), 8, page=8, slot_groups=num_slot_groups(layout))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.float32))
     (state,) = (graph.arguments[0] for graph in graphs if graph.key == FORK)
     arrays = jax.tree.leaves(state.cache)
     expected = sum(jnp.zeros(x.sharding.shard_shape(x.shape), x.dtype).nbytes for x in arrays)
-    got = cache_bytes_per_device(WINDOWED, layout, 8, 16, jnp.float32, arrangement)
-    assert got == expected
-
-
-def test_windows_leave_room_for_longer_contexts():
-    layout = layout_of("data-parallel")
-    entry = cache_bytes_per_device(SMALL, layout, 8, 1, jnp.float32) // 2
-    # beyond position 24 only one layer grows
-    full = (24 + 5 + 24 + 5) * entry
-    for room, context in ((full - 1, 23), (full, 24), (full + 7 * entry, 31), (2**60, 64), (0, 0)):
-        assert max_context(WINDOWED, layout, 8, room, jnp.float32) == context
+    assert grid.pages == 16
+    assert cache_bytes(SMALL, layout, 16 * 8, jnp.float32, arrangement) == expected
 
 
 @SOME_LAYOUTS
@@ -138,8 +128,8 @@ def test_the_bytes_are_those_of_the_shards(name):
 def test_a_cache_of_latents_is_whole_on_every_device_that_has_the_row(name, rows):
     latent = LatentAttention(rank=12, plain_dim=5, rope_dim=4, value_dim=6)
     config = changed(SMALL, num_kv_heads=16, head_dim=9, latent=latent)
-    got = cache_bytes_per_device(config, layout_of(name), 16, 64, jnp.bfloat16)
+    got = cache_bytes(config, layout_of(name), 16 * 64)
     assert got == config.num_layers * rows * 64 * (12 + 4) * 2
     codes = replace(AS_PUBLISHED, cache_codes="int8")
-    got = cache_bytes_per_device(config, layout_of(name), 16, 64, jnp.bfloat16, codes)
+    got = cache_bytes(config, layout_of(name), 16 * 64, arrangement=codes)
     assert got == config.num_layers * rows * 64 * (12 + 4 + 2 * 2)

@@ -32,7 +32,6 @@ CONFIG = DecoderConfig.alike(
 )
 GRID = BucketGrid(64, ((16, 16), (32, 8)), 16, page=16)
 CHUNKED = BucketGrid(64, ((64, 16, 16),), 16, page=16)
-CHUNKED_IN_SPANS = BucketGrid(64, ((32, 16, 16), (64, 16, 16)), 16, (32, 64))
 MESH = {"data": 2, "tensor": 4}
 RULES = {"batch": "data", "query_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 CUBE = {"data": 2, "tensor": 2, "sequence": 2}
@@ -378,26 +377,6 @@ def test_sizes_of_the_model_that_do_not_divide_are_refused(illegal, sizes, expec
             "devices. Plan lengths that do, or change the rule.",
         ),
         (
-            layout(CUBE, decode={"cache_length": "sequence"}, max_replicated=1),
-            BucketGrid(64, ((16, 8),), 16, (33, 64)),
-            'decode: cache_length = "sequence": a span is 33, which does not divide over 2 '
-            "devices. Plan spans that do, or change the rule.",
-        ),
-        (
-            layout(CUBE, prefill={"length": "sequence"}, max_replicated=1),
-            CHUNKED_IN_SPANS,
-            'prefill: length = "sequence": with buckets.chunk, expected the mesh '
-            'axes of cache_length in decode, "": each device reads the tokens of a chunk that it '
-            "keeps. Change either rule, or leave buckets.chunk out.",
-        ),
-        (
-            layout(CUBE, decode={"cache_length": "sequence"}, max_replicated=1),
-            CHUNKED_IN_SPANS,
-            'prefill: length = "": with buckets.chunk, expected the mesh axes of '
-            'cache_length in decode, "sequence": each device reads the tokens of a chunk that it '
-            "keeps. Change either rule, or leave buckets.chunk out.",
-        ),
-        (
             layout(CUBE, **IN_STRIPES),
             BucketGrid(60, ((60, 8, 15),), 16),
             'prefill: length = "sequence": buckets.chunk is 15, which does not divide over 2 '
@@ -512,9 +491,8 @@ ENTRIES = {"batch": "", "decode": {"cache_length": "sequence"}, "max_replicated"
         (
             layout(),
             {},
-            'decode: attention_batch = "data": with buckets.span_slots or buckets.pages, expected '
-            "buckets.slot_groups to be the pieces that it splits slots into, 2, got 1. Change "
-            "slot_groups, or the rule.",
+            'decode: attention_batch = "data": expected buckets.slot_groups to be the pieces that it '
+            "splits slots into, 2, got 1. Change slot_groups, or the rule.",
         ),
         (
             layout(LINE, **ENTRIES),

@@ -21,8 +21,7 @@ from noria.modelzoo.attention.attend import (
 from noria.modelzoo.attention.blockwise import attend_blockwise, block_sizes
 from noria.modelzoo.cache.stripes import EMPTY_POSITION, Stripe, Stripes
 from noria.modelzoo.layer_config import PLAIN_SCORES, BothSides, Chunk, Scores, Window
-from noria.sharding.cache_attention import merge_shards
-from noria.sharding.ring_attention import attend_on_ring, num_ring_steps
+from noria.sharding.ring_attention import attend_on_ring, merge_shards, num_ring_steps
 
 AXES = ("sequence",)
 RINGS = (2, 4, 8)
@@ -187,10 +186,6 @@ def test_stripes_hold_every_token_once_and_know_where(n):
     for index, part in enumerate(np.split(laid[0], n)):
         stripe = Stripe(index, n)
         assert (np.asarray(stripe.position(np.arange(T // n))) == part).all()
-        assert (np.asarray(stripe.local_index(part)) == np.arange(T // n)).all()
-        assert (np.asarray(stripe.local_index(part + 1)) == -1).all()
-        for length in (0, 1, n, T - 1, T):
-            assert stripe.num_tokens(length) == (part < length).sum()
 
 
 def executed_pairs(length: int, n: int) -> np.ndarray:

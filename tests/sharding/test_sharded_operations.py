@@ -122,22 +122,15 @@ class Rows(NamedTuple):
 
 
 class Entries(NamedTuple):
-    cache_BKHS: np.ndarray
+    cache_BKSH: np.ndarray
 
-    AXES = (axes.CACHE_KEYS[1:],)
+    AXES = (axes.CACHE_HEADS[1:],)
 
 
 class LatentEntries(NamedTuple):
     cache_BSH: np.ndarray
 
     AXES = (axes.CACHE_LATENTS[1:],)
-
-
-class Pair(NamedTuple):
-    x_BS: np.ndarray
-    y_BS: np.ndarray
-
-    AXES = (axes.CACHE_POSITIONS, axes.CACHE_POSITIONS)
 
 
 ATTENTION = {
@@ -186,22 +179,22 @@ def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
     G = N // K
     queries = Queries(integers(B, T, K, G, H), 10_000 * integers(K, G))
     row_B = np.arange(B, dtype=np.float32)
-    k_BKHT, v_BKTH, cache_BKHS = integers(B, K, H, T), integers(B, K, T, H), integers(B, K, H, S)
+    k_BKHT, v_BKTH, cache_BKSH = integers(B, K, H, T), integers(B, K, T, H), integers(B, K, S, H)
 
-    def body(queries, new, latents, rows, caches):
+    def body(queries, new, latents, rows, cache):
         assert latents is None
-        (q_BTKGH, sink_KG), (row_B,), ((cache_BKHS,),) = queries, rows, caches
-        mark_BKTH = new.v_BKTH + 10 * new.k_BKHT.swapaxes(2, 3) + 100 * cache_BKHS[:, :, None, :, 0]
+        (q_BTKGH, sink_KG), (row_B,), (cache_BKSH,) = queries, rows, cache
+        mark_BKTH = new.v_BKTH + 10 * new.k_BKHT.swapaxes(2, 3) + 100 * cache_BKSH[:, :, :1]
         out_BTKGH = (
             q_BTKGH + mark_BKTH.swapaxes(1, 2)[:, :, :, None] + sink_KG[None, None, ..., None]
         )
         out_BTKGH = out_BTKGH + 1000 * row_B[:, None, None, None, None]
-        return out_BTKGH, Entries(cache_BKHS + new.k_BKHT[..., :1])
+        return out_BTKGH, Entries(cache_BKSH + new.v_BKTH[:, :, :1])
 
     new = PromptKeysValues(k_BKHT, v_BKTH)
-    out_BTKGH, (cache,) = body(queries, new, None, Rows(row_B), (Entries(cache_BKHS),))
+    out_BTKGH, (cache,) = body(queries, new, None, Rows(row_B), Entries(cache_BKSH))
     got_BTKGH, (got_cache,) = run(
-        operations(rules).attend(body, K, writes_cache=True),
+        operations(rules).attend(body, K),
         Queries(
             queries.q_BTKGH.reshape(B, T, K * stored, G // stored, H),
             queries.sink_KG.reshape(K * stored, G // stored),
@@ -209,7 +202,7 @@ def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
         jax.tree.map(lambda x: np.repeat(x, stored, axis=1), new),
         None,
         Rows(row_B),
-        (Entries(np.repeat(cache_BKHS, kept, axis=1)),),
+        Entries(np.repeat(cache_BKSH, kept, axis=1)),
     )
     assert (got_BTKGH.reshape(out_BTKGH.shape) == out_BTKGH).all()
     assert (got_cache == np.repeat(cache, kept, axis=1)).all()
@@ -231,32 +224,19 @@ def test_attention_without_new_keys_sees_its_rows_of_what_is_kept_whole(rules):
     B, T, N, H, S = 8, 2, 8, 4, 3
     q_BTKGH, cache_BSH, row_B = integers(B, T, N, 1, H), integers(B, S, H), np.arange(B)
 
-    def body(queries, new, latents, rows, caches):
+    def body(queries, new, latents, rows, cache):
         assert new is None and latents is None
-        (row_B,), ((cache_BSH,),) = rows, caches
+        (row_B,), (cache_BSH,) = rows, cache
         out_BTKGH = queries.q_BTKGH + 10 * cache_BSH.sum(1)[:, None, None, None]
         return out_BTKGH + 1000 * row_B[:, None, None, None, None], LatentEntries(cache_BSH + 1)
 
     rows = Rows(row_B.astype(np.float32))
-    arguments = (Queries(q_BTKGH), None, None, rows, (LatentEntries(cache_BSH),))
+    arguments = (Queries(q_BTKGH), None, None, rows, LatentEntries(cache_BSH))
     expected_BTKGH, (expected_BSH,) = body(*arguments)
     on_mesh = operations(rules_of(**rules))
-    got_BTKGH, (got_BSH,) = run(on_mesh.attend(body, N, writes_cache=True), *arguments)
+    got_BTKGH, (got_BSH,) = run(on_mesh.attend(body, N), *arguments)
     assert (got_BTKGH == expected_BTKGH).all()
     assert (got_BSH == expected_BSH).all()
-
-
-def test_a_body_by_row_sees_each_row_once():
-    rules = rules_of(batch="data", attention_batch=["data", "tensor"])
-    kept, z_B = Pair(integers(8, 3), integers(8, 3)), integers(8)
-
-    def body(kept, z_B):
-        x_BS, y_BS = kept
-        return Pair(x_BS.sum(axis=1, keepdims=True) + y_BS, y_BS[:, ::-1] + z_B[:, None])
-
-    got = run(lambda kept, z_B: operations(rules).by_row(body, kept, z_B), kept, z_B)
-    for ours, expected in zip(got, body(kept, z_B), strict=True):
-        assert (ours == expected).all()
 
 
 PLACES_OF_ROWS = [{}, {"batch": "data"}, {"batch": ["tensor", "data"]}, {"vocab": "tensor"}]
@@ -269,11 +249,10 @@ def test_a_row_is_taken_from_wherever_it_lies(rules):
     x_BV = integers(8, 16)
     x_BV[2], x_BV[5] = np.nan, -np.inf
     over = operations(rules_of(**rules))
-    take = jax.jit(lambda x_BV, row_B: over.take_rows((x_BV, x_BV), row_B, axes.LOGITS))
+    take = jax.jit(lambda x_BV, row: over.take_row(x_BV, row, axes.LOGITS))
     for row in range(8):
-        for got in take(x_BV, np.array([row, 0])):
-            np.testing.assert_array_equal(got, x_BV[[row, 0]])
-    assert not np.any(take(x_BV, np.array([8]))[0])
+        np.testing.assert_array_equal(take(x_BV, np.int32(row)), x_BV[[row]])
+    assert not np.any(take(x_BV, np.int32(8)))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.bool_])

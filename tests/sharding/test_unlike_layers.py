@@ -19,11 +19,11 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from unlike_layers import UNLIKE, reference_logits
 
 from noria.compile.abstract_model import AbstractModel, model_sizes
-from noria.modelzoo.cache import kv_cache
+from noria.modelzoo.cache.pages import PageCounts, allocate_pages
 from noria.modelzoo.layer_config import Attention, Layer, Mlp
 from noria.sharding.call import Call
 from noria.sharding.communication import predict_collectives
-from noria.sharding.device_bytes import cache_bytes_per_device
+from noria.sharding.device_bytes import entry_bytes_per_device
 from noria.sharding.legality import check
 
 LAYOUTS = [None, "weight-stationary-1d@tensor=4", "data-tensor-batch-attention", "ring"]
@@ -68,11 +68,11 @@ def test_rows_answer_as_with_whole_forward_passes(layout, options):
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_the_bytes_of_the_cache_are_predicted(shards):
-    layout, slots, spans = layout_of(f"weight-stationary-1d@tensor={shards}"), 6, (8, 16, 40)
-    allocate = partial(kv_cache.allocate, UNLIKE, slots, spans, jnp.float32, head_shards=shards)
-    arrays = jax.tree.leaves(jax.eval_shape(allocate).layers)
-    predicted = cache_bytes_per_device(UNLIKE, layout, slots, spans[-1], jnp.float32)
-    assert predicted == sum(x.size * x.dtype.itemsize for x in arrays) // shards
+    layout = layout_of(f"weight-stationary-1d@tensor={shards}")
+    allocate = partial(allocate_pages, UNLIKE, PageCounts(15, 16), jnp.float32, shards)
+    arrays = jax.tree.leaves(jax.eval_shape(allocate))
+    entry_bytes = sum(entry_bytes_per_device(x, layout, jnp.float32) for x in UNLIKE.attentions)
+    assert 15 * 16 * entry_bytes == sum(x.size * x.dtype.itemsize for x in arrays) // shards
 
 
 def test_what_layers_send_is_the_sum_over_layers():
