@@ -9,9 +9,12 @@ from alike import alike
 
 from noria.compile.grids.grid_values import window_pages
 from noria.modelzoo.attention.prompt_pieces import PromptPieces, write_pieces, write_prompts
-from noria.modelzoo.cache.layer_state import LayerState, NewEntries, PromptKeysValues
+from noria.modelzoo.attention.shared_pages import SlotPages
+from noria.modelzoo.cache.layer_state import Cache, LayerState, NewEntries, PromptKeysValues
 from noria.modelzoo.cache.pages import NO_PAGE, PageCounts, allocate_pages
+from noria.modelzoo.cache.stripes import IN_ORDER
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
+from noria.modelzoo.decoder import Decoder
 from noria.modelzoo.operations import ON_ONE_DEVICE
 
 ROWS, PAGE = 4, 4
@@ -109,6 +112,22 @@ def entries_of(
     return found
 
 
+def decode(
+    decoder: Decoder,
+    token_B: jax.Array,
+    position_B: jax.Array,
+    cache: Cache,
+    is_token_B: jax.Array,
+    pages: SlotPages,
+    adapter_B: jax.Array | None = None,
+):
+    """Run one more token per row; return its logits, the cache and the report of sparse layers."""
+    call = decoder.next_tokens(position_B, is_token_B, pages)
+    x_B1D = decoder.embed(token_B[:, None])
+    x_B1D, cache, report = decoder.run_layers(x_B1D, call, cache, adapter_B)
+    return decoder.logits(decoder.final_norm(x_B1D)[:, 0]), cache, report
+
+
 def random_prompt(
     rows: int, length: int, seed: int = 0, num_layers: int = CONFIG.num_layers
 ) -> tuple[PromptKeysValues, ...]:
@@ -135,7 +154,7 @@ def keep(cache, new: Sequence[NewEntries], rows: PromptPieces):
     layers, first = [], jnp.int32(0)
     for layer, one in zip(layers_of(cache), new, strict=True):
         if rows.start_B is None:
-            layers.append(write_prompts(layer, one, first, rows, ON_ONE_DEVICE))
+            layers.append(write_prompts(rows, IN_ORDER, ON_ONE_DEVICE, layer, one, first))
         else:
             page_BN = jnp.asarray(pages_in(layer, rows.page_BN, rows.slot_B))
             layers.append(write_pieces(layer, one, page_BN, rows.start_B, first))

@@ -2,14 +2,12 @@
 
 Transformers saves each model; noria opens and loads it like a user's model. Its results are
 compared with those of transformers on each prompt alone: through prefill and, from the first tokens
-on, token by token through decode, over a cache of several segments. `slow` tests use a longer
-bucket, a cache of one segment, and decode of models whose special features other models cover.
-Deeper models of some families also scan their layers.
+on, token by token through decode. `slow` tests use a longer bucket, and decode models whose special
+features other models cover. Deeper models of some families also scan their layers.
 """
 
 from collections import Counter
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -17,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from caches import decode
 from conformance import CASES, TRUE_LENGTHS, Case, prompts, save_reference
 from tolerances import FLOAT32_MODEL_LOGPROB
 
@@ -24,8 +23,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.modelzoo.attention.prompt_pieces import PromptPieces
 from noria.modelzoo.attention.shared_pages import SlotPages
-from noria.modelzoo.cache import kv_cache
-from noria.modelzoo.cache.kv_cache import KVCache
+from noria.modelzoo.cache.layer_state import Cache
 from noria.modelzoo.cache.pages import PageCounts, allocate_pages
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement
 from noria.modelzoo.families.registry import FAMILIES
@@ -35,12 +33,12 @@ from noria.runtime.checkpoint.model_files import open_model
 
 pytestmark = pytest.mark.reference
 
-BUCKET_LENGTH, SPANS = 24, (8, 16, 48)
-"""Bucket and spans of prefill and decode in every run; both share prefill's program."""
+BUCKET_LENGTH = 24
+"""Bucket of prefill and decode in every run; both share prefill's program."""
 
 
 PAGE, ROW_PAGES = 4, 10
-"""The entries of a page of caches in pages, and the pages of each of their slots."""
+"""The entries of a page, and the pages of each slot."""
 PAGED = BucketGrid(
     ROW_PAGES * PAGE, ((ROW_PAGES * PAGE, 3, 8),), 3,
     pages=3 * ROW_PAGES, page=PAGE, row_tokens=8,
@@ -49,13 +47,7 @@ PAGED = BucketGrid(
 
 
 class LoadedCase:
-    """A case as read by noria, with the log-probabilities of transformers.
-
-    Attributes:
-      in_pages: Whether caches are in pages.
-    """
-
-    in_pages = False
+    """A case as read by noria, with the log-probabilities of transformers."""
 
     def __init__(self, case: Case, directory, arrangement: Arrangement = AS_PUBLISHED):
         self.case = case
@@ -69,9 +61,9 @@ class LoadedCase:
 
     def prefill_logits(self, bucket_length: int) -> jax.Array:
         """Return the logits of every position."""
-        return self._prefill_prompts(bucket_length, SPANS, max(TRUE_LENGTHS))[0]
+        return self._prefill_prompts(bucket_length, max(TRUE_LENGTHS))[0]
 
-    def decode_logits(self, spans: tuple[int, ...], first: int) -> np.ndarray:
+    def decode_logits(self, first: int) -> np.ndarray:
         """Return the logits from position `first` on: prefill up to `first`, then decode.
 
         Rows past their end write nothing.
@@ -79,29 +71,27 @@ class LoadedCase:
         definition, longest = self.definition, max(TRUE_LENGTHS)
 
         @jax.jit
-        def step(parameters, token_B, position_B, cache):
-            is_token_B = position_B < spans[-1]
+        def step(parameters, token_B, position_B, is_live_B, cache):
+            pages = SlotPages(self._pages(np.arange(len(TRUE_LENGTHS))))
             decoder = definition.bind(parameters)
-            page_BN = self._pages(np.arange(len(TRUE_LENGTHS)))
-            pages = None if page_BN is None else SlotPages(page_BN)
-            return decoder.decode(token_B, position_B, cache, is_token_B, pages=pages)[:2]
+            return decode(decoder, token_B, position_B, cache, is_live_B, pages)[:2]
 
-        _, cache = self._prefill_prompts(BUCKET_LENGTH, spans, first)
+        _, cache = self._prefill_prompts(BUCKET_LENGTH, first)
         tokens_BT = self.padded_prompts(longest)
         logits = []
         for position in range(first, longest):
             is_live_B = np.asarray(TRUE_LENGTHS) > position
-            position_B = jnp.asarray(np.where(is_live_B, position, spans[-1]).astype(np.int32))
-            logits_BV, cache = step(self.parameters, tokens_BT[:, position], position_B, cache)
+            position_B, token_B = np.full(len(is_live_B), position), tokens_BT[:, position]
+            logits_BV, cache = step(self.parameters, token_B, position_B, is_live_B, cache)
             logits.append(np.asarray(logits_BV))
         return np.stack(logits, axis=1)
 
-    def chunk_logits(self, spans: tuple[int, ...], chunk: int = 8) -> np.ndarray:
+    def chunk_logits(self, chunk: int = 8) -> np.ndarray:
         """Return the logits of every position, computed in chunks.
 
         Slots are not in the order of rows; a row without tokens is none, and has no slot.
         """
-        cache, tokens_BT = self._empty_cache(spans), self.padded_prompts(max(spans))
+        cache, tokens_BT = self._empty_cache(), self.padded_prompts(ROW_PAGES * PAGE)
         slot_B, logits = np.array([2, 0, 1]), []
         for start in range(0, max(TRUE_LENGTHS), chunk):
             count_B = np.clip(np.asarray(TRUE_LENGTHS) - start, 0, chunk)
@@ -109,44 +99,33 @@ class LoadedCase:
             rows = PromptPieces(
                 slots_B, np.full_like(slot_B, start), count_B, page_BN=self._pages(slots_B)
             )
-            head = cache.head(1 + sum(start + chunk > span for span in spans))
-            logits_BTV, head = self._prefill(tokens_BT[:, start : start + chunk], rows, head)
-            cache = cache.with_head(head)
+            logits_BTV, cache = self._prefill(tokens_BT[:, start : start + chunk], rows, cache)
             logits.append(np.asarray(logits_BTV))
         return np.concatenate(logits, axis=1)
 
-    def _prefill_prompts(
-        self, bucket_length: int, spans: tuple[int, ...], count: int
-    ) -> tuple[jax.Array, KVCache]:
+    def _prefill_prompts(self, bucket_length: int, count: int) -> tuple[jax.Array, Cache]:
         """Prefill the first `count` tokens as a prompt; return logits and the cache."""
         count_B = np.minimum(TRUE_LENGTHS, count)
         slot_B = np.arange(len(count_B))
         rows = PromptPieces(slot_B, None, count_B, page_BN=self._pages(slot_B))
-        return self._prefill(self.padded_prompts(bucket_length), rows, self._empty_cache(spans))
+        return self._prefill(self.padded_prompts(bucket_length), rows, self._empty_cache())
 
-    def _empty_cache(self, spans: tuple[int, ...]) -> KVCache:
+    def _empty_cache(self) -> Cache:
         B, definition = len(TRUE_LENGTHS), self.definition
-        if self.in_pages:
-            counts = PageCounts(B * ROW_PAGES, PAGE, B, PAGED.window_pages)
-            dtype = jnp.dtype(jnp.float32)
-            return allocate_pages(
-                definition.config, counts, dtype, arrangement=definition.arrangement
-            )
-        return kv_cache.allocate(
-            definition.config, B, spans, jnp.float32, arrangement=definition.arrangement
-        )
+        counts, dtype = PageCounts(B * ROW_PAGES, PAGE, B, PAGED.window_pages), jnp.dtype("float32")
+        return allocate_pages(definition.config, counts, dtype, arrangement=definition.arrangement)
 
-    def _pages(self, slot_B: np.ndarray) -> np.ndarray | None:
-        """The pages of slots, which lie between those of other slots; no page has a number for a
-        slot that does not exist."""
-        if not self.in_pages:
-            return None
+    def _pages(self, slot_B: np.ndarray) -> np.ndarray:
+        """Return the pages of slots, which lie between those of other slots.
+
+        No page has a number for a slot that does not exist.
+        """
         B = len(TRUE_LENGTHS)
         page_BN = np.arange(B * ROW_PAGES, dtype=np.int32)[::-1].reshape(ROW_PAGES, B).T
         return np.concatenate([page_BN, np.full_like(page_BN[:1], page_BN.size)])[slot_B]
 
     @cached_property
-    def _prefill(self) -> Callable[..., tuple[jax.Array, KVCache]]:
+    def _prefill(self) -> Callable[..., tuple[jax.Array, Cache]]:
         """A compiled prefill of prompt pieces; it returns logits and the cache."""
 
         @jax.jit
@@ -290,52 +269,28 @@ def test_prefill_gives_the_logprobs_of_transformers(loaded: LoadedCase, bucket_l
     loaded.assert_close(loaded.prefill_logits(bucket_length))
 
 
-@pytest.mark.parametrize("spans", [pytest.param((32,), marks=pytest.mark.slow), SPANS], ids=str)
 def test_decoding_token_by_token_gives_the_logprobs_of_transformers(
-    loaded: LoadedCase, is_slow: bool, spans: tuple[int, ...]
+    loaded: LoadedCase, is_slow: bool
 ):
     if loaded.case.name in PREFILLED_ALONE | STORED_OTHERWISE and not is_slow:
         pytest.skip("slow; run with --slow")
-    loaded.assert_close(loaded.decode_logits(spans, first=5), first=5)
+    loaded.assert_close(loaded.decode_logits(first=5), first=5)
 
 
 def test_scanned_layers_give_the_logprobs_of_transformers(scanned: LoadedCase, is_slow: bool):
     """Published tensors are read layer by layer into one array for each group position."""
     assert any(":" in name for name in scanned.parameters)
     scanned.assert_close(scanned.prefill_logits(BUCKET_LENGTH))
-    scanned.assert_close(scanned.decode_logits(SPANS, first=5), first=5)
+    scanned.assert_close(scanned.decode_logits(first=5), first=5)
     if is_slow or scanned.case.name in SCANNED_IN_CHUNKS:
-        scanned.assert_close(scanned.chunk_logits((8, 24)))
+        scanned.assert_close(scanned.chunk_logits())
 
 
-@pytest.mark.parametrize("spans", [pytest.param((32,), marks=pytest.mark.slow), (8, 24)], ids=str)
-def test_prefill_in_chunks_gives_the_logprobs_of_transformers(
-    loaded: LoadedCase, is_slow: bool, spans: tuple[int, ...]
-):
+def test_prefill_in_chunks_gives_the_logprobs_of_transformers(loaded: LoadedCase, is_slow: bool):
     """Every run tests one family for each kind of layer cache; `--slow` tests the others."""
     if not (is_slow or loaded.case.name in IN_CHUNKS):
         pytest.skip("slow; run with --slow")
-    loaded.assert_close(loaded.chunk_logits(spans))
-
-
-def test_a_cache_in_pages_gives_the_logprobs_of_transformers(loaded: LoadedCase, is_slow: bool):
-    """Every run tests one family for each kind of layer cache; `--slow` tests the others."""
-    if not (is_slow or loaded.case.name in IN_CHUNKS):
-        pytest.skip("slow; run with --slow")
-    paged = copy(loaded)
-    paged.in_pages = True
-    paged.assert_close(paged.decode_logits((40,), first=5), first=5)
-    paged.assert_close(paged.chunk_logits((40,)))
-
-
-def test_scanned_layers_in_pages_give_the_logprobs_of_transformers(
-    scanned: LoadedCase, is_slow: bool
-):
-    if not (is_slow or scanned.case.name in SCANNED_IN_CHUNKS):
-        pytest.skip("slow; run with --slow")
-    paged = copy(scanned)
-    paged.in_pages = True
-    paged.assert_close(paged.decode_logits((40,), first=5), first=5)
+    loaded.assert_close(loaded.chunk_logits())
 
 
 def test_every_family_has_at_least_four_cases():

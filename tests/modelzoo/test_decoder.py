@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache, partial
 
+import caches
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,7 +168,7 @@ def start(graphdef, state, first: int):
 
 def decode(graphdef, state, token_B, position_B, cache, is_token_B, page_BN=PAGE_BN):
     call, pages = (token_B, position_B, cache, is_token_B), SlotPages(jnp.asarray(page_BN))
-    return nnx.merge(graphdef, state).decode(*call, pages=pages)[:2]
+    return caches.decode(nnx.merge(graphdef, state), *call, pages)[:2]
 
 
 @pytest.mark.parametrize("first", [3, 11])

@@ -5,6 +5,7 @@ The conformance tests compare both with the published implementation.
 
 from dataclasses import replace
 
+import caches
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,7 +88,7 @@ def test_tokens_that_read_latents_from_the_cache_answer_as_in_a_prompt(query_ran
         return decoder.prefill(tokens_BT, rows, cache, ON_ONE_DEVICE)[1]
 
     pages = SlotPages(jnp.asarray(PAGE_BN))
-    decode = jax.jit(lambda *arguments: decoder.decode(*arguments, pages=pages)[:2])
+    decode = jax.jit(lambda *arguments: caches.decode(decoder, *arguments, pages)[:2])
     expected_BTV = np.asarray(forward(jnp.asarray(tokens_BT)))
     rows = PromptPieces(jnp.arange(ROWS), None, jnp.asarray(lengths), pages.page_BN)
     cache = empty_cache(config, PAGE_BN, row_tokens=1)

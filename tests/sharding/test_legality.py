@@ -491,8 +491,8 @@ ENTRIES = {"batch": "", "decode": {"cache_length": "sequence"}, "max_replicated"
         (
             layout(),
             {},
-            'decode: attention_batch = "data": expected buckets.slot_groups to be the pieces that it '
-            "splits slots into, 2, got 1. Change slot_groups, or the rule.",
+            'decode: attention_batch = "data": expected buckets.slot_groups to be the pieces that '
+            "it splits slots into, 2, got 1. Change slot_groups, or the rule.",
         ),
         (
             layout(LINE, **ENTRIES),

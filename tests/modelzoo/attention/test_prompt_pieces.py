@@ -1,4 +1,4 @@
-"""Prompts in pieces: every division gives the same cache, and hides a slot's former content."""
+"""Prompts in pieces: every division gives the same cache, and hides what pages held before."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from alike import alike, changed
+from caches import decode, empty_cache, entries_of, scattered
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
-from noria.modelzoo.attention.prompt_pieces import PromptPieces, layer_of_slots
-from noria.modelzoo.cache import kv_cache
-from noria.modelzoo.cache.entry_codes import INT4_IN_BYTES
-from noria.modelzoo.cache.kv_cache import KVCache
-from noria.modelzoo.cache.stripes import join_blocks
+from noria.modelzoo.attention.prompt_pieces import PromptPieces
+from noria.modelzoo.attention.shared_pages import SlotPages
+from noria.modelzoo.cache.layer_state import Cache
+from noria.modelzoo.cache.pages import NO_PAGE
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_config import Chunk
@@ -34,7 +34,7 @@ HEADS = DecoderConfig.alike(
     windows=(None, 3, Chunk(5)),
     max_position=32,
 )
-"""A model with whole layers, and rolling layers that are shorter than most prompts."""
+"""A model with whole layers, and layers with windows that are shorter than most prompts."""
 LATENT = LatentAttention(rank=10, plain_dim=6, rope_dim=4, value_dim=7)
 CONFIGS = {
     "heads": HEADS,
@@ -42,15 +42,15 @@ CONFIGS = {
 }
 SCANNED = Arrangement(scan_layers=True)
 WIDE = Arrangement(head_multiple=16)
-BLOCKS = Arrangement(key_blocks=(4, 2))
-SPANS, LONGEST = (4, 24), 24
+LONGEST = 24
 LENGTHS = np.arange(1, LONGEST - 3)
 """Lengths of the prompts; each prompt has its own slot."""
 SLOTS = len(LENGTHS)
 STEPS = 4
 IN_CHUNKS = [*range(0, 24, 4), 24]
-UNEVENLY = [0, 4, 8, 24]
-"""Pieces shorter and longer than a rolling buffer, each within the last segment that it reads."""
+UNEVENLY, LARGEST = [0, 4, 8, 16, 24], 8
+"""Pieces shorter and longer than a window; each begins at a multiple of its size."""
+PAGES, OTHER_PAGES = (scattered(SLOTS, LONGEST // 4, seed) for seed in (0, 1))
 WHOLE = None
 
 
@@ -71,38 +71,45 @@ class Model:
             return decoder.logits(x_BTD), cache
 
         @jax.jit
-        def decode(parameters, token_B, position_B, cache):
-            decoder = definition.bind(parameters)
-            return decoder.decode(token_B, position_B, cache, jnp.ones(SLOTS, bool))[:2]
+        def step(parameters, token_B, position_B, cache):
+            call = token_B, position_B, cache, jnp.ones(SLOTS, bool), SlotPages(jnp.asarray(PAGES))
+            return decode(definition.bind(parameters), *call)[:2]
 
-        self._prefill, self._decode = partial(prefill, parameters), partial(decode, parameters)
+        self._prefill, self._decode = partial(prefill, parameters), partial(step, parameters)
 
-    def empty(self) -> KVCache:
-        return kv_cache.allocate(
-            self.config, SLOTS, SPANS, jnp.float32, arrangement=self.arrangement
-        )
+    def empty(self, row_tokens: int | None = None) -> Cache:
+        return empty_cache(self.config, PAGES, row_tokens=row_tokens, arrangement=self.arrangement)
 
-    def prefill(self, cache: KVCache, tokens_BT, length_B, cuts=WHOLE, *, decodes_between=False):
-        """Return logits of every position, and the cache; whole prompts use the segments they need.
+    def prefill(
+        self,
+        cache: Cache,
+        tokens_BT,
+        length_B,
+        cuts=WHOLE,
+        page_BN=PAGES,
+        *,
+        decodes_between=False,
+    ):
+        """Return logits of every position, and the cache.
 
         Where decode goes on between chunks, it writes to every slot at its next position.
         """
+        page_BN = np.concatenate([page_BN, np.full_like(page_BN[:1], NO_PAGE)])
         logits = []
         for start, end in pairwise(cuts or [0, int(length_B.max())]):
             count_B = np.clip(length_B - start, 0, end - start)
             # a row without tokens has no slot
             slot_B = np.where(count_B, np.arange(SLOTS), SLOTS)
             start_B = None if cuts is WHOLE else np.full(SLOTS, start)
-            rows = jax.tree.map(jnp.asarray, PromptPieces(slot_B, start_B, count_B))
-            head = cache.head(1 + sum(end > span for span in SPANS))
-            logits_BTV, head = self._prefill(tokens_BT[:, start:end], rows, head)
-            cache = cache.with_head(head)
+            pieces = PromptPieces(slot_B, start_B, count_B, page_BN[slot_B])
+            rows = jax.tree.map(jnp.asarray, pieces)
+            logits_BTV, cache = self._prefill(tokens_BT[:, start:end], rows, cache)
             logits.append(np.asarray(logits_BTV))
             if decodes_between:
                 _, cache = self.decode(cache, jnp.full(SLOTS, 7), np.minimum(length_B, end))
         return np.concatenate(logits, axis=1), cache
 
-    def decode(self, cache: KVCache, token_B, position_B):
+    def decode(self, cache: Cache, token_B, position_B):
         return self._decode(token_B, jnp.asarray(position_B), cache)
 
 
@@ -149,11 +156,11 @@ def meeting(
 @pytest.mark.parametrize("cuts", [WHOLE, IN_CHUNKS], ids=["whole", "chunks"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_nothing_is_seen_of_a_former_owner(config, cuts):
-    """Earlier rows of a slot had other lengths, up to the end; the test covers every position."""
+    """Earlier rows had the pages in another order, and other lengths; all positions are tested."""
     one, tokens_BT = model(config), random_tokens(1)
-    former_B = LONGEST - np.arange(SLOTS) % 4
-    _, used = one.prefill(one.empty(), random_tokens(2), former_B, IN_CHUNKS)
-    expected, fresh = one.prefill(one.empty(), tokens_BT, LENGTHS, cuts)
+    former_B, former = LONGEST - np.arange(SLOTS) % 4, random_tokens(2)
+    _, used = one.prefill(one.empty(LARGEST), former, former_B, IN_CHUNKS, OTHER_PAGES)
+    expected, fresh = one.prefill(one.empty(LARGEST), tokens_BT, LENGTHS, cuts)
     got, used = one.prefill(used, tokens_BT, LENGTHS, cuts, decodes_between=cuts is not WHOLE)
     for row, length in enumerate(LENGTHS):
         np.testing.assert_array_equal(got[row, :length], expected[row, :length])
@@ -169,16 +176,12 @@ def test_nothing_is_seen_of_a_former_owner(config, cuts):
         "uneven chunks": (AS_PUBLISHED, UNEVENLY),
         "scanned, whole": (SCANNED, WHOLE),
         "scanned, uneven chunks": (SCANNED, UNEVENLY),
-        "blocks of keys, whole": (BLOCKS, WHOLE),
-        "blocks of keys, uneven chunks": (BLOCKS, UNEVENLY),
     },
     slow={
         ("heads", "chunks"),
         ("latents", "uneven chunks"),
         ("heads", "scanned, whole"),
-        ("heads", "blocks of keys, uneven chunks"),
         ("latents", "scanned, uneven chunks"),
-        ("latents", "blocks of keys, whole"),
     },
 )
 def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
@@ -187,8 +190,7 @@ def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
     whole, other, tokens_BT = model(config), model(config, arrangement), random_tokens(1)
     expected = live_entries(whole, whole.prefill(whole.empty(), tokens_BT, LENGTHS)[1])
     got = live_entries(other, other.prefill(other.empty(), tokens_BT, LENGTHS, cuts)[1])
-    for (position_BS, arrays), (expected_BS, expected_arrays) in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(position_BS, expected_BS)
+    for arrays, expected_arrays in zip(got, expected, strict=True):
         for array, wanted in zip(arrays, expected_arrays, strict=True):
             np.testing.assert_allclose(array, wanted, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
 
@@ -198,20 +200,13 @@ def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
         "wide heads, whole": (WIDE, WHOLE),
         "wide heads, uneven chunks": (WIDE, UNEVENLY),
         "wide heads, scanned, whole": (replace(WIDE, scan_layers=True), WHOLE),
-        "blocks of keys, whole": (BLOCKS, WHOLE),
-        "blocks of keys, uneven chunks": (BLOCKS, UNEVENLY),
     },
-    slow={
-        ("heads", "wide heads, whole"),
-        ("heads", "blocks of keys, uneven chunks"),
-        ("latents", "wide heads, uneven chunks"),
-        ("latents", "blocks of keys, whole"),
-    },
+    slow={("heads", "wide heads, whole"), ("latents", "wide heads, uneven chunks")},
 )
 def test_a_cache_arranged_otherwise_gives_the_same_answers(config, arrangement, cuts):
     config, tokens_BT, found = in_turns(config, arrangement), random_tokens(2), []
     for one in (model(config), model(config, arrangement)):
-        logits_BTV, cache = one.prefill(one.empty(), tokens_BT, LENGTHS, cuts)
+        logits_BTV, cache = one.prefill(one.empty(LARGEST), tokens_BT, LENGTHS, cuts)
         is_token_BT = np.arange(logits_BTV.shape[1]) < LENGTHS[:, None]
         logits = [logits_BTV[is_token_BT]]
         for step in range(STEPS):
@@ -222,31 +217,18 @@ def test_a_cache_arranged_otherwise_gives_the_same_answers(config, arrangement, 
         np.testing.assert_allclose(ours, expected, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
 
 
-def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-    """Return each layer's positions in order, with its entries; zeros if there is no token."""
+def live_entries(one: Model, cache: Cache) -> list[list[np.ndarray]]:
+    """Return the entries of each layer in order, with zeros where a row has no token."""
     found = {}
+    is_live_BS = np.arange(LONGEST) < LENGTHS[:, None]
     for layers, kept in zip(block_layers(one.config, one.arrangement), cache, strict=True):
-        positions = cache.positions.for_window(alike(one.config).windows[layers.start])
-        position_BS = np.concatenate(positions, axis=1)
+        assert kept is not None
         for index, layer in enumerate(layers):
             arrays = []
-            for name, array in kept.spec.arrays.items():
-                segments, axis = kept.arrays[name], array.position_axis
-                if name == "k":
-                    segments = map(join_blocks, segments, kept.lengths)
-                array = np.moveaxis(np.concatenate([*segments], axis)[index], axis - 1, -1)
-                is_live = position_BS.reshape(SLOTS, *[1] * (array.ndim - 2), -1) >= 0
-                arrays.append(np.where(is_live, array, 0))
-            found[layer] = position_BS, arrays
+            for name, x in entries_of(kept, PAGES, np.arange(SLOTS), index).items():
+                axis = kept.spec.arrays[name].position_axis - 1
+                shape = [SLOTS, *[1] * (x.ndim - 1)]
+                shape[axis] = LONGEST
+                arrays.append(np.where(is_live_BS.reshape(shape), x, 0))
+            found[layer] = arrays
     return [found[layer] for layer in range(one.config.num_layers)]
-
-
-@pytest.mark.parametrize(("codes", "size"), [(None, 8), ("int8", 8), (INT4_IN_BYTES, 16)])
-def test_slots_are_taken_without_the_padding_of_heads_unless_it_is_rotated(codes, size):
-    arrangement = replace(WIDE, cache_codes=codes)
-    cache = kv_cache.allocate(HEADS, 3, SPANS, jnp.dtype("float32"), arrangement=arrangement)
-    slots, heads = jnp.array([2, 0]), alike(HEADS).num_kv_heads
-    taken = layer_of_slots(cache[0], jnp.int32(0), slots, 0, heads, 8, ON_ONE_DEVICE)
-    shapes = [(1, 2, heads, count, size) for count in (4, 20)]
-    assert [x.shape for x in taken.arrays["v"]] == shapes
-    assert [x.shape for x in taken.arrays["k"]] == [(*s[:3], s[4], s[3]) for s in shapes]

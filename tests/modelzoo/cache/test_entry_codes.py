@@ -27,7 +27,7 @@ from coded_entries import decode, encode
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.attention.attend import Visibility, attend_dense
-from noria.modelzoo.attention.paged import PagedRows, attend_in_groups, attend_pages
+from noria.modelzoo.attention.paged import PagedRows, attend_in_groups, queries_of_pages
 from noria.modelzoo.cache import entry_codes
 from noria.modelzoo.cache.entry_codes import INT4_IN_BYTES, EntryCodes
 from noria.modelzoo.cache.layer_state import LayerState, NewEntries, PromptLatents
@@ -153,12 +153,9 @@ def test_every_write_leaves_the_codes_of_the_floats_that_it_would_leave(kind, co
     config = KINDS[kind]
     for floats, in_codes in zip(written(config, None), written(config, codes), strict=True):
         wanted = {}
-        for name, array in floats.spec.arrays.items():
-            x = arrays_of(floats)[name]
+        for name, x in arrays_of(floats).items():
             assert x.any()
-            wanted[name], scales = encode(
-                x, array.feature_axis, codes, np.float32, floats.spec.splits
-            )
+            wanted[name], scales = encode(x, x.ndim - 1, codes, np.float32, floats.spec.splits)
             # the heads of keys and values have one part each; latents have parts, but no heads
             scales = [scale.reshape(*x.shape[:2], -1, scale.shape[-1]) for scale in scales]
             wanted[f"{name}_scale"] = np.concatenate(scales, axis=2)
@@ -206,9 +203,15 @@ def test_attention_to_codes_is_that_to_their_values(codes, splits, width, group)
         floats.append(jnp.asarray(of_rows.reshape(2, K, N * S, width)))
     q_BTKGH = jnp.asarray(rng.normal(size=(2, T, K, G, H)), jnp.float32)
     scores = Scores(scale=0.7, cap=2.0)
-    attend = partial(attend_pages, partial(attend_in_groups, group=group), 6, scores)
     rows = PagedRows(*map(jnp.asarray, (page_BN, first_B, np.full(2, T))))
-    got = jax.jit(partial(attend, rows=rows))(q_BTKGH, coded)
+
+    @jax.jit
+    def attend(q_BTKGH, coded):
+        q_BTKGH = queries_of_pages(q_BTKGH, coded)
+        return attend_in_groups(q_BTKGH, *coded, rows, 6, scores, group=group)
+
+    out, lse = attend(q_BTKGH, coded)
+    got = out[..., :H], lse
     seen = Visibility(first_B[:, None] + np.arange(T), np.tile(np.arange(N * S), (2, 1)), 6)
     wide_BTKGH = jnp.pad(q_BTKGH, [(0, 0)] * 4 + [(0, width - H)])
     keys, values = floats

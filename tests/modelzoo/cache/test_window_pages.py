@@ -156,7 +156,7 @@ def test_pages_of_a_slot_give_the_bits_of_attention_to_all_pages(page, position,
     def attend(layer: LayerState):
         pages = jnp.asarray(pages_in(layer, page_BN, np.array([0])))
         rows = PagedRows(pages, jnp.array([position]), jnp.ones(1, jnp.int32))
-        return attend_in_groups(q_BTKGH, *layer.pages(), rows, window)
+        return attend_in_groups(q_BTKGH, *layer.keys_values(), rows, window)
 
     _, whole, _, of_slots = layers_of(cache)
     assert whole.spec.slot_pages == 0 < of_slots.spec.slot_pages < LONGEST // page
@@ -200,4 +200,4 @@ def test_a_window_as_long_as_rows_takes_pages_of_the_pool(page):
     (cache,) = layers_of(
         empty_cache(changed(CONFIG, windows=(LONGEST,)), table(page), page, row_tokens=1)
     )
-    assert cache.spec.slot_pages == 0 and cache.num_slots == 2 * table(page).size
+    assert cache.spec.slot_pages == 0 and cache.num_pages == 2 * table(page).size
