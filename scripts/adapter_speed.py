@@ -41,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         names = [f"a{i}" for i in range(options.adapters)]
         adapters = {name: write_adapter(Path(folder) / name, options.rank) for name in names}
-        grid = BucketGrid(128, ((16, 4),), options.slots, (128,))
+        grid = BucketGrid(128, ((16, 4),), options.slots)
         plan = Plan("cpu", PlannedModel(MODEL, ""), Numbers(options.dtype), grid)
         with LLM(MODEL, plan=plan) as without, LLM(MODEL, plan=plan, adapters=adapters) as mixed:
             owners = [[None, *names][i % (len(names) + 1)] for i in range(options.slots)]

@@ -8,10 +8,6 @@ arguments and results of a kernel once. So the bytes that each moves are counted
   visible position. The compiler does not tell bytes on the chip from bytes off it.
 - splash: the bytes between the chip and the memory off it. Queries and results count once, keys
   and values once for every visible pair of blocks.
-- chunks with XLA: counted as in prefill. Chunks with flash: queries, results, and the blocks of
-  keys and values that the kernel's table of blocks brings to the chip. There is one call for the
-  cache, one for the chunk itself, and a merge that reads the two results and writes one. The
-  figures of a prompt are the sum over its chunks.
 
 The figures of whole graphs are the compiler's own: they leave out the reads and operations inside
 kernels.
@@ -24,12 +20,10 @@ import sys
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from noria.compile.abstract_model import AbstractModel
@@ -39,19 +33,13 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.attention.attend import Attend, Visibility, attend_masked, merge
 from noria.modelzoo.attention.blockwise import attend_blockwise, block_sizes
-from noria.modelzoo.cache.stripes import EMPTY_POSITION
 from noria.modelzoo.config import DecoderConfig
-from noria.modelzoo.kernels import flash, splash
+from noria.modelzoo.kernels import splash
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from read_graphs import GraphReader, read_config
-
 TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1")
 PROMPTS = (2048, 8192, 32768)
-CHUNKS = (512, 1024, 2048)
-CHUNK_LAYERS, CHUNK_SPAN = 8, 8192
 SLOTS = 32
 GRAPH_TARGET, LAYOUT, LAYERS = "tpu:v5e:2x4", "weight-stationary-1d@tensor=8", 2
 K, G, H = 8, 4, 128
@@ -79,24 +67,6 @@ def main() -> None:
     for target in TARGETS:
         for length in PROMPTS:
             print(f"| {target} | {length} | {prefill_cells(target, length)} |", flush=True)
-    print("\n## Chunks: XLA's blocks and the kernel\n")
-    print("| target | tokens | chunk | XLA moves GB | flash moves GB | splash, whole prompt GB | "
-          "flash / splash |\n|---|--:|--:|--:|--:|--:|--:|")  # fmt: skip
-    for target in TARGETS:
-        for length in PROMPTS[1:]:
-            for chunk in CHUNKS:
-                cells = chunk_cells(target, length, chunk)
-                print(f"| {target} | {length} | {chunk} | {cells} |", flush=True)
-    print(f"\n## Chunk graphs: Llama 3.1 8B, {CHUNK_LAYERS} layers, {LAYOUT}, per device\n")
-    print(
-        "A chunk of 1,024 tokens at the end of a span of 8,192, as `scripts/read_graphs.py` reads "
-        "its program.\n"
-    )
-    print("| target | kernel | temp MB | GB moved | moved / needed | turns | Mcycles | ms |")
-    print("|---|---|--:|--:|--:|--:|--:|--:|")
-    for target in (GRAPH_TARGET, "tpu:v6e:2x4"):
-        for kernel in ("xla", "flash"):
-            print(f"| {target} | {kernel} | {chunk_graph_cells(target, kernel)} |", flush=True)
     print(f"\n## Whole graphs: {LAYERS} layers on {GRAPH_TARGET}, {LAYOUT}, per device\n")
     print(
         "| graph | kernel | temp MB | bytes accessed GB | compiler's GFLOP |\n|---|---|--:|--:|--:|"
@@ -120,60 +90,6 @@ def prefill_cells(target: str, length: int) -> str:
     return " | ".join([f"{temp / 1e6:.1f}" for temp in temps] + [f"{x / 1e9:.2f}" for x in moved])
 
 
-def chunk_cells(target: str, length: int, chunk: int) -> str:
-    """Return the bytes of a prompt: in chunks by XLA and by flash, and as a whole by splash."""
-    by_xla = by_flash = 0.0
-    for start in range(0, length, chunk):
-        for num_keys, num_seen in ((length - chunk, start), (chunk, None)):
-            block_T, block_S = block_sizes(chunk, num_keys)
-            if num_seen is None:
-                pairs = visible_pairs(chunk, block_T, block_S)
-            else:
-                pairs = math.ceil(chunk / block_T) * math.ceil(num_seen / block_S)
-            by_xla += pairs * pair_cost(target, block_T, block_S).bytes
-            by_flash += flash_bytes(start, chunk, num_keys, num_seen)
-        by_flash += merge_bytes(chunk)
-    of_splash = splash_bytes(length)
-    moved = " | ".join(f"{x / 1e9:.2f}" for x in (by_xla, by_flash, of_splash))
-    return f"{moved} | {by_flash / of_splash:.2f}"
-
-
-def flash_bytes(start: int, chunk: int, num_keys: int, num_seen: int | None) -> int:
-    """Return the bytes of a flash call over the first entries of a cache, or over the chunk."""
-    shape, first = (1, chunk, K, G, H), start if num_seen is None else 0
-    block = flash.block_sizes(shape, H, num_keys)
-    position_BS = first + jnp.arange(num_keys)[None]
-    if num_seen is not None:
-        position_BS = jnp.where(position_BS < num_seen, position_BS, EMPTY_POSITION)
-    seen = Visibility(start + jnp.arange(chunk)[None], position_BS)
-    read = np.asarray(flash.blocks_read(seen, block)).ravel()
-    # a block that is on the chip already is not read again
-    num_brought = 1 + np.count_nonzero(np.diff(read))
-    dtype = jnp.dtype(jnp.bfloat16)
-    return flash.call_bytes(shape, H, int(num_brought) * block.S, block, dtype)
-
-
-def merge_bytes(chunk: int) -> int:
-    """Return the bytes of a merge: it reads two results with their sums, and writes one."""
-    return chunk * K * G * (3 * H * ITEMSIZE + 2 * jnp.dtype(jnp.float32).itemsize)
-
-
-def chunk_graph_cells(target: str, kernel: str) -> str:
-    """Return the figures of a chunk graph's program, compiled with the named kernel."""
-    config = read_config("benchmarks/models/llama-3.1-8b", CHUNK_LAYERS)
-    grid = BucketGrid(CHUNK_SPAN, ((CHUNK_SPAN, 1, 1024),), SLOTS, (CHUNK_SPAN,))
-    found = GraphReader(config, target, LAYOUT).compile(
-        grid, "prefill", AttentionPlan(prefill=kernel)
-    )
-    step, memory = found.evidence.report.step, found.executable.memory_analysis()
-    assert memory is not None and step.cycles is not None
-    return (
-        f"{memory.temp_size_in_bytes / 1e6:.1f} | {step.bytes_moved / 1e9:.3f} | "
-        f"{found.evidence.ratio:.2f} | {step.loop_turns} | {step.cycles.cycles / 1e6:.1f} | "
-        f"{step.cycles.seconds * 1e3:.1f}"
-    )
-
-
 def graph_cells(cost: Cost) -> str:
     return f"{cost.temp / 1e6:.1f} | {cost.bytes / 1e9:.2f} | {cost.flops / 1e9:.1f}"
 
@@ -190,7 +106,7 @@ def graph_cost(length: int, kernel: str) -> Cost:
         windows=(None,) * LAYERS,
         max_position=length,
     )
-    grid = BucketGrid(length, ((length, 1),), SLOTS, (length,))
+    grid = BucketGrid(length, ((length, 1),), SLOTS)
     placement = find_target(GRAPH_TARGET).placement(Layout.from_table(read_layout_table(LAYOUT)))
     definition = AbstractModel(config, placement.arrangement(config))
     asked = AttentionPlan(prefill=kernel)

@@ -5,7 +5,7 @@ Llama 3.1 8B's, unless flags change it. Parameters are made on the device, so th
 memory for them. Decode is measured with the graph that a job runs: several steps a call, every slot
 live, its cache nearly full. Prefill is measured with the prefill graph. The ceilings are measured,
 too: the bytes a second that a copy reads and writes, and the operations a second of products in the
-same dtype. A decode step must read the cache of the whole span and every weight except the
+same dtype. A decode step must read the cache of all rows and every weight except the
 embedding table. The reported fractions are those of the two ceilings that a call reaches.
 
     python scripts/bench_device.py --output benchmarks/device.json
@@ -123,22 +123,16 @@ class DeviceBench:
         import jax.numpy as jnp
 
         from noria.compile.graphs import signatures
-        from noria.modelzoo.cache.stripes import entry_positions
+        from noria.runtime.engine.padding import decode_pages
 
         grid = self._grid(batch, self.options.context, prompt=1)
         graph, build_seconds = self._compiled("decode", grid)
         calls = 1 + self.options.repeats
         start_length = self.options.context - calls * STEPS_PER_CALL
 
-        def held(position_BS):
-            position_S = entry_positions(start_length, position_BS.shape[1])
-            return jnp.broadcast_to(position_S, position_BS.shape)
-
         def filled():
             state = signatures.decode_state(self.definition, grid, self.cache_dtype)
-            cache = state.cache._replace(positions=jax.tree.map(held, state.cache.positions))
             return state._replace(
-                cache=cache,
                 prompt_length_B=jnp.full(batch, start_length, jnp.int32),
                 length_B=jnp.full(batch, start_length, jnp.int32),
                 limit_B=jnp.full(batch, self.options.context + 1, jnp.int32),
@@ -147,10 +141,11 @@ class DeviceBench:
 
         state = jax.jit(filled, out_shardings=self.placement.replicated)()
         is_live_B = jax.device_put(jnp.ones(batch, bool), self.placement.replicated)
+        pages = jax.device_put(decode_pages(grid), self.placement.replicated)
         seconds = []
         for _ in range(calls):
             started = time.perf_counter()
-            state, output = graph(self.parameters, state, is_live_B)
+            state, output = graph(self.parameters, state, is_live_B, pages)
             tokens_BQ = jax.device_get(output.tokens_BQ)
             seconds.append(time.perf_counter() - started)
             assert (tokens_BQ >= 0).all(), "every slot must emit in every step"
@@ -195,7 +190,6 @@ class DeviceBench:
             max_length=max_length,
             prefill=((prompt, 1),),
             decode_slots=slots,
-            decode_spans=(max_length,),
             steps_per_call=STEPS_PER_CALL,
         )
 

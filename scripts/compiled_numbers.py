@@ -24,7 +24,7 @@ from noria.compile.program_cache import without_program_cache
 from noria.runtime.devices.machine import describe_machine
 
 MODELS = Path("benchmarks/models")
-SPANS = (512, 1024)
+LENGTH = 1024
 FORMATS = (("int8", 0), ("int4", 128))
 MEGABYTE = 1e6
 
@@ -100,7 +100,7 @@ def measure(case: Case) -> dict[str, Any]:
     numbers = Numbers("bfloat16", case.weights, case.group, cache="int8")
     rules, codes = numbers.weight_rules, numbers.cache_codes
     reader = GraphReader(config, case.target, case.layout, weight_rules=rules, cache_codes=codes)
-    grid = BucketGrid(SPANS[-1], ((512, 8),), case.slots, SPANS)
+    grid = BucketGrid(LENGTH, ((min(512, LENGTH), 8),), case.slots)
     try:
         graph = reader.compile(grid, "decode")
     except RuntimeError as error:
@@ -124,7 +124,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"jax {machine['versions']['jax']}. Made by `{report['command']}`.",
         "",
         f"The first layers of each model, unrolled, with its head in bfloat16, the cache in int8, "
-        f"and a span of {SPANS[-1]}.",
+        f"and rows of {LENGTH} entries.",
         "MB are of one device and one step. **Nothing was run.**",
         "",
         "| model, target and weights | layout | needed MB | moved MB | moved / needed "

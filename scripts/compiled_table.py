@@ -34,15 +34,15 @@ LISTS = ("moved", "loops", "rewrites", "slow_products")
 
 @dataclass(frozen=True)
 class Shape:
-    """The number of slots, the spans of their cache, and a prefill call."""
+    """The number of slots, the longest row, and a prefill call."""
 
     slots: int
-    spans: tuple[int, ...]
+    length: int
     prefill: tuple[int, int]
 
     @property
     def grid(self) -> BucketGrid:
-        return BucketGrid(self.spans[-1], (self.prefill,), self.slots, self.spans)
+        return BucketGrid(self.length, (self.prefill,), self.slots)
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,20 @@ class Case:
     def name(self) -> str:
         how = "scanned" if self.scan_layers else f"{UNROLLED_LAYERS} layers"
         size = (
-            f"{self.shape.slots} slots of {' '.join(map(str, self.shape.spans))}"
+            f"{self.shape.slots} slots of {self.shape.length}"
             if self.kind == "decode"
             else "x".join(map(str, self.shape.prefill))
         )
         return f"{self.model}, {self.target}, {how}, {self.kind} {size}"
 
 
-SMALL = Shape(64, (256, 512, 1024), (1024, 4))
-MIDDLE = Shape(128, (512, 1024), (1024, 4))
-LARGE = Shape(256, (1536,), (512, 8))
-LONG = Shape(128, (512, 2048), (512, 8))
-WINDOWS = Shape(64, (1024, 2048), (2048, 2))
-EXPERTS = Shape(256, (512, 2048), (512, 16))
-LATENTS = Shape(512, (512, 2048), (512, 64))
+SMALL = Shape(64, 1024, (1024, 4))
+MIDDLE = Shape(128, 1024, (1024, 4))
+LARGE = Shape(256, 1536, (512, 8))
+LONG = Shape(128, 2048, (512, 8))
+WINDOWS = Shape(64, 2048, (2048, 2))
+EXPERTS = Shape(256, 2048, (512, 16))
+LATENTS = Shape(512, 2048, (512, 64))
 
 
 def one(size: int) -> str:
@@ -170,7 +170,7 @@ def markdown(report: dict[str, Any]) -> str:
         "decode step or one prefill call. **Nothing was run: no figure is a measured time.**",
         "",
         "GB moved go to and from main memory. GB needed are the weights of products, and of the "
-        "experts that uniform routing uses, once; the cache below the span once; logits twice. "
+        "experts that uniform routing uses, once; the pages of all slots once; logits twice. "
         "Turns are iterations of loops inside a step; the loop over scanned layers is one of these "
         "loops. Rewritten GB are of arguments, or slices of arguments, that are copied or "
         "converted. Mcycles are the compiler's estimates without asynchronous copies; priced is "

@@ -34,7 +34,7 @@ from noria.runtime.files.hardware_files import known_hardware
 from noria.runtime.files.layout_files import named_layout_tables
 from noria.sharding.call import Call
 from noria.sharding.communication import predict_collectives
-from noria.sharding.device_bytes import max_context
+from noria.sharding.device_bytes import entry_bytes_per_device
 from noria.sharding.layout import Layout
 from noria.sharding.placement import arrangement_of
 
@@ -163,8 +163,8 @@ class Planner:
         if phase == "decode":
             call = Call.of_step(filled, LENGTH)
         estimate, tokens = cost.estimate(call), rows * (LENGTH if phase == "prefill" else 1)
-        needed = cost.work.parameter_bytes + cost.work.cache_bytes(
-            round_up(rows, defaults.slot_multiple), LENGTH + STEPS
+        needed = cost.work.parameter_bytes + cost.work.page_bytes(
+            round_up(rows, defaults.slot_multiple) * (LENGTH + STEPS)
         )
         peak = CHIPS * cost.hardware.peak("bfloat16")
         return {
@@ -203,14 +203,19 @@ def contexts() -> dict[str, dict[int, int]]:
     """Return the longest contexts whose cache fits its share of memory."""
     share = int(CACHE_SHARE * hardware_of(TARGET, known_hardware()).memory_bytes)
     return {
-        name: {rows: max_context(*of, rows, share, jnp.bfloat16) for rows in (128, 512)}
+        name: {rows: int(share / (rows * entry_bytes(*of))) for rows in (128, 512)}
         for name, of in CONTEXTS.items()
     }
 
 
+def entry_bytes(config: DecoderConfig, layout: Layout) -> float:
+    """Return the bytes of a position of a row in the cache of all layers, on one device."""
+    return sum(entry_bytes_per_device(x, layout, jnp.bfloat16) for x in config.attentions)
+
+
 def compiled_layers() -> list[dict[str, Any]]:
     """Compare the predicted communication of a layer with compiled programs at full width."""
-    grid, target = BucketGrid(LENGTH, ((LENGTH, 64),), 512, (LENGTH,)), find_target(TARGET)
+    grid, target = BucketGrid(LENGTH, ((LENGTH, 64),), 512), find_target(TARGET)
     name, measured = "weight-stationary 2D", MeasuredModel(PALM.first_layers(2), grid, jnp.bfloat16)
     result = measure(measured, PREFILL[name], target, on_graph=note)
     if result.findings:

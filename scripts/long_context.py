@@ -66,9 +66,7 @@ class Case:
     @property
     def grid(self) -> BucketGrid:
         prompt = self.length if self.phase == "prefill" else 1024
-        return BucketGrid(
-            self.length, (PrefillBucket(prompt, self.rows),), self.rows, (self.length,)
-        )
+        return BucketGrid(self.length, (PrefillBucket(prompt, self.rows),), self.rows)
 
     @property
     def call(self) -> Call:
@@ -154,7 +152,7 @@ def measure(case: Case) -> dict:
         "compile_seconds": round(seconds, 1),
         "bytes_per_device": {
             "weights": cost.work.parameter_bytes,
-            "keys and values": cost.work.cache_bytes(case.rows, case.length),
+            "keys and values": cost.work.page_bytes(case.rows * case.length),
             "temporaries": memory.temp_size_in_bytes,
             "all": memory.argument_size_in_bytes
             + memory.output_size_in_bytes

@@ -57,7 +57,7 @@ def main() -> None:
 def prefill_cells(target: str, layout: str | None, length: int, rows: int) -> str:
     """Return milliseconds in total and by kind, with shares, and the rest's costliest lines."""
     config = read_config(MODEL, LAYERS)
-    grid = BucketGrid(length, ((length, rows),), 32, (length,))
+    grid = BucketGrid(length, ((length, rows),), 32)
     text = GraphReader(config, target, layout).compile(grid, "prefill").text
     hardware = known(target)
     assert hardware is not None and hardware.clock is not None

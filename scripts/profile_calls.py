@@ -37,7 +37,7 @@ from noria.runtime import session
 from noria.runtime.checkpoint import open_model
 from noria.runtime.devices import backends
 from noria.runtime.devices.machine import describe_machine, usable_cores
-from noria.runtime.engine.padding import pack_greedy
+from noria.runtime.engine.padding import decode_pages, pack_greedy
 
 CALLS, READ_FLOATS = 8, 2**25
 
@@ -47,7 +47,7 @@ def main() -> None:
     add = parser.add_argument
     add("--dtypes", nargs="+", default=["bfloat16", "float32"])
     add("--slots", type=int, default=64)
-    add("--spans", type=int, nargs="+", default=[192, 320, 464], help="the last is profiled")
+    add("--length", type=int, default=464, help="positions of the longest row")
     add("--prompt", type=int, default=352)
     add("--output", type=Path)
     options = parser.parse_args()
@@ -59,7 +59,7 @@ def main() -> None:
         f"{machine['processor']}, {machine['cores']} cores, {' '.join(machine['instructions'])}; "
         f"{versions}; load {machine['load_average']}.\nMade by `{' '.join(['python', *sys.argv])}`,"
         f" whose docstring says\nwhat is counted how. SmolLM2-135M, {options.slots} slots; a decode"
-        f" call of 8 steps at the span {options.spans[-1]},\nand a prompt of {options.prompt} "
+        f" call of 8 steps up to {options.length} positions,\nand a prompt of {options.prompt} "
         f"tokens.",
     ]
     bounds = []
@@ -85,8 +85,7 @@ class Profiler:
         self.placement, self.options = target.placement(), options
         with open_model("smollm2") as files:
             self.model = session.load_model(files, target, session.LoadOptions(dtype))
-        longest, slots = options.spans[-1], options.slots
-        self.grid = BucketGrid(longest, ((options.prompt, 1),), slots, tuple(options.spans))
+        self.grid = BucketGrid(options.length, ((options.prompt, 1),), options.slots)
 
     def profile(self, kind: str) -> Call:
         """The fastest of several calls."""
@@ -122,7 +121,7 @@ class Profiler:
 
     def _arguments(self, kind: str):
         if kind == "decode":
-            return (jnp.ones(self.options.slots, bool),)
+            return jnp.ones(self.options.slots, bool), jax.device_put(decode_pages(self.grid))
         vocab, bucket = self.model.definition.config.vocab_size, self.grid.prefill[0]
         prompt = [number % 1000 for number in range(self.options.prompt)]
         return jax.device_put(pack_greedy([prompt], 0, bucket, self.grid, vocab))

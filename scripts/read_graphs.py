@@ -1,7 +1,7 @@
 """Compile graphs of a model for hardware, present or not, and print figures of the programs.
 
     python scripts/read_graphs.py --model benchmarks/models/llama-3.1-8b --target tpu:v5e:2x4 \\
-        --layout weight-stationary-1d@tensor=8 --slots 128 --spans 512 1024 --layers 8
+        --layout weight-stationary-1d@tensor=8 --slots 128 --length 1024 --layers 8
     python scripts/read_graphs.py --text program.txt --target tpu:v5e:2x4 --mesh tensor=8
 
 For a decode step, or a prefill call, the script prints bytes moved and needed, loops, rewritten
@@ -57,7 +57,7 @@ def main() -> None:
     add("--layers", type=int, help="use only this many first layers")
     add("--scan-layers", action="store_true")
     add("--slots", type=int, default=64)
-    add("--spans", type=int, nargs="+", default=[1024])
+    add("--length", type=int, default=1024, help="positions of the longest row")
     add("--prefill", default="512x8", help="tokens x rows")
     add("--prefix", help="groups x tokens of planned prefixes, as in 1x1024")
     add("--graphs", nargs="+", default=["decode", "prefill"])
@@ -81,7 +81,7 @@ def of_text(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 
 def of_model(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Compile and read the decode graph of the longest span, and the prefill graph."""
+    """Compile and read the decode graph and the prefill graph."""
     config, layout = read_config(options.model, options.layers), options.layout
     numbers = Numbers(options.dtype, options.weights, options.group, cache=options.cache)
     reader = GraphReader(
@@ -94,12 +94,11 @@ def of_model(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
         numbers.cache_codes,
     )
     length, rows = map(int, options.prefill.split("x"))
-    prefill, spans = ((length, rows),), tuple(options.spans)
-    grid = BucketGrid(spans[-1], prefill, options.slots, spans)
+    grid = BucketGrid(options.length, ((length, rows),), options.slots)
     if options.prefix:
         prefixes = read_prefixes(options.prefix, options.slots)
-        prefill = ((spans[-1], rows, length),)
-        grid = BucketGrid(spans[-1], prefill, options.slots, prefixes=prefixes)
+        prefill = ((options.length, rows, length),)
+        grid = BucketGrid(options.length, prefill, options.slots, prefixes=prefixes)
     for kind in options.graphs:
         found = reader.compile(grid, kind)
         if options.keep:
@@ -161,8 +160,8 @@ class GraphReader:
         dtype = jnp.dtype(self._dtype)
         graphs = plan_graphs(self._definition, grid, self._placement, dtype, attention=attention)
         of_kind = [graph for graph in graphs if graph.key.kind == kind]
-        # decode graphs are in ascending order of spans, prefill graphs in descending order
-        graph = of_kind[-1 if kind == "decode" else 0]
+        # prefill graphs are in descending order
+        graph = of_kind[0]
         is_decode = kind == "decode"
         prefill_call = grid.prefill_call(grid.prefill[-1])
         call = grid.decode_call() if is_decode else prefill_call

@@ -66,7 +66,7 @@ def layer_seconds(target: str, kind: str, rows: int, model: str = MODEL) -> tupl
 def grid_and_call(kind: str, rows: int) -> tuple[BucketGrid, Call]:
     """Return a grid with one graph of each kind, and the call of the graph of this kind."""
     slots, length = (rows, SPAN) if kind == "decode" else (16, rows)
-    grid = BucketGrid(length, ((length, 1),), slots, (length,))
+    grid = BucketGrid(length, ((length, 1),), slots)
     is_decode = kind == "decode"
     return grid, grid.decode_call() if is_decode else grid.prefill_call(grid.prefill[-1])
 

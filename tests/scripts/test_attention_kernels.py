@@ -22,12 +22,3 @@ def test_a_compiled_graph_says_what_it_reads():
     cost = KERNELS.attention_cost("cpu", attend_blockwise, 64)
     keys_and_values = 2 * KERNELS.K * KERNELS.H * 64 * 2
     assert cost.bytes > keys_and_values
-
-
-def test_a_chunk_brings_the_keys_of_a_head_once_for_all_its_queries():
-    results = 512 * KERNELS.K * KERNELS.G * (2 * KERNELS.H * 2 + 4)
-    block = 512 * KERNELS.K * 2 * KERNELS.H * 2
-    assert KERNELS.flash_bytes(1024, 512, 512, None) == results + block
-    # two blocks of the cache before the chunk are read; with nothing visible, only the first
-    assert KERNELS.flash_bytes(1024, 512, 3584, 1024) == results + 2 * block
-    assert KERNELS.flash_bytes(0, 512, 3584, 0) == results + block

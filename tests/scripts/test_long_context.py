@@ -25,7 +25,7 @@ def test_a_prefill_computes_products_and_half_of_all_pairs_of_tokens():
 def test_a_decode_step_waits_for_weights_and_cache():
     cost = cost_model(DECODE)
     kept = 80 * 2 * 16 * (1 << 17) * 8 * 128 * 2 // 64
-    assert cost.work.cache_bytes(DECODE.rows, DECODE.length) == kept
+    assert cost.work.page_bytes(DECODE.rows * DECODE.length) == kept
     estimate = cost.estimate(DECODE.call)
     assert estimate.binds == "memory"
     assert estimate.limits["memory"] > kept / 819e9

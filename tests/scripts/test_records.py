@@ -184,7 +184,7 @@ def test_embeddings_are_equal_to_those_of_transformers_and_other_runs_stay(run, 
 def test_a_profile_has_the_kinds_of_work_of_both_calls(model, tmp_path):
     """In a process of its own: jax's profiler crashes a process in which libtpu has compiled."""
     output = tmp_path / "profile.md"
-    sizes = ("--slots", "2", "--spans", "16", "96", "--prompt", "40", "--dtypes", "float32")
+    sizes = ("--slots", "2", "--length", "96", "--prompt", "40", "--dtypes", "float32")
     program = f"""
 import importlib, sys
 profile_calls = importlib.import_module(sys.argv.pop(1).removesuffix(".py"))

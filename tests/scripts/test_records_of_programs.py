@@ -42,7 +42,7 @@ def models(tmp_path_factory):
 
 
 def test_figures_of_a_graph_are_printed_and_its_text_is_read_again(run, models, tmp_path):
-    model = ("--model", models / "small", "--layout", LAYOUT, "--slots", 8, "--spans", 256)
+    model = ("--model", models / "small", "--layout", LAYOUT, "--slots", 8, "--length", 256)
     grid = ("--prefill", "128x2", "--graphs", "decode")
     arguments = ("--target", TARGET, *grid, "--keep", tmp_path)
     said = run("read_graphs.py", *model, *arguments)
@@ -74,7 +74,7 @@ def test_bytes_with_codes_are_those_moved_and_needed(run, models, tmp_path):
     output = tmp_path / "numbers"
     table = script("scripts/compiled_numbers.py")
     cases = table.cases("small", 8, 1, (TARGET, LAYOUT))
-    constants = {"MODELS": models, "CASES": cases, "SPANS": (512,)}
+    constants = {"MODELS": models, "CASES": cases, "LENGTH": 512}
     run("compiled_numbers.py", "--output", output, "--only", "int8", **constants)
     (found,) = json.loads(output.with_suffix(".json").read_text())["cases"].values()
     assert found["moved"] >= found["needed"] > 0
