@@ -21,7 +21,8 @@ BUILD, RUN, REAL, PADDING = "#dce8f5", "#e8f3e0", "#5b8f3c", "#e3e3e3"
 OUTPUT, EDGE, DEVICE = "#d98b2b", "#444444", "#f4f0fa"
 SLOTS = ((30, 14), (12, 22), (44, 10), (20, 6), (8, 30), (36, 4))
 """Prompt and output tokens of the rows in the cache, in units of the picture's cells."""
-SPANS = (24, 42, 60)
+PAGE = 6
+"""The tokens of a page."""
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def _build(axes: Axes) -> None:
     _band(axes, 45, 31, BUILD, "BUILD, once: everything is compiled before the first row runs")
     _box(axes, 3, 64, 23, 6, "model files\nconfig.json, weights")
     _box(axes, 3, 55.5, 23, 6, "layout\nmesh and rules")
-    _box(axes, 3, 47, 23, 6, "plan\nbuckets, slots, spans")
+    _box(axes, 3, 47, 23, 6, "plan\nbuckets, slots, pages")
     _box(axes, 35, 64, 20, 6, "modelzoo\nFlax definition")
     _box(axes, 35, 55.5, 20, 6, "sharding\nplacement of arrays")
     _box(axes, 64, 55.5, 18, 14.5, "compile\n\nlower and compile\neach graph for\nits fixed shapes")
@@ -71,7 +72,7 @@ def _run(axes: Axes) -> None:
     _prefill(axes)
     _cache(axes)
     _arrow(axes, 19, 10.7, 25.5, 14.5)
-    axes.text(37, 9, "prefill writes a prompt\nstraight into its slot", ha="center", va="top")
+    axes.text(37, 9, "prefill writes a prompt\nstraight into its pages", ha="center", va="top")
     _arrow(axes, 48.5, 18.5, 53.5, 18.5)
     _box(axes, 107, 29.5, 17, 6.5, "ids to text")
     _box(axes, 107, 18.5, 17, 6.5, "journal:\nfinished rows")
@@ -92,18 +93,18 @@ def _prefill(axes: Axes) -> None:
 
 
 def _cache(axes: Axes) -> None:
-    """The cache: a slot for each row, and the spans at which it is cut."""
+    """The cache: the pages of each row that decodes."""
     left, width = 54, 0.74
-    axes.text(left, 35.6, "the cache: a slot for each row that decodes", weight="bold")
+    axes.text(left, 35.6, "the cache: each row takes pages as it grows", weight="bold")
     for index, (prompt, answer) in enumerate(SLOTS):
         y = 30.3 - index * 3.4
-        _bar(axes, left, y, SPANS[-1] * width, 2.6, "white")
+        for page in range(-(-(prompt + answer) // PAGE)):
+            _bar(axes, left + page * PAGE * width, y, PAGE * width, 2.6, "white")
         _bar(axes, left, y, prompt * width, 2.6, REAL)
         _bar(axes, left + prompt * width, y, answer * width, 2.6, OUTPUT)
-    for span, name in zip(SPANS, ("span 192", "span 320", "span 464"), strict=True):
-        x = left + span * width
-        axes.plot((x, x), (12, 34), color="#b03030", linestyle="--", linewidth=1.2)
-        axes.text(x, 9.8, name, ha="center", color="#b03030", size=9.5)
+        for page in range(1, -(-(prompt + answer) // PAGE)):
+            x = left + page * PAGE * width
+            axes.plot((x, x), (y, y + 2.6), color=EDGE, linewidth=0.7)
     for x, color, name in ((left, REAL, "prompt"), (left + 13, OUTPUT, "answer so far")):
         _bar(axes, x, 6.2, 2.4, 1.8, color)
         axes.text(x + 3.2, 7.1, name, va="center")

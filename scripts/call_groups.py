@@ -34,7 +34,6 @@ FILES = {
     "sampling.py": "sampling",
     "steps.py": "sampling",
     "pages.py": WRITES,
-    "page_pieces.py": WRITES,
     "attend.py": SOFTMAX,
     "layer_attention.py": SOFTMAX,
     "blockwise.py": SOFTMAX,

@@ -1,7 +1,7 @@
-"""A token is written into the cache without a loop over slots, in programs compiled for TPU.
+"""A token is written into its page without a loop over slots, in programs compiled for TPU.
 
 XLA for TPU runs a scatter of an unknown form as a loop with an iteration for every slot, of a few
-bytes each, for keys and values of every layer and segment: it would take nine tenths of a step.
+bytes each, for keys and values of every layer: it would take nine tenths of a step.
 """
 
 from dataclasses import replace
@@ -21,13 +21,13 @@ from noria.modelzoo.latent_config import LatentAttention
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
-TPU = "tpu:v5e:2x4"
+ONE_CHIP, TPU = "tpu:v5e:1x1", "tpu:v5e:2x4"
 SLOTS, ROWS, LAYERS = 32, 2, 4
 LEAST_TURN = 64 * 1024
 """The least bytes that each iteration of a loop must move."""
-GRID = BucketGrid(512, ((256, ROWS),), SLOTS, (512,))
-SEGMENTS = replace(GRID, decode_spans=(128, 256, 512))
-CHUNKS = replace(GRID, prefill=((512, ROWS, 128),))
+GRID = BucketGrid(512, ((256, ROWS),), SLOTS, row_tokens=1)
+"""Layers with windows have pages of each slot."""
+CHUNKS = replace(GRID, prefill=((512, ROWS, 128),), row_tokens=128)
 CONFIG = DecoderConfig.alike(
     vocab_size=128,
     embed=1024,
@@ -38,32 +38,26 @@ CONFIG = DecoderConfig.alike(
     windows=(None,) * LAYERS,
     max_position=512,
 )
-RINGS = changed(CONFIG, windows=(96, None) * (LAYERS // 2))
+WINDOWS = changed(CONFIG, windows=(96, None) * (LAYERS // 2))
 NARROW = changed(CONFIG, head_dim=64)
 LATENTS = changed(CONFIG, latent=LatentAttention(512, 128, 64, 128), head_dim=192)
 ONE_HEAD = "weight-stationary-1d@tensor=8"
 SOME_SLOTS = "data-tensor@data=4,tensor=2"
 CASES = {
-    "segments": (CONFIG, SEGMENTS, None),
-    "few slots reach the last span": (
-        CONFIG, replace(SEGMENTS, span_slots=(SLOTS, SLOTS, 8)), None,
-    ),
-    "rings": (RINGS, GRID, None),
+    "pages": (CONFIG, GRID, None),
+    "windows": (WINDOWS, GRID, None),
     "narrow heads": (NARROW, GRID, None),
     "latents": (LATENTS, GRID, None),
-    "one head a device": (CONFIG, SEGMENTS, ONE_HEAD),
-    "some slots a device": (RINGS, SEGMENTS, SOME_SLOTS),
+    "one head a device": (CONFIG, GRID, ONE_HEAD),
+    "some slots a device": (WINDOWS, replace(GRID, slot_groups=4), SOME_SLOTS),
 }  # fmt: skip
 MET_BY_OTHERS = {
-    ("segments", False),
-    ("segments", True),
-    ("few slots reach the last span", False),
-    ("few slots reach the last span", True),
-    ("rings", True),
+    ("pages", False),
+    ("windows", True),
     ("narrow heads", False),
     ("some slots a device", False),
 }
-"""Cases whose layers, segments and loop meet in other cases, two by two."""
+"""Cases whose layers, layout and loop meet in other cases, two by two."""
 
 
 def graph_of(
@@ -73,9 +67,9 @@ def graph_of(
     layout: str | None,
     scan_layers: bool,
 ) -> GraphSpec:
-    """Return the decode graph of the longest span, or the prefill graph."""
+    """Return the decode graph or the prefill graph."""
     by = None if layout is None else Layout.from_table(read_layout_table(layout))
-    placement = find_target(TPU).placement(by)
+    placement = find_target(ONE_CHIP if by is None else TPU).placement(by)
     # without a loop, one layer of each kind shows what the others do
     config = config if scan_layers else config.first_layers(2)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
@@ -114,12 +108,12 @@ def test_a_decode_step_has_no_loop_but_that_over_layers(case, scan_layers):
 @pytest.mark.parametrize(
     ("config", "grid", "scan_layers"),
     [
-        pytest.param(RINGS, GRID, False, id="heads-whole-unrolled"),
-        pytest.param(RINGS, CHUNKS, True, id="heads-chunks-scanned"),
+        pytest.param(WINDOWS, GRID, False, id="heads-whole-unrolled"),
+        pytest.param(WINDOWS, CHUNKS, True, id="heads-chunks-scanned"),
         pytest.param(LATENTS, GRID, True, id="latents-whole-scanned"),
         pytest.param(LATENTS, CHUNKS, False, id="latents-chunks-unrolled"),
-        pytest.param(RINGS, GRID, True, id="heads-whole-scanned", marks=pytest.mark.slow),
-        pytest.param(RINGS, CHUNKS, False, id="heads-chunks-unrolled", marks=pytest.mark.slow),
+        pytest.param(WINDOWS, GRID, True, id="heads-whole-scanned", marks=pytest.mark.slow),
+        pytest.param(WINDOWS, CHUNKS, False, id="heads-chunks-unrolled", marks=pytest.mark.slow),
         pytest.param(LATENTS, GRID, False, id="latents-whole-unrolled", marks=pytest.mark.slow),
         pytest.param(LATENTS, CHUNKS, True, id="latents-chunks-scanned", marks=pytest.mark.slow),
     ],

@@ -30,7 +30,7 @@ from noria.sharding.layout import Layout
 TPU, CPU = "tpu:v5e:2x4", "cpu:8"
 DTYPES = {TPU: jnp.bfloat16, CPU: jnp.float32}
 SLOTS, PROMPTS, LENGTH = 64, 8, 256
-GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS, (512,), steps_per_call=8)
+GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS)
 CHUNK, SHORT, LONG = 256, 512, 4096
 CALLS = {
     "prefill": Call("prefill", PROMPTS, LENGTH, LENGTH),
@@ -296,39 +296,12 @@ def test_a_sparse_layer_sends_the_same_bytes_on_the_cpu(name, phase, count):
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("count", IN_A_LOOP_OR_ALONE)
-@pytest.mark.parametrize(
-    ("spans", "kind"), [((SHORT,), "collective-permute"), ((SHORT, LONG), "all-gather")]
-)
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [("ring", 1), pytest.param("ring-tensor", PROMPTS, marks=pytest.mark.slow)],
-)
-def test_a_chunk_sends_its_entries_or_its_queries_whichever_are_fewer_bytes(
-    name, rows, spans, kind, count
-):
-    """The entries of a short span go along the ring, or else the queries, and nothing more.
-
-    For few rows in a ring of groups, XLA for TPU turns a reduce-scatter into an all-reduce and a
-    slice.
-    """
-    layout = layout_of(name)
-    grid = BucketGrid(LONG, ((SHORT, rows, CHUNK), (LONG, rows, CHUNK)), SLOTS, (SHORT, LONG))
-    segments = tuple((rows, end) for end in spans)
-    call = Call("chunk", rows, CHUNK, spans[-1], segments=segments)
-    formulas = predict_collectives(config_of(name, 1), layout, call, itemsize=2)
-    assert kind in {e.kind for e in formulas if e.mesh_axes == ("sequence",)}
-    wanted = Counter({(e.kind, e.mesh_axes, e.num_bytes): e.times for e in formulas})
-    assert count(layout, f"prefill {CHUNK}x{rows} span {spans[-1]}", grid) == wanted
-
-
-@pytest.mark.tpu_compile
 @pytest.mark.parametrize("name", ["data-tensor", pytest.param("ring", marks=pytest.mark.slow)])
 def test_a_call_of_pieces_in_pages_sends_what_is_said_and_nothing_else(name):
     """The pieces of all rows go to every device, and the partial results are merged."""
     layout, page = layout_of(name), 64
     groups = layout.mesh.num_shards(layout.phase("decode")[axes.ATTENTION_BATCH])
-    shapes = 512, ((512, 4 * PROMPTS, page),), SLOTS, (512,)
+    shapes = 512, ((512, 4 * PROMPTS, page),), SLOTS
     grid = BucketGrid(*shapes, pages=512, page=page, slot_groups=groups)
     call = grid.prefill_call(grid.prefill[0])
     said = predict_collectives(config_of(name, 1), layout, call, itemsize=2)

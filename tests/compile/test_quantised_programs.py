@@ -21,7 +21,7 @@ from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 from noria.sharding.placement import arrangement_of
 
-GRID = BucketGrid(512, ((128, 4),), 16, (256, 512), steps_per_call=4)
+GRID = BucketGrid(512, ((128, 4),), 16, steps_per_call=4)
 ONE_LAYER = LAYERS_OF_8B.first_layers(1)
 LATENT = LatentAttention(rank=512, plain_dim=128, rope_dim=64, value_dim=128, query_rank=1536)
 LATENTS = changed(ONE_LAYER, num_kv_heads=32, head_dim=LATENT.head_dim, latent=LATENT)
@@ -44,8 +44,8 @@ CASES = [
 ]
 
 
-def read_decode(model: AbstractModel, layout: Layout | None, grid: BucketGrid, span: int):
-    """Return the report of the longest decode program, the bytes it needs, and its text.
+def read_decode(model: AbstractModel, layout: Layout | None, grid: BucketGrid):
+    """Return the report of the decode program, the bytes it needs, and its text.
 
     Without a layout, it is a program of one chip.
     """
@@ -70,7 +70,7 @@ def test_decode_moves_little_more_than_its_codes_and_scales(form, scan_layers):
         weights = ("qkv", "output", "gate_up", "down")
         rules = WeightRules(published=tuple((f"*.{weight}", form) for weight in weights))
     model = AbstractModel(LAYERS_OF_8B, arrangement, rules)
-    report, needed, _ = read_decode(model, layout, GRID, 512)
+    report, needed, _ = read_decode(model, layout, GRID)
     codes = (
         2 * 4096 * (4096 * 2 + 1024 * 2 + 3 * 14336) * (0.5 if form.codes.endswith("int4") else 1)
     )
@@ -84,7 +84,7 @@ def test_decode_writes_no_values_of_a_weight_that_is_larger_than_the_memory_on_t
     """The values of gate and up would take 235 MB."""
     arrangement = find_target("tpu:v5e:1x1").placement(None).arrangement(ONE_LAYER, False, None)
     model = AbstractModel(ONE_LAYER, arrangement, WeightRules(INT4))
-    report, needed, _ = read_decode(model, None, GRID, 512)
+    report, needed, _ = read_decode(model, None, GRID)
     assert Evidence(report, needed).ratio < MOST_BYTES
 
 
@@ -100,9 +100,9 @@ def test_decode_writes_no_values_of_a_weight_that_is_larger_than_the_memory_on_t
 def test_decode_reads_a_cache_in_codes_once_and_as_it_is(config, codes):
     """Latents are read once, too, though they are keys and values."""
     layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
-    grid = BucketGrid(4096, ((128, 4),), 32, (2048, 4096), steps_per_call=4)
+    grid = BucketGrid(4096, ((128, 4),), 32, steps_per_call=4, page=128)
     arrangement = arrangement_of(layout, "tpu", config, cache_codes=codes)
-    report, needed, _ = read_decode(AbstractModel(config, arrangement), layout, grid, 4096)
+    report, needed, _ = read_decode(AbstractModel(config, arrangement), layout, grid)
     entries, heads = 32 * 4096, 1 if alike(config).latent is None else 0
     # one head of keys and values, or the latent padded to whole lanes; two scales in bfloat16
     codes_bytes = (2 * 128 if heads else 640) // (2 if codes == "int4" else 1)
@@ -119,7 +119,7 @@ def test_products_with_int8_activations_multiply_integers():
     layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
     rules = WeightRules(WeightFormat("int8"), rounds_activations=True)
     model = AbstractModel(ONE_LAYER, arrangement_of(layout, "tpu", ONE_LAYER), rules)
-    report, needed, text = read_decode(model, layout, GRID, 512)
+    report, needed, text = read_decode(model, layout, GRID)
     products = re.findall(r"= (\w+)\[[\d,]*\]\S* convolution\(", text)
     # of queries, keys and values, of the output of attention, of gate and up, and of down
     assert products.count("s32") == 4, products

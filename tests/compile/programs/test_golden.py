@@ -48,7 +48,7 @@ ARRAY_BYTES = 64 * 1024
 """Bytes of the smallest argument whose conversions and copies count: these models are small."""
 SLACK = 1.05
 LEAST_TURN_KB = 64
-GRID = BucketGrid(256, ((128, 4),), 32, (128, 256), steps_per_call=4)
+GRID = BucketGrid(256, ((128, 4),), 32, steps_per_call=4)
 SHARED = {
     "vocab_size": 2048,
     "hidden_size": 512,
