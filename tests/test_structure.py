@@ -19,8 +19,6 @@ LONG: set[str] = set()
 """Functions with more lines; this set only shrinks."""
 WIDE = {
     "compile/graphs/prefill_steps.py::score_step",
-    "modelzoo/cache/kv_cache.py::allocate",
-    "modelzoo/kernels/flash.py::_attend_block",
     "runtime/comparison/compare.py::compare",
     "runtime/llm.py::__init__",
 }
