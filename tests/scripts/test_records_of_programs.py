@@ -55,7 +55,7 @@ def test_figures_of_a_graph_are_printed_and_its_text_is_read_again(run, models, 
 def test_graphs_of_models_are_kept_by_label_and_case(run, models, tmp_path):
     output = tmp_path / "compiled"
     table = script("scripts/compiled_table.py")
-    shape = table.Shape(8, (256,), (128, 2))
+    shape = table.Shape(8, 256, (128, 2))
     targets = dict.fromkeys(("v5e:2x2", "v6e:2x2", "v5p:2x2x1"), LAYOUT)
     constants = {"MODELS": models, "PLACES": (("small", shape, targets),), "UNROLLED_LAYERS": 1}
     arguments = ("--output", output, "--label", "one", "--only", "v5e:2x2, 1 layers")
