@@ -164,7 +164,6 @@ def chosen(mix: Mix, pool: Pool, options: argparse.Namespace) -> tuple[str, Any]
         max_length,
         ((max_length, 1),),
         mix.rows,
-        (max_length,),
         pages=max(pool.num_pages, pool.num_row_pages),
         page=options.page,
     )

@@ -151,7 +151,7 @@ def test_a_key_belongs_to_the_kinds_whose_programs_read_it(plan, other, kinds):
 NO_PROGRAM = {
     "schema", "max_length_reason", "evidence", "layout", "max_replicated", "model.source",
     "model.fingerprint", "buckets.score", "buckets.embed", "buckets.chunks_per_decode",
-    "buckets.slot_groups", "prefixes.shared", "experts.overflow",
+    "buckets.slot_groups", "buckets.prefill", "prefixes.shared", "experts.overflow",
 }  # fmt: skip
 """The keys that decide which graphs there are, what the host does, or nothing."""
 
