@@ -16,13 +16,14 @@ from flax import nnx
 from . import axes
 from .attention.attend import Attend, soft_cap
 from .attention.blockwise import attend_blockwise
-from .attention.layer_attention import CallAttention, PromptAttention
+from .attention.layer_attention import CallAttention, PromptAttention, PromptRows
 from .attention.page_attention import PageAttention, PageRows
 from .attention.paged import AttendPages, attend_in_groups
 from .attention.prompt_pieces import PromptPieces, write_prompts
 from .attention.shared_pages import SlotPages
 from .block import make_block
 from .cache.layer_state import Cache, LayerState
+from .cache.stripes import EMPTY_POSITION
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig
 from .layer_groups import Group, block_layers, layer_groups, layers_name
 from .layer_scan import scan_group
@@ -159,10 +160,13 @@ class Decoder(nnx.Module):
         self, shape: tuple[int, ...], true_length_B: jax.Array, write: WritePrompts | None = None
     ) -> PromptAttention:
         """The call of right-padded whole prompts of shape `[B, T]`, which writes their entries."""
-        position_1T = self.operations.positions(shape[1])
-        is_token_BT = jnp.asarray(position_1T) < true_length_B[:, None]
-        attend = self.operations.over_tokens(self.attend)
-        return PromptAttention(attend, self.operations, position_1T, is_token_BT, write)
+        operations, position_1T = self.operations, self.operations.positions(shape[1])
+        position_BT = jnp.broadcast_to(position_1T, shape)
+        is_token_BT = position_BT < true_length_B[:, None]
+        # not for each layer, as devices that split tokens would send positions to each other
+        rows = PromptRows(position_BT, jnp.where(is_token_BT, position_BT, EMPTY_POSITION))
+        attend = operations.over_tokens(self.attend)
+        return PromptAttention(attend, operations, position_1T, is_token_BT, rows, write)
 
     def logits(self, x_BD: jax.Array) -> jax.Array:
         """Float32 logits of final hidden states; -inf for the ids that pad the vocabulary."""

@@ -11,12 +11,11 @@ from functools import partial
 from typing import ClassVar, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .. import axes
 from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues, PromptLatents
-from ..cache.stripes import EMPTY_POSITION, IN_ORDER
+from ..cache.stripes import IN_ORDER
 from ..layer_config import Attention
 from ..operations import Operations
 from .attend import Attend, Queries, Visibility, with_sinks
@@ -95,6 +94,7 @@ class PromptAttention:
     operations: Operations
     position_BT: Positions
     is_token_BT: jax.Array
+    rows: PromptRows
     write: Callable[[LayerState, NewEntries, jax.Array], LayerState] | None
     """`write(cache, new, scan_index)`: the memory after a layer wrote to it; None without a cache.
     """
@@ -105,15 +105,12 @@ class PromptAttention:
         self, options: Attention, cache: LayerState | None, scan_index: jax.Array
     ) -> AttendLayer:
         """See `CallAttention`."""
-        position_BT = jnp.broadcast_to(self.position_BT, self.is_token_BT.shape)
-        key_position_BT = jnp.where(self.is_token_BT, position_BT, EMPTY_POSITION)
-        rows = PromptRows(position_BT, key_position_BT)
         attend = self.operations.attend(partial(self._attend, options), options.num_kv_heads)
 
         def attend_and_write(
             queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
         ) -> tuple[jax.Array, LayerState | None]:
-            out_BTKGH, entries = attend(queries, new, latents, rows, None)
+            out_BTKGH, entries = attend(queries, new, latents, self.rows, None)
             if self.write is None or cache is None:
                 return out_BTKGH, cache
             return out_BTKGH, self.write(cache, entries, scan_index)
