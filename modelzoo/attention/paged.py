@@ -152,7 +152,8 @@ def _attend_group(
     empty = jnp.zeros((*shape, H)), jnp.full(shape, -jnp.inf)
     out_BTKGH, lse_BTKG = jax.lax.fori_loop(first, end, turn, empty)
     attended = hide(out_BTKGH, 0.0).astype(q_BTKGH.dtype), hide(lse_BTKG, -jnp.inf)
-    return tuple(x.at[index].set(new) for x, new in zip(results, attended, strict=True))
+    out_BTKGH, lse_BTKG = (x.at[index].set(new) for x, new in zip(results, attended, strict=True))
+    return out_BTKGH, lse_BTKG
 
 
 def read_range(rows: PagedRows, page: int, window: Window) -> tuple[jax.Array, jax.Array]:

@@ -119,9 +119,11 @@ def latest_pages(
 
 
 def page_of(page_BN: jax.Array, position_B: jax.Array, page: int, num_pages: int) -> jax.Array:
-    """The page of a position of each row; `num_pages`, which no page has, for an empty position."""
-    page_B = pick(page_BN, position_B // page)
-    return jnp.where(position_B > EMPTY_POSITION, page_B, num_pages)
+    """The page of a position of each row; `num_pages`, which no page has, for an empty position and
+    for one past the row's table."""
+    index_B = position_B // page
+    is_here_B = (position_B > EMPTY_POSITION) & (index_B < page_BN.shape[1])
+    return jnp.where(is_here_B, pick(page_BN, index_B), num_pages)
 
 
 def pick(page_BN: jax.Array, index_B: jax.Array) -> jax.Array:

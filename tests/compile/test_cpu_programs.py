@@ -93,7 +93,7 @@ def test_no_program_needs_memory_for_a_copy_of_the_pages(num_heads, scan_layers,
         if graph.key.kind not in ("prefill", "decode", "fork"):
             continue
         (state,) = (x for x in graph.arguments if isinstance(x, DecodeState))
-        arrays = [x for layer in state.cache for (x,) in layer.arrays.values()]
+        arrays = [x for layer in state.cache for x in layer.arrays.values()]
         num_layers = {x.shape[0] for x in arrays}
         of_one = min(math.prod(x.shape) * x.dtype.itemsize for x in arrays) // max(num_layers)
         memory = compile_graph(graph)[0].memory_analysis()

@@ -111,7 +111,7 @@ def compiled(case: Case, kind: str, target_name: str, repeats: int = 1):
     (graph,) = (graph for graph in graphs if graph.key.kind == kind)
     (state,) = (x for x in graph.arguments if isinstance(x, DecodeState))
     arrays = (layer.arrays[name] for layer in state.cache for name in layer.spec.VECTORS)
-    pool = min(math.prod(x.shape) * x.dtype.itemsize for (x,) in arrays)
+    pool = min(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
     return model, *compile_with_text(graph)[:2], pool
 
 

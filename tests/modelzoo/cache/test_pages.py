@@ -110,12 +110,13 @@ def test_append_writes_one_entry_a_row(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("position", [0, 15, EMPTY_POSITION])
+@pytest.mark.parametrize("position", [0, 15, 16, EMPTY_POSITION])
 def test_a_row_without_a_page_or_a_token_writes_nothing(page, position):
+    """Position 16 is past the pages of every row."""
     page_BN = table(page)
     cache = used_cache(CONFIG, page_BN, page=page)
     (layer, _), (expected, _) = layers_of(cache), copies(cache)
-    if position != EMPTY_POSITION:
+    if position in (0, 15):
         page_BN[[0, 2, 3]] = NO_PAGE
     new, _ = random_prompt(ROWS, 1, seed=9)
     position_B = jnp.array([position, 2, position, position])
