@@ -16,7 +16,7 @@ GROUPS = script("scripts/call_groups.py")
         ("jit(graph)/layers.3/dot_general", "attend.py", ["dot"], False, GROUPS.SCORES),
         ("jit(graph)/layers.3/dot_general", "attend.py", ["dot"], True, GROUPS.VALUES),
         ("jit(graph)/layers.3/reduce_max", "attend.py", ["reduce"], False, GROUPS.SOFTMAX),
-        ("jit(graph)/layers.3/scatter", "kv_cache.py", ["scatter"], False, GROUPS.WRITES),
+        ("jit(graph)/layers.3/scatter", "pages.py", ["scatter"], False, GROUPS.WRITES),
         ("jit(graph)/convert_element_type", "rope.py", ["convert"], False, GROUPS.MOVED),
         ("jit(graph)/layers.3/rsqrt", "layers.py", ["add", "rsqrt"], False, "norms"),
         ("jit(graph)/mul", "layers.py", ["logistic", "multiply"], False, "gated unit"),
