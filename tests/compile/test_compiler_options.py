@@ -83,7 +83,7 @@ def test_products_of_embeddings_in_float32_have_their_own_library_on_a_cpu(
     config = replace(TWO_LAYERS, has_head=False, pooling=Pooling("last", normalises=True))
     model, grid = (
         AbstractModel(config, weight_rules=rules),
-        BucketGrid(24, ((24, 2),), 0, (), embed=True),
+        BucketGrid(24, ((24, 2),), 0, embed=True),
     )
     graphs = plan_graphs(model, grid, find_target("cpu").placement(), jnp.dtype(dtype))
     expected = PLATFORM_OPTIONS["cpu"]["embed"] if has_option else {}
