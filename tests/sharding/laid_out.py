@@ -538,10 +538,12 @@ class LaidOut:
         of_pieces = [rows[piece.slot] for piece in pieces]
         prompts, sampling = [row.prompt for row in of_pieces], map(self._sampling, of_pieces)
         slots = self.grid.decode_slots
-        page_BN = self.pages_of([piece.slot for piece in pieces], bucket.length)
-        # rows without tokens have no pages
-        padding = [(0, bucket.batch - len(pieces)), (0, 0)]
-        page_BN = np.pad(page_BN, padding, constant_values=self.grid.pages)
+        page_BN = None
+        if slots:
+            page_BN = self.pages_of([piece.slot for piece in pieces], bucket.length)
+            # rows without tokens have no pages
+            padding = [(0, bucket.batch - len(pieces)), (0, 0)]
+            page_BN = np.pad(page_BN, padding, constant_values=self.grid.pages)
         packed, tokens_BT, next_BT = pack_pieces(pieces, prompts, bucket, slots, page_BN)
         jobs = [piece.sequence.request for piece in pieces]
         requests = pack_requests(jobs, list(sampling), bucket.batch)

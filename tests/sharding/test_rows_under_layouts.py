@@ -126,7 +126,7 @@ def filled_with_nan(under: LaidOut) -> DecodeState:
     state = under.empty_state()
     layers = jax.tree.map(lambda x: placed_like(np.full(x.shape, np.nan), x), state.cache)
     logits_BV = placed_like(np.full(state.logits_BV.shape, np.nan), state.logits_BV)
-    return state._replace(cache=state.cache._replace(layers=layers), logits_BV=logits_BV)
+    return state._replace(cache=layers, logits_BV=logits_BV)
 
 
 def with_nan_in(under: LaidOut, state: DecodeState, slot: int) -> DecodeState:
@@ -146,7 +146,7 @@ def with_nan_in(under: LaidOut, state: DecodeState, slot: int) -> DecodeState:
         return jax.tree.map(of_pages, layer)
 
     layers = tuple(layer and poison(layer) for layer in state.cache)
-    return state._replace(cache=state.cache._replace(layers=layers))
+    return state._replace(cache=layers)
 
 
 def placed_like(values: np.ndarray, x: jax.Array) -> jax.Array:
