@@ -232,7 +232,6 @@ def test_decode_works_in_place_on_tpu(windows):
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.newest_libtpu
 def test_a_cache_that_is_not_donated_is_found_as_copies():
     graph = replace(decode_graph(ONE_CHIP, "bfloat16", (None,)), donated=())
     compiled, _ = compile_graph(graph)

@@ -4,7 +4,6 @@ import re
 
 import jax.numpy as jnp
 import pytest
-from alike import alike, changed
 from layers_of_8b import LAYERS_OF_8B
 
 from noria.compile.abstract_model import AbstractModel
@@ -15,7 +14,6 @@ from noria.compile.planning.work import ONE_DEVICE, Work
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.compile.weight_rules import WeightRules
-from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.weights.weight_formats import WeightFormat
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
@@ -23,8 +21,6 @@ from noria.sharding.placement import arrangement_of
 
 GRID = BucketGrid(512, ((128, 4),), 16, steps_per_call=4)
 ONE_LAYER = LAYERS_OF_8B.first_layers(1)
-LATENT = LatentAttention(rank=512, plain_dim=128, rope_dim=64, value_dim=128, query_rank=1536)
-LATENTS = changed(ONE_LAYER, num_kv_heads=32, head_dim=LATENT.head_dim, latent=LATENT)
 MOST_BYTES = 1.10
 
 
@@ -89,24 +85,15 @@ def test_decode_writes_no_values_of_a_weight_that_is_larger_than_the_memory_on_t
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize(
-    ("config", "codes"),
-    [
-        pytest.param(ONE_LAYER, "int8", id="heads"),
-        pytest.param(ONE_LAYER, "int4", id="heads in int4"),
-        pytest.param(LATENTS, "int8", id="latents", marks=pytest.mark.newest_libtpu),
-    ],
-)
-def test_decode_reads_a_cache_in_codes_once_and_as_it_is(config, codes):
-    """Latents are read once, too, though they are keys and values."""
+@pytest.mark.parametrize("codes", ["int8", "int4"])
+def test_decode_reads_a_cache_in_codes_once_and_as_it_is(codes):
     layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
     grid = BucketGrid(4096, ((128, 4),), 32, steps_per_call=4, page=128)
-    arrangement = arrangement_of(layout, "tpu", config, cache_codes=codes)
-    report, needed, _ = read_decode(AbstractModel(config, arrangement), layout, grid)
-    entries, heads = 32 * 4096, 1 if alike(config).latent is None else 0
-    # one head of keys and values, or the latent padded to whole lanes; two scales in bfloat16
-    codes_bytes = (2 * 128 if heads else 640) // (2 if codes == "int4" else 1)
-    assert needed.cache == entries * (codes_bytes + 2 * 2)
+    arrangement = arrangement_of(layout, "tpu", ONE_LAYER, cache_codes=codes)
+    report, needed, _ = read_decode(AbstractModel(ONE_LAYER, arrangement), layout, grid)
+    # one head of keys and values, with two scales in bfloat16
+    codes_bytes = 2 * 128 // (2 if codes == "int4" else 1)
+    assert needed.cache == 32 * 4096 * (codes_bytes + 2 * 2)
     assert report.step.converted_bytes == 0
     # no kernel of pages takes codes of rotated entries: the portable form has a loop over pages
     assert report.step.loop_turns == (codes == "int4")
