@@ -21,6 +21,7 @@ from ..modelzoo.attention.paged import PageReader, attend_in_groups
 from ..modelzoo.cache.entry_codes import is_rotated
 from ..modelzoo.config import Arrangement, DecoderConfig
 from ..modelzoo.kernels.call import AttentionCall
+from ..modelzoo.kernels.cpu_attention import attend_pages_cpu, attend_prompts_cpu, cpu_refusal
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
 from ..modelzoo.kernels.paged_gpu import attend_pages_gpu, paged_gpu_refusal
 from ..modelzoo.kernels.paged_tpu import attend_pages_tpu, paged_tpu_refusal
@@ -68,6 +69,7 @@ KERNELS = (
         lambda calls: partial(attend_splash, needs_lse=any(call.has_sinks for call in calls)),
     ),
     Kernel("cudnn", ("gpu",), cudnn_refusal, lambda calls: attend_cudnn),
+    Kernel("numba", ("cpu",), cpu_refusal, lambda calls: attend_prompts_cpu),
     Kernel(
         PORTABLE,
         ("cpu", "gpu", "tpu"),
@@ -83,6 +85,7 @@ products, which are no faster on a core."""
 PAGE_KERNELS = (
     Kernel("paged", ("gpu",), paged_gpu_refusal, lambda calls: PageReader(attend_pages_gpu)),
     Kernel("paged", ("tpu",), paged_tpu_refusal, lambda calls: PageReader(attend_pages_tpu)),
+    Kernel("numba", ("cpu",), cpu_refusal, lambda calls: PageReader(attend_pages_cpu)),
     Kernel(
         PORTABLE,
         ("cpu",),
@@ -104,9 +107,9 @@ class AttentionPlan(PlanTable, name="attention"):
     """The kernels that a plan names: the table `[attention]` of its file."""
 
     prefill: str = AUTO
-    """The kernel of prefill graphs: `auto`, `splash`, `cudnn`, `paged` or `xla`."""
+    """The kernel of prefill graphs: `auto`, `splash`, `cudnn`, `paged`, `numba` or `xla`."""
     decode: str = AUTO
-    """The kernel of decode graphs: `auto`, `paged` or `xla`."""
+    """The kernel of decode graphs: `auto`, `paged`, `numba` or `xla`."""
 
     def __post_init__(self):
         names = list(dict.fromkeys([AUTO, *(x.name for x in (*KERNELS[:-1], *PAGE_KERNELS))]))

@@ -23,6 +23,7 @@ from . import session
 from .adapters.adapter_set import AdapterSet
 from .adapters.merged_model import open_merged
 from .bundles import compilation_cache
+from .bundles.cpu_kernels import load_kernels
 from .bundles.warm_start import Stores, WarmStart
 from .console import tell
 from .devices import backends
@@ -121,6 +122,7 @@ class LLM:
         say = partial(tell, sys.stderr)
         target = target or (plan.target if plan else default_target())
         backends.prepare_jax(target)
+        load_kernels(target, say)
         cache, device = compilation_cache.enable(say), present_target(target)
         with open_merged(model, merge_adapter) as files:
             files.unread.report(say, is_strict=strict_config)

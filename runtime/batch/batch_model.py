@@ -139,6 +139,7 @@ class BatchModel:
         progress: Progress,
     ) -> Build:
         """Load the parameters, then compile the stored plan, the given plan or a derived plan."""
+        from ...modelzoo.kernels.cpu import kept
         from .. import session
         from ..bundles import compilation_cache
         from ..planning.target_work import work_of
@@ -150,10 +151,14 @@ class BatchModel:
         config = self.files.spec.config
         rows = _JobRows.of(summary, self.structures)
         cache = compilation_cache.enable(progress.warn)
-        opened = self._open(rows, stored_plan)
+        opened = self._open(rows, stored_plan, progress.note)
         plan = opened.plan
         check_kind(plan, rows.text_lengths)
-        facts = {"plan": plan_facts(plan), "--no-sharing": str(not self.shares)}
+        facts = {
+            "plan": plan_facts(plan),
+            "--no-sharing": str(not self.shares),
+            "kernels for the CPU": str(kept.is_loaded()),
+        }
         self.peers.agree(lambda: facts)
         weights = self.files.weights_digest(self.peers)
         weights.start()
@@ -219,9 +224,12 @@ class BatchModel:
             progress.note(note)
         progress.note(str(plan_checks.attention_kernels(plan, config, opened.target)))
 
-    def _open(self, rows: "_JobRows", stored_plan: str | None) -> "OpenedModel":
+    def _open(
+        self, rows: "_JobRows", stored_plan: str | None, on_note: Callable[[str], object]
+    ) -> "OpenedModel":
         """The model with the plan to run, both checked; starts jax."""
         from ...compile.targets import present_target
+        from ..bundles.cpu_kernels import load_kernels
         from ..devices import backends
         from ..plans import plan_checks
         from ..session import OpenedModel
@@ -229,6 +237,7 @@ class BatchModel:
         name = self.source.target
         try:
             backends.prepare_jax(name, self.peers.size)
+            load_kernels(name, on_note)
             target = present_target(name)
             if stored_plan is not None:
                 plan = plan_checks.read_stored(stored_plan)

@@ -59,8 +59,8 @@ def enable(on_note: Callable[[str], None], directory: Path | None = None) -> Pat
     try:
         directory = directory or default_directory()
         graphs = directory.with_name("graphs")
-        _make(directory)
-        _make(graphs)
+        make_folder(directory)
+        make_folder(graphs)
     except CacheUnusable as error:
         on_note(f"no compile cache, so every run compiles all graphs: {error}.")
         return None
@@ -70,8 +70,12 @@ def enable(on_note: Callable[[str], None], directory: Path | None = None) -> Pat
     return graphs
 
 
-def _make(directory: Path) -> None:
-    """Create a folder, and check that it is trusted and can be written to."""
+def make_folder(directory: Path) -> None:
+    """Create a folder, and check that it is trusted and can be written to.
+
+    Raises:
+      CacheUnusable: It is not, or it cannot be created.
+    """
     remedy = "set XDG_CACHE_HOME to a folder that can be written to"
     try:
         directory.parent.parent.mkdir(parents=True, exist_ok=True)

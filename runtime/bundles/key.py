@@ -16,6 +16,7 @@ from ... import modelzoo, sharding
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
+from ...modelzoo.kernels.cpu import kept
 from ..devices.machine import processor_flags, versions
 from ..errors import BundleUnusable
 from ..files.differences import differences
@@ -42,11 +43,19 @@ def surroundings(target: Target, config: DecoderConfig) -> dict[str, str]:
         "process": f"{jax.process_index()} of {jax.process_count()}",
         # code for a CPU uses the instruction sets of the processor that compiled it
         "processor": digest(processor_flags()) if target.platform == "cpu" else "",
+        "kernels for the CPU": _cpu_kernels(target),
         **{name: os.environ.get(name, "") for name in _FLAGS},
         "settings of jax": _settings(),
         "sources": _source_fingerprint(),
         "model": digest(repr(config)),
     }
+
+
+def _cpu_kernels(target: Target) -> str:
+    """A hash of the kernels that programs for the CPU call; empty if they call none."""
+    if target.platform != "cpu" or not kept.is_loaded():
+        return ""
+    return digest(kept.key_of(kept.Processor.here()))
 
 
 def check_key(built_for: Mapping[str, str], wanted: Mapping[str, str]) -> None:

@@ -307,10 +307,12 @@ def _target(options: argparse.Namespace) -> "Target":
     """Start jax, and find the devices that run the cases."""
     from ...compile.targets import present_target
     from ..bundles import compilation_cache
+    from ..bundles.cpu_kernels import load_kernels
     from ..devices import backends
 
     compilation_cache.enable(partial(tell, sys.stderr))
     backends.prepare_jax(options.target)
+    load_kernels(options.target, partial(tell, sys.stderr))
     return present_target(options.target)
 
 

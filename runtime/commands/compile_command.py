@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,11 +111,13 @@ def _prepared(
     plan: "Plan", files: "ModelFiles", peers: Peers
 ) -> "tuple[Target, Placement, AbstractModel]":
     """The target, placement and model of a plan; raises an error if the plan is illegal."""
+    from ..bundles.cpu_kernels import load_kernels
     from ..devices import backends
     from ..plans import plan_checks
     from ..session import LoadOptions
 
     backends.prepare_jax(plan.target)
+    load_kernels(plan.target, partial(tell, sys.stderr))
     target = _target(plan.target, peers)
     plan_checks.check_model(plan, files)
     config, weight_rules = files.spec.config, plan.numbers.weight_rules

@@ -114,11 +114,13 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     from ...compile.targets import find_target, present_target
     from .. import session
     from ..bundles import compilation_cache
+    from ..bundles.cpu_kernels import load_kernels
     from ..devices import backends
     from ..layouts.table import format_table
 
     compilation_cache.enable(partial(tell, sys.stderr))
     backends.prepare_jax(options.target)
+    load_kernels(options.target, partial(tell, sys.stderr))
     target = (present_target if options.verify else find_target)(options.target)
     dtype = session.resolve_dtype(options.dtype, target)
     config, grid = _config(options, files), _grid(options)

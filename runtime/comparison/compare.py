@@ -25,6 +25,7 @@ from ...compile.grids.grid_values import check_page_size
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.targets import Target, present_target
 from ...sharding.layout import Layout
+from ..bundles.cpu_kernels import load_kernels
 from ..checkpoint import ModelFiles, open_model
 from ..checkpoint.published_numbers import override_plan
 from ..devices import backends
@@ -179,6 +180,7 @@ def compare(
     _check_models(models)
     target = target or default_target()
     backends.prepare_jax(target)
+    load_kernels(target, say)
     if isinstance(rows, str | Path):
         with open_model(models[0].model) as files:
             rows = read_row_ids(Path(rows), files)

@@ -1,0 +1,8 @@
+"""Kernels for the CPU, which numba compiles for the processor at hand.
+
+`kept.py` compiles them once, keeps them and loads them. The other modules import numba, and are
+imported only to compile.
+"""
+
+VERSIONS = (0, 3), (0, 4), (0, 5)
+"""The versions of XLA's interface for foreign functions whose call frames `frames.py` reads."""

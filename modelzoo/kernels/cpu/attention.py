@@ -1,0 +1,324 @@
+"""Attention of rows to their pages, in float32.
+
+A unit of work is a block of consecutive queries of a row and a key/value head: its tokens and query
+heads are the rows of products. It reads the entries from the first to the last one that one of its
+queries sees, in order, in *stretches* of so many that their scores stay in the cache of a core.
+Results of stretches are merged as in Dao 2023, "FlashAttention-2" (2307.08691), section 3.1.
+
+Knows nothing of windows or of positions: a query sees the entries from `low` on and before `high`.
+Guarantees: a row's result depends on its own queries and entries alone; entries that no query of a
+block sees are read as keys at most, and may hold anything.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .frames import Buffer, argument, result, result_size, size
+from .memory import call_address, free, load32, load_float, malloc, native, store_float
+from .threads import Kernel
+from .vectors import BYTES, LOWEST, Width, capper, filler, product, scaler, softmax, transposer
+
+NAME = "noria_attend_pages"
+_BLOCK_ROWS = 96
+"""The maximum number of rows of a product, unless one token has more heads."""
+_PIECE = 64
+"""The maximum number of entries whose keys are turned at a time; they are in one page."""
+_STRETCH = 1024
+"""Entries whose scores are kept at a time."""
+_NONE, _LOWEST, _ONE = np.float32(0.0), np.float32(LOWEST), np.float32(1.0)
+_INFINITY = np.float32(math.inf)
+
+
+class _Block(NamedTuple):
+    """A block of queries of a row and a key/value head: sizes, and addresses of its first one."""
+
+    rows: int
+    """Tokens times query heads."""
+    heads: int
+    """Query heads of a token."""
+    token_heads: int
+    """All query heads of a token, those of other key/value heads too."""
+    head: int
+    """The key/value head."""
+    low: int
+    """The address of the first entry that each token sees."""
+    high: int
+    """The address of the entry after the last one that each token sees."""
+    first: int
+    """The first entry that a token of the block sees."""
+    begin: int
+    """The multiple of the lanes up to this entry; scores begin there."""
+    end: int
+    """The entry after the last one."""
+    page: int
+    """The address of the numbers of the pages of the row."""
+
+
+class _Scratch(NamedTuple):
+    """Addresses of the memory of a block."""
+
+    scores: int
+    score_row: int
+    """The bytes of a row of scores."""
+    queries: int
+    sums: int
+    """The running sums of values."""
+    turned: int
+    """The keys of a piece, with features before entries."""
+    largest: int
+    """The largest score of each row so far."""
+    totals: int
+    """The running sum of the weights of each row."""
+
+
+@native
+def _block_tokens(frame: int) -> int:
+    return max(1, _BLOCK_ROWS // size(frame, 0, 3))
+
+
+@native
+def _blocks_of_row(frame: int) -> int:
+    tokens = _block_tokens(frame)
+    return (size(frame, 0, 1) + tokens - 1) // tokens
+
+
+def _counter(lanes: int) -> Any:
+    """The function `count` of the kernel."""
+
+    @native
+    def count(frame):
+        B, T, K = size(frame, 0, 0), size(frame, 0, 1), size(frame, 0, 2)
+        S, H, V = size(frame, 1, 2), size(frame, 0, 4), size(frame, 2, 3)
+        fits = size(frame, 1, 1) == K and size(frame, 1, 3) == H and size(frame, 2, 1) == K
+        fits &= size(frame, 2, 0) == size(frame, 1, 0) and size(frame, 2, 2) == S
+        fits &= H % lanes == 0 and V % lanes == 0 and S % lanes == 0
+        fits &= size(frame, 3, 0) == B and result_size(frame, 0, 4) == V
+        for index in range(4, 6):
+            fits &= size(frame, index, 0) == B and size(frame, index, 1) == T
+        for axis in range(4):
+            fits &= result_size(frame, 0, axis) == size(frame, 0, axis)
+            fits &= result_size(frame, 1, axis) == size(frame, 0, axis)
+        return B * K * _blocks_of_row(frame) if fits else -1
+
+    return count
+
+
+def _finder(lanes: int) -> Any:
+    """A function that finds the block of a unit, and the index of its first token."""
+
+    @native
+    def find(frame, unit):
+        T, K, G = size(frame, 0, 1), size(frame, 0, 2), size(frame, 0, 3)
+        per_row, tokens = _blocks_of_row(frame), _block_tokens(frame)
+        # blocks of later tokens see more, so they come first
+        row, token = unit // (per_row * K), (per_row - 1 - unit % per_row) * tokens
+        tokens, first = min(tokens, T - token), row * T + token
+        low, high = argument(frame, 4) + 4 * first, argument(frame, 5) + 4 * first
+        num_entries = size(frame, 3, 1) * size(frame, 1, 2)
+        first_seen, end = num_entries, 0
+        for i in range(tokens):
+            own_low, own_high = load32(low + 4 * i), min(load32(high + 4 * i), num_entries)
+            if own_low < own_high:
+                first_seen, end = min(first_seen, max(0, own_low)), max(end, own_high)
+        page = argument(frame, 3) + 4 * row * size(frame, 3, 1)
+        begin, head = first_seen // lanes * lanes, unit // per_row % K
+        return _Block(tokens * G, G, K * G, head, low, high, first_seen, begin, end, page), first
+
+    return find
+
+
+@native
+def _allocate(frame: int, block: _Block) -> tuple[int, _Scratch]:
+    """Memory for a block, and its parts."""
+    H, V, S = size(frame, 0, 4), size(frame, 2, 3), size(frame, 1, 2)
+    length = min(max(block.end - block.begin, 0), _STRETCH) + _PIECE
+    sizes = (
+        block.rows * length,
+        block.rows * H,
+        block.rows * V,
+        H * min(S, _PIECE),
+        block.rows,
+    )
+    memory = call_address(malloc(), (sum(sizes) + block.rows) * BYTES)
+    queries = memory + sizes[0] * BYTES
+    sums = queries + sizes[1] * BYTES
+    turned = sums + sizes[2] * BYTES
+    largest = turned + sizes[3] * BYTES
+    totals = largest + sizes[4] * BYTES
+    return memory, _Scratch(memory, length * BYTES, queries, sums, turned, largest, totals)
+
+
+@native
+def _vectors(frame: int, index: int, block: _Block, entry: int) -> int:
+    """The address of the key (index 1) or the value (2) of an entry."""
+    S, features = size(frame, index, 2), size(frame, index, 3)
+    # a number of a page outside is an error of the caller; nothing outside is read
+    page = min(max(load32(block.page + entry // S * 4), 0), size(frame, index, 0) - 1)
+    first = (page * size(frame, index, 1) + block.head) * S
+    return argument(frame, index) + (first + entry % S) * features * BYTES
+
+
+@native
+def _piece_end(frame: int, entry: int, end: int) -> int:
+    """The entry after the piece that begins with an entry."""
+    S = size(frame, 1, 2)
+    return min(end, entry + _PIECE, (entry // S + 1) * S)
+
+
+def _scorer(width: Width) -> Any:
+    """A function that writes the scores of the entries of a stretch."""
+    multiply, transpose, lanes = product(width, adds=False), transposer(width.lanes), width.lanes
+
+    @native
+    def score(frame, block, scratch, begin, end):
+        H, entry = size(frame, 0, 4), begin
+        while entry < end:
+            after = _piece_end(frame, entry, end)
+            # pages have whole vectors of entries
+            count = (after - entry + lanes - 1) // lanes * lanes
+            keys = _vectors(frame, 1, block, entry)
+            for i in range(0, count, lanes):
+                for j in range(0, H, lanes):
+                    to = scratch.turned + (j * count + i) * BYTES
+                    transpose(to, count * BYTES, keys + (i * H + j) * BYTES, H * BYTES)
+            to = scratch.scores + (entry - begin) * BYTES
+            multiply(
+                block.rows, count, scratch.queries, H * BYTES,
+                scratch.turned, count * BYTES, to, scratch.score_row, H,
+            )  # fmt: skip
+            entry = after
+
+    return score
+
+
+def _weigher(lanes: int) -> Any:
+    """A function that turns the scores of a stretch into weights, and updates the running sums."""
+    weigh, cap, scale = softmax(lanes), capper(lanes), scaler(lanes)
+
+    @native
+    def weigh_row(frame, scratch, row, scores, count):
+        """Weigh a row; padding after its scores is overwritten."""
+        padded, most = (count + lanes - 1) // lanes * lanes, load_float(argument(frame, 6))
+        if most > _NONE:
+            cap(scores, scores, padded, most)
+        for i in range(count, padded):
+            store_float(scores + i * BYTES, _LOWEST)
+        largest, totals = scratch.largest + row * BYTES, scratch.totals + row * BYTES
+        old, V = load_float(largest), size(frame, 2, 3)
+        new, total = weigh(scores, padded, old)
+        decay = np.exp(old - new)
+        store_float(largest, new)
+        store_float(totals, load_float(totals) * decay + total)
+        if decay < _ONE:
+            sums = scratch.sums + row * V * BYTES
+            scale(sums, sums, V, decay)
+
+    @native
+    def weigh_all(frame, block, scratch, begin, end):
+        for row in range(block.rows):
+            token, scores = row // block.heads, scratch.scores + row * scratch.score_row
+            low = max(begin, load32(block.low + 4 * token)) - begin
+            high = min(end, load32(block.high + 4 * token)) - begin
+            if low < high:
+                weigh_row(frame, scratch, row, scores + low * BYTES, high - low)
+            else:
+                low = high = 0
+            # what this row does not see, others of the block may see
+            for i in range(low):
+                store_float(scores + i * BYTES, _NONE)
+            for i in range(high, end - begin):
+                store_float(scores + i * BYTES, _NONE)
+
+    return weigh_all
+
+
+def _adder(width: Width) -> Any:
+    """A function that adds the weighted values of a stretch to the running sums."""
+    add = product(width, adds=True)
+
+    @native
+    def add_values(frame, block, scratch, begin, end):
+        V, entry = size(frame, 2, 3), max(begin, block.first)
+        while entry < end:
+            after = _piece_end(frame, entry, end)
+            weights = scratch.scores + (entry - begin) * BYTES
+            add(
+                block.rows, V, weights, scratch.score_row,
+                _vectors(frame, 2, block, entry), V * BYTES, scratch.sums, V * BYTES, after - entry,
+            )  # fmt: skip
+            entry = after
+
+    return add_values
+
+
+def _writer(lanes: int) -> Any:
+    """A function that divides the sums of a block, and writes its results."""
+    fill, scale = filler(lanes), scaler(lanes)
+
+    @native
+    def write(frame, block, scratch, first):
+        V = size(frame, 2, 3)
+        for row in range(block.rows):
+            token, head = row // block.heads, row % block.heads
+            place = (first + token) * block.token_heads + block.head * block.heads + head
+            out, lse = result(frame, 0) + place * V * BYTES, result(frame, 1) + place * BYTES
+            total = load_float(scratch.totals + row * BYTES)
+            if total == _NONE:
+                fill(out, V, _NONE)
+                store_float(lse, -_INFINITY)
+            else:
+                scale(out, scratch.sums + row * V * BYTES, V, _ONE / total)
+                store_float(lse, load_float(scratch.largest + row * BYTES) + np.log(total))
+
+    return write
+
+
+def attention_kernel(width: Width) -> Kernel:
+    """The kernel for a processor's vectors.
+
+    Its arguments are scaled queries `q_BTKGH`, `k_PKSH`, `v_PKSH`, the pages `page_BN` of rows,
+    `low_BT` and `high_BT`, and the cap of scores, 0 for none. Its results are `out_BTKGH` and
+    `lse_BTKG`. Features and entries of pages are a multiple of the lanes of a vector.
+    """
+    lanes = width.lanes
+    find, score, weigh_all = _finder(lanes), _scorer(width), _weigher(lanes)
+    add_values, write = _adder(width), _writer(lanes)
+    fill, scale = filler(lanes), scaler(lanes)
+
+    @native
+    def run(frame, unit):
+        block, first = find(frame, unit)
+        memory, scratch = _allocate(frame, block)
+        H, V = size(frame, 0, 4), size(frame, 2, 3)
+        q = argument(frame, 0)
+        for token in range(block.rows // block.heads):
+            place = (first + token) * block.token_heads + block.head * block.heads
+            to = scratch.queries + token * block.heads * H * BYTES
+            scale(to, q + place * H * BYTES, block.heads * H, _ONE)
+        fill(scratch.sums, block.rows * V, _NONE)
+        for row in range(block.rows):
+            store_float(scratch.largest + row * BYTES, _LOWEST)
+            store_float(scratch.totals + row * BYTES, _NONE)
+        begin = block.begin
+        while begin < block.end:
+            end = min(begin + _STRETCH, block.end)
+            score(frame, block, scratch, begin, end)
+            weigh_all(frame, block, scratch, begin, end)
+            add_values(frame, block, scratch, begin, end)
+            begin = end
+        write(frame, block, scratch, first)
+        call_address(free(), memory)
+
+    arguments = (
+        Buffer("float32", 5),
+        Buffer("float32", 4),
+        Buffer("float32", 4),
+        Buffer("int32", 2),
+        Buffer("int32", 2),
+        Buffer("int32", 2),
+        Buffer("float32", 0),
+    )
+    results = Buffer("float32", 5), Buffer("float32", 4)
+    return Kernel(NAME, arguments, results, _counter(lanes), run)

@@ -1,0 +1,109 @@
+"""Numbers at addresses, for functions that numba compiles: loads, stores, counters, C functions.
+
+An address is an integer. Nothing here checks one: callers know which memory they own.
+"""
+
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+native = partial(njit, error_model="numpy")
+"""Compiles a function when it is first called by a compiled one. It must raise nothing: a number
+that is divided by zero is no error in it."""
+
+
+def pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type) -> ir.Value:
+    """The pointer with an address."""
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def _loader(pointee: ir.Type) -> Any:
+    """A function that loads a number from an address; integers are extended with their sign."""
+    result = types.float32 if pointee == F32 else types.intp
+
+    @intrinsic
+    def load(typing: Any, address: Any) -> Any:
+        def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            loaded = builder.load(pointer(builder, args[0], pointee), align=4)
+            return builder.sext(loaded, I64) if pointee == I32 else loaded
+
+        return result(types.intp), code
+
+    return load
+
+
+def _storer(pointee: ir.Type) -> Any:
+    """A function that stores a number at an address; integers lose their upper bits."""
+    given = types.float32 if pointee == F32 else types.intp
+
+    @intrinsic
+    def store(typing: Any, address: Any, number: Any) -> Any:
+        def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            stored = builder.trunc(args[1], I32) if pointee == I32 else args[1]
+            builder.store(stored, pointer(builder, args[0], pointee), align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, given), code
+
+    return store
+
+
+load64, load32, load_float = _loader(I64), _loader(I32), _loader(F32)
+store64, store32, store_float = _storer(I64), _storer(I32), _storer(F32)
+
+
+@intrinsic
+def atomic_add(typing: Any, address: Any, number: Any) -> Any:
+    """Add to a 64-bit number, and return what it was."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "seq_cst")
+
+    return types.intp(types.intp, types.intp), code
+
+
+@intrinsic
+def call_address(typing: Any, function: Any, argument: Any) -> Any:
+    """Call the C function at an address with one integer, and return its integer."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        called = pointer(builder, args[0], ir.FunctionType(I64, [I64]))
+        return builder.call(called, [args[1]])
+
+    return types.intp(types.intp, types.intp), code
+
+
+def address_of(function: str) -> Any:
+    """A function that returns the address of a C function, by its name."""
+
+    @intrinsic
+    def address(typing: Any) -> Any:
+        def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            kind = ir.FunctionType(I64, [I64])
+            found = cgutils.get_or_insert_function(builder.module, kind, function)
+            return builder.ptrtoint(found, I64)
+
+        return types.intp(), code
+
+    return address
+
+
+def text(words: str) -> Any:
+    """A function that returns the address of a text that ends with a zero."""
+
+    @intrinsic
+    def address(typing: Any) -> Any:
+        def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            return builder.ptrtoint(context.insert_const_string(builder.module, words), I64)
+
+        return types.intp(), code
+
+    return address
+
+
+malloc, free, sched_yield = map(address_of, ("malloc", "free", "sched_yield"))

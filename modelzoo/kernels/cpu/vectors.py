@@ -1,0 +1,388 @@
+"""Loops over vectors as LLVM code, for functions that numba compiles: products, softmax, copies.
+
+Vectors are as wide as the registers of the processor. All addresses and distances are in bytes, and
+arrays are in float32. Each number of a product is one chain of additions, so it depends neither on
+the other rows nor on how many there are.
+
+Knows nothing of attention or of call frames.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .memory import F32, I32, I64, native, pointer
+
+BYTES = 4
+"""Bytes of a number in float32."""
+LOWEST = -1e30
+"""Less than all scores."""
+
+
+class Width(NamedTuple):
+    """The registers of a processor, as products use them."""
+
+    lanes: int
+    """The numbers of a vector."""
+    vectors: int
+    """The vectors of a row of a tile. With those of six rows they stay in registers."""
+
+    @property
+    def columns(self) -> int:
+        """The columns of a tile."""
+        return self.lanes * self.vectors
+
+
+ROWS = 6, 4, 2, 1
+"""The numbers of rows of tiles."""
+
+
+class _Code:
+    """Writes the LLVM code of one function, for vectors of a width."""
+
+    def __init__(self, context: Any, builder: ir.IRBuilder, lanes: int):
+        self.context, self.builder, self.lanes = context, builder, lanes
+        self.vector, self.integers = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
+
+    def all(self, number: float) -> ir.Constant:
+        """A vector of one number."""
+        return ir.Constant(self.vector, [number] * self.lanes)
+
+    def spread(self, number: ir.Value) -> ir.Value:
+        """A vector of a number that is known when the code runs."""
+        one = ir.Constant(self.vector, ir.Undefined)
+        one = self.builder.insert_element(one, number, ir.Constant(I32, 0))
+        order = ir.Constant(self.integers, [0] * self.lanes)
+        return self.builder.shuffle_vector(one, one, order)
+
+    def at(self, address: ir.Value, offset: ir.Value | int = 0, scale: int = 1) -> ir.Value:
+        """The address so many times `scale` bytes further."""
+        if isinstance(offset, int):
+            return self.builder.add(address, I64(offset * scale))
+        return self.builder.add(address, self.builder.mul(offset, I64(scale)))
+
+    def load(self, address: ir.Value, kind: ir.Type | None = None) -> ir.Value:
+        """A vector at an address, or a number of a kind."""
+        where = pointer(self.builder, address, kind or self.vector)
+        return self.builder.load(where, align=BYTES)
+
+    def store(self, address: ir.Value, value: ir.Value) -> None:
+        """Store a vector at an address."""
+        self.builder.store(value, pointer(self.builder, address, value.type), align=BYTES)
+
+    def call(self, name: str, *given: ir.Value) -> ir.Value:
+        """Call an operation of LLVM on vectors, such as `fma`."""
+        full = f"llvm.{name}.v{self.lanes}f32"
+        known = self.builder.module.globals.get(full)
+        kind = ir.FunctionType(self.vector, [self.vector] * len(given))
+        return self.builder.call(known or ir.Function(self.builder.module, kind, full), given)
+
+    def loop(
+        self,
+        count: ir.Value,
+        step: int,
+        start: list[ir.Value],
+        body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
+    ) -> list[ir.Value]:
+        """Run `body(index, carried)` for all indices below a count, in steps.
+
+        Returns:
+          What the last turn carries; `start` without any turn.
+        """
+        builder, before = self.builder, self.builder.block
+        head, turn, after = (builder.append_basic_block(name) for name in ("head", "turn", "after"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        index = builder.phi(I64)
+        index.add_incoming(I64(0), before)
+        carried = [builder.phi(value.type) for value in start]
+        for phi, value in zip(carried, start, strict=True):
+            phi.add_incoming(value, before)
+        builder.cbranch(builder.icmp_signed("<", index, count), turn, after)
+        builder.position_at_end(turn)
+        new = body(index, carried)
+        index.add_incoming(builder.add(index, I64(step)), builder.block)
+        for phi, value in zip(carried, new, strict=True):
+            phi.add_incoming(value, builder.block)
+        builder.branch(head)
+        builder.position_at_end(after)
+        return carried
+
+    def over_lanes(
+        self, vector: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]
+    ) -> ir.Value:
+        """Combine the lanes of a vector; all lanes have the result."""
+        distance = self.lanes // 2
+        while distance:
+            order = [(lane + distance) % self.lanes for lane in range(self.lanes)]
+            turned = self.builder.shuffle_vector(vector, vector, ir.Constant(self.integers, order))
+            vector, distance = combine(vector, turned), distance // 2
+        return vector
+
+    def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """The larger numbers; those of `a` where b is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(">", b, a), b, a)
+
+    def exp(self, x: ir.Value) -> ir.Value:
+        """exp, to about two units in the last place, of numbers up to 88; below -87 it is 1e-38.
+
+        The polynomial is that of Cephes' expf (Moshier, netlib.org/cephes).
+        """
+        builder = self.builder
+        for limit, order in ((-87.3, "<"), (88.0, ">")):
+            is_beyond = builder.fcmp_ordered(order, x, self.all(limit))
+            x = builder.select(is_beyond, self.all(limit), x)
+        power = self.call("rint", builder.fmul(x, self.all(1.4426950408889634)))
+        rest = self.call("fma", power, self.all(-0.693359375), x)
+        rest = self.call("fma", power, self.all(2.12194440e-4), rest)
+        sum_ = self.all(1.9875691500e-4)
+        for factor in (
+            1.3981999507e-3,
+            8.3334519073e-3,
+            4.1665795894e-2,
+            1.6666665459e-1,
+            5.0000001201e-1,
+        ):
+            sum_ = self.call("fma", sum_, rest, self.all(factor))
+        square, linear = builder.fmul(rest, rest), builder.fadd(rest, self.all(1.0))
+        sum_ = self.call("fma", sum_, square, linear)
+        # LLVM defines no integer for NaN; the sum stays NaN
+        is_nan = builder.fcmp_unordered("uno", power, power)
+        power = builder.select(is_nan, self.all(0.0), power)
+        bias = ir.Constant(self.integers, [127] * self.lanes)
+        exponent = builder.add(builder.fptosi(power, self.integers), bias)
+        exponent = builder.shl(exponent, ir.Constant(self.integers, [23] * self.lanes))
+        return builder.fmul(sum_, builder.bitcast(exponent, self.vector))
+
+
+def _tile(width: Width, num_rows: int, num_vectors: int, *, adds: bool) -> Any:
+    """A function `tile(x, x_row, y, y_row, out, out_row, count)`: the product of rows and columns.
+
+    `count` numbers of each row of x are multiplied with as many rows of y.
+    """
+
+    @intrinsic
+    def tile(
+        typing: Any, x: Any, x_row: Any, y: Any, y_row: Any, out: Any, out_row: Any, count: Any
+    ) -> Any:
+        def write(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            x, x_row, y, y_row, out, out_row, count = args
+            code = _Code(context, builder, width.lanes)
+            size = width.lanes * BYTES
+            rows = [code.at(x, x_row, row) for row in range(num_rows)]
+            places = [
+                code.at(code.at(out, out_row, row), vector * size)
+                for row in range(num_rows)
+                for vector in range(num_vectors)
+            ]
+            start = [code.load(place) if adds else code.all(0.0) for place in places]
+
+            def turn(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+                row_of_y = builder.add(y, builder.mul(y_row, index))
+                of_y = [code.load(code.at(row_of_y, i * size)) for i in range(num_vectors)]
+                new = []
+                for row in range(num_rows):
+                    number = code.spread(code.load(code.at(rows[row], index, BYTES), F32))
+                    for i, vector in enumerate(of_y):
+                        new.append(code.call("fma", number, vector, sums[row * num_vectors + i]))
+                return new
+
+            for place, total in zip(places, code.loop(count, 1, start, turn), strict=True):
+                code.store(place, total)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 7), write
+
+    return tile
+
+
+@cache
+def product(width: Width, *, adds: bool) -> Any:
+    """A function that multiplies rows with columns of memory: `out = x @ y`, or `out += x @ y`.
+
+    Its arguments are the number of rows and of columns, the address of x and the distance of its
+    rows, the same of y and of out, and the number of rows of y. Columns are a multiple of the lanes
+    of a vector.
+    """
+
+    def by_rows(num_vectors: int) -> Any:
+        six, four, two, one = (_tile(width, rows, num_vectors, adds=adds) for rows in ROWS)
+
+        @native
+        def run(rows, x, x_row, y, y_row, out, out_row, count):
+            while rows > 0:
+                if rows >= 6:
+                    done = 6
+                    six(x, x_row, y, y_row, out, out_row, count)
+                elif rows >= 4:
+                    done = 4
+                    four(x, x_row, y, y_row, out, out_row, count)
+                elif rows >= 2:
+                    done = 2
+                    two(x, x_row, y, y_row, out, out_row, count)
+                else:
+                    done = 1
+                    one(x, x_row, y, y_row, out, out_row, count)
+                x += done * x_row
+                out += done * out_row
+                rows -= done
+
+        return run
+
+    of_wide, of_narrow = by_rows(width.vectors), by_rows(1)
+    num_wide, num_narrow = width.columns, width.lanes
+
+    @native
+    def multiply(rows, columns, x, x_row, y, y_row, out, out_row, count):
+        while columns >= num_wide:
+            of_wide(rows, x, x_row, y, y_row, out, out_row, count)
+            y += num_wide * BYTES
+            out += num_wide * BYTES
+            columns -= num_wide
+        while columns > 0:
+            of_narrow(rows, x, x_row, y, y_row, out, out_row, count)
+            y += num_narrow * BYTES
+            out += num_narrow * BYTES
+            columns -= num_narrow
+
+    return multiply
+
+
+@cache
+def transposer(lanes: int) -> Any:
+    """A function `transpose(to, to_row, of, of_row)` of a square of as many numbers as lanes."""
+
+    @intrinsic
+    def transpose(typing: Any, to: Any, to_row: Any, of: Any, of_row: Any) -> Any:
+        def write(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            to, to_row, of, of_row = args
+            code = _Code(context, builder, lanes)
+            rows = [code.load(code.at(of, of_row, row)) for row in range(lanes)]
+            distance = 1
+            while distance < lanes:
+                # exchange the numbers of pairs of rows that lie off the diagonal of their squares
+                orders = [
+                    [
+                        lane if not lane & distance else lane - distance + lanes
+                        for lane in range(lanes)
+                    ],
+                    [
+                        lane + distance if not lane & distance else lane + lanes
+                        for lane in range(lanes)
+                    ],
+                ]
+                new = list(rows)
+                for row in range(lanes):
+                    if not row & distance:
+                        pair = rows[row], rows[row + distance]
+                        for place, order in zip((row, row + distance), orders, strict=True):
+                            constant = ir.Constant(code.integers, order)
+                            new[place] = builder.shuffle_vector(*pair, constant)
+                rows, distance = new, 2 * distance
+            for row, vector in enumerate(rows):
+                code.store(code.at(to, to_row, row), vector)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 4), write
+
+    return transpose
+
+
+@cache
+def softmax(lanes: int) -> Any:
+    """A function `softmax(x, count, top)` that replaces scores by weights exp(score - largest).
+
+    The largest is that of the scores and of `top`. The count is a multiple of the lanes.
+
+    Returns:
+      The largest, and the sum of the weights. Scores that are NaN make the sum NaN.
+    """
+
+    @intrinsic
+    def weigh(typing: Any, x: Any, count: Any, top: Any) -> Any:
+        result = types.UniTuple(types.float32, 2)
+
+        def write(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            x, count, top = args
+            code = _Code(context, builder, lanes)
+
+            def compare(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                return [code.larger(carried[0], code.load(code.at(x, index, BYTES)))]
+
+            (largest,) = code.loop(count, lanes, [code.spread(top)], compare)
+            largest = code.over_lanes(largest, code.larger)
+
+            def add(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                place = code.at(x, index, BYTES)
+                weights = code.exp(builder.fsub(code.load(place), largest))
+                code.store(place, weights)
+                return [builder.fadd(carried[0], weights)]
+
+            (total,) = code.loop(count, lanes, [code.all(0.0)], add)
+            total = code.over_lanes(total, builder.fadd)
+            firsts = [builder.extract_element(x, I32(0)) for x in (largest, total)]
+            return context.make_tuple(builder, result, firsts)
+
+        return result(types.intp, types.intp, types.float32), write
+
+    return weigh
+
+
+def _elementwise(lanes: int, function: Callable[..., ir.Value]) -> Any:
+    """A function `change(to, of, count, factor)` that writes a function of numbers and a factor."""
+
+    @intrinsic
+    def change(typing: Any, to: Any, of: Any, count: Any, factor: Any) -> Any:
+        def write(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            to, of, count, factor = args
+            code = _Code(context, builder, lanes)
+            spread = code.spread(factor)
+
+            def turn(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                read = code.load(code.at(of, index, BYTES))
+                code.store(code.at(to, index, BYTES), function(code, read, spread))
+                return []
+
+            code.loop(count, lanes, [], turn)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp, types.intp, types.float32), write
+
+    return change
+
+
+@cache
+def scaler(lanes: int) -> Any:
+    """A function `scale(to, of, count, factor)`; the count is a multiple of the lanes."""
+    return _elementwise(lanes, lambda code, x, factor: code.builder.fmul(x, factor))
+
+
+@cache
+def capper(lanes: int) -> Any:
+    """A function `cap(to, of, count, most)` of `most * tanh(x / most)`."""
+
+    def cap(code: _Code, x: ir.Value, most: ir.Value) -> ir.Value:
+        builder = code.builder
+        # tanh(z) = 1 - 2 / (exp(2 z) + 1)
+        doubled = builder.fmul(builder.fdiv(x, most), code.all(2.0))
+        below = builder.fadd(code.exp(doubled), code.all(1.0))
+        tanh = builder.fsub(code.all(1.0), builder.fdiv(code.all(2.0), below))
+        return builder.fmul(tanh, most)
+
+    return _elementwise(lanes, cap)
+
+
+@cache
+def filler(lanes: int) -> Any:
+    """A function `fill(to, count, number)`; the count is a multiple of the lanes."""
+    change = _elementwise(lanes, lambda code, x, number: number)
+
+    @native
+    def fill(to, count, number):
+        change(to, to, count, number)
+
+    return fill

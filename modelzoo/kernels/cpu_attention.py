@@ -1,0 +1,114 @@
+"""Attention on the CPU by a kernel of our own, which skips what a query does not see.
+
+It serves the pages of decode steps and of pieces of prompts, and whole prompts, each of which is a
+page of its own. The kernel works in float32 whatever the dtype of queries is.
+
+Knows nothing of layers or meshes. Guarantees: equals `attend_in_groups` and `attend_dense` up to
+the order of sums, `lse` included; a row's bits depend on its queries, positions and entries alone.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ..attention.attend import Visibility, first_visible
+from ..attention.paged import PagedRows
+from ..cache.stripes import EMPTY_POSITION
+from ..layer_config import PLAIN_SCORES, BothSides, Scores, Window
+from .call import AttentionCall
+from .cpu import kept
+from .paged_rows import refusal_of_all
+
+STEP = 16
+"""Features and entries are a multiple of it: the lanes of the widest vectors."""
+_KERNEL = "noria_attend_pages"
+
+
+def cpu_refusal(call: AttentionCall) -> str | None:
+    """The reason why the kernel cannot serve a call, or None if it can."""
+    if not kept.is_loaded():
+        return f"the kernels for the CPU are not loaded: {kept.refusal() or 'no job began'}"
+    if call.page is not None and (reason := refusal_of_all(call)) is not None:
+        return reason
+    if call.page is None and not call.is_in_order:
+        return "it takes whole prompts whose tokens lie in order on one device"
+    if call.has_codes:
+        return "it takes no cache in codes (numbers.cache)"
+    for size in (call.key_dim, call.value_dim):
+        if size % STEP:
+            return f"it takes heads of a multiple of {STEP} features, got {size}"
+    if call.page is None and call.num_queries % STEP:
+        return f"it takes prompts of a multiple of {STEP} tokens, got {call.num_queries}"
+    if call.page is not None and call.page % STEP:
+        return f"it takes pages of a multiple of {STEP} entries, got {call.page} (buckets.page)"
+    return None
+
+
+def attend_pages_cpu(
+    q_BTKGH: jax.Array,
+    k_PKSH: jax.Array,
+    v_PKSH: jax.Array,
+    rows: PagedRows,
+    window: Window = None,
+    scores: Scores = PLAIN_SCORES,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend as `attend_in_groups` does; see `AttendPages`."""
+    position_BT = rows.position_BT(q_BTKGH.shape[1])
+    low_BT = _first_seen(position_BT, window)
+    high_BT = position_BT + 1
+    if rows.begin_B is not None:
+        low_BT = jnp.maximum(low_BT, rows.begin_B[:, None])
+    if rows.end_B is not None:
+        high_BT = jnp.minimum(high_BT, rows.end_B[:, None])
+    high_BT = jnp.where(position_BT == EMPTY_POSITION, 0, high_BT)
+    return _attend(q_BTKGH, k_PKSH, v_PKSH, rows.page_BN, (low_BT, high_BT), scores)
+
+
+def attend_prompts_cpu(
+    q_BTKGH: jax.Array,
+    k_BKHS: jax.Array,
+    v_BKSH: jax.Array,
+    visibility: Visibility,
+    scores: Scores = PLAIN_SCORES,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend as `attend_dense` does, to whole prompts whose tokens lie in order."""
+    assert visibility.is_in_order, "the entries that a query sees are computed from indices"
+    B, T = q_BTKGH.shape[:2]
+    is_key_BS = jnp.broadcast_to(visibility.key_position_BS != EMPTY_POSITION, (B, T))
+    count_B1 = is_key_BS.sum(axis=1, keepdims=True)
+    index_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    window, high_BT = visibility.window, index_BT + 1
+    if isinstance(window, BothSides):
+        high_BT = T if window.reach is None else index_BT + window.reach + 1
+        high_BT = jnp.minimum(high_BT, count_B1)
+    seen_BT = _first_seen(index_BT, window), jnp.where(index_BT < count_B1, high_BT, 0)
+    page_B1 = jnp.arange(B)[:, None]
+    return _attend(q_BTKGH, k_BKHS.swapaxes(-1, -2), v_BKSH, page_B1, seen_BT, scores)
+
+
+def _first_seen(position_BT: jax.Array, window: Window) -> jax.Array:
+    """The first position that queries see."""
+    if window is None:
+        return jnp.zeros_like(position_BT)
+    return jnp.maximum(first_visible(position_BT, window), 0)
+
+
+def _attend(
+    q_BTKGH: jax.Array,
+    k_PKSH: jax.Array,
+    v_PKSH: jax.Array,
+    page_BN: jax.Array,
+    seen_BT: tuple[jax.Array, jax.Array],
+    scores: Scores,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend to the entries of pages from the first to before the second of `seen_BT`."""
+    scale = q_BTKGH.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    vectors = (x.astype(jnp.float32) for x in (q_BTKGH * scale, k_PKSH, v_PKSH))
+    integers = (x.astype(jnp.int32) for x in (page_BN, *seen_BT))
+    shape = q_BTKGH.shape[:-1]
+    results = (
+        jax.ShapeDtypeStruct((*shape, v_PKSH.shape[-1]), jnp.float32),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+    )
+    call = jax.ffi.ffi_call(_KERNEL, results)
+    out_BTKGH, lse_BTKG = call(*vectors, *integers, jnp.float32(scores.cap or 0.0))
+    return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
