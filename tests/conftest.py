@@ -261,6 +261,13 @@ def _leave_nothing_behind(request: pytest.FixtureRequest, optimizes: bool) -> It
         _reset_jax()
 
 
+@pytest.fixture(autouse=True)
+def _without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test use kernels that an earlier one has loaded."""
+    if objects := sys.modules.get("noria.modelzoo.kernels.cpu.objects"):
+        monkeypatch.setattr(objects, "_is_used", False)
+
+
 def _path(request: pytest.FixtureRequest) -> str:
     return request.path.relative_to(HERE).as_posix() if HERE in request.path.parents else ""
 

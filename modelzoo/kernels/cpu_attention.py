@@ -15,7 +15,7 @@ from ..attention.paged import PagedRows
 from ..cache.stripes import EMPTY_POSITION
 from ..layer_config import PLAIN_SCORES, BothSides, Scores, Window
 from .call import AttentionCall
-from .cpu import kept
+from .cpu.objects import is_loaded
 from .paged_rows import refusal_of_all
 
 STEP = 16
@@ -25,8 +25,8 @@ _KERNEL = "noria_attend_pages"
 
 def cpu_refusal(call: AttentionCall) -> str | None:
     """The reason why the kernel cannot serve a call, or None if it can."""
-    if not kept.is_loaded():
-        return f"the kernels for the CPU are not loaded: {kept.refusal() or 'no job began'}"
+    if not is_loaded():
+        return "the kernels for the CPU are not loaded"
     if call.page is not None and (reason := refusal_of_all(call)) is not None:
         return reason
     if call.page is None and not call.is_in_order:

@@ -139,7 +139,7 @@ class BatchModel:
         progress: Progress,
     ) -> Build:
         """Load the parameters, then compile the stored plan, the given plan or a derived plan."""
-        from ...modelzoo.kernels.cpu import kept
+        from ...modelzoo.kernels.cpu.objects import is_loaded
         from .. import session
         from ..bundles import compilation_cache
         from ..planning.target_work import work_of
@@ -157,7 +157,7 @@ class BatchModel:
         facts = {
             "plan": plan_facts(plan),
             "--no-sharing": str(not self.shares),
-            "kernels for the CPU": str(kept.is_loaded()),
+            "kernels for the CPU": str(is_loaded()),
         }
         self.peers.agree(lambda: facts)
         weights = self.files.weights_digest(self.peers)

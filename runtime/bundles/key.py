@@ -16,11 +16,12 @@ from ... import modelzoo, sharding
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
-from ...modelzoo.kernels.cpu import kept
+from ...modelzoo.kernels.cpu.objects import Processor, is_loaded
 from ..devices.machine import processor_flags, versions
 from ..errors import BundleUnusable
 from ..files.differences import differences
 from ..plans.plan_facts import plan_facts
+from .cpu_kernels import key_of as key_of_kernels
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _HARMLESS = ("cache", "log", "platforms", "traceback")
@@ -53,9 +54,9 @@ def surroundings(target: Target, config: DecoderConfig) -> dict[str, str]:
 
 def _cpu_kernels(target: Target) -> str:
     """A hash of the kernels that programs for the CPU call; empty if they call none."""
-    if target.platform != "cpu" or not kept.is_loaded():
+    if target.platform != "cpu" or not is_loaded():
         return ""
-    return digest(kept.key_of(kept.Processor.here()))
+    return digest(key_of_kernels(Processor.here()))
 
 
 def check_key(built_for: Mapping[str, str], wanted: Mapping[str, str]) -> None:

@@ -1,7 +1,7 @@
 """Kernels for the CPU, which numba compiles for the processor at hand.
 
-`kept.py` compiles them once, keeps them and loads them. The other modules import numba, and are
-imported only to compile.
+`objects.py` compiles and loads them. The other modules import numba, and are imported only to
+compile.
 """
 
 VERSIONS = (0, 3), (0, 4), (0, 5)

@@ -6,6 +6,9 @@ of all `VERSIONS` of this interface, as the C compiler lays them out on 64-bit s
 Knows nothing of kernels or threads.
 """
 
+# numba is an extra
+# pyright: reportMissingImports=false
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +32,7 @@ DTYPES = {"int8": 2, "int32": 4, "float32": 11, "bfloat16": 16}
 
 
 class Buffer(NamedTuple):
-    """What a kernel expects of an argument or a result."""
+    """The dtype and rank that a kernel expects of an argument or a result."""
 
     dtype: str
     rank: int

@@ -3,21 +3,28 @@
 An address is an integer. Nothing here checks one: callers know which memory they own.
 """
 
-from functools import partial
-from typing import Any
+# numba is an extra
+# pyright: reportMissingImports=false
 
+from functools import partial
+from typing import Any, cast
+
+import numba
 from llvmlite import ir
-from numba import njit, types
+from numba import extending, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-native = partial(njit, error_model="numpy")
+native: Any = partial(numba.njit, error_model="numpy")
 """Compiles a function when it is first called by a compiled one. It must raise nothing: a number
 that is divided by zero is no error in it."""
+c_function: Any = partial(cast(Any, numba.cfunc), nopython=True, error_model="numpy")
+"""Compiles a function that C can call."""
+intrinsic: Any = extending.intrinsic
+"""Makes a function of the LLVM code that it stands for; it has one argument less."""
 
 
-def pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type) -> ir.Value:
+def pointer(builder: Any, address: Any, pointee: ir.Type) -> Any:
     """The pointer with an address."""
     return builder.inttoptr(address, pointee.as_pointer())
 
@@ -28,7 +35,7 @@ def _loader(pointee: ir.Type) -> Any:
 
     @intrinsic
     def load(typing: Any, address: Any) -> Any:
-        def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             loaded = builder.load(pointer(builder, args[0], pointee), align=4)
             return builder.sext(loaded, I64) if pointee == I32 else loaded
 
@@ -43,7 +50,7 @@ def _storer(pointee: ir.Type) -> Any:
 
     @intrinsic
     def store(typing: Any, address: Any, number: Any) -> Any:
-        def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             stored = builder.trunc(args[1], I32) if pointee == I32 else args[1]
             builder.store(stored, pointer(builder, args[0], pointee), align=4)
             return context.get_dummy_value()
@@ -61,7 +68,7 @@ store64, store32, store_float = _storer(I64), _storer(I32), _storer(F32)
 def atomic_add(typing: Any, address: Any, number: Any) -> Any:
     """Add to a 64-bit number, and return what it was."""
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "seq_cst")
 
     return types.intp(types.intp, types.intp), code
@@ -71,7 +78,7 @@ def atomic_add(typing: Any, address: Any, number: Any) -> Any:
 def call_address(typing: Any, function: Any, argument: Any) -> Any:
     """Call the C function at an address with one integer, and return its integer."""
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         called = pointer(builder, args[0], ir.FunctionType(I64, [I64]))
         return builder.call(called, [args[1]])
 
@@ -83,7 +90,7 @@ def address_of(function: str) -> Any:
 
     @intrinsic
     def address(typing: Any) -> Any:
-        def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kind = ir.FunctionType(I64, [I64])
             found = cgutils.get_or_insert_function(builder.module, kind, function)
             return builder.ptrtoint(found, I64)
@@ -98,7 +105,7 @@ def text(words: str) -> Any:
 
     @intrinsic
     def address(typing: Any) -> Any:
-        def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.ptrtoint(context.insert_const_string(builder.module, words), I64)
 
         return types.intp(), code

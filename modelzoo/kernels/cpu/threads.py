@@ -8,14 +8,18 @@ Knows nothing of what kernels compute. Guarantees: a handler checks the number, 
 all buffers, and their sizes by the kernel's own function, before any is read or written.
 """
 
+# numba is an extra
+# pyright: reportMissingImports=false
+
 from typing import Any, NamedTuple
 
-from numba import cfunc, types
+from numba import types
 
 from .frames import Buffer, checker, is_question, num_threads, refuser, schedule
 from .memory import (
     address_of,
     atomic_add,
+    c_function,
     call_address,
     free,
     load64,
@@ -30,7 +34,7 @@ _NEXT, _DONE, _OWNERS, _COUNT, _FRAME, _SCRATCH = 0, 64, 128, 192, 200, 208
 of their own."""
 _CALL_BYTES = 256
 _SPINS = 2000
-"""How often the caller asks whether all units are done before it gives its core to others."""
+"""The number of times that the caller asks for the end before it gives its core to others."""
 
 
 class Kernel(NamedTuple):
@@ -51,17 +55,18 @@ class Compiled(NamedTuple):
 
     handler: Any
     task: Any
-    """What threads of the pool run; the handler names it."""
+    """The function that threads of the pool run; the handler names it."""
 
 
-def compile_kernel(kernel: Kernel) -> Compiled:
-    """Compile the handler of a kernel."""
-    run, count = kernel.run, kernel.count
+@native
+def _release(call: int) -> None:
+    """Give up a call; its last owner frees its memory."""
+    if atomic_add(call + _OWNERS, -1) == 1:
+        call_address(free(), call)
 
-    @native
-    def release(call: int) -> None:
-        if atomic_add(call + _OWNERS, -1) == 1:
-            call_address(free(), call)
+
+def _compile_task(run: Any) -> Any:
+    """Compile the function that computes units of a call until there are none left."""
 
     @native
     def work(call: int) -> None:
@@ -71,19 +76,25 @@ def compile_kernel(kernel: Kernel) -> Compiled:
             run(load64(call + _FRAME), unit)
             atomic_add(call + _DONE, 1)
             unit = atomic_add(call + _NEXT, 1)
-        release(call)
+        _release(call)
 
-    @cfunc(types.void(types.intp), nopython=True, error_model="numpy")
+    @c_function(types.void(types.intp))
     def task(call):
         work(call)
 
+    return task
+
+
+def compile_kernel(kernel: Kernel) -> Compiled:
+    """Compile the handler of a kernel."""
+    count, task = kernel.count, _compile_task(kernel.run)
     fits = checker(kernel.arguments, kernel.results)
     expected = ", ".join(f"{buffer.dtype} of rank {buffer.rank}" for buffer in kernel.arguments)
     refuse_kinds = refuser(f"{kernel.name}: expected arguments {expected}, got others")
     refuse_sizes = refuser(f"{kernel.name}: the sizes of its arguments do not belong together")
     task_address = address_of(task.native_name)
 
-    @cfunc(types.intp(types.intp), nopython=True, error_model="numpy")
+    @c_function(types.intp(types.intp))
     def handler(frame):
         if is_question(frame):
             return 0
@@ -113,7 +124,7 @@ def compile_kernel(kernel: Kernel) -> Compiled:
             spins += 1
             if spins > _SPINS:
                 call_address(sched_yield(), 0)
-        release(call)
+        _release(call)
         return 0
 
     return Compiled(handler, task)

@@ -7,15 +7,17 @@ the other rows nor on how many there are.
 Knows nothing of attention or of call frames.
 """
 
+# numba is an extra
+# pyright: reportMissingImports=false
+
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from .memory import F32, I32, I64, native, pointer
+from .memory import F32, I32, I64, intrinsic, native, pointer
 
 BYTES = 4
 """Bytes of a number in float32."""
@@ -44,7 +46,7 @@ ROWS = 6, 4, 2, 1
 class _Code:
     """Writes the LLVM code of one function, for vectors of a width."""
 
-    def __init__(self, context: Any, builder: ir.IRBuilder, lanes: int):
+    def __init__(self, context: Any, builder: Any, lanes: int):
         self.context, self.builder, self.lanes = context, builder, lanes
         self.vector, self.integers = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
 
@@ -52,29 +54,29 @@ class _Code:
         """A vector of one number."""
         return ir.Constant(self.vector, [number] * self.lanes)
 
-    def spread(self, number: ir.Value) -> ir.Value:
+    def spread(self, number: Any) -> Any:
         """A vector of a number that is known when the code runs."""
         one = ir.Constant(self.vector, ir.Undefined)
         one = self.builder.insert_element(one, number, ir.Constant(I32, 0))
         order = ir.Constant(self.integers, [0] * self.lanes)
         return self.builder.shuffle_vector(one, one, order)
 
-    def at(self, address: ir.Value, offset: ir.Value | int = 0, scale: int = 1) -> ir.Value:
+    def at(self, address: Any, offset: Any = 0, scale: int = 1) -> Any:
         """The address so many times `scale` bytes further."""
         if isinstance(offset, int):
             return self.builder.add(address, I64(offset * scale))
         return self.builder.add(address, self.builder.mul(offset, I64(scale)))
 
-    def load(self, address: ir.Value, kind: ir.Type | None = None) -> ir.Value:
+    def load(self, address: Any, kind: Any = None) -> Any:
         """A vector at an address, or a number of a kind."""
         where = pointer(self.builder, address, kind or self.vector)
         return self.builder.load(where, align=BYTES)
 
-    def store(self, address: ir.Value, value: ir.Value) -> None:
+    def store(self, address: Any, value: Any) -> None:
         """Store a vector at an address."""
         self.builder.store(value, pointer(self.builder, address, value.type), align=BYTES)
 
-    def call(self, name: str, *given: ir.Value) -> ir.Value:
+    def call(self, name: str, *given: Any) -> Any:
         """Call an operation of LLVM on vectors, such as `fma`."""
         full = f"llvm.{name}.v{self.lanes}f32"
         known = self.builder.module.globals.get(full)
@@ -83,11 +85,11 @@ class _Code:
 
     def loop(
         self,
-        count: ir.Value,
+        count: Any,
         step: int,
-        start: list[ir.Value],
-        body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
-    ) -> list[ir.Value]:
+        start: list[Any],
+        body: Callable[[Any, list[Any]], list[Any]],
+    ) -> list[Any]:
         """Run `body(index, carried)` for all indices below a count, in steps.
 
         Returns:
@@ -112,9 +114,7 @@ class _Code:
         builder.position_at_end(after)
         return carried
 
-    def over_lanes(
-        self, vector: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]
-    ) -> ir.Value:
+    def over_lanes(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
         """Combine the lanes of a vector; all lanes have the result."""
         distance = self.lanes // 2
         while distance:
@@ -123,11 +123,11 @@ class _Code:
             vector, distance = combine(vector, turned), distance // 2
         return vector
 
-    def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
+    def larger(self, a: Any, b: Any) -> Any:
         """The larger numbers; those of `a` where b is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", b, a), b, a)
 
-    def exp(self, x: ir.Value) -> ir.Value:
+    def exp(self, x: Any) -> Any:
         """exp, to about two units in the last place, of numbers up to 88; below -87 it is 1e-38.
 
         The polynomial is that of Cephes' expf (Moshier, netlib.org/cephes).
@@ -169,7 +169,7 @@ def _tile(width: Width, num_rows: int, num_vectors: int, *, adds: bool) -> Any:
     def tile(
         typing: Any, x: Any, x_row: Any, y: Any, y_row: Any, out: Any, out_row: Any, count: Any
     ) -> Any:
-        def write(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             x, x_row, y, y_row, out, out_row, count = args
             code = _Code(context, builder, width.lanes)
             size = width.lanes * BYTES
@@ -181,7 +181,7 @@ def _tile(width: Width, num_rows: int, num_vectors: int, *, adds: bool) -> Any:
             ]
             start = [code.load(place) if adds else code.all(0.0) for place in places]
 
-            def turn(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            def turn(index: Any, sums: list[Any]) -> list[Any]:
                 row_of_y = builder.add(y, builder.mul(y_row, index))
                 of_y = [code.load(code.at(row_of_y, i * size)) for i in range(num_vectors)]
                 new = []
@@ -258,7 +258,7 @@ def transposer(lanes: int) -> Any:
 
     @intrinsic
     def transpose(typing: Any, to: Any, to_row: Any, of: Any, of_row: Any) -> Any:
-        def write(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             to, to_row, of, of_row = args
             code = _Code(context, builder, lanes)
             rows = [code.load(code.at(of, of_row, row)) for row in range(lanes)]
@@ -306,17 +306,17 @@ def softmax(lanes: int) -> Any:
     def weigh(typing: Any, x: Any, count: Any, top: Any) -> Any:
         result = types.UniTuple(types.float32, 2)
 
-        def write(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             x, count, top = args
             code = _Code(context, builder, lanes)
 
-            def compare(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+            def compare(index: Any, carried: list[Any]) -> list[Any]:
                 return [code.larger(carried[0], code.load(code.at(x, index, BYTES)))]
 
             (largest,) = code.loop(count, lanes, [code.spread(top)], compare)
             largest = code.over_lanes(largest, code.larger)
 
-            def add(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+            def add(index: Any, carried: list[Any]) -> list[Any]:
                 place = code.at(x, index, BYTES)
                 weights = code.exp(builder.fsub(code.load(place), largest))
                 code.store(place, weights)
@@ -332,17 +332,17 @@ def softmax(lanes: int) -> Any:
     return weigh
 
 
-def _elementwise(lanes: int, function: Callable[..., ir.Value]) -> Any:
+def _elementwise(lanes: int, function: Callable[..., Any]) -> Any:
     """A function `change(to, of, count, factor)` that writes a function of numbers and a factor."""
 
     @intrinsic
     def change(typing: Any, to: Any, of: Any, count: Any, factor: Any) -> Any:
-        def write(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             to, of, count, factor = args
             code = _Code(context, builder, lanes)
             spread = code.spread(factor)
 
-            def turn(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+            def turn(index: Any, carried: list[Any]) -> list[Any]:
                 read = code.load(code.at(of, index, BYTES))
                 code.store(code.at(to, index, BYTES), function(code, read, spread))
                 return []
@@ -365,7 +365,7 @@ def scaler(lanes: int) -> Any:
 def capper(lanes: int) -> Any:
     """A function `cap(to, of, count, most)` of `most * tanh(x / most)`."""
 
-    def cap(code: _Code, x: ir.Value, most: ir.Value) -> ir.Value:
+    def cap(code: _Code, x: Any, most: Any) -> Any:
         builder = code.builder
         # tanh(z) = 1 - 2 / (exp(2 z) + 1)
         doubled = builder.fmul(builder.fdiv(x, most), code.all(2.0))

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from coded_entries import decode, encode
+from cpu_kernels import NEEDS_NUMBA, loaded
 from jax.experimental.pallas import tpu as pltpu
 from mosaic_interpreter import interpreted_on_cpu
 from tolerances import BFLOAT16_ELEMENTWISE, BFLOAT16_ELEMENTWISE_RELATIVE, FLOAT32_ELEMENTWISE
@@ -26,6 +27,7 @@ from noria.modelzoo.attention.paged import PagedRows, attend_in_groups
 from noria.modelzoo.cache.entry_codes import EntryCodes
 from noria.modelzoo.kernels import paged_tpu
 from noria.modelzoo.kernels.call import AttentionCall
+from noria.modelzoo.kernels.cpu_attention import attend_pages_cpu
 from noria.modelzoo.kernels.paged_gpu import attend_pages_gpu, paged_gpu_refusal
 from noria.modelzoo.kernels.paged_rows import QueryBlocks
 from noria.modelzoo.kernels.paged_tpu import MAX_TABLE, attend_pages_tpu, paged_tpu_refusal
@@ -98,6 +100,7 @@ CASES = {
     "latents in codes": Case(is_latent=True, G=16, H=256, codes="int8", splits=(128,)),
 }
 ON_GPU = {"bfloat16", "heads of 64", "large pages", "one token in float16"}
+ON_CPU = {name for name, case in CASES.items() if case.codes is None}
 ON_TPU = set(CASES) - {"heads of 64", "large pages", "one token in float16"}
 
 
@@ -119,6 +122,7 @@ KERNELS = {
     "tpu": Kernel(attend_pages_tpu, ON_TPU, pltpu.force_tpu_interpret_mode),
     "tpu, small blocks": Kernel(attend_pages_tpu, {"chunks", "many heads"}, in_small_blocks),
     "gpu": Kernel(attend_pages_gpu, ON_GPU, interpreted_on_cpu),
+    "cpu": Kernel(attend_pages_cpu, ON_CPU, loaded),
 }
 OFTEN = {("tpu", "windows"), ("portable", "bfloat16"), ("tpu, small blocks", "chunks")}
 """Pairs of every run: interpreters are slow. The test of bits runs both kernels."""
@@ -132,6 +136,13 @@ class Inputs(NamedTuple):
     v_BKSH: np.ndarray
     first_B: np.ndarray
     count_B: np.ndarray
+
+
+def marks(name: str, case: str) -> list[pytest.MarkDecorator]:
+    """The marks of a case of a kernel."""
+    if name == "cpu":
+        return list(NEEDS_NUMBA)
+    return [] if (name, case) in OFTEN else [pytest.mark.slow]
 
 
 def inputs(case: Case, seed: int = 0) -> Inputs:
@@ -254,7 +265,7 @@ def expected(given: Inputs, case: Case) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(
     ("name", "case_name"),
     [
-        pytest.param(name, case, marks=[] if (name, case) in OFTEN else [pytest.mark.slow])
+        pytest.param(name, case, marks=marks(name, case))
         for name, kernel in KERNELS.items()
         for case in CASES
         if case in kernel.serves
@@ -279,7 +290,13 @@ def test_it_equals_the_reference(name, case_name):
 
 
 @pytest.mark.parametrize(
-    ("name", "case_name"), [("portable", "chunks"), ("tpu", "many heads"), ("gpu", "large pages")]
+    ("name", "case_name"),
+    [
+        ("portable", "chunks"),
+        ("tpu", "many heads"),
+        ("gpu", "large pages"),
+        pytest.param("cpu", "many heads", marks=NEEDS_NUMBA),
+    ],
 )
 def test_the_bits_of_a_row_are_its_own(name, case_name):
     """Other pages, other places, other neighbours and other rests change no bit."""
@@ -306,7 +323,13 @@ def test_the_bits_of_a_row_are_its_own(name, case_name):
 
 
 @pytest.mark.parametrize(
-    ("name", "case_name"), [("portable", "plain"), ("tpu", "plain"), ("gpu", "heads of 64")]
+    ("name", "case_name"),
+    [
+        ("portable", "plain"),
+        ("tpu", "plain"),
+        ("gpu", "heads of 64"),
+        pytest.param("cpu", "plain", marks=NEEDS_NUMBA),
+    ],
 )
 def test_two_reads_up_to_a_page_and_from_it_on_are_one(name, case_name):
     """Each row is cut at an end of its own: at its beginning, inside, or past its last page."""

@@ -1,0 +1,216 @@
+"""The kernel for the CPU against plain numpy: drawn shapes, guarded buffers, errors, processors."""
+
+import subprocess
+import sys
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cpu_kernels import NEEDS_NUMBA, loaded
+from guarded_frame import call, guarded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerances import FLOAT32_ELEMENTWISE
+
+from noria.modelzoo.attention.attend import Visibility, attend_dense
+from noria.modelzoo.cache.stripes import EMPTY_POSITION
+from noria.modelzoo.kernels.call import AttentionCall
+from noria.modelzoo.kernels.cpu import objects
+from noria.modelzoo.kernels.cpu_attention import attend_prompts_cpu, cpu_refusal
+from noria.modelzoo.layer_config import PLAIN_SCORES, BothSides, Scores
+
+pytestmark = list(NEEDS_NUMBA)
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    with loaded():
+        yield
+
+
+@cache
+def handler() -> int:
+    (engine,) = objects._engines
+    return engine.get_function_address("noria_attend_pages")
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> list[np.ndarray]:
+    """Draw the arguments of a call; entries that no query may use are NaN."""
+    B, K, N = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 8))
+    T, G = draw(st.sampled_from([1, 2, 7, 16, 33])), draw(st.integers(1, 16))
+    H, V = (16 * draw(st.integers(1, 16)) for _ in range(2))
+    S = 16 * draw(st.integers(1, 32))
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    P, cap = B * N + 1, draw(st.sampled_from([0.0, 3.0]))
+    low = rng.integers(0, N * S + 1, (B, T))
+    high = np.minimum(low + rng.integers(0, N * S + 1, (B, T)), N * S)
+    q, k, v = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((B, T, K, G, H), (P, K, S, H), (P, K, S, V))
+    )
+    page = rng.permutation(P)[: B * N].reshape(B, N)
+    entry = np.arange(N * S).reshape(N, S)
+    for b in range(B):
+        is_used = high[b] > low[b]
+        first, last = (low[b][is_used].min(), high[b][is_used].max()) if is_used.any() else (0, 0)
+        is_free = (entry < first) | (entry >= last)
+        for n in range(N):
+            for x in (k, v):
+                x[page[b, n]][:, is_free[n]] = np.nan
+    scores = q * np.float32(H**-0.5)
+    integers = (x.astype(np.int32) for x in (page, low, high))
+    return [scores, k, v, *integers, np.float32(cap).reshape(())]
+
+
+def expected(arguments: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    q, k, v, page, low, high, cap = arguments
+    B, T, K, G, _ = q.shape
+    out, lse = np.zeros((B, T, K, G, v.shape[-1])), np.full((B, T, K, G), -np.inf)
+    for b, t, kv in np.ndindex(B, T, K):
+        seen = slice(low[b, t], high[b, t])
+        keys, values = (
+            x[page[b], kv].reshape(-1, x.shape[-1])[seen].astype(np.float64) for x in (k, v)
+        )
+        if not len(keys):
+            continue
+        scores = q[b, t, kv].astype(np.float64) @ keys.T
+        if cap:
+            scores = cap * np.tanh(scores / cap)
+        largest = scores.max(axis=1, keepdims=True)
+        weights = np.exp(scores - largest)
+        lse[b, t, kv] = largest[:, 0] + np.log(weights.sum(axis=1))
+        out[b, t, kv] = weights @ values / weights.sum(axis=1, keepdims=True)
+    return out, lse
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls(), st.booleans())
+def test_it_equals_the_reference_and_touches_its_buffers_alone(arguments, at_end):
+    wanted = expected(arguments)
+    given_buffers = [guarded(x, at_end=at_end) for x in arguments]
+    made = [guarded(np.full(x.shape, 9, np.float32), at_end=at_end) for x in wanted]
+    failed = call(handler(), [x.array for x in given_buffers], [x.array for x in made])
+    assert failed is None
+    for found, value in zip(made, wanted, strict=True):
+        np.testing.assert_allclose(found.array, value, atol=FLOAT32_ELEMENTWISE, rtol=1e-5)
+    for before, after in zip(arguments, given_buffers, strict=True):
+        np.testing.assert_array_equal(before, after.array)
+
+
+def arguments_of_one_row() -> list[np.ndarray]:
+    q, k = np.ones((1, 1, 1, 1, 16), np.float32), np.ones((2, 1, 16, 16), np.float32)
+    seen = np.zeros((1, 1), np.int32), np.full((1, 1), 3, np.int32)
+    return [q, k, k, np.array([[1]], np.int32), *seen, np.float32(0).reshape(())]
+
+
+@pytest.mark.parametrize(
+    ("index", "other", "message"),
+    [
+        (0, np.ones((1, 1, 1, 1, 32), np.float32), "sizes of its arguments"),
+        (2, np.ones((1, 1, 16, 16), np.float32), "sizes of its arguments"),
+        (1, np.ones((2, 1, 17, 16), np.float32), "sizes of its arguments"),
+        (3, np.zeros((2, 1), np.int32), "sizes of its arguments"),
+        (5, np.zeros((1, 2), np.int32), "sizes of its arguments"),
+        (3, np.zeros((1, 1), np.float32), "expected arguments float32 of rank 5"),
+        (0, np.ones((1, 1, 1, 16), np.float32), "expected arguments float32 of rank 5"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_an_error(index, other, message):
+    arguments = arguments_of_one_row()
+    results = [np.zeros((1, 1, 1, 1, 16), np.float32), np.zeros((1, 1, 1, 1), np.float32)]
+    assert call(handler(), arguments, results) is None
+    arguments[index] = other
+    failed = call(handler(), arguments, results)
+    assert failed is not None and message in failed
+    assert "expected arguments" in (call(handler(), arguments[:-1], results) or "")
+
+
+def test_an_error_reaches_the_caller_of_jax():
+    arguments = arguments_of_one_row()
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 1, 1, 1, 32), (1, 1, 1, 1))]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="do not belong together"):
+        jax.block_until_ready(jax.ffi.ffi_call("noria_attend_pages", shapes)(*arguments))
+
+
+def test_numbers_that_are_not_finite_reach_the_result():
+    for number in (np.nan, np.inf):
+        arguments = arguments_of_one_row()
+        arguments[1] = arguments[1].copy()
+        arguments[1][1, 0, 2, 5] = number
+        results = [np.zeros((1, 1, 1, 1, 16), np.float32), np.zeros((1, 1, 1, 1), np.float32)]
+        assert call(handler(), arguments, results) is None
+        assert not np.isfinite(results[0]).any()
+
+
+@pytest.mark.parametrize(
+    ("window", "scores"),
+    [
+        (None, PLAIN_SCORES),
+        (20, Scores(cap=3.0)),
+        (BothSides(5), PLAIN_SCORES),
+        (BothSides(None), PLAIN_SCORES),
+    ],
+)
+def test_whole_prompts_attend_as_in_the_reference(window, scores):
+    B, T, K, G, H = 3, 112, 2, 3, 64
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (B, T, K, G, H), (B, K, H, T), (B, K, T, H)
+    q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    index_1T, count_B1 = jnp.arange(T)[None], jnp.array([T, T // 2, 1])[:, None]
+    position_BT = jnp.where(index_1T < count_B1, index_1T, EMPTY_POSITION)
+    visibility = Visibility(position_BT, position_BT, window, is_in_order=True)
+    found = attend_prompts_cpu(q, k, v, visibility, scores)
+    is_token = np.asarray(position_BT != EMPTY_POSITION)
+    for x, wanted in zip(found, attend_dense(q, k, v, visibility, scores), strict=True):
+        x, wanted = np.asarray(x)[is_token], np.asarray(wanted)[is_token]
+        np.testing.assert_allclose(x, wanted, atol=FLOAT32_ELEMENTWISE)
+
+
+def test_the_form_for_other_processors_is_right():
+    """Vectors of eight numbers, compiled for a processor with AVX2 alone."""
+    program = """
+import jax, numpy as np
+from noria.modelzoo.kernels.cpu import objects
+objects.Processor.here = classmethod(lambda cls: cls("haswell", "+avx2,+fma"))
+objects.register(objects.compile_all(objects.Processor.here()))
+rng = np.random.default_rng(0)
+shapes = (2, 5, 2, 3, 48), (3, 2, 48, 48), (3, 2, 48, 48)
+q, k, v = (rng.standard_normal(shape).astype("float32") for shape in shapes)
+page, low = np.array([[0], [2]], "int32"), np.zeros((2, 5), "int32")
+high = np.arange(30, 40, dtype="int32").reshape(2, 5)
+shapes = [jax.ShapeDtypeStruct(s, "float32") for s in (q.shape, q.shape[:-1])]
+out, lse = jax.ffi.ffi_call("noria_attend_pages", shapes)(q, k, v, page, low, high, np.float32(0))
+for b, t in np.ndindex(2, 5):
+    keys, values = (x[page[b, 0], :, : high[b, t]] for x in (k, v))
+    scores = np.einsum("kgh,ksh->kgs", q[b, t], keys)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    wanted = np.einsum("kgs,ksh->kgh", weights, values) / weights.sum(-1)[..., None]
+    assert np.abs(wanted - np.asarray(out)[b, t]).max() < 1e-5
+print("right")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "right\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"key_dim": 40}, "multiple of 16 features, got 40"),
+        ({"page": 24}, r"pages of a multiple of 16 entries, got 24 \(buckets.page\)"),
+        ({"page": None, "is_in_order": True, "num_queries": 24}, "multiple of 16 tokens, got 24"),
+        ({"page": None}, "tokens lie in order on one device"),
+        ({"has_codes": True}, "no cache in codes"),
+        ({"stripes": 2}, "2 devices"),
+    ],
+)
+def test_it_says_what_it_does_not_serve(facts, reason):
+    plain = {"num_queries": 1, "key_dim": 64, "value_dim": 64, "dtype": jnp.dtype("float32")}
+    plain |= {"windows": frozenset({None}), "scores": PLAIN_SCORES, "has_sinks": False, "page": 64}
+    assert cpu_refusal(AttentionCall(**plain)) is None
+    refusal = cpu_refusal(AttentionCall(**plain | facts))
+    assert refusal is not None
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(refusal)
