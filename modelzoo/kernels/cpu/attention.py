@@ -18,7 +18,18 @@ import numpy as np
 from .frames import Buffer, argument, result, result_size, size
 from .memory import call_address, free, load32, load_float, malloc, native, store_float
 from .threads import Kernel
-from .vectors import BYTES, LOWEST, Width, capper, filler, product, scaler, softmax, transposer
+from .vectors import (
+    BYTES,
+    LOWEST,
+    Matrix,
+    Width,
+    capper,
+    filler,
+    product,
+    scaler,
+    softmax,
+    transposer,
+)
 
 NAME = "noria_attend_pages"
 _BLOCK_ROWS = 96
@@ -184,10 +195,9 @@ def _scorer(width: Width) -> Any:
                     to = scratch.turned + (j * count + i) * BYTES
                     transpose(to, count * BYTES, keys + (i * H + j) * BYTES, H * BYTES)
             to = scratch.scores + (entry - begin) * BYTES
-            multiply(
-                block.rows, count, scratch.queries, H * BYTES,
-                scratch.turned, count * BYTES, to, scratch.score_row, H,
-            )  # fmt: skip
+            queries = Matrix(scratch.queries, H * BYTES)
+            turned = Matrix(scratch.turned, count * BYTES)
+            multiply(block.rows, count, H, queries, turned, Matrix(to, scratch.score_row))
             entry = after
 
     return score
@@ -244,10 +254,9 @@ def _adder(width: Width) -> Any:
         while entry < end:
             after = _piece_end(frame, entry, end)
             weights = scratch.scores + (entry - begin) * BYTES
-            add(
-                block.rows, V, weights, scratch.score_row,
-                _vectors(frame, 2, block, entry), V * BYTES, scratch.sums, V * BYTES, after - entry,
-            )  # fmt: skip
+            values = Matrix(_vectors(frame, 2, block, entry), V * BYTES)
+            sums = Matrix(scratch.sums, V * BYTES)
+            add(block.rows, V, after - entry, Matrix(weights, scratch.score_row), values, sums)
             entry = after
 
     return add_values

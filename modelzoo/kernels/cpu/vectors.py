@@ -160,17 +160,17 @@ class _Code:
 
 
 def _tile(width: Width, num_rows: int, num_vectors: int, *, adds: bool) -> Any:
-    """A function `tile(x, x_row, y, y_row, out, out_row, count)`: the product of rows and columns.
+    """A function `tile(x, y, out, distances, count)`: the product of rows and columns.
 
-    `count` numbers of each row of x are multiplied with as many rows of y.
+    The distances are those between the rows of x, y and out. `count` numbers of each row of x are
+    multiplied with as many rows of y.
     """
 
     @intrinsic
-    def tile(
-        typing: Any, x: Any, x_row: Any, y: Any, y_row: Any, out: Any, out_row: Any, count: Any
-    ) -> Any:
+    def tile(typing: Any, x: Any, y: Any, out: Any, distances: Any, count: Any) -> Any:
         def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            x, x_row, y, y_row, out, out_row, count = args
+            x, y, out, distances, count = args
+            x_row, y_row, out_row = (builder.extract_value(distances, i) for i in range(3))
             code = _Code(context, builder, width.lanes)
             size = width.lanes * BYTES
             rows = [code.at(x, x_row, row) for row in range(num_rows)]
@@ -195,59 +195,67 @@ def _tile(width: Width, num_rows: int, num_vectors: int, *, adds: bool) -> Any:
                 code.store(place, total)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 7), write
+        given = *[types.intp] * 3, types.UniTuple(types.intp, 3), types.intp
+        return types.void(*given), write
 
     return tile
 
 
+class Matrix(NamedTuple):
+    """Rows of numbers."""
+
+    address: int
+    row: int
+    """The distance between its rows."""
+
+
 @cache
 def product(width: Width, *, adds: bool) -> Any:
-    """A function that multiplies rows with columns of memory: `out = x @ y`, or `out += x @ y`.
+    """A function `multiply(rows, columns, count, x, y, out)`: `out = x @ y`, or `out += x @ y`.
 
-    Its arguments are the number of rows and of columns, the address of x and the distance of its
-    rows, the same of y and of out, and the number of rows of y. Columns are a multiple of the lanes
-    of a vector.
+    x, y and out are matrices, and y has `count` rows. The columns of y are a multiple of the lanes.
     """
 
     def by_rows(num_vectors: int) -> Any:
         six, four, two, one = (_tile(width, rows, num_vectors, adds=adds) for rows in ROWS)
 
         @native
-        def run(rows, x, x_row, y, y_row, out, out_row, count):
+        def run(rows, count, x, y, out):
+            to, of, distances = out.address, x.address, (x.row, y.row, out.row)
             while rows > 0:
                 if rows >= 6:
                     done = 6
-                    six(x, x_row, y, y_row, out, out_row, count)
+                    six(of, y.address, to, distances, count)
                 elif rows >= 4:
                     done = 4
-                    four(x, x_row, y, y_row, out, out_row, count)
+                    four(of, y.address, to, distances, count)
                 elif rows >= 2:
                     done = 2
-                    two(x, x_row, y, y_row, out, out_row, count)
+                    two(of, y.address, to, distances, count)
                 else:
                     done = 1
-                    one(x, x_row, y, y_row, out, out_row, count)
-                x += done * x_row
-                out += done * out_row
+                    one(of, y.address, to, distances, count)
+                of += done * x.row
+                to += done * out.row
                 rows -= done
 
         return run
 
     of_wide, of_narrow = by_rows(width.vectors), by_rows(1)
-    num_wide, num_narrow = width.columns, width.lanes
+    wide, narrow = width.columns, width.lanes
 
     @native
-    def multiply(rows, columns, x, x_row, y, y_row, out, out_row, count):
-        while columns >= num_wide:
-            of_wide(rows, x, x_row, y, y_row, out, out_row, count)
-            y += num_wide * BYTES
-            out += num_wide * BYTES
-            columns -= num_wide
-        while columns > 0:
-            of_narrow(rows, x, x_row, y, y_row, out, out_row, count)
-            y += num_narrow * BYTES
-            out += num_narrow * BYTES
-            columns -= num_narrow
+    def multiply(rows, columns, count, x, y, out):
+        column = 0
+        while column < columns:
+            y_here = Matrix(y.address + column * BYTES, y.row)
+            out_here = Matrix(out.address + column * BYTES, out.row)
+            if columns - column >= wide:
+                of_wide(rows, count, x, y_here, out_here)
+                column += wide
+            else:
+                of_narrow(rows, count, x, y_here, out_here)
+                column += narrow
 
     return multiply
 
