@@ -33,6 +33,7 @@ from ..batch.lock import JobLock
 from ..batch.output import summarise
 from ..batch.run import run_job
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, OtherConfiguration, UnusableFile
+from ..files.differences import differences
 from ..files.disk import Disk, digest_file
 from ..files.manifest import (
     digest_table,
@@ -46,12 +47,12 @@ from ..process.stop_signals import EXIT_CODES, StopSignals
 from ..progress.progress import Progress
 from ..rows.columns import Columns
 from ..rows.lines import BadRow
-from ..rows.part import WHOLE, Part
+from ..rows.part import WHOLE
 from ..rows.results import OutputLines, error_text
 from ..rows.row_files import check_input, unit_of
 from ..rows.scan import ScanSummary
 from .final_output import write_final
-from .pipeline_file import Pipeline, changed_keys
+from .pipeline_file import Pipeline
 from .stage_bounds import measure_stages
 from .stage_input import write_input
 from .stage_renderer import StageRenderer, check_columns, open_renderers
@@ -214,25 +215,14 @@ class _StagesRun:
 
         `stored` is the configuration of a stage.
         """
-        folder, begun, now = self.rows.stages[0].folder, stored.get("pipeline"), self.pipeline.text
-        remedy = "Restore it, choose another output, or discard the stages with --restart."
-        if isinstance(begun, str) and begun != now:
+        now = {"pipeline": self.pipeline.text, _INPUT: self._input, "rows": str(self.rows.part)}
+        lines = differences({key: stored.get(key) for key in now}, now, ("there", "now"))
+        if lines:
             raise UnusableFile(
-                f"{self.pipeline.path}: expected the pipeline with which the stages in {folder} "
-                f"were begun, got another one, with changes of {changed_keys(begun, now)}. {remedy}"
-            )
-        if (answered := stored.get(_INPUT)) != self._input:
-            raise UnusableFile(
-                f"{self.rows.path}: expected the input with which the stages in "
-                f"{folder} were begun, got another one:\n  {_INPUT}: there {answered}, now "
-                f"{self._input}\n{remedy}"
-            )
-        begun_part, part = Part.from_manifest(str(stored.get("rows"))), self.rows.part
-        if begun_part != part:
-            raise UnusableFile(
-                f"--rows: expected {begun_part.option}, with which the stages in {folder} were "
-                f"begun, got {part.option}. Give it, choose another output, or discard the stages "
-                f"with --restart."
+                f"{self.rows.path}: expected the pipeline, the input and the part of the rows with "
+                f"which the stages in {self.rows.stages[0].folder} were begun, got others:\n"
+                + "\n".join(lines)
+                + "\nRestore them, choose another output, or discard the stages with --restart."
             )
 
     def _stopped(self, requested: signal.Signals) -> int:
