@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..files.disk import Disk
+from ..pods.peers import Peers
+from ..process.stop_signals import StopSignals
 from ..progress.progress import Progress
 from ..rows.lines import PLAIN, RequestRules
 from ..rows.scan import ScanSummary
@@ -123,6 +126,19 @@ class JobSettings:
                 f"rows in their places, got {self.files.error_file}. Give it to noria merge "
                 "instead."
             )
+
+
+@dataclass
+class Job:
+    """A job in one of its processes."""
+
+    settings: JobSettings
+    model: JobModel
+    peers: Peers
+    disk: Disk
+    progress: Progress
+    phases: PhaseClock
+    stop: StopSignals
 
 
 def facts_to_agree_on(
