@@ -27,7 +27,6 @@ from ..rows.lines import BatchRow
 from ..rows.repeats import Answer, Repeats
 from ..rows.results import OutputLines, error_text, row_metrics
 from ..rows.scan import ScannedRow
-from .drain import Drain
 from .job import Build
 from .job_input import JobInput
 from .journal import Journal
@@ -59,6 +58,8 @@ class RowRunner:
     _in_flight: dict[str, BatchRow] = field(default_factory=dict)
     _answers: list[Answer] = field(default_factory=list)
     """Outputs that answer more rows in the next steps."""
+    _deadline: float | None = None
+    """The time at which rows in flight are left, once a signal has come."""
 
     def run(self, built: Build, rows: Sequence[ScannedRow], table: "PrefixTable") -> str | None:
         """Run rows until all are finished or a signal stops the job.
@@ -79,8 +80,7 @@ class RowRunner:
             for row, prefix in zip(submission.rows, submission.prefixes, strict=True)
         )
         del submission  # it would keep every prefix to the end
-        drain = Drain(self.stop, self.peers)
-        directive = GO
+        directive, self.stop.can_drain = GO, True
         while True:
             # a call is in flight meanwhile, and it does not depend on the rows of this step
             self._answer_repeats(waiting)
@@ -90,7 +90,7 @@ class RowRunner:
                 self.peers.record(generator.receive())
             # processes compare their work here, before the next collective and after the last row:
             # a process with other rows or tokens would leave the others waiting in a collective
-            previous, directive = directive, drain.next_directive()
+            previous, directive = directive, self._next_directive()
             if directive.action != "go" and previous.action == "go":
                 self._begin_drain(generator, directive)
             try:
@@ -105,10 +105,20 @@ class RowRunner:
             if self.journal is not None:
                 self.journal.sync_if_due()
             self.progress.update(generator.figures)
-        drain.end()
+        self.stop.can_drain = False  # no rows are in flight
         if self.journal is not None:
             self.journal.sync()
         return directive.signal if waiting or self._in_flight or self._answers else None
+
+    def _next_directive(self) -> StepDirective:
+        """The directive for the next step; process 0 decides it, whichever received the signal."""
+        requested = self.stop.requested
+        own_signal, directive = None if requested is None else requested.name, GO
+        if (signal_name := own_signal or self.peers.remote_signal) is not None:
+            now = time.monotonic()
+            self._deadline = self._deadline or now + self.stop.grace_seconds
+            directive = StepDirective("drain" if now < self._deadline else "stop", signal_name)
+        return self.peers.exchange_directive(directive, own_signal)
 
     def _begin_drain(self, generator: "Session", directive: StepDirective) -> None:
         """Drop submitted rows that have no slot yet, so that only rows in flight finish."""
