@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import ModelFiles
 from ..errors import EXIT_MODEL, InvalidTokenizer, JobError
-from ..structured.params import AllowedTokens
 from ..structured.structures import Structures
 from ..text.chat_template import ChatRenderer
 from ..text.load_tokenizer import load_tokenizer
@@ -24,7 +22,6 @@ from .scan import Encode, RowRequirements
 
 if TYPE_CHECKING:
     from ...compile.grids.row_shape import RowShape
-    from ..structured.token_automaton import TokenAutomaton, TokenTrie
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,9 @@ def open_text(
     structures = structures or Structures()
     try:
         tokenizer = load_tokenizer(files.tokenizer_files, files.path)
-        structures.compile_allowed = partial(_allowed_tokens, files, tokenizer)
+        structures.compile_allowed = lambda allowed: _session().allowed_tokens(
+            files, tokenizer, allowed
+        )
         options: dict[str, Any] = {
             "structures": structures,
             "encode_pooled": PooledEncoder(
@@ -77,7 +76,7 @@ def open_text(
         if tokenizer is None:
             yield JobText(PromptEncoder(None, **options), None)
             return
-        structures.make_trie = partial(_vocabulary, files, tokenizer)
+        structures.make_trie = lambda: _session().vocabulary_trie(files, tokenizer)
         with ChatRenderer(tokenizer, now=now) as chat:
             yield JobText(
                 PromptEncoder(tokenizer, chat.encode_all, **options),
@@ -89,18 +88,11 @@ def open_text(
         raise JobError(str(error), EXIT_MODEL) from error
 
 
-def _vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> "TokenTrie":
+def _session() -> Any:
+    """The module `session`, which imports jax; only rows with forms wait for it."""
     from .. import session
 
-    return session.vocabulary_trie(files, tokenizer)
-
-
-def _allowed_tokens(
-    files: ModelFiles, tokenizer: Tokenizer | None, allowed: AllowedTokens
-) -> "TokenAutomaton":
-    from .. import session
-
-    return session.allowed_tokens(files, tokenizer, allowed)
+    return session
 
 
 def row_shape(row: RowRequirements, structures: Structures) -> "RowShape":
