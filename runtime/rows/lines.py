@@ -31,8 +31,7 @@ from .pooled_body import (
     PooledRequest,
     read_pooled,
 )
-from .request_body import key_tables, read_params
-from .tools import Tools
+from .request_body import BodyParams, key_tables, read_params
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETION_URL = "/v1/completions"
@@ -89,29 +88,20 @@ PLAIN = RequestRules()
 
 
 @dataclass(frozen=True)
-class BatchRow(PlacedRow):
+class BatchRow(PlacedRow, BodyParams):
     """A request as written in its line, before tokenizing."""
 
     custom_id: str
     kind: Literal["chat", "completion", "score", "pooled"]
-    params: SamplingParams
     model: str | None = None
     adapter: str | None = None
     """The adapter that `model` names; None for the model itself."""
     messages: list[dict[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
-    max_prompt_tokens: int | None = None
-    """The number of the prompt's last tokens to keep; -1 for the length of the model."""
-    echo: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
     ignored: tuple[str, ...] = ()
     """The unknown keys of the body, which were ignored."""
-    tools: Tools | None = None
     pooled: PooledRequest | None = None
     """The texts to embed, to compare or to classify; None for other requests."""
 
@@ -293,23 +283,14 @@ def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
         pooled = read_pooled(task, body)
         return {"kind": "pooled", "params": params, "model": _model(body), "pooled": pooled}
     is_chat = url == CHAT_URL
-    read = read_params(body, is_chat=is_chat, defaults=defaults)
-    content: dict[str, Any] = {
-        "params": read.params,
-        "echo": read.echo,
-        "logprobs": read.logprobs,
-        "prompt_logprobs": read.prompt_logprobs,
-        "max_prompt_tokens": read.max_prompt_tokens,
-        "model": _model(body),
-    }
+    asked = read_params(body, is_chat=is_chat, defaults=defaults)
+    content: dict[str, Any] = {**vars(asked), "model": _model(body)}
     if is_chat:
-        content["kind"], content["tools"] = "chat", read.tools
-        content["add_generation_prompt"] = read.add_generation_prompt
-        content["continue_final_message"] = read.continue_final_message
+        content["kind"] = "chat"
         content["messages"] = read_messages(body.get("messages"))
         content["chat_template_kwargs"] = _template_kwargs(body.get("chat_template_kwargs"))
         return content
-    content["kind"] = "score" if read.params.max_tokens == 0 else "completion"
+    content["kind"] = "score" if asked.params.max_tokens == 0 else "completion"
     prompt = _prompt(body.get("prompt"))
     content["prompt" if isinstance(prompt, str) else "prompt_token_ids"] = prompt
     return content

@@ -82,15 +82,15 @@ CHAT_KEYS = (
 COMPLETION_KEYS = (*_COMMON, "prompt", "echo")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BodyParams:
     """The sampling parameters in a body, and the extra contents that its answer must show."""
 
     params: SamplingParams
-    echo: bool
-    logprobs: int | None
+    echo: bool = False
+    logprobs: int | None = None
     """Number of alternatives to show for each token of the answer and of the echoed prompt."""
-    prompt_logprobs: int | None
+    prompt_logprobs: int | None = None
     """Number of alternatives to show in the separate `prompt_logprobs` field."""
     tools: Tools | None = None
     """The tools that the model may call, or must call."""
@@ -132,11 +132,11 @@ def read_params(
 
     echo = switch(given, "echo")
     logprobs = _chat_logprobs(given) if is_chat else _count(given, "logprobs")
-    asked_prompt_logprobs = _count(given, "prompt_logprobs")
+    prompt_logprobs = _count(given, "prompt_logprobs")
     fields["logprobs"] = logprobs
     if echo and logprobs is not None:
         # an echoed prompt shows its log-probabilities in the same list as the answer
-        fields["prompt_logprobs"] = max(logprobs, asked_prompt_logprobs or 0)
+        fields["prompt_logprobs"] = max(logprobs, prompt_logprobs or 0)
     if fields.get("max_tokens") == 0:
         fields["logprobs"] = None
     asked = ""
@@ -156,9 +156,16 @@ def read_params(
         keys = {"max_tokens": limit_key, "stopping": _RULE}
         keys |= {"structured_outputs": asked} if asked else {}
         raise _in_body_keys(error, keys) from None
-    cut = max_prompt_tokens(given)
+    begins, continues = _read_prefill(given)
     return BodyParams(
-        params, echo, logprobs, asked_prompt_logprobs, tools, cut, *_read_prefill(given)
+        params=params,
+        echo=echo,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        tools=tools,
+        max_prompt_tokens=max_prompt_tokens(given),
+        add_generation_prompt=begins,
+        continue_final_message=continues,
     )
 
 
