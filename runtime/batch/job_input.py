@@ -12,7 +12,7 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -45,7 +45,7 @@ _UINT32 = "I"
 
 
 class TokenSpill:
-    """A store of token ids by row; close it, or use it in `with`."""
+    """A store of token ids by row; close it."""
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_TOKEN_BYTES):
         """Open the file in `folder`; if this fails, no ids are kept."""
@@ -92,12 +92,6 @@ class TokenSpill:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def __enter__(self) -> "TokenSpill":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _write(self) -> None:
         assert self._file is not None
@@ -207,7 +201,7 @@ def open_input(
     with (
         files.open_rows(progress) as source,
         model.open_text(datetime.fromisoformat(now)) as text,
-        TokenSpill(files.output.parent) as token_ids,
+        closing(TokenSpill(files.output.parent)) as token_ids,
     ):
         yield JobInput(
             source.file,

@@ -4,7 +4,7 @@ Does not know about weights or devices.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,7 @@ def open_text(
             yield JobText(PromptEncoder(None, **options), None)
             return
         structures.make_trie = lambda: _session().vocabulary_trie(files, tokenizer)
-        with ChatRenderer(tokenizer, now=now) as chat:
+        with closing(ChatRenderer(tokenizer, now=now)) as chat:
             yield JobText(
                 PromptEncoder(tokenizer, chat.encode_all, **options),
                 tokenizer,

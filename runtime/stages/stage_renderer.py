@@ -11,7 +11,7 @@ Does not know about files or tokens. Guarantees: a request or a `RowError` for e
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import chain
 from typing import Any
 
@@ -41,7 +41,7 @@ def calls_text(calls: Iterable[tuple[str, str]]) -> str:
 
 
 class StageRenderer:
-    """Renders the requests of one stage; use it in a `with` block.
+    """Renders the requests of one stage; close it.
 
     Args:
         stage: The stage.
@@ -150,12 +150,6 @@ class StageRenderer:
         for process in self._processes.values():
             process.close()
 
-    def __enter__(self) -> "StageRenderer":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 def open_renderers(
     pipeline: Pipeline, files: ExitStack, *, keeps_model: bool = False
@@ -171,7 +165,7 @@ def open_renderers(
         ConfigError: A template is wrong, or reads answers whose lengths are not limited.
     """
     renderers = [
-        files.enter_context(StageRenderer(stage, keeps_model=keeps_model))
+        files.enter_context(closing(StageRenderer(stage, keeps_model=keeps_model)))
         for stage in pipeline.stages
     ]
     earlier: dict[str, StageRenderer] = {}

@@ -37,7 +37,7 @@ class Conversation(NamedTuple):
 
 
 class ChatRenderer:
-    """Renders and encodes conversations for a tokenizer; close it, or use it in a `with` block."""
+    """Renders and encodes conversations for a tokenizer; close it."""
 
     def __init__(
         self,
@@ -136,12 +136,6 @@ class ChatRenderer:
         """End the processes of the templates."""
         for template in self._templates.values():
             template.process.close()
-
-    def __enter__(self) -> "ChatRenderer":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _template(self, conversation: Conversation) -> ModelTemplate:
         """The template of a conversation: a model may have one of its own for rows with tools."""
