@@ -138,7 +138,7 @@ class _NewJob(Job):
         files, identity = self.settings.files, self.settings.identity
         if earlier is None and not files.journal.exists():
             refuse_foreign_outputs(files, identity)
-        return Journal.open(
+        return Journal(
             files.journal,
             identity.stored,
             may_differ=identity.may_differ,

@@ -28,7 +28,7 @@ class OpenJournal:
         self.now = 0.0
         self.disk = CountingDisk()
         path = folder / "out.jsonl.journal"
-        self.journal = Journal.open(path, {}, disk=self.disk, clock=lambda: self.now)
+        self.journal = Journal(path, {}, disk=self.disk, clock=lambda: self.now)
         self.disk.num_syncs = 0
 
     def record(self, count: int) -> None:
