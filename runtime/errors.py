@@ -83,10 +83,6 @@ class _WithExitCode(Exception):
         super().__init__(message)
         self.exit_code = exit_code
 
-    def __reduce__(self):
-        """Pickle all arguments, so that a worker's error reaches its parent process."""
-        return type(self), (str(self), self.exit_code)
-
 
 class JobError(_WithExitCode, RuntimeError):
     """A job that cannot continue, with the exit code of its command."""

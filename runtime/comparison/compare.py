@@ -42,15 +42,13 @@ from .statistics import PairFigures
 
 if TYPE_CHECKING:
     from ...compile.build import BuildProgress
-    from ...compile.grids.bucket_grid import BucketGrid
-    from ...sharding.layout import Layout
 
 
 def forced_grid(
     prompt_lengths: Sequence[int],
     max_length: int,
     slots: int,
-    layout: "Layout | None",
+    layout: Layout | None,
     page: int | None = None,
 ) -> BucketGrid:
     """The grid of models that are compared.
@@ -306,7 +304,7 @@ class _Setup:
 
         return ForcedModel(build(loaded, plan, report), loaded.definition.padded_vocab)
 
-    def _derived(self, model: ComparedModel, files: ModelFiles, grid: "BucketGrid") -> Plan:
+    def _derived(self, model: ComparedModel, files: ModelFiles, grid: BucketGrid) -> Plan:
         dtype = resolve_dtype(self.dtype, self.target)
         numbers = Numbers.from_table({"dtype": dtype, **model.numbers})
         planned = PlannedModel(files.name, files.fingerprint())
