@@ -13,9 +13,9 @@ spacing of their keys and the spelling of their urls, except in tools and forms 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..errors import RowError, joined, unknown_parameter
 from ..files.strict_json import MAX_LINE_BYTES, Line, Unit, dump_line, parse_object
@@ -67,6 +67,9 @@ class PlacedRow:
             self.row, self.line_number, self.offset, self.custom_id, self.request_hash, error,
             unit=self.unit,
         )  # fmt: skip
+
+
+Row = TypeVar("Row", bound=PlacedRow)
 
 
 @dataclass(frozen=True)
@@ -171,14 +174,21 @@ def record_of(line: Line) -> dict[str, Any]:
     return parse_object(line.content)
 
 
-def duplicate_error(place: str, custom_id: str | None, first_place: str) -> RowError:
-    """The error for a line with the custom_id of an earlier line."""
-    return RowError(
-        "duplicate_custom_id",
-        f"{place}: expected a new custom_id, got {str(custom_id)[:100]!r}, the id of "
-        f"{first_place}, which keeps it. Give each its own.",
-        "custom_id",
-    )
+def with_unique_ids(rows: Iterable[Row]) -> Iterator[Row | BadRow]:
+    """Rows in order, of which later ones with the custom_id of an earlier one are errors."""
+    first_lines: dict[str | None, int] = {}
+    for row in rows:
+        first = first_lines.setdefault(row.custom_id, row.line_number)
+        if row.custom_id is None or first == row.line_number:
+            yield row
+            continue
+        error = RowError(
+            "duplicate_custom_id",
+            f"{row.place}: expected a new custom_id, got {row.custom_id[:100]!r}, the id of "
+            f"{row.unit} {first}, which keeps it. Give each its own.",
+            "custom_id",
+        )
+        yield row.failed(error)
 
 
 def hash_request(url: str, body: Mapping[str, Any]) -> str:

@@ -23,8 +23,8 @@ from ..rows.lines import (
     BadRow,
     PlacedRow,
     custom_id_of,
-    duplicate_error,
     record_of,
+    with_unique_ids,
     written_id,
 )
 from ..rows.part import Part
@@ -111,14 +111,8 @@ def read_rows(file: BinaryIO, unit: Unit = "line") -> Iterator[InputRow | BadRow
         unit: The unit in which errors count places.
     """
     file.seek(0)
-    first_lines: dict[str, int] = {}
-    for index, line in enumerate(read_lines(file, unit=unit)):
-        row = _read_row(line, index)
-        if row.custom_id is not None:
-            first = first_lines.setdefault(row.custom_id, line.number)
-            if first != line.number:
-                row = row.failed(duplicate_error(line.place, row.custom_id, f"{unit} {first}"))
-        yield row
+    lines = enumerate(read_lines(file, unit=unit))
+    yield from with_unique_ids(_read_row(line, index) for index, line in lines)
 
 
 def _read_row(line: Line, index: int) -> InputRow | BadRow:
