@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import RowError, joined, unknown_parameter
+from ..parameters.checks import wrong_value
 from .tokenizer import check_encodable
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -187,9 +188,7 @@ def iterate_strings(value: object) -> Iterator[str]:
 
 def invalid_value(where: str, expected: str, got: object) -> RowError:
     """The error for a wrong value at a place such as `messages[2].content`."""
-    shown = repr(got)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return RowError("invalid_request", f"{where}: expected {expected}, got {shown}.", _param(where))
+    return wrong_value(where, expected, got, _param(where))
 
 
 def _param(where: str) -> str:
