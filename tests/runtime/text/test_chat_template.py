@@ -308,7 +308,7 @@ def test_text_parts_are_joined_by_line_ends(renderer):
         ("hi", "messages: expected a list"),
         ({"role": "user"}, "messages: expected a list"),
         (["hi"], r"messages\[0\]: expected an object"),
-        ([{"content": "x"}], r"messages\[0\].role: expected a string, got None"),
+        ([{"content": "x"}], r"messages\[0\].role: expected a string, got none"),
         ([{"role": 1, "content": "x"}], r"messages\[0\].role: expected a string, got 1"),
         ([{"role": "user"}], r"messages\[0\].content: expected a string or a list of text parts"),
         ([{"role": "user", "content": None}], "content: expected a string"),
