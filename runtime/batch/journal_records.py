@@ -69,12 +69,13 @@ def read_record(payload: bytes) -> tuple[dict[str, Any], bytes]:
         _table("output line", line)
     elif tab:
         raise BadRecord(f"expected no output line in a {kind}, got one")
-    if kind == "fact" and facts["name"] == PLAN:
-        _check_toml(facts["value"])
-    if kind == "fact" and facts["name"] == DEVICES:
-        _table("the devices", facts["value"].encode())
-    if kind == "fact" and facts["name"] == INSTANT:
-        _check_time(facts["value"])
+    if kind == "fact" and facts["name"] in _READERS:
+        expected, read = _READERS[facts["name"]]
+        try:
+            read(facts["value"])
+        except ValueError:
+            name, shown = facts["name"], _shown(facts["value"])
+            raise BadRecord(f"the {name}: expected {expected}, got {shown}") from None
     return facts, line
 
 
@@ -92,20 +93,6 @@ def _table(name: str, content: bytes) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise BadRecord(f"{name}: expected a JSON object, got {_shown(table)}")
     return table
-
-
-def _check_toml(plan: str) -> None:
-    try:
-        tomllib.loads(plan)
-    except tomllib.TOMLDecodeError as error:
-        raise BadRecord(f"the plan: expected TOML, got {_shown(plan)} ({error})") from None
-
-
-def _check_time(instant: str) -> None:
-    try:
-        datetime.fromisoformat(instant)
-    except ValueError:
-        raise BadRecord(f"the instant: expected a time, got {_shown(instant)}") from None
 
 
 def _shown(value: object) -> str:
@@ -150,6 +137,12 @@ _RUN: Mapping[str, Callable[[Any], bool]] = {
     "output_tokens": _is_count,
     "end": _is_text,
 }
+_READERS: Mapping[str, tuple[str, Callable[[str], object]]] = {
+    PLAN: ("TOML", tomllib.loads),
+    DEVICES: ("a JSON object", lambda text: _table(DEVICES, text.encode())),
+    INSTANT: ("a time", datetime.fromisoformat),
+}
+"""The forms of the values of facts, and their readers."""
 _TEXT = ("a string", _is_text)
 _FIELDS: Mapping[str, Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
     "header": {

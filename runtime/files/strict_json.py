@@ -69,15 +69,15 @@ def parse_object(content: bytes) -> dict[str, Any]:
         ) from None
     try:
         value = _DECODER.decode(text)
+        # nesting is at most the number of opening brackets, so most lines need no traversal
+        if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+            raise RecursionError
     except json.JSONDecodeError as error:
         raise _invalid(_syntax_problem(text, error)) from None
     except RecursionError:
-        raise _too_deep() from None
+        raise _invalid(f"expected at most {MAX_DEPTH} levels of nesting, got more") from None
     if not isinstance(value, dict):
         raise _invalid(f"expected a JSON object, got {_kind(value)}")
-    # nesting is at most the number of opening brackets, so most lines need no traversal
-    if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
-        raise _too_deep()
     # decoded UTF-8 has no surrogates, so a lone surrogate can only come from an escape
     if _SURROGATE_ESCAPE.search(text):
         _refuse_lone_surrogates(value)
@@ -164,10 +164,6 @@ def _syntax_problem(text: str, error: json.JSONDecodeError) -> str:
     return f"expected a JSON object, got {problem} at character {error.pos}"
 
 
-def _too_deep() -> RowError:
-    return _invalid(f"expected at most {MAX_DEPTH} levels of nesting, got more")
-
-
 def _kind(value: object) -> str:
     if value is None:
         return "null"
@@ -205,22 +201,12 @@ def _refuse_constant(literal: str) -> NoReturn:
     raise _invalid(f"expected finite numbers, got {literal}, which is not JSON")
 
 
-def _depth_exceeds(value: object, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        if not level:
-            return False
-        level = [child for parent in level for child in _children(parent)]
-    return bool(level)
-
-
-def _children(value: object) -> list[object]:
-    """The containers directly inside a container."""
-    if isinstance(value, dict):
-        return [child for child in value.values() if isinstance(child, dict | list)]
-    if isinstance(value, list):
-        return [child for child in value if isinstance(child, dict | list)]
-    return []
+def _depth(value: object) -> int:
+    """The number of containers inside each other, the value itself included."""
+    if not isinstance(value, dict | list):
+        return 0
+    inside = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inside), default=0)
 
 
 def _refuse_lone_surrogates(value: object) -> None:

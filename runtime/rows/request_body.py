@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import ConfigError, RowError, joined, unknown_parameter
-from ..parameters.checks import whole_number, wrong_value
+from ..parameters.checks import check_integer, whole_number, wrong_value
 from ..parameters.vllm_options import AcceptedValues
 from ..request import MAX_LOGPROBS, SampleRule, SamplingParams
 from .body_keys import (
@@ -220,10 +220,7 @@ def _read_prefill(given: Mapping[str, Any]) -> tuple[bool, bool]:
 
 def _count(given: Mapping[str, Any], key: str) -> int | None:
     value = given.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_LOGPROBS:
-        raise wrong_value(key, f"an integer from 0 to {MAX_LOGPROBS}", value)
+    check_integer(key, value, 0, MAX_LOGPROBS, optional=True)
     return value
 
 
