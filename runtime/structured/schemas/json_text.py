@@ -22,7 +22,6 @@ from ..language import (
     Ranges,
     Repetition,
     Restricted,
-    Separated,
     characters,
     complement,
     either,
@@ -68,7 +67,7 @@ def in_json_string(language: Language) -> Language:
             return replace(language, body=in_json_string(body))
         case Restricted(body, other):
             return replace(language, body=in_json_string(body), other=in_json_string(other))
-        case Separated() | Members() | Compiled():
+        case Members() | Compiled():
             raise AssertionError("patterns have none of these")
 
 
@@ -93,12 +92,14 @@ def any_value(depth: int) -> Language:
     if depth == 0:
         return SCALAR
     inner = any_value(depth - 1)
-    return either(*SCALAR.options, sequence("[", Separated(inner, COMMA), "]"), json_map(inner))
+    return either(
+        *SCALAR.options, sequence("[", Repetition(inner, separator=COMMA), "]"), json_map(inner)
+    )
 
 
 def json_map(value: Language, key: Language = STRING) -> Language:
     """An object of any number of keys."""
-    return sequence("{", Separated(sequence(key, COLON, value), COMMA), "}")
+    return sequence("{", Repetition(sequence(key, COLON, value), separator=COMMA), "}")
 
 
 def bounded_integer(low: int | None, high: int | None) -> Language:
