@@ -29,6 +29,7 @@ from typing import Any
 from ..errors import JournalError, JournalWriteError
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
+from ..rows.lines import PlacedRow
 from .begun_job import check_same_configuration
 from .job_runs import JobRun
 from .journal_records import (
@@ -147,10 +148,7 @@ class Journal:
 
     def record_row(
         self,
-        *,
-        row: int,
-        custom_id: str,
-        request_hash: str,
+        row: PlacedRow,
         line: Mapping[str, Any],
         code: str | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -158,9 +156,7 @@ class Journal:
         """Append one finished row.
 
         Args:
-            row: Index of the row in the input.
-            custom_id: The id of the row.
-            request_hash: The hash of its request.
+            row: The row of the input.
             line: The output line, as in the final file.
             code: The error code; None for a result.
             metrics: Figures that the manifest sums over rows.
@@ -170,9 +166,9 @@ class Journal:
         """
         facts = {
             "kind": "row",
-            "row": row,
-            "custom_id": custom_id,
-            "request": request_hash,
+            "row": row.row,
+            "custom_id": row.custom_id,
+            "request": row.request_hash,
             "code": code,
             "metrics": dict(metrics or {}),
         }

@@ -207,14 +207,7 @@ class RowRunner:
         metrics = {**row_metrics(row, output), FINISHED_AT: round(time.time(), 3)}
         if is_repeat:
             metrics[REPEATED] = 1
-        self.journal.record_row(
-            row=row.row,
-            custom_id=row.custom_id,
-            request_hash=row.request_hash,
-            line=line,
-            code=error.code if error else None,
-            metrics=metrics,
-        )
+        self.journal.record_row(row, line, error.code if error else None, metrics)
         self.progress.count_row(is_error=error is not None)
         if error is not None:
             self.progress.show_error(error_text(row, error))

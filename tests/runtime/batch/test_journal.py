@@ -9,6 +9,7 @@ from fake_model import FakeGenerator, FakeModel, run, write_input
 from noria.runtime.batch import journal as journal_module
 from noria.runtime.batch.journal import SYNC_ROWS, SYNC_SECONDS, Journal
 from noria.runtime.files.disk import Disk
+from noria.runtime.rows.lines import PlacedRow
 
 
 class CountingDisk(Disk):
@@ -34,7 +35,7 @@ class OpenJournal:
     def record(self, count: int) -> None:
         for _ in range(count):
             row = len(self.journal.rows)
-            self.journal.record_row(row=row, custom_id=f"{row}", request_hash="", line={})
+            self.journal.record_row(PlacedRow(row, row + 1, 0, f"{row}", ""), {})
 
 
 def test_rows_are_synced_when_they_are_many(tmp_path):

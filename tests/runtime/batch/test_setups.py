@@ -11,6 +11,7 @@ from file_identity import identity
 from noria.runtime.batch.journal import Journal
 from noria.runtime.batch.journal_records import OF_DEVICES, PLAN, SETUP
 from noria.runtime.errors import JobError, JournalError
+from noria.runtime.rows.lines import PlacedRow
 
 TWO, FOUR = "2 processes of 4 devices, gloo", "4 processes of 2 devices, gloo"
 
@@ -95,7 +96,7 @@ def test_other_devices_have_no_plan_until_one_is_recorded_for_them(tmp_path):
     path = tmp_path / "out.jsonl.journal"
     journal = Journal(path, EIGHT)
     journal.record_fact(PLAN, "devices = 8")
-    journal.record_row(row=0, custom_id="a", request_hash="h", line={"id": "x"})
+    journal.record_row(PlacedRow(0, 1, 0, "a", "h"), {"id": "x"})
     journal.close()
     for _ in range(2):  # also after a kill before the new plan
         journal = Journal(path, ONE, may_differ=ALL)
