@@ -233,7 +233,7 @@ class Execution(Job):
             return self.peers.broadcast(EXIT_OK)
         self.begun.check_lock()
         finished = FinishedRows(
-            self.files, self.identity, summary, self.journal, self.lines, self.source.carried
+            self.files, self.identity, summary, self.journal, self.lines, self.source.rows.carried
         )
         manifest = finalise(finished, self.facts, outcome, self.phases, self.disk)
         self.progress.note(summarise(self.files.output, manifest))
