@@ -22,13 +22,14 @@ from noria.runtime.batch.merge import merge
 from noria.runtime.errors import ConfigError, JobError, UnusableFile
 from noria.runtime.files.manifest import read_manifest
 from noria.runtime.progress.progress import Progress
-from noria.runtime.rows.part import Part
+from noria.runtime.rows.part import WHOLE, Part
+from noria.runtime.rows.row_files import OpenRows
 from noria.runtime.rows.scan import ScanSummary
 from noria.runtime.stages.pipeline_file import read_pipeline
 from noria.runtime.stages.run_stages import run_stages
 from noria.runtime.stages.stage_bounds import measure_stages
 from noria.runtime.stages.stage_renderer import open_renderers
-from noria.runtime.stages.stage_rows import StageFiles, follow_rows, read_rows
+from noria.runtime.stages.stage_rows import StagedRows, StageFiles, read_rows
 from noria.runtime.stages.staged_model import StagedModel
 
 STAGES = """
@@ -300,8 +301,7 @@ def test_calls_are_part_of_the_answer_that_later_stages_read(source, tmp_path):
     files.output.write_text(json.dumps(line) + "\n")
     files.errors.touch()
     with source.open("rb") as file:
-        row = next(read_rows(file))
-    (followed,) = follow_rows(iter([row]), [files])
+        followed = next(StagedRows(OpenRows(file), source, WHOLE, [files]).follow(1))
     # the arguments as they were generated, whose quotation marks need no escapes
     shown = '[{"name": "now", "arguments": {"zone": "\\"UTC\\""}}]'
     answers = [shown, f"Let me see.\n{shown}", "No."]
