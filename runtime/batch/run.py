@@ -71,8 +71,8 @@ def run_job(
         check_input(files.input, files.columns)
     signals = StopSignals(settings.grace_seconds) if stop is None else nullcontext(stop)
     with signals as stop, ExitStack() as opened:
-        job = _NewJob(settings, model, peers, disk, progress, phases, stop)
-        begun = job.lead(opened) if peers.is_leader else job.follow()
+        job = Job(settings, model, peers, disk, progress, phases, stop)
+        begun = _lead(job, opened) if peers.is_leader else _follow(job)
         if isinstance(begun, int):
             return begun
         part, now = settings.identity.part, peers.broadcast(begun.now)
@@ -80,83 +80,84 @@ def run_job(
         return Execution(**vars(job), source=source, begun=begun).run()
 
 
-class _NewJob(Job):
-    """A job before its input is read."""
+def _follow(job: Job) -> int | BegunJob:
+    """Begin in a process that has no files; an exit code if there is nothing to do."""
+    # process 0 sends an exit code if it has nothing to do
+    code = job.peers.broadcast(None)
+    return BegunJob(None, "") if code is None else code
 
-    def follow(self) -> int | BegunJob:
-        """Begin in a process that has no files; an exit code if there is nothing to do."""
-        # process 0 sends an exit code if it has nothing to do
-        code = self.peers.broadcast(None)
-        return BegunJob(None, "") if code is None else code
 
-    def lead(self, opened: ExitStack) -> int | BegunJob:
-        """Begin in the process that has the job's files; an exit code if there is nothing to do.
+def _lead(job: Job, opened: ExitStack) -> int | BegunJob:
+    """Begin in the process that has the job's files; an exit code if there is nothing to do.
 
-        `opened` closes the files, and records the end of the run.
-        """
-        files, identity = self.settings.files, self.settings.identity
-        files.check(identity.added_columns)
-        lock = opened.enter_context(JobLock(files.lock, self.progress.warn))
-        opened.enter_context(stdin_copied(files, self.disk))
-        # the next run may be on another host, which cannot detect that this process has ended
-        self.peers.on_abort(lock.release)
-        if files.reads_stdin:
-            check_input(files.input, files.columns)
-        if lock.took_over:
-            renew(files.journal, self.disk)
-        if files.restart:
-            # first the manifest: without it the old output no longer counts as complete
-            self.disk.remove(files.manifest)
-            self.disk.remove(files.journal)
-        elif (manifest := finished_manifest(files, identity)) is not None:
-            return self.peers.broadcast(self._do_nothing(manifest))
-        earlier = None
-        if identity.updates:
-            earlier = finished_manifest(files, identity, compares_input=False)
-        journal = opened.enter_context(closing(self._open_journal(earlier)))
-        if earlier is not None:
-            keep_facts(earlier, journal)
-        elif not journal.binds:
-            # a run that ended before its build left the journal, so no output is this job's
-            refuse_foreign_outputs(files, identity)
-        now = decide_instant(identity.now, journal)
-        self.peers.broadcast(None)
-        run = new_run(self.phases, self.peers.setup, self.settings.price_per_hour)
-        opened.enter_context(self._recorded(journal, run))
-        return BegunJob(journal, now, earlier is not None, lock.check)
+    `opened` closes the files, and records the end of the run.
+    """
+    files, identity = job.settings.files, job.settings.identity
+    files.check(identity.added_columns)
+    lock = opened.enter_context(JobLock(files.lock, job.progress.warn))
+    opened.enter_context(stdin_copied(files, job.disk))
+    # the next run may be on another host, which cannot detect that this process has ended
+    job.peers.on_abort(lock.release)
+    if files.reads_stdin:
+        check_input(files.input, files.columns)
+    if lock.took_over:
+        renew(files.journal, job.disk)
+    if files.restart:
+        # first the manifest: without it the old output no longer counts as complete
+        job.disk.remove(files.manifest)
+        job.disk.remove(files.journal)
+    elif (manifest := finished_manifest(files, identity)) is not None:
+        return job.peers.broadcast(_do_nothing(job, manifest))
+    earlier = None
+    if identity.updates:
+        earlier = finished_manifest(files, identity, compares_input=False)
+    journal = opened.enter_context(closing(_open_journal(job, earlier)))
+    if earlier is not None:
+        keep_facts(earlier, journal)
+    elif not journal.binds:
+        # a run that ended before its build left the journal, so no output is this job's
+        refuse_foreign_outputs(files, identity)
+    now = decide_instant(identity.now, journal)
+    job.peers.broadcast(None)
+    run = new_run(job.phases, job.peers.setup, job.settings.price_per_hour)
+    opened.enter_context(_recorded(job, journal, run))
+    return BegunJob(journal, now, earlier is not None, lock.check)
 
-    def _do_nothing(self, manifest: Mapping[str, Any]) -> int:
-        """Check that the finished outputs are those of this job; return their exit code."""
-        files = self.settings.files
-        message = complete_already(files, self.settings.facts, self.model, manifest)
-        self.disk.remove(files.journal)
-        self.progress.note(message)
-        return exit_code_of(files.output, manifest)
 
-    def _open_journal(self, earlier: Mapping[str, Any] | None) -> Journal:
-        """Open the journal; `earlier` is the manifest of finished outputs that are updated."""
-        files, identity = self.settings.files, self.settings.identity
-        if earlier is None and not files.journal.exists():
-            refuse_foreign_outputs(files, identity)
-        return Journal(
-            files.journal,
-            identity.stored,
-            may_differ=identity.may_differ,
-            keeps_plan=identity.keeps_plan,
-            disk=self.disk,
-        )
+def _do_nothing(job: Job, manifest: Mapping[str, Any]) -> int:
+    """Check that the finished outputs are those of this job; return their exit code."""
+    files = job.settings.files
+    message = complete_already(files, job.settings.facts, job.model, manifest)
+    job.disk.remove(files.journal)
+    job.progress.note(message)
+    return exit_code_of(files.output, manifest)
 
-    @contextmanager
-    def _recorded(self, journal: Journal, run: JobRun) -> Iterator[None]:
-        """Record a run of the job in the journal."""
-        number = len(journal.runs)
-        journal.runs.append(run)
-        try:
-            with recorded_run(run, self.phases, lambda: journal.record_run(number), self.stop):
-                yield
-        except Exception as error:
-            if not journal.binds and exit_code(error) != EXIT_RESUMABLE:
-                # nothing has finished, so the next run may be another job
-                with suppress(OSError):
-                    self.disk.remove(journal.path)
-            raise
+
+def _open_journal(job: Job, earlier: Mapping[str, Any] | None) -> Journal:
+    """Open the journal; `earlier` is the manifest of finished outputs that are updated."""
+    files, identity = job.settings.files, job.settings.identity
+    if earlier is None and not files.journal.exists():
+        refuse_foreign_outputs(files, identity)
+    return Journal(
+        files.journal,
+        identity.stored,
+        may_differ=identity.may_differ,
+        keeps_plan=identity.keeps_plan,
+        disk=job.disk,
+    )
+
+
+@contextmanager
+def _recorded(job: Job, journal: Journal, run: JobRun) -> Iterator[None]:
+    """Record a run of the job in the journal."""
+    number = len(journal.runs)
+    journal.runs.append(run)
+    try:
+        with recorded_run(run, job.phases, lambda: journal.record_run(number), job.stop):
+            yield
+    except Exception as error:
+        if not journal.binds and exit_code(error) != EXIT_RESUMABLE:
+            # nothing has finished, so the next run may be another job
+            with suppress(OSError):
+                job.disk.remove(journal.path)
+        raise

@@ -156,7 +156,6 @@ def read_params(
         keys = {"max_tokens": limit_key, "stopping": _RULE}
         keys |= {"structured_outputs": asked} if asked else {}
         raise _in_body_keys(error, keys) from None
-    begins, continues = _read_prefill(given)
     return BodyParams(
         params=params,
         echo=echo,
@@ -164,8 +163,7 @@ def read_params(
         prompt_logprobs=prompt_logprobs,
         tools=tools,
         max_prompt_tokens=max_prompt_tokens(given),
-        add_generation_prompt=begins,
-        continue_final_message=continues,
+        **_read_prefill(given),
     )
 
 
@@ -208,14 +206,14 @@ def key_tables(is_chat: bool) -> tuple[tuple[str, ...], Mapping[str, AcceptedVal
     return (CHAT_KEYS, OF_CHAT) if is_chat else (COMPLETION_KEYS, OF_COMPLETIONS)
 
 
-def _read_prefill(given: Mapping[str, Any]) -> tuple[bool, bool]:
+def _read_prefill(given: Mapping[str, Any]) -> dict[str, bool]:
     """Whether the prompt ends with the beginning of an answer, or within the last message."""
     begins = switch(given, "add_generation_prompt", default=True)
     continues = switch(given, "continue_final_message")
     if begins and continues:
         expected = "false beside continue_final_message"
         raise wrong_value("add_generation_prompt", expected, True)
-    return begins, continues
+    return {"add_generation_prompt": begins, "continue_final_message": continues}
 
 
 def _count(given: Mapping[str, Any], key: str) -> int | None:

@@ -167,7 +167,12 @@ class _StagesRun:
             files = self.rows.stages[index]
             settings = self._settings_of(files)
             if not manifest_path(files.output).exists():
-                self._write_input(index, renderer, settings)
+                lines = OutputLines(
+                    model_name=settings.facts.name,
+                    fingerprint=fingerprint(settings.identity.configuration),
+                )
+                rows = self.rows.follow(index)
+                write_input(files, rows, renderer, lines, self.disk, self._show_bad_row)
             services = {"progress": self.progress, "disk": self.disk, "stop": self.stop}
             try:
                 code = run_job(settings, self.model, **services)
@@ -262,13 +267,6 @@ class _StagesRun:
                 part_of_stages=identity.part,
             ),
         )
-
-    def _write_input(self, index: int, renderer: StageRenderer, settings: JobSettings) -> None:
-        lines = OutputLines(
-            model_name=settings.facts.name, fingerprint=fingerprint(settings.identity.configuration)
-        )
-        rows = self.rows.follow(index)
-        write_input(self.rows.stages[index], rows, renderer, lines, self.disk, self._show_bad_row)
 
     def _manifest_of(self, files: StageFiles) -> dict[str, Any]:
         manifest = read_manifest(files.output)
