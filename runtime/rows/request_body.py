@@ -119,7 +119,6 @@ def read_params(
     check_keys(given, *key_tables(is_chat))
     if switch(given, "stream"):
         raise RowError("invalid_request", "stream: expected false in a batch, got true.", "stream")
-
     fields: dict[str, Any] = dict(defaults)
     fields.update((key, given[key]) for key in _DIRECT if key in given)
     # in OpenAI's interface max_tokens is the deprecated name of max_completion_tokens
@@ -129,7 +128,6 @@ def read_params(
     for key, read in _READERS.items():
         if key in given:
             fields[key] = read(given[key])
-
     echo = switch(given, "echo")
     logprobs = _chat_logprobs(given) if is_chat else _count(given, "logprobs")
     prompt_logprobs = _count(given, "prompt_logprobs")
