@@ -131,12 +131,10 @@ def read_params(
     echo = switch(given, "echo")
     logprobs = _chat_logprobs(given) if is_chat else _count(given, "logprobs")
     prompt_logprobs = _count(given, "prompt_logprobs")
-    fields["logprobs"] = logprobs
+    fields["logprobs"] = None if fields.get("max_tokens") == 0 else logprobs
     if echo and logprobs is not None:
         # an echoed prompt shows its log-probabilities in the same list as the answer
         fields["prompt_logprobs"] = max(logprobs, prompt_logprobs or 0)
-    if fields.get("max_tokens") == 0:
-        fields["logprobs"] = None
     asked = ""
     try:
         if _RULE in given:
