@@ -30,7 +30,6 @@ from ..errors import JournalError, JournalWriteError
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
 from ..rows.lines import PlacedRow
-from .begun_job import check_same_configuration
 from .job_runs import JobRun
 from .journal_records import (
     DEVICES,
@@ -40,6 +39,7 @@ from .journal_records import (
     PLAN,
     SETUP,
     BadRecord,
+    check_same_configuration,
     is_foreign,
     read_record,
 )

@@ -17,9 +17,8 @@ from ..adapters.adapter import Adapter
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.merged_model import open_merged
 from ..batch.batch_model import BatchModel, PlanSource, target_name
-from ..batch.job import JobSettings, ModelFacts
+from ..batch.job import JobIdentity, JobSettings, ModelFacts
 from ..batch.job_files import JobFiles
-from ..batch.job_identity import JobIdentity
 from ..batch.job_runs import PhaseClock
 from ..batch.pipes import PIPE, copy_path, output_for_stdout, write_to_stdout
 from ..batch.remote_files import Outputs, input_copied, input_copy_path

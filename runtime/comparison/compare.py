@@ -36,7 +36,7 @@ from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
 from ..files.run_config import apply_overrides
 from ..plans import plan_checks
-from ..rows.row_ids import read_row_ids
+from ..rows.job_text import read_row_ids
 from ..session import OpenedModel, build, resolve_dtype
 from .statistics import PairFigures
 

@@ -26,9 +26,8 @@ from ..batch.finished import (
     finished_manifest,
     refuse_foreign_outputs,
 )
-from ..batch.job import JobSettings
+from ..batch.job import JobIdentity, JobSettings
 from ..batch.job_files import JobFiles, OutputFiles, stages_folder
-from ..batch.job_identity import JobIdentity
 from ..batch.lock import JobLock
 from ..batch.output import summarise
 from ..batch.run import run_job
