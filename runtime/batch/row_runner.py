@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..console import plural
-from ..embedding.texts import num_texts
+from ..embedding.texts import lengths_of
 from ..errors import EXIT_BUILD, EXIT_RESUMABLE, EXIT_ROWS_FAILED, InputError, JobError, RowError
 from ..pods.peers import GO, Peers, StepDirective
 from ..process.stop_signals import StopSignals
@@ -138,7 +138,7 @@ class RowRunner:
             self._in_flight[row.custom_id] = row
             try:
                 token_ids = self.source.token_ids_of(row, scanned)
-                places = row.pooled.places(num_texts(token_ids)) if row.pooled else ()
+                places = row.pooled.places(len(lengths_of(token_ids))) if row.pooled else ()
                 request = Request(
                     row.custom_id, token_ids, row.params, row.prompt, row.adapter, places
                 )

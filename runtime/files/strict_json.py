@@ -102,22 +102,20 @@ def dump_line(value: object, *, sort_keys: bool = False) -> bytes:
 def read_lines(
     file: BinaryIO,
     *,
-    max_line_bytes: int = MAX_LINE_BYTES,
     observe: Callable[[bytes], object] = len,
     unit: Unit = "line",
 ) -> Iterator[Line]:
-    """Yield the lines of a file that are not blank.
+    """Yield the lines of a file that are not blank; too long ones have the content None.
 
     A byte order mark at the start, CRLF line endings and a missing last newline are accepted.
 
     Args:
         file: The file, open at its beginning.
-        max_line_bytes: Maximum size of a line; longer lines have the content None.
         observe: Called with every piece that is read, so that it sees every byte once, in order.
         unit: The unit of the line numbers; `row` for lines that were made of the rows of a table.
     """
     number = offset = 0
-    while piece := file.readline(max_line_bytes + 2):
+    while piece := file.readline(MAX_LINE_BYTES + 2):
         number += 1
         start = offset
         offset += len(piece)
@@ -126,8 +124,8 @@ def read_lines(
         if number == 1 and content.startswith(_BOM):
             content = content[len(_BOM) :]
         content = content.rstrip(b"\r\n")
-        is_too_long = len(content) > max_line_bytes
-        while not piece.endswith(b"\n") and (piece := file.readline(max_line_bytes)):
+        is_too_long = len(content) > MAX_LINE_BYTES
+        while not piece.endswith(b"\n") and (piece := file.readline(MAX_LINE_BYTES)):
             is_too_long = is_too_long or bool(piece.rstrip(b"\r\n"))
             offset += len(piece)
             observe(piece)
@@ -137,10 +135,10 @@ def read_lines(
             yield Line(number, start, content, unit)
 
 
-def read_line_at(file: BinaryIO, offset: int, *, max_line_bytes: int = MAX_LINE_BYTES) -> bytes:
+def read_line_at(file: BinaryIO, offset: int) -> bytes:
     """Read the content of a line again, at an offset that `read_lines` yielded."""
     file.seek(offset)
-    content = file.readline(max_line_bytes + 2)
+    content = file.readline(MAX_LINE_BYTES + 2)
     if offset == 0 and content.startswith(_BOM):
         content = content[len(_BOM) :]
     return content.rstrip(b"\r\n")

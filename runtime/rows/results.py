@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..embedding.texts import lengths_of, num_cut, num_texts_cut
+from ..embedding.texts import cuts_of, lengths_of
 from ..errors import RowError
 from ..request import CompletionOutput, RequestOutput, TokenLogprob
 from ..text.tokenizer import Tokenizer
@@ -337,9 +337,8 @@ def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:
     }
     if row.pooled is not None:
         values["prompt_tokens"] = sum(lengths_of(output.prompt_token_ids))
-        if cut := num_cut(output.prompt_token_ids):
-            values[CUT] = cut
-            values[TEXTS_CUT] = num_texts_cut(output.prompt_token_ids)
+        if any(cuts := cuts_of(output.prompt_token_ids)):
+            values[CUT], values[TEXTS_CUT] = sum(cuts), sum(map(bool, cuts))
     if samples is not None and samples.stopped:
         values[STOPPED_SAMPLES] = samples.stopped
         values[TOKENS_LEFT] = samples.tokens_left
