@@ -13,10 +13,11 @@ and nothing is removed before the manifest of the whole job is written.
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ from ..batch.job_files import JobFiles, OutputFiles, stages_folder
 from ..batch.lock import JobLock
 from ..batch.output import summarise
 from ..batch.run import run_job
-from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, OtherConfiguration, UnusableFile
+from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, OtherConfiguration, RowError, UnusableFile
 from ..files.differences import differences
-from ..files.disk import Disk, digest_file
+from ..files.disk import Disk, digest_file, replace_file
 from ..files.manifest import (
     digest_table,
     digest_text,
@@ -42,6 +43,7 @@ from ..files.manifest import (
     read_manifest,
     table_in,
 )
+from ..files.strict_json import dump_line
 from ..process.stop_signals import EXIT_CODES, StopSignals
 from ..progress.progress import Progress
 from ..rows.columns import Columns
@@ -51,11 +53,16 @@ from ..rows.results import OutputLines, error_text
 from ..rows.row_files import check_input, unit_of
 from ..rows.scan import ScanSummary
 from .final_output import write_final
-from .pipeline_file import Pipeline
+from .pipeline_file import ROW, Pipeline
 from .stage_bounds import measure_stages
-from .stage_input import write_input
-from .stage_renderer import StageRenderer, check_columns, open_renderers
-from .stage_rows import InputRow, StagedRows, StageFiles
+from .stage_renderer import (
+    CHUNK_ROWS,
+    StageRenderer,
+    check_columns,
+    open_renderers,
+    request_line,
+)
+from .stage_rows import FollowedRow, InputRow, StagedRows, StageFiles, error_record
 from .staged_model import StagedModel
 
 _INPUT = "input of the stages"
@@ -171,7 +178,7 @@ class _StagesRun:
                     fingerprint=fingerprint(settings.identity.configuration),
                 )
                 rows = self.rows.follow(index)
-                write_input(files, rows, renderer, lines, self.disk, self._show_bad_row)
+                _write_input(files, rows, renderer, lines, self.disk, self._show_bad_row)
             services = {"progress": self.progress, "disk": self.disk, "stop": self.stop}
             try:
                 code = run_job(settings, self.model, **services)
@@ -301,3 +308,54 @@ def _remove(folder: Path, disk: Disk) -> None:
             disk.remove(path)
     with suppress(OSError):
         folder.rmdir()
+
+
+def _write_input(
+    files: StageFiles,
+    rows: Iterator[FollowedRow],
+    renderer: StageRenderer,
+    lines: OutputLines,
+    disk: Disk,
+    on_error: Callable[[BadRow], None],
+) -> None:
+    """Write the requests of a stage, and the errors of rows that have none.
+
+    Args:
+        files: The files of the stage.
+        rows: The rows of the job after the earlier stages.
+        renderer: Renders the requests.
+        lines: Makes the lines of errors.
+        disk: Disk operations.
+        on_error: Called with each row that ends here.
+    """
+    errors: list[bytes] = []
+
+    def fail(bad: BadRow) -> None:
+        on_error(bad)
+        errors.append(error_record(bad.row, dump_line(lines.error(bad, bad.error))))
+
+    replace_file(disk, files.input, _requests(rows, renderer, fail))
+    replace_file(disk, files.errors, errors)
+
+
+def _requests(
+    rows: Iterator[FollowedRow], renderer: StageRenderer, fail: Callable[[BadRow], None]
+) -> Iterator[bytes]:
+    alive = (followed for followed in rows if followed.stage is None)
+    while chunk := list(islice(alive, CHUNK_ROWS)):
+        contexts = [
+            {ROW: followed.row.data, **followed.answers}
+            for followed in chunk
+            if isinstance(followed.row, InputRow)
+        ]
+        rendered = iter(renderer.render(contexts))
+        for followed in chunk:
+            row = followed.row
+            if isinstance(row, BadRow):
+                fail(row)
+                continue
+            request = next(rendered)
+            if isinstance(request, RowError):
+                fail(row.failed(request))
+                continue
+            yield request_line(row.custom_id, *request)

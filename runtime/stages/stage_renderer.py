@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 from ..errors import RowError
+from ..files.strict_json import dump_line
 from ..request import MAX_N
 from ..rows.lines import request_of
 from ..rows.pooled_body import POOLED_URLS
@@ -24,6 +25,8 @@ from .pipeline_file import ROW, Pipeline, Stage, wrong_key
 
 _LIMITS = ("max_tokens", "max_completion_tokens")
 """The keys of a body that limit its answers."""
+CHUNK_ROWS = 256
+"""The number of rows that are rendered at once."""
 Context = Mapping[str, Any]
 """The variables of templates: the row, and a table of answers for each earlier stage."""
 
@@ -236,3 +239,9 @@ def _check_answers(pipeline: Pipeline, stage: Stage, reader: str) -> None:
         if stage.fields.get("echo"):
             key, expected, got = "echo", f"false, as {reader} reads the answers", True
         raise wrong_key(pipeline.path, stage.name, key, expected, got)
+
+
+def request_line(custom_id: str, url: str, body: dict) -> bytes:
+    """An OpenAI Batch line."""
+    line = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+    return dump_line(line) + b"\n"
