@@ -10,6 +10,7 @@ in a row is no longer used; the process ends with its owner.
 import importlib.util
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,8 @@ class TemplateProcess:
                 "chat templates need the package jinja2: pip install 'noria[hf]'", name="jinja2"
             )
         self._end()
-        self._connection, theirs = Pipe()
+        ours, theirs = socket.socketpair()
+        self._connection = connection = Connection(ours.detach())
         child = str(Path(__file__).with_name("template_child.py"))
         self._process = subprocess.Popen(
             [sys.executable, "-P", child, str(theirs.fileno())],
@@ -165,7 +166,7 @@ class TemplateProcess:
             start_new_session=True,  # after Ctrl-C, running rows may still need the process
         )
         theirs.close()
-        self._stop_process = weakref.finalize(self, _stop, self._process, self._connection)
+        self._stop_process = weakref.finalize(self, _stop, self._process, connection)
         limits = self._limits
         setup = {
             "template": self._template,
