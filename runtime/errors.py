@@ -60,6 +60,11 @@ class RowError(ValueError):
         return type(self), (self.code, self.message, self.param)
 
 
+def invalid_request(param: str, message: str) -> RowError:
+    """The error for a parameter of a request; the message says what was expected and what came."""
+    return RowError("invalid_request", f"{param}: {message}", param)
+
+
 def unknown_parameter(key: str, known: tuple[str, ...]) -> RowError:
     """The error for an unknown key, with the most similar known key."""
     key = key[:100]

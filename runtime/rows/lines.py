@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from ..errors import RowError, joined, unknown_parameter
+from ..errors import RowError, invalid_request, joined, unknown_parameter
 from ..files.strict_json import MAX_LINE_BYTES, Line, Unit, dump_line, parse_object
 from ..parameters.checks import wrong_value
 from ..request import SamplingParams
@@ -336,10 +336,8 @@ def _prompt(prompt: object) -> str | list[int]:
     if not isinstance(prompt, list):
         raise wrong_value("prompt", "a string or a list of token ids", prompt)
     if any(isinstance(item, str | list) for item in prompt):
-        raise RowError(
-            "invalid_request",
-            "prompt: expected one prompt, got a list of prompts. Write one line for each.",
-            "prompt",
+        raise invalid_request(
+            "prompt", "expected one prompt, got a list of prompts. Write one line for each."
         )
     check_ids("prompt", prompt, "prompt")
     return prompt

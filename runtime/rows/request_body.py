@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..errors import ConfigError, RowError, joined, unknown_parameter
+from ..errors import ConfigError, RowError, invalid_request, joined, unknown_parameter
 from ..parameters.checks import check_integer, whole_number, wrong_value
 from ..parameters.vllm_options import AcceptedValues
 from ..request import MAX_LOGPROBS, SampleRule, SamplingParams
@@ -118,7 +118,7 @@ def read_params(
     given = given_values(body, _INTEGERS)
     check_keys(given, *key_tables(is_chat))
     if switch(given, "stream"):
-        raise RowError("invalid_request", "stream: expected false in a batch, got true.", "stream")
+        raise invalid_request("stream", "expected false in a batch, got true.")
     fields: dict[str, Any] = dict(defaults)
     fields.update((key, given[key]) for key in _DIRECT if key in given)
     # in OpenAI's interface max_tokens is the deprecated name of max_completion_tokens

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import RowError, joined, unknown_parameter
+from ..errors import RowError, invalid_request, joined, unknown_parameter
 from ..parameters.checks import wrong_value
 from .tokenizer import check_encodable
 
@@ -149,9 +149,7 @@ def normalise_json(value: object, where: str, depth: int = 0) -> Any:
     """
     if depth > _MAX_DEPTH:
         param = _param(where)
-        raise RowError(
-            "invalid_request", f"{param}: expected at most {_MAX_DEPTH} levels, got more.", param
-        )
+        raise invalid_request(param, f"expected at most {_MAX_DEPTH} levels, got more.")
     if isinstance(value, str):
         try:
             check_encodable(value, where)

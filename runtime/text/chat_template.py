@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from ..errors import RowError
+from ..errors import RowError, invalid_request
 from .chat_messages import invalid_value, iterate_strings, normalise_messages
 from .model_template import ModelTemplate, template_error
 from .special_tokens import unused_character
@@ -186,11 +186,10 @@ class _Prepared(NamedTuple):
 def _mark(template: str, *values: object) -> str:
     mark = unused_character([template, *iterate_strings([*values])])
     if mark is None:
-        raise RowError(
-            "invalid_request",
-            "messages: expected a text without at least one private-use character of plane 16, "
-            "got a text with all of them. Remove one.",
+        raise invalid_request(
             "messages",
+            "expected a text without at least one private-use character of plane 16, "
+            "got a text with all of them. Remove one.",
         )
     return mark
 
@@ -229,10 +228,8 @@ def _mark_end(messages: Sequence[dict[str, Any]]) -> str:
             text = part["text"]
             part["text"] = text + _END
             return text
-    raise RowError(
-        "invalid_request",
-        "continue_final_message: expected a text in the last message, got none.",
-        "continue_final_message",
+    raise invalid_request(
+        "continue_final_message", "expected a text in the last message, got none."
     )
 
 

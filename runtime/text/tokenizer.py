@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ..embedding.texts import EncodedText
-from ..errors import InvalidTokenizer, RowError
+from ..errors import InvalidTokenizer, RowError, invalid_request
 from .detokenizer import Detokenizer
 from .special_tokens import SpecialTokens
 
@@ -231,11 +231,9 @@ class Tokenizer:
 
 def no_room(max_tokens: int, needed: int) -> RowError:
     """The error of a text of which no token would be left beside the special ones."""
-    return RowError(
-        "invalid_request",
-        f"truncate_prompt_tokens: expected room for a token beside {needed} special ones, got "
-        f"{max_tokens} tokens in all.",
+    return invalid_request(
         "truncate_prompt_tokens",
+        f"expected room for a token beside {needed} special ones, got {max_tokens} tokens in all.",
     )
 
 
