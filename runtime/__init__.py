@@ -24,20 +24,16 @@ __all__ = [
     "StructuredOutputsParams",
     "compare",
 ]
-_ON_FIRST_USE = {
-    "LLM": ".llm",
-    "AllowedTokens": ".structured.params",
-    "ComparedModel": ".comparison.compare",
-    "CompletionOutput": ".request",
-    "RequestOutput": ".request",
-    "SampleRule": ".request",
-    "SamplingParams": ".request",
-    "StructuredOutputsParams": ".structured.params",
-    "compare": ".comparison.compare",
+_MODULES = {
+    ".comparison.compare": ("ComparedModel", "compare"),
+    ".llm": ("LLM",),
+    ".request": ("CompletionOutput", "RequestOutput", "SampleRule", "SamplingParams"),
+    ".structured.params": ("AllowedTokens", "StructuredOutputsParams"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ON_FIRST_USE:
-        return getattr(import_module(_ON_FIRST_USE[name], __name__), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(module, __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

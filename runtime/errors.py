@@ -60,6 +60,11 @@ class RowError(ValueError):
         return type(self), (self.code, self.message, self.param)
 
 
+def invalid_request(param: str, message: str) -> RowError:
+    """The error for a parameter of a request; the message says what was expected and what came."""
+    return RowError("invalid_request", f"{param}: {message}", param)
+
+
 def unknown_parameter(key: str, known: tuple[str, ...]) -> RowError:
     """The error for an unknown key, with the most similar known key."""
     key = key[:100]
@@ -82,10 +87,6 @@ class _WithExitCode(Exception):
     def __init__(self, message: str, exit_code: int = EXIT_USAGE):
         super().__init__(message)
         self.exit_code = exit_code
-
-    def __reduce__(self):
-        """Pickle all arguments, so that a worker's error reaches its parent process."""
-        return type(self), (str(self), self.exit_code)
 
 
 class JobError(_WithExitCode, RuntimeError):

@@ -30,7 +30,7 @@ from .devices import backends
 from .devices.default_target import default_target
 from .embedding.texts import pack
 from .embedding.vectors import EmbeddingOutput, EmbeddingRequestOutput, shortened
-from .errors import RowError, check_process
+from .errors import check_process, invalid_request
 from .files.run_config import read_instant, read_plan_table
 from .parameters.vllm_options import CALL, CHAT, EMBED, MODEL, also_accepts
 from .planning.plan_arguments import PlanArguments, check_kinds
@@ -296,10 +296,8 @@ class LLM:
             )
         size = pooling.size(self._config.embed)
         if dimensions is not None and not (is_count(dimensions) and dimensions <= size):
-            raise RowError(
-                "invalid_request",
-                f"dimensions: expected a number from 1 to {size}, got {dimensions!r}.",
-                "dimensions",
+            raise invalid_request(
+                "dimensions", f"expected a number from 1 to {size}, got {dimensions!r}."
             )
         texts = [
             self._prompts.read_whole(prompt, pooling.prompt, pooling.max_tokens)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import RowError
+from .errors import RowError, invalid_request
 from .parameters.checks import (
     PLAIN,
     as_tuple,
@@ -83,9 +83,7 @@ class SampleRule:
             try:
                 compile_answer(self.answer)
             except ValueError as error:
-                raise RowError(
-                    "invalid_request", f"stopping.answer: {error}", "stopping.answer"
-                ) from None
+                raise invalid_request("stopping.answer", f"{error}") from None
 
 
 @also_accepts(SAMPLING)
@@ -181,11 +179,10 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", _checked_words(self.bad_words))
         object.__setattr__(self, "allowed_token_ids", _checked_ids(self.allowed_token_ids))
         if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise RowError(
-                "invalid_request",
-                "max_tokens: expected at least 1, got 0. To score a prompt set prompt_logprobs "
-                "(in a batch file: echo and logprobs) beside max_tokens 0.",
+            raise invalid_request(
                 "max_tokens",
+                "expected at least 1, got 0. To score a prompt set prompt_logprobs "
+                "(in a batch file: echo and logprobs) beside max_tokens 0.",
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise wrong_value(
@@ -225,18 +222,16 @@ class SamplingParams:
         if not isinstance(rule, SampleRule):
             raise wrong_value("stopping", "a SampleRule", rule)
         if self.prompt_logprobs is not None:
-            raise RowError(
-                "invalid_request",
-                "stopping: expected no scored prompt beside it, got one. Score the prompt in a row "
-                "of its own, without prompt_logprobs or echo with logprobs here.",
+            raise invalid_request(
                 "stopping",
+                "expected no scored prompt beside it, got one. Score the prompt in a row "
+                "of its own, without prompt_logprobs or echo with logprobs here.",
             )
         if self.n == 1 and rule.probes is None:
-            raise RowError(
-                "invalid_request",
-                "stopping: expected n of at least 2, as a single sample has nothing to agree with, "
-                "got n = 1. Raise n, or give probe_every and probes.",
+            raise invalid_request(
                 "stopping",
+                "expected n of at least 2, as a single sample has nothing to agree with, "
+                "got n = 1. Raise n, or give probe_every and probes.",
             )
         if rule.stop_when is not None and rule.stop_when > self.n:
             raise wrong_value("stopping.stop_when", f"at most n ({self.n})", rule.stop_when)

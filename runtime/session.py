@@ -1,13 +1,13 @@
 """Makes a model ready to run, in one sequence: open it with a plan, load it, build it, start it.
 
-`LLM`, the batch job, the benchmarks and the comparison all use this path. `Session` has what they
-need of what was started. Does not know about request files.
+`LLM`, the batch job, the benchmarks and the comparison all use this path. Does not know about
+request files.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +36,11 @@ from .devices.host_arrays import HostArrays
 from .engine.admission import Admission
 from .engine.embedding import EmbeddingSession
 from .engine.generation import GenerationSession
-from .engine.metrics import ExpertSetup, RunFigures
+from .engine.metrics import ExpertSetup
 from .engine.model_runner import ModelRunner
-from .engine.shared_prefixes import SharedPrefix
 from .engine.slot_calls import SlotCalls
 from .errors import CheckpointMismatch, InvalidConfig, OutOfMemory
 from .plans import plan_checks
-from .request import Request, RequestOutput
 from .structured.form_compiler import make_trie
 from .structured.params import AllowedTokens
 from .structured.structures import Structures
@@ -56,26 +54,8 @@ if TYPE_CHECKING:
     from ..compile.build import BuildProgress
 
 
-class Session(Protocol):
-    """A built model that answers requests; `Engine` says what its members do."""
-
-    @property
-    def unfinished(self) -> int: ...
-    @property
-    def wants_more(self) -> bool: ...
-    @property
-    def figures(self) -> RunFigures: ...
-    def reserve(self, num_slots: int) -> None: ...
-    def check(self, request: Request) -> object: ...
-    def submit(self, request: Request, prefix: SharedPrefix | None = None) -> None: ...
-    def receive(self) -> bytes: ...
-    def dispatch(self) -> object: ...
-    def collect(self) -> list[RequestOutput]: ...
-    def run(self) -> list[RequestOutput]: ...
-    def drain(self) -> list[str]: ...
-    def restarted(self, run_seed: int) -> "Session": ...
-    def abandon(self) -> None: ...
-    def statistics(self) -> dict[str, Any]: ...
+Session = GenerationSession | EmbeddingSession
+"""A built model that answers requests."""
 
 
 @dataclass(frozen=True)

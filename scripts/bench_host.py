@@ -31,9 +31,8 @@ from noria.compile.graphs.prefill_steps import PrefillOutput
 from noria.compile.graphs.steps import NO_TOKEN, DecodeOutput
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
-from noria.runtime.batch.job import Build, JobSettings, ModelFacts
+from noria.runtime.batch.job import Build, JobIdentity, JobSettings, ModelFacts
 from noria.runtime.batch.job_files import JobFiles
-from noria.runtime.batch.job_identity import JobIdentity
 from noria.runtime.batch.run import run_job
 from noria.runtime.checkpoint.model_files import open_model
 from noria.runtime.devices.backends import prepare_jax

@@ -22,7 +22,7 @@ from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.quantiser import dequantise
 from noria.runtime.quantisation.calibration import Calibration
 from noria.runtime.quantisation.rounding import GPTQ, MIN_TOKENS, round_weight
-from noria.runtime.rows.row_ids import read_row_ids
+from noria.runtime.rows.job_text import read_row_ids
 
 ROWS = Path("benchmarks/workloads/peers64.jsonl")
 LAYERS = (2, 12, 22)

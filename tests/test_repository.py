@@ -95,7 +95,6 @@ def test_every_package_that_the_library_imports_is_declared():
     floors = ("modelzoo", "sharding", "compile", "runtime")
     files = [path for floor in floors for path in (ROOT / floor).rglob("*.py")]
     imported = set().union(*map(_imported_roots, files)) - sys.stdlib_module_names
-    imported -= {"compression"}  # the standard library has it from Python 3.14
     assert imported <= declared, sorted(imported - declared)
 
 

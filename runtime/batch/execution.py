@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..console import plural
 from ..errors import (
@@ -18,20 +18,14 @@ from ..errors import (
     EXIT_ROWS_FAILED,
     JobError,
 )
-from ..files.disk import Disk
 from ..files.manifest import fingerprint
-from ..pods.peers import Peers
-from ..process.stop_signals import EXIT_CODES, StopSignals
-from ..progress.progress import Progress
+from ..process.stop_signals import EXIT_CODES
 from ..rows.lines import BadRow
 from ..rows.results import OutputLines, error_of_line, error_text
 from ..rows.scan import ScannedRow, ScanSummary
 from .finished import check_same_answers, check_weights, exit_code_of
-from .job import Build, JobModel, ModelFacts, facts_to_agree_on
-from .job_files import JobFiles
-from .job_identity import JobIdentity
+from .job import Build, Job, facts_to_agree_on
 from .job_input import JobInput
-from .job_runs import PhaseClock
 from .journal import RETRIED_CODES, Journal
 from .journal_records import INSTANT, MODEL, PLAN, WEIGHTS
 from .output import FinishedRows, RunOutcome, finalise, summarise
@@ -39,26 +33,29 @@ from .row_runner import RowRunner
 from .update import keep_answers
 
 
-@dataclass
-class Execution:
-    """One run of a job; on the leader the journal is open and the output is locked."""
+class BegunJob(NamedTuple):
+    """The files of a job in one of its processes, ready for a run."""
 
-    files: JobFiles
-    identity: JobIdentity
-    facts: ModelFacts
-    model: JobModel
-    source: JobInput
     journal: Journal | None
     """The journal; None on processes other than the leader, which records all rows."""
-    peers: Peers
-    disk: Disk
-    progress: Progress
-    phases: PhaseClock
-    stop: StopSignals
+    now: str
+    """The local time that chat templates see; empty on processes other than the leader."""
+    keeps_answers: bool = False
+    """Whether rows keep the answers that the finished outputs have."""
     check_lock: Callable[[], None] = lambda: None
     """Raises an error if another process has taken over the output."""
 
+
+@dataclass
+class Execution(Job):
+    """One run of a job; on the leader the journal is open and the output is locked."""
+
+    source: JobInput
+    begun: BegunJob
+
     def __post_init__(self):
+        self.files, self.identity = self.settings.files, self.settings.identity
+        self.facts, self.journal = self.settings.facts, self.begun.journal
         facts = {} if self.journal is None else self.journal.facts
         self.lines = OutputLines(
             # the first run's name, as the model's folder may have been renamed since
@@ -68,16 +65,12 @@ class Execution:
             pooling=lambda: self.model.pooling(),
         )
 
-    def run(self, *, keeps_answers: bool = False) -> int:
-        """Run the job; return the exit code.
-
-        Args:
-            keeps_answers: Whether rows keep the answers that the finished outputs have.
-        """
+    def run(self) -> int:
+        """Run the job; return the exit code."""
         summary = self.source.scan(self._show_bad_row, self.progress)
         # the whole input was scanned, so a part has the duplicates and the plan of the whole job
         rows = self.identity.part.take(summary.rows)
-        if keeps_answers and self.journal is not None:
+        if self.begun.keeps_answers and self.journal is not None:
             keep_answers(self.files.outputs, rows, self.journal, self.lines)
         if self.journal is not None and self.source.text.reads_clock():
             self._bind_to_time(self.journal)
@@ -238,9 +231,9 @@ class Execution:
         """Write the outputs on the leader; return the exit code."""
         if self.journal is None:
             return self.peers.broadcast(EXIT_OK)
-        self.check_lock()
+        self.begun.check_lock()
         finished = FinishedRows(
-            self.files, self.identity, summary, self.journal, self.lines, self.source.carried
+            self.files, self.identity, summary, self.journal, self.lines, self.source.rows.carried
         )
         manifest = finalise(finished, self.facts, outcome, self.phases, self.disk)
         self.progress.note(summarise(self.files.output, manifest))

@@ -29,9 +29,8 @@ from ..files.manifest import (
     read_manifest,
     table_in,
 )
-from .job import JobModel, ModelFacts
+from .job import JobIdentity, JobModel, ModelFacts
 from .job_files import JobFiles
-from .job_identity import JobIdentity
 
 
 def finished_manifest(

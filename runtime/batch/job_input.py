@@ -12,7 +12,7 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -21,16 +21,15 @@ from typing import BinaryIO
 
 from ..console import plural
 from ..errors import JournalError, RowError
-from ..files.disk import FileDigest, open_nameless
+from ..files.disk import open_nameless
 from ..files.strict_json import Unit
 from ..progress.progress import Progress
 from ..rows.job_text import JobText
 from ..rows.lines import BadRow, BatchRow, RequestRules
 from ..rows.part import Part
 from ..rows.repeats import RowDigests
-from ..rows.row_files import unit_of
+from ..rows.row_files import OpenRows, unit_of
 from ..rows.scan import ScannedRow, ScanSummary, read_again, scan
-from ..rows.tables import CarriedCells
 from .job import JobModel
 from .job_files import JobFiles
 from .journal import Journal
@@ -45,7 +44,7 @@ _UINT32 = "I"
 
 
 class TokenSpill:
-    """A store of token ids by row; close it, or use it in `with`."""
+    """A store of token ids by row; close it."""
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_TOKEN_BYTES):
         """Open the file in `folder`; if this fails, no ids are kept."""
@@ -93,12 +92,6 @@ class TokenSpill:
             self._file.close()
             self._file = None
 
-    def __enter__(self) -> "TokenSpill":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _write(self) -> None:
         assert self._file is not None
         view = memoryview(bytes(self._pending))
@@ -116,42 +109,35 @@ class TokenSpill:
 class JobInput:
     """An open input, the tokenizer side of the model, and the token ids kept for the run."""
 
-    file: BinaryIO
+    rows: OpenRows
     text: JobText
     now: str
     """The local time that chat templates see, as ISO 8601."""
     part: Part
     rules: RequestRules
     token_ids: TokenSpill
-    digest: FileDigest | None = None
-    """The digest of an input that was converted; None if `file` is the input itself."""
     unit: Unit = "line"
     """The unit in which places in the input are counted."""
     ignored: Counter[str] = field(default_factory=Counter)
     """The number of rows with each unknown key that was ignored."""
-    carried: CarriedCells = field(default_factory=CarriedCells)
-    """The cells of a table that are carried to the output."""
     digests: RowDigests = field(default_factory=RowDigests)
     """Digests of the rows that this job runs, to find equal rows."""
 
     def scan(self, on_error: Callable[[BadRow], None], progress: Progress) -> ScanSummary:
         """Read every row of the input, and keep the token ids of the rows that this job runs."""
+        file, digest = self.rows.file, self.rows.digest
         summary = scan(
-            self.file,
+            file,
             self.text.encode,
             self.rules,
             unit=self.unit,
             on_error=on_error,
             on_encoded=self._keep,
-            on_progress=partial(
-                progress.show_scan, total_bytes=os.fstat(self.file.fileno()).st_size
-            ),
+            on_progress=partial(progress.show_scan, total_bytes=os.fstat(file.fileno()).st_size),
         )
         progress.finish()
-        if self.digest is not None:
-            summary = replace(
-                summary, input_sha256=self.digest.sha256, num_bytes=self.digest.num_bytes
-            )
+        if digest is not None:
+            summary = replace(summary, input_sha256=digest.sha256, num_bytes=digest.num_bytes)
         if self.ignored:
             counts = ", ".join(f"{key!r} in {plural(n, 'row')}" for key, n in self.ignored.items())
             progress.warn(f"ignored keys that noria does not know: {counts}")
@@ -168,7 +154,7 @@ class JobInput:
         Raises:
             InputError: The row has changed since the scan.
         """
-        return read_again(self.file, scanned, self.rules)
+        return read_again(self.rows.file, scanned, self.rules)
 
     def token_ids_of(self, row: BatchRow, scanned: ScannedRow) -> Sequence[int]:
         """The token ids of a prompt.
@@ -207,19 +193,9 @@ def open_input(
     with (
         files.open_rows(progress) as source,
         model.open_text(datetime.fromisoformat(now)) as text,
-        TokenSpill(files.output.parent) as token_ids,
+        closing(TokenSpill(files.output.parent)) as token_ids,
     ):
-        yield JobInput(
-            source.file,
-            text,
-            now,
-            part,
-            rules,
-            token_ids,
-            source.digest,
-            unit_of(files.input),
-            carried=source.carried,
-        )
+        yield JobInput(source, text, now, part, rules, token_ids, unit_of(files.input))
 
 
 def decide_instant(given: datetime | None, journal: Journal) -> str:

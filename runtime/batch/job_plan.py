@@ -28,7 +28,6 @@ from ...compile.grids.structured_grid import StructuredGrid
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.page_choice import row_bytes
-from ...compile.planning.work import Work
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ...modelzoo.config_values import check_count
@@ -87,37 +86,25 @@ def derived_plan(
     """
     # the memory of process 0, so that all processes derive the same plan
     memory_bytes = peers.broadcast(device_bytes(basis.target))
-    return _Derivation.of(basis, memory_bytes).plan(rows, table)
+    return _Derivation(basis, memory_bytes).plan(rows, table)
 
 
-@dataclass(frozen=True)
 class _Derivation:
     """Derives the grid of a plan."""
 
-    basis: PlanBasis
-    memory_bytes: int
-    asked: Mapping[str, Any]
-    """The keys of `[buckets]` that the user sets."""
-    numbers: Numbers
-    defaults: GridDefaults
-    work: Work
-    prices: GraphPrices
-    has_capacity: bool
-    """Whether experts have a capacity, so that no row may lack pages and be computed again."""
-
-    @classmethod
-    def of(cls, basis: PlanBasis, memory_bytes: int) -> "_Derivation":
+    def __init__(self, basis: PlanBasis, memory_bytes: int):
+        self.basis, self.memory_bytes = basis, memory_bytes
         layout, target, overrides = basis.layout, basis.target, basis.overrides
         # overrides of some keys change the derived sizes; later all overrides are applied
         overridden = apply_overrides({"numbers": basis.numbers.to_table()}, overrides)
-        asked, numbers = overridden.get("buckets", {}), overridden_numbers(basis.numbers, overrides)
-        defaults = with_overrides(GridDefaults.for_layout(layout, target.platform), asked)
-        work = work_of(basis.config, numbers, layout, target, basis.adapters)
-        prices = GraphPrices.of_target(target.name, work, known_hardware())
-        experts = ExpertPlan.from_table(overridden.get("experts", {}))
-        return cls(
-            basis, memory_bytes, asked, numbers, defaults, work, prices, experts.has_capacity
-        )  # fmt: skip
+        self.asked: Mapping[str, Any] = overridden.get("buckets", {})
+        """The keys of `[buckets]` that the user sets."""
+        self.numbers = overridden_numbers(basis.numbers, overrides)
+        self.defaults = with_overrides(GridDefaults.for_layout(layout, target.platform), self.asked)
+        self.work = work_of(basis.config, self.numbers, layout, target, basis.adapters)
+        self.prices = GraphPrices.of_target(target.name, self.work, known_hardware())
+        self.has_capacity = ExpertPlan.from_table(overridden.get("experts", {})).has_capacity
+        """Whether experts have a capacity, so that no row may lack pages and be computed again."""
 
     def plan(self, rows: Sequence[RowShape], table: PrefixTable) -> Plan:
         """The plan, changed by the user's overrides.

@@ -24,12 +24,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..errors import JournalError, JournalWriteError
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
-from .begun_job import check_same_configuration
+from ..rows.lines import PlacedRow
 from .job_runs import JobRun
 from .journal_records import (
     DEVICES,
@@ -39,6 +39,7 @@ from .journal_records import (
     PLAN,
     SETUP,
     BadRecord,
+    check_same_configuration,
     is_foreign,
     read_record,
 )
@@ -74,9 +75,32 @@ class JournalRow:
 
 
 class Journal:
-    """An open journal. Open it with `Journal.open`, while the job's lock is held."""
+    """An open journal; open it while the job's lock is held, and close it.
 
-    def __init__(self, path: Path, disk: Disk, clock: Callable[[], float]):
+    Args:
+        path: The journal's file, which is created if it is absent.
+        configuration: The configuration of the job.
+        may_differ: Keys of the configuration whose values may differ from the stored ones. A new
+          set-up of processes is recorded. On other devices, the journal has no plan.
+        keeps_plan: Whether the job cannot continue on other devices.
+        disk: Disk operations.
+        clock: Monotonic seconds.
+
+    Raises:
+        JournalError: The file is damaged, is no journal, or has another configuration; then the
+          error lists every difference.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        configuration: Mapping[str, str],
+        *,
+        may_differ: Collection[str] = (),
+        keeps_plan: bool = False,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.path = path
         self.facts: dict[str, str] = {}
         """Decisions that all runs of the job keep, by name; see `record_fact`."""
@@ -87,46 +111,17 @@ class Journal:
         """All runs of the job, the current one last once it is recorded."""
         self.plan_before: str | None = None
         """The plan of the job on other devices, until a plan for the present ones is recorded."""
-        self._disk = disk
+        self._disk = disk or Disk()
         self._clock = clock
         self._size = 0
         self._unsynced = 0
         self._last_sync = clock()
-        self._descriptor = disk.open_append(path)
-
-    @classmethod
-    def open(
-        cls,
-        path: Path,
-        configuration: Mapping[str, str],
-        *,
-        may_differ: Collection[str] = (),
-        keeps_plan: bool = False,
-        disk: Disk | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> "Journal":
-        """Open or create a journal.
-
-        Args:
-            path: The journal's file.
-            configuration: The configuration of the job.
-            may_differ: Keys of the configuration whose values may differ from the stored ones. A
-              new set-up of processes is recorded. On other devices, the journal has no plan.
-            keeps_plan: Whether the job cannot continue on other devices.
-            disk: Disk operations.
-            clock: Monotonic seconds.
-
-        Raises:
-            JournalError: The file is damaged, is no journal, or has another configuration; then the
-              error lists every difference.
-        """
-        journal = cls(path, disk or Disk(), clock)
+        self._descriptor = self._disk.open_append(path)
         try:
-            journal._recover(dict(configuration), may_differ, keeps_plan)
+            self._recover(dict(configuration), may_differ, keeps_plan)
         except BaseException:
-            journal._disk.close(journal._descriptor)
+            self._disk.close(self._descriptor)
             raise
-        return journal
 
     @property
     def plan(self) -> str | None:
@@ -153,10 +148,7 @@ class Journal:
 
     def record_row(
         self,
-        *,
-        row: int,
-        custom_id: str,
-        request_hash: str,
+        row: PlacedRow,
         line: Mapping[str, Any],
         code: str | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -164,9 +156,7 @@ class Journal:
         """Append one finished row.
 
         Args:
-            row: Index of the row in the input.
-            custom_id: The id of the row.
-            request_hash: The hash of its request.
+            row: The row of the input.
             line: The output line, as in the final file.
             code: The error code; None for a result.
             metrics: Figures that the manifest sums over rows.
@@ -176,9 +166,9 @@ class Journal:
         """
         facts = {
             "kind": "row",
-            "row": row,
-            "custom_id": custom_id,
-            "request": request_hash,
+            "row": row.row,
+            "custom_id": row.custom_id,
+            "request": row.request_hash,
             "code": code,
             "metrics": dict(metrics or {}),
         }
@@ -264,7 +254,12 @@ class Journal:
             changed = {key: wanted[key] for key in may_differ if stored.get(key) != wanted[key]}
             check_same_configuration(self.path, stored | changed, wanted, keeps_plan=keeps_plan)
         if damaged_at is not None:
-            self._refuse_foreign_file(header)
+            # a file that has no header must be the beginning of one
+            if header is None and is_foreign(os.pread(self._descriptor, 32, 0)):
+                raise JournalError(
+                    f"{self.path}: damaged at byte 0, or not a journal. Move it away, or discard "
+                    "it with --restart."
+                )
             self._disk.truncate(self._descriptor, self._size)
         if header is None:
             self._append({"kind": "header", "format": FORMAT, "configuration": configuration})
@@ -344,19 +339,14 @@ class Journal:
 
     def _stored_records(self) -> Iterator[tuple[int, bytes | None]]:
         """The offset and the payload of every line; the payload of a damaged line is None."""
-        with self._open_for_reading() as file:
-            offset = 0
+        # from its start, even if another file has its name in the meantime
+        with os.fdopen(os.dup(self._descriptor), "rb") as file:
+            offset = file.seek(0)
             for record in file:
                 payload = record[9:-1]
                 is_whole = record.endswith(b"\n") and record[:9] == b"%08x " % zlib.crc32(payload)
                 yield offset, payload if is_whole else None
                 offset += len(record)
-
-    def _open_for_reading(self) -> BinaryIO:
-        """The open file from its start, even if another file has its name in the meantime."""
-        file = os.fdopen(os.dup(self._descriptor), "rb")
-        file.seek(0)
-        return file
 
     def _check_record(
         self, offset: int, payload: bytes, *, is_first: bool
@@ -373,16 +363,6 @@ class Journal:
                 "Restore the file, or discard it with --restart."
             ) from None
         return facts, line
-
-    def _refuse_foreign_file(self, header: object) -> None:
-        """Refuse to cut a file that has no header and is not the beginning of one."""
-        if header is not None:
-            return
-        if is_foreign(os.pread(self._descriptor, 32, 0)):
-            raise JournalError(
-                f"{self.path}: damaged at byte 0, or not a journal. Move it away, or discard it "
-                "with --restart."
-            )
 
     def _remember(self, facts: Mapping[str, Any], offset: int, length: int) -> None:
         """Keep the figures and the place of a row, and count it for the last run."""

@@ -1,4 +1,4 @@
-"""Checks journal records before any of their values is used.
+"""Checks journal records before any of their values is used, and that they are of the same job.
 
 A checksum shows that a record is as it was written, but not that it is valid: another program,
 another version or a person may have written it.
@@ -12,7 +12,11 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal, get_args
+
+from ..errors import OtherConfiguration
+from ..files.differences import differences
 
 FORMAT = 2
 SETUP = "processes"
@@ -69,12 +73,13 @@ def read_record(payload: bytes) -> tuple[dict[str, Any], bytes]:
         _table("output line", line)
     elif tab:
         raise BadRecord(f"expected no output line in a {kind}, got one")
-    if kind == "fact" and facts["name"] == PLAN:
-        _check_toml(facts["value"])
-    if kind == "fact" and facts["name"] == DEVICES:
-        _table("the devices", facts["value"].encode())
-    if kind == "fact" and facts["name"] == INSTANT:
-        _check_time(facts["value"])
+    if kind == "fact" and facts["name"] in _READERS:
+        expected, read = _READERS[facts["name"]]
+        try:
+            read(facts["value"])
+        except ValueError:
+            name, shown = facts["name"], _shown(facts["value"])
+            raise BadRecord(f"the {name}: expected {expected}, got {shown}") from None
     return facts, line
 
 
@@ -92,20 +97,6 @@ def _table(name: str, content: bytes) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise BadRecord(f"{name}: expected a JSON object, got {_shown(table)}")
     return table
-
-
-def _check_toml(plan: str) -> None:
-    try:
-        tomllib.loads(plan)
-    except tomllib.TOMLDecodeError as error:
-        raise BadRecord(f"the plan: expected TOML, got {_shown(plan)} ({error})") from None
-
-
-def _check_time(instant: str) -> None:
-    try:
-        datetime.fromisoformat(instant)
-    except ValueError:
-        raise BadRecord(f"the instant: expected a time, got {_shown(instant)}") from None
 
 
 def _shown(value: object) -> str:
@@ -150,6 +141,12 @@ _RUN: Mapping[str, Callable[[Any], bool]] = {
     "output_tokens": _is_count,
     "end": _is_text,
 }
+_READERS: Mapping[str, tuple[str, Callable[[str], object]]] = {
+    PLAN: ("TOML", tomllib.loads),
+    DEVICES: ("a JSON object", lambda text: _table(DEVICES, text.encode())),
+    INSTANT: ("a time", datetime.fromisoformat),
+}
+"""The forms of the values of facts, and their readers."""
 _TEXT = ("a string", _is_text)
 _FIELDS: Mapping[str, Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
     "header": {
@@ -172,3 +169,43 @@ _FIELDS: Mapping[str, Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
         ),
     },
 }
+
+
+def check_same_configuration(
+    path: Path, stored: Mapping[str, str], wanted: Mapping[str, str], *, keeps_plan: bool
+) -> None:
+    """Check that a journal has the configuration of this job.
+
+    `keeps_plan` says that the job cannot continue on other devices.
+
+    Raises:
+        OtherConfiguration: They differ; the error has one line for each difference.
+    """
+    lines = differences(stored, wanted, ("there", "now"))
+    if lines:
+        raise OtherConfiguration(
+            f"{path}: expected the configuration of this job, got another one:\n"
+            + "\n".join(lines)
+            + "\nRun with the settings it was begun with, choose another output, or discard it "
+            f"with --restart.{_devices_remedy(stored, wanted, keeps_plan)}",
+            stored,
+        )
+
+
+def _devices_remedy(stored: Mapping[str, str], wanted: Mapping[str, str], keeps_plan: bool) -> str:
+    """The remedy if nothing but the processes and the devices differ."""
+    differing = {key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key)}
+    if not differing & {SETUP, "target"} or differing - {SETUP, *OF_DEVICES}:
+        return ""
+    if differing == {SETUP}:
+        return (
+            " Other processes add numbers in another order; with --allow-different-numerics the "
+            "job continues anyway, and the manifest names both set-ups."
+        )
+    if keeps_plan or "pipeline" in wanted:
+        return ""
+    given = " The --plan must be for these devices." if wanted.get("plan") != "derived" else ""
+    return (
+        " With --allow-different-numerics the job continues on these devices by another plan: "
+        f"finished rows are kept, and the manifest names both set-ups.{given}"
+    )

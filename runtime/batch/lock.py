@@ -20,7 +20,6 @@ import json
 import os
 import random
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -28,7 +27,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..errors import EXIT_RESUMABLE, OutputIsLocked, UnusableFile
@@ -99,7 +97,13 @@ class JobLock:
         self._released = threading.Event()
         # the file is not changed while it is removed; reentrant, as a beat may end the process
         self._changing = threading.RLock()
-        self._facts = {**_this_process(), "token": uuid.uuid4().hex, "beat": 0}
+        self._facts: dict[str, Any] = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "machine": _machine(),
+            "token": uuid.uuid4().hex,
+            "beat": 0,
+        }
         self._last_beat = 0.0
 
     def __enter__(self) -> "JobLock":
@@ -112,7 +116,7 @@ class JobLock:
             self._registered.enter_context(at_forced_end(lambda code: self.release()))
             threading.Thread(target=self._beat, name="noria lock", daemon=True).start()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
@@ -142,12 +146,7 @@ class JobLock:
             if self._descriptor is None:
                 time.sleep(_POLL_SECONDS)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._registered.close()
         self.release()
 
@@ -330,27 +329,9 @@ class JobLock:
         )
 
 
-def _this_process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {
-        "pid": pid,
-        "host": socket.gethostname(),
-        "machine": _machine(),
-        "started": _start_time(pid),
-    }
-
-
 def _machine() -> str:
     """An id of the running system: containers share it, and another boot has another."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return f"{socket.gethostname()} {uuid.getnode():x}"
-
-
-def _start_time(pid: int) -> str:
-    """Start of a process in clock ticks, to tell it from an earlier process with the same id."""
-    if not sys.platform.startswith("linux"):
-        return ""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return stat.rpartition(")")[2].split()[19]  # the name in parentheses may have spaces

@@ -38,8 +38,7 @@ from ..rows.results import error_of_line
 from ..rows.row_files import encoded, is_plain, output_lines
 from .job_files import OutputFiles
 from .lock import JobLock
-from .outcomes import add_figures, add_outcomes
-from .output import write_outputs
+from .output import add_figures, add_outcomes, write_outputs
 
 _TABLES = ("configuration", "input", "outputs", "rows", "versions")
 """The tables of a manifest that a merge reads."""

@@ -10,6 +10,8 @@ input order.
 
 import hashlib
 import platform
+import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -35,13 +37,16 @@ from ..rows.results import (
 from ..rows.row_files import encoded
 from ..rows.scan import ScannedRow, ScanSummary
 from ..rows.tables import CarriedCells, with_carried
-from .job import ModelFacts
+from .job import JobIdentity, ModelFacts
 from .job_files import JobFiles
-from .job_identity import JobIdentity
-from .job_runs import FINISHED, PhaseClock, sums_of_runs
+from .job_runs import FINISHED, PhaseClock, runs_of, sums_of_runs
 from .journal import Journal, JournalRow
 from .journal_records import INSTANT, MODEL, OUTPUTS, REPEATED, WEIGHTS
-from .outcomes import count_outcomes, spread, total
+
+_BY_CODE = "errors_by_code"
+_SAMPLES = (STOPPED_SAMPLES, TOKENS_LEFT)
+_TOTALS = ("prompt_tokens", CUT, TEXTS_CUT, "output_tokens", *_SAMPLES, "compiles_during_run")
+PERCENTILES = (50, 90, 95, 99)
 
 
 @dataclass(frozen=True)
@@ -199,13 +204,13 @@ def _job_facts(
 def _figures(statistics: Mapping[str, Any], finished: Sequence[JournalRow]) -> dict[str, Any]:
     """The figures of the rows from all runs, and the counters of this run."""
     return {
-        "prompt_tokens": total(finished, "prompt_tokens"),
-        "output_tokens": total(finished, "output_tokens"),
-        **{key: total(finished, key) for key in (CUT, TEXTS_CUT, STOPPED_SAMPLES, TOKENS_LEFT)},
-        "time_to_first_token_seconds": spread(finished, "time_to_first_token"),
-        "inter_token_latency_seconds": spread(finished, "inter_token_latency"),
-        "end_to_end_latency_seconds": spread(finished, "latency"),
-        "output_tokens_per_second_per_row": spread(finished, "output_tokens_per_second"),
+        "prompt_tokens": _total(finished, "prompt_tokens"),
+        "output_tokens": _total(finished, "output_tokens"),
+        **{key: _total(finished, key) for key in (CUT, TEXTS_CUT, STOPPED_SAMPLES, TOKENS_LEFT)},
+        "time_to_first_token_seconds": _spread(finished, "time_to_first_token"),
+        "inter_token_latency_seconds": _spread(finished, "inter_token_latency"),
+        "end_to_end_latency_seconds": _spread(finished, "latency"),
+        "output_tokens_per_second_per_row": _spread(finished, "output_tokens_per_second"),
         "compiles_during_run": statistics.get("compiles_during_run", 0),
         "generator": dict(statistics),
     }
@@ -252,3 +257,51 @@ def summarise(output: Path, manifest: Mapping[str, Any]) -> str:
     phases = ("scan", "load", "build", "run")
     seconds = (f"{phase} {manifest[f'{phase}_seconds']:.1f} s" for phase in phases)
     return f"{message}  ({', '.join(seconds)})"
+
+
+def count_outcomes(codes: Iterable[str | None]) -> dict[str, Any]:
+    """The numbers of rows by outcome, from the error code of every row; None is a result."""
+    counts = Counter(codes)
+    num_ok = counts.pop(None, 0)
+    return {
+        "total": num_ok + counts.total(),
+        "ok": num_ok,
+        "errors": counts.total(),
+        _BY_CODE: {str(code): counts[code] for code in sorted(counts, key=str)},
+    }
+
+
+def add_outcomes(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sums of the row counts of several parts."""
+    codes = sum((Counter(rows[_BY_CODE]) for rows in parts), Counter())
+    by_code = dict(sorted(codes.items()))
+    return {
+        key: by_code if key == _BY_CODE else sum(rows[key] for rows in parts) for key in parts[0]
+    }
+
+
+def add_figures(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sums of tokens, runs and ignored keys over the manifests of parts or stages."""
+    runs = [run for manifest in manifests for run in runs_of(manifest)]
+    ignored = sum((Counter(m.get("ignored_keys", ())) for m in manifests), Counter())
+    return {
+        # parts of an earlier noria do not count cut texts
+        **{key: sum(manifest.get(key, 0) for manifest in manifests) for key in _TOTALS},
+        **sums_of_runs(runs),
+        "ignored_keys": dict(ignored),
+    }
+
+
+def _total(finished: Sequence[JournalRow], name: str) -> int:
+    """The sum of a figure over rows; rows without it count as zero."""
+    return int(sum(row.metrics.get(name, 0) for row in finished))
+
+
+def _spread(finished: Sequence[JournalRow], name: str) -> dict[str, float] | None:
+    """Mean and percentiles of a figure over the rows that have it, from all runs of the job."""
+    values = sorted(row.metrics[name] for row in finished if name in row.metrics)
+    if not values:
+        return None
+    # nearest rank, so that every percentile is the figure of a row
+    ranks = {f"p{p}": values[-(-p * len(values) // 100) - 1] for p in PERCENTILES}
+    return {"mean": statistics.fmean(values), **ranks}

@@ -121,18 +121,14 @@ class Outputs(OutputFiles):
                 # the job has not begun; with these states, a kept folder of stages would say it has
                 disk.remove(self._states_path)
             self._leave(remote, states, disk, note)
-            raise type(error)(self._with_urls(str(error))) from error
+            message = str(error)
+            for path in self._fetched:  # which are removed
+                message = message.replace(str(path), str(self.urls[path]))
+            raise type(error)(message) from error
         except BaseException:
             self._leave(remote, states, disk, note)
             raise
-        else:
-            self._leave(remote, states, disk, note)
-
-    def _with_urls(self, message: str) -> str:
-        """A message with URLs in place of the paths of fetched files, which are removed."""
-        for path in self._fetched:
-            message = message.replace(str(path), str(self.urls[path]))
-        return message
+        self._leave(remote, states, disk, note)
 
     def _states_at_beginning(
         self, remote: dict[Path, RemoteFile], disk: Disk, *, restarts: bool
@@ -175,20 +171,12 @@ class Outputs(OutputFiles):
         disk: Disk,
         note: Callable[[str], None],
     ) -> None:
-        if not self._is_begun() and self._is_complete():
-            self._publish(remote, states, disk, note)
-            # the manifest is removed after the output: without an output, it has no effect
-            self._remove([*remote, self._states_path], disk)
-        elif not self._is_begun():
+        """Publish outputs that are complete, and remove the files that nothing needs any more."""
+        if self._is_begun():
+            return
+        if not self._is_complete():
             self._remove([*self._fetched, self._states_path], disk)
-
-    def _publish(
-        self,
-        remote: dict[Path, RemoteFile],
-        states: States,
-        disk: Disk,
-        note: Callable[[str], None],
-    ) -> None:
+            return
         for path, file in remote.items():
             try:
                 self._check_unchanged(path, file, states)
@@ -202,6 +190,8 @@ class Outputs(OutputFiles):
                     "uploads them again.",
                     EXIT_RESUMABLE,
                 ) from error
+        # the manifest is removed after the output: without an output, it has no effect
+        self._remove([*remote, self._states_path], disk)
 
     def _is_begun(self) -> bool:
         if self.journal.exists():
@@ -246,8 +236,7 @@ def input_copied(place: Place, path: Path, disk: Disk) -> Iterator[None]:
     except BaseException:
         disk.remove(path)
         raise
-    else:
-        disk.remove(path)
+    disk.remove(path)
 
 
 @contextmanager

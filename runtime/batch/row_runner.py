@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..console import plural
-from ..embedding.texts import num_texts
+from ..embedding.texts import lengths_of
 from ..errors import EXIT_BUILD, EXIT_RESUMABLE, EXIT_ROWS_FAILED, InputError, JobError, RowError
 from ..pods.peers import GO, Peers, StepDirective
 from ..process.stop_signals import StopSignals
@@ -27,7 +27,6 @@ from ..rows.lines import BatchRow
 from ..rows.repeats import Answer, Repeats
 from ..rows.results import OutputLines, error_text, row_metrics
 from ..rows.scan import ScannedRow
-from .drain import Drain
 from .job import Build
 from .job_input import JobInput
 from .journal import Journal
@@ -59,6 +58,8 @@ class RowRunner:
     _in_flight: dict[str, BatchRow] = field(default_factory=dict)
     _answers: list[Answer] = field(default_factory=list)
     """Outputs that answer more rows in the next steps."""
+    _deadline: float | None = None
+    """The time at which rows in flight are left, once a signal has come."""
 
     def run(self, built: Build, rows: Sequence[ScannedRow], table: "PrefixTable") -> str | None:
         """Run rows until all are finished or a signal stops the job.
@@ -79,8 +80,7 @@ class RowRunner:
             for row, prefix in zip(submission.rows, submission.prefixes, strict=True)
         )
         del submission  # it would keep every prefix to the end
-        drain = Drain(self.stop, self.peers)
-        directive = GO
+        directive, self.stop.can_drain = GO, True
         while True:
             # a call is in flight meanwhile, and it does not depend on the rows of this step
             self._answer_repeats(waiting)
@@ -90,7 +90,7 @@ class RowRunner:
                 self.peers.record(generator.receive())
             # processes compare their work here, before the next collective and after the last row:
             # a process with other rows or tokens would leave the others waiting in a collective
-            previous, directive = directive, drain.next_directive()
+            previous, directive = directive, self._next_directive()
             if directive.action != "go" and previous.action == "go":
                 self._begin_drain(generator, directive)
             try:
@@ -105,10 +105,20 @@ class RowRunner:
             if self.journal is not None:
                 self.journal.sync_if_due()
             self.progress.update(generator.figures)
-        drain.end()
+        self.stop.can_drain = False  # no rows are in flight
         if self.journal is not None:
             self.journal.sync()
         return directive.signal if waiting or self._in_flight or self._answers else None
+
+    def _next_directive(self) -> StepDirective:
+        """The directive for the next step; process 0 decides it, whichever received the signal."""
+        requested = self.stop.requested
+        own_signal, directive = None if requested is None else requested.name, GO
+        if (signal_name := own_signal or self.peers.remote_signal) is not None:
+            now = time.monotonic()
+            self._deadline = self._deadline or now + self.stop.grace_seconds
+            directive = StepDirective("drain" if now < self._deadline else "stop", signal_name)
+        return self.peers.exchange_directive(directive, own_signal)
 
     def _begin_drain(self, generator: "Session", directive: StepDirective) -> None:
         """Drop submitted rows that have no slot yet, so that only rows in flight finish."""
@@ -128,7 +138,7 @@ class RowRunner:
             self._in_flight[row.custom_id] = row
             try:
                 token_ids = self.source.token_ids_of(row, scanned)
-                places = row.pooled.places(num_texts(token_ids)) if row.pooled else ()
+                places = row.pooled.places(len(lengths_of(token_ids))) if row.pooled else ()
                 request = Request(
                     row.custom_id, token_ids, row.params, row.prompt, row.adapter, places
                 )
@@ -197,14 +207,7 @@ class RowRunner:
         metrics = {**row_metrics(row, output), FINISHED_AT: round(time.time(), 3)}
         if is_repeat:
             metrics[REPEATED] = 1
-        self.journal.record_row(
-            row=row.row,
-            custom_id=row.custom_id,
-            request_hash=row.request_hash,
-            line=line,
-            code=error.code if error else None,
-            metrics=metrics,
-        )
+        self.journal.record_row(row, line, error.code if error else None, metrics)
         self.progress.count_row(is_error=error is not None)
         if error is not None:
             self.progress.show_error(error_text(row, error))

@@ -10,10 +10,9 @@ run again writes the same file as an uninterrupted job; a complete job that is r
 nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import EXIT_RESUMABLE, exit_code
 from ..files.disk import Disk
@@ -21,12 +20,10 @@ from ..pods.peers import ALONE, Peers
 from ..process.stop_signals import StopSignals
 from ..progress.progress import Progress
 from ..rows.row_files import check_input
-from .execution import Execution
+from .execution import BegunJob, Execution
 from .finished import complete_already, exit_code_of, finished_manifest, refuse_foreign_outputs
-from .job import JobModel, JobSettings, ModelFacts
-from .job_files import JobFiles
-from .job_identity import JobIdentity
-from .job_input import JobInput, decide_instant, open_input
+from .job import Job, JobModel, JobSettings
+from .job_input import decide_instant, open_input
 from .job_runs import JobRun, PhaseClock, new_run, recorded_run
 from .journal import Journal, renew
 from .lock import JobLock
@@ -69,138 +66,98 @@ def run_job(
     progress, disk, phases = progress or Progress(), disk or Disk(), phases or PhaseClock()
     progress.enter(phases.phase)
     phases.on_enter = progress.enter
-    files, identity, facts = settings.files, settings.identity, settings.facts
+    files = settings.files
     if not files.reads_stdin:
         check_input(files.input, files.columns)
     signals = StopSignals(settings.grace_seconds) if stop is None else nullcontext(stop)
     with signals as stop, ExitStack() as opened:
-        job = _Job(files, identity, facts, model, peers, disk, progress, phases, stop)
-        price = settings.price_per_hour
-        begun = job.lead(opened, price) if peers.is_leader else job.follow()
+        job = Job(settings, model, peers, disk, progress, phases, stop)
+        begun = _lead(job, opened) if peers.is_leader else _follow(job)
         if isinstance(begun, int):
             return begun
-        part, now = identity.part, peers.broadcast(begun.now)
+        part, now = settings.identity.part, peers.broadcast(begun.now)
         source = opened.enter_context(open_input(files, part, settings.rules, model, now, progress))
-        return job.execution(source, begun).run(keeps_answers=begun.keeps_answers)
+        return Execution(**vars(job), source=source, begun=begun).run()
 
 
-class _BegunJob(NamedTuple):
-    """The files of a job in one of its processes, ready for a run."""
-
-    journal: Journal | None
-    """The journal; None on processes other than the leader."""
-    now: str
-    """The local time that chat templates see; empty on processes other than the leader."""
-    keeps_answers: bool = False
-    """Whether rows keep the answers that the finished outputs have."""
-    check_lock: Callable[[], None] = lambda: None
-    """Raises an error if another process has taken over the output."""
+def _follow(job: Job) -> int | BegunJob:
+    """Begin in a process that has no files; an exit code if there is nothing to do."""
+    # process 0 sends an exit code if it has nothing to do
+    code = job.peers.broadcast(None)
+    return BegunJob(None, "") if code is None else code
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A job in one of its processes, before its input is read."""
+def _lead(job: Job, opened: ExitStack) -> int | BegunJob:
+    """Begin in the process that has the job's files; an exit code if there is nothing to do.
 
-    files: JobFiles
-    identity: JobIdentity
-    facts: ModelFacts
-    model: JobModel
-    peers: Peers
-    disk: Disk
-    progress: Progress
-    phases: PhaseClock
-    stop: StopSignals
+    `opened` closes the files, and records the end of the run.
+    """
+    files, identity = job.settings.files, job.settings.identity
+    files.check(identity.added_columns)
+    lock = opened.enter_context(JobLock(files.lock, job.progress.warn))
+    opened.enter_context(stdin_copied(files, job.disk))
+    # the next run may be on another host, which cannot detect that this process has ended
+    job.peers.on_abort(lock.release)
+    if files.reads_stdin:
+        check_input(files.input, files.columns)
+    if lock.took_over:
+        renew(files.journal, job.disk)
+    if files.restart:
+        # first the manifest: without it the old output no longer counts as complete
+        job.disk.remove(files.manifest)
+        job.disk.remove(files.journal)
+    elif (manifest := finished_manifest(files, identity)) is not None:
+        return job.peers.broadcast(_do_nothing(job, manifest))
+    earlier = None
+    if identity.updates:
+        earlier = finished_manifest(files, identity, compares_input=False)
+    journal = opened.enter_context(closing(_open_journal(job, earlier)))
+    if earlier is not None:
+        keep_facts(earlier, journal)
+    elif not journal.binds:
+        # a run that ended before its build left the journal, so no output is this job's
+        refuse_foreign_outputs(files, identity)
+    now = decide_instant(identity.now, journal)
+    job.peers.broadcast(None)
+    run = new_run(job.phases, job.peers.setup, job.settings.price_per_hour)
+    opened.enter_context(_recorded(job, journal, run))
+    return BegunJob(journal, now, earlier is not None, lock.check)
 
-    def execution(self, source: JobInput, begun: _BegunJob) -> Execution:
-        """The run of the job's rows, which are open."""
-        return Execution(
-            self.files,
-            self.identity,
-            self.facts,
-            self.model,
-            source,
-            begun.journal,
-            self.peers,
-            self.disk,
-            self.progress,
-            self.phases,
-            self.stop,
-            begun.check_lock,
-        )
 
-    def follow(self) -> int | _BegunJob:
-        """Begin in a process that has no files; an exit code if there is nothing to do."""
-        # process 0 sends an exit code if it has nothing to do
-        code = self.peers.broadcast(None)
-        return _BegunJob(None, "") if code is None else code
+def _do_nothing(job: Job, manifest: Mapping[str, Any]) -> int:
+    """Check that the finished outputs are those of this job; return their exit code."""
+    files = job.settings.files
+    message = complete_already(files, job.settings.facts, job.model, manifest)
+    job.disk.remove(files.journal)
+    job.progress.note(message)
+    return exit_code_of(files.output, manifest)
 
-    def lead(self, opened: ExitStack, price_per_hour: float | None) -> int | _BegunJob:
-        """Begin in the process that has the job's files; an exit code if there is nothing to do.
 
-        `opened` closes the files, and records the end of the run.
-        """
-        files, identity = self.files, self.identity
-        files.check(identity.added_columns)
-        lock = opened.enter_context(JobLock(files.lock, self.progress.warn))
-        opened.enter_context(stdin_copied(files, self.disk))
-        # the next run may be on another host, which cannot detect that this process has ended
-        self.peers.on_abort(lock.release)
-        if files.reads_stdin:
-            check_input(files.input, files.columns)
-        if lock.took_over:
-            renew(files.journal, self.disk)
-        if files.restart:
-            # first the manifest: without it the old output no longer counts as complete
-            self.disk.remove(files.manifest)
-            self.disk.remove(files.journal)
-        elif (manifest := finished_manifest(files, identity)) is not None:
-            return self.peers.broadcast(self._do_nothing(manifest))
-        earlier = None
-        if identity.updates:
-            earlier = finished_manifest(files, identity, compares_input=False)
-        journal = opened.enter_context(closing(self._open_journal(earlier)))
-        if earlier is not None:
-            keep_facts(earlier, journal)
-        elif not journal.binds:
-            # a run that ended before its build left the journal, so no output is this job's
-            refuse_foreign_outputs(files, identity)
-        now = decide_instant(identity.now, journal)
-        self.peers.broadcast(None)
-        run = new_run(self.phases, self.peers.setup, price_per_hour)
-        opened.enter_context(self._recorded(journal, run))
-        return _BegunJob(journal, now, earlier is not None, lock.check)
+def _open_journal(job: Job, earlier: Mapping[str, Any] | None) -> Journal:
+    """Open the journal; `earlier` is the manifest of finished outputs that are updated."""
+    files, identity = job.settings.files, job.settings.identity
+    if earlier is None and not files.journal.exists():
+        refuse_foreign_outputs(files, identity)
+    return Journal(
+        files.journal,
+        identity.stored,
+        may_differ=identity.may_differ,
+        keeps_plan=identity.keeps_plan,
+        disk=job.disk,
+    )
 
-    def _do_nothing(self, manifest: Mapping[str, Any]) -> int:
-        """Check that the finished outputs are those of this job; return their exit code."""
-        message = complete_already(self.files, self.facts, self.model, manifest)
-        self.disk.remove(self.files.journal)
-        self.progress.note(message)
-        return exit_code_of(self.files.output, manifest)
 
-    def _open_journal(self, earlier: Mapping[str, Any] | None) -> Journal:
-        """Open the journal; `earlier` is the manifest of finished outputs that are updated."""
-        files, identity = self.files, self.identity
-        if earlier is None and not files.journal.exists():
-            refuse_foreign_outputs(files, identity)
-        return Journal.open(
-            files.journal,
-            identity.stored,
-            may_differ=identity.may_differ,
-            keeps_plan=identity.keeps_plan,
-            disk=self.disk,
-        )
-
-    @contextmanager
-    def _recorded(self, journal: Journal, run: JobRun) -> Iterator[None]:
-        """Record a run of the job in the journal."""
-        number = len(journal.runs)
-        journal.runs.append(run)
-        try:
-            with recorded_run(run, self.phases, lambda: journal.record_run(number), self.stop):
-                yield
-        except Exception as error:
-            if not journal.binds and exit_code(error) != EXIT_RESUMABLE:
-                # nothing has finished, so the next run may be another job
-                with suppress(OSError):
-                    self.disk.remove(journal.path)
-            raise
+@contextmanager
+def _recorded(job: Job, journal: Journal, run: JobRun) -> Iterator[None]:
+    """Record a run of the job in the journal."""
+    number = len(journal.runs)
+    journal.runs.append(run)
+    try:
+        with recorded_run(run, job.phases, lambda: journal.record_run(number), job.stop):
+            yield
+    except Exception as error:
+        if not journal.binds and exit_code(error) != EXIT_RESUMABLE:
+            # nothing has finished, so the next run may be another job
+            with suppress(OSError):
+                job.disk.remove(journal.path)
+        raise

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import RowError
 from ..rows.results import AT_MAX_LENGTH, DROPPED, OutputLines, error_in
 from ..rows.row_files import output_lines
 from ..rows.scan import ScannedRow
@@ -53,21 +52,8 @@ def keep_answers(
                 # the row of the new input has cells of its own
                 line.pop(CARRIED, None)
                 if (row := wanted.get(line["id"])) is not None:
-                    _record(journal, row, line, error_in(line))
-
-
-def _record(
-    journal: Journal, row: ScannedRow, line: Mapping[str, Any], error: RowError | None
-) -> None:
-    assert row.custom_id is not None  # the scan accepted the row
-    journal.record_row(
-        row=row.row,
-        custom_id=row.custom_id,
-        request_hash=row.request_hash,
-        line=line,
-        code=error and error.code,
-        metrics=_figures(row, line),
-    )
+                    error = error_in(line)
+                    journal.record_row(row, line, error and error.code, _figures(row, line))
 
 
 def _figures(row: ScannedRow, line: Mapping[str, Any]) -> dict[str, float]:

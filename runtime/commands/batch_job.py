@@ -17,9 +17,8 @@ from ..adapters.adapter import Adapter
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.merged_model import open_merged
 from ..batch.batch_model import BatchModel, PlanSource, target_name
-from ..batch.job import JobSettings, ModelFacts
+from ..batch.job import JobIdentity, JobSettings, ModelFacts
 from ..batch.job_files import JobFiles
-from ..batch.job_identity import JobIdentity
 from ..batch.job_runs import PhaseClock
 from ..batch.pipes import PIPE, copy_path, output_for_stdout, write_to_stdout
 from ..batch.remote_files import Outputs, input_copied, input_copy_path
@@ -102,10 +101,7 @@ def run_with_options(options: argparse.Namespace) -> int:
             is_strict=options.strict_length,
         )
         if options.pipeline is not None:
-            form = None if options.form is None else read_form_file(options.form)
-            code = _run_stages(
-                options.pipeline, form, settings, model, progress, keeps_stages=options.keep_stages
-            )
+            code = _run_stages(options, settings, model, progress)
         else:
             code = run_job(settings, model, peers=peers, progress=progress, phases=phases)
         progress.end(code)
@@ -166,27 +162,22 @@ def _progress_recorded(place: str, files: JobFiles, progress: Progress) -> Itera
 
 
 def _run_stages(
-    path: Path,
-    form: Mapping[str, Any] | None,
-    settings: JobSettings,
-    model: BatchModel,
-    progress: Progress,
-    *,
-    keeps_stages: bool,
+    options: argparse.Namespace, settings: JobSettings, model: BatchModel, progress: Progress
 ) -> int:
-    """Run the stages of a pipeline file; `form` is the form of answers of the last stage."""
+    """Run the stages of a pipeline file."""
     from ..stages.pipeline_file import read_pipeline
     from ..stages.run_stages import run_stages
     from ..stages.staged_model import StagedModel
 
-    pipeline = read_pipeline(path, form)
+    form = None if options.form is None else read_form_file(options.form)
+    pipeline = read_pipeline(options.pipeline, form)
     configuration = {**settings.identity.configuration, "pipeline": pipeline.text}
     identity = replace(settings.identity, configuration=configuration)
     return run_stages(
         replace(settings, identity=identity),
         StagedModel(model, model.seed, lambda: model.files.spec.config.max_position),
         pipeline,
-        keeps_stages=keeps_stages,
+        keeps_stages=options.keep_stages,
         progress=progress,
     )
 

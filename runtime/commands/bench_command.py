@@ -16,7 +16,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
@@ -188,21 +187,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_case(
-    model: "LoadedModel",
-    case: Case,
-    plan: "Plan",
-    repeats: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> CaseResult:
+def run_case(model: "LoadedModel", case: Case, plan: "Plan", repeats: int) -> CaseResult:
     """Build the plan of a case, run it once without timing, and `repeats` times with timing."""
     from .. import session
 
-    started = clock()
+    started = time.perf_counter()
     generator = session.start(model, plan)
-    build_seconds = clock() - started
+    build_seconds = time.perf_counter() - started
     prompts = random_prompts(case, model.definition.config.vocab_size)
-    runs = [_run_once(generator.restarted(0), case, prompts, clock) for _ in range(1 + repeats)]
+    runs = [_run_once(generator.restarted(0), case, prompts) for _ in range(1 + repeats)]
     reports = [report for _, report in runs]
     return CaseResult(
         case,
@@ -232,15 +225,15 @@ def _run_named(model: "LoadedModel", case: Case, plan: "Plan", repeats: int) -> 
 
 
 def _run_once(
-    generator: "Session", case: Case, prompts: list[list[int]], clock: Callable[[], float]
+    generator: "Session", case: Case, prompts: list[list[int]]
 ) -> tuple[Timing, dict[str, Any]]:
     """The times of one run, and its counters."""
     params = SamplingParams(temperature=0, max_tokens=case.output_length, ignore_eos=True)
     for row, prompt in enumerate(prompts):
         generator.submit(Request(str(row), prompt, params))
-    started = clock()
+    started = time.perf_counter()
     outputs = generator.run()
-    wall_seconds = clock() - started
+    wall_seconds = time.perf_counter() - started
     failed = next((output.error for output in outputs if output.error), None)
     if failed is not None:
         raise failed

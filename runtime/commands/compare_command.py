@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     from ..comparison.compare import compare
     from ..devices import backends
     from ..files import png_figure
-    from ..rows.row_ids import read_row_ids
+    from ..rows.job_text import read_row_ids
 
     models = _models(options)
     _check(options)

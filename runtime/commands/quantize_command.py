@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     from ..checkpoint.model_stamp import ModelStamp
     from ..devices import backends
     from ..quantisation.quantise import QuantiseOptions, quantise
-    from ..rows.row_ids import read_row_ids
+    from ..rows.job_text import read_row_ids
 
     say = partial(note, is_quiet=options.quiet)
     started = time.monotonic()

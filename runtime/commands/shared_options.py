@@ -82,26 +82,23 @@ def open_adapters(
     return (AdapterSet.open(files, paths), models) if paths else (None, None)
 
 
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """Add `--dtype` of weights and activations."""
+def add_dtype(
+    parser: argparse.ArgumentParser,
+    arrays: str = "weights and activations",
+    auto: str = "bfloat16 on TPU and GPU and the faster of the two on the CPU",
+) -> None:
+    """Add `--dtype` of some arrays, and say what its default means."""
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="dtype of weights and activations (default: auto, bfloat16 on TPU and GPU and the "
-        "faster of the two on the CPU)",
+        help=f"dtype of {arrays} (default: auto, {auto})",
     )
 
 
 def add_stored_dtype(parser: argparse.ArgumentParser, stored: str) -> None:
     """Add `--dtype` of what a command writes, which `stored_dtype` reads."""
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help=f"dtype of {stored} (default: auto, bfloat16 if all tensors are bfloat16, else "
-        "float32)",
-    )
+    add_dtype(parser, stored, "bfloat16 if all tensors are bfloat16, else float32")
 
 
 def stored_dtype(files: "ModelFiles", dtype: str, *, rounds_codes: bool = False) -> str:

@@ -37,21 +37,19 @@ from ..errors import ConfigError
 from ..files.layout_files import read_layout_table
 from ..files.run_config import apply_overrides
 from ..plans import plan_checks
-from ..rows.row_ids import read_row_ids
+from ..rows.job_text import read_row_ids
 from ..session import OpenedModel, build, resolve_dtype
 from .statistics import PairFigures
 
 if TYPE_CHECKING:
     from ...compile.build import BuildProgress
-    from ...compile.grids.bucket_grid import BucketGrid
-    from ...sharding.layout import Layout
 
 
 def forced_grid(
     prompt_lengths: Sequence[int],
     max_length: int,
     slots: int,
-    layout: "Layout | None",
+    layout: Layout | None,
     page: int | None = None,
 ) -> BucketGrid:
     """The grid of models that are compared.
@@ -308,7 +306,7 @@ class _Setup:
 
         return ForcedModel(build(loaded, plan, report), loaded.definition.padded_vocab)
 
-    def _derived(self, model: ComparedModel, files: ModelFiles, grid: "BucketGrid") -> Plan:
+    def _derived(self, model: ComparedModel, files: ModelFiles, grid: BucketGrid) -> Plan:
         dtype = resolve_dtype(self.dtype, self.target)
         numbers = Numbers.from_table({"dtype": dtype, **model.numbers})
         planned = PlannedModel(files.name, files.fingerprint())

@@ -44,21 +44,11 @@ def unpack(packed: Sequence[int]) -> list[EncodedText]:
     return texts
 
 
-def num_texts(packed: Sequence[int]) -> int:
-    """The number of texts in a list that `pack` returned."""
-    return packed[0]
-
-
 def lengths_of(packed: Sequence[int]) -> tuple[int, ...]:
     """The number of tokens of each text in a list that `pack` returned."""
     return tuple(packed[1 : 1 + _NUM_FACTS * packed[0] : _NUM_FACTS])
 
 
-def num_texts_cut(packed: Sequence[int]) -> int:
-    """The number of texts, in a list that `pack` returned, from which tokens were cut."""
-    return sum(map(bool, packed[_NUM_FACTS : 1 + _NUM_FACTS * packed[0] : _NUM_FACTS]))
-
-
-def num_cut(packed: Sequence[int]) -> int:
-    """The number of tokens that were cut from the texts in a list that `pack` returned."""
-    return sum(packed[_NUM_FACTS : 1 + _NUM_FACTS * packed[0] : _NUM_FACTS])
+def cuts_of(packed: Sequence[int]) -> tuple[int, ...]:
+    """The number of tokens that were cut from each text in a list that `pack` returned."""
+    return tuple(packed[_NUM_FACTS : 1 + _NUM_FACTS * packed[0] : _NUM_FACTS])

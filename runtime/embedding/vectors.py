@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...modelzoo.pooling_config import Pooling
-from ..errors import RowError
+from ..errors import RowError, invalid_request
 
 SMALLEST_LENGTH = np.float32(1e-12)
 
@@ -62,10 +62,8 @@ def too_many_dimensions(dimensions: int | None, size: int) -> RowError | None:
     """The error of a number of features above the size of a vector; None for other numbers."""
     if dimensions is None or dimensions <= size:
         return None
-    return RowError(
-        "invalid_request",
-        f"dimensions: expected at most {size}, the features of a vector, got {dimensions}.",
-        "dimensions",
+    return invalid_request(
+        "dimensions", f"expected at most {size}, the features of a vector, got {dimensions}."
     )
 
 

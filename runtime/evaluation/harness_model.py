@@ -9,6 +9,7 @@ fit the plan raises an error before any request of its call runs.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
@@ -106,7 +107,7 @@ class HarnessModel(TemplateLM):
                 "Expected conversations that end before the answer, got a task that begins it "
                 "(gen_prefix). Run it without the chat template."
             )
-        with ChatRenderer(self._encoder) as renderer:
+        with closing(ChatRenderer(self._encoder)) as renderer:
             ids = renderer.encode(list(chat_history), add_generation_prompt=True)
         return self._encoder.decode(ids, skip_special_tokens=False)
 

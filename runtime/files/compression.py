@@ -5,7 +5,6 @@ never a shorter file; equal content is compressed to equal bytes.
 """
 
 import io
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -129,16 +128,6 @@ def _codec(path: Path) -> _Codec:
             lambda: zlib.compressobj(wbits=_GZIP_FORMAT),
             lambda: zlib.decompressobj(_GZIP_FORMAT),
             zlib.error,
-        )
-    if sys.version_info >= (3, 14):
-        from compression import zstd
-
-        options = {zstd.DecompressionParameter.window_log_max: _MAX_WINDOW_LOG}
-        return _Codec(
-            "Zstandard",
-            zstd.ZstdCompressor,
-            lambda: zstd.ZstdDecompressor(options=options),
-            zstd.ZstdError,
         )
     try:
         package = require("zstandard", "zstd", UnusableFile)

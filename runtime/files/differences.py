@@ -65,7 +65,7 @@ def _table(value: object) -> Mapping[str, object] | None:
     return table if isinstance(table, dict) else None
 
 
-def _shown(value: object) -> object:
+def _shown(value: object) -> str:
     if value is None:
         return "nothing"
-    return "none" if value == "" else value
+    return "none" if value == "" else f"{value!s:.500}"

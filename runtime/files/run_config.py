@@ -4,6 +4,7 @@ Every package owns its tables and their keys. Guarantees: a file or option that 
 raises a `ConfigError` that names it as the user wrote it.
 """
 
+import copy
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -69,7 +70,7 @@ def apply_overrides(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[
     >>> apply_overrides({"a": {"b": 1}}, ["a.b=[2, 3]", "target=cpu:8"])
     {'a': {'b': [2, 3]}, 'target': 'cpu:8'}
     """
-    result = _copy(table)
+    result = copy.deepcopy(dict(table))
     for override in overrides:
         path, equals, text = override.partition("=")
         keys = [key.strip() for key in path.split(".")]
@@ -82,12 +83,6 @@ def apply_overrides(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[
                 raise ConfigError(f"--set {override}: {key} is a value, not a table.")
         inner[keys[-1]] = _override_value(override, text.strip())
     return result
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _override_value(override: str, text: str) -> Any:

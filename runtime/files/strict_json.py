@@ -69,15 +69,15 @@ def parse_object(content: bytes) -> dict[str, Any]:
         ) from None
     try:
         value = _DECODER.decode(text)
+        # nesting is at most the number of opening brackets, so most lines need no traversal
+        if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+            raise RecursionError
     except json.JSONDecodeError as error:
         raise _invalid(_syntax_problem(text, error)) from None
     except RecursionError:
-        raise _too_deep() from None
+        raise _invalid(f"expected at most {MAX_DEPTH} levels of nesting, got more") from None
     if not isinstance(value, dict):
         raise _invalid(f"expected a JSON object, got {_kind(value)}")
-    # nesting is at most the number of opening brackets, so most lines need no traversal
-    if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
-        raise _too_deep()
     # decoded UTF-8 has no surrogates, so a lone surrogate can only come from an escape
     if _SURROGATE_ESCAPE.search(text):
         _refuse_lone_surrogates(value)
@@ -102,22 +102,20 @@ def dump_line(value: object, *, sort_keys: bool = False) -> bytes:
 def read_lines(
     file: BinaryIO,
     *,
-    max_line_bytes: int = MAX_LINE_BYTES,
     observe: Callable[[bytes], object] = len,
     unit: Unit = "line",
 ) -> Iterator[Line]:
-    """Yield the lines of a file that are not blank.
+    """Yield the lines of a file that are not blank; too long ones have the content None.
 
     A byte order mark at the start, CRLF line endings and a missing last newline are accepted.
 
     Args:
         file: The file, open at its beginning.
-        max_line_bytes: Maximum size of a line; longer lines have the content None.
         observe: Called with every piece that is read, so that it sees every byte once, in order.
         unit: The unit of the line numbers; `row` for lines that were made of the rows of a table.
     """
     number = offset = 0
-    while piece := file.readline(max_line_bytes + 2):
+    while piece := file.readline(MAX_LINE_BYTES + 2):
         number += 1
         start = offset
         offset += len(piece)
@@ -126,8 +124,8 @@ def read_lines(
         if number == 1 and content.startswith(_BOM):
             content = content[len(_BOM) :]
         content = content.rstrip(b"\r\n")
-        is_too_long = len(content) > max_line_bytes
-        while not piece.endswith(b"\n") and (piece := file.readline(max_line_bytes)):
+        is_too_long = len(content) > MAX_LINE_BYTES
+        while not piece.endswith(b"\n") and (piece := file.readline(MAX_LINE_BYTES)):
             is_too_long = is_too_long or bool(piece.rstrip(b"\r\n"))
             offset += len(piece)
             observe(piece)
@@ -137,10 +135,10 @@ def read_lines(
             yield Line(number, start, content, unit)
 
 
-def read_line_at(file: BinaryIO, offset: int, *, max_line_bytes: int = MAX_LINE_BYTES) -> bytes:
+def read_line_at(file: BinaryIO, offset: int) -> bytes:
     """Read the content of a line again, at an offset that `read_lines` yielded."""
     file.seek(offset)
-    content = file.readline(max_line_bytes + 2)
+    content = file.readline(MAX_LINE_BYTES + 2)
     if offset == 0 and content.startswith(_BOM):
         content = content[len(_BOM) :]
     return content.rstrip(b"\r\n")
@@ -162,10 +160,6 @@ def _syntax_problem(text: str, error: json.JSONDecodeError) -> str:
     # some of the messages end in `at`
     problem = error.msg.removesuffix(" at")
     return f"expected a JSON object, got {problem} at character {error.pos}"
-
-
-def _too_deep() -> RowError:
-    return _invalid(f"expected at most {MAX_DEPTH} levels of nesting, got more")
 
 
 def _kind(value: object) -> str:
@@ -205,22 +199,12 @@ def _refuse_constant(literal: str) -> NoReturn:
     raise _invalid(f"expected finite numbers, got {literal}, which is not JSON")
 
 
-def _depth_exceeds(value: object, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        if not level:
-            return False
-        level = [child for parent in level for child in _children(parent)]
-    return bool(level)
-
-
-def _children(value: object) -> list[object]:
-    """The containers directly inside a container."""
-    if isinstance(value, dict):
-        return [child for child in value.values() if isinstance(child, dict | list)]
-    if isinstance(value, list):
-        return [child for child in value if isinstance(child, dict | list)]
-    return []
+def _depth(value: object) -> int:
+    """The number of containers inside each other, the value itself included."""
+    if not isinstance(value, dict | list):
+        return 0
+    inside = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inside), default=0)
 
 
 def _refuse_lone_surrogates(value: object) -> None:

@@ -98,7 +98,12 @@ def _connect(address: Address, farewell_seconds: int, patience: int) -> Coordina
     # jax would handle SIGTERM itself, without telling which process received it
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    _report_before_abort(lambda: _connection_failure(address))
+    failure = (
+        f"expected jax to connect all {address.num_processes} processes at {address.coordinator} "
+        f"within {CONNECT_SECONDS} s after they had met, but the connection failed (see jax's "
+        "messages above). Run the same commands again."
+    )
+    _report_before_abort(lambda: failure)
     jax.distributed.initialize(
         *astuple(address),
         initialization_timeout=CONNECT_SECONDS,
@@ -126,15 +131,6 @@ def _detected(seconds: float) -> Address:
             "--coordinator, --num-processes and --process-id."
         )
     return Address(coordinator, num_processes, process_id)
-
-
-def _connection_failure(address: Address) -> str:
-    """The message for processes that have met, and that jax did not connect."""
-    return (
-        f"expected jax to connect all {address.num_processes} processes at {address.coordinator} "
-        f"within {CONNECT_SECONDS} s after they had met, but the connection failed (see jax's "
-        "messages above). Run the same commands again."
-    )
 
 
 def _service_loss(rank: int, service: str) -> str | None:

@@ -105,12 +105,22 @@ def _pod_of_equals(store: coordination.Coordination, watchdog: Watchdog, target:
     Raises:
       Disagreement: The processes have different targets or versions.
     """
+    import jax
+
     from ..devices import backends
 
-    pod = Pod(store, watchdog)
-    pod.agree(lambda: _facts_for_one_mesh(store.size, target))
-    backends.prepare_jax(target, store.size)
-    pod.setup = _setup(target, store.size)
+    pod, size = Pod(store, watchdog), store.size
+    facts = {
+        "number of processes": str(size),
+        "target": target,
+        "version of python": platform.python_version(),
+        **{f"version of {name}": version for name, version in versions().items()},
+    }
+    pod.agree(lambda: facts)
+    backends.prepare_jax(target, size)
+    kind = target.partition(":")[0]
+    devices = plural(jax.local_device_count(kind), "device")
+    pod.setup = f"{size} processes of {devices}, {_COLLECTIVES.get(kind, kind)}"
     return pod
 
 
@@ -186,21 +196,3 @@ class Pod(Peers):
 
     def await_verdict(self) -> None:
         self._watchdog.await_verdict()
-
-
-def _facts_for_one_mesh(size: int, target: str) -> dict[str, str]:
-    """The facts that must be equal before the devices of all processes can form one mesh."""
-    return {
-        "number of processes": str(size),
-        "target": target,
-        "version of python": platform.python_version(),
-        **{f"version of {name}": version for name, version in versions().items()},
-    }
-
-
-def _setup(target: str, size: int) -> str:
-    import jax
-
-    kind = target.partition(":")[0]
-    num_devices = jax.local_device_count(kind)
-    return f"{size} processes of {plural(num_devices, 'device')}, {_COLLECTIVES.get(kind, kind)}"

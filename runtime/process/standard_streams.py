@@ -51,7 +51,7 @@ def is_closed(stream: TextIO) -> bool:
 
 
 class TimedLines(io.TextIOBase):
-    """A text stream that begins every line with the time of day."""
+    """A text stream that begins every line with the time of day; it is no terminal."""
 
     def __init__(self, stream: TextIO, now: Callable[[], str] | None = None):
         self._stream = stream
@@ -74,11 +74,3 @@ class TimedLines(io.TextIOBase):
     def fileno(self) -> int:
         """The descriptor of the stream."""
         return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        """False: a line with a time is not redrawn."""
-        return False
-
-    def writable(self) -> bool:
-        """True."""
-        return True

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from ..errors import InputError, UnusableFile
 from ..files.optional_packages import require
 from .structured_body import FORM_KEYS, field_names
-from .tables import BATCH_ROWS, arrow_errors, carried_in, parquet_package
+from .tables import BATCH_ROWS, CARRIED, arrow_errors, parquet_package
 
 _INT64 = range(-(2**63), 2**63)
 _SCALARS = ("bool_", "int64", "float64", "string")
@@ -239,7 +239,7 @@ def _output_row(
 
 def _added_values(record: Mapping[str, Any], added: AddedColumns) -> dict[str, Any]:
     """The values of the added columns in the record of a line; fields of the first choice."""
-    cells, answer = carried_in(record), {}
+    cells, answer = record.get(CARRIED, {}), {}
     if added.fields and (text := _text(_choice(record))):
         try:
             answer = json.loads(text)

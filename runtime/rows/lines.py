@@ -13,11 +13,11 @@ spacing of their keys and the spelling of their urls, except in tools and forms 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from ..errors import RowError, joined, unknown_parameter
+from ..errors import RowError, invalid_request, joined, unknown_parameter
 from ..files.strict_json import MAX_LINE_BYTES, Line, Unit, dump_line, parse_object
 from ..parameters.checks import wrong_value
 from ..request import SamplingParams
@@ -31,8 +31,7 @@ from .pooled_body import (
     PooledRequest,
     read_pooled,
 )
-from .request_body import key_tables, read_params
-from .tools import Tools
+from .request_body import BodyParams, key_tables, read_params
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETION_URL = "/v1/completions"
@@ -70,6 +69,9 @@ class PlacedRow:
         )  # fmt: skip
 
 
+Row = TypeVar("Row", bound=PlacedRow)
+
+
 @dataclass(frozen=True)
 class RequestRules:
     """The rules by which a job reads its requests."""
@@ -89,29 +91,20 @@ PLAIN = RequestRules()
 
 
 @dataclass(frozen=True)
-class BatchRow(PlacedRow):
+class BatchRow(PlacedRow, BodyParams):
     """A request as written in its line, before tokenizing."""
 
     custom_id: str
     kind: Literal["chat", "completion", "score", "pooled"]
-    params: SamplingParams
     model: str | None = None
     adapter: str | None = None
     """The adapter that `model` names; None for the model itself."""
     messages: list[dict[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
-    max_prompt_tokens: int | None = None
-    """The number of the prompt's last tokens to keep; -1 for the length of the model."""
-    echo: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
     ignored: tuple[str, ...] = ()
     """The unknown keys of the body, which were ignored."""
-    tools: Tools | None = None
     pooled: PooledRequest | None = None
     """The texts to embed, to compare or to classify; None for other requests."""
 
@@ -181,14 +174,21 @@ def record_of(line: Line) -> dict[str, Any]:
     return parse_object(line.content)
 
 
-def duplicate_error(place: str, custom_id: str | None, first_place: str) -> RowError:
-    """The error for a line with the custom_id of an earlier line."""
-    return RowError(
-        "duplicate_custom_id",
-        f"{place}: expected a new custom_id, got {str(custom_id)[:100]!r}, the id of "
-        f"{first_place}, which keeps it. Give each its own.",
-        "custom_id",
-    )
+def with_unique_ids(rows: Iterable[Row]) -> Iterator[Row | BadRow]:
+    """Rows in order, of which later ones with the custom_id of an earlier one are errors."""
+    first_lines: dict[str | None, int] = {}
+    for row in rows:
+        first = first_lines.setdefault(row.custom_id, row.line_number)
+        if row.custom_id is None or first == row.line_number:
+            yield row
+            continue
+        error = RowError(
+            "duplicate_custom_id",
+            f"{row.place}: expected a new custom_id, got {row.custom_id[:100]!r}, the id of "
+            f"{row.unit} {first}, which keeps it. Give each its own.",
+            "custom_id",
+        )
+        yield row.failed(error)
 
 
 def hash_request(url: str, body: Mapping[str, Any]) -> str:
@@ -293,23 +293,14 @@ def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
         pooled = read_pooled(task, body)
         return {"kind": "pooled", "params": params, "model": _model(body), "pooled": pooled}
     is_chat = url == CHAT_URL
-    read = read_params(body, is_chat=is_chat, defaults=defaults)
-    content: dict[str, Any] = {
-        "params": read.params,
-        "echo": read.echo,
-        "logprobs": read.logprobs,
-        "prompt_logprobs": read.prompt_logprobs,
-        "max_prompt_tokens": read.max_prompt_tokens,
-        "model": _model(body),
-    }
+    asked = read_params(body, is_chat=is_chat, defaults=defaults)
+    content: dict[str, Any] = {**vars(asked), "model": _model(body)}
     if is_chat:
-        content["kind"], content["tools"] = "chat", read.tools
-        content["add_generation_prompt"] = read.add_generation_prompt
-        content["continue_final_message"] = read.continue_final_message
+        content["kind"] = "chat"
         content["messages"] = read_messages(body.get("messages"))
         content["chat_template_kwargs"] = _template_kwargs(body.get("chat_template_kwargs"))
         return content
-    content["kind"] = "score" if read.params.max_tokens == 0 else "completion"
+    content["kind"] = "score" if asked.params.max_tokens == 0 else "completion"
     prompt = _prompt(body.get("prompt"))
     content["prompt" if isinstance(prompt, str) else "prompt_token_ids"] = prompt
     return content
@@ -345,10 +336,8 @@ def _prompt(prompt: object) -> str | list[int]:
     if not isinstance(prompt, list):
         raise wrong_value("prompt", "a string or a list of token ids", prompt)
     if any(isinstance(item, str | list) for item in prompt):
-        raise RowError(
-            "invalid_request",
-            "prompt: expected one prompt, got a list of prompts. Write one line for each.",
-            "prompt",
+        raise invalid_request(
+            "prompt", "expected one prompt, got a list of prompts. Write one line for each."
         )
     check_ids("prompt", prompt, "prompt")
     return prompt

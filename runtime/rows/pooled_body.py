@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..errors import RowError
+from ..errors import RowError, invalid_request
 from ..parameters.checks import wrong_value
 from ..parameters.vllm_options import AcceptedValues
 from .body_keys import (
@@ -145,11 +145,9 @@ def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:
         seconds = list(map(_text_of_document, seconds))
     texts, others = _strings(first, given.get(first)), _strings(second, seconds)
     if len(texts) not in (1, len(others)):
-        raise RowError(
-            "invalid_request",
-            f"{first}: expected one text, or as many as {second} has ({len(others)}), got "
-            f"{len(texts)}.",
+        raise invalid_request(
             first,
+            f"expected one text, or as many as {second} has ({len(others)}), got {len(texts)}.",
         )
     return PooledRequest(
         task,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..embedding.texts import EncodedText, pack, whole_text
-from ..errors import RowError
+from ..errors import RowError, invalid_request
 from ..text.tokenizer import TextOrPair, Tokenizer
 from .pooled_body import PooledRequest
 
@@ -111,21 +111,19 @@ class PooledEncoder:
 
 def no_tokenizer(param: str) -> RowError:
     """The error of a text for a model without a tokenizer."""
-    return RowError(
-        "invalid_request",
-        f"{param}: this model has no tokenizer, so text cannot be read. Give the prompt of "
-        "/v1/completions, or the input of /v1/embeddings, as a list of token ids.",
+    return invalid_request(
         param,
+        "this model has no tokenizer, so text cannot be read. Give the prompt of "
+        "/v1/completions, or the input of /v1/embeddings, as a list of token ids.",
     )
 
 
 def too_long(max_length: int, kept: int) -> RowError:
     """The error of a request that would keep more tokens than the model has positions for."""
-    return RowError(
-        "invalid_request",
-        f"truncate_prompt_tokens: expected -1 or at most {max_length}, the maximum length of the "
-        f"model, got {kept}. Keep fewer tokens.",
+    return invalid_request(
         "truncate_prompt_tokens",
+        f"expected -1 or at most {max_length}, the maximum length of the "
+        f"model, got {kept}. Keep fewer tokens.",
     )
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..errors import ConfigError, RowError, joined, unknown_parameter
-from ..parameters.checks import whole_number, wrong_value
+from ..errors import ConfigError, RowError, invalid_request, joined, unknown_parameter
+from ..parameters.checks import check_integer, whole_number, wrong_value
 from ..parameters.vllm_options import AcceptedValues
 from ..request import MAX_LOGPROBS, SampleRule, SamplingParams
 from .body_keys import (
@@ -82,15 +82,15 @@ CHAT_KEYS = (
 COMPLETION_KEYS = (*_COMMON, "prompt", "echo")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BodyParams:
     """The sampling parameters in a body, and the extra contents that its answer must show."""
 
     params: SamplingParams
-    echo: bool
-    logprobs: int | None
+    echo: bool = False
+    logprobs: int | None = None
     """Number of alternatives to show for each token of the answer and of the echoed prompt."""
-    prompt_logprobs: int | None
+    prompt_logprobs: int | None = None
     """Number of alternatives to show in the separate `prompt_logprobs` field."""
     tools: Tools | None = None
     """The tools that the model may call, or must call."""
@@ -118,8 +118,7 @@ def read_params(
     given = given_values(body, _INTEGERS)
     check_keys(given, *key_tables(is_chat))
     if switch(given, "stream"):
-        raise RowError("invalid_request", "stream: expected false in a batch, got true.", "stream")
-
+        raise invalid_request("stream", "expected false in a batch, got true.")
     fields: dict[str, Any] = dict(defaults)
     fields.update((key, given[key]) for key in _DIRECT if key in given)
     # in OpenAI's interface max_tokens is the deprecated name of max_completion_tokens
@@ -129,16 +128,13 @@ def read_params(
     for key, read in _READERS.items():
         if key in given:
             fields[key] = read(given[key])
-
     echo = switch(given, "echo")
     logprobs = _chat_logprobs(given) if is_chat else _count(given, "logprobs")
-    asked_prompt_logprobs = _count(given, "prompt_logprobs")
-    fields["logprobs"] = logprobs
+    prompt_logprobs = _count(given, "prompt_logprobs")
+    fields["logprobs"] = None if fields.get("max_tokens") == 0 else logprobs
     if echo and logprobs is not None:
         # an echoed prompt shows its log-probabilities in the same list as the answer
-        fields["prompt_logprobs"] = max(logprobs, asked_prompt_logprobs or 0)
-    if fields.get("max_tokens") == 0:
-        fields["logprobs"] = None
+        fields["prompt_logprobs"] = max(logprobs, prompt_logprobs or 0)
     asked = ""
     try:
         if _RULE in given:
@@ -156,9 +152,14 @@ def read_params(
         keys = {"max_tokens": limit_key, "stopping": _RULE}
         keys |= {"structured_outputs": asked} if asked else {}
         raise _in_body_keys(error, keys) from None
-    cut = max_prompt_tokens(given)
     return BodyParams(
-        params, echo, logprobs, asked_prompt_logprobs, tools, cut, *_read_prefill(given)
+        params=params,
+        echo=echo,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        tools=tools,
+        max_prompt_tokens=max_prompt_tokens(given),
+        **_read_prefill(given),
     )
 
 
@@ -201,22 +202,19 @@ def key_tables(is_chat: bool) -> tuple[tuple[str, ...], Mapping[str, AcceptedVal
     return (CHAT_KEYS, OF_CHAT) if is_chat else (COMPLETION_KEYS, OF_COMPLETIONS)
 
 
-def _read_prefill(given: Mapping[str, Any]) -> tuple[bool, bool]:
+def _read_prefill(given: Mapping[str, Any]) -> dict[str, bool]:
     """Whether the prompt ends with the beginning of an answer, or within the last message."""
     begins = switch(given, "add_generation_prompt", default=True)
     continues = switch(given, "continue_final_message")
     if begins and continues:
         expected = "false beside continue_final_message"
         raise wrong_value("add_generation_prompt", expected, True)
-    return begins, continues
+    return {"add_generation_prompt": begins, "continue_final_message": continues}
 
 
 def _count(given: Mapping[str, Any], key: str) -> int | None:
     value = given.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_LOGPROBS:
-        raise wrong_value(key, f"an integer from 0 to {MAX_LOGPROBS}", value)
+    check_integer(key, value, 0, MAX_LOGPROBS, optional=True)
     return value
 
 

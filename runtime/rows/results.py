@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..embedding.texts import lengths_of, num_cut, num_texts_cut
+from ..embedding.texts import cuts_of, lengths_of
 from ..errors import RowError
 from ..request import CompletionOutput, RequestOutput, TokenLogprob
 from ..text.tokenizer import Tokenizer
@@ -60,7 +60,6 @@ class OutputLines:
         model_name: The model in output lines, if a request names none.
         fingerprint: The fingerprint of the job's configuration, part of all ids.
         tokens: Names token ids; None without a tokenizer.
-        wall_clock: Seconds since the epoch, for `created`.
         pooling: The pooling of the model, for rows whose texts become vectors.
     """
 
@@ -70,13 +69,11 @@ class OutputLines:
         model_name: str,
         fingerprint: str,
         tokens: Tokenizer | None = None,
-        wall_clock: Callable[[], float] = time.time,
         pooling: Callable[[], "Pooling | None"] = lambda: None,
     ):
         self._model_name = model_name
         self._fingerprint = fingerprint
         self._tokens = tokens
-        self._wall_clock = wall_clock
         self._pooling = pooling
 
     def result(self, row: BatchRow, output: RequestOutput) -> dict[str, Any]:
@@ -94,7 +91,7 @@ class OutputLines:
         body = {
             "id": self._id("chatcmpl-" if is_chat else "cmpl-", row),
             "object": "chat.completion" if is_chat else "text_completion",
-            "created": int(self._wall_clock()),
+            "created": int(time.time()),
             "model": row.model or self._model_name,
             "choices": [make_choice(row, output, completion) for completion in completions],
             "usage": {
@@ -133,7 +130,7 @@ class OutputLines:
             output,
             pooling,
             answer_id=self._id(PREFIXES[row.pooled.task], row),
-            created=int(self._wall_clock()),
+            created=int(time.time()),
             model=row.model or self._model_name,
         )
 
@@ -337,9 +334,8 @@ def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:
     }
     if row.pooled is not None:
         values["prompt_tokens"] = sum(lengths_of(output.prompt_token_ids))
-        if cut := num_cut(output.prompt_token_ids):
-            values[CUT] = cut
-            values[TEXTS_CUT] = num_texts_cut(output.prompt_token_ids)
+        if any(cuts := cuts_of(output.prompt_token_ids)):
+            values[CUT], values[TEXTS_CUT] = sum(cuts), sum(map(bool, cuts))
     if samples is not None and samples.stopped:
         values[STOPPED_SAMPLES] = samples.stopped
         values[TOKENS_LEFT] = samples.tokens_left

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..embedding.vectors import too_many_dimensions
-from ..errors import JobError, RowError
+from ..errors import JobError, RowError, invalid_request
 from .lines import BatchRow
 from .pooled_body import PooledRequest
 from .scan import RowRequirements
@@ -43,7 +43,7 @@ def refusal(row: BatchRow, config: "DecoderConfig", adapters: Sequence[str]) -> 
         return _pooled_refusal(row.pooled, config)
     else:
         return None
-    return RowError("invalid_request", f"url: {problem}", "url")
+    return invalid_request("url", f"{problem}")
 
 
 def _pooled_refusal(request: PooledRequest, config: "DecoderConfig") -> RowError | None:
@@ -68,7 +68,7 @@ def _pooled_refusal(request: PooledRequest, config: "DecoderConfig") -> RowError
                 f"expected a model with one class for scores, got {len(labels)}. Ask for "
                 f"/v1/classify."
             )
-    return None if problem is None else RowError("invalid_request", f"url: {problem}", "url")
+    return None if problem is None else invalid_request("url", f"{problem}")
 
 
 def text_lengths(rows: Sequence[RowRequirements]) -> list[int]:

@@ -22,8 +22,8 @@ from .lines import (
     BatchRow,
     PlacedRow,
     RequestRules,
-    duplicate_error,
     read_row,
+    with_unique_ids,
 )
 from .prompt_encoder import Encoded
 
@@ -120,10 +120,9 @@ def scan(
         num_bytes += len(piece)
         digest.update(piece)
 
-    chunks = _read_chunks(
-        read_lines(file, observe=observe, unit=unit), partial(read_row, rules=rules)
-    )
-    for encoded in map_ahead(partial(_encode_chunk, encode), chunks):
+    lines = enumerate(read_lines(file, observe=observe, unit=unit))
+    read = with_unique_ids(read_row(line, index, rules) for index, line in lines)
+    for encoded in map_ahead(partial(_encode_chunk, encode), _chunks(read)):
         for outcome in encoded:
             if isinstance(outcome, BadRow):
                 on_error(outcome)
@@ -160,25 +159,14 @@ def map_ahead(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator
         worker.shutdown(wait=False, cancel_futures=True)
 
 
-def _read_chunks(
-    lines: Iterable[Line], read: Callable[[Line, int], BatchRow | BadRow]
-) -> Iterator[list[BatchRow | BadRow]]:
-    """Read the rows of a file in chunks, and check them for repeated custom_ids."""
-    first_lines: dict[str, int] = {}
+def _chunks(rows: Iterable[BatchRow | BadRow]) -> Iterator[list[BatchRow | BadRow]]:
     chunk: list[BatchRow | BadRow] = []
-    num_bytes = 0
-    for index, line in enumerate(lines):
-        row = read(line, index)
-        if row.custom_id is not None:
-            first = first_lines.setdefault(row.custom_id, line.number)
-            if first != line.number:
-                first_place = f"{row.unit} {first}"
-                row = row.failed(duplicate_error(row.place, row.custom_id, first_place))
-        chunk.append(row)
-        num_bytes += len(line.content or b"")
+    for row in rows:
+        num_bytes = row.offset - chunk[0].offset if chunk else 0
         if len(chunk) == CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
             yield chunk
-            chunk, num_bytes = [], 0
+            chunk = []
+        chunk.append(row)
     if chunk:
         yield chunk
 

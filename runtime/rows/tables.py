@@ -231,8 +231,3 @@ class CarriedCells:
 def with_carried(line: bytes, cells: bytes) -> bytes:
     """An output line with the carried cells of its row, if there are any."""
     return line[:-1] + b',"%s":%s}' % (CARRIED.encode(), cells.rstrip()) if cells else line
-
-
-def carried_in(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The carried cells of an output line by name."""
-    return record.get(CARRIED, {})

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
-from ..errors import RowError
+from ..errors import invalid_request
 from ..parameters.checks import wrong_value
 from ..structured.params import StructuredOutputsParams
 from .body_keys import switch
@@ -102,9 +102,7 @@ def read_tools(given: Mapping[str, Any]) -> Tools | None:
     if "tools" not in given:
         for key, harmless in (("tool_choice", "none"), ("parallel_tool_calls", True)):
             if given.get(key, harmless) != harmless:
-                raise RowError(
-                    "invalid_request", f"{key}: expected tools beside it, got none.", key
-                )
+                raise invalid_request(key, "expected tools beside it, got none.")
         return None
     value = given["tools"]
     if not isinstance(value, list) or not value:

@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..batch.job import JobIdentity
 from ..batch.job_files import JobFiles
-from ..batch.job_identity import JobIdentity
-from ..batch.outcomes import add_figures, count_outcomes
-from ..batch.output import write_outputs
+from ..batch.output import add_figures, count_outcomes, write_outputs
 from ..errors import EXIT_RESUMABLE, JobError
 from ..files.disk import Disk, digest_file
 from ..files.manifest import COMMON_KEYS, digest_table, fingerprint, write_manifest

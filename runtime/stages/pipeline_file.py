@@ -114,21 +114,6 @@ def pipeline_from(path: Path, table: Mapping[str, Any]) -> Pipeline:
     return Pipeline(path, tuple(stages), _canonical(path, table))
 
 
-def changed_keys(begun: str, now: str) -> str:
-    """The keys of stages in which two pipelines differ, from their contents as canonical JSON."""
-    before, after = (
-        {stage["name"]: stage for stage in json.loads(text)["stages"]} for text in (begun, now)
-    )
-    changed = []
-    for name in {**before, **after}:
-        old, new = before.get(name), after.get(name)
-        if old is None or new is None:
-            changed.append(f"stage {name} is {'new' if old is None else 'missing'}")
-        elif keys := [key for key in {**old, **new} if old.get(key) != new.get(key)]:
-            changed.append(f"stage {name}: {', '.join(keys)}")
-    return "; ".join(changed) or "the order of stages or of keys"
-
-
 def wrong_key(path: Path, stage: str, key: str, expected: str, got: object) -> ConfigError:
     """The error for a wrong key of a stage."""
     shown = "none" if got is None else repr(got)

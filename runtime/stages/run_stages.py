@@ -13,10 +13,11 @@ and nothing is removed before the manifest of the whole job is written.
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ from ..batch.finished import (
     finished_manifest,
     refuse_foreign_outputs,
 )
-from ..batch.job import JobSettings
+from ..batch.job import JobIdentity, JobSettings
 from ..batch.job_files import JobFiles, OutputFiles, stages_folder
-from ..batch.job_identity import JobIdentity
 from ..batch.lock import JobLock
 from ..batch.output import summarise
 from ..batch.run import run_job
-from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, OtherConfiguration, UnusableFile
-from ..files.disk import Disk, digest_file
+from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, OtherConfiguration, RowError, UnusableFile
+from ..files.differences import differences
+from ..files.disk import Disk, digest_file, replace_file
 from ..files.manifest import (
     digest_table,
     digest_text,
@@ -42,20 +43,26 @@ from ..files.manifest import (
     read_manifest,
     table_in,
 )
+from ..files.strict_json import dump_line
 from ..process.stop_signals import EXIT_CODES, StopSignals
 from ..progress.progress import Progress
 from ..rows.columns import Columns
 from ..rows.lines import BadRow
-from ..rows.part import WHOLE, Part
+from ..rows.part import WHOLE
 from ..rows.results import OutputLines, error_text
 from ..rows.row_files import check_input, unit_of
 from ..rows.scan import ScanSummary
 from .final_output import write_final
-from .pipeline_file import Pipeline, changed_keys
+from .pipeline_file import ROW, Pipeline
 from .stage_bounds import measure_stages
-from .stage_input import write_input
-from .stage_renderer import StageRenderer, check_columns, open_renderers
-from .stage_rows import InputRow, StagedRows, StageFiles
+from .stage_renderer import (
+    CHUNK_ROWS,
+    StageRenderer,
+    check_columns,
+    open_renderers,
+    request_line,
+)
+from .stage_rows import FollowedRow, InputRow, StagedRows, StageFiles, error_record
 from .staged_model import StagedModel
 
 _INPUT = "input of the stages"
@@ -166,7 +173,12 @@ class _StagesRun:
             files = self.rows.stages[index]
             settings = self._settings_of(files)
             if not manifest_path(files.output).exists():
-                self._write_input(index, renderer, settings)
+                lines = OutputLines(
+                    model_name=settings.facts.name,
+                    fingerprint=fingerprint(settings.identity.configuration),
+                )
+                rows = self.rows.follow(index)
+                _write_input(files, rows, renderer, lines, self.disk, self._show_bad_row)
             services = {"progress": self.progress, "disk": self.disk, "stop": self.stop}
             try:
                 code = run_job(settings, self.model, **services)
@@ -214,25 +226,14 @@ class _StagesRun:
 
         `stored` is the configuration of a stage.
         """
-        folder, begun, now = self.rows.stages[0].folder, stored.get("pipeline"), self.pipeline.text
-        remedy = "Restore it, choose another output, or discard the stages with --restart."
-        if isinstance(begun, str) and begun != now:
+        now = {"pipeline": self.pipeline.text, _INPUT: self._input, "rows": str(self.rows.part)}
+        lines = differences({key: stored.get(key) for key in now}, now, ("there", "now"))
+        if lines:
             raise UnusableFile(
-                f"{self.pipeline.path}: expected the pipeline with which the stages in {folder} "
-                f"were begun, got another one, with changes of {changed_keys(begun, now)}. {remedy}"
-            )
-        if (answered := stored.get(_INPUT)) != self._input:
-            raise UnusableFile(
-                f"{self.rows.path}: expected the input with which the stages in "
-                f"{folder} were begun, got another one:\n  {_INPUT}: there {answered}, now "
-                f"{self._input}\n{remedy}"
-            )
-        begun_part, part = Part.from_manifest(str(stored.get("rows"))), self.rows.part
-        if begun_part != part:
-            raise UnusableFile(
-                f"--rows: expected {begun_part.option}, with which the stages in {folder} were "
-                f"begun, got {part.option}. Give it, choose another output, or discard the stages "
-                f"with --restart."
+                f"{self.rows.path}: expected the pipeline, the input and the part of the rows with "
+                f"which the stages in {self.rows.stages[0].folder} were begun, got others:\n"
+                + "\n".join(lines)
+                + "\nRestore them, choose another output, or discard the stages with --restart."
             )
 
     def _stopped(self, requested: signal.Signals) -> int:
@@ -273,13 +274,6 @@ class _StagesRun:
             ),
         )
 
-    def _write_input(self, index: int, renderer: StageRenderer, settings: JobSettings) -> None:
-        lines = OutputLines(
-            model_name=settings.facts.name, fingerprint=fingerprint(settings.identity.configuration)
-        )
-        rows = self.rows.follow(index)
-        write_input(self.rows.stages[index], rows, renderer, lines, self.disk, self._show_bad_row)
-
     def _manifest_of(self, files: StageFiles) -> dict[str, Any]:
         manifest = read_manifest(files.output)
         assert manifest is not None
@@ -314,3 +308,54 @@ def _remove(folder: Path, disk: Disk) -> None:
             disk.remove(path)
     with suppress(OSError):
         folder.rmdir()
+
+
+def _write_input(
+    files: StageFiles,
+    rows: Iterator[FollowedRow],
+    renderer: StageRenderer,
+    lines: OutputLines,
+    disk: Disk,
+    on_error: Callable[[BadRow], None],
+) -> None:
+    """Write the requests of a stage, and the errors of rows that have none.
+
+    Args:
+        files: The files of the stage.
+        rows: The rows of the job after the earlier stages.
+        renderer: Renders the requests.
+        lines: Makes the lines of errors.
+        disk: Disk operations.
+        on_error: Called with each row that ends here.
+    """
+    errors: list[bytes] = []
+
+    def fail(bad: BadRow) -> None:
+        on_error(bad)
+        errors.append(error_record(bad.row, dump_line(lines.error(bad, bad.error))))
+
+    replace_file(disk, files.input, _requests(rows, renderer, fail))
+    replace_file(disk, files.errors, errors)
+
+
+def _requests(
+    rows: Iterator[FollowedRow], renderer: StageRenderer, fail: Callable[[BadRow], None]
+) -> Iterator[bytes]:
+    alive = (followed for followed in rows if followed.stage is None)
+    while chunk := list(islice(alive, CHUNK_ROWS)):
+        contexts = [
+            {ROW: followed.row.data, **followed.answers}
+            for followed in chunk
+            if isinstance(followed.row, InputRow)
+        ]
+        rendered = iter(renderer.render(contexts))
+        for followed in chunk:
+            row = followed.row
+            if isinstance(row, BadRow):
+                fail(row)
+                continue
+            request = next(rendered)
+            if isinstance(request, RowError):
+                fail(row.failed(request))
+                continue
+            yield request_line(row.custom_id, *request)

@@ -31,8 +31,7 @@ from ..rows.scan import ScanSummary, scan
 from ..text.chat_messages import iterate_strings
 from ..text.tokenizer import Tokenizer
 from .pipeline_file import ROW, Stage
-from .stage_input import CHUNK_ROWS, request_line
-from .stage_renderer import Context, StageRenderer, answers_table
+from .stage_renderer import CHUNK_ROWS, Context, StageRenderer, answers_table, request_line
 from .stage_rows import InputRow
 
 _FIRST_MARK = 0x10FF00

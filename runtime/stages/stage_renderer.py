@@ -11,11 +11,12 @@ Does not know about files or tokens. Guarantees: a request or a `RowError` for e
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import chain
 from typing import Any
 
 from ..errors import RowError
+from ..files.strict_json import dump_line
 from ..request import MAX_N
 from ..rows.lines import request_of
 from ..rows.pooled_body import POOLED_URLS
@@ -24,6 +25,8 @@ from .pipeline_file import ROW, Pipeline, Stage, wrong_key
 
 _LIMITS = ("max_tokens", "max_completion_tokens")
 """The keys of a body that limit its answers."""
+CHUNK_ROWS = 256
+"""The number of rows that are rendered at once."""
 Context = Mapping[str, Any]
 """The variables of templates: the row, and a table of answers for each earlier stage."""
 
@@ -41,7 +44,7 @@ def calls_text(calls: Iterable[tuple[str, str]]) -> str:
 
 
 class StageRenderer:
-    """Renders the requests of one stage; use it in a `with` block.
+    """Renders the requests of one stage; close it.
 
     Args:
         stage: The stage.
@@ -150,12 +153,6 @@ class StageRenderer:
         for process in self._processes.values():
             process.close()
 
-    def __enter__(self) -> "StageRenderer":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 def open_renderers(
     pipeline: Pipeline, files: ExitStack, *, keeps_model: bool = False
@@ -171,7 +168,7 @@ def open_renderers(
         ConfigError: A template is wrong, or reads answers whose lengths are not limited.
     """
     renderers = [
-        files.enter_context(StageRenderer(stage, keeps_model=keeps_model))
+        files.enter_context(closing(StageRenderer(stage, keeps_model=keeps_model)))
         for stage in pipeline.stages
     ]
     earlier: dict[str, StageRenderer] = {}
@@ -242,3 +239,9 @@ def _check_answers(pipeline: Pipeline, stage: Stage, reader: str) -> None:
         if stage.fields.get("echo"):
             key, expected, got = "echo", f"false, as {reader} reads the answers", True
         raise wrong_key(pipeline.path, stage.name, key, expected, got)
+
+
+def request_line(custom_id: str, url: str, body: dict) -> bytes:
+    """An OpenAI Batch line."""
+    line = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+    return dump_line(line) + b"\n"

@@ -23,8 +23,8 @@ from ..rows.lines import (
     BadRow,
     PlacedRow,
     custom_id_of,
-    duplicate_error,
     record_of,
+    with_unique_ids,
     written_id,
 )
 from ..rows.part import Part
@@ -99,8 +99,11 @@ class StagedRows:
 
     def follow(self, num_stages: int) -> Iterator[FollowedRow]:
         """Follow every row of the job's part through the first stages, which have finished."""
-        rows = (row for row in self.all() if self.part.has(row.row))
-        return follow_rows(rows, self.stages[:num_stages])
+        with ExitStack() as files:
+            finished = [_FinishedStage(stage, files) for stage in self.stages[:num_stages]]
+            for row in self.all():
+                if self.part.has(row.row):
+                    yield _follow(row, finished)
 
 
 def read_rows(file: BinaryIO, unit: Unit = "line") -> Iterator[InputRow | BadRow]:
@@ -111,14 +114,8 @@ def read_rows(file: BinaryIO, unit: Unit = "line") -> Iterator[InputRow | BadRow
         unit: The unit in which errors count places.
     """
     file.seek(0)
-    first_lines: dict[str, int] = {}
-    for index, line in enumerate(read_lines(file, unit=unit)):
-        row = _read_row(line, index)
-        if row.custom_id is not None:
-            first = first_lines.setdefault(row.custom_id, line.number)
-            if first != line.number:
-                row = row.failed(duplicate_error(line.place, row.custom_id, f"{unit} {first}"))
-        yield row
+    lines = enumerate(read_lines(file, unit=unit))
+    yield from with_unique_ids(_read_row(line, index) for index, line in lines)
 
 
 def _read_row(line: Line, index: int) -> InputRow | BadRow:
@@ -141,28 +138,13 @@ def _read_row(line: Line, index: int) -> InputRow | BadRow:
     return InputRow(index, line.number, line.offset, custom_id, line_hash, data, unit=line.unit)
 
 
-def follow_rows(
-    rows: Iterator[InputRow | BadRow], stages: Sequence[StageFiles]
-) -> Iterator[FollowedRow]:
-    """Follow rows through finished stages.
-
-    Args:
-        rows: The rows of the job's part.
-        stages: The files of the first stages, all of them finished.
-    """
-    with ExitStack() as files:
-        finished = [_FinishedStage(stage, files) for stage in stages]
-        for row in rows:
-            yield _follow(row, finished)
-
-
 def _follow(row: InputRow | BadRow, stages: Sequence["_FinishedStage"]) -> FollowedRow:
     answers: dict[str, Any] = {}
     line = b""
     for stage in stages:
         if (ended := stage.error_before(row.row)) is not None:
             return FollowedRow(row, answers, stage.name, False, ended)
-        line = stage.next_line()
+        line = stage.lines.readline().removesuffix(b"\n")
         if error_of_line(line) is not None:
             return FollowedRow(row, answers, stage.name, True, line)
         answers[stage.name] = answers_table(_texts(line))
@@ -174,7 +156,8 @@ class _FinishedStage:
 
     def __init__(self, files: StageFiles, opened: ExitStack):
         self.name = files.name
-        self._lines = opened.enter_context(files.output.open("rb"))
+        self.lines = opened.enter_context(files.output.open("rb"))
+        """The output lines of the rows that the stage asked."""
         self._errors = opened.enter_context(files.errors.open("rb"))
         self._next_error = self._read_error()
 
@@ -185,10 +168,6 @@ class _FinishedStage:
         _, line = self._next_error
         self._next_error = self._read_error()
         return line
-
-    def next_line(self) -> bytes:
-        """The output line of the next row that the stage asked."""
-        return self._lines.readline().removesuffix(b"\n")
 
     def _read_error(self) -> tuple[int, bytes] | None:
         number, tab, line = self._errors.readline().removesuffix(b"\n").partition(b"\t")

@@ -22,7 +22,6 @@ from .language import (
     Origin,
     Repetition,
     Restricted,
-    Separated,
     children,
 )
 
@@ -62,26 +61,24 @@ def compile_language(language: Language) -> ByteAutomaton:
         raise TooLarge(heaviest(language)) from None
 
 
-def both(left: ByteAutomaton, right: ByteAutomaton, max_states: int = MAX_STATES) -> ByteAutomaton:
+def _restricted(language: Restricted) -> ByteAutomaton:
+    left, right = compile_language(language.body), compile_language(language.other)
+    return both(left, right, is_negated=language.is_negated)
+
+
+def both(
+    left: ByteAutomaton,
+    right: ByteAutomaton,
+    max_states: int = MAX_STATES,
+    *,
+    is_negated: bool = False,
+) -> ByteAutomaton:
     """The automaton of the texts that two automata accept.
+
+    A negated `right` accepts the texts that it would refuse.
 
     Raises:
       TooLarge: It would need more than `max_states`.
-    """
-    return _product(left, right, max_states, is_negated=False)
-
-
-def _restricted(language: Restricted) -> ByteAutomaton:
-    left, right = compile_language(language.body), compile_language(language.other)
-    return _product(left, right, MAX_STATES, is_negated=language.is_negated)
-
-
-def _product(
-    left: ByteAutomaton, right: ByteAutomaton, max_states: int, *, is_negated: bool
-) -> ByteAutomaton:
-    """The automaton of the texts that `left` accepts and `right`, if it is not negated, too.
-
-    A negated `right` accepts the texts that it would refuse.
     """
     pairs, class_of_byte = np.unique(
         np.stack([left.class_of_byte, right.class_of_byte]), axis=1, return_inverse=True
@@ -128,7 +125,7 @@ def weight(language: Language) -> int:
             return len(text.encode())
         case Compiled(automaton):
             return automaton.num_states
-        case Repetition(_, least, most) | Separated(_, _, least, most):
+        case Repetition(_, least, most):
             each = 1 + sum(map(weight, children(language)))
             return (max(least, 1) if most is None else most) * each + 1
         case _:

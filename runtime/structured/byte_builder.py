@@ -22,7 +22,6 @@ from .language import (
     Ranges,
     Repetition,
     Restricted,
-    Separated,
 )
 
 _ByteRange = tuple[int, int]
@@ -69,8 +68,6 @@ class Builder:
                 return end
             case Repetition():
                 return self._add_repetition(language, start)
-            case Separated():
-                return self._add_separated(language, start)
             case Members():
                 return self._add_members(language, start)
             case Restricted():
@@ -90,28 +87,8 @@ class Builder:
         return end
 
     def _add_repetition(self, repetition: Repetition, start: int) -> int:
-        body, least, most = repetition.body, repetition.least, repetition.most
-        for _ in range(least):
-            start = self.add(body, start)
-        if most is None:
-            loop, end = self.state(), self.state()
-            self.free[start].append(loop)
-            self.free[self.add(body, loop)].append(loop)
-            self.free[loop].append(end)
-            return end
-        end = self.state()
-        for _ in range(most - least):
-            self.free[start].append(end)
-            # an own state, as the end of a loop may have edges back
-            first = self.state()
-            self.free[start].append(first)
-            start = self.add(body, first)
-        self.free[start].append(end)
-        return end
-
-    def _add_separated(self, language: Separated, start: int) -> int:
-        body, separator = language.body, language.separator
-        least, most = language.least, language.most
+        body, separator = repetition.body, repetition.separator
+        least, most = repetition.least, repetition.most
         end = self.state()
         if least == 0:
             self.free[start].append(end)
@@ -119,6 +96,7 @@ class Builder:
             return end
         last = 1 if most is None else most
         for count in range(1, max(least, last) + 1):
+            # an own state, as the end of a loop may have edges back
             entry = self.state()
             self.free[start if count == 1 else self.add(separator, start)].append(entry)
             start = self.add(body, entry)

@@ -65,28 +65,26 @@ def read_form(form: StructuredOutputsParams, recursion: int = 0) -> ReadLanguage
     """The language of a form."""
     if isinstance(form.json, str):
         return read_schema(json.loads(form.json), recursion)
-    if form.grammar is not None:
-        try:
+    kind = next((k for k in ("grammar", "regex", "choice") if getattr(form, k) is not None), "")
+    try:
+        if form.grammar is not None:
             return read_grammar(form.grammar, recursion)
-        except PatternError as error:
-            raise PatternError(f"grammar: {error}") from None
-    return ReadLanguage(_read_other(form), is_recursive=False)
+        return ReadLanguage(_read_other(form), is_recursive=False)
+    except PatternError as error:
+        raise PatternError(f"{kind}: {error}") from None
 
 
 def _read_other(form: StructuredOutputsParams) -> Language:
     """The language of a form without recursion."""
     if form.regex is not None:
-        try:
-            return read_pattern(form.regex, origin=Origin("regex", ""))
-        except PatternError as error:
-            raise PatternError(f"regex: {error}") from None
-    if form.choice is not None:
-        try:
-            "".join(form.choice).encode()
-        except UnicodeEncodeError:
-            raise PatternError("choice: expected texts without lone surrogates") from None
-        return Alternatives(tuple(map(Literal, form.choice)), Origin("choice", ""))
-    return json_map(any_value(DEPTH_OF_OBJECTS - 1))
+        return read_pattern(form.regex, origin=Origin("regex", ""))
+    if form.choice is None:
+        return json_map(any_value(DEPTH_OF_OBJECTS - 1))
+    try:
+        "".join(form.choice).encode()
+    except UnicodeEncodeError:
+        raise PatternError("expected texts without lone surrogates") from None
+    return Alternatives(tuple(map(Literal, form.choice)), Origin("choice", ""))
 
 
 def make_trie(

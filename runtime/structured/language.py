@@ -60,23 +60,13 @@ class Alternatives:
 
 @dataclass(frozen=True)
 class Repetition:
-    """A language several times; a `most` of None is unbounded."""
-
-    body: "Language"
-    least: int = 0
-    most: int | None = None
-    origin: Origin | None = None
-
-
-@dataclass(frozen=True)
-class Separated:
     """A language several times, with a separator between two; a `most` of None is unbounded."""
 
     body: "Language"
-    separator: "Language"
     least: int = 0
     most: int | None = None
     origin: Origin | None = None
+    separator: "Language" = Literal("")
 
 
 @dataclass(frozen=True)
@@ -110,7 +100,6 @@ Language = Union[  # noqa: UP007 - the names in quotation marks are not defined 
     Concatenation,
     Alternatives,
     Repetition,
-    Separated,
     Members,
     Restricted,
     Compiled,
@@ -195,9 +184,7 @@ def children(language: Language) -> Sequence[Language]:
             return parts
         case Alternatives(options):
             return options
-        case Repetition(body):
-            return (body,)
-        case Separated(body, separator):
+        case Repetition(body, separator=separator):
             return body, separator
         case Restricted(body, other):
             return body, other

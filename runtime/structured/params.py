@@ -11,7 +11,7 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
-from ..errors import RowError
+from ..parameters.checks import wrong_value
 from ..parameters.vllm_options import STRUCTURED, also_accepts
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -45,15 +45,15 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json_object", None)
         given = [kind for kind in _KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
-            raise _wrong("structured_outputs", f"one of {', '.join(_KINDS)}", given)
+            raise wrong_value("structured_outputs", f"one of {', '.join(_KINDS)}", given)
         if self.json_object is not None and self.json_object is not True:
-            raise _wrong("json_object", "true", self.json_object)
+            raise wrong_value("json_object", "true", self.json_object)
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.regex is not None and not isinstance(self.regex, str):
-            raise _wrong("regex", "a pattern", self.regex)
+            raise wrong_value("regex", "a pattern", self.regex)
         if self.grammar is not None and not isinstance(self.grammar, str):
-            raise _wrong("grammar", "rules as text", self.grammar)
+            raise wrong_value("grammar", "rules as text", self.grammar)
         if self.choice is not None:
             self._check_choice()
 
@@ -68,7 +68,7 @@ class StructuredOutputsParams:
         choice = self.choice
         is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
         if not is_list or not choice or not all(isinstance(c, str) and c for c in choice):
-            raise _wrong("choice", "a list of texts that are not empty", choice)
+            raise wrong_value("choice", "a list of texts that are not empty", choice)
         object.__setattr__(self, "choice", tuple(choice))
 
 
@@ -100,9 +100,4 @@ def _schema_text(schema: Any) -> str:
             return json_module.dumps(schema, separators=(",", ":"), allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         pass
-    raise _wrong("json", "a JSON Schema (an object, true or false)", schema)
-
-
-def _wrong(where: str, expected: str, got: object) -> RowError:
-    message = f"{where}: expected {expected}, got {str(got)[:100]}."
-    return RowError("invalid_request", message, where)
+    raise wrong_value("json", "a JSON Schema (an object, true or false)", schema)

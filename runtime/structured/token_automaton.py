@@ -178,7 +178,7 @@ def compile_tokens(automaton: ByteAutomaton, trie: TokenTrie) -> TokenAutomaton:
     is_alive_S = np.isfinite(steps_S)
     if not is_alive_S[START]:
         raise NoTokens
-    kept = _reachable(next_SC, is_alive_S)
+    kept = reachable(next_SC, START, is_alive_S)
     renumbered = np.zeros(len(next_SC), np.int16)
     renumbered[kept] = np.arange(len(kept))
     # the dead state is not alive, so moves to it need `FAR` tokens
@@ -228,10 +228,10 @@ def _token_classes(automaton: ByteAutomaton, trie: TokenTrie) -> tuple[np.ndarra
     return class_of_token[:-1].astype(np.int16), np.stack([moves[number] for number in used])
 
 
-def _reachable(next_SC: np.ndarray, is_alive_S: np.ndarray) -> np.ndarray:
-    """The living states that can be reached from the first, which comes first."""
+def reachable(next_SC: np.ndarray, first: int, is_alive_S: np.ndarray) -> np.ndarray:
+    """The living states that can be reached from the first one, in order."""
     is_found_S = np.zeros(len(next_SC), bool)
-    waiting = np.array([START])
+    waiting = np.array([first])
     while len(waiting):
         is_found_S[waiting] = True
         following = np.unique(next_SC[waiting])

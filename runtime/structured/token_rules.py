@@ -13,8 +13,9 @@ import numpy as np
 
 from ...compile.grids.structured_grid import CLASSES_OF_BLOCK
 from ..errors import RowError
+from ..parameters.checks import wrong_value
 from .params import AllowedTokens
-from .token_automaton import FAR, MAX_MOVES, Blocks, TokenAutomaton, TooLarge, levels_of
+from .token_automaton import FAR, MAX_MOVES, Blocks, TokenAutomaton, TooLarge, levels_of, reachable
 
 EncodeTexts = Callable[[Sequence[str]], Sequence[list[int] | RowError]]
 """Encodes texts in which special tokens are parsed, without BOS."""
@@ -44,7 +45,7 @@ def compile_allowed(
         return _automaton(sequences, is_allowed_V)
     except TooLarge:
         expected = "fewer words, whose tokens together make a smaller table"
-        raise _wrong("bad_words", expected, f"{len(allowed.bad_words)} words") from None
+        raise wrong_value("bad_words", expected, f"{len(allowed.bad_words)} words") from None
 
 
 def _allowed_ids(allowed: AllowedTokens, vocab_size: int) -> np.ndarray:
@@ -67,14 +68,14 @@ def _sequences(words: Sequence[str], encode: EncodeTexts | None) -> set[tuple[in
     if not words:
         return set()
     if encode is None:
-        raise _wrong("bad_words", "none, as the model has no tokenizer", list(words))
+        raise wrong_value("bad_words", "none, as the model has no tokenizer", list(words))
     stripped = [word.lstrip() for word in words]
     found = set()
     for ids in encode([*stripped, *(f" {word}" for word in stripped)]):
         if isinstance(ids, RowError):
             raise RowError(ids.code, f"bad_words: {ids.message}", "bad_words")
         if not ids:
-            raise _wrong("bad_words", "words that have tokens", list(words))
+            raise wrong_value("bad_words", "words that have tokens", list(words))
         found.add(tuple(ids))
     return found
 
@@ -91,10 +92,13 @@ def _automaton(sequences: Collection[tuple[int, ...]], is_allowed_V: np.ndarray)
     is_forbidden_SC[:, class_of_token[[token for token in tokens if not is_allowed_V[token]]]] = (
         True
     )
-    if any(is_forbidden_SC[state].all() for state in _reachable(next_SC, is_forbidden_SC)):
-        key = "bad_words" if is_allowed_V.all() else "allowed_token_ids"
-        raise _wrong(key, "a token that may follow everywhere", "sequences after which none may")
     next_SC[is_forbidden_SC] = 0
+    reached = reachable(next_SC, 0, np.ones(len(next_SC), bool))
+    if is_forbidden_SC[reached].all(axis=1).any():
+        key = "bad_words" if is_allowed_V.all() else "allowed_token_ids"
+        raise wrong_value(
+            key, "a token that may follow everywhere", "sequences after which none may"
+        )
     blocks = Blocks(CLASSES_OF_BLOCK, np.int16)
     move_block_SI = blocks.add(next_SC)
     # no number of tokens must be left, as an answer may end anywhere
@@ -102,17 +106,6 @@ def _automaton(sequences: Collection[tuple[int, ...]], is_allowed_V: np.ndarray)
     return TokenAutomaton(
         class_of_token, move_block_SI, blocks.stacked(), *levels_of(class_of_token, need_SC)
     )
-
-
-def _reachable(next_SC: np.ndarray, is_forbidden_SC: np.ndarray) -> set[int]:
-    """The states that an answer may come to."""
-    found, waiting = {0}, [0]
-    while waiting:
-        state = waiting.pop()
-        new = set(next_SC[state][~is_forbidden_SC[state]].tolist()) - found
-        found |= new
-        waiting += new
-    return found
 
 
 def _moves(
@@ -146,8 +139,3 @@ def _moves(
             if not is_forbidden_SC[node, each]:
                 waiting.append((child, next_shorter))
     return next_SC, is_forbidden_SC
-
-
-def _wrong(where: str, expected: str, got: object) -> RowError:
-    message = f"{where}: expected {expected}, got {str(got)[:100]}."
-    return RowError("invalid_request", message, where)

@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import RowError, joined, unknown_parameter
+from ..errors import RowError, invalid_request, joined, unknown_parameter
+from ..parameters.checks import wrong_value
 from .tokenizer import check_encodable
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -148,9 +149,7 @@ def normalise_json(value: object, where: str, depth: int = 0) -> Any:
     """
     if depth > _MAX_DEPTH:
         param = _param(where)
-        raise RowError(
-            "invalid_request", f"{param}: expected at most {_MAX_DEPTH} levels, got more.", param
-        )
+        raise invalid_request(param, f"expected at most {_MAX_DEPTH} levels, got more.")
     if isinstance(value, str):
         try:
             check_encodable(value, where)
@@ -187,9 +186,7 @@ def iterate_strings(value: object) -> Iterator[str]:
 
 def invalid_value(where: str, expected: str, got: object) -> RowError:
     """The error for a wrong value at a place such as `messages[2].content`."""
-    shown = repr(got)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return RowError("invalid_request", f"{where}: expected {expected}, got {shown}.", _param(where))
+    return wrong_value(where, expected, got, _param(where))
 
 
 def _param(where: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from ..errors import RowError
+from ..errors import RowError, invalid_request
 from .chat_messages import invalid_value, iterate_strings, normalise_messages
 from .model_template import ModelTemplate, template_error
 from .special_tokens import unused_character
@@ -30,14 +30,18 @@ class Conversation(NamedTuple):
 
     messages: object
     template_kwargs: Mapping[str, object] | None = None
+    """Variables that the template reads, such as `enable_thinking`."""
     add_generation_prompt: bool = True
+    """Whether the beginning of the assistant's answer is appended."""
     tools: Sequence[Mapping[str, object]] | None = None
+    """The tools that the template shows, as in a chat request."""
     continue_final_message: bool = False
-    """Whether the prompt ends with the content of the last message."""
+    """Whether the prompt ends with the content of the last message, so that the answer continues
+    it; then no answer may begin."""
 
 
 class ChatRenderer:
-    """Renders and encodes conversations for a tokenizer; close it, or use it in a `with` block."""
+    """Renders and encodes conversations for a tokenizer; close it."""
 
     def __init__(
         self,
@@ -66,41 +70,28 @@ class ChatRenderer:
         """The place of a template that is no longer used, and the reason; None while in use."""
         return next(filter(None, (template.gave_up for template in self._templates.values())), None)
 
-    def encode(
-        self,
-        messages: object,
-        *,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, object] | None = None,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        continue_final_message: bool = False,
-    ) -> list[int]:
+    def encode(self, messages: object, **options: Any) -> list[int]:
         """Encode a conversation, by default up to the beginning of the assistant's answer.
 
         Args:
           messages: The messages of the conversation, as in a chat request.
-          add_generation_prompt: Whether the beginning of the assistant's answer is appended.
-          template_kwargs: Variables that the template reads, such as `enable_thinking`.
-          tools: The tools that the template shows, as in a chat request.
-          continue_final_message: Whether the prompt ends with the content of the last message, so
-            that the answer continues it; then no answer may begin.
+          options: The other fields of `Conversation`.
 
         Raises:
           RowError: With the code `invalid_request` if an argument is invalid, and
             `chat_template_error` if the template fails or is missing.
         """
+        conversation = Conversation(messages, **options)
+        _, template_kwargs, begins_answer, tools, continues = conversation
         if not isinstance(template_kwargs, Mapping | None):
             raise invalid_value("chat_template_kwargs", "a mapping of variables", template_kwargs)
         if not isinstance(tools, list | tuple | None):
             raise invalid_value("tools", "a list of tools", tools)
-        if not isinstance(add_generation_prompt, bool):
-            raise invalid_value("add_generation_prompt", "True or False", add_generation_prompt)
-        if continue_final_message and add_generation_prompt:
+        if not isinstance(begins_answer, bool):
+            raise invalid_value("add_generation_prompt", "True or False", begins_answer)
+        if continues and begins_answer:
             expected = "False beside continue_final_message"
-            raise invalid_value("add_generation_prompt", expected, add_generation_prompt)
-        conversation = Conversation(
-            messages, template_kwargs, add_generation_prompt, tools, continue_final_message
-        )
+            raise invalid_value("add_generation_prompt", expected, begins_answer)
         (ids,) = self.encode_all([conversation])
         if isinstance(ids, RowError):
             raise ids
@@ -136,12 +127,6 @@ class ChatRenderer:
         """End the processes of the templates."""
         for template in self._templates.values():
             template.process.close()
-
-    def __enter__(self) -> "ChatRenderer":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _template(self, conversation: Conversation) -> ModelTemplate:
         """The template of a conversation: a model may have one of its own for rows with tools."""
@@ -201,11 +186,10 @@ class _Prepared(NamedTuple):
 def _mark(template: str, *values: object) -> str:
     mark = unused_character([template, *iterate_strings([*values])])
     if mark is None:
-        raise RowError(
-            "invalid_request",
-            "messages: expected a text without at least one private-use character of plane 16, "
-            "got a text with all of them. Remove one.",
+        raise invalid_request(
             "messages",
+            "expected a text without at least one private-use character of plane 16, "
+            "got a text with all of them. Remove one.",
         )
     return mark
 
@@ -244,10 +228,8 @@ def _mark_end(messages: Sequence[dict[str, Any]]) -> str:
             text = part["text"]
             part["text"] = text + _END
             return text
-    raise RowError(
-        "invalid_request",
-        "continue_final_message: expected a text in the last message, got none.",
-        "continue_final_message",
+    raise invalid_request(
+        "continue_final_message", "expected a text in the last message, got none."
     )
 
 

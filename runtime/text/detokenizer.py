@@ -20,7 +20,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from ..errors import RowError
+from ..errors import invalid_request
 from ..request import SamplingParams
 
 
@@ -89,11 +89,10 @@ class TextCollector:
     def __init__(self, tokenizer: TokenTable | None, params: SamplingParams):
         """Without a tokenizer the text stays empty, and stop strings are refused with RowError."""
         if tokenizer is None and params.stop:
-            raise RowError(
-                "invalid_request",
-                "stop: expected no stop strings, as the model has no tokenizer, got "
-                f"{list(params.stop)!r}. Use stop_token_ids.",
+            raise invalid_request(
                 "stop",
+                "expected no stop strings, as the model has no tokenizer, got "
+                f"{list(params.stop)!r}. Use stop_token_ids.",
             )
         self._params = params
         self._detokenizer = None

@@ -239,7 +239,7 @@ def _sentencepiece_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
     data = model_proto(pieces, add_space_prefix=add_space_prefix)
     remedy = "Convert the model to a directory with tokenizer.json."
     model = load_model(data, source=_SOURCE, remedy=remedy)
-    return model.tokenizer(_settings(metadata, tokens, default_add_bos=True))
+    return Tokenizer(model.vocabulary, model, _settings(metadata, tokens, default_add_bos=True))
 
 
 def _settings(

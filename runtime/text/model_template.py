@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from ..errors import InvalidTokenizer, RowError
+from ..errors import InvalidTokenizer, RowError, invalid_request
 from .chat_messages import normalise_json
 from .template_forms import Message, TemplateForms, find_forms
 from .template_process import TemplateFailure, TemplateLimits, TemplateProcess
@@ -104,11 +104,10 @@ class ModelTemplate:
         if tools is None:
             return None
         if "tools" not in self._variables():
-            raise RowError(
-                "invalid_request",
-                "tools: expected none, as the model's chat template does not show them, got some. "
-                "Write them into the system message.",
+            raise invalid_request(
                 "tools",
+                "expected none, as the model's chat template does not show them, got some. "
+                "Write them into the system message.",
             )
         return [normalise_json(tool, "tools") for tool in tools]
 
@@ -120,11 +119,9 @@ class ModelTemplate:
         known = self._variables() - _RESERVED
         for name in copied:
             if name not in known:
-                raise RowError(
-                    "invalid_request",
-                    f"chat_template_kwargs: expected variables of the template, {sorted(known)}, "
-                    f"got {name!r}.",
+                raise invalid_request(
                     "chat_template_kwargs",
+                    f"expected variables of the template, {sorted(known)}, got {name!r}.",
                 )
         return copied
 

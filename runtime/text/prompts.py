@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..embedding.texts import EncodedText, whole_text
-from ..errors import RowError
+from ..errors import RowError, invalid_request
 from .chat_messages import invalid_value
 from .chat_template import ChatRenderer
 from .tokenizer import Tokenizer
@@ -84,11 +84,9 @@ class PromptReader:
     @property
     def _known_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RowError(
-                "invalid_request",
-                "prompt: expected token ids, as this model has no tokenizer, got text. Give token "
-                "ids.",
+            raise invalid_request(
                 "prompt",
+                "expected token ids, as this model has no tokenizer, got text. Give token ids.",
             )
         return self.tokenizer
 

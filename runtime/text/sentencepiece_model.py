@@ -10,7 +10,7 @@ publish this form. noria decodes with a table of the bytes of all tokens.
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ..embedding.texts import EncodedText, whole_text
 from ..errors import InvalidTokenizer, RowError
 from ..files.small_files import read_small
 from .special_tokens import SpecialTokens
-from .tokenizer import TextOrPair, TextSettings, Tokenizer, Vocabulary, no_room
+from .tokenizer import TextOrPair, Tokenizer, Vocabulary, no_room
 from .tokenizer_directory import AddedToken, DirectorySettings, read_directory
 
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
@@ -44,35 +44,23 @@ class Piece:
     type: PieceType
 
 
-@dataclass(frozen=True)
-class SentencePieceVocabulary:
+class PieceEncoder:
     """A loaded model: the processor of the library, and the bytes of its tokens."""
 
-    processor: object = field(repr=False)
-    vocabulary: Vocabulary = field(repr=False)
+    def __init__(self, processor, vocabulary: Vocabulary):
+        self.processor = processor
+        self.vocabulary = vocabulary
 
     def id_of(self, text: str) -> int | None:
         """The id of the token with a given text; None if there is none."""
         for token, special in self.vocabulary.special.text_by_id.items():
             if special == text:
                 return token
-        token = self.processor.piece_to_id(text)  # pyright: ignore[reportAttributeAccessIssue]
-        piece = self.processor.id_to_piece(token)  # pyright: ignore[reportAttributeAccessIssue]
-        return token if piece == text else None
-
-    def tokenizer(self, settings: TextSettings) -> Tokenizer:
-        """Make the tokenizer with this vocabulary."""
-        encoder = _PieceEncoder(self.processor, self.vocabulary.special)
-        return Tokenizer(self.vocabulary, encoder, settings)
-
-
-class _PieceEncoder:
-    def __init__(self, processor, special: SpecialTokens):
-        self._processor = processor
-        self._special = special
+        token = self.processor.piece_to_id(text)
+        return token if self.processor.id_to_piece(token) == text else None
 
     def plain(self, text: str) -> list[int]:
-        return self._processor.encode(text)
+        return self.processor.encode(text)
 
     def parsed(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._parsed(text) for text in texts]
@@ -89,7 +77,7 @@ class _PieceEncoder:
 
     def _parsed(self, text: str) -> list[int]:
         ids: list[int] = []
-        for piece in self._special.split(text):
+        for piece in self.vocabulary.special.split(text):
             ids.extend([piece] if isinstance(piece, int) else self.plain(piece))
         return ids
 
@@ -110,15 +98,14 @@ def tokenizer_from_sentencepiece(directory: Path) -> Tokenizer:
     ids = (getattr(model.processor, name)() for name in ("bos_id", "eos_id"))
     bos, eos = (None if token < 0 else token for token in ids)
     # models of this form begin each text with BOS unless their configuration says otherwise
-    return model.tokenizer(
-        settings.resolve(
-            model.id_of,
-            model.vocabulary.special.text_by_id.get,
-            default_bos=bos,
-            default_eos=eos,
-            default_add_bos=bos is not None,
-        )
+    resolved = settings.resolve(
+        model.id_of,
+        model.vocabulary.special.text_by_id.get,
+        default_bos=bos,
+        default_eos=eos,
+        default_add_bos=bos is not None,
     )
+    return Tokenizer(model.vocabulary, model, resolved)
 
 
 def load_model(
@@ -127,7 +114,7 @@ def load_model(
     source: str,
     remedy: str = "Fetch the file again.",
     settings: DirectorySettings | None = None,
-) -> SentencePieceVocabulary:
+) -> PieceEncoder:
     """Load a serialized model.
 
     Args:
@@ -156,7 +143,7 @@ def load_model(
             f"({error}). {remedy}"
         ) from None
     added = {} if settings is None else _added_tokens(processor, settings)
-    return SentencePieceVocabulary(processor, _vocabulary(processor, added))
+    return PieceEncoder(processor, _vocabulary(processor, added))
 
 
 def model_proto(pieces: Sequence[Piece], *, add_space_prefix: bool) -> bytes:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ..embedding.texts import EncodedText
-from ..errors import InvalidTokenizer, RowError
+from ..errors import InvalidTokenizer, RowError, invalid_request
 from .detokenizer import Detokenizer
 from .special_tokens import SpecialTokens
 
@@ -127,7 +127,7 @@ class Tokenizer:
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int] | RowError]:
         """Encode many prompts at once; the item of a failed prompt is its error."""
-        encoded = self._parsed(texts)
+        encoded = self.encode_words(texts)
         if self.add_bos and self.bos_id is not None:
             for ids in encoded:
                 if not isinstance(ids, RowError) and ids[:1] != [self.bos_id]:
@@ -187,7 +187,7 @@ class Tokenizer:
         are removed. See `special_tokens`.
         """
         unmarked = [text.replace(mark, "") if mark else text for text, mark in texts]
-        encoded = self._parsed(unmarked)
+        encoded = self.encode_words(unmarked)
         for index, (text, mark) in enumerate(texts):
             if mark is None or mark not in text or isinstance(encoded[index], RowError):
                 continue
@@ -195,11 +195,6 @@ class Tokenizer:
             if pieces != self.special_tokens.split(unmarked[index]):
                 encoded[index] = self._joined_ids(pieces)
         return encoded
-
-    def encode_words(self, texts: Sequence[str]) -> list[list[int] | RowError]:
-        """Encode parts of texts; the text of special tokens becomes special tokens, no BOS is
-        added."""
-        return self._parsed(texts)
 
     def _joined_ids(self, pieces: Iterable[int | str]) -> list[int] | RowError:
         ids: list[int] = []
@@ -210,7 +205,9 @@ class Tokenizer:
             return error
         return ids
 
-    def _parsed(self, texts: Sequence[str]) -> list[list[int] | RowError]:
+    def encode_words(self, texts: Sequence[str]) -> list[list[int] | RowError]:
+        """Encode parts of texts; the text of special tokens becomes special tokens, no BOS is
+        added."""
         errors = [encoding_error(text) for text in texts]
         good = [text for text, error in zip(texts, errors, strict=True) if error is None]
         ids = iter(self._encoder.parsed(good))
@@ -234,11 +231,9 @@ class Tokenizer:
 
 def no_room(max_tokens: int, needed: int) -> RowError:
     """The error of a text of which no token would be left beside the special ones."""
-    return RowError(
-        "invalid_request",
-        f"truncate_prompt_tokens: expected room for a token beside {needed} special ones, got "
-        f"{max_tokens} tokens in all.",
+    return invalid_request(
         "truncate_prompt_tokens",
+        f"expected room for a token beside {needed} special ones, got {max_tokens} tokens in all.",
     )
 
 

@@ -9,7 +9,7 @@ from numerics_helpers import ROOT
 
 from noria.runtime import ComparedModel, compare
 from noria.runtime.checkpoint import open_model
-from noria.runtime.rows.row_ids import read_row_ids
+from noria.runtime.rows.job_text import read_row_ids
 
 NUM_ROWS, NUM_TOKENS = 4, 32
 NUMBERS = {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"weights": "int8"}}

@@ -12,6 +12,7 @@ from noria.runtime import request
 from noria.runtime.engine.actions import ScheduledRequest
 from noria.runtime.engine.scheduler import Scheduler
 from noria.runtime.errors import RowError
+from noria.runtime.files import strict_json
 from noria.runtime.files.strict_json import MAX_DEPTH, MAX_INTEGER_DIGITS, parse_object, read_lines
 from noria.runtime.request import SamplingParams
 from noria.runtime.text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
@@ -41,9 +42,10 @@ def test_what_a_row_may_ask_for_fits_the_arrays_of_the_graphs():
     assert request.MAX_LOGIT_BIAS <= MAX_BIASES and request.MAX_STOP_TOKEN_IDS <= MAX_STOP_IDS
 
 
-def test_a_line_is_no_longer_than_the_limit():
+def test_a_line_is_no_longer_than_the_limit(monkeypatch):
+    monkeypatch.setattr(strict_json, "MAX_LINE_BYTES", 10)
     content = b"a" * 10 + b"\n" + b"b" * 11 + b"\n"
-    lines = read_lines(io.BytesIO(content), max_line_bytes=10)
+    lines = read_lines(io.BytesIO(content))
     assert [line.content for line in lines] == [b"a" * 10, None]
 
 

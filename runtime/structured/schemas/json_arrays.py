@@ -17,7 +17,6 @@ from ..language import (
     Members,
     Origin,
     Repetition,
-    Separated,
     sequence,
 )
 from .json_scalars import count_of, has_type, literal_of, schema_error, too_large
@@ -49,7 +48,7 @@ def array_of(schema: Mapping[str, Any], at: str, read: ReadPart) -> Language:
     if items is False or most == 0:
         return NOTHING if least else Literal("[]")
     item = read(items, f"{at}/items")
-    return sequence("[", Separated(item, COMMA, least, most, origin), "]")
+    return sequence("[", Repetition(item, least, most, origin, COMMA), "]")
 
 
 def _tuple(
@@ -98,7 +97,7 @@ def _different(
     in_order = Members(tuple((text, False) for text in texts), COMMA)
     if least == 0 and (most is None or most >= len(texts)):
         return in_order
-    counted = Separated(Alternatives(texts), COMMA, least, most, Origin("minItems", at))
+    counted = Repetition(Alternatives(texts), least, most, Origin("minItems", at), COMMA)
     try:
         return Compiled(both(compile_language(in_order), compile_language(counted)))
     except TooLarge as error:

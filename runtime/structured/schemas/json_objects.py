@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..byte_automaton import TooLarge, compile_language
-from ..language import NOTHING, Language, Literal, Members, Origin, Separated, sequence
+from ..language import NOTHING, Language, Literal, Members, Origin, Repetition, sequence
 from ..pattern import PatternError, read_pattern
 from .json_arrays import ReadPart
 from .json_scalars import SchemaError, count_of, literal_of, schema_error, too_large
@@ -93,4 +93,4 @@ def _map(
     if least == 0 and most is None:
         return json_map(value, key)
     item = sequence(key, COLON, value)
-    return sequence("{", Separated(item, COMMA, least, most, Origin("maxProperties", at)), "}")
+    return sequence("{", Repetition(item, least, most, Origin("maxProperties", at), COMMA), "}")

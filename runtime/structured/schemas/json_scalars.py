@@ -13,7 +13,7 @@ from typing import Any
 
 from ..byte_automaton import TooLarge, both, compile_language, multiples_of
 from ..language import Alternatives, Compiled, Language, Literal, Origin
-from .json_text import INTEGER, MAX_DIGITS, NUMBER, bounded_integer, bounded_number, literal
+from .json_text import INTEGER, MAX_DIGITS, NUMBER, bounded_integer, bounded_number
 
 MAX_MULTIPLES = 1_000
 """Maximum number of multiples that are listed, and maximum step of integers."""
@@ -62,12 +62,13 @@ def _is_a(value: Any, name: str) -> bool:
 
 
 def literal_of(value: Any, key: str, at: str) -> Language:
-    text = literal(value)
+    """The JSON text of one value, with a space after each colon and comma."""
+    text = json.dumps(value, ensure_ascii=False)
     try:
-        text.text.encode()
+        text.encode()
     except UnicodeEncodeError:
         raise schema_error(key, at, "text without lone surrogates", value) from None
-    return text
+    return Literal(text)
 
 
 def number_of(name: str, schema: Mapping[str, Any], at: str) -> Language:

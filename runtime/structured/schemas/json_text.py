@@ -8,10 +8,11 @@ it. Does not know about schemas or automata.
 import json
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any
 
 from ..language import (
     ANY_CHARACTER,
+    EMPTY,
+    NOTHING,
     Alternatives,
     Characters,
     Compiled,
@@ -22,7 +23,6 @@ from ..language import (
     Ranges,
     Repetition,
     Restricted,
-    Separated,
     characters,
     complement,
     either,
@@ -68,7 +68,7 @@ def in_json_string(language: Language) -> Language:
             return replace(language, body=in_json_string(body))
         case Restricted(body, other):
             return replace(language, body=in_json_string(body), other=in_json_string(other))
-        case Separated() | Members() | Compiled():
+        case Members() | Compiled():
             raise AssertionError("patterns have none of these")
 
 
@@ -83,22 +83,19 @@ BOOLEAN = either("true", "false")
 SCALAR = either(STRING, NUMBER, BOOLEAN, "null")
 
 
-def literal(value: Any) -> Literal:
-    """The JSON text of one value, with a space after each colon and comma."""
-    return Literal(json.dumps(value, ensure_ascii=False))
-
-
 def any_value(depth: int) -> Language:
     """Any value with at most `depth` arrays and objects inside each other."""
     if depth == 0:
         return SCALAR
     inner = any_value(depth - 1)
-    return either(*SCALAR.options, sequence("[", Separated(inner, COMMA), "]"), json_map(inner))
+    return either(
+        *SCALAR.options, sequence("[", Repetition(inner, separator=COMMA), "]"), json_map(inner)
+    )
 
 
 def json_map(value: Language, key: Language = STRING) -> Language:
     """An object of any number of keys."""
-    return sequence("{", Separated(sequence(key, COLON, value), COMMA), "}")
+    return sequence("{", Repetition(sequence(key, COLON, value), separator=COMMA), "}")
 
 
 def bounded_integer(low: int | None, high: int | None) -> Language:
@@ -139,30 +136,7 @@ def _whole_range(low: int, high: int | None) -> Language:
         first = max(low, 10 ** (length - 1) if length > 1 else 0)
         last = min(high, 10**length - 1)
         if first <= last:
-            options.append(_same_length(str(first), str(last)))
-    return either(*options)
-
-
-def _same_length(first: str, last: str) -> Language:
-    """Digit strings of one length from `first` to `last`."""
-    if not first:
-        return Literal("")
-    rest = len(first) - 1
-    if first == "0" * len(first) and last == "9" * len(last):
-        return Repetition(_DIGIT, len(first), len(first))
-    a, b = int(first[0]), int(last[0])
-    if a == b:
-        return sequence(first[0], _same_length(first[1:], last[1:]))
-    options: list[Language] = []
-    if first[1:].strip("0"):
-        options.append(sequence(first[0], _same_length(first[1:], "9" * rest)))
-        a += 1
-    if last[1:].strip("9"):
-        options.append(sequence(last[0], _same_length("0" * rest, last[1:])))
-        b -= 1
-    if a <= b:
-        digits = Characters(((ord("0") + a, ord("0") + b),))
-        options.append(sequence(digits, Repetition(_DIGIT, rest, rest)))
+            options.append(_digits_between(str(first), str(last), least=length, most=length))
     return either(*options)
 
 
@@ -201,32 +175,42 @@ def _fraction(low: str, high: str | None, size: int, *, above: bool, below: bool
     """
     options: list[Language] = []
     if not low and not above and not (high == "" and below):
-        options.append(Literal(""))
+        options.append(EMPTY)
     most = max(len(low) + 1, len(high or "") + 1, size)
-    if (digits := _digits_between(low, high, above, below, most)) is not None:
-        options.append(sequence(".", digits))
+    options.append(sequence(".", _digits_between(low, high, above=above, below=below, most=most)))
     return either(*options)
 
 
 def _digits_between(
-    low: str | None, high: str | None, above: bool, below: bool, most: int
-) -> Language | None:
-    """At least one and at most `most` digits between two fractions; None for an absent bound."""
+    low: str | None,
+    high: str | None,
+    *,
+    above: bool = False,
+    below: bool = False,
+    least: int = 1,
+    most: int,
+) -> Language:
+    """From `least` to `most` digits between two fractions, of which None is no bound."""
     if most == 0:
-        return None
-    bottom = 0 if low is None else int((low or "0")[0])
-    top = 9 if high is None else int((high or "0")[0])
+        return NOTHING
+    # bounds that allow every digit
+    if low is not None and not low.strip("0") and not above:
+        low = None
+    if high is not None and not high.strip("9") and len(high) >= most and not below:
+        high = None
+    if low is None and high is None:
+        return Repetition(_DIGIT, least, most)
+    bottom, top = int((low or "0")[0]), 9 if high is None else int((high or "0")[0])
     options: list[Language] = []
-    for digit in range(bottom, top + 1):
-        next_low = (low or "")[1:] if low is not None and digit == bottom else None
-        next_high = (high or "")[1:] if high is not None and digit == top else None
+    if inside := range(bottom + (low is not None), top + (high is None)):
+        digits = Characters(((ord("0") + inside[0], ord("0") + inside[-1]),))
+        options.append(sequence(digits, Repetition(_DIGIT, max(0, least - 1), most - 1)))
+    for digit in {bottom, top} - {*inside}:
+        next_low = low[1:] if low is not None and digit == bottom else None
+        next_high = high[1:] if high is not None and digit == top else None
         is_low = next_low is not None and (bool(next_low.strip("0")) or above)
-        may_end = not is_low and not (next_high == "" and below)
-        tails: list[Language] = [Literal("")] if may_end else []
-        if next_low is None and next_high is None:
-            tails = [Repetition(_DIGIT, 0, most - 1)]
-        elif (rest := _digits_between(next_low, next_high, above, below, most - 1)) is not None:
-            tails.append(rest)
-        if tails:
-            options.append(sequence(str(digit), either(*tails)))
-    return either(*options) if options else None
+        may_end = least <= 1 and not is_low and not (next_high == "" and below)
+        limits = {"above": above, "below": below, "least": max(1, least - 1), "most": most - 1}
+        rest = _digits_between(next_low, next_high, **limits)
+        options.append(sequence(str(digit), either(*[EMPTY] * may_end, rest)))
+    return either(*options)

@@ -8,11 +8,6 @@ from typing import Any
 
 from .json_scalars import schema_error
 
-ANNOTATIONS = {
-    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-    *("$schema", "$comment", "$defs", "definitions", "$anchor", "$vocabulary"),
-    *("contentEncoding", "contentMediaType", "contentSchema"),
-}
 _NUMBER_KEYS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 KEYS_OF_TYPE: dict[str, set[str]] = {
     "object": {

@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-from noria.runtime.batch.job import Build, JobSettings, ModelFacts
+from noria.runtime.batch.job import Build, JobIdentity, JobSettings, ModelFacts
 from noria.runtime.batch.job_files import JobFiles
-from noria.runtime.batch.job_identity import JobIdentity
 from noria.runtime.batch.run import run_job
 from noria.runtime.engine.shared_prefixes import plan_submission
 from noria.runtime.errors import RowError

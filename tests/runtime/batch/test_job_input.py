@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import threading
+from contextlib import closing
 from datetime import datetime
 
 import pytest
@@ -185,7 +186,7 @@ def test_prompts_whose_ids_find_no_room_are_encoded_again(source, tmp_path, monk
 
 
 def test_kept_ids_come_back_and_others_are_none(tmp_path):
-    with TokenSpill(tmp_path, max_bytes=4 * 300_003) as kept:
+    with closing(TokenSpill(tmp_path, max_bytes=4 * 300_003)) as kept:
         kept.keep(2, [0, 2**32 - 1])
         kept.keep(5, range(300_000))
         kept.keep(7, [1])
@@ -199,7 +200,7 @@ def test_kept_ids_come_back_and_others_are_none(tmp_path):
 
 
 def test_a_disk_that_is_full_or_no_folder_keeps_nothing_and_harms_nothing(tmp_path, monkeypatch):
-    with TokenSpill(tmp_path / "nothing") as kept:
+    with closing(TokenSpill(tmp_path / "nothing")) as kept:
         kept.keep(0, [1])
         assert (kept.ids_of(0, 1), kept.num_dropped) == (None, 1)
 
@@ -212,7 +213,7 @@ def test_a_disk_that_is_full_or_no_folder_keeps_nothing_and_harms_nothing(tmp_pa
 
     opened = job_input.open_nameless
     monkeypatch.setattr(job_input, "open_nameless", lambda folder: Full(opened(folder)))
-    with TokenSpill(tmp_path) as kept:
+    with closing(TokenSpill(tmp_path)) as kept:
         kept.keep(0, [1])
         kept.keep(1, [2])
         assert (kept.ids_of(0, 1), kept.ids_of(1, 1), kept.num_dropped) == (None, None, 2)

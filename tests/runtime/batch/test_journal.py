@@ -9,6 +9,7 @@ from fake_model import FakeGenerator, FakeModel, run, write_input
 from noria.runtime.batch import journal as journal_module
 from noria.runtime.batch.journal import SYNC_ROWS, SYNC_SECONDS, Journal
 from noria.runtime.files.disk import Disk
+from noria.runtime.rows.lines import PlacedRow
 
 
 class CountingDisk(Disk):
@@ -28,13 +29,13 @@ class OpenJournal:
         self.now = 0.0
         self.disk = CountingDisk()
         path = folder / "out.jsonl.journal"
-        self.journal = Journal.open(path, {}, disk=self.disk, clock=lambda: self.now)
+        self.journal = Journal(path, {}, disk=self.disk, clock=lambda: self.now)
         self.disk.num_syncs = 0
 
     def record(self, count: int) -> None:
         for _ in range(count):
             row = len(self.journal.rows)
-            self.journal.record_row(row=row, custom_id=f"{row}", request_hash="", line={})
+            self.journal.record_row(PlacedRow(row, row + 1, 0, f"{row}", ""), {})
 
 
 def test_rows_are_synced_when_they_are_many(tmp_path):

@@ -77,7 +77,7 @@ def unfinished(tmp_path_factory) -> tuple[Path, list[bytes]]:
 
 def open_journal(path: Path) -> Journal:
     job = settings("in.jsonl", path.with_name("out.jsonl"))
-    return Journal.open(path, job.identity.stored)
+    return Journal(path, job.identity.stored)
 
 
 @st.composite

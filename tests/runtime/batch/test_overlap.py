@@ -108,9 +108,9 @@ def test_rows_are_recorded_in_the_order_in_which_they_end(tmp_path, monkeypatch)
     recorded = []
     record_row = Journal.record_row
 
-    def noted(self, **facts):
-        recorded.append(facts["row"])
-        record_row(self, **facts)
+    def noted(self, row, *facts):
+        recorded.append(row.row)
+        record_row(self, row, *facts)
 
     monkeypatch.setattr(Journal, "record_row", noted)
     fake.run(source, output, model())

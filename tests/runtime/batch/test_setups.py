@@ -11,12 +11,13 @@ from file_identity import identity
 from noria.runtime.batch.journal import Journal
 from noria.runtime.batch.journal_records import OF_DEVICES, PLAN, SETUP
 from noria.runtime.errors import JobError, JournalError
+from noria.runtime.rows.lines import PlacedRow
 
 TWO, FOUR = "2 processes of 4 devices, gloo", "4 processes of 2 devices, gloo"
 
 
 def begin(path, setup: str, **options) -> None:
-    journal = Journal.open(path, {"model": "m", SETUP: setup}, **options)
+    journal = Journal(path, {"model": "m", SETUP: setup}, **options)
     if journal.plan is None:
         journal.record_fact(PLAN, "plan = 1")
     journal.close()
@@ -29,7 +30,7 @@ def test_a_job_goes_on_with_the_set_up_that_came_last(tmp_path):
     begin(path, FOUR)
     with pytest.raises(JournalError, match=f"processes: there {FOUR}, now {TWO}"):
         begin(path, TWO)
-    journal = Journal.open(path, {"model": "m", SETUP: TWO}, may_differ={SETUP})
+    journal = Journal(path, {"model": "m", SETUP: TWO}, may_differ={SETUP})
     assert journal.setups == [TWO, FOUR, TWO]
     journal.close()
 
@@ -38,7 +39,7 @@ def test_a_set_up_that_may_differ_lets_nothing_else_differ(tmp_path):
     path = tmp_path / "out.jsonl.journal"
     begin(path, TWO)
     with pytest.raises(JournalError) as caught:
-        Journal.open(path, {"model": "other", SETUP: FOUR}, may_differ={SETUP})
+        Journal(path, {"model": "other", SETUP: FOUR}, may_differ={SETUP})
     assert "model: there m, now other" in str(caught.value)
     assert "processes" not in str(caught.value)
 
@@ -56,10 +57,10 @@ def test_a_refusal_leaves_the_journal_as_it_was(tmp_path):
 def test_a_journal_without_a_plan_binds_nothing(tmp_path):
     """Its first job was refused, or ended before a build."""
     path = tmp_path / "out.jsonl.journal"
-    Journal.open(path, {"model": "m", SETUP: TWO}).close()
+    Journal(path, {"model": "m", SETUP: TWO}).close()
     path.write_bytes(path.read_bytes() + b"torn")
     begin(path, FOUR)
-    journal = Journal.open(path, {"model": "m", SETUP: FOUR})
+    journal = Journal(path, {"model": "m", SETUP: FOUR})
     assert journal.setups == [FOUR] and journal.plan == "plan = 1"
     journal.close()
 
@@ -93,23 +94,23 @@ ALL = {SETUP, *OF_DEVICES}
 
 def test_other_devices_have_no_plan_until_one_is_recorded_for_them(tmp_path):
     path = tmp_path / "out.jsonl.journal"
-    journal = Journal.open(path, EIGHT)
+    journal = Journal(path, EIGHT)
     journal.record_fact(PLAN, "devices = 8")
-    journal.record_row(row=0, custom_id="a", request_hash="h", line={"id": "x"})
+    journal.record_row(PlacedRow(0, 1, 0, "a", "h"), {"id": "x"})
     journal.close()
     for _ in range(2):  # also after a kill before the new plan
-        journal = Journal.open(path, ONE, may_differ=ALL)
+        journal = Journal(path, ONE, may_differ=ALL)
         assert (journal.plan, journal.plan_before) == (None, "devices = 8")
         assert journal.binds and len(journal.rows) == 1
         journal.close()
-    journal = Journal.open(path, ONE)
+    journal = Journal(path, ONE)
     journal.record_fact(PLAN, "devices = 1")
     journal.close()
-    journal = Journal.open(path, ONE)
+    journal = Journal(path, ONE)
     assert journal.plan == "devices = 1" and len(journal.rows) == 1
     journal.close()
     with pytest.raises(JournalError, match="target: there cpu, now cpu:8"):
-        Journal.open(path, EIGHT)
+        Journal(path, EIGHT)
 
 
 def test_the_option_is_advised_only_where_it_works(tmp_path):
@@ -118,7 +119,7 @@ def test_the_option_is_advised_only_where_it_works(tmp_path):
 
     def refusal(**changes) -> str:
         with pytest.raises(JournalError) as caught:
-            Journal.open(path, {"model": "m", SETUP: TWO} | changes)
+            Journal(path, {"model": "m", SETUP: TWO} | changes)
         return str(caught.value)
 
     assert "by another plan" not in refusal(**{SETUP: FOUR})

@@ -20,7 +20,7 @@ from noria.runtime.comparison.compare import ComparedModel, compare, forced_grid
 from noria.runtime.errors import ConfigError, InputError
 from noria.runtime.files import disk
 from noria.runtime.files.layout_files import read_layout_table
-from noria.runtime.rows.row_ids import read_row_ids
+from noria.runtime.rows.job_text import read_row_ids
 from noria.sharding.layout import Layout
 
 RNG = np.random.default_rng(0)

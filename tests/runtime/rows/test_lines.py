@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noria.runtime.errors import RowError
+from noria.runtime.files import strict_json
 from noria.runtime.files.strict_json import Line, dump_line, parse_object, read_lines
 from noria.runtime.request import SampleRule
 from noria.runtime.rows.lines import BadRow, BatchRow, RequestRules, hash_request, read_row
@@ -97,9 +98,10 @@ def test_lines_survive_bom_crlf_blank_lines_and_a_missing_last_newline():
     assert content[lines[1].offset :].startswith(b"{2}")
 
 
-def test_a_line_over_the_limit_is_skipped_without_being_held():
+def test_a_line_over_the_limit_is_skipped_without_being_held(monkeypatch):
+    monkeypatch.setattr(strict_json, "MAX_LINE_BYTES", 10)
     content = b"a" * 10 + b"\r\n" + b"b" * 11 + b"\n" + b"c" * 50 + b"\nd\n"
-    lines = list(read_lines(io.BytesIO(content), max_line_bytes=10))
+    lines = list(read_lines(io.BytesIO(content)))
     assert [line.content for line in lines] == [b"a" * 10, None, None, b"d"]
     assert [line.offset for line in lines] == [0, 12, 24, 75]
 

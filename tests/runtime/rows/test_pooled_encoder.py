@@ -8,7 +8,7 @@ from tiny import TWO_LAYERS
 from word_pieces import write_word_pieces
 
 from noria.modelzoo.pooling_config import MEAN, Pooling, Projection
-from noria.runtime.embedding.texts import num_cut, num_texts_cut, unpack
+from noria.runtime.embedding.texts import cuts_of, unpack
 from noria.runtime.errors import RowError
 from noria.runtime.rows.pooled_body import read_pooled
 from noria.runtime.rows.pooled_encoder import PooledEncoder
@@ -32,7 +32,7 @@ def encode(tmp_path):
         if isinstance(packed, RowError):
             raise packed
         if cuts:
-            return [(num_texts_cut(packed), num_cut(packed))]
+            return [(sum(map(bool, cuts_of(packed))), sum(cuts_of(packed)))]
         return [text.ids for text in unpack(packed)]
 
     return encoded

@@ -266,9 +266,9 @@ def test_an_output_answers_a_limited_number_of_rows_between_two_steps(tmp_path, 
             happened.append("step")
             return directive
 
-    def noted(self, **facts):
+    def noted(self, *facts):
         happened.append("row")
-        record_row(self, **facts)
+        record_row(self, *facts)
 
     monkeypatch.setattr(Journal, "record_row", noted)
     monkeypatch.setattr(repeats, "ANSWERED_PER_STEP", 5)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 
@@ -26,9 +27,12 @@ class Tokens:
         return bytes([token_id])
 
 
-LINES = OutputLines(
-    model_name="served", fingerprint="f", tokens=Tokens(), wall_clock=lambda: 1711475054.7
-)
+LINES = OutputLines(model_name="served", fingerprint="f", tokens=Tokens())
+
+
+@pytest.fixture(autouse=True)
+def _fixed_time(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1711475054.7)
 
 
 def row_of(**body) -> BatchRow:
@@ -222,11 +226,13 @@ def test_a_line_that_was_never_a_request_has_no_response():
     assert line["error"] == {"code": "invalid_json", "message": "line 9: broken"}
 
 
-def test_ids_depend_on_row_request_and_configuration_alone():
+def test_ids_depend_on_row_request_and_configuration_alone(monkeypatch):
     row = row_of(prompt="hi")
-    again = OutputLines(model_name="served", fingerprint="f", wall_clock=lambda: 0.0)
+    again = OutputLines(model_name="served", fingerprint="f")
     other = OutputLines(model_name="served", fingerprint="g")
-    assert LINES.result(row, output())["id"] == again.result(row, output())["id"]
+    first = LINES.result(row, output())["id"]
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert first == again.result(row, output())["id"]
     assert LINES.result(row, output())["id"] != other.result(row, output())["id"]
     changed = row_of(prompt="ho")
     assert LINES.result(row, output())["id"] != LINES.result(changed, output())["id"]

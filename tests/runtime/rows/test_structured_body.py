@@ -138,7 +138,7 @@ def test_the_order_of_keys_makes_another_form():
         ),
         ({"structured_outputs": {"json": {}, "regex": "x"}}, "structured_outputs", "one of json"),
         ({"guided_json": "{"}, "guided_json", "guided_json: expected a JSON Schema"),
-        ({"guided_json": '"text"'}, "guided_json", "object, true or false), got text"),
+        ({"guided_json": '"text"'}, "guided_json", "object, true or false), got 'text'"),
         ({"guided_json": [1]}, "guided_json", "object, true or false), got [1]"),
         ({"guided_regex": 1}, "guided_regex", "guided_regex: expected a pattern, got 1"),
         ({"guided_choice": []}, "guided_choice", "expected a list of texts"),

@@ -30,7 +30,7 @@ WEATHER = {
 TEXT = {"type": "string"}
 NOW = {"type": "function", "function": {"name": "now"}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
-LINES = OutputLines(model_name="m", fingerprint="f", wall_clock=lambda: 0.0)
+LINES = OutputLines(model_name="m", fingerprint="f")
 
 
 def read(**body):

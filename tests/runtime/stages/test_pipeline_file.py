@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from noria.runtime.errors import ConfigError
-from noria.runtime.stages.pipeline_file import changed_keys, read_pipeline
+from noria.runtime.stages.pipeline_file import read_pipeline
 from noria.runtime.stages.stage_renderer import open_renderers
 
 GOOD = """
@@ -190,19 +190,3 @@ def test_a_placeholder_stands_for_all_fields_of_an_answer(tmp_path, source, show
     )
     if "draft" in source:
         assert not isinstance(rendered(tmp_path, source, ["?"]), tuple)
-
-
-def test_the_keys_in_which_pipelines_differ_are_named(tmp_path):
-    first, second, third, swapped = (
-        read(tmp_path, text).text
-        for text in (
-            GOOD,
-            GOOD.replace("Be brief", "Be long").replace("temperature = 0", "top_p = 0.5"),
-            GOOD.rpartition("[[stages]]")[0],
-            GOOD.replace("max_tokens = 8\nn = 2", "n = 2\nmax_tokens = 8"),
-        )
-    )
-    assert changed_keys(first, second) == "stage draft: messages; stage judge: temperature, top_p"
-    assert changed_keys(first, third) == "stage judge is missing"
-    assert changed_keys(third, first) == "stage judge is new"
-    assert changed_keys(first, swapped) == "the order of stages or of keys"

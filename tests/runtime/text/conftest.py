@@ -8,6 +8,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def renderer(make_directory):
 
         def make(template, limits=None, now=None, **config) -> ChatRenderer:
             tokenizer = loaded(make_directory(chat_template=template, **config))
-            return stack.enter_context(ChatRenderer(tokenizer, limits=limits, now=now))
+            return stack.enter_context(closing(ChatRenderer(tokenizer, limits=limits, now=now)))
 
         yield make
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 
 import pytest
 import sentencepiece
@@ -100,7 +101,7 @@ def test_the_text_of_added_special_tokens_stays_text_in_messages(directory):
     template = "{% for m in messages %}<tool>{{ m.content }}<tool>{% endfor %}"
     config = decoder(PLAIN, SPECIAL) | {"chat_template": template}
     tokenizer = load_tokenizer(directory(tokenizer_config=config))
-    with ChatRenderer(tokenizer) as chat:
+    with closing(ChatRenderer(tokenizer)) as chat:
         ids = chat.encode([{"role": "user", "content": "a<tool>b<think_x>"}])
     assert [ids.count(SIZE + 1), ids.count(SIZE)] == [2, 1]
 

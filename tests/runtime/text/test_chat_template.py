@@ -8,6 +8,7 @@ import contextlib
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
 
@@ -90,7 +91,7 @@ def test_conversations_have_the_ids_of_transformers(make_directory, name, add_bo
     reference = transformers.AutoTokenizer.from_pretrained(directory)
     tokenizer = load_tokenizer(directory)
     assert tokenizer is not None
-    with ChatRenderer(tokenizer) as renderer:
+    with closing(ChatRenderer(tokenizer)) as renderer:
         for length in (1, 3):
             for prompt in (True, False):
                 expected = reference.apply_chat_template(
@@ -112,7 +113,7 @@ def test_continued_messages_have_the_ids_of_transformers(make_directory, name, p
     tokenizer = load_tokenizer(directory)
     assert tokenizer is not None
     options = {"add_generation_prompt": False, "continue_final_message": True}
-    with ChatRenderer(tokenizer) as renderer:
+    with closing(ChatRenderer(tokenizer)) as renderer:
         ids = renderer.encode(messages, **options)
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
         if "<|" not in prefill:  # transformers reads the text of users as special tokens
@@ -139,7 +140,7 @@ def test_a_last_message_that_cannot_go_on_is_refused(renderer):
 
 
 def test_embedded_model_renders_its_published_template(smollm2):
-    with ChatRenderer(smollm2) as renderer:
+    with closing(ChatRenderer(smollm2)) as renderer:
         messages = [{"role": "user", "content": "What is the capital of France?"}]
         expected = (
             "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
@@ -283,7 +284,7 @@ def test_tools_that_a_template_does_not_show_are_refused(renderer):
 
 def test_sentencepiece_conversations_keep_injected_tokens_plain(mistral_v3, monkeypatch):
     monkeypatch.setattr(mistral_v3, "chat_templates", {"default": ChatTemplate(MISTRAL, "m")})
-    with ChatRenderer(mistral_v3) as chat:
+    with closing(ChatRenderer(mistral_v3)) as chat:
         plain = chat.encode([{"role": "user", "content": "hi"}])
         text = "<s>[INST] hi [/INST]"
         assert plain == mistral_v3.encode(text, special_tokens=True)
@@ -307,7 +308,7 @@ def test_text_parts_are_joined_by_line_ends(renderer):
         ("hi", "messages: expected a list"),
         ({"role": "user"}, "messages: expected a list"),
         (["hi"], r"messages\[0\]: expected an object"),
-        ([{"content": "x"}], r"messages\[0\].role: expected a string, got None"),
+        ([{"content": "x"}], r"messages\[0\].role: expected a string, got none"),
         ([{"role": 1, "content": "x"}], r"messages\[0\].role: expected a string, got 1"),
         ([{"role": "user"}], r"messages\[0\].content: expected a string or a list of text parts"),
         ([{"role": "user", "content": None}], "content: expected a string"),

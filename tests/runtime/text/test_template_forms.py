@@ -1,6 +1,7 @@
 """A template gets contents, calls and tools in the form that it reads, and no text vanishes."""
 
 import json
+from contextlib import closing
 
 import pytest
 
@@ -46,7 +47,7 @@ def equal_to_transformers(directory, messages, given=None, **options):
     """Whether the ids are those of transformers, for the same messages or for those given to it."""
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(directory)
-    with ChatRenderer(load_tokenizer(directory)) as renderer:
+    with closing(ChatRenderer(load_tokenizer(directory))) as renderer:
         expected = reference.apply_chat_template(given or messages, return_dict=False, **options)
         return renderer.encode(messages, add_generation_prompt=False, **options) == expected
 
@@ -232,7 +233,7 @@ def test_both_templates_serve_rows_of_one_call(renderer):
 
 def test_gguf_metadata_may_have_a_template_for_tools(smollm2_metadata):
     key, template = "tokenizer.chat_template.tool_use", "{{ tools | tojson }}" + PRINTED
-    with ChatRenderer(load_tokenizer(smollm2_metadata | {key: template})) as chat:
+    with closing(ChatRenderer(load_tokenizer(smollm2_metadata | {key: template}))) as chat:
         assert text_of(chat, user("one"), tools=TOOLS) == f"{json.dumps(TOOLS)}[INST]one[/INST]"
         assert "<|im_start|>user\none" in text_of(chat, user("one"))
 
