@@ -143,9 +143,6 @@ class MergedTensors:
                 self._row_factors[name] = (pair.magnitude_O / norm).astype(np.float32)
             return self._row_factors[name]
 
-    def close(self) -> None:
-        self._source.close()
-
 
 def _sum(base: np.ndarray, pair: LoraPair, rows: slice, columns: slice) -> np.ndarray:
     """A box of a weight and of the product of a pair, in float32."""
@@ -199,9 +196,6 @@ class PublishedTensors:
                 array = read_parameter(self._own[parameter], self._source, box, shape, _FLOAT32)
                 self._held = parameter, self._publish(self._published[parameter], array)
             return np.array(self._held[1][name][index or ...])
-
-    def close(self) -> None:
-        self._source.close()
 
     def _shape(self, parameter: str) -> tuple[int, ...]:
         return filled_shape(self._own[parameter], self._source)

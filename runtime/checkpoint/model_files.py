@@ -26,7 +26,6 @@ from .formats.dequantised_tensors import DequantisedTensors, dequantise
 from .formats.gguf import GGUFFile, whole_name
 from .formats.safetensors import (
     PICKLES,
-    ModuleTensors,
     SafetensorsDirectory,
     module_weight_files,
     safetensors_files,
@@ -146,9 +145,9 @@ class ModelFiles(ABC):
         return WeightsDigest(self.weight_files(), peers)
 
     def close(self) -> None:
-        """Close the files of the tensors, if they were opened."""
-        if "tensors" in self.__dict__:
-            self.tensors.close()
+        """Let go of the tensors; their files are closed with the last reference."""
+        for name in ("tensors", "stored_tensors"):
+            self.__dict__.pop(name, None)
 
     def __enter__(self) -> "ModelFiles":
         return self
@@ -221,9 +220,8 @@ class HuggingFaceModel(ModelFiles):
         return replace(find_unread(where, spec, self.tensors, copies), keys=spec.ignored_keys)
 
     @cached_property
-    def stored_tensors(self) -> TensorSource:
-        model, folders = SafetensorsDirectory(self.path), dense_folders(self.path)
-        return ModuleTensors(model, self.path, folders) if folders else model
+    def stored_tensors(self) -> SafetensorsDirectory:
+        return SafetensorsDirectory(self.path, dense_folders(self.path))
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
@@ -234,10 +232,6 @@ class HuggingFaceModel(ModelFiles):
     @cached_property
     def tokenizer_files(self) -> Path:
         return self.path
-
-    def close(self) -> None:
-        if "stored_tensors" in self.__dict__:
-            self.stored_tensors.close()
 
     def _json(self, name: str) -> dict[str, Any]:
         return read_json_object(self.path / name)
@@ -292,9 +286,6 @@ class GGUFModel(ModelFiles):
     def tokenizer_files(self) -> Mapping[str, Any]:
         return self._file.metadata
 
-    def close(self) -> None:
-        self._file.close()
-
     def weight_files(self) -> Mapping[str, Path]:
         first, *others = self._file.header_bytes
         return {"model.gguf": first} | {f"model-{i}.gguf": p for i, p in enumerate(others, start=2)}
@@ -326,6 +317,9 @@ class OrbaxModel(ModelFiles):
     @cached_property
     def tensors(self) -> OrbaxTensors:
         return self._tensors
+
+    def close(self) -> None:
+        self._tensors.close()
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:

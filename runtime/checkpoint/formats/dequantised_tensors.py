@@ -99,9 +99,6 @@ class DequantisedTensors:
         present = (name for name in names if name in self.tensors)
         return tuple(name for name in present if not self._stored.read(name).any())
 
-    def close(self) -> None:
-        self._stored.close()
-
 
 def _beginnings(tensors: Mapping[str, TensorInfo], form: BlockFormat) -> Iterator[str]:
     """The beginnings of the names of quantised tensors; one may occur several times."""
