@@ -301,8 +301,7 @@ class _Run:
 
     def _held(self, num_waiting: int = 0) -> Held:
         slots = self.scheduler.slots
-        num_pages = 0 if slots.pool is None else slots.pool.num_taken
-        return Held(slots.num_taken, num_pages, num_waiting)
+        return Held(slots.num_taken, slots.pool.num_taken, num_waiting)
 
     def _start(self, slot: int, sequence: ScheduledSequence, num_known: int = 0) -> None:
         """Note how many decode calls a sequence takes."""
