@@ -148,7 +148,6 @@ class SlotCalls:
             case DecodeAction() as action:
                 num_known = sum(results.num_known.values())
                 metrics.count_decode(
-                    self._grid.max_length,
                     # the device's loop ends early when no sequence emits any more
                     steps=int(results.num_emitted_B.max()),
                     emitted=int(results.num_emitted_B.sum()) - num_known,
