@@ -257,21 +257,10 @@ class Layer:
         return self.feed_forward.moe if isinstance(self.feed_forward, Experts) else None
 
 
-@dataclass(frozen=True)
-class AlikeLayers:
-    """Layers that differ only in windows, in the rotation that goes with them, and in experts.
+@dataclass(frozen=True, kw_only=True)
+class AlikeOptions:
+    """Options that layers have in common."""
 
-    Most families publish their layers in this form.
-    """
-
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp: int
-    """The hidden size of dense feed-forward parts."""
-    windows: tuple[Window, ...]
-    """The window of each layer."""
-    rope: RopeConfig | NoRope = PLAIN_ROPE
     local_rope: RopeConfig | None = None
     """The rotation in layers with a window; None means that they use `rope`, too."""
     latent: LatentAttention | None = None
@@ -291,6 +280,23 @@ class AlikeLayers:
     """The experts of sparse layers; None means that every layer is dense."""
     sparse: tuple[bool, ...] | None = None
     """Whether each layer is sparse, if there are experts; None means that all are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlikeLayers(AlikeOptions):
+    """Layers that differ only in windows, in the rotation that goes with them, and in experts.
+
+    Most families publish their layers in this form.
+    """
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp: int
+    """The hidden size of dense feed-forward parts."""
+    windows: tuple[Window, ...]
+    """The window of each layer."""
+    rope: RopeConfig | NoRope = PLAIN_ROPE
 
     def __post_init__(self):
         """Check the sizes of which each layer has one."""
