@@ -18,7 +18,7 @@ the chip for the next call count in addition to those for itself.
 import re
 from dataclasses import replace
 
-from .hlo_text import Computation, Instruction, Program, array_bytes, read_program, trip_count
+from .hlo_text import Computation, Instruction, Program, array_bytes, trip_count
 
 _VIEWS = ("bitcast", "get-tuple-element")
 _FREE = (*_VIEWS, "parameter", "constant", "tuple", "partition-id", "replica-id", "after-all")
@@ -29,12 +29,6 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 that part."""
 CALLERS = ("while", "conditional", "call")
 """Operations whose bytes are those of the computations that they run."""
-
-
-def hbm_bytes(hlo_text: str) -> int:
-    """Bytes read and written in a call, on one device; `hlo_text` is from `program_text`."""
-    program = read_program(hlo_text)
-    return Traffic(program).of_run(program.entry)
 
 
 class Traffic:

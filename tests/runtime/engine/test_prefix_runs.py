@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from related_prompts import hash_tokens
 from tiny import TWO_LAYERS as CONFIG
 from tiny import TinyModel
 from tolerances import FLOAT32_MODEL_LOGPROB
 from unoptimized import set_optimized
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.runtime.errors import RowError
 from noria.runtime.planning.simulator import SimulatedRow, schedule
 from noria.runtime.request import Request, RequestOutput, SamplingParams

@@ -7,11 +7,12 @@ from dataclasses import replace
 import jsonschema
 import numpy as np
 import pytest
+from related_prompts import hash_tokens
 from tiny import CONFIG, EOS_ID, GRID, TWO_LAYERS, TinyModel, prompts
 from unoptimized import set_optimized
 
 from noria.compile.graphs.graph_kinds import GraphKey
-from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.runtime import StructuredOutputsParams
 from noria.runtime.errors import RowError
 from noria.runtime.request import Request, RequestOutput, SamplingParams
