@@ -178,12 +178,9 @@ class CandidateGrids:
     def _within_budget(self, grids: Iterable[BucketGrid]) -> Iterator[Candidate]:
         for grid in dict.fromkeys(grids):
             is_quick = self._budget.build_seconds(grid) <= self._budget.compile_seconds
-            if is_quick and self._fits_memory(grid):
+            num_bytes = self._cost.work.parameter_bytes + self._cost.work.grid_bytes(grid)
+            if is_quick and num_bytes <= self._budget.memory_bytes:
                 yield self._bounds.candidate(grid)
-
-    def _fits_memory(self, grid: BucketGrid) -> bool:
-        work = self._cost.work
-        return work.parameter_bytes + work.grid_bytes(grid) <= self._budget.memory_bytes
 
     def prefill_buckets(self, tokens: int, slots: int) -> tuple[PrefillBucket, ...]:
         """The cheapest prefill lengths for calls of `tokens` tokens that suit the slots."""

@@ -140,8 +140,9 @@ class Work:
 
     def parts(self, call: Call) -> tuple[Part, ...]:
         """The parts of one call."""
+        weights = self._weights_work(call, of_experts=False)
         parts = [
-            self._products(call),
+            weights.part("products", call.num_tokens, self._row_shards(call)),
             self._experts(call),
             self._attention(call),
             self._logits(call) if call.num_logits else None,
@@ -210,11 +211,6 @@ class Work:
         """Bytes of an entry of a page in one layer, on each device."""
         arrangement = self.model.arrangement
         return entry_bytes_per_device(attention, self.layout, self.cache_dtype, arrangement)
-
-    def _products(self, call: Call) -> Part:
-        """Products with the weights that all tokens pass through."""
-        work = self._weights_work(call, of_experts=False)
-        return work.part("products", call.num_tokens, self._row_shards(call))
 
     def _row_shards(self, call: Call) -> int:
         """Number of shards into which the rows of products are split."""

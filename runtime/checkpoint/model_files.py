@@ -147,7 +147,7 @@ class ModelFiles(ABC):
     def close(self) -> None:
         """Let go of the tensors; their files are closed with the last reference."""
         for name in ("tensors", "stored_tensors"):
-            self.__dict__.pop(name, None)
+            vars(self).pop(name, None)
 
     def __enter__(self) -> "ModelFiles":
         return self

@@ -236,10 +236,6 @@ class Scheduler:
             num_left -= num_rows(self._grid, prompt)
         return batch
 
-    def _is_full(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
-        """Whether the prompts of a batch have a piece for every row of a call."""
-        return sum(num_rows(self._grid, prompt) for prompt in batch) >= queue.bucket.batch
-
     def _choose(self) -> tuple[PromptQueue, list[Prompt]] | None:
         """The queue and the prompts of the prefill batch to run now; None for no batch."""
         if not self.num_waiting:
@@ -248,7 +244,8 @@ class Scheduler:
         urgent = {
             queue: batch
             for queue, batch in batches.items()
-            if self._is_full(queue, batch) or self._idle.has_many
+            if sum(num_rows(self._grid, prompt) for prompt in batch) >= queue.bucket.batch
+            or self._idle.has_many
         }
         if urgent:
             return None if self._must_decode else min(urgent.items(), key=_number_of_oldest)

@@ -72,16 +72,14 @@ def budget_of(
 
     `entry_bytes` depend on the layout. Without them, decode graphs are expected to compile faster.
     """
-    platform, seconds = TargetName.parse(options.target).platform, options.seconds_per_graph
-    gigabytes = options.max_memory_gb
+    platform, gigabytes = TargetName.parse(options.target).platform, options.max_memory_gb
     num_defined = len(block_layers(config, Arrangement(scan_layers=options.scan_layers)))
-    predicted = GraphSeconds.predicted(platform, num_defined, entry_bytes)
     return Budget(
         prefill_graphs=options.max_prefill_graphs,
         memory_bytes=MEMORY_SHARE * hardware.memory_bytes if gigabytes is None else gigabytes * 1e9,
         compile_seconds=options.max_compile_minutes * 60,
         padding=options.max_padding,
-        graph_seconds=GraphSeconds(seconds, seconds) if seconds else predicted,
+        graph_seconds=GraphSeconds.predicted(platform, num_defined, entry_bytes),
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from planning_models import SPARSE
 from tolerances import EXTRAPOLATED_LAYERS_RELATIVE
 
+from noria.compile.graphs.graph_kinds import DECODE
 from noria.compile.grids.adapter_grid import AdapterGrid
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.row_shape import RowShape
@@ -60,7 +61,15 @@ def compiled(planned, notes) -> list[PlannedLayout]:
 
 
 def call(factor: float, memory_bytes: int = 0) -> CompiledCall:
-    return CompiledCall("graph", 0.0, 0.0, {}, factor, 1.0, memory_bytes)
+    return CompiledCall(
+        flops=0.0,
+        num_bytes=0.0,
+        sent={},
+        memory_bytes=memory_bytes,
+        seconds=factor,
+        graph=DECODE,
+        shapes_seconds=1.0,
+    )
 
 
 def test_graphs_are_compiled_with_the_room_for_adapters(planned, compiled):
