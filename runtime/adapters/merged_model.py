@@ -40,7 +40,7 @@ class MergedModel(ModelFiles):
 
     def __init__(self, model: ModelFiles, adapter: Adapter):
         super().__init__(model.path, model.name)
-        self.kind = model.kind
+        self.kind, self.published_config = model.kind, model.published_config
         self._model, self._adapter = model, adapter
 
     @cached_property
@@ -64,10 +64,6 @@ class MergedModel(ModelFiles):
     @cached_property
     def tokenizer_files(self) -> Path | Mapping[str, Any]:
         return self._model.tokenizer_files
-
-    @property
-    def published_config(self) -> Mapping[str, Any]:
-        return self._model.published_config
 
     @cached_property
     def unread(self) -> UnreadParts:
