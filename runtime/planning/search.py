@@ -205,7 +205,7 @@ def simulate_grid(
 ) -> SimulatedGrid:
     """Simulate a grid, and predict the seconds to compile its graphs."""
     simulation = scaled(grid, schedules.of(grid).priced(grid, cost))
-    return SimulatedGrid(grid, simulation, budget.build_seconds(grid))
+    return SimulatedGrid(grid, simulation, budget.graph_seconds.of_grid(grid))
 
 
 def simulate_in_order(

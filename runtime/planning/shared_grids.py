@@ -17,7 +17,6 @@ import numpy as np
 
 from ...compile.graphs.graph_kinds import kinds_of
 from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits
-from ...compile.grids.default_grid import with_chunks
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_choice import with_prefixes
@@ -106,7 +105,7 @@ def _chunk_grids(
         grid
         for chunks in CHUNKS
         if chunks[-1] <= whole.max_length and chunks[0] % divisor == 0
-        for derived in [derive(needs, with_chunks(defaults, list(chunks)))]
+        for derived in [derive(needs, replace(defaults, chunks=chunks))]
         for grid in _batches(derived, defaults.batch_multiple)
         # the last piece of a long prompt is padded, maybe past the model's context
         if all(fits_grid(need, grid) for need in set(needs))
