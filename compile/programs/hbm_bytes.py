@@ -140,9 +140,7 @@ def _declared(computation: Computation, kernel: Instruction) -> list[tuple[str, 
 
 def _read(program: Program, user: Instruction, position: int, whole: int) -> int:
     """Bytes that an instruction reads of an operand that has `whole` bytes in HBM."""
-    fused = dict(user.called()).get("calls")
-    if whole and fused:
-        inside = program.computations[fused]
+    if whole and (inside := program.fused(user)) is not None:
         parameter = next(
             instruction
             for instruction in inside.instructions.values()
@@ -175,8 +173,7 @@ def _written(program: Program, computation: Computation, instruction: Instructio
     """Bytes that an instruction writes of its results."""
     if not (whole := _in_hbm(instruction)):
         return 0
-    if fused := dict(instruction.called()).get("calls"):
-        inside = program.computations[fused]
+    if (inside := program.fused(instruction)) is not None:
         return _written(program, inside, inside.root)
     if instruction.opcode == "tuple":
         results = [computation.instructions[name] for name in instruction.operands]
