@@ -20,6 +20,7 @@ from ..modelzoo.attention.blockwise import attend_blockwise
 from ..modelzoo.attention.paged import PageReader, attend_in_groups
 from ..modelzoo.cache.entry_codes import is_rotated
 from ..modelzoo.config import Arrangement, DecoderConfig
+from ..modelzoo.config_values import check_choice
 from ..modelzoo.kernels.call import AttentionCall
 from ..modelzoo.kernels.cpu_attention import attend_pages_cpu, attend_prompts_cpu, cpu_refusal
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
@@ -114,10 +115,7 @@ class AttentionPlan(PlanTable, name="attention"):
     def __post_init__(self):
         names = list(dict.fromkeys([AUTO, *(x.name for x in (*KERNELS[:-1], *PAGE_KERNELS))]))
         for phase in PHASES:
-            if (name := getattr(self, phase)) not in names:
-                raise ValueError(
-                    f"[attention] {phase}: expected one of {', '.join(names)}, got {name!r}."
-                )
+            check_choice(f"[attention] {phase}", getattr(self, phase), names)
 
     def to_lines(self) -> list[str]:
         """The table as lines of TOML; none if it names no kernel."""

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..modelzoo.weights.weight_products import Axes
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from .abstract_model import AbstractModel
@@ -160,8 +159,8 @@ class _GraphPlanner:
         grid: BucketGrid,
         placement: Placement,
         dtype: jnp.dtype,
-        experts: ExpertPlan = LOSSLESS_EXPERTS,
-        attention: AttentionPlan = AUTO_ATTENTION,
+        experts: ExpertPlan,
+        attention: AttentionPlan,
     ):
         self._model, self._grid, self._placement = model, grid, placement
         config = model.config
@@ -175,10 +174,8 @@ class _GraphPlanner:
         logical_axes = model.logical_axes()
         shardings = placement.parameters(logical_axes)
         self._parameters = {
-            name: jax.ShapeDtypeStruct(
-                leaf.shape,
-                leaf.dtype,
-                sharding=placement.format(name, logical_axes[name], leaf.shape, shardings[name]),
+            name: _abstract(
+                leaf, placement.format(name, logical_axes[name], leaf.shape, shardings[name])
             )
             for name, leaf in model.abstract_parameters(dtype).items()
         }
@@ -192,7 +189,7 @@ class _GraphPlanner:
             placement.cache_head_shards,
         )
         state = jax.eval_shape(self._make_state)
-        self._state = state.map(self._abstract_array)
+        self._state = state.map(lambda leaf, axes: _abstract(leaf, placement.state(axes)))
 
     def graph(self, key: GraphKey, options: CompilerOptions) -> GraphSpec:
         """One graph of the grid, with its options among those of all kinds."""
@@ -201,7 +198,8 @@ class _GraphPlanner:
             results = jax.tree.map(lambda leaf: leaf.format, self._state)
             return GraphSpec(key, self._make_state, (), results, (), {})
         body = kind.body(self._grid, key.shape, self._operations["decode"])
-        arguments = tuple(self._replicated(kind.arguments(self._model, self._grid, key.shape)))
+        arguments = kind.arguments(self._model, self._grid, key.shape)
+        arguments = tuple(jax.tree.map(partial(_abstract, sharding=replicated), arguments))
         results, donated = replicated, ()
         if kind.takes_state:
             results = jax.tree.map(lambda leaf: leaf.format, self._state), replicated
@@ -222,15 +220,9 @@ class _GraphPlanner:
 
         return graph
 
-    def _abstract_array(self, leaf: Any, logical_axes: Axes) -> jax.ShapeDtypeStruct:
-        sharding = self._placement.state(logical_axes)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def _replicated(self, arguments: Any) -> Any:
-        sharding = self._placement.replicated
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
-        )
+def _abstract(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def compile_graph(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from ..modelzoo.config import DecoderConfig
+from ..modelzoo.config_values import check_choice
 from ..modelzoo.moe_config import LOSSLESS, Dispatch
 from ..sharding.layout import PHASES
 from .plan_tables import PlanTable, check_keys, table_lines
@@ -30,10 +31,7 @@ class ExpertPlan(PlanTable, name="experts"):
     `drop` it is answered, and its output has the number of dropped choices."""
 
     def __post_init__(self):
-        if self.overflow not in get_args(Overflow):
-            raise ValueError(
-                f"[experts] overflow: expected one of {get_args(Overflow)}, got {self.overflow!r}."
-            )
+        check_choice("[experts] overflow", self.overflow, get_args(Overflow))
         for phase in PHASES:
             dispatch = getattr(self, phase)
             if not isinstance(dispatch, Dispatch):
@@ -62,7 +60,9 @@ class ExpertPlan(PlanTable, name="experts"):
         """The tables as lines of TOML."""
         lines = table_lines(self.NAME, {"overflow": self.overflow})
         for phase in PHASES:
-            lines += dispatch_lines(phase, getattr(self, phase))
+            own = getattr(self, phase)
+            table = {"dispatch": own.kind, "capacity_factor": own.capacity_factor}
+            lines += table_lines(f"experts.{phase}", table)
         return lines
 
     @classmethod
@@ -79,14 +79,6 @@ LOSSLESS_EXPERTS = ExpertPlan()
 def default_experts(config: DecoderConfig) -> ExpertPlan | None:
     """Default expert settings of a model; None for a model without experts."""
     return None if config.moe is None else LOSSLESS_EXPERTS
-
-
-def dispatch_lines(phase: str, dispatch: Dispatch) -> list[str]:
-    """One phase's table as lines of TOML, after an empty line."""
-    table: dict[str, Any] = {"dispatch": dispatch.kind}
-    if dispatch.capacity_factor is not None:
-        table["capacity_factor"] = dispatch.capacity_factor
-    return table_lines(f"experts.{phase}", table)
 
 
 def _dispatch(phase: str, table: Any) -> Dispatch:

@@ -24,9 +24,10 @@ from .build import GraphSpec, compile_with_text, plan_graphs
 from .graphs.graph_kinds import DECODE, GraphKey, call_of
 from .grids.bucket_grid import BucketGrid
 from .hardware.hardware import Hardware
-from .planning.evidence import read_evidence
+from .planning.evidence import Evidence
 from .planning.work import Work
 from .programs.collectives import Collective, read_collectives
+from .programs.report import read_report
 from .targets import Target
 
 COMPILER, SHAPES = "the compiler", "shapes"
@@ -168,8 +169,8 @@ def measure(
         call = call_of(grid, graph.key)
         _read(result, compiled, text, call, work)
         if text is not None:
-            evidence = read_evidence(text, target.platform, call, work, hardware, torus)
-            result.programs[call.phase] = evidence.as_json()
+            report = read_report(text, target.platform, layout.mesh.sizes, hardware, torus)
+            result.programs[call.phase] = Evidence(report, work.needed(call)).as_json()
     result.bytes_per_device["temp"] = max(result.temp_by_phase.values())
     result.flops = sum(result.flops_by_phase.values())
     return result

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..modelzoo.config_values import check_choice
 from ..modelzoo.weights.weight_formats import BYTE_DTYPES, SCALE_DTYPES, WeightFormat
 from ..sharding.layout import PHASES, Layout
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan
@@ -17,7 +18,15 @@ from .expert_plan import ExpertPlan
 from .graphs.graph_kinds import GRAPH_KINDS
 from .grids.bucket_grid import BucketGrid
 from .plan_evidence import PlanEvidence
-from .plan_tables import PlanTable, check_keys, key_lines, keys_of, table_lines
+from .plan_tables import (
+    PlanTable,
+    check_flag,
+    check_keys,
+    check_text,
+    key_lines,
+    keys_of,
+    table_lines,
+)
 from .target_names import TargetName
 from .weight_rules import FLOAT, KEPT, WeightRules
 
@@ -46,13 +55,9 @@ class PlannedModel(PlanTable, name="model"):
 
     def __post_init__(self):
         """Refuse values of a wrong type."""
-        for name in ("source", "fingerprint"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"model.{name}: expected a string, got {getattr(self, name)!r}.")
-        if not isinstance(self.scan_layers, bool):
-            raise ValueError(
-                f"model.scan_layers: expected true or false, got {self.scan_layers!r}."
-            )
+        check_text("model.source", self.source)
+        check_text("model.fingerprint", self.fingerprint)
+        check_flag("model.scan_layers", self.scan_layers)
 
 
 @dataclass(frozen=True)
@@ -96,14 +101,8 @@ class Numbers(PlanTable, name="numbers"):
                 f"numbers.group: expected 0, as published weights have their own groups, got "
                 f"{self.group!r}. Remove it."
             )
-        if self.cache not in CACHES:
-            known = ", ".join(CACHES)
-            raise ValueError(f"numbers.cache: expected one of {known}, got {self.cache!r}.")
-        if self.activations not in ACTIVATIONS:
-            raise ValueError(
-                f"numbers.activations: expected one of {', '.join(ACTIVATIONS)}, got "
-                f"{self.activations!r}."
-            )
+        check_choice("numbers.cache", self.cache, CACHES)
+        check_choice("numbers.activations", self.activations, ACTIVATIONS)
         for name in ("rules", "published"):
             if not isinstance(value := getattr(self, name), Mapping):
                 raise ValueError(f"numbers.{name}: expected a table, got {value!r}.")
@@ -168,21 +167,15 @@ def _check_published(weights: str, published: Mapping[str, Any]) -> None:
         where = f"numbers.published {pattern!r}"
         check_keys(where, table, {"codes", "scales"}, {"group", "offsets", "order"})
         for key, known in (("codes", BYTE_DTYPES), ("scales", SCALE_DTYPES)):
-            if table[key] not in known:
-                raise ValueError(
-                    f"{where}.{key}: expected one of {', '.join(known)}, got {table[key]!r}."
-                )
+            check_choice(f"{where}.{key}", table[key], known)
         _check_group(where, table.get("group", 0))
         for key in ("offsets", "order"):
-            if not isinstance(value := table.get(key, False), bool):
-                raise ValueError(f"{where}.{key}: expected true or false, got {value!r}.")
+            check_flag(f"{where}.{key}", table.get(key, False))
 
 
 def _check_format(where: str, weights: Any, group: Any, others: tuple[str, ...] = ()) -> None:
     """Refuse unknown codes, and groups that no weight can have."""
-    if weights not in (FLOAT, *WEIGHTS):
-        known = ", ".join((FLOAT, *WEIGHTS, *others))
-        raise ValueError(f"{where}.weights: expected one of {known}, got {weights!r}.")
+    check_choice(f"{where}.weights", weights, (FLOAT, *WEIGHTS, *others))
     _check_group(where, group)
     if weights == FLOAT and group:
         raise ValueError(
@@ -241,10 +234,7 @@ class Plan:
     def __post_init__(self):
         """Refuse an unknown target, and compiler options for graphs that are not built."""
         TargetName.parse(self.target)
-        if not isinstance(self.max_length_reason, str):
-            raise ValueError(
-                f"plan max_length_reason: expected a string, got {self.max_length_reason!r}."
-            )
+        check_text("plan max_length_reason", self.max_length_reason)
         has_capacity = self.experts is not None and self.experts.prefill.kind == "capacity"
         if has_capacity and self.buckets.embed:
             raise ValueError(

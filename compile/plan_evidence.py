@@ -6,7 +6,7 @@ It changes no graph and no answer, so two plans that differ in it alone are the 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .plan_tables import PlanTable, check_number
+from .plan_tables import PlanTable, check_number, check_text
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class PlanEvidence(PlanTable, name="evidence"):
 
     def __post_init__(self):
         """Refuse values of a wrong type."""
-        if not isinstance(self.costs, str):
-            raise ValueError(f"[evidence] costs: expected a string, got {self.costs!r}.")
+        check_text("[evidence] costs", self.costs)
         for key, value in asdict(self).items():
             if key != "costs" and value is not None:
                 check_number(f"[evidence] {key}", value)

@@ -78,6 +78,18 @@ def check_keys(
         )
 
 
+def check_text(name: str, value: object) -> None:
+    """Raise ValueError unless a value is a string."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: expected a string, got {value!r}.")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ValueError unless a value is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected true or false, got {value!r}.")
+
+
 def check_number(name: str, value: Any, *, above: float | None = None) -> None:
     """Raise ValueError unless a value is a finite number from 0 up, or above the bound `above`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -23,7 +23,11 @@ from .rope import PositionCode
 
 
 class Block(nnx.Module):
-    """Residual block: attention, then MLP, with their norms; either may be absent."""
+    """Residual block: attention, then MLP, with their norms; either may be absent.
+
+    In a parallel block, both read the same norm, and their sum is added to the residual stream.
+    Source: Wang and Komatsuzaki 2021, "GPT-J-6B".
+    """
 
     def __init__(
         self,
@@ -36,15 +40,19 @@ class Block(nnx.Module):
             is_used = layer.norm_placement in (placement, *others)
             return Norm(config.embed, config) if is_used else NoNorm()
 
-        self.has_mlp = layer.feed_forward is not None
+        self.has_mlp, self.is_parallel = layer.feed_forward is not None, layer.is_parallel
         if layer.attention is not None:
-            self.attention_norm = norm("before") if layer.has_attention_norm else NoNorm()
             self.attention = _attention(rngs, config, layer.attention, arrangement)
+        if layer.feed_forward is not None:
+            self.mlp = _mlp(rngs, config.embed, layer.feed_forward)
+        if self.is_parallel:
+            self.norm = Norm(config.embed, config)
+        elif layer.attention is not None:
+            self.attention_norm = norm("before") if layer.has_attention_norm else NoNorm()
             self.attention_post_norm = norm("after")
             self.attention_residual_norm = norm("residual", ())
-        if layer.feed_forward is not None:
+        if self.has_mlp and not self.is_parallel:
             self.mlp_norm = norm("before")
-            self.mlp = _mlp(rngs, config.embed, layer.feed_forward)
             self.mlp_post_norm = norm("after")
             self.mlp_residual_norm = norm("residual", ())
         self.multiplier = config.multipliers.residual
@@ -60,7 +68,7 @@ class Block(nnx.Module):
           operations: The operations of the call.
           reads_cache: Whether queries attend to the cache, not only to the prompt.
         """
-        normed_BTD = self.attention_norm(x_BTD)
+        normed_BTD = (self.norm if self.is_parallel else self.attention_norm)(x_BTD)
         return self.attention.project(normed_BTD, code, operations, reads_cache=reads_cache)
 
     def finish(
@@ -82,6 +90,10 @@ class Block(nnx.Module):
         """
         if inputs is not None and out_BTKGH is not None:
             out_BTD = self.attention.merge(inputs, out_BTKGH, operations)
+            if self.is_parallel:
+                out_BTD = out_BTD + self.mlp(inputs.x_BTD, operations, experts)
+                x_BTD = x_BTD + scale_by(out_BTD, self.multiplier)
+                return operations.constrain(x_BTD, axes.RESIDUAL)
             x_BTD = x_BTD + scale_by(self.attention_post_norm(out_BTD), self.multiplier)
             x_BTD = self.attention_residual_norm(x_BTD)
             x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
@@ -93,62 +105,21 @@ class Block(nnx.Module):
         return x_BTD
 
 
-class ParallelBlock(nnx.Module):
-    """Residual block in which attention and MLP read the same norm, in parallel.
-
-    Source: Wang and Komatsuzaki 2021, "GPT-J-6B".
-    """
-
-    def __init__(
-        self,
-        rngs: nnx.Rngs,
-        config: DecoderConfig,
-        layer: Layer,
-        arrangement: Arrangement,
-    ):
-        assert layer.attention is not None and layer.feed_forward is not None
-        self.norm = Norm(config.embed, config)
-        self.attention = _attention(rngs, config, layer.attention, arrangement)
-        self.mlp = _mlp(rngs, config.embed, layer.feed_forward)
-        self.multiplier = config.multipliers.residual
-
-    def project(
-        self, x_BTD: jax.Array, code: PositionCode, operations: Operations, *, reads_cache: bool
-    ) -> HeadInputs:
-        """See `Block`."""
-        return self.attention.project(self.norm(x_BTD), code, operations, reads_cache=reads_cache)
-
-    def finish(
-        self,
-        x_BTD: jax.Array,
-        inputs: HeadInputs | None,
-        out_BTKGH: jax.Array | None,
-        operations: Operations,
-        experts: ExpertCall,
-    ) -> jax.Array:
-        """See `Block`."""
-        assert inputs is not None and out_BTKGH is not None
-        out_BTD = self.attention.merge(inputs, out_BTKGH, operations)
-        out_BTD = out_BTD + self.mlp(inputs.x_BTD, operations, experts)
-        x_BTD = x_BTD + scale_by(out_BTD, self.multiplier)
-        return operations.constrain(x_BTD, axes.RESIDUAL)
-
-
 def make_block(
     rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement, layers: range
-) -> Block | ParallelBlock:
+) -> Block:
     """Make the block of some layers, with the weights of all of them stacked if it is scanned."""
     layer = config.layers[layers.start]
 
-    def block(rngs: nnx.Rngs) -> Block | ParallelBlock:
-        return (ParallelBlock if layer.is_parallel else Block)(rngs, config, layer, arrangement)
+    def block(rngs: nnx.Rngs) -> Block:
+        return Block(rngs, config, layer, arrangement)
 
     if len(layers) == 1:
         return block(rngs)
 
     @nnx.split_rngs(splits=len(layers))
     @nnx.vmap
-    def blocks(rngs: nnx.Rngs) -> Block | ParallelBlock:
+    def blocks(rngs: nnx.Rngs) -> Block:
         return block(rngs)
 
     return blocks(rngs)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from .config_values import check_count, check_positive
+from .config_values import check_choice, check_count, check_positive
 from .layer_config import AlikeLayers, Attention, BothSides, Layer
 from .moe_config import MoeConfig
 from .pooling_config import MEAN, Pooling
@@ -88,8 +88,7 @@ class DecoderConfig:
         return cls(layers=alike.layers(), **options)
 
     def __post_init__(self):
-        if self.norm not in get_args(NormKind):
-            raise ValueError(f"norm: expected one of {get_args(NormKind)}, got {self.norm!r}.")
+        check_choice("norm", self.norm, get_args(NormKind))
         check_positive("config", logit_cap=self.logit_cap)
         for name in ("vocab_size", "embed", "num_layers", "max_position"):
             check_count(name, getattr(self, name))

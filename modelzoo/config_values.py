@@ -1,10 +1,11 @@
-"""Checks of the numbers in the configuration of a decoder, and of the values of a plan.
+"""Checks of the values in the configuration of a decoder, and of the values of a plan.
 
-Knows nothing of the use of these numbers. Guarantees: a wrong number raises a ValueError with its
+Knows nothing of the use of these values. Guarantees: a wrong value raises a ValueError with its
 name, the expected value and the actual one.
 """
 
 import math
+from collections.abc import Iterable
 
 MAX_COUNT = 2**31 - 1
 """Largest count: positions and token counts are 32-bit integers on devices."""
@@ -22,6 +23,12 @@ def is_count(value: object) -> bool:
     """Whether the value is a positive integer up to `MAX_COUNT`."""
     # bool is an int in Python; `decode_slots = true` is a mistake
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise ValueError unless the value is one of the choices."""
+    if value not in (known := tuple(choices)):
+        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}.")
 
 
 def check_positive(owner: str, **numbers: float | None) -> None:

@@ -7,7 +7,7 @@ or checkpoints.
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from .config_values import check_count, check_positive
+from .config_values import check_choice, check_count, check_positive
 from .latent_config import LatentAttention
 from .moe_config import MoeConfig
 from .rope_config import NoRope, RopeConfig
@@ -100,10 +100,8 @@ class Attention:
 
     def __post_init__(self):
         """Check the sizes."""
-        if self.qk_norm not in (None, *get_args(QKNorm)):
-            raise ValueError(
-                f"qk_norm: expected one of {get_args(QKNorm)}, or none, got {self.qk_norm!r}."
-            )
+        if self.qk_norm is not None:
+            check_choice("qk_norm", self.qk_norm, get_args(QKNorm))
         for name in ("num_query_heads", "num_kv_heads", "head_dim"):
             check_count(name, getattr(self, name))
         if self.num_query_heads % self.num_kv_heads:
@@ -179,11 +177,6 @@ class Attention:
         return replace(self.scores, scale=self.head_dim**-0.5)
 
 
-def _check_activation(activation: str) -> None:
-    if activation not in get_args(Activation):
-        raise ValueError(f"activation: expected one of {get_args(Activation)}, got {activation!r}.")
-
-
 @dataclass(frozen=True)
 class Mlp:
     """A dense feed-forward part."""
@@ -198,7 +191,7 @@ class Mlp:
     def __post_init__(self):
         """Check the size and the activation."""
         check_count("mlp", self.size)
-        _check_activation(self.activation)
+        check_choice("activation", self.activation, get_args(Activation))
 
 
 @dataclass(frozen=True)
@@ -212,7 +205,7 @@ class Experts:
 
     def __post_init__(self):
         """Check the activation."""
-        _check_activation(self.activation)
+        check_choice("activation", self.activation, get_args(Activation))
 
     @property
     def shared(self) -> Mlp | None:
@@ -239,11 +232,7 @@ class Layer:
 
     def __post_init__(self):
         """Check that the layer has its parts, and a known placement of norms."""
-        if self.norm_placement not in get_args(NormPlacement):
-            raise ValueError(
-                f"norm_placement: expected one of {get_args(NormPlacement)}, got "
-                f"{self.norm_placement!r}."
-            )
+        check_choice("norm_placement", self.norm_placement, get_args(NormPlacement))
         parts = self.attention, self.feed_forward
         if parts == (None, None) or (self.is_parallel and None in parts):
             both = "both if they are parallel" if self.is_parallel else "or both"
@@ -257,21 +246,10 @@ class Layer:
         return self.feed_forward.moe if isinstance(self.feed_forward, Experts) else None
 
 
-@dataclass(frozen=True)
-class AlikeLayers:
-    """Layers that differ only in windows, in the rotation that goes with them, and in experts.
+@dataclass(frozen=True, kw_only=True)
+class AlikeOptions:
+    """Options that layers have in common."""
 
-    Most families publish their layers in this form.
-    """
-
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp: int
-    """The hidden size of dense feed-forward parts."""
-    windows: tuple[Window, ...]
-    """The window of each layer."""
-    rope: RopeConfig | NoRope = PLAIN_ROPE
     local_rope: RopeConfig | None = None
     """The rotation in layers with a window; None means that they use `rope`, too."""
     latent: LatentAttention | None = None
@@ -291,6 +269,23 @@ class AlikeLayers:
     """The experts of sparse layers; None means that every layer is dense."""
     sparse: tuple[bool, ...] | None = None
     """Whether each layer is sparse, if there are experts; None means that all are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlikeLayers(AlikeOptions):
+    """Layers that differ only in windows, in the rotation that goes with them, and in experts.
+
+    Most families publish their layers in this form.
+    """
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp: int
+    """The hidden size of dense feed-forward parts."""
+    windows: tuple[Window, ...]
+    """The window of each layer."""
+    rope: RopeConfig | NoRope = PLAIN_ROPE
 
     def __post_init__(self):
         """Check the sizes of which each layer has one."""

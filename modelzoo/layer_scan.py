@@ -8,8 +8,8 @@ written in place.
 Does not know what a layer computes or caches.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,27 +22,8 @@ from .moe.call import ExpertCall
 from .weights.quantised_weight import as_slices
 
 
-class RunGroup(Protocol):
-    """A function that runs one repeat of a group: one layer of each of its blocks."""
-
-    def __call__(
-        self,
-        group: Group,
-        blocks: Sequence[Any],
-        x_BTD: jax.Array,
-        cache: Cache,
-        scan_index: jax.Array,
-        experts: ExpertCall,
-    ) -> tuple[jax.Array, Cache]:
-        """Return the residual stream after these layers, and their updated cache.
-
-        `scan_index` is the index of the repeat: the index of a layer in the arrays of its block.
-        """
-        ...
-
-
 def scan_group(
-    run_group: RunGroup,
+    run_group: Callable[..., tuple[jax.Array, Cache]],
     group: Group,
     blocks: Sequence[Any],
     x_BTD: jax.Array,
@@ -52,7 +33,10 @@ def scan_group(
     """Run all layers of a group with several repeats.
 
     Args:
-      run_group: Runs one repeat.
+      run_group: Runs one repeat of a group, one layer of each of its blocks. It gets the group,
+        the blocks, the residual stream, the cache, the index of the repeat, which is that of a
+        layer in the arrays of its block, and the call of sparse layers. It returns the residual
+        stream and the updated cache.
       group: The layers of each block.
       blocks: The blocks, with the weights of all their layers.
       x_BTD: The residual stream before the group.

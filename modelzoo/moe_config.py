@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from .config_values import check_choice
+
 Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 """The function from router logits to scores: a softmax over all experts, a softmax over the chosen
 experts, or a sigmoid of each logit."""
@@ -45,10 +47,7 @@ class Routing:
     """Whether weights multiply the inputs of experts instead of their outputs (Llama 4)."""
 
     def __post_init__(self):
-        if self.scoring not in get_args(Scoring):
-            raise ValueError(
-                f"routing.scoring: expected one of {get_args(Scoring)}, got {self.scoring!r}."
-            )
+        check_choice("routing.scoring", self.scoring, get_args(Scoring))
         available = self.num_experts
         if self.groups is not None:
             count, chosen, best = self.groups.count, self.groups.chosen, self.groups.best
@@ -150,10 +149,7 @@ class Dispatch:
         are_powers &= all(size.bit_count() == 1 for size in (min_rows, max_rows))
         if not (0 < min_rows <= max_rows and are_powers):
             raise ValueError(f"tiles: expected growing powers of two, got {self.tiles}.")
-        if self.kind not in get_args(DispatchKind):
-            raise ValueError(
-                f"dispatch: expected one of {get_args(DispatchKind)}, got {self.kind!r}."
-            )
+        check_choice("dispatch", self.kind, get_args(DispatchKind))
         factor = self.capacity_factor
         if self.kind != "capacity":
             if factor is not None:

@@ -6,6 +6,8 @@ Knows nothing of files, texts or the computation.
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from .config_values import check_choice
+
 PoolingKind = Literal["first", "last", "mean", "max"]
 """The states of a text that are pooled: its first or its last one, their mean, or their maximum."""
 ScoreActivation = Literal["softmax", "sigmoid", "none"]
@@ -27,11 +29,7 @@ class Projection:
     def __post_init__(self):
         if not isinstance(self.size, int) or self.size < 1:
             raise ValueError(f"pooling: expected a positive size, got {self.size!r}.")
-        if self.activation not in get_args(ProjectionActivation):
-            raise ValueError(
-                f"pooling: expected one of the activations {get_args(ProjectionActivation)}, got "
-                f"{self.activation!r}."
-            )
+        check_choice("pooling activation", self.activation, get_args(ProjectionActivation))
 
 
 @dataclass(frozen=True)
@@ -53,14 +51,8 @@ class Pooling:
     """The maximum number of tokens of a text; None means the maximum length of the model."""
 
     def __post_init__(self):
-        if self.kind not in get_args(PoolingKind):
-            raise ValueError(
-                f"pooling: expected one of {get_args(PoolingKind)}, got {self.kind!r}."
-            )
-        if self.scores not in get_args(ScoreActivation):
-            raise ValueError(
-                f"pooling: expected one of {get_args(ScoreActivation)}, got {self.scores!r}."
-            )
+        check_choice("pooling", self.kind, get_args(PoolingKind))
+        check_choice("pooling scores", self.scores, get_args(ScoreActivation))
         if self.labels and (not self.projections or self.projections[-1].size != len(self.labels)):
             raise ValueError(
                 f"pooling.labels: expected one for each output, got {len(self.labels)}."

@@ -100,7 +100,7 @@ def figures(prediction: Prediction) -> dict[str, Any]:
     return {
         "rows": len(prediction.workload.rows),
         "seconds": best.simulation.seconds,
-        "decode_seconds": sum(use.seconds for use in metrics.decode.values()),
+        "decode_seconds": metrics.decode.seconds,
         "build_seconds": best.build_seconds,
         "occupancy": best.simulation.occupancy,
         "layout": plan.layout and f"{plan.layout.name} ({plan.layout.mesh})",

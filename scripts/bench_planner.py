@@ -183,7 +183,7 @@ def _reaching(lengths: list[int], longest: int) -> list[int]:
 def figures(tried: SimulatedGrid) -> dict[str, Any]:
     """Return the figures of one grid that the tables show."""
     metrics = tried.simulation.metrics
-    padding, prefill = metrics.report()["padding"], metrics.prefill.values()
+    padding, prefill = metrics.padding, metrics.prefill.values()
     return {
         "prefill": tried.grid.to_table()["prefill"],
         "chunk": tried.grid.to_table()["chunk"],
@@ -191,7 +191,7 @@ def figures(tried: SimulatedGrid) -> dict[str, Any]:
         "slots": tried.grid.decode_slots,
         "real_tokens": sum(use.real_tokens for use in prefill),
         "computed_tokens": sum(use.computed_tokens for use in prefill),
-        "decoded_tokens": sum(use.computed_tokens for use in metrics.decode.values()),
+        "decoded_tokens": metrics.decode.computed_tokens,
         "idle_slot_tokens": padding["idle_slot_tokens"],
         "overshoot_tokens": padding["overshoot_tokens"],
         "seconds": tried.simulation.seconds,

@@ -161,7 +161,7 @@ class Planner:
         filled = round_up(rows, multiple)
         call = Call("prefill", filled, LENGTH, LENGTH)
         if phase == "decode":
-            call = Call.of_step(filled, LENGTH)
+            call = Call("decode", filled, 1, LENGTH, entries=filled * LENGTH)
         estimate, tokens = cost.estimate(call), rows * (LENGTH if phase == "prefill" else 1)
         needed = cost.work.parameter_bytes + cost.work.page_bytes(
             round_up(rows, defaults.slot_multiple) * (LENGTH + STEPS)

@@ -320,9 +320,6 @@ class Counted:
         self.num_bytes += array.nbytes
         return array
 
-    def close(self) -> None:
-        self.source.close()
-
 
 def _dtype(name: str) -> np.dtype:
     import ml_dtypes

@@ -24,7 +24,7 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.hardware.hardware import Hardware, UnknownHardware, hardware_of
 from noria.compile.plan import Numbers
-from noria.compile.planning.evidence import Evidence, read_evidence
+from noria.compile.planning.evidence import Evidence
 from noria.compile.planning.work import ONE_DEVICE, Work
 from noria.compile.programs.report import read_report
 from noria.compile.target_names import TargetName
@@ -168,9 +168,9 @@ class GraphReader:
         executable, text, seconds = compile_with_text(graph)
         if text is None:
             raise RuntimeError(f"{graph.key}: XLA cannot write this program as text")
-        platform, torus = self._target.platform, self._name.torus
-        found = read_evidence(text, platform, call, self._work, self._hardware, torus)
-        return ReadGraph(executable, text, seconds, found)
+        mesh, torus = self._work.layout.mesh.sizes, self._name.torus
+        report = read_report(text, self._target.platform, mesh, self._hardware, torus)
+        return ReadGraph(executable, text, seconds, Evidence(report, self._work.needed(call)))
 
 
 def known(target: str) -> Hardware | None:

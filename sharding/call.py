@@ -30,12 +30,7 @@ class Call:
     """In a decode step, these entries with those that are read once for several rows counted for
     each of them; None for the same number."""
     page: int = 0
-    """The entries of a page; 0 for whole prompts, and for a step that reads slots as they lie."""
-
-    @classmethod
-    def of_step(cls, slots: int, span: int) -> "Call":
-        """One decode step of slots that all have the same length."""
-        return cls("decode", slots, 1, span, entries=slots * span)
+    """The entries of a page; 0 for whole prompts."""
 
     @property
     def num_tokens(self) -> int:

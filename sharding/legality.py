@@ -150,7 +150,8 @@ def _tables(layout: Layout) -> list[tuple[str, Mapping[str, tuple[str, ...]]]]:
 
 def _phase_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[str]:
     rules = layout.phase(phase)
-    yield from _collisions(rules)
+    for name, logical_axes in _ARRAYS.items():
+        yield from _collision(name, logical_axes, rules)
     yield from _order_findings(layout, rules)
     yield from _gathering_findings(layout.rules, rules)
     for attention in dict.fromkeys(sizes.config.attentions):
@@ -211,13 +212,8 @@ def _piece_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
         yield from _division(layout, rules, axes.CACHE_LENGTH, "buckets.chunk", chunk, remedy)
 
 
-def _collisions(rules: AxisRules) -> Iterable[str]:
-    """Find arrays that are split twice over one mesh axis."""
-    for name, logical_axes in _ARRAYS.items():
-        yield from _collision(name, logical_axes, rules)
-
-
 def _collision(name: str, logical_axes: Axes, rules: AxisRules) -> Iterable[str]:
+    """Check that an array is not split twice over one mesh axis."""
     by_mesh_axis: dict[str, list[str]] = {}
     for logical_axis in filter(None, logical_axes):
         for mesh_axis in rules[logical_axis]:

@@ -251,7 +251,7 @@ class ShardedOperations(Operations):
         if x is None:
             return P()
         if isinstance(x, LayerState):
-            return x.map_axes(self._rules.spec)
+            return x.map(lambda _, array: self._rules.spec(array.axes))
         return type(x)._make(map(self._rules.spec, x.AXES))
 
     def _map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

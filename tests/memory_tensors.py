@@ -17,6 +17,3 @@ class Arrays:
 
     def read(self, name, index=None):
         return self.arrays[name] if index is None else self.arrays[name][index]
-
-    def close(self):
-        pass

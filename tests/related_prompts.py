@@ -1,7 +1,11 @@
 """Random prompts that begin with parts of each other, and what the search finds in them."""
 
+from array import array
+from collections.abc import Sequence
+
 import numpy as np
 
+from noria.compile.grids.prefix_grid import begin_hash
 from noria.compile.grids.prefix_table import PrefixTable
 from noria.runtime.rows.prefix_index import UNIT, PrefixIndex
 
@@ -16,6 +20,13 @@ def related_prompts(seed: int) -> list[list[int]]:
             start = start[: rng.choice([len(start), len(start) // UNIT * UNIT, rng.integers(200)])]
         prompts.append((start + rng.integers(0, 9, rng.integers(1, 70)).tolist())[:200])
     return prompts
+
+
+def hash_tokens(token_ids: Sequence[int], adapter: str | None = None) -> str:
+    """Return the hash by which a plan names a prefix, in 16 hexadecimal digits."""
+    state = begin_hash(adapter)
+    state.update(array("I", token_ids).tobytes())
+    return state.hexdigest()
 
 
 def num_equal(a: list[int], b: list[int]) -> int:

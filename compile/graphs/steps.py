@@ -133,7 +133,9 @@ def decode_step(
 
     def one_token(carry: tuple[jax.Array, DecodeState, DecodeOutput]):
         step, state, output = carry
-        state = _constrain_slots(state, decoder.operations)
+        # the per-slot arrays stay on their signature's shardings, however attention is sharded
+        slots = state._replace(cache=()).map(decoder.operations.constrain)
+        state = slots._replace(cache=state.cache)
         runs_B = state.is_active_B & is_live_B
         token_B, is_finite_B = _next_token(state, runs_B, structures, decoder.operations)
         # attention may split slots otherwise, and tokens would follow them to other devices
@@ -203,17 +205,6 @@ def _after_token(
         length_B=length_B,
         is_active_B=state.is_active_B & ~(runs_B & ends_B),
         sampling=sampling,
-    )
-
-
-def _constrain_slots(state: DecodeState, operations: Operations) -> DecodeState:
-    """Keep the per-slot arrays on their signature's shardings, however attention is sharded."""
-
-    def constrain(x: jax.Array) -> jax.Array:
-        return operations.constrain(x, axes.LOGITS[:1])
-
-    return jax.tree.map(constrain, state._replace(cache=(), logits_BV=()))._replace(
-        cache=state.cache, logits_BV=operations.constrain(state.logits_BV, axes.LOGITS)
     )
 
 

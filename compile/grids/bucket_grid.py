@@ -22,7 +22,7 @@ from typing import Any
 
 from ...modelzoo.config_values import check_count, is_count
 from ...sharding.call import Call
-from ..plan_tables import PlanTable, check_keys, keys_of
+from ..plan_tables import PlanTable, check_flag, check_keys, keys_of
 from .adapter_grid import AdapterGrid
 from .grid_values import (
     DEFAULT_PAGE,
@@ -124,9 +124,8 @@ class BucketGrid(PlanTable, name="buckets"):
             check_count(name, size)
             if size > (max_size := min(MAX_SIZE, MAX_POSITIONS // length)):
                 raise ValueError(f"{name}: expected at most {max_size}, got {size}.")
-        for name in ("score", "embed"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"buckets.{name}: expected true or false, got {value!r}.")
+        check_flag("buckets.score", self.score)
+        check_flag("buckets.embed", self.embed)
         if self.embed and not only_scores:
             raise ValueError(
                 f"buckets.embed: expected false with decode slots, got true. Set "

@@ -73,16 +73,17 @@ def derive_grid(
         )
         buckets = cheapest(lengths, max_length, defaults)
         prefill = with_small_calls(buckets, slots, use.num_sequences, defaults)
-    grid = _grid(max_length, prefill, slots if has_slots else 0, score, defaults)
+    grid = grid_of(max_length, prefill, slots if has_slots else 0, score, defaults)
     return with_needed_pages(grid, use) if has_slots else grid
 
 
-def _grid(
+def grid_of(
     max_length: int,
     prefill: Sequence[PrefillBucket],
     slots: int,
     score: bool,
     defaults: GridDefaults,
+    chunks_per_decode: int | None = None,
 ) -> BucketGrid:
     """The grid of these graphs, with pages for rows of `max_length` in all slots, if it has any."""
     groups = defaults.slot_groups
@@ -92,6 +93,7 @@ def _grid(
         decode_slots=round_up(slots, defaults.slot_multiple),
         steps_per_call=defaults.steps_per_call,
         score=score,
+        chunks_per_decode=chunks_per_decode,
         slot_groups=groups if slots and groups > 1 else None,
         page=defaults.page if slots else None,
     )
@@ -132,11 +134,6 @@ def _longest_that_fits(fits: Callable[[int], bool], max_position: int, page: int
     return page * bisect_left(pages, True, key=lambda count: not fits(count * page))
 
 
-def with_chunks(defaults: GridDefaults, chunk: Any) -> GridDefaults:
-    """Defaults for prompts in chunks; `chunk` is a user's value: one number or several."""
-    return replace(defaults, chunks=chunk_sizes(chunk))
-
-
 def with_overrides(defaults: GridDefaults, asked: Any) -> GridDefaults:
     """The defaults, changed by a user's values of `chunk`, `max_length`, `page` and slots.
 
@@ -148,7 +145,7 @@ def with_overrides(defaults: GridDefaults, asked: Any) -> GridDefaults:
             f"buckets: expected a table, got {asked!r}. Set one key, as in buckets.max_length=1024."
         )
     if "chunk" in asked:
-        defaults = with_chunks(defaults, asked["chunk"])
+        defaults = replace(defaults, chunks=chunk_sizes(asked["chunk"]))
     if "page" in asked:
         check_page_size(1, asked["page"])
         defaults = replace(defaults, page=asked["page"])
@@ -186,7 +183,7 @@ def ladder_grid(
     defaults = defaults or GridDefaults()
     if defaults.chunks:
         prefill = _packed_calls(max_length, max_length, slots, defaults)
-        return _grid(max_length, prefill, slots, score, defaults)
+        return grid_of(max_length, prefill, slots, score, defaults)
     length = defaults.longest_prefill(max_length)
     lengths = [length]
     while length > 2 * defaults.length_step and len(lengths) < defaults.max_prefill_graphs:
@@ -196,4 +193,4 @@ def ladder_grid(
     for length in sorted(set(lengths)):
         batch = max(1, min(defaults.tokens_per_prefill // length, slots))
         prefill.append(PrefillBucket(length, round_up(batch, defaults.batch_multiple)))
-    return _grid(max_length, prefill, slots, score, defaults)
+    return grid_of(max_length, prefill, slots, score, defaults)

@@ -29,21 +29,14 @@ class PlannedPrefix(NamedTuple):
     length: int
     """The number of tokens. Unit: tokens."""
     hash: str
-    """The hash of the tokens, as `hash_tokens` computes it."""
-
-
-def hash_tokens(token_ids: Sequence[int], adapter: str | None = None) -> str:
-    """The BLAKE2b hash of token ids as 32-bit integers, in 16 hexadecimal digits.
-
-    Rows with different adapters have different hashes, because their keys and values differ.
-    """
-    state = begin_hash(adapter)
-    state.update(array(_UINT32, token_ids).tobytes())
-    return state.hexdigest()
+    """The hash of the tokens: that of `begin_hash`, continued with them as 32-bit integers."""
 
 
 def begin_hash(adapter: str | None) -> "blake2b":
-    """The hash of no tokens, for rows with an adapter of this name or with none."""
+    """The BLAKE2b hash of no tokens, for rows with an adapter of this name or with none.
+
+    Keys and values of rows with other adapters differ, and so do the hashes of their tokens.
+    """
     named = b"" if adapter is None else b"adapter %s\0" % adapter.encode()
     return blake2b(named, digest_size=HASH_BYTES)
 

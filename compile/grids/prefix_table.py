@@ -24,7 +24,7 @@ class PrefixTable:
     for the first row. It may be too small, by less than the unit in which the search compares
     prompts."""
     hashes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """The hash of these tokens for each row, as `prefix_grid.hash_tokens` computes it, as uint64; 0
+    """The hash of these tokens for each row, as plans have it (`prefix_grid`), as uint64; 0
     where nothing is shared. A table without hashes shows no prefixes that a plan can list."""
     whole: "PrefixTable | None" = None
     """The table from which these rows were taken, which shows where their prefixes end; None for a

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from ...modelzoo.config_values import check_choice
 from ...sharding.call import KINDS
-from ..plan_tables import check_keys, check_number
+from ..plan_tables import check_keys, check_number, check_text
 
 PEAKS = "published peaks"
 EVIDENCE = ("measured", "compiler's cycles", PEAKS)
@@ -79,11 +80,7 @@ class Efficiency:
     """Bytes that a logit moves at the peak rate of memory while tokens are chosen. Unit: bytes."""
 
     def __post_init__(self):
-        if self.evidence not in EVIDENCE:
-            raise ValueError(
-                f"evidence of an efficiency: expected one of {', '.join(EVIDENCE)}, got "
-                f"{self.evidence!r}."
-            )
+        check_choice("evidence of an efficiency", self.evidence, EVIDENCE)
         about = self.device, self.jax, self.date
         if self.evidence == "measured" and not all(about):
             raise ValueError(
@@ -146,8 +143,7 @@ class Efficiency:
         check_keys(where, table, {"evidence"}, set(cls.__dataclass_fields__) - {"evidence"})
         values = dict(table)
         for name in ("evidence", "source", "device", "jax", "date"):
-            if not isinstance(values.get(name, ""), str):
-                raise ValueError(f"{where}.{name}: expected a string, got {values[name]!r}.")
+            check_text(f"{where}.{name}", values.get(name, ""))
         for name in ("call_seconds", "step_seconds", "layer_seconds", "logit_bytes"):
             check_number(f"{where}.{name}", values.get(name, 0.0))
         check_number(f"{where}.activations", values.get("activations", 1.0), above=0)

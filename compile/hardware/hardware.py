@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..plan_tables import check_keys, check_number
+from ..plan_tables import check_keys, check_number, check_text
 from ..target_names import TargetName
 from .efficiency import AT_PEAKS, Efficiency
 
@@ -70,11 +70,7 @@ class Hardware:
                 f"hardware {self.name}.weight_passes: expected an integer of at least 1, got "
                 f"{self.weight_passes!r}."
             )
-        if not isinstance(self.source, str):
-            raise ValueError(
-                f"hardware {self.name}.source: expected a string with the source of the figures, "
-                f"got {self.source!r}."
-            )
+        check_text(f"hardware {self.name}.source", self.source)
         if not self.flops:
             raise ValueError(
                 f"hardware {self.name}.flops: expected a rate for at least one dtype, got none."

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..graphs.graph_kinds import DECODE, GRAPH_KINDS, kinds_of
 from ..grids.bucket_grid import BucketGrid
+from ..grids.default_grid import grid_of
 from ..grids.grid_defaults import GridDefaults, round_up
 from ..grids.page_count import with_needed_pages
 from ..grids.prefill_bucket import PrefillBucket
@@ -55,10 +56,6 @@ class Budget:
     """Maximum ratio of computed to real prompt tokens, dummy rows included."""
     graph_seconds: GraphSeconds = NO_TIME
     """Predicted time to compile a graph; each graph must save at least this time."""
-
-    def build_seconds(self, grid: BucketGrid) -> float:
-        """Predicted seconds to compile all graphs of a grid, without the small graphs of slots."""
-        return self.graph_seconds.of_grid(grid)
 
     def with_affordable_graphs(self, *, score: bool) -> "Budget":
         """The same budget with a number of prefill graphs that compile in time."""
@@ -177,13 +174,10 @@ class CandidateGrids:
 
     def _within_budget(self, grids: Iterable[BucketGrid]) -> Iterator[Candidate]:
         for grid in dict.fromkeys(grids):
-            is_quick = self._budget.build_seconds(grid) <= self._budget.compile_seconds
-            if is_quick and self._fits_memory(grid):
+            is_quick = self._budget.graph_seconds.of_grid(grid) <= self._budget.compile_seconds
+            num_bytes = self._cost.work.parameter_bytes + self._cost.work.grid_bytes(grid)
+            if is_quick and num_bytes <= self._budget.memory_bytes:
                 yield self._bounds.candidate(grid)
-
-    def _fits_memory(self, grid: BucketGrid) -> bool:
-        work = self._cost.work
-        return work.parameter_bytes + work.grid_bytes(grid) <= self._budget.memory_bytes
 
     def prefill_buckets(self, tokens: int, slots: int) -> tuple[PrefillBucket, ...]:
         """The cheapest prefill lengths for calls of `tokens` tokens that suit the slots."""
@@ -229,17 +223,8 @@ class CandidateGrids:
 
     def _grid(self, slots: int, prefill: Sequence[PrefillBucket]) -> BucketGrid | None:
         """The grid of these graphs; None if its pages have no room for a row of its length."""
-        defaults, groups = self._defaults, self._defaults.slot_groups
-        grid = BucketGrid(
-            max_length=self.max_length,
-            prefill=tuple(prefill),
-            decode_slots=slots,
-            steps_per_call=defaults.steps_per_call,
-            score=self._score,
-            chunks_per_decode=calls_to_fill(slots, prefill),
-            slot_groups=groups if slots and groups > 1 else None,
-            page=defaults.page if slots else None,
-        )
+        calls = calls_to_fill(slots, prefill)
+        grid = grid_of(self.max_length, prefill, slots, self._score, self._defaults, calls)
         if not slots:
             return grid
         work = self._cost.work

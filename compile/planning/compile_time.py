@@ -75,7 +75,7 @@ class GraphSeconds:
         return self.decode + grid.pages * grid.page * self.per_entry
 
     def of_grid(self, grid: BucketGrid) -> float:
-        """Seconds to compile all graphs of a grid."""
+        """Seconds to compile all graphs of a grid, without the small graphs of slots."""
         num_prefill = len(grid.prefill) * len(kinds_of(grid, PrefillBucket))
         return num_prefill * self.prefill + (self.of_decode(grid) if grid.decode_slots else 0.0)
 

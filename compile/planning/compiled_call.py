@@ -105,29 +105,21 @@ class ProgramCounts:
         return ProgramCounts(sent=sent, **numbers)
 
 
-@dataclass(frozen=True)
-class CompiledCall:
-    """A graph's call on one device; for decode, one step."""
+@dataclass(frozen=True, kw_only=True)
+class CompiledCall(ProgramCounts):
+    """A graph's call on one device; for decode, one step.
+
+    No operations, bytes or seconds are fewer than those from shapes and rules.
+    """
 
     graph: GraphKey
-    flops: float
-    num_bytes: float
     sent: Sent
-    seconds: float
-    """Seconds by the roofline of all work together, or by the compiler's cycles if that is longer.
-    """
     shapes_seconds: float
     """Seconds by the roofline of the work from shapes and rules."""
-    memory_bytes: int
-    """Memory with arguments; 0 if the compiler does not report it."""
     moved_bytes: float = 0.0
     """Bytes of main memory that the program moves; 0 if unknown."""
     needed_bytes: float = 0.0
     """Bytes of main memory that the call needs, however it is computed."""
-    loop_turns: float = 0.0
-    converted_bytes: float = 0.0
-    copied_bytes: float = 0.0
-    cycles: float = 0.0
 
     @property
     def factor(self) -> float:
@@ -164,20 +156,19 @@ def compiled_call(
     sent = planned if counted.sent is None else counted.sent
     by_shapes = cost.roofline(flops, num_bytes, planned, int8_flops)
     by_program = cost.roofline(more_flops, more_bytes, sent, int8_flops)
+    more = {
+        "flops": more_flops,
+        "num_bytes": more_bytes,
+        "sent": sent,
+        "memory_bytes": round(counted.memory_bytes),
+        "seconds": max(by_shapes, by_program, counted.seconds),
+    }
     return CompiledCall(
+        **vars(counted) | more,
         graph=key,
-        flops=more_flops,
-        num_bytes=more_bytes,
-        sent=sent,
-        seconds=max(by_shapes, by_program, counted.seconds),
         shapes_seconds=by_shapes,
-        memory_bytes=round(counted.memory_bytes),
         moved_bytes=counted.num_bytes,
         needed_bytes=cost.work.needed(call).total,
-        loop_turns=counted.loop_turns,
-        converted_bytes=counted.converted_bytes,
-        copied_bytes=counted.copied_bytes,
-        cycles=counted.cycles,
     )
 
 

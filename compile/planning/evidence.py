@@ -3,15 +3,12 @@
 Knows nothing of plans, and runs nothing.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from ...sharding.call import Call
-from ..hardware.hardware import Hardware
-from ..programs.report import ProgramReport, read_report
-from .work import NeededBytes, Work
+from ..programs.report import ProgramReport
+from .work import NeededBytes
 
 
 @dataclass(frozen=True)
@@ -36,25 +33,3 @@ class Evidence:
             "needed": asdict(self.needed),
             **report,
         }
-
-
-def read_evidence(
-    hlo_text: str,
-    platform: str,
-    call: Call,
-    work: Work,
-    hardware: Hardware | None = None,
-    torus: Sequence[int] = (),
-) -> Evidence:
-    """Read the text of a call's graph.
-
-    Args:
-      hlo_text: The text from `program_text`.
-      platform: `cpu`, `gpu` or `tpu`.
-      call: The call that the graph serves.
-      work: The work of the model under the layout.
-      hardware: Rates of one device. If it has a clock, the evidence has cycles.
-      torus: Dimensions of the interconnect; empty for a switch.
-    """
-    report = read_report(hlo_text, platform, work.layout.mesh.sizes, hardware, torus)
-    return Evidence(report, work.needed(call))

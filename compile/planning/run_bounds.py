@@ -191,7 +191,7 @@ class RunBounds:
         assert grid.page is not None and grid.pages is not None
         emitted_at = np.diff(self.emitted_below[: grid.max_length + 1])
         # the step that emits a token at a position reads the entries up to this one
-        entries = float(emitted_at @ round_up(np.arange(1, len(emitted_at) + 1), grid.page))
+        entries = float(emitted_at @ grid.whole_pages(np.arange(1, len(emitted_at) + 1)))
         if not entries:
             return 0.0
         steps = max(float(emitted_at.sum()) / grid.decode_slots, self._longest_output)
@@ -208,44 +208,44 @@ def rows_by_bucket(
 ) -> list[int]:
     """Number of prompts, or of pieces of prompts, that each bucket takes."""
     if grid.chunks:
-        return _pieces_by_bucket(grid, prompts, counts)
+        ranges = _ranges_by_chunk(grid, prompts)
+        return [int(((end - begin) * counts).sum()) // chunk for chunk, begin, end in ranges]
     lengths = [bucket.length for bucket in grid.prefill]
     num_rows = np.zeros(len(lengths), int)
     np.add.at(num_rows, np.searchsorted(lengths, prompts), counts)
     return num_rows.tolist()
 
 
-def _pieces_by_bucket(grid: BucketGrid, prompts: np.ndarray, counts: np.ndarray | int) -> list[int]:
-    """Number of pieces per bucket; a chunk takes what larger chunks leave, in whole pieces."""
-    pieces: list[int] = []
-    begin = np.zeros_like(prompts)
-    for chunk in reversed(grid.chunks):
-        is_last = chunk == grid.chunks[0]
-        end = round_up(prompts, chunk) if is_last else prompts // chunk * chunk
-        pieces.insert(0, int(((end - begin) * counts).sum()) // chunk)
-        begin = end
-    return pieces
-
-
 def entries_by_bucket(
     grid: BucketGrid, prompts: np.ndarray, counts: np.ndarray | int = 1
 ) -> np.ndarray:
     """The entries in whole pages that pieces of prompts read, by bucket of chunks."""
-    assert grid.page is not None
     entries: list[int] = []
+    for chunk, begin, end in _ranges_by_chunk(grid, prompts):
+        ends = chunk * np.arange(1 + end.max(initial=0) // chunk)
+        read_below = np.cumsum(grid.whole_pages(ends))
+        read = read_below[end // chunk] - read_below[begin // chunk]
+        if chunk == grid.chunks[0]:
+            # the last piece reads up to the end of the prompt alone
+            read -= grid.whole_pages(end) - grid.whole_pages(prompts)
+        entries.append(int((read * counts).sum()))
+    return np.array(entries)
+
+
+def _ranges_by_chunk(
+    grid: BucketGrid, prompts: np.ndarray
+) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """Each chunk with the beginning and the end of its pieces of prompts.
+
+    A chunk takes what larger chunks leave, in whole pieces.
+    """
+    ranges: list[tuple[int, np.ndarray, np.ndarray]] = []
     begin = np.zeros_like(prompts)
     for chunk in reversed(grid.chunks):
-        is_last = chunk == grid.chunks[0]
-        end = round_up(prompts, chunk) if is_last else prompts // chunk * chunk
-        ends = chunk * np.arange(1 + end.max(initial=0) // chunk)
-        read_below = np.cumsum(round_up(ends, grid.page))
-        read = read_below[end // chunk] - read_below[begin // chunk]
-        if is_last:
-            # the last piece reads up to the end of the prompt alone
-            read -= round_up(end, grid.page) - round_up(prompts, grid.page)
-        entries.insert(0, int((read * counts).sum()))
+        end = round_up(prompts, chunk) if chunk == grid.chunks[0] else prompts // chunk * chunk
+        ranges.insert(0, (chunk, begin, end))
         begin = end
-    return np.array(entries)
+    return ranges
 
 
 def calls_to_fill(slots: int, prefill: Sequence[PrefillBucket]) -> int | None:

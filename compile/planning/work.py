@@ -140,8 +140,9 @@ class Work:
 
     def parts(self, call: Call) -> tuple[Part, ...]:
         """The parts of one call."""
+        weights = self._weights_work(call, of_experts=False)
         parts = [
-            self._products(call),
+            weights.part("products", call.num_tokens, self._row_shards(call)),
             self._experts(call),
             self._attention(call),
             self._logits(call) if call.num_logits else None,
@@ -164,9 +165,7 @@ class Work:
     @property
     def entry_bytes(self) -> float:
         """Average bytes of a cache entry in one layer, on each device."""
-        kinds = self.config.attention_kinds.items()
-        num_bytes = sum(count * self._page_entry_bytes(kind) for kind, count in kinds)
-        return num_bytes / self.config.num_layers
+        return self._of_all_layers(self._page_entry_bytes) / self.config.num_layers
 
     def grid_bytes(self, grid: BucketGrid) -> int:
         """Bytes of the cache of a grid on each device."""
@@ -178,10 +177,7 @@ class Work:
     def page_bytes(self, entries: int) -> int:
         """Bytes of so many entries of pages on each device: every layer has them, also those with
         windows."""
-        kinds = self.config.attention_kinds.items()
-        return math.ceil(
-            entries * sum(count * self._page_entry_bytes(kind) for kind, count in kinds)
-        )
+        return math.ceil(entries * self._of_all_layers(self._page_entry_bytes))
 
     def bytes_of_pages(
         self, page: int, of_window: Callable[[int], int | None]
@@ -206,21 +202,19 @@ class Work:
         """The number of pages, not rounded, that take at most so many bytes on each device."""
         return max(0.0, max_bytes / self.page_bytes(page))
 
+    def _of_all_layers(self, of_layer: Callable[[Attention], float]) -> float:
+        """The sum over all layers with attention."""
+        return sum(count * of_layer(kind) for kind, count in self.config.attention_kinds.items())
+
     def _page_entry_bytes(self, attention: Attention) -> float:
         """Bytes of an entry of a page in one layer, on each device."""
         arrangement = self.model.arrangement
         return entry_bytes_per_device(attention, self.layout, self.cache_dtype, arrangement)
 
-    def _products(self, call: Call) -> Part:
-        """Products with the weights that all tokens pass through."""
-        work = self._weights_work(call, of_experts=False)
-        return work.part("products", call.num_tokens, self._row_shards(call))
-
     def _row_shards(self, call: Call) -> int:
         """Number of shards into which the rows of products are split."""
         split = (axes.BATCH,) if call.phase == "decode" else (axes.BATCH, axes.LENGTH)
-        rules = self.layout.phase(call.phase)
-        return self.layout.mesh.num_shards(self._mesh_axes(split, rules))
+        return self._num_shards(split, self.layout.phase(call.phase))
 
     def _experts(self, call: Call) -> Part | None:
         """Products with the experts that the tokens choose, in lossless tiles."""
@@ -285,8 +279,7 @@ class Work:
         by_cache = call.entries is not None
         rules = layout.phase("decode" if by_cache else call.phase)
         length = axes.CACHE_LENGTH if by_cache else axes.LENGTH
-        split = (axes.ATTENTION_BATCH, axes.KV_HEADS, length)
-        shards = layout.mesh.num_shards(self._mesh_axes(split, rules))
+        shards = self._num_shards((axes.ATTENTION_BATCH, axes.KV_HEADS, length), rules)
         scores = flops = 0.0
         for kind, count in config.attention_kinds.items():
             layer = next(i for i, x in enumerate(config.layers) if x.attention == kind)
@@ -306,29 +299,21 @@ class Work:
             return self.page_bytes(call.num_tokens) + entry_bytes
         block, _ = block_sizes(call.tokens, call.span)
         blocks = math.ceil(call.tokens / block)
-        kinds = self.config.attention_kinds.items()
-        seen = sum(count * num_pairs(call, kind.window) for kind, count in kinds)
+        seen = self._of_all_layers(lambda kind: num_pairs(call, kind.window))
         everything = call.num_tokens * call.span * len(self.config.attentions)
         return entry_bytes * (blocks * seen / everything + call.tokens / call.span)
 
     def _entry_bytes(self, call: Call) -> float:
         """Bytes of the keys and values that rows read, or of all tokens of whole prompts."""
         if call.entries is not None:
-            return sum(
-                count * read_entries(call, kind.window) * self._page_entry_bytes(kind)
-                for kind, count in self.config.attention_kinds.items()
+            return self._of_all_layers(
+                lambda kind: read_entries(call, kind.window) * self._page_entry_bytes(kind)
             )
         # as on a device with a part of the heads, divided as the prompt's attention is
-        rules, shards = self.layout.phase(call.phase), self.layout.mesh.num_shards
-        split = (axes.ATTENTION_BATCH, axes.LENGTH)
-        pieces = shards(self._mesh_axes(split, rules))
-        of_token = sum(
-            count
-            * entry_bytes_per_device(
-                kind, self._heads_only, self.cache_dtype, self.model.arrangement
-            )
-            for kind, count in self.config.attention_kinds.items()
-        )
+        rules = self.layout.phase(call.phase)
+        pieces = self._num_shards((axes.ATTENTION_BATCH, axes.LENGTH), rules)
+        options = self._heads_only, self.cache_dtype, self.model.arrangement
+        of_token = self._of_all_layers(lambda kind: entry_bytes_per_device(kind, *options))
         return call.num_tokens * of_token / pieces
 
     def _logits(self, call: Call) -> Part:
@@ -354,8 +339,7 @@ class Work:
 
     def _activations(self, call: Call) -> Part:
         config = self.config
-        rules = self.layout.phase(call.phase)
-        shards = self.layout.mesh.num_shards(self._mesh_axes(axes.RESIDUAL, rules))
+        shards = self._num_shards(axes.RESIDUAL, self.layout.phase(call.phase))
         stream = call.num_tokens * config.embed * self._itemsize / shards
         num_bytes = ACTIVATION_PASSES * config.num_layers * stream
         return Part("activations", bytes=num_bytes)
@@ -391,9 +375,10 @@ class Work:
             for collective in collectives
         )
 
-    @staticmethod
-    def _mesh_axes(logical_axes: Iterable[str], rules: AxisRules) -> frozenset[str]:
-        return frozenset(mesh for axis in logical_axes if axis for mesh in rules[axis])
+    def _num_shards(self, logical_axes: Iterable[str], rules: AxisRules) -> int:
+        """Number of shards into which an array with these axes is split."""
+        mesh_axes = {mesh for axis in logical_axes if axis for mesh in rules[axis]}
+        return self.layout.mesh.num_shards(mesh_axes)
 
 
 def sum_by_key(pairs: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:

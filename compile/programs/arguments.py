@@ -79,15 +79,12 @@ class Arguments:
         if instruction.opcode == "while":
             return self._of(_Value(computation.name, instruction.operands[0], value.index))
         if instruction.opcode in ("fusion", "async-start"):
-            return self._of_fused(computation, instruction, value.index)
-        if instruction.opcode in _SAME or instruction.opcode.endswith(
-            ("-start", "-update", "-done")
-        ):
-            return (
-                self._of(_Value(computation.name, instruction.operands[0]))
-                if instruction.operands
-                else None
-            )
+            moved = self._program.moved_operand(instruction, value.index, _SAME)
+            return None if moved is None else self._of(_Value(computation.name, moved))
+        is_same = instruction.opcode in _SAME
+        is_same |= instruction.opcode.endswith(("-start", "-update", "-done"))
+        if is_same and instruction.operands:
+            return self._of(_Value(computation.name, instruction.operands[0]))
         return None
 
     def _of_parameter(
@@ -102,22 +99,6 @@ class Arguments:
             return self._of(_Value(outer.name, caller.operands[0], index))
         operand = branch + 1 if caller.opcode == "conditional" else int(instruction.arguments)
         return self._of(_Value(outer.name, caller.operands[operand], index))
-
-    def _of_fused(
-        self, computation: Computation, instruction: Instruction, index: int | None
-    ) -> int | None:
-        name = dict(instruction.called()).get("calls")
-        if name is None:
-            return None
-        inside = self._program.computations[name]
-        result = inside.root
-        if result.opcode == "tuple" and index is not None:
-            result = inside.instructions[result.operands[index]]
-        while result.opcode in _SAME:
-            result = inside.instructions[result.operands[0]]
-        if result.opcode != "parameter":
-            return None
-        return self._of(_Value(computation.name, instruction.operands[int(result.arguments)]))
 
 
 def _callers(program: Program) -> dict[str, tuple[Instruction, Computation, str, int]]:

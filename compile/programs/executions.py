@@ -9,7 +9,7 @@ Knows nothing of models, or of the cost of instructions.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .hbm_bytes import CALLERS, Traffic
 from .hlo_text import Computation, Instruction, Program, trip_count
@@ -30,13 +30,6 @@ class Execution:
     """Whether it runs beside the loop over steps, once for all steps."""
 
 
-@dataclass(frozen=True)
-class _CallSite:
-    computation: str
-    times: int = 1
-    is_once: bool = False
-
-
 class Executions:
     """A walk through a program in the order of execution."""
 
@@ -48,7 +41,7 @@ class Executions:
 
     def __iter__(self) -> Iterator[Execution]:
         """Visit every instruction that runs, in the order of the text, callers first."""
-        return self._visit(_CallSite(self._program.entry, is_once=self.steps is not None))
+        return self._visit(self._program.entry, 1, is_once=self.steps is not None)
 
     def turns(self, loop: Execution) -> int | None:
         """Iterations of a loop in each of its runs; None if the text does not prove a number."""
@@ -62,18 +55,18 @@ class Executions:
             and trip_count(self._program, entry, instruction) is None
         )
 
-    def _visit(self, site: _CallSite) -> Iterator[Execution]:
-        computation = self._program.computations[site.computation]
+    def _visit(self, name: str, times: int, *, is_once: bool) -> Iterator[Execution]:
+        """Visit the instructions of a computation that runs so often, and those that they run."""
+        computation = self._program.computations[name]
         for instruction in computation.instructions.values():
-            execution = Execution(computation, instruction, site.times, site.is_once)
+            execution = Execution(computation, instruction, times, is_once)
             yield execution
             if instruction.opcode == "while":
                 turns = self.turns(execution)
-                times = site.times * (1 if turns is None else turns)
+                in_body = times * (1 if turns is None else turns)
                 body = dict(instruction.called())["body"]
-                is_once = site.is_once and instruction is not self.steps
-                yield from self._visit(_CallSite(body, times, is_once))
+                beside = is_once and instruction is not self.steps
+                yield from self._visit(body, in_body, is_once=beside)
             elif instruction.opcode in CALLERS:
-                yield from self._visit(
-                    replace(site, computation=self._traffic.cheapest(instruction))
-                )
+                cheapest = self._traffic.cheapest(instruction)
+                yield from self._visit(cheapest, times, is_once=is_once)

@@ -18,7 +18,7 @@ the chip for the next call count in addition to those for itself.
 import re
 from dataclasses import replace
 
-from .hlo_text import Computation, Instruction, Program, array_bytes, read_program, trip_count
+from .hlo_text import Computation, Instruction, Program, array_bytes, trip_count
 
 _VIEWS = ("bitcast", "get-tuple-element")
 _FREE = (*_VIEWS, "parameter", "constant", "tuple", "partition-id", "replica-id", "after-all")
@@ -29,12 +29,6 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 that part."""
 CALLERS = ("while", "conditional", "call")
 """Operations whose bytes are those of the computations that they run."""
-
-
-def hbm_bytes(hlo_text: str) -> int:
-    """Bytes read and written in a call, on one device; `hlo_text` is from `program_text`."""
-    program = read_program(hlo_text)
-    return Traffic(program).of_run(program.entry)
 
 
 class Traffic:
@@ -146,9 +140,7 @@ def _declared(computation: Computation, kernel: Instruction) -> list[tuple[str, 
 
 def _read(program: Program, user: Instruction, position: int, whole: int) -> int:
     """Bytes that an instruction reads of an operand that has `whole` bytes in HBM."""
-    fused = dict(user.called()).get("calls")
-    if whole and fused:
-        inside = program.computations[fused]
+    if whole and (inside := program.fused(user)) is not None:
         parameter = next(
             instruction
             for instruction in inside.instructions.values()
@@ -181,8 +173,7 @@ def _written(program: Program, computation: Computation, instruction: Instructio
     """Bytes that an instruction writes of its results."""
     if not (whole := _in_hbm(instruction)):
         return 0
-    if fused := dict(instruction.called()).get("calls"):
-        inside = program.computations[fused]
+    if (inside := program.fused(instruction)) is not None:
         return _written(program, inside, inside.root)
     if instruction.opcode == "tuple":
         results = [computation.instructions[name] for name in instruction.operands]

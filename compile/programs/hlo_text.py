@@ -9,7 +9,7 @@ a number that the text proves, or None.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,6 +115,27 @@ class Program:
     source_lines: Mapping[int, str]
     """Source lines by the number of the frame that instructions name."""
 
+    def fused(self, instruction: Instruction) -> Computation | None:
+        """The computation inside a fusion; None for another instruction."""
+        name = dict(instruction.called()).get("calls")
+        return None if name is None else self.computations[name]
+
+    def moved_operand(
+        self, fusion: Instruction, index: int | None, moving: Collection[str]
+    ) -> str | None:
+        """The operand of which a fusion's result, or an element of it, is another form, or None.
+
+        `moving` are the operations whose result is another form of their first operand.
+        """
+        if (inside := self.fused(fusion)) is None:
+            return None
+        result = inside.root
+        if result.opcode == "tuple" and index is not None:
+            result = inside.instructions[result.operands[index]]
+        while result.opcode in moving:
+            result = inside.instructions[result.operands[0]]
+        return fusion.operands[int(result.arguments)] if result.opcode == "parameter" else None
+
     def line(self, instruction: Instruction) -> str:
         """The source line of an instruction; empty if it is unknown.
 
@@ -122,10 +143,9 @@ class Program:
         """
         if frame := instruction.attribute("stack_frame_id", r"\d+"):
             return self.source_lines.get(int(frame), "")
-        fused = dict(instruction.called()).get("calls")
-        if fused is None:
+        if (fused := self.fused(instruction)) is None:
             return ""
-        inside = reversed(self.computations[fused].instructions.values())
+        inside = reversed(fused.instructions.values())
         return next((line for instruction in inside if (line := self.line(instruction))), "")
 
 

@@ -16,9 +16,8 @@ def product_flops(program: Program, computation: Computation, instruction: Instr
         return _dot_flops(computation, instruction)
     if instruction.opcode == "convolution":
         return _convolution_flops(computation, instruction)
-    if instruction.opcode != "fusion":
+    if instruction.opcode != "fusion" or (inside := program.fused(instruction)) is None:
         return 0
-    inside = program.computations[dict(instruction.called())["calls"]]
     return sum(product_flops(program, inside, each) for each in inside.instructions.values())
 
 

@@ -64,10 +64,4 @@ def _moved_operand(
         return instruction.operands[0]
     if instruction.opcode != "fusion":
         return None
-    inside = program.computations[dict(instruction.called())["calls"]]
-    result = inside.root
-    if result.opcode == "tuple":
-        result = inside.instructions[result.operands[position]]
-    while result.opcode in MOVING:
-        result = inside.instructions[result.operands[0]]
-    return instruction.operands[int(result.arguments)] if result.opcode == "parameter" else None
+    return program.moved_operand(instruction, position, MOVING)

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from .. import axes
-from ..weights.weight_products import Axes
 from .state_spec import KeysAndValues, StateSpec
 
 
@@ -84,10 +83,6 @@ class LayerState:
                 for name, array in self.spec.arrays.items()
             },
         )
-
-    def map_axes(self, visit: Callable[[Axes], Any]) -> "LayerState":
-        """A tree with `visit(logical_axes)` in the place of each array."""
-        return self.map(lambda _, array: visit(array.axes))
 
     @property
     def page(self) -> int:

@@ -35,16 +35,12 @@ class ExpertNames:
     """The tensor of the gate of the shared expert."""
     shared_router_axes: str = "s d -> (s d)"
 
-    def tensor_name(self, template: str, layer: int, expert: str = "{e}") -> str:
-        """The name of a tensor in one layer; still a template if each expert has its own tensor."""
-        return template.replace("{i}", str(layer)).replace("{e}", expert)
-
     def tensors(self, num_experts: int, layers: Sequence[int]) -> frozenset[str]:
         """The tensors of the routers and experts of some layers."""
-        experts = [str(e) for e in range(num_experts)]
         templates = (self.router, self.gate, self.up, self.down)
         return frozenset(
-            self.tensor_name(*key) for key in itertools.product(templates, layers, experts)
+            template.replace("{i}", str(i)).replace("{e}", str(e))
+            for template, i, e in itertools.product(templates, layers, range(num_experts))
         )
 
 
@@ -63,47 +59,39 @@ def find_expert_names(
     return max(forms, key=share)
 
 
-def sparse_sources(moe: MoeConfig, names: ExpertNames, i: int) -> list[ParameterSource]:
+def sparse_sources(moe: MoeConfig, names: ExpertNames) -> list[ParameterSource]:
     """The sources of the router and experts of a sparse layer, without the shared expert."""
     routing = moe.routing
-    sources = [_source(names, i, "router", names.router, "e d -> d e")]
+    sources = [_source("router", names.router, "e d -> d e")]
     if routing.has_bias:
-        sources.append(_source(names, i, "router_bias", names.router_bias, "e -> e"))
+        sources.append(_source("router_bias", names.router_bias, "e -> e"))
     if routing.has_choice_bias:
-        sources.append(_source(names, i, "choice_bias", names.choice_bias, "e -> e"))
+        sources.append(_source("choice_bias", names.choice_bias, "e -> e"))
     E = routing.num_experts
-    gate_up = (names.gate, names.up)
+    fused = f"{names.gate_up_axes} -> e p d f"
     sources += [
-        _gate_up(names, i, "gate_up", gate_up, f"{names.gate_up_axes} -> e p d f", E),
-        _source(names, i, "down", names.down, f"{names.down_axes} -> e f d", E),
+        _gate_up("gate_up", (names.gate, names.up), fused, E),
+        _source("down", names.down, f"{names.down_axes} -> e f d", E),
     ]
     if moe.has_bias:
-        fused = names.gate_up_axes.replace(" d", "")
         biases = (names.gate_bias, names.up_bias)
         sources += [
-            _gate_up(names, i, "gate_up_bias", biases, f"{fused} -> e p f", E),
-            _source(names, i, "down_bias", names.down_bias, "e d -> e d", E),
+            _gate_up("gate_up_bias", biases, fused.replace(" d", ""), E),
+            _source("down_bias", names.down_bias, "e d -> e d", E),
         ]
     if moe.has_shared_gate:
-        gate = names.tensor_name(names.shared_router, i)
-        part = TensorPart(gate, names.shared_router_axes, (("s", 1),))
-        sources.append(ParameterSource(f"layers.{i}.mlp.shared_gate", (part,)))
+        part = TensorPart(names.shared_router, names.shared_router_axes, (("s", 1),))
+        sources.append(ParameterSource("mlp.shared_gate", (part,)))
     return sources
 
 
-def _source(
-    names: ExpertNames, i: int, parameter: str, tensor: str, axes: str, num_experts: int = 0
-) -> ParameterSource:
-    part = _part(names.tensor_name(tensor, i), axes, num_experts)
-    return ParameterSource(f"layers.{i}.mlp.{parameter}", (part,))
+def _source(parameter: str, tensor: str, axes: str, num_experts: int = 0) -> ParameterSource:
+    return ParameterSource(f"mlp.{parameter}", (_part(tensor, axes, num_experts),))
 
 
-def _gate_up(
-    names: ExpertNames, i: int, parameter: str, tensors: tuple[str, str], fused: str, E: int
-) -> ParameterSource:
+def _gate_up(parameter: str, tensors: tuple[str, str], fused: str, E: int) -> ParameterSource:
     """The source of gate and up, from one tensor or from two."""
-    path = f"layers.{i}.mlp.{parameter}"
-    gate, up = (names.tensor_name(tensor, i) for tensor in tensors)
+    path, (gate, up) = f"mlp.{parameter}", tensors
     if gate == up:
         return ParameterSource(path, (_part(gate, fused, E, sizes=(("p", 2),)),))
     axes = "e f -> e 1 f" if parameter.endswith("bias") else "e f d -> e 1 d f"

@@ -17,9 +17,7 @@ from ..config import (
     NormKind,
     TokenInputs,
 )
-from ..latent_config import LatentAttention
-from ..layer_config import PLAIN_SCORES, Activation, NormPlacement, QKNorm, Scores, Window
-from ..moe_config import MoeConfig
+from ..layer_config import AlikeOptions, Window
 from ..rope_config import NoRope, RopeConfig
 from .classifiers import LAST_STATE, Classifier
 from .config_reader import ConfigReader
@@ -28,42 +26,26 @@ from .mapping import ParameterSource, TensorPrefix
 from .sources import TensorNames, parameter_sources
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(AlikeOptions):
     """The options of `DecoderConfig.alike` that differ between families."""
 
     windows: tuple[Window, ...] | None = None
     """The window of each layer; None means that no layer has a window."""
     rope: RopeConfig | NoRope | None = None
     """The rotation; None means that it is read as in most families."""
-    local_rope: RopeConfig | None = None
-    latent: LatentAttention | None = None
     max_position: int | None = None
     """The maximum length of a sequence; None means the published one."""
     mlp: int | None = None
     """The hidden size of dense layers; None means the published one."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: QKNorm | None = None
-    sinks: bool = False
     norm: NormKind = "rms"
-    norm_placement: NormPlacement = "before"
-    is_parallel: bool = False
-    scores: Scores = PLAIN_SCORES
     multipliers: Multipliers = NO_MULTIPLIERS
     logit_cap: float | None = None
     norm_offset: float = 0.0
     norm_bias: bool = False
     norm_epsilon: float | None = None
     """Epsilon of norms; None means that it is read as in most families."""
-    is_gated: bool = True
     inputs: TokenInputs | None = None
-    has_first_norm: bool = True
-    activation: Activation = "silu"
-    moe: MoeConfig | None = None
-    sparse: tuple[bool, ...] | None = None
-    """Whether each layer is sparse, if there are experts; None means that all are."""
 
     def with_biases(self, config: ConfigReader) -> "Options":
         """The same options, with biases if `attention_bias` of config.json is set."""

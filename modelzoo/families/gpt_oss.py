@@ -48,7 +48,9 @@ def _options(
 ) -> Options:
     routing = replace(moe.routing, has_bias=True)
     moe = replace(moe, routing=routing, has_bias=True, clamped=unit)
-    return Options(windows, rope, qkv_bias=has_bias, output_bias=has_bias, sinks=True, moe=moe)
+    return Options(
+        windows=windows, rope=rope, qkv_bias=has_bias, output_bias=has_bias, sinks=True, moe=moe
+    )
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:

@@ -4,7 +4,7 @@ Published projections have the parts of each head side by side: queries have a p
 part, and the projection from latents has a key and a value. Knows nothing of files.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from ..latent_config import LatentAttention
 from ..layer_config import Attention
@@ -31,19 +31,14 @@ class LatentNames:
     value_up: str
     output: str
 
-    def layer_tensors(self, i: int) -> "LatentNames":
-        """The complete tensor names of a layer."""
-        names = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{key: f"{name.format(i=i)}.weight" for key, name in names.items()})
-
 
 def latent_attention(
-    attention: Attention, names: LatentNames, is_interleaved: bool, i: int
+    attention: Attention, names: LatentNames, is_interleaved: bool
 ) -> list[ParameterSource]:
     """The sources of the latent attention of a layer."""
     latent, num_heads = attention.latent, attention.num_query_heads
     assert latent is not None
-    names = names.layer_tensors(i)
+    names = replace(names, **{key: f"{name}.weight" for key, name in vars(names).items()})
     query = names.query if latent.query_rank is None else names.query_up
     n, rotated = ("n", num_heads), ("pair", latent.rope_dim // 2)
     # the order of rotated rows as published, and as our rotation expects them
@@ -74,7 +69,7 @@ def latent_attention(
         parts["query_norm.scale"] = (TensorPart(names.query_norm, "i -> i"),)
     concat_axes = {"query": 2, "latent_down": 1}
     return [
-        ParameterSource(f"layers.{i}.attention.{name}", tensor_parts, concat_axes.get(name, 0))
+        ParameterSource(f"attention.{name}", tensor_parts, concat_axes.get(name, 0))
         for name, tensor_parts in parts.items()
     ]
 

@@ -75,6 +75,13 @@ class ParameterSource:
     padding_rows: int = 0
     """The number of rows of zeros at the end of axis 0."""
 
+    def in_layer(self, i: int) -> "ParameterSource":
+        """The source of layer `i`, from a parameter of a layer and tensor names with `{i}`."""
+        parts = tuple(
+            replace(part, tensor=part.tensor.replace("{i}", str(i))) for part in self.parts
+        )
+        return replace(self, parameter=f"layers.{i}.{self.parameter}", parts=parts)
+
     def with_prefix(self, prefix: TensorPrefix) -> "ParameterSource":
         """The same source with the tensor names of the whole model."""
         parts = tuple(replace(part, tensor=prefix.to_whole(part.tensor)) for part in self.parts)

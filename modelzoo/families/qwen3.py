@@ -8,7 +8,7 @@ from .hugging_face import windows_by_option
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     config.expect("use_qk_norm", True)
     windows = windows_by_option(config, num_layers)
-    return Options(windows, qk_norm="head").with_biases(config)
+    return Options(windows=windows, qk_norm="head").with_biases(config)
 
 
 FAMILY = Family(

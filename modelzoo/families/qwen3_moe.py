@@ -16,7 +16,7 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     moe = read_experts(config, num_experts=128, num_chosen=8, width_key=key, has_option=True)
     layers = sparse_layers(config, num_layers)
     windows = windows_if_used(config, num_layers, lambda i, first: True)
-    return Options(windows, qk_norm="head", moe=moe, sparse=layers).with_biases(config)
+    return Options(windows=windows, qk_norm="head", moe=moe, sparse=layers).with_biases(config)
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:

@@ -5,7 +5,7 @@ configuration and the arrangement of weights. Knows nothing of files. Guarantees
 for every parameter of the decoder.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -77,9 +77,9 @@ def parameter_sources(
         table("embedding.table", names.embedding),
         *_inputs(config, names),
         *(
-            source
-            for i in range(config.num_layers)
-            for source in _layer(config, names, arrangement, i)
+            source.in_layer(i)
+            for i, layer in enumerate(config.layers)
+            for source in _layer(config, layer, names, arrangement)
         ),
     ]
     if config.has_final_norm:
@@ -91,26 +91,23 @@ def parameter_sources(
 
 
 def _layer(
-    config: DecoderConfig, names: TensorNames, arrangement: Arrangement, i: int
+    config: DecoderConfig, layer: Layer, names: TensorNames, arrangement: Arrangement
 ) -> list[ParameterSource]:
-    def single(parameter: str, template: str, axes: str) -> ParameterSource:
-        return _single(f"layers.{i}.{parameter}", template.format(i=i), axes)
-
-    layer = config.layers[i]
+    """The sources of a layer, as in every layer: see `ParameterSource.in_layer`."""
     sources = [
         source
         for norm, tensor in _norms(layer, names).items()
-        for source in _norm(config, names, f"layers.{i}.{norm}", tensor.format(i=i))
+        for source in _norm(config, names, norm, tensor)
     ]
     if (attention := layer.attention) is not None:
         if attention.latent is None:
             copies = arrangement.kv_copies(attention.num_kv_heads)
-            sources += _attention(attention, names, copies, i, single)
+            sources += _attention(attention, names, copies)
         else:
             assert names.latent is not None, "a family with latent attention names its tensors"
-            sources += latent_attention(attention, names.latent, names.is_interleaved, i)
+            sources += latent_attention(attention, names.latent, names.is_interleaved)
     if layer.feed_forward is not None:
-        sources += _feed_forward(layer.feed_forward, names, i, single)
+        sources += _feed_forward(layer.feed_forward, names)
     return sources
 
 
@@ -202,36 +199,28 @@ def _heads(options: Attention, kv_copies: int, is_interleaved: bool) -> _Heads:
     return _Heads(queries, keys, (("h", H),), "h", "h")
 
 
-def _attention(
-    options: Attention,
-    names: TensorNames,
-    kv_copies: int,
-    i: int,
-    single: Callable[[str, str, str], ParameterSource],
-) -> list[ParameterSource]:
+def _attention(options: Attention, names: TensorNames, kv_copies: int) -> list[ParameterSource]:
     heads = _heads(options, kv_copies, names.is_interleaved)
-    head_size = ("h", options.head_dim)
-    output = TensorPart(
-        f"{names.output}.weight".format(i=i), "d (k g h) -> k g h d", (*heads.queries, head_size)
-    )
+    sizes = (*heads.queries, ("h", options.head_dim))
+    output = TensorPart(f"{names.output}.weight", "d (k g h) -> k g h d", sizes)
     sources = [
-        _query_key_value(options, names, heads, i, "weight"),
-        ParameterSource(f"layers.{i}.attention.output", (output,)),
+        _query_key_value(options, names, heads, "weight"),
+        ParameterSource("attention.output", (output,)),
     ]
     if options.qkv_bias:
-        sources.append(_query_key_value(options, names, heads, i, "bias"))
+        sources.append(_query_key_value(options, names, heads, "bias"))
     if options.has_sinks:
-        part = TensorPart(names.sinks.format(i=i), "(k g) -> k g", heads.queries)
-        sources.append(ParameterSource(f"layers.{i}.attention.sinks", (part,)))
+        part = TensorPart(names.sinks, "(k g) -> k g", heads.queries)
+        sources.append(ParameterSource("attention.sinks", (part,)))
     if options.output_bias:
-        sources.append(single("attention.output_bias", f"{names.output}.bias", "d -> d"))
+        sources.append(_single("attention.output_bias", f"{names.output}.bias", "d -> d"))
     if options.qk_norm:
-        sources += _query_key_norms(options, names, heads, i)
+        sources += _query_key_norms(options, names, heads)
     return sources
 
 
 def _query_key_value(
-    options: Attention, names: TensorNames, heads: _Heads, i: int, kind: str
+    options: Attention, names: TensorNames, heads: _Heads, kind: str
 ) -> ParameterSource:
     """The weight or bias of queries, keys and values, side by side for each key/value head."""
     K, G, H = options.num_kv_heads, options.heads_per_kv, options.head_dim
@@ -247,14 +236,14 @@ def _query_key_value(
     tensors = (names.query, names.key, names.value)
     rows = _rows(tensors, (K * G * H, K * H, K * H))
     parts = tuple(
-        TensorPart(f"{tensor}.{kind}".format(i=i), *pattern, part_rows)
+        TensorPart(f"{tensor}.{kind}", *pattern, part_rows)
         for tensor, pattern, part_rows in zip(tensors, patterns, rows, strict=True)
     )
-    return ParameterSource(f"layers.{i}.attention.{parameter}", parts, concat_axis)
+    return ParameterSource(f"attention.{parameter}", parts, concat_axis)
 
 
 def _query_key_norms(
-    options: Attention, names: TensorNames, heads: _Heads, i: int
+    options: Attention, names: TensorNames, heads: _Heads
 ) -> list[ParameterSource]:
     axes, sizes = "h -> h", ()
     if options.qk_norm == "heads":
@@ -262,68 +251,52 @@ def _query_key_norms(
         axes, sizes = f"n ({heads.rotated_in}) -> (n {inner})", heads.rotated
     return [
         ParameterSource(
-            f"layers.{i}.attention.{parameter}.scale",
-            (TensorPart(f"{name}.weight".format(i=i), axes, sizes),),
+            f"attention.{parameter}.scale", (TensorPart(f"{name}.weight", axes, sizes),)
         )
         for parameter, name in (("query_norm", names.query_norm), ("key_norm", names.key_norm))
     ]
 
 
-def _feed_forward(
-    options: Mlp | Experts,
-    names: TensorNames,
-    i: int,
-    single: Callable[[str, str, str], ParameterSource],
-) -> list[ParameterSource]:
+def _feed_forward(options: Mlp | Experts, names: TensorNames) -> list[ParameterSource]:
     if isinstance(options, Mlp):
         if not options.is_gated:
-            return _plain_mlp(options, names, single)
-        return _mlp("mlp", options, (names.gate, names.up, names.down), i, single)
-    sources = sparse_sources(options.moe, names.experts, i)
+            return _plain_mlp(options, names)
+        return _mlp("mlp", options, (names.gate, names.up, names.down))
+    sources = sparse_sources(options.moe, names.experts)
     if options.shared is not None:
         shared = (names.shared_gate, names.shared_up, names.shared_down)
-        sources += _mlp("mlp.shared", options.shared, shared, i, single)
+        sources += _mlp("mlp.shared", options.shared, shared)
     return sources
 
 
-def _plain_mlp(
-    options: Mlp,
-    names: TensorNames,
-    single: Callable[[str, str, str], ParameterSource],
-) -> list[ParameterSource]:
+def _plain_mlp(options: Mlp, names: TensorNames) -> list[ParameterSource]:
     sources = []
     for part, tensor, axes in (("up", names.up, "f d -> d f"), ("down", names.down, "d f -> f d")):
-        sources.append(single(f"mlp.{part}", f"{tensor}.weight", axes))
+        sources.append(_single(f"mlp.{part}", f"{tensor}.weight", axes))
         if options.has_bias:
-            sources.append(single(f"mlp.{part}_bias", f"{tensor}.bias", "f -> f"))
+            sources.append(_single(f"mlp.{part}_bias", f"{tensor}.bias", "f -> f"))
     return sources
 
 
-def _mlp(
-    path: str,
-    options: Mlp,
-    gate_up_down: tuple[str, str, str],
-    i: int,
-    single: Callable[[str, str, str], ParameterSource],
-) -> list[ParameterSource]:
+def _mlp(path: str, options: Mlp, gate_up_down: tuple[str, str, str]) -> list[ParameterSource]:
     *tensors, down = gate_up_down
 
-    def joined(parameter: str, kind: str, axes: str, concat_axis: int) -> ParameterSource:
+    def joined(parameter: str, kind: str, axes: str) -> ParameterSource:
         """The source of gate and up, in this order."""
         rows = _rows(tensors, (options.size, options.size))
         parts = tuple(
-            TensorPart(f"{name}.{kind}".format(i=i), axes, rows=part_rows)
+            TensorPart(f"{name}.{kind}", axes, rows=part_rows)
             for name, part_rows in zip(tensors, rows, strict=True)
         )
-        return ParameterSource(f"layers.{i}.{path}.{parameter}", parts, concat_axis)
+        return ParameterSource(f"{path}.{parameter}", parts)
 
     sources = [
-        joined("gate_up", "weight", "f d -> 1 d f", concat_axis=0),
-        single(f"{path}.down", f"{down}.weight", "d f -> f d"),
+        joined("gate_up", "weight", "f d -> 1 d f"),
+        _single(f"{path}.down", f"{down}.weight", "d f -> f d"),
     ]
     if options.has_bias:
-        sources.append(joined("gate_up_bias", "bias", "f -> 1 f", concat_axis=0))
-        sources.append(single(f"{path}.down_bias", f"{down}.bias", "d -> d"))
+        sources.append(joined("gate_up_bias", "bias", "f -> 1 f"))
+        sources.append(_single(f"{path}.down_bias", f"{down}.bias", "d -> d"))
     return sources
 
 

@@ -150,8 +150,10 @@ class Adapter:
                 whole[tensors[module]] = self._read(names["whole"])
             if "down" in names:
                 pairs[tensors[module]] = self._pair(module, names)
-        missing = [m for m in tensors if m not in roles and self._must_have(m)]
-        if missing:
+        config = self.config
+        missing = [m for m in tensors if m not in roles and config.targets_module(m)]
+        # patterns may match what peft cannot adapt
+        if missing and not isinstance(config.targets, str):
             raise self._error(f"expected matrices of {missing[0]!r}, as its target, got none")
         return AdapterWeights(pairs, whole)
 
@@ -172,11 +174,6 @@ class Adapter:
         named = {self._role(name, spec)[0] for name in self._file.tensors}
         bare = {module.removeprefix(prefix): tensor for module, tensor in matrices.items()}
         return bare if named.isdisjoint(matrices) and not named.isdisjoint(bare) else matrices
-
-    def _must_have(self, module: str) -> bool:
-        """Whether a module is a target by its name; patterns may match what peft cannot adapt."""
-        config = self.config
-        return not isinstance(config.targets, str) and config.targets_module(module)
 
     def _check_targets(self, modules: Mapping[str, str], saved: Mapping[str, str]) -> None:
         for names in (self.config.unknown_targets(modules), self._unknown_saved(saved)):

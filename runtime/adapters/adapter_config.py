@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
+from ...modelzoo.families.hugging_face import MAX_LAYERS
 from ..errors import InvalidAdapter
 
 ALL_LINEAR = "all-linear"
@@ -24,12 +26,6 @@ _IGNORED = frozenset({
     "megatron_config", "megatron_core", "runtime_config", "velora_config", "qalora_group_size",
     "ensure_weight_tying",
 })  # fmt: skip
-_READ = frozenset({
-    "peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "modules_to_save",
-    "bias", "init_lora_weights",
-})  # fmt: skip
-_NO_EFFECT = (None, False, [], {}, "")
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the weights of the model as they are."""
 
@@ -104,70 +100,6 @@ class AdapterConfig:
         return False
 
 
-@dataclass(frozen=True)
-class _Table:
-    """The table of adapter_config.json, whose values are checked when they are read."""
-
-    values: Mapping[str, Any]
-    where: str
-
-    def refuse(self, key: str, expected: str) -> InvalidAdapter:
-        """The error of a key."""
-        got = repr(self.values[key]) if key in self.values else "no such key"
-        return InvalidAdapter(f"{self.where}: {key}: expected {expected}, got {got[:100]}.")
-
-    def read(self, key: str, kind: type | tuple[type, ...], expected: str, default: Any) -> Any:
-        """A value of a kind; the default for a missing value and for null."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        is_number = kind is not bool and isinstance(value, bool)
-        if not isinstance(value, kind) or is_number:
-            raise self.refuse(key, expected)
-        return value
-
-    def names(self, key: str) -> tuple[str, ...]:
-        """A list of names, or one name."""
-        listed = self.read(key, (list, str), "a list of names", [])
-        listed = [listed] if isinstance(listed, str) else listed
-        if not all(isinstance(name, str) and name for name in listed):
-            raise self.refuse(key, "a list of names")
-        return tuple(listed)
-
-    def numbers(self, key: str) -> dict[str, Any]:
-        """A table of positive numbers by patterns of names."""
-        table = self.read(key, dict, "a table of numbers", {})
-        kinds = int if key == "rank_pattern" else (int, float)
-        for number in table.values():
-            if isinstance(number, bool) or not isinstance(number, kinds) or not number > 0:
-                raise self.refuse(key, "a table of positive numbers")
-        _check_patterns(f"{self.where}: {key}", table)
-        return table
-
-    def layers(self) -> frozenset[int] | None:
-        """The layers that the adapter changes; None for all."""
-        layers = self.read("layers_to_transform", (list, int), "numbers of layers", [])
-        layers = [layers] if isinstance(layers, int) else layers
-        if not all(isinstance(layer, int) for layer in layers):
-            raise self.refuse("layers_to_transform", "numbers of layers")
-        return frozenset(layers) if layers else None
-
-    def check_kind(self) -> None:
-        """Refuse other adapters than LoRA, and options that are not implemented."""
-        if self.values.get("peft_type") != "LORA":
-            raise self.refuse("peft_type", "LORA, as other adapters are not implemented")
-        if self.read("bias", str, "none", "none") != "none":
-            raise self.refuse("bias", "none, as adapters with biases are not implemented")
-        if self.values.get("init_lora_weights", True) not in _KEEPS_BASE:
-            raise self.refuse(
-                "init_lora_weights",
-                "a start that keeps the weights of the model (true, gaussian, orthogonal, eva). "
-                "Save the adapter again with path_initial_model_for_weight_conversion of peft",
-            )
-        for key in sorted(self.values.keys() - _READ - _IGNORED):
-            if self.values[key] not in _NO_EFFECT:
-                raise self.refuse(key, "no such option, as it is not implemented")
-
-
 def read_adapter_config(values: Mapping[str, Any], where: str) -> AdapterConfig:
     """Read the table of adapter_config.json.
 
@@ -175,37 +107,66 @@ def read_adapter_config(values: Mapping[str, Any], where: str) -> AdapterConfig:
       InvalidAdapter: The adapter is no LoRA adapter, a value is malformed, or an option may change
         the answer and is not implemented.
     """
-    table = _Table(values, where)
-    table.check_kind()
-    layers = table.layers()
-    targets = values.get("target_modules")
-    if not isinstance(targets, str):
-        targets = tuple(sorted(table.names("target_modules")))
-    excluded = values.get("exclude_modules")
-    excluded = (
-        excluded if isinstance(excluded, str) and excluded else table.names("exclude_modules")
-    )
+    try:
+        return _read(ConfigReader(values), values, where)
+    except UnsupportedModel as error:
+        raise InvalidAdapter(f"{where}: {error}") from None
+
+
+def _read(table: ConfigReader, values: Mapping[str, Any], where: str) -> AdapterConfig:
+    if table.text("peft_type") != "LORA":
+        raise table.error("peft_type", "LORA, as other adapters are not implemented")
+    if table.text("bias", default="none") != "none":
+        raise table.error("bias", "none, as adapters with biases are not implemented")
+    table.ignore(("init_lora_weights", *_IGNORED))
+    if values.get("init_lora_weights", True) not in _KEEPS_BASE:
+        raise table.error(
+            "init_lora_weights",
+            "a start that keeps the weights of the model (true, gaussian, orthogonal, eva). "
+            "Save the adapter again with path_initial_model_for_weight_conversion of peft",
+        )
+    layers, key = (), "layers_to_transform"
+    if table.has(key):
+        layers = (
+            [table.integer(key, minimum=0, maximum=MAX_LAYERS)]
+            if isinstance(values[key], int)
+            else table.integers(key, minimum=0, maximum=MAX_LAYERS)
+        )
+    ranks, alphas = table.table("rank_pattern"), table.table("alpha_pattern")
     config = AdapterConfig(
         where,
-        rank=table.read("r", int, "a rank", 8),
-        alpha=table.read("lora_alpha", (int, float), "a number", 8),
-        uses_rslora=table.read("use_rslora", bool, "true or false", False),
-        uses_dora=table.read("use_dora", bool, "true or false", False),
-        targets=targets,
-        excluded=excluded,
-        layers=layers,
-        layers_patterns=table.names("layers_pattern"),
-        rank_pattern=table.numbers("rank_pattern"),
-        alpha_pattern=table.numbers("alpha_pattern"),
-        saved=table.names("modules_to_save"),
+        rank=table.integer("r", maximum=MAX_RANK, default=8),
+        alpha=table.number("lora_alpha", above=-math.inf, default=8),
+        uses_rslora=table.flag("use_rslora", default=False),
+        uses_dora=table.flag("use_dora", default=False),
+        targets=_names(table, values, "target_modules"),
+        excluded=_names(table, values, "exclude_modules"),
+        layers=frozenset(layers) or None,
+        layers_patterns=_listed(table, values, "layers_pattern"),
+        rank_pattern={name: ranks.integer(name, maximum=MAX_RANK) for name in ranks.names()},
+        alpha_pattern={name: alphas.number(name, above=0) for name in alphas.names()},
+        saved=_listed(table, values, "modules_to_save"),
     )
-    patterns = [config.targets, excluded, *(config.layers_patterns)]
-    _check_patterns(where, (pattern for pattern in patterns if isinstance(pattern, str)))
-    if not all(0 < rank <= MAX_RANK for rank in (config.rank, *config.rank_pattern.values())):
-        raise table.refuse("r", f"a rank from 1 to {MAX_RANK}")
     if not config.targets:
-        raise table.refuse("target_modules", "names of modules")
+        raise table.error("target_modules", "names of modules")
+    table.ignore_rest(refused=values)
+    patterns = [x for x in (config.targets, config.excluded) if isinstance(x, str)]
+    patterns += [*config.layers_patterns, *config.rank_pattern, *config.alpha_pattern]
+    _check_patterns(where, patterns)
     return config
+
+
+def _names(table: ConfigReader, values: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
+    """A list of names, or a single text as it is."""
+    if not table.has(key):
+        return ()
+    return table.text(key) if isinstance(values[key], str) else table.texts(key)
+
+
+def _listed(table: ConfigReader, values: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """A list of names, also of a single one."""
+    names = _names(table, values, key)
+    return (names,) if isinstance(names, str) else names
 
 
 def _check_patterns(where: str, patterns: Iterable[str]) -> None:

@@ -240,9 +240,6 @@ class _Matrix:
         """Read the matrix or a box of it."""
         return self._matrix[index or ...]
 
-    def close(self) -> None:
-        """Do nothing: there is no file."""
-
 
 def load_arrays(
     definition: "AbstractModel",

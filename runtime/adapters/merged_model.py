@@ -40,7 +40,7 @@ class MergedModel(ModelFiles):
 
     def __init__(self, model: ModelFiles, adapter: Adapter):
         super().__init__(model.path, model.name)
-        self.kind = model.kind
+        self.kind, self.published_config = model.kind, model.published_config
         self._model, self._adapter = model, adapter
 
     @cached_property
@@ -64,10 +64,6 @@ class MergedModel(ModelFiles):
     @cached_property
     def tokenizer_files(self) -> Path | Mapping[str, Any]:
         return self._model.tokenizer_files
-
-    @property
-    def published_config(self) -> Mapping[str, Any]:
-        return self._model.published_config
 
     @cached_property
     def unread(self) -> UnreadParts:
@@ -143,9 +139,6 @@ class MergedTensors:
                 self._row_factors[name] = (pair.magnitude_O / norm).astype(np.float32)
             return self._row_factors[name]
 
-    def close(self) -> None:
-        self._source.close()
-
 
 def _sum(base: np.ndarray, pair: LoraPair, rows: slice, columns: slice) -> np.ndarray:
     """A box of a weight and of the product of a pair, in float32."""
@@ -199,9 +192,6 @@ class PublishedTensors:
                 array = read_parameter(self._own[parameter], self._source, box, shape, _FLOAT32)
                 self._held = parameter, self._publish(self._published[parameter], array)
             return np.array(self._held[1][name][index or ...])
-
-    def close(self) -> None:
-        self._source.close()
 
     def _shape(self, parameter: str) -> tuple[int, ...]:
         return filled_shape(self._own[parameter], self._source)

@@ -259,9 +259,7 @@ def _split(
         if len(major) > 1:
             result |= {n: Interval(0, sizes[n]) for n in group[position + 1 :]}
             break
-        interval = Interval(
-            interval.start - major.start * minor, interval.stop - major.start * minor
-        )
+        interval = interval.relative_to(major.start * minor)
     return result
 
 
@@ -272,16 +270,10 @@ def _cover(
 
     It is the smallest one that is itself a product of intervals of the names.
     """
-    first = _offset(group, name_intervals, sizes)
     last = 0
     for name in group:
         last = last * sizes[name] + name_intervals[name].stop - 1
-    return _widen(group, Interval(first, last + 1), sizes)
-
-
-def _widen(group: tuple[str, ...], interval: Interval, sizes: Mapping[str, int]) -> Interval:
-    """Widen an interval of a group's axis to a product of intervals of its names."""
-    box = _split(group, interval, sizes)
+    box = _split(group, Interval(_offset(group, name_intervals, sizes), last + 1), sizes)
     first = _offset(group, box, sizes)
     return Interval(first, first + math.prod(len(box[name]) for name in group))
 

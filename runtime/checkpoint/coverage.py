@@ -151,18 +151,12 @@ def filled_shape(source: ParameterSource, tensors: TensorSource) -> tuple[int, .
 
 def _filled_shape(source: ParameterSource, shapes: list[tuple[int, ...]]) -> object:
     """The shape of a parameter from the shapes of its parts; the list of shapes if they differ."""
-    shape = _concatenated(shapes, source.concat_axis)
-    if source.padding_rows and isinstance(shape, tuple) and shape:
+    axis, shape = source.concat_axis, shapes[0]
+    if len(shapes) > 1:
+        others = {(shape[:axis], shape[axis + 1 :]) for shape in shapes}
+        if len(others) != 1 or any(len(shape) <= axis for shape in shapes):
+            return shapes
+        shape = (*shape[:axis], sum(shape[axis] for shape in shapes), *shape[axis + 1 :])
+    if source.padding_rows and shape:
         return (shape[0] + source.padding_rows, *shape[1:])
     return shape
-
-
-def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> object:
-    """The shape of parts that are concatenated along an axis."""
-    if len(shapes) == 1:
-        return shapes[0]
-    others = {(shape[:axis], shape[axis + 1 :]) for shape in shapes if len(shape) > axis}
-    if len(others) != 1 or any(len(shape) <= axis for shape in shapes):
-        return shapes
-    first = shapes[0]
-    return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])

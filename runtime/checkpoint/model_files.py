@@ -26,7 +26,6 @@ from .formats.dequantised_tensors import DequantisedTensors, dequantise
 from .formats.gguf import GGUFFile, whole_name
 from .formats.safetensors import (
     PICKLES,
-    ModuleTensors,
     SafetensorsDirectory,
     module_weight_files,
     safetensors_files,
@@ -62,6 +61,8 @@ class ModelFiles(ABC):
 
     kind: str
     """The format: `hf`, `gguf` or `orbax`."""
+    published_config: Mapping[str, Any]
+    """The published configuration: config.json, GGUF metadata, or the config in noria.json."""
 
     def __init__(self, path: Path, name: str):
         self.path = path
@@ -91,11 +92,6 @@ class ModelFiles(ABC):
     @abstractmethod
     def tokenizer_files(self) -> Path | Mapping[str, Any]:
         """A directory, possibly without a tokenizer, or the metadata of a GGUF file."""
-
-    @property
-    @abstractmethod
-    def published_config(self) -> Mapping[str, Any]:
-        """The published configuration: config.json, GGUF metadata, or the config in noria.json."""
 
     @cached_property
     def unread(self) -> UnreadParts:
@@ -146,9 +142,9 @@ class ModelFiles(ABC):
         return WeightsDigest(self.weight_files(), peers)
 
     def close(self) -> None:
-        """Close the files of the tensors, if they were opened."""
-        if "tensors" in self.__dict__:
-            self.tensors.close()
+        """Let go of the tensors; their files are closed with the last reference."""
+        for name in ("tensors", "stored_tensors"):
+            vars(self).pop(name, None)
 
     def __enter__(self) -> "ModelFiles":
         return self
@@ -164,16 +160,12 @@ class HuggingFaceModel(ModelFiles):
 
     def __init__(self, path: Path, name: str, *, needs_weights: bool = True):
         super().__init__(path, name)
-        self._config = self._json(CONFIG)
+        self.published_config = self._json(CONFIG)
         # code of a checkpoint is never run, so the address of the code is removed
-        self._config.pop("auto_map", None)
+        self.published_config.pop("auto_map", None)
         self._has_weights = needs_weights
         if needs_weights:
             safetensors_files(path)
-
-    @property
-    def published_config(self) -> Mapping[str, Any]:
-        return self._config
 
     @cached_property
     def spec(self) -> "ModelSpec":
@@ -181,7 +173,7 @@ class HuggingFaceModel(ModelFiles):
 
         names = self.tensors.tensors if self._has_weights else ()
         with _naming_file(self.path / CONFIG):
-            spec = from_hf_config(self._config, names)
+            spec = from_hf_config(self.published_config, names)
         if self._has_weights and isinstance(self.tensors, DequantisedTensors):
             zeros = self.tensors.zero_biases()
             spec = replace(spec, ignored_tensors=(*spec.ignored_tensors, *zeros))
@@ -205,7 +197,7 @@ class HuggingFaceModel(ModelFiles):
     @cached_property
     def tensors(self) -> TensorSource:
         with _naming_file(self.path / CONFIG):
-            quantisation = read_quantisation(ConfigReader(self._config))
+            quantisation = read_quantisation(ConfigReader(self.published_config))
         return dequantise(self.stored_tensors, quantisation)
 
     @cached_property
@@ -221,23 +213,18 @@ class HuggingFaceModel(ModelFiles):
         return replace(find_unread(where, spec, self.tensors, copies), keys=spec.ignored_keys)
 
     @cached_property
-    def stored_tensors(self) -> TensorSource:
-        model, folders = SafetensorsDirectory(self.path), dense_folders(self.path)
-        return ModuleTensors(model, self.path, folders) if folders else model
+    def stored_tensors(self) -> SafetensorsDirectory:
+        return SafetensorsDirectory(self.path, dense_folders(self.path))
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
         name = "generation_config.json"
         generation = self._json(name) if has_file(self.path, name) else {}
-        return GenerationDefaults.from_hf(generation, self._config)
+        return GenerationDefaults.from_hf(generation, self.published_config)
 
     @cached_property
     def tokenizer_files(self) -> Path:
         return self.path
-
-    def close(self) -> None:
-        if "stored_tensors" in self.__dict__:
-            self.stored_tensors.close()
 
     def _json(self, name: str) -> dict[str, Any]:
         return read_json_object(self.path / name)
@@ -263,10 +250,7 @@ class GGUFModel(ModelFiles):
     def __init__(self, path: Path, name: str):
         super().__init__(path, name)
         self._file = GGUFFile(path)
-
-    @property
-    def published_config(self) -> Mapping[str, Any]:
-        return self._file.metadata
+        self.published_config = self._file.metadata
 
     @cached_property
     def spec(self) -> "ModelSpec":
@@ -292,9 +276,6 @@ class GGUFModel(ModelFiles):
     def tokenizer_files(self) -> Mapping[str, Any]:
         return self._file.metadata
 
-    def close(self) -> None:
-        self._file.close()
-
     def weight_files(self) -> Mapping[str, Path]:
         first, *others = self._file.header_bytes
         return {"model.gguf": first} | {f"model-{i}.gguf": p for i, p in enumerate(others, start=2)}
@@ -313,11 +294,8 @@ class OrbaxModel(ModelFiles):
     def __init__(self, path: Path, name: str):
         self._description = read_description(path)
         super().__init__(path, self._description["name"])
+        self.published_config = self._description["config"]
         self._tensors = OrbaxTensors(path, self._description)
-
-    @property
-    def published_config(self) -> Mapping[str, Any]:
-        return self._description["config"]
 
     @cached_property
     def spec(self) -> "ModelSpec":
@@ -326,6 +304,9 @@ class OrbaxModel(ModelFiles):
     @cached_property
     def tensors(self) -> OrbaxTensors:
         return self._tensors
+
+    def close(self) -> None:
+        self._tensors.close()
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:

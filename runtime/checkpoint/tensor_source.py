@@ -52,10 +52,6 @@ class TensorSource(Protocol):
         """Read a tensor, or the box of it that `index`, slices of step 1, selects."""
         ...
 
-    def close(self) -> None:
-        """Close the files."""
-        ...
-
 
 class RowSelection:
     """A source with one tensor: some rows of each block of a tensor, under the same name."""
@@ -89,9 +85,6 @@ class RowSelection:
         """The index in the whole tensor of a selected row."""
         return row // self._count * self._block + self._first + row % self._count
 
-    def close(self) -> None:
-        """Do nothing: the owner of the whole tensor's source closes it."""
-
 
 class StackedTensors:
     """A source with one tensor: tensors of one shape, stacked along a new first axis.
@@ -123,9 +116,6 @@ class StackedTensors:
         for row, member in zip(result, self._members[stack.as_slice()], strict=True):
             row[...] = self._source.read(member, inner)
         return result
-
-    def close(self) -> None:
-        """Do nothing: the owner of the members' source closes it."""
 
 
 def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _OF_DECODE = (
     "report", "from_output", "expected_output", "max_length", "calibration", "hardware", "chunks",
     "max_padding", "max_prefill_graphs", "max_compile_minutes",
-    "seconds_per_graph", "compile_layouts", "max_memory_gb", "tries", "cache", "page",
+    "compile_layouts", "max_memory_gb", "tries", "cache", "page",
 )  # fmt: skip
 """The options of the search and of the cache, which a plan for vectors of texts does not have."""
 
@@ -200,12 +200,6 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         metavar="MINUTES",
         help="largest predicted time to compile all graphs, in minutes (default: no limit)",
     )
-    add(
-        "--seconds-per-graph",
-        type=float,
-        metavar="SECONDS",
-        help="expected seconds to compile one graph (default: predicted by phase and layers)",
-    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -309,8 +303,6 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"{name}: expected a number above 0, got {number}.")
     if (page := options.page) is not None and (page < 1 or page & (page - 1)):
         raise ConfigError(f"--page: expected a power of two, got {page}. Take 64, or another.")
-    if (seconds := options.seconds_per_graph) is not None and not 0 < seconds < math.inf:
-        raise ConfigError(f"--seconds-per-graph: expected seconds above 0, got {seconds}.")
     if options.compile_layouts < 0:
         raise ConfigError(
             f"--compile-layouts: expected a number of layouts, got {options.compile_layouts}."

@@ -36,13 +36,13 @@ class DecodeSlots:
     """The decode slots: free, claimed for a prompt that is being prefilled, or decoding.
 
     Attributes:
-      pool: The pages of the slots; None in a grid without slots.
+      pool: The pages of the slots.
       growth: The expected growth of rows.
     """
 
     def __init__(self, grid: BucketGrid):
         self._grid = grid
-        self.pool = None if grid.pages is None else PagePool(grid)
+        self.pool = PagePool(grid)
         self.growth = Growth(grid)
         self._occupants: dict[int, ScheduledSequence] = {}
         """The sequence that decodes in a slot."""
@@ -90,7 +90,6 @@ class DecodeSlots:
     @property
     def expected_pages_G(self) -> np.ndarray:
         """The pages that rows with slots of each group are expected to take from now on."""
-        assert self.pool is not None
         return self._expected_pages_B().reshape(self.pool.num_groups, -1).sum(axis=1)
 
     @property
@@ -99,7 +98,6 @@ class DecodeSlots:
 
         As in `num_idle`, those of prompts that are not complete are idle.
         """
-        assert self.pool is not None
         is_live_B = self._max_length_B > 0
         is_kept_B = is_live_B.copy()
         is_kept_B[list(self._prefixes)] = True
@@ -166,14 +164,13 @@ class DecodeSlots:
 
     def release(self, slot: int) -> None:
         """Free a slot that was claimed or that decoded, because its sequence ended."""
-        if self.pool is not None and slot in self._occupants:
+        if slot in self._occupants:
             self.growth.end(slot, int(self._length_B[slot]))
         self._free_slot(slot)
 
     def _free_slot(self, slot: int) -> None:
-        if self.pool is not None:
-            self.growth.leave(slot)
-            self.pool.release(slot)
+        self.growth.leave(slot)
+        self.pool.release(slot)
         self._occupants.pop(slot, None)
         self._prefixes.discard(slot)
         self._max_length_B[slot] = 0
@@ -185,20 +182,20 @@ class DecodeSlots:
         This holds in each group of slots with pages of its own.
         """
         given: list[GivenBack] = []
-        if self.pool is None or not self._occupants:
+        if not self._occupants:
             return given
         slots = self.growth.by_age(np.array(self.live))
         group_B = self.pool.group_of(slots)
         for group in np.unique(group_B).tolist():
-            given += self._give_back(self.pool, group, slots[group_B == group].tolist())
+            given += self._give_back(group, slots[group_B == group].tolist())
         return given
 
-    def _give_back(self, pool: PagePool, group: int, slots: list[int]) -> list[GivenBack]:
+    def _give_back(self, group: int, slots: list[int]) -> list[GivenBack]:
         """Let rows of a group, of which the oldest comes first, give their slots back."""
         given: list[GivenBack] = []
         oldest, *others = slots
         needed = int(self._num_missing(np.array([oldest]))[0])
-        while needed > pool.num_free_G[group] and others:
+        while needed > self.pool.num_free_G[group] and others:
             slot = others.pop()
             num_known = self.growth.num_known(slot, int(self._length_B[slot]))
             given.append(GivenBack(slot, self._occupants[slot], num_known))
@@ -213,8 +210,7 @@ class DecodeSlots:
         """
         if not self._occupants:
             return None
-        assert self.pool is not None
-        slots, groups = self._grouped(self._grow(self.pool))
+        slots, groups = self._grouped(self._grow())
         if not slots:
             return None
         length = int(self._next_length(np.array(slots)).max())
@@ -225,7 +221,6 @@ class DecodeSlots:
         """The slots whose rows find a place in a group, oldest first, or need none; the groups."""
         if (prefixes := self._grid.prefixes) is None:
             return slots, ()
-        assert self.pool is not None
         per_part = prefixes.groups // self.pool.num_groups
         groups: dict[int, list[int]] = {}
         newest: dict[tuple[int, PlannedPrefix, bool], int] = {}
@@ -253,26 +248,25 @@ class DecodeSlots:
         assert prefix is not None
         return self._grid.prefix_pages(prefix.length)
 
-    def _grow(self, pool: PagePool) -> tuple[int, ...]:
+    def _grow(self) -> tuple[int, ...]:
         """Give the rows their pages for the next call, oldest first; return those that have them.
 
         A row that finds too few pages keeps younger rows of its group from taking any.
         """
         slots = self.growth.by_age(np.array(self.live))
         missing = self._num_missing(slots)
-        goes_on, group_B = missing == 0, pool.group_of(slots)
-        for group, num_free in enumerate(pool.num_free_G):
+        goes_on, group_B = missing == 0, self.pool.group_of(slots)
+        for group, num_free in enumerate(self.pool.num_free_G):
             of_group = group_B == group
             goes_on[of_group] |= np.cumsum(missing[of_group]) <= num_free
         growing = goes_on & (missing > 0)
         length_B = self._next_length(slots[growing])
         for slot, length in zip(slots[growing].tolist(), length_B.tolist(), strict=True):
-            pool.take(slot, length)
+            self.pool.take(slot, length)
         return tuple(sorted(slots[goes_on].tolist()))
 
     def _expected_pages_B(self) -> np.ndarray:
         """The number of pages that the row in each slot is expected to take from now on."""
-        assert self.pool is not None
         return self.pool.num_missing(self.growth.expected_length_B(self._length_B))
 
     def _next_length(self, slots: np.ndarray) -> np.ndarray:
@@ -282,7 +276,6 @@ class DecodeSlots:
 
     def _num_missing(self, slots: np.ndarray) -> np.ndarray:
         """The number of pages that rows must take for the next call."""
-        assert self.pool is not None
         return self.pool.num_missing(self._next_length(slots), slots)
 
 

@@ -44,7 +44,7 @@ class GenerationSession(Engine[Action, OpenRequest]):
 
     def __post_init__(self):
         super().__post_init__()
-        self.metrics.has_pages = self.admission.grid.pages is not None
+        self.metrics.grid = self.admission.grid
 
     @property
     def wants_more(self) -> bool:

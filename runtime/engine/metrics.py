@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from ...compile.expert_plan import ExpertPlan
+from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...modelzoo.moe.call import ExpertUse
 from ...modelzoo.moe_config import Dispatch, Routing
@@ -184,7 +185,8 @@ class EngineMetrics:
     """Counters of one engine, from its first action on."""
 
     prefill: dict[str, PrefillUse] = field(default_factory=lambda: defaultdict(PrefillUse))
-    decode: dict[str, DecodeUse] = field(default_factory=lambda: defaultdict(DecodeUse))
+    """By the name of the graph."""
+    decode: DecodeUse = field(default_factory=DecodeUse)
     forks: int = 0
     fork_seconds: float = 0.0
     """Host seconds of forks; their device seconds are part of the next call's seconds."""
@@ -198,8 +200,13 @@ class EngineMetrics:
     """Expert counts by phase; empty for a dense model."""
     pages: PageUse = field(default_factory=PageUse)
     """All 0 in a grid without pages."""
-    has_pages: bool = False
-    """Whether the report has the counters of pages."""
+    grid: BucketGrid | None = None
+    """The grid of rows that decode; None for texts that are embedded."""
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether the report has the counters of pages."""
+        return self.grid is not None and self.grid.pages is not None
 
     def count_prefill(self, name: str, use: PrefillUse, *, prefix_tokens: int = 0) -> None:
         """Count a call that prefilled prompts or chunks of prompts, under a name of its graph.
@@ -226,20 +233,17 @@ class EngineMetrics:
 
     def count_decode(
         self,
-        max_length: int,
         *,
         steps: int,
         emitted: int,
         live_slots: int,
         slots: int,
-        seconds: float,
+        seconds: float = 0.0,
         read: ReadEntries = NOTHING_READ,
     ) -> None:
         """Count one decode call: steps that ran, and tokens that its live slots emitted."""
         live_tokens, computed_tokens = steps * live_slots, steps * slots
-        self.decode[str(max_length)].add(
-            DecodeUse(1, steps, emitted, live_tokens, computed_tokens, seconds, *read)
-        )
+        self.decode.add(DecodeUse(1, steps, emitted, live_tokens, computed_tokens, seconds, *read))
 
     def count_waits(self, num_waiting: int, num_known: int) -> None:
         """Count the rows that wait for pages during a decode call, and the tokens that it emits
@@ -257,22 +261,18 @@ class EngineMetrics:
         """The counters multiplied by a factor; integers stay integers."""
         totals = ("forks", "fork_seconds", "copied_tokens", "prefix_tokens", "cut_tokens")
         scaled = EngineMetrics(**{name: _times(getattr(self, name), factor) for name in totals})
-        scaled.pages, scaled.has_pages = self.pages.scaled(factor), self.has_pages
+        scaled.pages, scaled.grid = self.pages.scaled(factor), self.grid
         scaled.prefill |= {name: use.scaled(factor) for name, use in self.prefill.items()}
-        scaled.decode |= {name: use.scaled(factor) for name, use in self.decode.items()}
+        scaled.decode = self.decode.scaled(factor)
         return scaled
 
     @property
     def padding(self) -> dict[str, int]:
         """Real and computed tokens, and the computed tokens that are not real, by kind."""
         prefill_computed = sum(use.computed_tokens for use in self.prefill.values())
-        decode_computed = sum(use.computed_tokens for use in self.decode.values())
-        live = sum(use.live_tokens for use in self.decode.values())
-        pages = self.pages
-        prompts_again, outputs_again = (
-            pages.recomputed_prompt_tokens,
-            pages.recomputed_output_tokens,
-        )
+        decode_computed, live = self.decode.computed_tokens, self.decode.live_tokens
+        prompts_again = self.pages.recomputed_prompt_tokens
+        outputs_again = self.pages.recomputed_output_tokens
         of_pages = {"recomputed_tokens": prompts_again + outputs_again} if self.has_pages else {}
         return {
             "real_tokens": self._prompt_tokens + self.emitted_tokens,
@@ -293,21 +293,25 @@ class EngineMetrics:
     def report(self) -> dict[str, Any]:
         """The counters and their totals, as a dict that can be written as JSON."""
         prefill_seconds = sum(use.seconds for use in self.prefill.values())
-        decode_seconds = sum(use.seconds for use in self.decode.values())
+        of_pages = {"waits": self.pages.waits, "replays": self.pages.replays}
+        decode = {}
+        if self.decode.calls:
+            assert self.grid is not None, "the session has set the grid of its slots"
+            decode = {str(self.grid.max_length): self.decode}
         return {
             "buckets": {
                 phase: {name: use.report(has_pages=self.has_pages) for name, use in uses.items()}
-                for phase, uses in (("prefill", self.prefill), ("decode", self.decode))
+                for phase, uses in (("prefill", self.prefill), ("decode", decode))
             },
             "padding": self.padding,
-            **self._of_pages,
+            **(of_pages if self.has_pages else {}),
             "shared_prefixes": self.shared_prefixes,
             "phases": {
                 "prefill_seconds": prefill_seconds,
                 "prefill_tokens_per_second": _rate(self._prompt_tokens, prefill_seconds),
                 "fork_seconds": self.fork_seconds,
-                "decode_seconds": decode_seconds,
-                "decode_tokens_per_second": _rate(self.emitted_tokens, decode_seconds),
+                "decode_seconds": self.decode.seconds,
+                "decode_tokens_per_second": _rate(self.emitted_tokens, self.decode.seconds),
             },
         }
 
@@ -326,19 +330,13 @@ class EngineMetrics:
         return self.copied_tokens - self.prefix_tokens
 
     @property
-    def _of_pages(self) -> dict[str, Any]:
-        if not self.has_pages:
-            return {}
-        return {"waits": self.pages.waits, "replays": self.pages.replays}
-
-    @property
     def _prompt_tokens(self) -> int:
         return sum(use.real_tokens for use in self.prefill.values())
 
     @property
     def emitted_tokens(self) -> int:
         """The number of emitted tokens, without those past a stop string."""
-        return sum(use.emitted_tokens for use in self.decode.values()) - self.cut_tokens
+        return self.decode.emitted_tokens - self.cut_tokens
 
 
 def _times(value: float, factor: float) -> Any:

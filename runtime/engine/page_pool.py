@@ -30,7 +30,7 @@ class PagePool:
     """The pages of a grid.
 
     Args:
-      grid: A grid with pages.
+      grid: The grid; one without slots has no pages.
 
     Attributes:
       table: The pages of each slot in the order of its entries, `[slots, pages of the longest
@@ -39,15 +39,14 @@ class PagePool:
     """
 
     def __init__(self, grid: BucketGrid):
-        assert grid.pages is not None and grid.page is not None
-        self._grid, self._page, self.no_page = grid, grid.page, grid.pages
-        shape = (grid.decode_slots, grid.num_pages(grid.max_length))
-        self.table = np.full(shape, self.no_page, np.int32)
+        self._grid, self._page, self.no_page = grid, grid.page or 1, grid.pages or 0
+        longest = grid.num_pages(grid.max_length) if grid.decode_slots else 1
+        self.table = np.full((grid.decode_slots, longest), self.no_page, np.int32)
         self.held_B = np.zeros(grid.decode_slots, np.int64)
-        self._num_users = np.zeros(grid.pages, np.int64)
+        self._num_users = np.zeros(self.no_page, np.int64)
         """The number of slots that have each page."""
         self.num_groups = grid.slot_groups or 1
-        size = grid.pages // self.num_groups
+        size = self.no_page // self.num_groups
         self._free = [list(range(i * size, (i + 1) * size))[::-1] for i in range(self.num_groups)]
         """The free pages of each group; the last one is taken first."""
         self._unclean: set[int] = set()

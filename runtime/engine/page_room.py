@@ -31,9 +31,9 @@ class PageRoom:
         self, grid: BucketGrid, slots: DecodeSlots, slot_of: Callable[[SharedPrefix], int]
     ):
         self._grid, self._slots, self._slot_of = grid, slots, slot_of
-        if (pool := slots.pool) is not None:
-            self._num_free_G, self._growth_G = pool.num_free_G, slots.expected_pages_G
-            self._is_empty_G = slots.growth.is_empty_G(pool.num_groups)
+        self._pool = pool = slots.pool
+        self._num_free_G, self._growth_G = pool.num_free_G, slots.expected_pages_G
+        self._is_empty_G = slots.growth.is_empty_G(pool.num_groups)
 
     def copy(self) -> "PageRoom":
         """The same room, for other prompts."""
@@ -50,16 +50,16 @@ class PageRoom:
         its slots are in one group: that of its prefix if it has room, else of those that have room
         the one with the most free pages.
         """
-        if (pool := self._slots.pool) is None or not prompt.num_slots:
+        if not prompt.num_slots:
             return slice(0, 0)
         groups = np.argsort(self._growth_G - self._num_free_G, kind="stable").tolist()
         if prompt.base is not None:
-            own = pool.group_of(self._slot_of(prompt.base))
+            own = self._pool.group_of(self._slot_of(prompt.base))
             groups.sort(key=lambda group: group != own)
         for group in groups:
             # slots of a group follow each other
-            first = bisect_left(free, group, key=pool.group_of)
-            end = bisect_left(free, group + 1, key=pool.group_of)
+            first = bisect_left(free, group, key=self._pool.group_of)
+            end = bisect_left(free, group + 1, key=self._pool.group_of)
             if end - first < prompt.num_slots:
                 continue
             if self._holds(prompt, group):
@@ -69,9 +69,9 @@ class PageRoom:
 
     def add(self, prompt: Prompt, slots: list[int]) -> None:
         """Count the pages of a prompt that starts in these slots."""
-        if (pool := self._slots.pool) is None or not slots:
+        if not slots:
             return
-        group = pool.group_of(slots[0])
+        group = self._pool.group_of(slots[0])
         self._num_free_G[group] -= self._num_pages_of(prompt, group)
         if prompt.generates:
             self._growth_G[group] += prompt.num_slots * self._growth_of(prompt)
@@ -94,10 +94,10 @@ class PageRoom:
 
         Those of its prefix are shared if the prefix is in the same group.
         """
-        grid, pool, length = self._grid, self._slots.pool, _length_of(prompt)
-        assert grid.page is not None and pool is not None
+        grid, length = self._grid, _length_of(prompt)
+        assert grid.page is not None
         num_shared = 0
-        if prompt.base is not None and pool.group_of(self._slot_of(prompt.base)) == group:
+        if prompt.base is not None and self._pool.group_of(self._slot_of(prompt.base)) == group:
             num_shared = prompt.base.length // grid.page
         num_copied = (prompt.num_slots - 1) * (length % grid.page > 0)
         return grid.num_pages(length) - num_shared + num_copied
@@ -133,9 +133,9 @@ def claim_pages(slots: DecodeSlots, prompt: Prompt, source: int | None) -> list[
     Returns:
       The pages of the prefix to copy to the first slot.
     """
-    if (pool := slots.pool) is None or not prompt.slots:
+    if not prompt.slots:
         return []
-    first, *others = prompt.slots
+    pool, (first, *others) = slots.pool, prompt.slots
     copied = []
     if source is not None:
         assert prompt.base is not None

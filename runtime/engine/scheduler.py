@@ -17,10 +17,11 @@ order:
    - A batch is full when it has a piece in every row. A full batch goes first, then the batch with
      the oldest prompt.
    - While sequences decode and requests wait, a batch that is not full waits for a decode call, and
-     until a share of the slots is idle (see `idle_slots`): fewer idle slots cost less than dummy
-     rows. There are four exceptions. While prompts wait for shared prefixes, a batch counts as full
-     when more than `MOST_IDLE` of the slots are idle. A
-     prompt that needs no slot does not wait for slots. A shared prefix does not wait, because other
+     until a share of the slots is idle: fewer idle slots cost less than dummy rows. A slot is idle
+     unless it decodes or holds a shared prefix; a row may find a slot but no pages, so as large a
+     share of the pages must be idle. There are four exceptions. While prompts wait for shared
+     prefixes, a batch counts as full when more than `MOST_IDLE` of the slots are idle. A prompt
+     that needs no slot does not wait for slots. A shared prefix does not wait, because other
      prompts wait for it. A batch that no other prompt can fill does not wait.
    - At most `chunks_per_decode` batches run in succession while any sequence decodes.
    - When no request waits, waiting gains nothing. The largest pieces run first, because prompts
@@ -54,7 +55,6 @@ from .actions import (
 )
 from .decode_slots import DecodeSlots
 from .held_prefixes import HeldPrefixes
-from .idle_slots import IdleSlots
 from .page_room import PageRoom, claim_pages, max_samples
 from .waiting_prompts import (
     Prompt,
@@ -63,6 +63,15 @@ from .waiting_prompts import (
     num_rows,
     number_of,
 )
+
+IDLE_SHARE = 1 / 16
+"""A batch of whole prompts that is not full runs if this share of the slots is idle."""
+CHUNK_IDLE_SHARE = 1 / 8
+"""The same share with chunks, where fewer prompts fill a call, so that fewer slots wait."""
+MOST_IDLE = 1 / 2
+"""Idle share of the slots above which a batch runs as if it were full while prompts wait for shared
+prefixes. These prompts come only after more prefill calls, and a decode call would compute few
+rows."""
 
 
 class Scheduler:
@@ -87,7 +96,6 @@ class Scheduler:
         """Slots of prompts without output whose last piece is in the last prefill call."""
         self.slots = DecodeSlots(grid)
         self._prefixes = HeldPrefixes(self.slots, self._queue)
-        self._idle = IdleSlots(grid, self.slots, self._prefixes)
         self._batches_since_decode = 0
         self._target_waiting = 2 * (len(self.slots) + sum(bucket.batch for bucket in grid.prefill))
 
@@ -236,10 +244,6 @@ class Scheduler:
             num_left -= num_rows(self._grid, prompt)
         return batch
 
-    def _is_full(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
-        """Whether the prompts of a batch have a piece for every row of a call."""
-        return sum(num_rows(self._grid, prompt) for prompt in batch) >= queue.bucket.batch
-
     def _choose(self) -> tuple[PromptQueue, list[Prompt]] | None:
         """The queue and the prompts of the prefill batch to run now; None for no batch."""
         if not self.num_waiting:
@@ -248,7 +252,8 @@ class Scheduler:
         urgent = {
             queue: batch
             for queue, batch in batches.items()
-            if self._is_full(queue, batch) or self._idle.has_many
+            if sum(num_rows(self._grid, prompt) for prompt in batch) >= queue.bucket.batch
+            or self._has_many_idle
         }
         if urgent:
             return None if self._must_decode else min(urgent.items(), key=_number_of_oldest)
@@ -270,13 +275,29 @@ class Scheduler:
     def _must_decode(self) -> bool:
         return self.slots.has_live and self._batches_since_decode >= self._max_batches
 
+    @property
+    def _has_many_idle(self) -> bool:
+        """Whether so many slots are idle that a batch counts as full."""
+        has_most = self.slots.num_idle > MOST_IDLE * len(self.slots)
+        return self._prefixes.num_blocked > 0 and has_most and self._has_idle_pages(MOST_IDLE)
+
+    @property
+    def _has_enough_idle(self) -> bool:
+        """Whether a batch need not wait for more idle slots."""
+        share = CHUNK_IDLE_SHARE if self._grid.chunks else IDLE_SHARE
+        return self.slots.num_idle >= share * len(self.slots) and self._has_idle_pages(share)
+
+    def _has_idle_pages(self, share: float) -> bool:
+        pages = self._grid.pages
+        return pages is None or self.slots.num_idle_pages >= share * pages
+
     def _must_wait(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
         """Whether a batch that is not full waits for more prompts or for more idle slots."""
         oldest = batch[0]
         is_ready = not oldest.num_slots or oldest.prefix is not None
         if not self.slots.has_live or is_ready or self._cannot_fill(queue, batch):
             return self._must_decode
-        return self._batches_since_decode > 0 or not self._idle.has_enough
+        return self._batches_since_decode > 0 or not self._has_enough_idle
 
     def _cannot_fill(self, queue: PromptQueue, batch: list[Prompt]) -> bool:
         """Whether no other waiting prompt can fill the batch, and no more requests are submitted.

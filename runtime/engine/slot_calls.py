@@ -148,7 +148,6 @@ class SlotCalls:
             case DecodeAction() as action:
                 num_known = sum(results.num_known.values())
                 metrics.count_decode(
-                    self._grid.max_length,
                     # the device's loop ends early when no sequence emits any more
                     steps=int(results.num_emitted_B.max()),
                     emitted=int(results.num_emitted_B.sum()) - num_known,
@@ -172,7 +171,7 @@ class SlotCalls:
         ]
         requests = [self._requests[row.sequence.request.number] for row in rows]
         prompts = [request.request.prompt_token_ids for request in requests]
-        if self._pool is not None:
+        if grid.pages is not None:
             slots = [row.slot for row in rows] + [None] * (bucket.batch - len(rows))
             page_BN = self._pool.rows(slots, grid.num_pages(bucket.length))
             self._prefilled_page_BN = page_BN
@@ -209,7 +208,7 @@ class SlotCalls:
             return
         if not is_clean:
             self._unclean.add(slot)
-            if self._pool is not None and self._prefilled_page_BN is not None:
+            if self._prefilled_page_BN is not None:
                 self._pool.mark_unclean(self._prefilled_page_BN[index])
         if row.is_last and row.sequence.request.generates:
             self.in_slot[slot] = row.sequence
@@ -226,16 +225,13 @@ class SlotCalls:
             self.in_slot[action.slot] = action.sequence
         if action.source in self._unclean:
             self._unclean.add(action.slot)
-            if self._pool is not None:
-                # a slot that was drained before the copy has no pages any more
-                copied = [page for _, page in action.copied_pages]
-                self._pool.mark_unclean(np.append(self._pool.table[action.slot], copied))
+            # a slot that was drained before the copy has no pages any more
+            copied = [page for _, page in action.copied_pages]
+            self._pool.mark_unclean(np.append(self._pool.table[action.slot], copied))
         return call
 
     def _clear_pages(self) -> list[GraphCall]:
         """The calls that clear unclean pages before the next call of another graph."""
-        if self._pool is None:
-            return []
         no_slot, none = self._grid.decode_slots, self._pool.no_page
         pages = [CopiedPage(none, page) for page in self._pool.pages_to_clear()]
         size = self._pool.table.shape[1]
@@ -255,7 +251,6 @@ class SlotCalls:
 
         The given pages are copied too, at most as many as a row may have.
         """
-        assert self._pool is not None
         sampling = greedy_sampling(self._padded_vocab, self._grid)
         if sequence is not None:
             sampling = self._sampling_of(sequence)
@@ -273,7 +268,6 @@ class SlotCalls:
         is_live_B[list(action.slots)] = True
         tables = () if self._structures is None else (self._structures,)
         pool = self._pool
-        assert pool is not None
         page_BN = np.where(is_live_B[:, None], pool.table, pool.no_page)
         shared = pack_shared(action.groups, pool.table, self._grid)
         arguments = is_live_B, SlotPages._make((page_BN, shared))
@@ -299,13 +293,10 @@ class SlotCalls:
         is_active, is_clean = output.is_active_B.tolist(), output.is_clean_B.tolist()
         unclean = [slot for slot in slots if not is_clean[slot]]
         self._unclean.update(unclean)
-        if self._pool is not None:
-            self._pool.mark_unclean(self._pool.table[unclean].ravel())
-            slots_B = np.array(slots)
-            emitted_B = results.num_emitted_B[slots_B]
-            results.read = self.scheduler.slots.read_entries(
-                slots_B, emitted_B, results.action.groups
-            )
+        self._pool.mark_unclean(self._pool.table[unclean].ravel())
+        slots_B = np.array(slots)
+        emitted_B = results.num_emitted_B[slots_B]
+        results.read = self.scheduler.slots.read_entries(slots_B, emitted_B, results.action.groups)
         for slot in slots:
             self.scheduler.slots.advance(slot, num_emitted[slot])
             if not is_active[slot]:

@@ -40,19 +40,14 @@ def unconditional_collectives(result: LayoutResult, phase: str) -> list[Collecti
     return [c for c in result.collectives if c.phase == phase and not c.conditional]
 
 
-def count_communication(result: LayoutResult, phase: str) -> tuple[int, float]:
-    """The number of unconditional collectives, and the bytes that a device sends in them."""
-    chosen = unconditional_collectives(result, phase)
-    return sum(c.count for c in chosen), sum(c.sent_bytes for c in chosen)
-
-
 def _row(result: LayoutResult) -> tuple[str, ...]:
     mesh = ",".join(f"{axis}={size}" for axis, size in result.mesh.items())
     if result.findings:
         return (result.name, mesh, result.verdict, *[""] * (len(_COLUMNS) - 3))
     numbers = [_megabytes(result.bytes_per_device[key]) for key in ("params", "cache", "temp")]
     for phase in ("prefill", "decode"):
-        count, num_bytes = count_communication(result, phase)
+        chosen = unconditional_collectives(result, phase)
+        count, num_bytes = sum(c.count for c in chosen), sum(c.sent_bytes for c in chosen)
         numbers += [*_program(result.programs.get(phase)), str(count), _megabytes(num_bytes)]
     difference = "" if result.max_abs_diff is None else f"{result.max_abs_diff:.1e}"
     numbers += [f"{result.flops / 1e9:.1f}", f"{result.compile_seconds:.1f}", difference]

@@ -163,6 +163,9 @@ def _run(
     have been called before: `known`, by their buckets, with None for decode.
     """
     timed: dict[PrefillBucket | None, list[tuple[float, float]]] = defaultdict(list)
+    step_Q1 = np.arange(1, STEPS_PER_CALL * CALLS_PER_SHAPE + 1)[:, None]
+    # the entries in whole pages that all rows read in a step, on average over all steps
+    of_step = float(grid.whole_pages(np.array(prompt_lengths) + step_Q1).sum(axis=1).mean())
     while generator.unfinished:
         started = clock()
         action = generator.dispatch()
@@ -173,7 +176,7 @@ def _run(
             case PrefillAction(bucket=bucket, read_entries=entries):
                 timed[bucket].append((entries, taken))
             case DecodeAction():
-                timed[None].append((_entries_of_step(grid, prompt_lengths), taken))
+                timed[None].append((of_step, taken))
     timings = [
         _timing(grid, bucket, calls, is_first=bucket not in known)
         for bucket, calls in timed.items()
@@ -181,12 +184,6 @@ def _run(
     ]
     known.update(timed)
     return timings
-
-
-def _entries_of_step(grid: BucketGrid, prompt_lengths: Sequence[int]) -> float:
-    """The entries in whole pages that all rows read in a step, on average over all steps."""
-    step_Q1 = np.arange(1, STEPS_PER_CALL * CALLS_PER_SHAPE + 1)[:, None]
-    return float(grid.whole_pages(np.array(prompt_lengths) + step_Q1).sum(axis=1).mean())
 
 
 def _timing(

@@ -64,7 +64,7 @@ class PlannedLayout:
         if self.problem:
             return math.inf
         metrics = self.result.best.simulation.metrics
-        uses = {"prefill": metrics.prefill.values(), "decode": metrics.decode.values()}
+        uses = {"prefill": metrics.prefill.values(), "decode": [metrics.decode]}
         more = sum(
             (call.factor - 1) * sum(use.seconds for use in uses[phase])
             for phase, call in self.compiled.items()
@@ -142,11 +142,9 @@ def _costliest(layout_plan: PlannedLayout) -> dict[str, GraphKey]:
     """The graph of each phase on which a plan spends most seconds."""
     grid, metrics = layout_plan.result.best.grid, layout_plan.result.best.simulation.metrics
 
-    def seconds(uses: dict, name: object) -> float:
-        return uses[str(name)].seconds if str(name) in uses else 0.0
-
     kind, suffix = kinds_of(grid, PrefillBucket)[0], "" if grid.decode_slots else " scored"
-    bucket = max(grid.prefill, key=lambda bucket: seconds(metrics.prefill, f"{bucket}{suffix}"))
+    seconds = {name: use.seconds for name, use in metrics.prefill.items()}
+    bucket = max(grid.prefill, key=lambda bucket: seconds.get(f"{bucket}{suffix}", 0.0))
     costliest = {"prefill": GraphKey(kind, bucket)}
     if grid.decode_slots:
         costliest["decode"] = DECODE

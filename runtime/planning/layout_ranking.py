@@ -5,6 +5,7 @@ ranks layouts that differ by more than a few percent. A full search is worthwhil
 layouts only.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -184,13 +185,8 @@ def _shorter_rows(ranking: Ranking, ranked: RankedLayout) -> str | None:
     assert ranked.cost is not None and ranked.max_row_length is not None
     work, page = ranked.cost.work, ranking.defaults(ranked.layout).page
     free = ranking.budget.memory_bytes - work.parameter_bytes
-    fitting, too_long = 0, -(-ranked.max_row_length // page)
-    while too_long - fitting > 1:
-        middle = (fitting + too_long) // 2
-        if work.page_bytes(middle * page) <= free:
-            fitting = middle
-        else:
-            too_long = middle
+    pages = range(1, -(-ranked.max_row_length // page))
+    fitting = bisect_right(pages, free, key=lambda count: work.page_bytes(count * page))
     if not fitting:
         return None
     return (

@@ -3,6 +3,11 @@
 Reads tables of hardware and calibrations, and no weights. Knows nothing of workloads and grids.
 """
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from ...compile.hardware.hardware import Hardware, hardware_of
 from ...compile.plan import Numbers, PlannedModel
 from ...compile.planning.candidates import Budget
@@ -17,7 +22,6 @@ from ..devices.graph_memory import MEMORY_SHARE
 from ..devices.machine import faster_dtype
 from ..errors import CheckpointError, ConfigError
 from ..files.hardware_files import known_hardware
-from .calibration_file import read_calibration
 from .plan_options import PlanOptions
 
 
@@ -57,7 +61,37 @@ def calibration_of(options: PlanOptions, files: ModelFiles, numbers: Numbers) ->
         "layout": options.layout or "",
         "hardware": {"name": hardware.name, **hardware.peaks()},
     }
-    return read_calibration(options.calibration, expected)
+    return _read_calibration(options.calibration, expected)
+
+
+def _read_calibration(path: Path, expected: Mapping[str, Any]) -> Calibration:
+    """Read the calibration that `noria bench` wrote.
+
+    Args:
+      path: The file.
+      expected: Fields that the calibration must have.
+
+    Raises:
+      ConfigError: The file is no calibration, or it was measured for something else.
+    """
+    with path.open(encoding="utf-8") as file:
+        try:
+            calibration = Calibration.from_json(json.load(file))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{path}: expected a calibration in JSON, got: {error}. Write one with noria bench "
+                f"--calibration."
+            ) from None
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    for name, value in expected.items():
+        if (got := getattr(calibration, name)) != value:
+            raise ConfigError(
+                f"{path} {name}: expected {value}, got {got}. Calibrate again with noria bench "
+                f"--calibration, or plan for the calibrated model, dtype and layout, with the same "
+                f"tables (--hardware)."
+            )
+    return calibration
 
 
 def hardware_of_options(options: PlanOptions) -> Hardware:
@@ -72,16 +106,14 @@ def budget_of(
 
     `entry_bytes` depend on the layout. Without them, decode graphs are expected to compile faster.
     """
-    platform, seconds = TargetName.parse(options.target).platform, options.seconds_per_graph
-    gigabytes = options.max_memory_gb
+    platform, gigabytes = TargetName.parse(options.target).platform, options.max_memory_gb
     num_defined = len(block_layers(config, Arrangement(scan_layers=options.scan_layers)))
-    predicted = GraphSeconds.predicted(platform, num_defined, entry_bytes)
     return Budget(
         prefill_graphs=options.max_prefill_graphs,
         memory_bytes=MEMORY_SHARE * hardware.memory_bytes if gigabytes is None else gigabytes * 1e9,
         compile_seconds=options.max_compile_minutes * 60,
         padding=options.max_padding,
-        graph_seconds=GraphSeconds(seconds, seconds) if seconds else predicted,
+        graph_seconds=GraphSeconds.predicted(platform, num_defined, entry_bytes),
     )
 
 

@@ -19,7 +19,7 @@ from ...compile.grids.embed_grid import embed_ladder
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.targets import Target
-from ...modelzoo.config_values import check_count
+from ...modelzoo.config_values import check_choice, check_count
 from ...sharding.layout import Layout
 from .. import session
 from ..adapters.adapter_set import AdapterSet
@@ -81,8 +81,7 @@ class PlanArguments:
     structured_outputs: Sequence[Form]
 
     def __post_init__(self):
-        if self.runner not in RUNNERS:
-            raise ValueError(f"runner: expected one of {', '.join(RUNNERS)}, got {self.runner!r}.")
+        check_choice("runner", self.runner, RUNNERS)
         for name in ("numbers", "layout", "experts", "structured_outputs"):
             check_kinds(**{name: getattr(self, name)})
         for name in ("max_model_len", "max_num_seqs"):

@@ -37,8 +37,6 @@ class PlanOptions:
     """The largest ratio of computed to real prompt tokens."""
     max_prefill_graphs: int = 8
     max_compile_minutes: float = math.inf
-    seconds_per_graph: float | None = None
-    """The expected seconds to compile one graph; None to predict them."""
     compile_layouts: int = 0
     """The number of the best layouts of which the costliest graphs are compiled."""
     max_memory_gb: float | None = None

@@ -222,7 +222,9 @@ def _planned_layouts(
         try:
             layout, cost = ranked_layout.layout, ranked_layout.cost
             assert cost is not None
-            result = _searched(options, ranking, workload, ranked_layout, simulated_rows, progress)
+            planner = _planner(options, ranking, workload, layout, cost, simulated_rows)
+            result = progress.plan(planner)
+            _require(layout, ranking, result.best.grid)
             planned.append(PlannedLayout(layout, cost, result))
         except (NoPlanFits, IllegalLayout) as error:
             reasons.append(
@@ -233,27 +235,6 @@ def _planned_layouts(
     if not planned:
         raise NoPlanFits("no plan fits. " + " ".join(reasons))
     return sorted(planned, key=lambda layout_plan: layout_plan.result.best.seconds)
-
-
-def _searched(
-    options: PlanOptions,
-    ranking: Ranking,
-    workload: Workload,
-    ranked: RankedLayout,
-    simulated_rows: SimulatedRows,
-    progress: SearchProgress,
-) -> PlanResult:
-    """The result of the search in a layout.
-
-    Raises:
-      NoPlanFits: No grid fits.
-      IllegalLayout: The layout is illegal for the best grid.
-    """
-    layout, cost = ranked.layout, ranked.cost
-    assert cost is not None
-    result = progress.plan(_planner(options, ranking, workload, layout, cost, simulated_rows))
-    _require(layout, ranking, result.best.grid)
-    return result
 
 
 def _ranking(

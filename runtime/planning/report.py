@@ -90,7 +90,7 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
         figures = _graph(f"prefill {name}", use, use.calls, use.real_tokens)
         entries.append(figures | _estimate(prediction, key, call))
     if grid.decode_slots:
-        use, step = metrics.decode.get(str(grid.max_length), DecodeUse()), None
+        use, step = metrics.decode, None
         figures = _graph(str(DECODE), use, use.steps, use.emitted_tokens)
         figures["seconds_beside_steps"] = use.calls * cost.decode_call_seconds()
         if use.steps:
@@ -268,9 +268,8 @@ def _estimate(prediction: "Prediction", key: GraphKey, call: Call | None = None)
 
 
 def _figures(simulated: "SimulatedGrid") -> dict[str, Any]:
-    padding = simulated.simulation.metrics.report()["padding"]
-    prefill = simulated.simulation.metrics.prefill.values()
-    decode = simulated.simulation.metrics.decode.values()
+    metrics = simulated.simulation.metrics
+    padding, prefill = metrics.padding, metrics.prefill.values()
     computed = sum(use.computed_tokens for use in prefill)
     decoded = padding["computed_tokens"] - computed
     table = simulated.grid.to_table()
@@ -286,7 +285,7 @@ def _figures(simulated: "SimulatedGrid") -> dict[str, Any]:
         "tail_seconds": simulated.simulation.tail_seconds,
         "occupancy": simulated.simulation.occupancy,
         "prefill_seconds": sum(use.seconds for use in prefill),
-        "decode_seconds": sum(use.seconds for use in decode),
+        "decode_seconds": metrics.decode.seconds,
         "prefill_real_tokens": sum(use.real_tokens for use in prefill),
         "prefill_computed_tokens": computed,
         "prefill_padding": padding["prefill_padding_tokens"] / max(computed, 1),

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.planning.candidates import Budget
 from ...compile.planning.cost import CostModel
 from ...compile.planning.run_bounds import Candidate, ExpectedRow
-from ..engine.shared_prefixes import SharedPrefix, plan_submission
+from ..engine.shared_prefixes import plan_submission
 from ..errors import NoPlanFits
 from .simulator import Schedule, SimulatedRow, Simulation, schedule
 
@@ -89,7 +88,25 @@ class Schedules:
     def of(self, grid: BucketGrid) -> Schedule:
         """The schedule on a grid."""
         if grid not in self._known:
-            self._known[grid] = _scheduled_in_order(self.rows, grid, self.table)
+            needs = [(row.need.prompt_length, row.need.max_tokens) for row in self.rows]
+            submission = plan_submission(needs, self.table, grid)
+            rows = [self.rows[row] for row in submission.rows]
+            planned = submission.planned or [None] * len(rows)
+            submitted = [
+                SimulatedRow(
+                    row.need.prompt_length,
+                    row.limit(grid.max_length),
+                    (row.output,) * (row.need.num_sequences if row.output else 0),
+                    row.ends_on_host,
+                    row.need.is_scored,
+                    prefix,
+                    planned_prefix,
+                )
+                for row, prefix, planned_prefix in zip(
+                    rows, submission.prefixes, planned, strict=True
+                )
+            ]
+            self._known[grid] = schedule(grid, submitted, submission.num_held)
         return self._known[grid]
 
 
@@ -205,7 +222,7 @@ def simulate_grid(
 ) -> SimulatedGrid:
     """Simulate a grid, and predict the seconds to compile its graphs."""
     simulation = scaled(grid, schedules.of(grid).priced(grid, cost))
-    return SimulatedGrid(grid, simulation, budget.build_seconds(grid))
+    return SimulatedGrid(grid, simulation, budget.graph_seconds.of_grid(grid))
 
 
 def simulate_in_order(
@@ -222,38 +239,4 @@ def simulate_in_order(
       cost: Gives the seconds of calls; without it all calls take 0 seconds.
       table: What the prompts of the rows share.
     """
-    return _scheduled_in_order(rows, grid, table).priced(grid, cost)
-
-
-def _scheduled_in_order(
-    rows: Sequence[ExpectedRow], grid: BucketGrid, table: PrefixTable
-) -> Schedule:
-    needs = [(row.need.prompt_length, row.need.max_tokens) for row in rows]
-    submission = plan_submission(needs, table, grid)
-    submitted = [
-        _simulated(rows[row], grid, prefix, planned_prefix)
-        for row, prefix, planned_prefix in zip(
-            submission.rows,
-            submission.prefixes,
-            submission.planned or [None] * len(rows),
-            strict=True,
-        )
-    ]
-    return schedule(grid, submitted, submission.num_held)
-
-
-def _simulated(
-    row: ExpectedRow,
-    grid: BucketGrid,
-    prefix: SharedPrefix | None,
-    planned_prefix: PlannedPrefix | None,
-) -> SimulatedRow:
-    return SimulatedRow(
-        row.need.prompt_length,
-        row.limit(grid.max_length),
-        (row.output,) * (row.need.num_sequences if row.output else 0),
-        row.ends_on_host,
-        row.need.is_scored,
-        prefix,
-        planned_prefix,
-    )
+    return Schedules(rows, table).of(grid).priced(grid, cost)

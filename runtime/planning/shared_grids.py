@@ -17,7 +17,6 @@ import numpy as np
 
 from ...compile.graphs.graph_kinds import kinds_of
 from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits
-from ...compile.grids.default_grid import with_chunks
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_choice import with_prefixes
@@ -73,13 +72,17 @@ def with_sharing(
     if not is_enough:
         return whole
     grids = _chunk_grids(whole, rows, defaults, derive)
-    numbers = _neighbours(table)
+    first = max(0, len(table.rows) - MAX_ROWS) // 2
+    # neighbours in the order of prompts
+    numbers = table.rows[first : first + MAX_ROWS].tolist()
     part, part_table = [rows[row] for row in numbers], table.of_rows(numbers)
     scale = len(rows) / len(part)
 
     def seconds(grid: BucketGrid) -> float:
         run = simulate_in_order(part, grid, prices.cost, part_table).seconds
-        return scale * run + _build_seconds(grid, prices)
+        num_graphs = len(grid.prefill) * len(kinds_of(grid, PrefillBucket))
+        build = prices.of_prefill_bucket(num_graphs)
+        return scale * run + build + (prices.of_decode_graph(grid) if grid.decode_slots else 0.0)
 
     if not grids:
         return whole
@@ -106,7 +109,7 @@ def _chunk_grids(
         grid
         for chunks in CHUNKS
         if chunks[-1] <= whole.max_length and chunks[0] % divisor == 0
-        for derived in [derive(needs, with_chunks(defaults, list(chunks)))]
+        for derived in [derive(needs, replace(defaults, chunks=chunks))]
         for grid in _batches(derived, defaults.batch_multiple)
         # the last piece of a long prompt is padded, maybe past the model's context
         if all(fits_grid(need, grid) for need in set(needs))
@@ -125,28 +128,15 @@ def _batches(grid: BucketGrid, batch: int) -> Iterator[BucketGrid]:
         yield replace(grid, prefill=single)
 
 
-def _build_seconds(grid: BucketGrid, prices: GraphPrices) -> float:
-    prefill = len(grid.prefill) * prices.of_prefill_bucket(len(kinds_of(grid, PrefillBucket)))
-    return prefill + (prices.of_decode_graph(grid) if grid.decode_slots else 0.0)
-
-
-def _neighbours(table: PrefixTable) -> list[int]:
-    """The row numbers of a run of neighbours in the order of prompts."""
-    first = max(0, len(table.rows) - MAX_ROWS) // 2
-    return table.rows[first : first + MAX_ROWS].tolist()
-
-
 def expected_rows(rows: Sequence[RowShape], grid: BucketGrid) -> list[ExpectedRow]:
     """The rows with their expected output tokens."""
-    return [_expected(row, grid) for row in rows]
-
-
-def _expected(row: RowShape, grid: BucketGrid) -> ExpectedRow:
-    limit = row.max_tokens
-    if limit is None:
-        room = grid.max_length - row.prompt_length
-        limit = min(GridDefaults().unspecified_output, room)
-    return ExpectedRow(row, limit)
+    unlimited = GridDefaults.unspecified_output
+    return [
+        ExpectedRow(row, min(unlimited, grid.max_length - row.prompt_length))
+        if row.max_tokens is None
+        else ExpectedRow(row, row.max_tokens)
+        for row in rows
+    ]
 
 
 def fits_grid(row: RowShape, grid: BucketGrid) -> bool:

@@ -30,7 +30,7 @@ from ..engine.actions import (
     ScheduledRequest,
     ScheduledSequence,
 )
-from ..engine.metrics import DecodeUse, EngineMetrics, prefill_name
+from ..engine.metrics import EngineMetrics, prefill_name
 from ..engine.scheduler import Scheduler
 from ..engine.shared_prefixes import SharedPrefix
 
@@ -80,8 +80,8 @@ class Simulation:
     @property
     def seconds(self) -> float:
         """Predicted seconds of all calls."""
-        calls = [*self.metrics.prefill.values(), *self.metrics.decode.values()]
-        return sum(use.seconds for use in calls)
+        prefill = sum(use.seconds for use in self.metrics.prefill.values())
+        return prefill + self.metrics.decode.seconds
 
     def scaled(self, factor: float) -> "Simulation":
         """The simulation with all counts and times multiplied by a factor, for more rows of the
@@ -91,9 +91,8 @@ class Simulation:
     @property
     def occupancy(self) -> float:
         """The share of slot-steps in which the slot held a row."""
-        uses = self.metrics.decode.values()
-        computed = sum(use.computed_tokens for use in uses)
-        return sum(use.live_tokens for use in uses) / computed if computed else 0.0
+        use = self.metrics.decode
+        return use.live_tokens / use.computed_tokens if use.computed_tokens else 0.0
 
 
 class Count(NamedTuple):
@@ -140,11 +139,9 @@ class Schedule:
     """The calls of a simulated job, without seconds."""
 
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
-    """All counters except those of decode calls."""
+    """All counters."""
     prefill_calls: dict[str, Call] = field(default_factory=dict)
     """The shape of each prefill graph, by its name in `metrics`."""
-    decode: DecodeUse = field(default_factory=DecodeUse)
-    """The counters of decode calls."""
     counts_before_tail: Counts = field(default_factory=dict)
     """The calls and steps until no row waits."""
     calls: list[SimulatedCall] = field(default_factory=list)
@@ -159,7 +156,7 @@ class Schedule:
             name: Count(use.calls, use.calls, use.read_entries, use.read_entries)
             for name, use in self.metrics.prefill.items()
         }
-        if (use := self.decode).calls:
+        if (use := self.metrics.decode).calls:
             counts[None] = Count(use.calls, use.steps, use.read_entries, use.seen_entries)
         return counts
 
@@ -174,9 +171,7 @@ class Schedule:
         seconds = self._seconds(self.counts, grid, cost)
         for name, use in metrics.prefill.items():
             use.seconds = seconds[name]
-        if self.decode.calls:
-            metrics.decode[str(grid.max_length)].add(self.decode)
-            metrics.decode[str(grid.max_length)].seconds = seconds[None]
+        metrics.decode.seconds = seconds.get(None, 0.0)
         before_tail = sum(self._seconds(self.counts_before_tail, grid, cost).values())
         return Simulation(metrics, sum(seconds.values()) - before_tail, self)
 
@@ -255,7 +250,7 @@ class _Run:
         self._grid, self._rows = grid, rows
         self.scheduler = Scheduler(grid)
         self._result = Schedule()
-        self._result.metrics.has_pages = grid.pages is not None
+        self._result.metrics.grid = grid
         self._counts = _SlotCounts(grid.decode_slots)
         self._calls: dict[tuple[PrefillBucket, bool], Call] = {}
         """Prefill calls by bucket and scoring."""
@@ -301,8 +296,7 @@ class _Run:
 
     def _held(self, num_waiting: int = 0) -> Held:
         slots = self.scheduler.slots
-        num_pages = 0 if slots.pool is None else slots.pool.num_taken
-        return Held(slots.num_taken, num_pages, num_waiting)
+        return Held(slots.num_taken, slots.pool.num_taken, num_waiting)
 
     def _start(self, slot: int, sequence: ScheduledSequence, num_known: int = 0) -> None:
         """Note how many decode calls a sequence takes."""
@@ -331,18 +325,14 @@ class _Run:
         self._result.calls.append(
             SimulatedCall(None, run_steps, entries, self._held(action.num_waiting))
         )
-        self._result.decode.add(
-            DecodeUse(
-                calls=1,
-                steps=run_steps,
-                emitted_tokens=int(emitted_B.sum()) - num_known,
-                live_tokens=run_steps * len(slots),
-                computed_tokens=run_steps * self._grid.decode_slots,
-                read_entries=entries.read,
-                seen_entries=entries.seen,
-            )
-        )
         metrics, ending = self._result.metrics, slots[is_last]
+        metrics.count_decode(
+            steps=run_steps,
+            emitted=int(emitted_B.sum()) - num_known,
+            live_slots=len(slots),
+            slots=self._grid.decode_slots,
+            read=entries,
+        )
         metrics.count_waits(action.num_waiting, num_known)
         metrics.cut_tokens += int(counts.cut_B[ending].sum())
         self.scheduler.slots.advance(slots, emitted_B)

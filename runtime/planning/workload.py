@@ -6,9 +6,8 @@ job has the emitted numbers. They are taken for the rows of the same job, and le
 """
 
 import tempfile
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..rows.job_text import open_text, row_shape
 from ..rows.lines import BatchRow, RequestRules
 from ..rows.row_files import check_input, open_rows, unit_of
 from ..rows.row_kinds import text_lengths
-from ..rows.scan import ScannedRow, ScanSummary, scan
+from ..rows.scan import RowRequirements, ScanSummary, scan
 from ..structured.structures import Structures
 from .finished_lengths import AnsweredRow, FinishedJob, LengthForecast, read_finished_job
 from .length_table import read_table
@@ -157,19 +156,29 @@ def _with_lengths(
 ) -> Workload:
     """The workload of rows that generate, with the lengths of a finished job if there is one."""
     summary, structures = scanned.summary, scanned.structures
-    generating = [row for row in summary.rows if row.requirements is not None]
+    generating = [(row, row.requirements) for row in summary.rows if row.requirements is not None]
     forms = {row.structure for row in summary.requirements if row.structure is not None}
-    manifest, source, of_row = None, "", _unknown
+    manifest, source = None, ""
+    seen: list[AnsweredRow | None] = [None] * len(generating)
     if finished is not None and finished.answered(scanned.input_sha256):
-        manifest, of_row = finished.manifest, partial(_known, finished)
+        manifest = finished.manifest
         # rows that a finished job has not answered cost it nothing
-        generating = [row for row in generating if row.custom_id in finished.rows]
+        generating = [pair for pair in generating if pair[0].custom_id in finished.rows]
+        seen = [finished.rows[row.custom_id or ""] for row, _ in generating]
     elif finished is not None:
         forecast = LengthForecast.learn(list(finished.rows.values()))
-        of_row = partial(_learned, forecast, scanned.chat_rows)
+        seen = [
+            forecast.next_row(
+                is_chat=row.row in scanned.chat_rows, prompt_length=needs.prompt_length
+            )
+            for row, needs in generating
+        ]
         source = f"{finished.path}: output lengths are learned from {forecast}"
-    rows = [_expected(row, structures, of_row(row), share_of_limit) for row in generating]
-    prefixes = summary.prefixes.of_rows([row.row for row in generating])
+    rows = [
+        _expected(needs, structures, of_row, share_of_limit)
+        for (_, needs), of_row in zip(generating, seen, strict=True)
+    ]
+    prefixes = summary.prefixes.of_rows([row.row for row, _ in generating])
     num_refused = len(summary.rows) - len(rows)
     structured = structures.grid(forms)
     return Workload(
@@ -177,32 +186,15 @@ def _with_lengths(
     )
 
 
-def _unknown(row: ScannedRow) -> None:
-    return None
-
-
-def _known(finished: FinishedJob, row: ScannedRow) -> AnsweredRow | None:
-    return finished.rows[row.custom_id or ""]
-
-
-def _learned(
-    forecast: LengthForecast, chat_rows: Collection[int], row: ScannedRow
-) -> AnsweredRow | None:
-    assert row.requirements is not None
-    length = row.requirements.prompt_length
-    return forecast.next_row(is_chat=row.row in chat_rows, prompt_length=length)
-
-
 def _expected(
-    row: ScannedRow, structures: Structures, seen: AnsweredRow | None, share_of_limit: float
+    needs: RowRequirements, structures: Structures, seen: AnsweredRow | None, share_of_limit: float
 ) -> ExpectedRow:
     """A row with its expected output: that of an answered row, or a share of its limit."""
-    assert row.requirements is not None
-    need = row_shape(row.requirements, structures)
+    need = row_shape(needs, structures)
     limit = need.max_tokens
     if seen is not None and limit != 0:
         output = seen.output if limit is None else min(seen.output, limit)
-        return ExpectedRow(need, output, seen.stopped and row.requirements.has_stops)
+        return ExpectedRow(need, output, seen.stopped and needs.has_stops)
     if limit is None:
         limit = GridDefaults().unspecified_output
     return ExpectedRow(need, min(limit, max(1, round(limit * share_of_limit))))

@@ -12,6 +12,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 from alike import changed
+from decode_steps import step_of
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
@@ -34,7 +35,7 @@ GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS)
 CHUNK, SHORT, LONG = 256, 512, 4096
 CALLS = {
     "prefill": Call("prefill", PROMPTS, LENGTH, LENGTH),
-    "decode": Call.of_step(SLOTS, 512),
+    "decode": step_of(SLOTS, 512),
 }
 NUM_KV_HEADS = {
     "weight-stationary-1d-kv-copies": 2,

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import pytest
 from alike import changed
 from layers_of_8b import LAYERS_OF_8B
+from program_bytes import hbm_bytes
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.graphs.steps import DecodeState
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.planning.work import Work
-from noria.compile.programs.hbm_bytes import hbm_bytes
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, Multipliers
 from noria.modelzoo.latent_config import LatentAttention

@@ -1,13 +1,14 @@
 """Plans and derived grids under layouts: the layout survives the file, the shapes divide."""
 
 import tomllib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from noria.compile.abstract_model import model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid, NoBucketFits
-from noria.compile.grids.default_grid import derive_grid, ladder_grid, with_chunks
+from noria.compile.grids.default_grid import derive_grid, ladder_grid
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.row_shape import RowShape
 from noria.compile.plan import Numbers, Plan, PlannedModel
@@ -103,7 +104,7 @@ def test_derived_grids_divide_as_the_layout_splits_them(spelling):
         rows = [RowShape(*pair) for pair in zip(lengths, outputs, strict=True)]
         slots = int(rng.integers(1, 100))
         length = int(rng.integers(100, 1000))
-        for defaults in (whole, with_chunks(whole, CHUNK)):
+        for defaults in (whole, replace(whole, chunks=(CHUNK,))):
             for grid in (
                 derive_grid(rows, CONFIG.max_position, defaults),
                 ladder_grid(length, slots, score=False, defaults=defaults),

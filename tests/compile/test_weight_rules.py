@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from alike import alike, changed
+from decode_steps import step_of
 from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
@@ -11,7 +12,6 @@ from noria.compile.planning.work import Work
 from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.config import AS_PUBLISHED
 from noria.modelzoo.weights.weight_formats import SCALES, WeightFormat, common_format
-from noria.sharding.call import Call
 
 INT8, INT4 = WeightFormat("int8"), WeightFormat("int4", 8)
 SCANNED = replace(AS_PUBLISHED, scan_layers=True)
@@ -98,7 +98,7 @@ def test_the_bytes_that_decode_needs_are_those_of_codes_and_scales(form, bits):
     narrow, wide = (
         Work(AbstractModel(CONFIG, weight_rules=WeightRules(x)), "bfloat16") for x in (form, None)
     )
-    call = Call.of_step(4, 32)
+    call = step_of(4, 32)
     D, F, heads = (
         CONFIG.embed,
         alike(CONFIG).mlp,

@@ -8,9 +8,9 @@ import pytest
 from adapter_on_disk import merge_by_hand, write_adapter
 from command import answer, completion, plan_text, read_manifest, read_rows, write_lines
 from model_on_disk import write_model
+from related_prompts import hash_tokens
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.grids.prefix_grid import hash_tokens
 from noria.runtime import LLM, SamplingParams
 from noria.runtime.adapters.adapter_set import AdapterSet
 from noria.runtime.checkpoint import open_model

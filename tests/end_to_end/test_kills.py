@@ -12,9 +12,10 @@ import pytest
 from adapter_on_disk import write_adapter
 from command import answer, chat, completion, read_manifest, wait_for_records, write_lines
 from model_on_disk import write_model
+from related_prompts import hash_tokens
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 
 IN_CHUNKS = ("--set", "buckets.chunk=16")

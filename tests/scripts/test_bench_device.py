@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from alike import alike
+from decode_steps import step_of
 from numerics_helpers import script
 
 from noria.compile.abstract_model import AbstractModel
@@ -66,7 +67,7 @@ def test_the_bytes_of_a_decode_step_are_its_matrices_and_its_cache():
     cache = 2 * CONFIG.num_layers * 3 * alike(CONFIG).num_kv_heads * 16 * alike(CONFIG).head_dim
     # written, and read by sampling
     logits = 2 * 3 * CONFIG.vocab_size
-    work = work_of(bench, Call.of_step(3, 16))
+    work = work_of(bench, step_of(3, 16))
     assert work["bytes"] == 4 * (matrices + cache + logits)
 
 

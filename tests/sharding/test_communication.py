@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 from alike import alike, changed
+from decode_steps import step_of
 from published_communication import FORMULAS, LayerSizes
 
 from noria.modelzoo.config import DecoderConfig
@@ -23,7 +24,7 @@ CONFIG = DecoderConfig.alike(
     windows=(None,) * 3,
     max_position=2048,
 )
-CALLS = {"prefill": Call("prefill", 8, 256, 256), "decode": Call.of_step(64, 512)}
+CALLS = {"prefill": Call("prefill", 8, 256, 256), "decode": step_of(64, 512)}
 NUM_KV_HEADS = {
     "weight-stationary-1d-kv-copies": 2,
     "weight-stationary-1d-batch-attention": 4,

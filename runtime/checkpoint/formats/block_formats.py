@@ -8,9 +8,9 @@ A format has these parts:
 Does not know about files, and reads nothing.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from ....modelzoo.families.quantisation import (
     Awq,
@@ -48,32 +48,21 @@ class Stored:
     is_optional: bool = False
 
 
-class BlockFormat(Protocol):
+class BlockFormat(ABC):
     """A format of quantised tensors."""
 
-    @property
-    def name(self) -> str:
-        """The name of the format in reports."""
-        ...
+    name: str
+    """The name of the format in reports."""
+    plain = ""
+    """The suffix of the plain name of a tensor, after the common beginning of the names."""
+    suffixes: Mapping[str, Stored]
+    """The stored arrays by role; `CODES` and `SCALES` are always there."""
+    unused: tuple[str, ...] = ()
+    """Suffixes of arrays that weights do not need."""
 
-    @property
-    def plain(self) -> str:
-        """The suffix of the plain name of a tensor, after the common beginning of the names."""
-        ...
-
-    @property
-    def suffixes(self) -> Mapping[str, Stored]:
-        """The stored arrays by role; `CODES` and `SCALES` are always there."""
-        ...
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """Suffixes of arrays that weights do not need."""
-        ...
-
+    @abstractmethod
     def bind(self, infos: Mapping[str, TensorInfo]) -> CodedTensor:
         """The tensor with these arrays; ArrayMismatch if they do not belong together."""
-        ...
 
 
 def format_of(quantisation: Quantisation) -> BlockFormat:
@@ -107,7 +96,7 @@ def _matrix_shape(info: TensorInfo) -> tuple[int, int]:
     return rows, columns
 
 
-class Float8Blocks:
+class Float8Blocks(BlockFormat):
     """Matrices in float8_e4m3fn under their plain names, with a scale for each block of both axes.
 
     The last block of an axis may be smaller. DeepSeek publishes scales in float32, Qwen3 in
@@ -115,12 +104,10 @@ class Float8Blocks:
     were multiplied before they were rounded.
     """
 
-    plain = ""
     suffixes: Mapping[str, Stored] = {
         CODES: Stored("", ("F8_E4M3",)),
         SCALES: Stored("_scale_inv", ("F32", "BF16")),
     }
-    unused = ()
 
     def __init__(self, rows: int, columns: int):
         self._block = (rows, columns)
@@ -132,7 +119,7 @@ class Float8Blocks:
         return CodedMatrix(shape, self._block, ("float8_e4m3fn", infos[SCALES].dtype.name))
 
 
-class GptqFormat:
+class GptqFormat(BlockFormat):
     """Integers of 4 or 8 bits in words along inputs, with zero points in words along outputs.
 
     Arrays have the axes `[inputs, outputs]`. The first version of the format stores each zero point
@@ -147,7 +134,6 @@ class GptqFormat:
         ZEROS: Stored(".qzeros", ("I32",)),
         GROUPS: Stored(".g_idx", ("I32",), is_optional=True),
     }
-    unused = ()
 
     def __init__(self, quantisation: Gptq):
         self._quantisation = quantisation
@@ -183,7 +169,7 @@ class GptqFormat:
         )
 
 
-class AwqFormat:
+class AwqFormat(BlockFormat):
     """4-bit integers and zero points in words along outputs, in the order of AWQ's kernel.
 
     Arrays have the axes `[inputs, outputs]`. Source: `awq/utils/packing_utils.py` of AutoAWQ.
@@ -195,7 +181,6 @@ class AwqFormat:
         SCALES: Stored(".scales", _FLOATS),
         ZEROS: Stored(".qzeros", ("I32",)),
     }
-    unused = ()
     packing = Packing(4, places=(0, 4, 1, 5, 2, 6, 3, 7))
 
     def __init__(self, group: int):
@@ -220,7 +205,7 @@ class AwqFormat:
         )
 
 
-class CompressedFormat:
+class CompressedFormat(BlockFormat):
     """Integers or float8_e4m3fn of `compressed-tensors`; integers may be in words along inputs.
 
     A scale is for the matrix, for an output, for a group of inputs, or for a block of both axes.
@@ -228,7 +213,6 @@ class CompressedFormat:
     of the range is added to each. Source: `compressors/pack_quantized/helpers.py` of the package.
     """
 
-    plain = ""
     unused = (
         ".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point",
         ".k_scale", ".v_scale", ".q_scale", "_shape",
@@ -239,7 +223,7 @@ class CompressedFormat:
         self._quantisation = quantisation
         bits, packed = quantisation.bits, quantisation.is_packed
         types = ("F8_E4M3",) if quantisation.is_float else ("I8",)
-        self.suffixes: dict[str, Stored] = {
+        self.suffixes = {
             CODES: Stored("_packed", ("I32",)) if packed else Stored("", types),
             SCALES: Stored("_scale", _FLOATS),
             # left out if all are zeros
@@ -316,7 +300,7 @@ def _in_groups(group: int) -> str:
     return f" in groups of {group}" if group else ""
 
 
-class Mxfp4Experts:
+class Mxfp4Experts(BlockFormat):
     """Matrices of experts in float4_e2m1fn, with a scale (float8_e8m0fnu) for each 32 inputs.
 
     Codes have the shape `[expert, output, block, byte]`; a byte has two codes, the first in its low
@@ -326,22 +310,17 @@ class Mxfp4Experts:
     """
 
     name = "MXFP4"
-    plain = ""
     suffixes: Mapping[str, Stored] = {
         CODES: Stored("_blocks", ("U8",)),
         SCALES: Stored("_scales", ("U8",)),
     }
-    unused = ()
-
-    BLOCK_BYTES = MXFP4_BLOCK // 2
 
     def bind(self, infos: Mapping[str, TensorInfo]) -> Mxfp4Tensor:
-        shape = infos[CODES].shape
-        if len(shape) != 4 or shape[-1] != self.BLOCK_BYTES:
+        shape, num_bytes = infos[CODES].shape, MXFP4_BLOCK // 2
+        if len(shape) != 4 or shape[-1] != num_bytes:
             raise ArrayMismatch(
                 CODES,
-                f"expected experts, outputs, blocks and {self.BLOCK_BYTES} bytes, "
-                f"got shape {shape}",
+                f"expected experts, outputs, blocks and {num_bytes} bytes, got shape {shape}",
             )
         _expect(infos, SCALES, shape[:-1])
         return Mxfp4Tensor(shape)

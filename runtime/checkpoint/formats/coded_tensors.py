@@ -10,7 +10,7 @@ the codes and offsets of the parts if scales have 16 bits.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -84,29 +84,6 @@ class KeptCodes:
         return f"{form} (blocks of {sizes})" if sizes else str(form)
 
 
-class CodedTensor(Protocol):
-    """A tensor with the arrays of its codes."""
-
-    @property
-    def kept(self) -> KeptCodes | None:
-        """The codes that a plan may keep; None for none."""
-        ...
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the numbers."""
-        ...
-
-    @property
-    def axis_order(self) -> tuple[int, ...] | None:
-        """See `TensorInfo.axis_order`."""
-        ...
-
-    def read(self, fetch: Fetch, box: Box, part: Part) -> np.ndarray:
-        """Read a part of a box of the numbers."""
-        ...
-
-
 @dataclass(frozen=True)
 class StoredMatrix:
     """The form in which a matrix `[rows, columns]` is stored."""
@@ -165,7 +142,7 @@ class CodedMatrix:
         return (1, 0) if self.codes.is_transposed else None
 
     @property
-    def kept(self) -> KeptCodes | None:
+    def kept(self) -> KeptCodes:
         codes, scales = self.dtypes
         has_offsets = self.zeros is not None and not self.is_symmetric
         form = WeightFormat(codes, 0, scales, has_offsets, self.is_ordered)
@@ -264,6 +241,11 @@ class Mxfp4Tensor:
             codes = as_float32(codes)
             codes *= scales[..., None]
         return codes.reshape(*pairs.shape[:2], -1).transpose(0, 2, 1)[:, cut]
+
+
+CodedTensor = CodedMatrix | Mxfp4Tensor
+"""A tensor with the arrays of its codes: the shape of its numbers, the codes that a plan may keep,
+and the order of axes in the file (see `TensorInfo`)."""
 
 
 def as_float32(codes: np.ndarray) -> np.ndarray:

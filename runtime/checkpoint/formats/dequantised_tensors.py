@@ -56,7 +56,7 @@ class DequantisedTensors:
         plain = {
             name: info
             for name, info in stored.tensors.items()
-            if name not in used and not name.endswith(form.unused or ("\0",))
+            if name not in used and not name.endswith(form.unused)
         }
         self.tensors = plain | joined
 
@@ -69,7 +69,7 @@ class DequantisedTensors:
     @property
     def kept(self) -> Mapping[str, KeptCodes]:
         """The codes of quantised tensors that a plan may keep."""
-        return {name: coded.kept for name, coded in self._coded.items() if coded.kept is not None}
+        return {name: coded.kept for name, coded in self._coded.items()}
 
     def part(self, part: Part) -> TensorSource:
         """The quantised tensors, each read as a part of its numbers."""
@@ -99,9 +99,6 @@ class DequantisedTensors:
         present = (name for name in names if name in self.tensors)
         return tuple(name for name in present if not self._stored.read(name).any())
 
-    def close(self) -> None:
-        self._stored.close()
-
 
 def _beginnings(tensors: Mapping[str, TensorInfo], form: BlockFormat) -> Iterator[str]:
     """The beginnings of the names of quantised tensors; one may occur several times."""
@@ -112,7 +109,7 @@ def _beginnings(tensors: Mapping[str, TensorInfo], form: BlockFormat) -> Iterato
         is_codes = name.endswith(codes.suffix) and info.stored_as in codes.types
         if is_codes and (codes.suffix or not name.endswith(others)):
             yield name.removesuffix(codes.suffix)
-        if name.endswith(scales.suffix) and not name.endswith(form.unused or ("\0",)):
+        if name.endswith(scales.suffix) and not name.endswith(form.unused):
             yield name.removesuffix(scales.suffix)
 
 

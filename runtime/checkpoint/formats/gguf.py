@@ -114,9 +114,6 @@ class GGUFFile:
         origin = first * block_size
         return values[..., box[-1].start - origin : box[-1].stop - origin]
 
-    def close(self) -> None:
-        """Do nothing: no file stays open between reads."""
-
 
 def _read_rows(
     stamp: FileStamp, offset: int, shape: tuple[int, ...], row_bytes: int, box: tuple[Interval, ...]

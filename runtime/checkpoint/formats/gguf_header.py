@@ -94,7 +94,6 @@ class GGUFTensor:
 class GGUFHeader:
     """The content of a file before the tensor data."""
 
-    version: int
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
     num_bytes: int
@@ -145,8 +144,8 @@ def parse_header(buffer: bytes | mmap.mmap, where: str = "GGUF data") -> GGUFHea
         name: GGUFTensor(tensor.info, tensor.type_number, data_start + tensor.offset)
         for name, tensor in entries.items()
     }
-    _check_ranges(cursor, metadata, tensors)
-    return GGUFHeader(version, metadata, tensors, data_start)
+    _check_ranges(cursor, alignment, tensors)
+    return GGUFHeader(metadata, tensors, data_start)
 
 
 class _Cursor:
@@ -296,11 +295,8 @@ def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
     return alignment
 
 
-def _check_ranges(
-    cursor: _Cursor, metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor]
-) -> None:
+def _check_ranges(cursor: _Cursor, alignment: int, tensors: Mapping[str, GGUFTensor]) -> None:
     """Check that tensors are aligned, inside the file, and do not overlap."""
-    alignment = metadata.get("general.alignment", 32)
     end, previous = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         stop = tensor.offset + tensor.info.num_bytes

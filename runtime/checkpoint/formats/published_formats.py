@@ -68,9 +68,6 @@ class PartOfTensors:
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         return self._read(name, index, self._part)
 
-    def close(self) -> None:
-        """Do nothing: the owner of the tensors closes them."""
-
 
 def _dtype(part: Part, form: WeightFormat) -> np.dtype:
     if part != "codes":

@@ -23,7 +23,7 @@ from ...errors import CheckpointError, InvalidSafetensors, ModelNotFound
 from ...files.file_facts import FileStamp
 from ...files.optional_packages import require
 from ...files.small_files import file_inside, has_file, parse_json_object, read_json_object
-from ..tensor_source import Box, Index, TensorInfo, TensorSource, intervals
+from ..tensor_source import Box, Index, TensorInfo, intervals
 
 MAX_HEADER_BYTES = 32 * 2**20
 MAX_TENSORS = 100_000
@@ -41,25 +41,27 @@ _CUT_OFF = "The file is cut off, or a pointer of Git LFS: fetch it again."
 
 
 class SafetensorsDirectory:
-    """The tensors of a directory, with one memory map for each file."""
+    """The tensors of a directory and of its modules, with one memory map for each file.
 
-    def __init__(self, directory: Path):
+    Modules have folders of their own. A tensor of a module is named `FOLDER/NAME`.
+    """
+
+    def __init__(self, directory: Path, folders: Iterable[str] = ()):
         shards, weight_map = _find_shards(directory)
-        self._files: dict[str, SafetensorsFile] = {}
-        self._home: dict[str, SafetensorsFile] = {}
+        home: dict[str, SafetensorsFile] = {}
         problems: list[str] = []
         for shard, path in shards.items():
-            file = self._files[shard] = SafetensorsFile(path)
+            file = SafetensorsFile(path)
             for name in file.tensors:
-                if name in self._home:
-                    other = self._home[name].path.name
+                if name in home:
+                    other = home[name].path.name
                     problems.append(f"{name!r} is in two shards, {other} and {shard}")
                 elif weight_map is not None and weight_map.get(name, shard) != shard:
                     problems.append(f"{name!r} is in {shard}, the index says {weight_map[name]}")
                 elif weight_map is not None and name not in weight_map:
                     problems.append(f"{name!r} is in {shard} but not in the index")
-                self._home[name] = file
-        missing = (weight_map or {}).keys() - self._home.keys()
+                home[name] = file
+        missing = (weight_map or {}).keys() - home.keys()
         problems += [f"{name!r} is in the index but in no shard" for name in sorted(missing)]
         if problems:
             shown = "\n  ".join(problems[:20])
@@ -68,16 +70,16 @@ class SafetensorsDirectory:
                 f"{plural(len(problems), 'difference')}:\n  {shown}\n"
                 f"Fetch the index and all shards of one version, or save the model again."
             )
-        self.tensors = {name: file.tensors[name] for name, file in self._home.items()}
+        self._homes = {name: (file, name) for name, file in home.items()}
+        for folder in folders:
+            file = SafetensorsFile(_file_of(directory / folder))
+            self._homes |= {f"{folder}/{name}": (file, name) for name in file.tensors}
+        self.tensors = {name: file.tensors[own] for name, (file, own) in self._homes.items()}
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a tensor or a box of it; only the bytes of the box are read."""
-        return self._home[name].read(name, index)
-
-    def close(self) -> None:
-        # a memory map is closed with its last reference
-        self._files.clear()
-        self._home.clear()
+        file, own_name = self._homes[name]
+        return file.read(own_name, index)
 
 
 def safetensors_files(directory: Path) -> tuple[Path, ...]:
@@ -223,36 +225,6 @@ def module_weight_files(directory: Path, folders: Iterable[str]) -> dict[str, Pa
       ModelNotFound: A folder has no safetensors.
     """
     return {f"{folder}/{SINGLE}": _file_of(directory / folder) for folder in folders}
-
-
-class ModuleTensors:
-    """The tensors of a directory and of its modules, which have folders of their own.
-
-    A tensor of a module is named `FOLDER/NAME`.
-    """
-
-    def __init__(self, model: TensorSource, directory: Path, folders: Iterable[str]):
-        self._model = model
-        self._homes: dict[str, tuple[SafetensorsFile, str]] = {}
-        tensors = dict(model.tensors)
-        for folder in folders:
-            file = SafetensorsFile(_file_of(directory / folder))
-            for name, info in file.tensors.items():
-                self._homes[f"{folder}/{name}"] = file, name
-                tensors[f"{folder}/{name}"] = info
-        self.tensors = tensors
-
-    def read(self, name: str, index: Index | None = None) -> np.ndarray:
-        """Read a tensor or a box of it."""
-        if name not in self._homes:
-            return self._model.read(name, index)
-        file, own_name = self._homes[name]
-        return file.read(own_name, index)
-
-    def close(self) -> None:
-        # a memory map is closed with its last reference
-        self._homes.clear()
-        self._model.close()
 
 
 def _file_of(folder: Path) -> Path:

@@ -6,10 +6,10 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from related_prompts import num_equal, related_prompts, table_of
+from related_prompts import hash_tokens, num_equal, related_prompts, table_of
 
 from noria.compile.grids.prefix_choice import choose_prefixes, prefixes_of_rows
-from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from noria.runtime.rows.prefix_index import UNIT
 

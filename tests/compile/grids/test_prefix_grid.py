@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from alike import changed
 from planning_models import PLAIN, work_of
-from related_prompts import related_prompts, table_of
+from related_prompts import hash_tokens, related_prompts, table_of
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.sharding.call import Call
 

@@ -7,6 +7,7 @@ from importlib import resources
 
 import pytest
 from alike import alike
+from decode_steps import step_of
 from planning_models import PLAIN as DENSE
 from planning_models import work_of
 
@@ -17,7 +18,7 @@ from noria.compile.planning.cost import CostModel
 from noria.sharding.call import Call
 
 MINE = Hardware("mine", "made up", {"float32": 1e9, "int8": 1e9}, 1e9, 1e8, 1e7, [])
-CALLS = (Call("prefill", 2, 32, 32), Call("chunk", 2, 8, 32), Call.of_step(4, 64))
+CALLS = (Call("prefill", 2, 32, 32), Call("chunk", 2, 8, 32), step_of(4, 64))
 FIGURES = {
     "evidence": "measured",
     "device": "mine",

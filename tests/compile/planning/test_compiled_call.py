@@ -4,6 +4,7 @@ from typing import cast
 
 import jax
 import pytest
+from decode_steps import step_of
 from hlo_snippets import NARROW_BYTES, WIDE, WIDE_BYTES, loop, program
 from planning_models import PLAIN, work_of
 
@@ -11,7 +12,6 @@ from noria.compile.graphs.graph_kinds import GraphKey
 from noria.compile.hardware.hardware import Hardware
 from noria.compile.planning.compiled_call import ProgramCounts, compiled_call
 from noria.compile.planning.cost import CostModel
-from noria.sharding.call import Call
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e12}, 1e9, 1e8, 1e7, [])
 COST = CostModel(work_of(PLAIN), HARDWARE)
@@ -56,7 +56,7 @@ def test_what_runs_once_a_call_counts_with_its_share_of_a_step():
 
 
 def test_cycles_count_where_they_take_longer_and_none_take_less_than_shapes():
-    call = Call.of_step(4, 64)
+    call = step_of(4, 64)
     untold = compiled_call(GraphKey("decode"), call, ProgramCounts(0.0, 0.0, {}, 0), COST)
     for seconds, factor in ((0.5 * untold.seconds, 1), (3 * untold.seconds, 3)):
         found = compiled_call(
@@ -66,7 +66,7 @@ def test_cycles_count_where_they_take_longer_and_none_take_less_than_shapes():
 
 
 def test_a_program_that_takes_much_longer_than_predicted_says_why():
-    call = Call.of_step(4, 64)
+    call = step_of(4, 64)
     needed = COST.work.needed(call).total
     near = compiled_call(GraphKey("decode"), call, ProgramCounts(0.0, 1.1 * needed, {}, 0), COST)
     far = compiled_call(
@@ -87,7 +87,7 @@ def test_turns_of_layers_add_up_in_every_figure():
 
 
 def test_bytes_of_shapes_stand_where_none_are_told_and_more_make_a_call_longer():
-    call, cost = Call.of_step(4, 64), CostModel(work_of(PLAIN), HARDWARE)
+    call, cost = step_of(4, 64), CostModel(work_of(PLAIN), HARDWARE)
     shapes = sum(part.bytes for part in cost.work.parts(call))
     untold = compiled_call(GraphKey("decode"), call, ProgramCounts(0.0, 0.0, {}, 0), cost)
     assert (untold.num_bytes, untold.factor) == (shapes, 1)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from decode_steps import step_of
 from planning_models import PLAIN, SPARSE, work_of
 
 from noria.compile.abstract_model import AbstractModel
@@ -24,7 +25,7 @@ CALLS = [
         for rows in (1, 4, 16)
         for length in (64, 256, 1024)
     ),
-    *(Call.of_step(slots, length) for slots in (1, 8, 32, 64) for length in (64, 512, 4096)),
+    *(step_of(slots, length) for slots in (1, 8, 32, 64) for length in (64, 512, 4096)),
 ]
 
 
@@ -55,7 +56,7 @@ def test_weights_that_are_copied_first_take_the_time_of_the_copies_too():
 
 def test_one_row_waits_for_memory_and_many_for_products():
     model = CostModel(work_of(PLAIN), HARDWARE)
-    assert model.estimate(Call.of_step(1, 64)).binds == "memory"
+    assert model.estimate(step_of(1, 64)).binds == "memory"
     assert model.estimate(Call("prefill", 16, 128, 128)).binds == "compute"
 
 
@@ -144,7 +145,7 @@ def test_a_calibration_finds_the_factors_of_a_machine_and_predicts_other_calls()
     assert calibration.median_error < 1e-6
     model = CostModel(work_of(PLAIN), HARDWARE, calibration)
     plain = CostModel(work_of(PLAIN), HARDWARE)
-    for call in (Call("prefill", 3, 300, 300), Call.of_step(24, 1000)):
+    for call in (Call("prefill", 3, 300, 300), step_of(24, 1000)):
         parts = plain.estimate(call).parts
         expected = 0.01 + sum(FACTORS[name] * seconds for name, seconds in parts.items())
         # the fit cannot separate the factors of parts that grow together
@@ -156,9 +157,9 @@ def test_a_calibration_finds_where_memory_takes_over_from_products():
     calibration = fitted(made_up(0.01, FACTORS, slow))
     assert calibration.kinds["decode"].memory == 2
     model = CostModel(work_of(PLAIN), HARDWARE, calibration)
-    truth = CostModel(work_of(PLAIN), slow).estimate(Call.of_step(24, 1000)).parts
+    truth = CostModel(work_of(PLAIN), slow).estimate(step_of(24, 1000)).parts
     expected = 0.01 + sum(FACTORS[name] * seconds for name, seconds in truth.items())
-    assert model.seconds(Call.of_step(24, 1000)) == pytest.approx(expected, rel=1e-3)
+    assert model.seconds(step_of(24, 1000)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_factors_are_never_negative_and_the_error_of_a_noisy_machine_is_told():

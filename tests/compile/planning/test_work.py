@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from alike import changed
+from decode_steps import step_of
 from planning_models import PLAIN, SPARSE, work_of
 from tiny import CONFIG
 
@@ -54,7 +55,7 @@ def test_products_are_two_operations_a_weight_and_token():
 
 def test_attention_of_a_step_reads_the_cache_once():
     work = work_of(PLAIN)
-    found = part(work, Call.of_step(4, 128), "attention")
+    found = part(work, step_of(4, 128), "attention")
     assert found.bytes == work.page_bytes(4 * 128) == 4 * 128 * 3 * 2 * 2 * 16 * 4
     assert work.entry_bytes == 2 * 2 * 16 * 4
     assert found.flops == 2 * 4 * 128 * 3 * 8 * 2 * 16
@@ -63,19 +64,19 @@ def test_attention_of_a_step_reads_the_cache_once():
 def test_a_step_needs_each_weight_once_the_entries_that_it_reads_and_its_logits():
     layer = 64 * 16 * (8 + 2 * 2) + 8 * 16 * 64 + 3 * 64 * 160
     head, work = 512 * 64, work_of(PLAIN)
-    found = work.needed(Call.of_step(4, 128))
+    found = work.needed(step_of(4, 128))
     assert found.weights == (3 * layer + head) * 4
     assert (found.experts, found.cache) == (0, work.page_bytes(4 * 128))
     assert found.logits == 2 * 4 * 512 * 4
     assert found.total == found.weights + found.cache + found.logits
-    assert work.needed(Call.of_step(4, 64)).cache == work.page_bytes(4 * 64)
+    assert work.needed(step_of(4, 64)).cache == work.page_bytes(4 * 64)
 
 
 def test_a_step_needs_the_experts_that_its_tokens_choose_if_routing_is_uniform():
     experts = 3 * 8 * 3 * 64 * 96 * 4
     for tokens in (1, 4, 1000):
         chosen = 1 - (1 - 2 / 8) ** tokens
-        found = work_of(SPARSE).needed(Call.of_step(tokens, 128)).experts
+        found = work_of(SPARSE).needed(step_of(tokens, 128)).experts
         assert found == pytest.approx(chosen * experts)
 
 
@@ -88,7 +89,7 @@ def test_a_prompt_needs_room_for_the_entries_that_it_fills():
 
 def test_a_window_bounds_what_a_step_attends_to():
     windowed = changed(PLAIN, windows=(16, None, 16))
-    spans = [part(work_of(windowed), Call.of_step(1, span), "attention").flops for span in (64, 96)]
+    spans = [part(work_of(windowed), step_of(1, span), "attention").flops for span in (64, 96)]
     per_entry = 2 * 8 * 2 * 16
     assert spans == [(16 + 64 + 16) * per_entry, (16 + 96 + 16) * per_entry]
 
@@ -112,7 +113,7 @@ def test_scored_prompts_have_logits_for_every_token():
 
 def test_experts_are_read_as_far_as_tokens_choose_them():
     work = work_of(SPARSE)
-    one, many = (part(work, Call.of_step(rows, 64), "experts") for rows in (1, 256))
+    one, many = (part(work, step_of(rows, 64), "experts") for rows in (1, 256))
     everything = 3 * 8 * 3 * 64 * 96 * 4
     assert one.bytes == pytest.approx(everything * 2 / 8, rel=0.01)
     assert many.bytes == pytest.approx(everything, rel=0.01)
@@ -142,7 +143,7 @@ def test_devices_share_the_work_and_say_what_they_send():
 
 def test_parts_that_only_move_bytes_have_no_operations():
     layout = Layout.from_table({"name": "l", "mesh": {"tensor": 2}, "rules": {"mlp": "tensor"}})
-    parts = {found.name: found for found in work_of(PLAIN, layout).parts(Call.of_step(4, 64))}
+    parts = {found.name: found for found in work_of(PLAIN, layout).parts(step_of(4, 64))}
     assert parts["activations"].flops == parts["exchanges"].flops == 0
 
 

@@ -8,8 +8,7 @@ import pytest
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-
-from noria.compile.programs.hbm_bytes import hbm_bytes
+from program_bytes import hbm_bytes
 
 HBM, CHIP = "f32[8,128]{1,0:T(8,128)}", "f32[8,128]{1,0:T(8,128)S(1)}"
 WHOLE = 8 * 128 * 4

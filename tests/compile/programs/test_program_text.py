@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
+from program_bytes import hbm_bytes
 
 from noria.compile.program_cache import compile_program
-from noria.compile.programs.hbm_bytes import hbm_bytes
 from noria.compile.programs.program_text import program_text
 
 

@@ -48,9 +48,6 @@ class Arrays:
     def read(self, name, index=None):
         return self.arrays[name] if index is None else self.arrays[name][index]
 
-    def close(self):
-        pass
-
 
 def filled(names, arrangement, parameter, shape, index=None):
     """Return a parameter, or a box of it, filled from an arrangement's sources."""

@@ -184,7 +184,6 @@ def test_every_call_of_a_schedule_has_a_graph_whatever_rows_emit(needs, override
         most = [50 if row.max_tokens is None else row.max_tokens for row in rows]
         expected = [ExpectedRow(row, round(share * n)) for row, n in zip(rows, most, strict=True)]
         metrics = simulate_in_order(expected, grid, None).metrics
-        assert len(metrics.decode) <= 1
         assert set(metrics.prefill) <= {str(bucket) for bucket in grid.prefill}
         emitted = sum(row.output * row.need.num_sequences for row in expected)
         assert metrics.emitted_tokens == emitted

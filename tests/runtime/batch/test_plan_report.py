@@ -48,12 +48,12 @@ def test_layouts_prefixes_and_plans_that_only_score_are_said():
 
 @pytest.mark.parametrize("layout", [None, LAYOUT])
 def test_waste_is_the_share_of_padding_in_the_work_of_every_bucket(layout):
-    work, metrics = work_of(layout), EngineMetrics(has_pages=True)
+    work, metrics = work_of(layout), EngineMetrics(grid=GRID)
     for is_scored in (False, True):
         name = prefill_name(GRID.prefill[0], is_scored=is_scored)
         metrics.count_prefill(name, PrefillUse(1, 3, 16, 64, 2.0))
     metrics.count_decode(
-        64, steps=4, emitted=24, live_slots=7, slots=8, seconds=1.0, read=ReadEntries(1200, 1200)
+        steps=4, emitted=24, live_slots=7, slots=8, seconds=1.0, read=ReadEntries(1200, 1200)
     )
     buckets = with_waste(metrics.report(), GRID, work)["buckets"]
     devices = 1 if layout is None else 2

@@ -79,9 +79,6 @@ class Recorded:
         self.boxes.append(index)
         return self.array[index] if index else self.array
 
-    def close(self):
-        pass
-
 
 def case(axes):
     shape, sizes, reference = CASES[axes]

@@ -89,9 +89,6 @@ class Noted:
         self.reads.append((name, index))
         return self.source.read(name, index)
 
-    def close(self):
-        self.source.close()
-
 
 SPECS = {
     "qkv": PartitionSpec(None, "tensor"),
@@ -149,7 +146,6 @@ def test_experts_stand_under_their_plain_name_and_in_transformers_axes(tmp_path)
     assert source.tensors[f"{EXPERTS}_bias"].stored_as == "BF16"
     assert source.read(EXPERTS).shape == (3, 64, 10)
     np.testing.assert_array_equal(source.read(f"{EXPERTS}_bias"), np.ones((3, 10)))
-    source.close()
 
 
 def test_a_parameter_is_filled_from_experts_by_an_axis_pattern(tmp_path):
@@ -160,7 +156,6 @@ def test_a_parameter_is_filled_from_experts_by_an_axis_pattern(tmp_path):
     for index in [(slice(None),) * 4, (slice(1, 3), slice(0, 1), slice(10, 50), slice(2, 4))]:
         got = read_parameter(parameter, source, index, whole.shape, np.float32)
         np.testing.assert_array_equal(got, whole[index])
-    source.close()
 
 
 GPT_OSS = {
@@ -212,7 +207,6 @@ def test_a_model_with_mxfp4_experts_loads_as_the_same_numbers_written_out(tmp_pa
         # safetensors writes memory in its stored order
         numbers = np.ascontiguousarray(source.read(name))
         stored, expected = stored | codes, expected | {name: numbers}
-        source.close()
     save(tmp_path / "mxfp4", GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, stored)
     save(tmp_path / "plain", GPT_OSS, expected)
     params = load(tmp_path / "mxfp4", split=False)
@@ -233,7 +227,6 @@ def test_a_parameter_is_filled_from_float8_experts_of_one_tensor_each(tmp_path):
     index = (slice(1, 3), slice(100, 140), slice(0, 200))
     got = read_parameter(parameter, source, index, (3, 150, 200), np.float32)
     np.testing.assert_array_equal(got, np.stack(expected)[index])
-    source.close()
 
 
 def test_a_shard_of_experts_reads_its_own_bytes_and_no_others(tmp_path):
@@ -246,7 +239,6 @@ def test_a_shard_of_experts_reads_its_own_bytes_and_no_others(tmp_path):
         (f"{EXPERTS}_scales", held),
         (f"{EXPERTS}_blocks", (*held, slice(0, 16))),
     ]
-    source.close()
 
 
 @pytest.mark.parametrize("piece_bytes", [700, 5000])
@@ -261,7 +253,6 @@ def test_experts_read_in_pieces_are_read_once(tmp_path, monkeypatch, piece_bytes
     boxes = [index for name, index in stored.reads[:-1] if name == f"{EXPERTS}_blocks"]
     sizes = [math.prod(axis.stop - axis.start for axis in box) for box in boxes]
     assert sum(sizes) == 3 * 10 * 2 * 16 and max(sizes) <= piece_bytes // 8
-    source.close()
 
 
 def test_a_shard_of_a_float8_matrix_reads_its_own_bytes_and_no_others(tmp_path):
@@ -273,7 +264,6 @@ def test_a_shard_of_a_float8_matrix_reads_its_own_bytes_and_no_others(tmp_path):
         ("w_scale_inv", (slice(1, 3), slice(0, 1))),
         ("w", (slice(150, 300), slice(0, 100))),
     ]
-    source.close()
 
 
 W = quantised("w", np.ones((300, 200), np.float32))

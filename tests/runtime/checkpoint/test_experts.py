@@ -203,9 +203,6 @@ class Noting:
         self.elements[name] = self.elements.get(name, 0) + array.size
         return array
 
-    def close(self):
-        self.source.close()
-
 
 def source_of(path, parameter: str):
     with open_model(path) as model:

@@ -30,7 +30,7 @@ def _header_length(path) -> int:
 def test_a_safetensors_file_has_no_more_than_the_limit(tmp_path, monkeypatch, what, limit, message):
     monkeypatch.setattr(safetensors, "MAX_TENSORS", 5)
     _safetensors(tmp_path, **{what: limit})
-    safetensors.SafetensorsDirectory(tmp_path).close()
+    safetensors.SafetensorsDirectory(tmp_path)
     _safetensors(tmp_path, **{what: limit + 1})
     with pytest.raises(InvalidSafetensors, match=message):
         safetensors.SafetensorsDirectory(tmp_path)
@@ -40,7 +40,7 @@ def test_the_header_of_a_safetensors_file_is_no_longer_than_the_limit(tmp_path, 
     _safetensors(tmp_path)
     limit = _header_length(tmp_path)
     monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", limit)
-    safetensors.SafetensorsDirectory(tmp_path).close()
+    safetensors.SafetensorsDirectory(tmp_path)
     _safetensors(tmp_path, spaces=1)
     with pytest.raises(InvalidSafetensors, match=f"at most {limit} bytes, got {limit + 1}"):
         safetensors.SafetensorsDirectory(tmp_path)

@@ -72,7 +72,6 @@ def test_shapes_are_in_numpy_order(tmp_path):
     file = GGUFFile(write(tmp_path, [], [f32("w", array)]))
     assert file.tensors["w"].shape == (2, 3, 4)
     np.testing.assert_array_equal(file.read("w"), array)
-    file.close()
 
 
 @pytest.mark.parametrize("kind", [name for name, _, _ in TENSOR_TYPES.values()])
@@ -92,7 +91,6 @@ def test_each_type_dequantises_as_gguf_does_whole_and_in_slices(tmp_path, kind):
         [slice(0, 6), slice(2, 5), slice(3, 3)], [slice(0, 512), slice(30, 290), slice(511, 512)]
     ):
         np.testing.assert_array_equal(file.read("w", (rows, columns)), expected[rows, columns])
-    file.close()
 
 
 PLAIN = {"F32", "F16", "BF16"}
@@ -209,7 +207,6 @@ def test_codes_scales_and_offsets_of_each_type_give_the_numbers_of_gguf(tmp_path
         assert form.has_offsets or not offsets.any()
         np.testing.assert_array_equal(scales.astype(form.scales), scales)
         np.testing.assert_array_equal(codes * scales + offsets, expected[index])
-    file.close()
 
 
 def test_block_sizes_are_those_of_gguf():
@@ -226,7 +223,6 @@ def test_a_row_slice_reads_only_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_pread", lambda of, at, n: counts.append(n) or pread(of, at, n))
     file.read("w", (slice(1, 3), slice(0, 64)))
     assert counts == [2 * 36]
-    file.close()
 
 
 def test_a_slice_of_an_expert_tensor_reads_right(tmp_path):
@@ -235,7 +231,6 @@ def test_a_slice_of_an_expert_tensor_reads_right(tmp_path):
     file = GGUFFile(write(tmp_path, [], [("w", (3, 4, 64), 8, stored.tobytes())]))
     index = (slice(1, 3), slice(1, 2), slice(20, 40))
     np.testing.assert_array_equal(file.read("w", index), expected[index])
-    file.close()
 
 
 def test_a_vocabulary_of_262k_strings_parses_in_about_a_second():
@@ -323,7 +318,6 @@ def test_another_alignment_is_honoured(tmp_path):
     path = write(tmp_path, [("general.alignment", 4, 128)], tensors, alignment=128)
     file = GGUFFile(path)
     np.testing.assert_array_equal(file.read("b"), [3.0])
-    file.close()
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path):
@@ -341,7 +335,6 @@ def test_a_file_that_shrinks_after_opening_is_noticed(tmp_path):
     path.write_bytes(path.read_bytes()[:-16])
     with pytest.raises(CheckpointChanged):
         file.read("w")
-    file.close()
 
 
 BASE: Writer = build(

@@ -44,9 +44,6 @@ class Arrays:
         self.reads.append((name, value.size))
         return value.copy()
 
-    def close(self):
-        pass
-
 
 def tiny():
     rng = np.random.default_rng(0)

@@ -55,9 +55,6 @@ class Arrays:
     def read(self, name, index=None):
         return np.array(self.arrays[name][index or ...])
 
-    def close(self):
-        pass
-
 
 @pytest.mark.parametrize("name", CASES)
 def test_published_parameters_are_read_as_the_same(name):

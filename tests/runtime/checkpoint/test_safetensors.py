@@ -59,7 +59,6 @@ def test_tensors_come_out_as_written_whole_and_in_slices(tmp_path, write):
     for name in {"a", "b", "codes"} & source.tensors.keys():
         for index in [(slice(1, 3), slice(2, 6)), (slice(2, 2), slice(0, 6))]:
             np.testing.assert_array_equal(source.read(name, index), WEIGHTS[name][index])
-    source.close()
 
 
 def test_any_box_equals_that_of_the_whole_tensor(tmp_path):
@@ -90,7 +89,6 @@ def test_a_single_file_beside_the_shards_of_an_index_is_refused(tmp_path):
 def test_a_single_file_may_have_an_index(tmp_path):
     source = SafetensorsDirectory(sharded(tmp_path, shards={"model.safetensors": WEIGHTS}))
     assert source.tensors.keys() == WEIGHTS.keys()
-    source.close()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +151,6 @@ def test_the_links_of_a_hub_cache_are_followed(tmp_path):
     (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
     source = SafetensorsDirectory(snapshot)
     np.testing.assert_array_equal(source.read("a"), WEIGHTS["a"])
-    source.close()
 
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -205,7 +202,7 @@ def test_more_tensors_than_the_limit_are_refused(tmp_path, monkeypatch):
     with pytest.raises(InvalidSafetensors, match="at most 6 tensors, got 7"):
         SafetensorsDirectory(single(tmp_path))
     monkeypatch.setattr(module, "MAX_TENSORS", 7)
-    SafetensorsDirectory(tmp_path).close()
+    SafetensorsDirectory(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".pkl", ".ckpt"])
@@ -228,4 +225,3 @@ def test_a_file_replaced_while_open_is_noticed(tmp_path):
     single(tmp_path)
     with pytest.raises(CheckpointChanged):
         source.read("a")
-    source.close()

@@ -46,9 +46,6 @@ class OneTensor:
     def read(self, name, index=None):
         return self.array[index].copy()
 
-    def close(self):
-        pass
-
 
 @pytest.mark.parametrize("strip_rows", [1, 5, 128, None])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
@@ -102,9 +99,6 @@ class Slow:
     def _gone(self):
         with self._lock:
             self._alive -= 1
-
-    def close(self):
-        pass
 
 
 def load(source, on_devices, sharding=None):

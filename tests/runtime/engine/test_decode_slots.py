@@ -4,10 +4,10 @@ from collections import Counter, deque
 
 import numpy as np
 import pytest
-from related_prompts import table_of
+from related_prompts import hash_tokens, table_of
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.runtime.engine.actions import (
     DecodeAction,
     ForkAction,

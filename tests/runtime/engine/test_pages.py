@@ -361,7 +361,7 @@ def test_read_entries_are_whole_pages_of_each_step():
     grid = replace(WHOLE, pages=40, page=8)
     generator, _ = run(grid, [Request("0", [9] * 6, SamplingParams(max_tokens=4))])
     # positions 6 and 7 are in the first page, 8 and 9 in the second
-    assert generator.metrics.decode["96"].read_entries == 8 + 8 + 16 + 16
+    assert generator.metrics.decode.read_entries == 8 + 8 + 16 + 16
 
 
 def test_the_device_is_of_use():

@@ -7,11 +7,12 @@ from dataclasses import replace
 import jsonschema
 import numpy as np
 import pytest
+from related_prompts import hash_tokens
 from tiny import CONFIG, EOS_ID, GRID, TWO_LAYERS, TinyModel, prompts
 from unoptimized import set_optimized
 
 from noria.compile.graphs.graph_kinds import GraphKey
-from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.runtime import StructuredOutputsParams
 from noria.runtime.errors import RowError
 from noria.runtime.request import Request, RequestOutput, SamplingParams
@@ -269,5 +270,5 @@ def test_answers_are_valid_where_prompts_share_a_beginning_or_pages(structures, 
             assert is_valid(row.request_id.split()[0], choice.text), choice.text
             assert choice.finish_reason == "stop"
     if name == "planned prefixes":
-        uses = generator.metrics.decode.values()
-        assert sum(use.read_entries for use in uses) < sum(use.seen_entries for use in uses)
+        use = generator.metrics.decode
+        assert use.read_entries < use.seen_entries

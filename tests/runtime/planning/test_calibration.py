@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 from alike import changed
+from decode_steps import step_of
 from tiny import CONFIG, EOS_ID, random_parameters
 
 from noria.compile.abstract_model import AbstractModel
@@ -39,7 +40,7 @@ def test_every_kind_of_call_is_timed(model):
         "calibration: chunks of 16",
     ]
     cost = CostModel(Work(model.definition, "float32"), HARDWARE, found)
-    for call in (Call("prefill", 1, 32, 32), Call.of_step(4, 64)):
+    for call in (Call("prefill", 1, 32, 32), step_of(4, 64)):
         assert 1e-5 < cost.seconds(call) < 1
 
 
@@ -49,7 +50,7 @@ def test_a_clock_that_ticks_alike_at_every_call_leaves_nothing_but_overhead(mode
     cost = CostModel(Work(model.definition, "float32"), HARDWARE, found)
     assert cost.seconds(Call("prefill", 1, 32, 32)) == pytest.approx(1.0, rel=1e-3)
     # a call of eight steps
-    assert cost.seconds(Call.of_step(4, 64)) == pytest.approx(1 / 8, rel=1e-3)
+    assert cost.seconds(step_of(4, 64)) == pytest.approx(1 / 8, rel=1e-3)
     assert found.median_error < 1e-3
 
 

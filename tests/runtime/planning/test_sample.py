@@ -5,13 +5,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from related_prompts import table_of
+from related_prompts import hash_tokens, table_of
 from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.grid_defaults import GridDefaults
-from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.grids.prefix_table import NOTHING_SHARED
 from noria.compile.grids.row_shape import RowShape
 from noria.compile.hardware.hardware import Hardware

@@ -21,7 +21,7 @@ from noria.compile.planning.compile_time import GraphSeconds
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.run_bounds import ExpectedRow, entries_by_bucket, rows_by_bucket
 from noria.compile.planning.work import Work
-from noria.runtime.engine.metrics import DecodeUse
+from noria.runtime.engine.metrics import DecodeUse, EngineMetrics
 from noria.runtime.errors import NoPlanFits
 from noria.runtime.planning import search
 from noria.runtime.planning.planner import Planner, PlanResult
@@ -356,7 +356,7 @@ PAGED = BucketGrid(64, ((32, 1),), 4, steps_per_call=4, pages=8, page=16)
 def test_a_step_with_pages_takes_the_seconds_of_what_its_rows_read():
     for entries in (64, 128):
         use = DecodeUse(2, 8, read_entries=8 * entries, seen_entries=8 * entries)
-        found = Schedule(decode=use).priced(PAGED, COST).metrics.decode["64"]
+        found = Schedule(EngineMetrics(decode=use)).priced(PAGED, COST).metrics.decode
         assert found.seconds == pytest.approx(8 * COST.seconds(PAGED.average_step(entries)))
         assert found.read_entries == 8 * entries
 

@@ -84,9 +84,7 @@ def test_calls_padding_and_occupancy_are_those_of_the_run(model, seed):
     assert simulation.metrics.forks == metrics.forks
     assert simulation.metrics.pages == metrics.pages
     assert (metrics.pages.waits > 0) == (model.grid.pages < model.grid.most_pages)
-    live = sum(use.live_tokens for use in metrics.decode.values())
-    computed = sum(use.computed_tokens for use in metrics.decode.values())
-    assert simulation.occupancy == live / computed
+    assert simulation.occupancy == metrics.decode.live_tokens / metrics.decode.computed_tokens
 
 
 def test_one_token_more_in_a_row_shows(model):

@@ -14,8 +14,8 @@ import fake_model as fake
 import pytest
 from fake_model import masked, settings
 from faulty_disk import Crash, FaultyDisk
+from related_prompts import hash_tokens
 
-from noria.compile.grids.prefix_grid import hash_tokens
 from noria.runtime.batch import job_input
 from noria.runtime.batch.job_runs import PhaseClock
 from noria.runtime.batch.merge import merge
