@@ -305,7 +305,7 @@ def _paged_call(
     size, codes = place.arrangement.cache_dim(kind[0]), place.arrangement.cache_codes
     return replace(
         _call(kind, dtype, num_queries, size, size),
-        reads_latents=kind[0].latent is not None,
+        splits=kind[0].entry_splits,
         has_rotated_codes=codes is not None and is_rotated(jnp.dtype(codes)),
         group=kind[0].heads_per_kv,
         device=place.device,

@@ -14,11 +14,11 @@ Large Language Model Serving with PagedAttention" (2309.06180); Dao 2023, "Flash
 """
 
 from functools import partial, reduce
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..attention.attend import soft_cap
 from ..attention.paged import PagedRows
@@ -77,8 +77,8 @@ class Form(NamedTuple):
     blocks: QueryBlocks
     num_pages: int
     """Entries of the table for a row."""
-    num_parts: int
-    """Parts of the features with a scale of their own."""
+    splits: tuple[int, ...]
+    """The features at which the parts after the first one begin; parts have scales of their own."""
     page: int
     turn: int
     """Pages of a turn."""
@@ -131,8 +131,8 @@ def _codes_refusal(call: AttentionCall, page: int) -> str | None:
     """
     if call.has_rotated_codes:
         return "it takes codes in int8 or float8_e4m3fn only (numbers.cache)"
-    if {call.key_dim, call.value_dim} != {LANES}:
-        return f"it takes codes of heads of {LANES} features, got {call.key_dim} (numbers.cache)"
+    if rank := next((split for split in call.splits if split % LANES), None):
+        return f"it takes codes of latents of a multiple of {LANES} features, got {rank}"
     if page % LANES:
         return f"it takes codes in pages of {LANES} entries, got {page} (buckets.page)"
     return None
@@ -156,9 +156,9 @@ def attend_pages_tpu(
     pages = Pages.of(k_PKSH, v_PKSH)
     turn = min(num_pages, _pages_of_turn(pages, page))
     blocks = QueryBlocks.of(q_BTKGH, MAX_ROWS // (K * G), SUBLANES, window)
-    form = Form(blocks, num_pages, len(splits) + 1, page, turn, scores.cap)
+    form = Form(blocks, num_pages, splits, page, turn, scores.cap)
 
-    q_CKAH = _queries_of_parts(blocks.split(q_BTKGH, scores, k_PKSH.shape[-1]), splits)
+    q_CKAH = blocks.split(q_BTKGH, scores, k_PKSH.shape[-1])
     out_CKAH, lse_C1A = _call(q_CKAH, pages, _schedule(rows, form), form)
     lse_CKA1 = lse_C1A.reshape(*out_CKAH.shape[:-1], 1)
     return blocks.join(out_CKAH, T), blocks.join(lse_CKA1, T)[..., 0]
@@ -170,14 +170,6 @@ def _pages_of_turn(pages: Pages, page: int) -> int:
         return 1
     entry = sum(x.size // x.shape[0] // page * x.dtype.itemsize for x in pages.entries)
     return max(1, min(TURN_ENTRIES, TURN_BYTES // entry) // page)
-
-
-def _queries_of_parts(q_CKAH: jax.Array, splits: tuple[int, ...]) -> jax.Array:
-    """Queries once for each part of the features, with zeros for the other parts."""
-    C, K, _, H = q_CKAH.shape
-    part_H = np.searchsorted(splits, np.arange(H), side="right")
-    is_part_PH = np.arange(len(splits) + 1)[:, None] == part_H
-    return jnp.where(is_part_PH[None, None, :, None], q_CKAH[:, :, None], 0).reshape(C, K, -1, H)
 
 
 def _schedule(rows: PagedRows, form: Form) -> Schedule:
@@ -197,8 +189,8 @@ def _call(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    C, K, all_A, _ = q_CKAH.shape
-    A, value_dim = all_A // form.num_parts, pages.entries[-1].shape[-1]
+    C, K, A, _ = q_CKAH.shape
+    value_dim = pages.entries[-1].shape[-1]
     results = (
         jax.ShapeDtypeStruct((C, K, A, value_dim), q_CKAH.dtype),
         jax.ShapeDtypeStruct((C, 1, K * A), jnp.float32),
@@ -368,14 +360,14 @@ def _add_turn(
     v_KSH = jnp.where(is_entry_1S1, values[...].astype(q_KAH.dtype), 0)
     k_KSH = own.pages.entries[0][buffer].astype(q_KAH.dtype)
 
-    scores_KAS = _product(q_KAH[...], k_KSH, 2)
+    parts = [
+        _product(q_KAH[:, :, start:stop], k_KSH[:, :, start:stop], 2)
+        for start, stop in pairwise((0, *form.splits, k_KSH.shape[-1]))
+    ]
     if own.pages.scales:
         scale_KPS = own.pages.scales[0][buffer].astype(jnp.float32).reshape(K, -1, S)
-        parts = [
-            scores_KAS[:, p * A : (p + 1) * A] * scale_KPS[:, p : p + 1]
-            for p in range(form.num_parts)
-        ]
-        scores_KAS = reduce(jnp.add, parts)
+        parts = [part * scale_KPS[:, p : p + 1] for p, part in enumerate(parts)]
+    scores_KAS = reduce(jnp.add, parts)
     row_1AS, entry_1AS = (jax.lax.broadcasted_iota(jnp.int32, (1, A, S), i) for i in (1, 2))
     mask_1AS = form.blocks.sees(row_1AS, entry + entry_1AS, first, count)
     mask_1AS &= entry + entry_1AS <= last

@@ -94,6 +94,7 @@ CASES = {
     "heads of 64": Case(HEADS_OF_64),
     "heads of 256": Case(HEADS_OF_256),
     "latents": Case(LATENTS, arranged=2 * ARRANGED),
+    "latents, int8": Case(LATENTS, "int8", page=128, arranged=2 * ARRANGED),
     "one of each": Case(ONE_OF_EACH, arranged=ARRANGED),
 }
 
@@ -128,7 +129,7 @@ ON_GPU = (
 V5E, V6E, V5P, H100 = "tpu:v5e:1x1", "tpu:v6e:1x1", "tpu:v5p:1x1x1", "gpu:h100:1"
 DECODED = {
     V5E: CASES,
-    V6E: ("8B", "8B, int8", "heads of 64", "heads of 256", "latents"),
+    V6E: ("8B", "8B, int8", "heads of 64", "heads of 256", "latents", "latents, int8"),
     V5P: ("8B",),
     # the kernel for GPUs takes no codes and no latents
     H100: ("8B", "heads of 64", "heads of 256"),

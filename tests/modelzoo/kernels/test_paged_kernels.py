@@ -362,7 +362,7 @@ REFUSED = {
         ({"page": 8}, "pages of 16 entries or more, got 8"),
         ({"table": MAX_TABLE + 1}, "at most 131072 pages.*, got 131073: larger pages"),
         ({"has_codes": True, "has_rotated_codes": True}, "int8 or float8_e4m3fn"),
-        ({"has_codes": True, "key_dim": 256, "value_dim": 256}, "heads of 128 features, got 256"),
+        ({"has_codes": True, "splits": (192,)}, "latents of a multiple of 128 features, got 192"),
         ({"has_codes": True, "page": 64}, "in pages of 128 entries, got 64"),
     ],
     "gpu": [
@@ -373,7 +373,7 @@ REFUSED = {
         ({"page": 32}, "pages of 64 or 128 entries, got 32"),
         ({"dtype": jnp.dtype("float32")}, "bfloat16 and float16, got float32"),
         ({"has_codes": True}, "no cache in codes"),
-        ({"reads_latents": True}, "no latents"),
+        ({"splits": (512,)}, "no latents"),
         ({"windows": frozenset([BothSides()])}, "both directions"),
         ({"key_dim": 96}, "got 96 for keys and 128 for values"),
         ({"key_dim": 256, "value_dim": 256}, "set buckets.page to 64"),
