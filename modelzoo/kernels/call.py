@@ -30,8 +30,6 @@ class AttentionCall:
     splits: tuple[int, ...] = ()
     """The features at which the parts of a latent after the first one begin; empty if the cache has
     keys and values of heads. Codes of each part have a scale of their own."""
-    has_rotated_codes: bool = False
-    """Whether these codes are those of rotated entries."""
     group: int = 1
     """The query heads of a key/value head."""
     page: int | None = None
