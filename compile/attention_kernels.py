@@ -18,7 +18,6 @@ from ..modelzoo import axes
 from ..modelzoo.attention.attend import Attend
 from ..modelzoo.attention.blockwise import attend_blockwise
 from ..modelzoo.attention.paged import PageReader, attend_in_groups
-from ..modelzoo.cache.entry_codes import is_rotated
 from ..modelzoo.config import Arrangement, DecoderConfig
 from ..modelzoo.config_values import check_choice
 from ..modelzoo.kernels.call import AttentionCall
@@ -192,7 +191,7 @@ def choose_kernels(
       placement: The layout and the platform.
       dtype: Dtype of activations.
       plan: Kernels that the plan names.
-      cache_codes: The dtype of the codes of the cache; None for entries that are not in codes.
+      cache_codes: The codes of the cache; None for entries that are not in codes.
 
     Raises:
       ValueError: A named kernel cannot serve a graph; the error says why.
@@ -303,17 +302,16 @@ def _paged_call(
     dtype: jnp.dtype,
 ) -> AttentionCall:
     """Attention to pages, with the heads that they have; latents serve as keys and as values."""
-    size, codes = place.arrangement.cache_dim(kind[0]), place.arrangement.cache_codes
+    size = place.arrangement.cache_dim(kind[0])
     return replace(
         _call(kind, dtype, num_queries, size, size),
-        reads_latents=kind[0].latent is not None,
-        has_rotated_codes=codes is not None and is_rotated(jnp.dtype(codes)),
+        splits=kind[0].entry_splits,
         group=kind[0].heads_per_kv,
         device=place.device,
         stripes=place.stripes,
         is_placed=place.is_placed,
         page=grid.page,
-        has_codes=codes is not None,
+        has_codes=place.arrangement.cache_codes is not None,
         table=num_rows * grid.num_pages(grid.max_length),
     )
 

@@ -189,7 +189,9 @@ class _GraphPlanner:
             placement.cache_head_shards,
         )
         state = jax.eval_shape(self._make_state)
-        self._state = state.map(lambda leaf, axes: _abstract(leaf, placement.state(axes)))
+        self._state = state.map(
+            lambda leaf, axes: _abstract(leaf, placement.state(axes, leaf.dtype))
+        )
 
     def graph(self, key: GraphKey, options: CompilerOptions) -> GraphSpec:
         """One graph of the grid, with its options among those of all kinds."""

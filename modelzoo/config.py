@@ -173,7 +173,7 @@ class Arrangement:
     packs_codes: bool = True
     """Whether two int4 codes of a weight share a byte; otherwise they are stored as int8."""
     cache_codes: str | None = None
-    """The dtype of cache entries in codes (`cache.entry_codes`); None for float entries."""
+    """The codes of cache entries (`cache.entry_codes`); None for float entries."""
 
     def __post_init__(self):
         for name in ("head_shards", "padded_vocab", "head_multiple"):
@@ -206,7 +206,11 @@ class Arrangement:
 
     def cache_dim(self, attention: Attention) -> int:
         """The size of a cached head, including the zeros that pad it."""
-        return -(-attention.cache_dim // self.head_multiple) * self.head_multiple
+        multiple = self.head_multiple
+        if self.cache_codes == "int4" and attention.latent is not None:
+            # both halves of a latent share bytes
+            multiple *= 2
+        return -(-attention.cache_dim // multiple) * multiple
 
 
 def head_copies(num_kv_heads: int, num_shards: int) -> int:

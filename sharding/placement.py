@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from ..modelzoo import axes
-from ..modelzoo.cache.entry_codes import INT4_IN_BYTES
 from ..modelzoo.config import Arrangement, DecoderConfig
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.weights.weight_products import Axes
@@ -25,6 +24,8 @@ from .layout import Layout
 from .sharded_operations import ShardedOperations
 
 _TABLES = ("embedding.table", "head.table")
+_BYTE_TILES = ((8, axes.LANES), (4, 1))
+"""The tiles of bytes on TPU: eight rows, four of which are in a word. XLA would choose 32 rows."""
 _MAKES_HEADS = (axes.EMBED_IN, axes.QUERY_HEADS, "", "")
 
 
@@ -42,7 +43,7 @@ def arrangement_of(
         head_multiple=axes.LANES if platform == "tpu" else 1,
         # on the CPU an int4 array has a byte for each code, and executables refuse such arrays
         packs_codes=platform != "cpu",
-        cache_codes=INT4_IN_BYTES if (platform, cache_codes) == ("cpu", "int4") else cache_codes,
+        cache_codes=cache_codes,
     )
     if layout is None:
         return whole
@@ -104,17 +105,18 @@ class Placement:
             order = _memory_order(parameter, logical_axes, shape)
         return sharding if order is None else Format(MemoryLayout(major_to_minor=order), sharding)
 
-    def state(self, logical_axes: Axes) -> Sharding | Format:
+    def state(self, logical_axes: Axes, dtype: DTypeLike) -> Sharding | Format:
         """Sharding and memory layout of an array of the decode state.
 
-        On TPU, the features of a head are the last axis of the memory layout, so that one native
-        scatter writes an entry in place.
+        On TPU, the features of a head are the last axis of the memory layout, and bytes are in the
+        tiles of scatters and kernels, so that one native scatter writes an entry in place.
         """
         sharding = self.sharding("decode", logical_axes)
         if self.platform != "tpu" or logical_axes not in axes.CACHE_ENTRIES:
             return sharding
         order = tuple(range(len(logical_axes)))
-        return Format(MemoryLayout(major_to_minor=order), sharding)
+        tiling = _BYTE_TILES if jnp.dtype(dtype).itemsize == 1 else None
+        return Format(MemoryLayout(major_to_minor=order, tiling=tiling), sharding)
 
     def put_in_layout(
         self, parameters: Mapping[str, jax.Array], logical_axes: Mapping[str, Axes]

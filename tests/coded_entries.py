@@ -30,13 +30,19 @@ def decode(codes: np.ndarray, scales: list[np.ndarray], axis: int, splits=()) ->
     return rotate(x, axis, splits) if codes.dtype == ml_dtypes.int4 else x
 
 
+def pair(lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
+    """Return bytes of two codes of int4 each."""
+    lower, upper = (x.astype(np.int8).view(np.uint8) for x in (lower, upper))
+    return (upper * 16 + lower % 16).view(np.int8)
+
+
 def rotate(x: np.ndarray, axis: int, splits: tuple[int, ...] = ()) -> np.ndarray:
     """Return the fast Walsh-Hadamard transform of blocks of features, which is its own inverse.
 
     The size of a block is the largest power of two that divides the features of every part.
     """
     sizes = np.diff((0, *splits, x.shape[axis])).tolist()
-    block = next(n for n in (64, 32, 16, 8, 4, 2, 1) if all(size % n == 0 for size in sizes))
+    block = max(n for n in (2**i for i in range(10)) if all(size % n == 0 for size in sizes))
     blocks = np.moveaxis(x, axis, -1).reshape(-1, block).astype(np.float64)
     half = 1
     while half < block:

@@ -11,6 +11,8 @@ Entries in int4 are rotated: their features are multiplied by a Hadamard matrix,
 large features over all of them. Queries are rotated in the same way, so scores stay what they are,
 and sums of values are rotated back. Source: QuaRot (2404.00456), section 4.
 
+Two codes of int4 are in a byte. They are of the same token, so a write does not read the byte.
+
 Knows nothing of pages, slots or layers.
 """
 
@@ -23,15 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.linalg import hadamard
 
-INT4_IN_BYTES = "uint8"
-"""A dtype for codes of int4 on platforms where no array can be int4: the bits of each code in int8.
-
-XLA for the CPU writes it in place. To write an entry of float8, it converts the array to float16.
-"""
-LARGEST_CODES = {"int8": 127.0, "float8_e4m3fn": 448.0, "int4": 7.0, INT4_IN_BYTES: 7.0}
-"""The largest code, by dtype of the codes; the smallest one is its negative."""
-_ROTATED = "int4", INT4_IN_BYTES
-"""Dtypes of the codes of rotated entries."""
+INT4 = "int4"
+"""The codes of rotated entries, two in a byte. No array has this dtype: XLA for TPU would write it
+in a loop over tokens, and XLA for the CPU does not take it."""
+LARGEST_CODES = {"int8": 127.0, "float8_e4m3fn": 448.0, INT4: 7.0}
+"""The largest code, by the name of the codes; the smallest one is its negative."""
 
 
 @jax.tree_util.register_dataclass
@@ -40,27 +38,26 @@ class EntryCodes:
     """Keys, values or latents in codes, in the place of `k_BKHS` or `v_BKSH`."""
 
     codes: jax.Array
-    """Codes, with the axes of the entries."""
+    """Codes, or bytes of two codes, with the axes of the entries."""
     scale_BKPS: jax.Array
     """Scales of the P parts of the features, in the dtype of entries that are not in codes."""
     splits: tuple[int, ...] = field(default=(), metadata={"static": True})
     """The features at which the parts after the first one begin."""
+    halves: tuple[int, ...] = field(default=(), metadata={"static": True})
+    """The halves of bytes that have the codes, one after the other along the features: 0 for the
+    lower bits. Empty if the codes are not in bytes of two; the others are of rotated entries."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the entries."""
-        return self.codes.shape
-
-
-def is_rotated(codes: jnp.dtype) -> bool:
-    """Whether entries with codes of this dtype are rotated."""
-    return codes.name in _ROTATED
+        *others, features = self.codes.shape
+        return (*others, features * max(1, len(self.halves)))
 
 
 def encode(
     x: jax.Array,
     axis: int,
-    codes: jnp.dtype,
+    codes: str,
     scales: jnp.dtype,
     splits: tuple[int, ...] = (),
     num_features: int | None = None,
@@ -73,33 +70,54 @@ def encode(
     Args:
       x: The entries.
       axis: The axis of their features.
-      codes: The dtype of codes, a key of `LARGEST_CODES`.
+      codes: The name of codes, a key of `LARGEST_CODES`.
       scales: The dtype of scales.
       splits: The features at which the parts after the first one begin.
       num_features: The features of the cache, if it pads them. Entries that are rotated are padded
         first, as attention rotates queries of this size.
 
     Returns:
-      The codes, and the scales of each part, without the axis of features. If a value is not
-      finite, neither is its scale.
+      The codes, those of int4 as int8, and the scales of each part, without the axis of features.
+      If a value is not finite, neither is its scale.
     """
-    largest, rounded, scale_of_parts = LARGEST_CODES[codes.name], [], []
-    if is_rotated(codes):
+    largest, rounded, scale_of_parts = LARGEST_CODES[codes], [], []
+    if codes == INT4:
         padding = [(0, 0)] * x.ndim
         padding[axis] = (0, (num_features or x.shape[axis]) - x.shape[axis])
-        x = _rotate(jnp.pad(x, padding), axis, splits)
+        x = rotate(jnp.pad(x, padding), axis, splits)
     for start, stop in pairwise((0, *splits, x.shape[axis])):
         part = jax.lax.slice_in_dim(x, start, stop, axis=axis).astype(jnp.float32)
         # times the reciprocal: in some programs, XLA replaces a division by a constant with this
         scale = (jnp.abs(part).max(axis=axis) * (1 / largest)).astype(scales)
         divisor = jnp.where(scale > 0, scale, 1).astype(jnp.float32)
         part = jnp.clip(part / jnp.expand_dims(divisor, axis), -largest, largest)
-        rounded.append(part if codes.name == "float8_e4m3fn" else jnp.rint(part))
+        rounded.append(part if codes == "float8_e4m3fn" else jnp.rint(part))
         scale_of_parts.append(scale)
-    rounded_codes = jnp.concatenate(rounded, axis=axis)
-    if codes.name == INT4_IN_BYTES:
-        rounded_codes = rounded_codes.astype(jnp.int8)
-    return rounded_codes.astype(codes), scale_of_parts
+    dtype = jnp.int8 if codes == INT4 else jnp.dtype(codes)
+    return jnp.concatenate(rounded, axis=axis).astype(dtype), scale_of_parts
+
+
+def pair(lower: jax.Array, upper: jax.Array) -> jax.Array:
+    """Bytes of two codes of int4 each."""
+    return (lower & 15) | (upper << 4)
+
+
+def numbers(
+    codes: jax.Array, halves: tuple[int, ...], dtype: jnp.dtype, axis: int = -1
+) -> jax.Array:
+    """Codes as numbers of another dtype, from the halves of bytes if they are in bytes of two.
+
+    Args:
+      codes: The codes or bytes.
+      halves: See `EntryCodes`.
+      dtype: The dtype of the numbers.
+      axis: The axis of features.
+    """
+    if not halves:
+        return codes.astype(dtype)
+    wide = codes.astype(jnp.int32)
+    both = (wide << 28) >> 28, wide >> 4
+    return jnp.concatenate([both[half].astype(dtype) for half in halves], axis)
 
 
 def score_codes(q_BKAH: jax.Array, keys: EntryCodes) -> jax.Array:
@@ -109,11 +127,12 @@ def score_codes(q_BKAH: jax.Array, keys: EntryCodes) -> jax.Array:
     # one row of queries for each part: XLA for TPU copies the whole cache to cut keys in parts
     part_H = np.searchsorted(keys.splits, np.arange(H), side="right")
     is_part_PH = np.arange(len(keys.splits) + 1)[:, None] == part_H
-    if is_rotated(keys.codes.dtype):
-        q_BKAH = _rotate(q_BKAH, 3, keys.splits)
+    if keys.halves:
+        q_BKAH = rotate(q_BKAH, 3, keys.splits)
     q_BKPAH = jnp.where(is_part_PH[None, None, :, None], q_BKAH[:, :, None], 0)
     dtype = keys.scale_BKPS.dtype
-    scores_BKAS = _product(q_BKPAH.reshape(B, K, -1, H).astype(dtype), _numbers(keys.codes, dtype))
+    k_BKHS = numbers(keys.codes, keys.halves, dtype, axis=2)
+    scores_BKAS = _product(q_BKPAH.reshape(B, K, -1, H).astype(dtype), k_BKHS)
     scores_BKPAS = scores_BKAS.reshape(B, K, -1, A, scores_BKAS.shape[-1])
     return (scores_BKPAS * scale_BKPS[:, :, :, None]).sum(axis=2)
 
@@ -123,16 +142,12 @@ def weigh_codes(weights_BKAS: jax.Array, values: EntryCodes) -> jax.Array:
     scale_BK1S = values.scale_BKPS[:, :, :1]
     weights_BKAS = weights_BKAS * scale_BK1S.astype(jnp.float32)
     dtype = scale_BK1S.dtype
-    out_BKAH = _product(weights_BKAS.astype(dtype), _numbers(values.codes, dtype))
-    return _rotate(out_BKAH, 3, values.splits) if is_rotated(values.codes.dtype) else out_BKAH
+    v_BKSH = numbers(values.codes, values.halves, dtype)
+    out_BKAH = _product(weights_BKAS.astype(dtype), v_BKSH)
+    return rotate(out_BKAH, 3, values.splits) if values.halves else out_BKAH
 
 
-def _numbers(codes: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The codes as numbers of another dtype."""
-    return (codes.astype(jnp.int8) if codes.dtype.name == INT4_IN_BYTES else codes).astype(dtype)
-
-
-def _rotate(x: jax.Array, axis: int, splits: tuple[int, ...]) -> jax.Array:
+def rotate(x: jax.Array, axis: int, splits: tuple[int, ...]) -> jax.Array:
     """Multiply the features by a Hadamard matrix, in float32; a second time undoes it.
 
     The matrix has blocks of the largest power of two that divides the features of every part.

@@ -2,8 +2,9 @@
 
 A layer remembers *vectors*: a key and a value for each head, or one latent. A vector is stored as
 it is, or as codes with scales (`entry_codes`): each form is one array for the vector, and one more
-for its scales. All shapes and bytes of the cache follow from here, for devices that are there and
-for predictions.
+for its scales. But two codes of int4 are in a byte, so a key and its value share an array of bytes,
+as do both halves of a latent. All shapes and bytes of the cache follow from here, for devices that
+are there and for predictions.
 
 A new kind of memory is a subclass of `StateSpec` and a line in `state_spec`.
 
@@ -25,7 +26,7 @@ from .. import axes
 from ..config import AS_PUBLISHED, Arrangement, head_copies
 from ..layer_config import Attention
 from ..weights.weight_products import Axes
-from .entry_codes import EntryCodes, encode
+from .entry_codes import INT4, EntryCodes, encode, pair
 
 Entries = jax.Array | EntryCodes
 """Keys, values or latents."""
@@ -86,8 +87,8 @@ class StateSpec:
     """The features of a vector, with those that pad it."""
     dtype: jnp.dtype
     """The dtype of entries, or of their scales if they are in codes."""
-    codes: jnp.dtype | None
-    """The dtype of codes; None for entries that are stored as they are."""
+    codes: str | None
+    """The name of codes; None for entries that are stored as they are."""
     splits: tuple[int, ...]
     """The features at which the parts after the first one begin; codes of each part have a scale of
     their own."""
@@ -95,22 +96,36 @@ class StateSpec:
     """The pages that each slot has of its own, one slot after the other; 0 if rows take pages of a
     pool."""
 
-    VECTORS: ClassVar[Mapping[str, Axes]]
-    """The logical axes of each vector's array."""
+    VECTORS: ClassVar[tuple[str, ...]]
+    """The names of the vectors."""
+    AXES: ClassVar[Axes]
+    """The logical axes of a vector's array."""
     SCALES: ClassVar[Axes]
     """The logical axes of the scales of a vector."""
 
     @cached_property
     def arrays(self) -> Mapping[str, StateArray]:
-        """The arrays by name: the vectors, and the scales of vectors in codes."""
-        arrays = {}
-        for name, names in self.VECTORS.items():
-            heads = self.num_kv_heads if axes.KV_HEADS in names else None
-            arrays[name] = StateArray(names, heads, self.features, self.codes or self.dtype)
-            if self.codes is not None:
-                of_scales = StateArray(self.SCALES, heads or self.num_parts, None, self.dtype)
-                arrays[f"{name}_scale"] = of_scales
-        return arrays
+        """The arrays by name: those of vectors, and the scales of vectors in codes."""
+        if self.codes is None:
+            return self.entries
+        heads = self._heads or self.num_parts
+        of_scales = StateArray(self.SCALES, heads, None, self.dtype)
+        return {**self.entries, **{f"{name}_scale": of_scales for name in self.VECTORS}}
+
+    @cached_property
+    def entries(self) -> Mapping[str, StateArray]:
+        """The arrays of vectors by name."""
+        names, features = self.VECTORS, self.features
+        dtype = self.dtype if self.codes is None else jnp.dtype(self.codes)
+        if self.codes == INT4:
+            names, dtype = ("".join(names),), jnp.dtype("int8")
+            features = features * len(self.VECTORS) // 2
+        return {name: StateArray(self.AXES, self._heads, features, dtype) for name in names}
+
+    @property
+    def _heads(self) -> int | None:
+        """Key/value heads; None without such an axis."""
+        return self.num_kv_heads if axes.KV_HEADS in self.AXES else None
 
     @property
     def num_parts(self) -> int:
@@ -133,14 +148,17 @@ class StateSpec:
         """
         if self.codes is None:
             return dict(zip(self.VECTORS, new, strict=True))
-        encoded = {}
-        for (name, names), x in zip(self.VECTORS.items(), new, strict=True):
-            encoded[name], scales = encode(
+        codes, encoded = [], {}
+        for name, x in zip(self.VECTORS, new, strict=True):
+            of_vector, scales = encode(
                 x, x.ndim - 1, self.codes, self.dtype, self.splits, self.features
             )
-            has_heads = axes.KV_HEADS in names
-            encoded[f"{name}_scale"] = scales[0] if has_heads else jnp.stack(scales, axis=1)
-        return encoded
+            codes.append(of_vector)
+            encoded[f"{name}_scale"] = scales[0] if self._heads else jnp.stack(scales, axis=1)
+        if self.codes == INT4:
+            lower, upper = codes if len(codes) == 2 else jnp.split(codes[0], 2, axis=-1)
+            codes = [pair(lower, upper)]
+        return encoded | dict(zip(self.entries, codes, strict=True))
 
     def keys_values(self, arrays: Mapping[str, jax.Array]) -> KeysAndValues:
         """The keys and values of pages, each with axes of pages and heads before its entries."""
@@ -150,7 +168,8 @@ class StateSpec:
 class KeysValues(StateSpec):
     """A key and a value for each key/value head."""
 
-    VECTORS: ClassVar = {"k": axes.CACHE_HEADS, "v": axes.CACHE_HEADS}
+    VECTORS = "k", "v"
+    AXES = axes.CACHE_HEADS
     SCALES = axes.CACHE_SCALES
 
     def encode(self, new: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -162,15 +181,18 @@ class KeysValues(StateSpec):
         """See `StateSpec`."""
         if self.codes is None:
             return arrays["k"], arrays["v"]
-        scales = (jnp.expand_dims(arrays[f"{name}_scale"], -2) for name in self.VECTORS)
-        keys, values = map(EntryCodes, (arrays["k"], arrays["v"]), scales)
-        return keys, values
+        k_scale, v_scale = (jnp.expand_dims(arrays[f"{x}_scale"], -2) for x in self.VECTORS)
+        if self.codes == INT4:
+            codes = arrays["kv"]
+            return EntryCodes(codes, k_scale, halves=(0,)), EntryCodes(codes, v_scale, halves=(1,))
+        return EntryCodes(arrays["k"], k_scale), EntryCodes(arrays["v"], v_scale)
 
 
 class Latents(StateSpec):
     """A latent and its rotated key, side by side: the key and the value of all query heads."""
 
-    VECTORS: ClassVar = {"latent": axes.CACHE_LATENTS}
+    VECTORS = ("latent",)
+    AXES = axes.CACHE_LATENTS
     SCALES = axes.CACHE_LATENT_SCALES
 
     def keys_values(self, arrays: Mapping[str, jax.Array]) -> KeysAndValues:
@@ -182,7 +204,8 @@ class Latents(StateSpec):
         latents: Entries = jnp.expand_dims(arrays["latent"], axis=-3)
         if self.codes is not None:
             scale = jnp.expand_dims(arrays["latent_scale"], -3)
-            latents = EntryCodes(latents, scale, self.splits)
+            halves = (0, 1) if self.codes == INT4 else ()
+            latents = EntryCodes(latents, scale, self.splits, halves)
         return latents, latents
 
 
@@ -205,11 +228,10 @@ def state_spec(
       arrangement: The padding of heads, and the dtype of codes.
     """
     kind = KeysValues if attention.latent is None else Latents
-    codes = arrangement.cache_codes
     return kind(
         attention.num_kv_heads,
         arrangement.cache_dim(attention),
         jnp.dtype(dtype),
-        None if codes is None else jnp.dtype(codes),
+        arrangement.cache_codes,
         attention.entry_splits,
     )

@@ -27,10 +27,9 @@ class AttentionCall:
     """See `Visibility.is_in_order`."""
     has_codes: bool = False
     """Whether the entries of the cache are in codes (`entry_codes`)."""
-    reads_latents: bool = False
-    """Whether the keys and values of the cache are the same latents."""
-    has_rotated_codes: bool = False
-    """Whether these codes are those of rotated entries."""
+    splits: tuple[int, ...] = ()
+    """The features at which the parts of a latent after the first one begin; empty if the cache has
+    keys and values of heads. Codes of each part have a scale of their own."""
     group: int = 1
     """The query heads of a key/value head."""
     page: int | None = None

@@ -78,7 +78,7 @@ def paged_gpu_refusal(call: AttentionCall) -> str | None:
         return f"it takes bfloat16 and float16, got {call.dtype.name}"
     if call.has_codes:
         return "it takes no cache in codes (numbers.cache)"
-    if call.reads_latents:
+    if call.splits:
         return "it takes no latents"
     if call.key_dim != call.value_dim or call.key_dim not in HEAD_DIMS:
         return (

@@ -14,16 +14,16 @@ Large Language Model Serving with PagedAttention" (2309.06180); Dao 2023, "Flash
 """
 
 from functools import partial, reduce
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..attention.attend import soft_cap
 from ..attention.paged import PagedRows
 from ..axes import LANES
-from ..cache.entry_codes import EntryCodes
+from ..cache.entry_codes import EntryCodes, numbers, rotate
 from ..cache.state_spec import Entries
 from ..layer_config import PLAIN_SCORES, Scores, Window
 from .call import AttentionCall
@@ -53,7 +53,7 @@ class Schedule(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Arrays of keys and values, in the pool or on the chip; keys alone if values are the same."""
+    """Arrays of keys and values, in the pool or on the chip; one array if it has both."""
 
     entries: list[Any]
     scales: list[Any]
@@ -63,12 +63,32 @@ class Pages(NamedTuple):
     def of(cls, k_PKSH: Entries, v_PKSH: Entries) -> "Pages":
         """The arrays of the pool."""
         if not isinstance(k_PKSH, EntryCodes):
-            return cls([k_PKSH] if k_PKSH is v_PKSH else [k_PKSH, v_PKSH], [])
+            return cls(_distinct(k_PKSH, v_PKSH), [])
         assert isinstance(v_PKSH, EntryCodes), "values are in codes if keys are"
-        both = [k_PKSH] if k_PKSH.codes is v_PKSH.codes else [k_PKSH, v_PKSH]
+        scales = _distinct(k_PKSH.scale_BKPS, v_PKSH.scale_BKPS)
         # heads and parts are one axis: XLA would pad an axis of one part to the rows of a tile
-        scales = [x.scale_BKPS.reshape(len(x.codes), -1, x.codes.shape[2]) for x in both]
-        return cls([x.codes for x in both], scales)
+        scales = [x.reshape(len(x), -1, x.shape[-1]) for x in scales]
+        return cls(_distinct(k_PKSH.codes, v_PKSH.codes), scales)
+
+
+def _distinct(keys: Any, values: Any) -> list[Any]:
+    return [keys] if keys is values else [keys, values]
+
+
+class Codes(NamedTuple):
+    """Static facts of codes, or of entries that are not in codes; see `EntryCodes`."""
+
+    splits: tuple[int, ...] = ()
+    key_halves: tuple[int, ...] = ()
+    value_halves: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, k_PKSH: Entries, v_PKSH: Entries) -> "Codes":
+        """The facts of keys and values."""
+        if not isinstance(k_PKSH, EntryCodes):
+            return cls()
+        assert isinstance(v_PKSH, EntryCodes), "values are in codes if keys are"
+        return cls(k_PKSH.splits, k_PKSH.halves, v_PKSH.halves)
 
 
 class Form(NamedTuple):
@@ -77,8 +97,8 @@ class Form(NamedTuple):
     blocks: QueryBlocks
     num_pages: int
     """Entries of the table for a row."""
-    num_parts: int
-    """Parts of the features with a scale of their own."""
+    codes: Codes
+    value_dim: int
     page: int
     turn: int
     """Pages of a turn."""
@@ -129,10 +149,8 @@ def _codes_refusal(call: AttentionCall, page: int) -> str | None:
     In other forms, XLA keeps codes or scales in another memory layout where tokens are written, and
     would copy all of them for the kernel.
     """
-    if call.has_rotated_codes:
-        return "it takes codes in int8 or float8_e4m3fn only (numbers.cache)"
-    if {call.key_dim, call.value_dim} != {LANES}:
-        return f"it takes codes of heads of {LANES} features, got {call.key_dim} (numbers.cache)"
+    if rank := next((split for split in call.splits if split % LANES), None):
+        return f"it takes codes of latents of a multiple of {LANES} features, got {rank}"
     if page % LANES:
         return f"it takes codes in pages of {LANES} entries, got {page} (buckets.page)"
     return None
@@ -151,15 +169,18 @@ def attend_pages_tpu(
     Queries may have fewer features than the cache, whose heads may be padded with zeros.
     """
     _, T, K, G, _ = q_BTKGH.shape
-    splits = k_PKSH.splits if isinstance(k_PKSH, EntryCodes) else ()
     page, num_pages = k_PKSH.shape[2], rows.page_BN.shape[1]
-    pages = Pages.of(k_PKSH, v_PKSH)
+    pages, codes = Pages.of(k_PKSH, v_PKSH), Codes.of(k_PKSH, v_PKSH)
     turn = min(num_pages, _pages_of_turn(pages, page))
     blocks = QueryBlocks.of(q_BTKGH, MAX_ROWS // (K * G), SUBLANES, window)
-    form = Form(blocks, num_pages, len(splits) + 1, page, turn, scores.cap)
+    form = Form(blocks, num_pages, codes, v_PKSH.shape[-1], page, turn, scores.cap)
 
-    q_CKAH = _queries_of_parts(blocks.split(q_BTKGH, scores, k_PKSH.shape[-1]), splits)
+    q_CKAH = blocks.split(q_BTKGH, scores, k_PKSH.shape[-1])
+    if codes.key_halves:
+        q_CKAH = rotate(q_CKAH, 3, codes.splits).astype(q_CKAH.dtype)
     out_CKAH, lse_C1A = _call(q_CKAH, pages, _schedule(rows, form), form)
+    if codes.value_halves:
+        out_CKAH = rotate(out_CKAH, 3, codes.splits).astype(out_CKAH.dtype)
     lse_CKA1 = lse_C1A.reshape(*out_CKAH.shape[:-1], 1)
     return blocks.join(out_CKAH, T), blocks.join(lse_CKA1, T)[..., 0]
 
@@ -170,14 +191,6 @@ def _pages_of_turn(pages: Pages, page: int) -> int:
         return 1
     entry = sum(x.size // x.shape[0] // page * x.dtype.itemsize for x in pages.entries)
     return max(1, min(TURN_ENTRIES, TURN_BYTES // entry) // page)
-
-
-def _queries_of_parts(q_CKAH: jax.Array, splits: tuple[int, ...]) -> jax.Array:
-    """Queries once for each part of the features, with zeros for the other parts."""
-    C, K, _, H = q_CKAH.shape
-    part_H = np.searchsorted(splits, np.arange(H), side="right")
-    is_part_PH = np.arange(len(splits) + 1)[:, None] == part_H
-    return jnp.where(is_part_PH[None, None, :, None], q_CKAH[:, :, None], 0).reshape(C, K, -1, H)
 
 
 def _schedule(rows: PagedRows, form: Form) -> Schedule:
@@ -197,10 +210,9 @@ def _call(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    C, K, all_A, _ = q_CKAH.shape
-    A, value_dim = all_A // form.num_parts, pages.entries[-1].shape[-1]
+    C, K, A, _ = q_CKAH.shape
     results = (
-        jax.ShapeDtypeStruct((C, K, A, value_dim), q_CKAH.dtype),
+        jax.ShapeDtypeStruct((C, K, A, form.value_dim), q_CKAH.dtype),
         jax.ShapeDtypeStruct((C, 1, K * A), jnp.float32),
     )
     size = form.turn * form.page
@@ -211,7 +223,7 @@ def _call(
         ),
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.SMEM((1,), jnp.int32),
-        *(pltpu.VMEM((K, A, size), jnp.float32) for size in (1, 1, value_dim)),
+        *(pltpu.VMEM((K, A, size), jnp.float32) for size in (1, 1, form.value_dim)),
     )
     # the kernel copies pages itself
     in_hbm = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.HBM), pages)
@@ -228,12 +240,12 @@ def _call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES
         ),
-        cost_estimate=_largest_work(q_CKAH, pages, form, value_dim),
+        cost_estimate=_largest_work(q_CKAH, pages, form),
         name="paged",
     )(schedule, q_CKAH, pages)
 
 
-def _largest_work(q_CKAH: jax.Array, pages: Pages, form: Form, value_dim: int) -> Any:
+def _largest_work(q_CKAH: jax.Array, pages: Pages, form: Form) -> Any:
     """The work of a call whose rows have all pages that they may have.
 
     Each page is in one row. Rows of several queries may be tiles of the same prompt, and each block
@@ -246,10 +258,10 @@ def _largest_work(q_CKAH: jax.Array, pages: Pages, form: Form, value_dim: int) -
     num_pages = C * form.num_pages
     if form.blocks.per_row * form.blocks.num_tokens == 1:
         num_pages = min(pool, num_pages)
-    results = C * K * A * (value_dim * q_CKAH.dtype.itemsize + 4)
+    results = C * K * A * (form.value_dim * q_CKAH.dtype.itemsize + 4)
     num_entries = num_pages * form.page
     return pl.CostEstimate(
-        flops=2 * num_entries * K * A * (key_dim + value_dim),
+        flops=2 * num_entries * K * A * (key_dim + form.value_dim),
         transcendentals=num_entries * K * A,
         bytes_accessed=sum(x.nbytes for x in jax.tree.leaves(pages)) // pool * num_pages
         + q_CKAH.nbytes
@@ -363,19 +375,19 @@ def _add_turn(
     S = form.turn * form.page
     # a turn may have pages after the last one, which hold anything
     last = jnp.minimum(first + count, end) - 1
-    values = own.pages.entries[-1].at[buffer]
     is_entry_1S1 = entry + jax.lax.broadcasted_iota(jnp.int32, (1, S, 1), 1) <= last
-    v_KSH = jnp.where(is_entry_1S1, values[...].astype(q_KAH.dtype), 0)
-    k_KSH = own.pages.entries[0][buffer].astype(q_KAH.dtype)
+    values = numbers(own.pages.entries[-1][buffer], form.codes.value_halves, q_KAH.dtype)
+    v_KSH = jnp.where(is_entry_1S1, values, 0)
+    k_KSH = numbers(own.pages.entries[0][buffer], form.codes.key_halves, q_KAH.dtype)
 
-    scores_KAS = _product(q_KAH[...], k_KSH, 2)
+    parts = [
+        _product(q_KAH[:, :, start:stop], k_KSH[:, :, start:stop], 2)
+        for start, stop in pairwise((0, *form.codes.splits, k_KSH.shape[-1]))
+    ]
     if own.pages.scales:
         scale_KPS = own.pages.scales[0][buffer].astype(jnp.float32).reshape(K, -1, S)
-        parts = [
-            scores_KAS[:, p * A : (p + 1) * A] * scale_KPS[:, p : p + 1]
-            for p in range(form.num_parts)
-        ]
-        scores_KAS = reduce(jnp.add, parts)
+        parts = [part * scale_KPS[:, p : p + 1] for p, part in enumerate(parts)]
+    scores_KAS = reduce(jnp.add, parts)
     row_1AS, entry_1AS = (jax.lax.broadcasted_iota(jnp.int32, (1, A, S), i) for i in (1, 2))
     mask_1AS = form.blocks.sees(row_1AS, entry + entry_1AS, first, count)
     mask_1AS &= entry + entry_1AS <= last

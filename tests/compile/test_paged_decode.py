@@ -76,6 +76,7 @@ class Case(NamedTuple):
     config: DecoderConfig
     codes: str | None = None
     page: int = 64
+    slots: int = 128
     arranged: int = 0
     """Bytes of the weights that XLA for TPU writes to memory in another order once a call, outside
     of its loop of steps."""
@@ -83,7 +84,8 @@ class Case(NamedTuple):
     @property
     def grid(self) -> BucketGrid:
         """The grid, with as many entries in pages of this size."""
-        return replace(GRID, page=self.page, pages=2048 * 64 // self.page)
+        pages = 2048 * 64 // self.page
+        return replace(GRID, page=self.page, pages=pages, decode_slots=self.slots)
 
 
 ARRANGED = 2 * 128 * (1536 * 192 + 128 * 512)
@@ -91,9 +93,13 @@ ARRANGED = 2 * 128 * (1536 * 192 + 128 * 512)
 CASES = {
     "8B": Case(LAYERS_OF_8B),
     "8B, int8": Case(LAYERS_OF_8B, "int8", page=128),
+    "8B, int4, 32 slots": Case(LAYERS_OF_8B, "int4", page=128, slots=32),
+    "8B, int4, 256 slots": Case(LAYERS_OF_8B, "int4", page=128, slots=256),
     "heads of 64": Case(HEADS_OF_64),
     "heads of 256": Case(HEADS_OF_256),
     "latents": Case(LATENTS, arranged=2 * ARRANGED),
+    "latents, int8": Case(LATENTS, "int8", page=128, arranged=2 * ARRANGED),
+    "latents, int4": Case(LATENTS, "int4", page=128, arranged=2 * ARRANGED),
     "one of each": Case(ONE_OF_EACH, arranged=ARRANGED),
 }
 
@@ -110,7 +116,7 @@ def compiled(case: Case, kind: str, target_name: str, repeats: int = 1):
     graphs = plan_graphs(model, case.grid, placement, jnp.dtype("bfloat16"))
     (graph,) = (graph for graph in graphs if graph.key.kind == kind)
     (state,) = (x for x in graph.arguments if isinstance(x, DecodeState))
-    arrays = (layer.arrays[name] for layer in state.cache for name in layer.spec.VECTORS)
+    arrays = (layer.arrays[name] for layer in state.cache for name in layer.spec.entries)
     pool = min(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
     return model, *compile_with_text(graph)[:2], pool
 
@@ -128,7 +134,7 @@ ON_GPU = (
 V5E, V6E, V5P, H100 = "tpu:v5e:1x1", "tpu:v6e:1x1", "tpu:v5p:1x1x1", "gpu:h100:1"
 DECODED = {
     V5E: CASES,
-    V6E: ("8B", "8B, int8", "heads of 64", "heads of 256", "latents"),
+    V6E: ("8B", "8B, int8", "heads of 64", "heads of 256", "latents", "latents, int8"),
     V5P: ("8B",),
     # the kernel for GPUs takes no codes and no latents
     H100: ("8B", "heads of 64", "heads of 256"),

@@ -1,7 +1,7 @@
 """Kernels that read live pages, compiled for absent devices beside writes to the same pool.
 
-A loop writes a token of each row into the pool, and then attends to its pages, as decode does. The
-queries are single tokens or tiles.
+A loop writes a token of each row into the pool of a layer, and then attends to its pages, as decode
+does. The queries are single tokens or tiles.
 """
 
 import re
@@ -15,16 +15,23 @@ import pytest
 
 from noria.compile.targets import find_target
 from noria.modelzoo.attention.paged import AttendPages, PagedRows
-from noria.modelzoo.cache.entry_codes import EntryCodes
+from noria.modelzoo.axes import LANES
+from noria.modelzoo.cache.layer_state import LayerState, PromptKeysValues, PromptLatents
+from noria.modelzoo.cache.pages import append_to_pages
+from noria.modelzoo.cache.state_spec import state_spec
+from noria.modelzoo.config import Arrangement
 from noria.modelzoo.kernels.paged_gpu import attend_pages_gpu
 from noria.modelzoo.kernels.paged_tpu import attend_pages_tpu
-from noria.modelzoo.layer_config import Chunk, Scores, Window
+from noria.modelzoo.latent_config import LatentAttention
+from noria.modelzoo.layer_config import Attention, Chunk, Scores, Window
+from noria.sharding.placement import Placement
 
 NUM_ROWS, NUM_PAGES, NUM_STEPS = 64, 4096, 4
 PAGES_OF_ROW = 16
 MAX_TEMP = 0.1
 """The most temporary memory beside queries, as a share of the pool; a copy of keys or values is
 half of it."""
+LATENT = LatentAttention(512, plain_dim=128, rope_dim=64, value_dim=128)
 
 
 class Form(NamedTuple):
@@ -50,8 +57,15 @@ ON_TPU = {
     "float32": Form(dtype="float32"),
     "int8": Form(codes="int8", page=128),
     "float8": Form(codes="float8_e4m3fn", page=128),
-    "latents": Form(K=1, G=128, H=640, is_latent=True),
-    "tiles of latents": Form(T=16, K=1, G=16, H=640, is_latent=True),
+    "latents": Form(K=1, G=128, is_latent=True),
+    "tiles of latents": Form(T=16, K=1, G=16, is_latent=True),
+    "latents in int8": Form(K=1, G=128, codes="int8", page=128, is_latent=True),
+    "int4": Form(codes="int4", page=128),
+    "tiles of int4, heads of 256": Form(T=16, K=4, H=256, codes="int4", page=128),
+    "latents in int4": Form(K=1, G=128, codes="int4", page=128, is_latent=True),
+    "tiles of latents in float8": Form(
+        T=16, K=1, G=16, codes="float8_e4m3fn", page=128, is_latent=True
+    ),
 }
 ON_GPU = {
     "plain": Form(),
@@ -71,60 +85,54 @@ on_gpu = [
 ]
 
 
+def pool_of(form: Form, placement: Placement) -> LayerState:
+    """Return the pool of a layer, without values."""
+    heads, head_dim, latent = form.K, form.H, None
+    if form.is_latent:
+        heads, head_dim, latent = form.G, LATENT.head_dim, LATENT
+    attention = Attention(form.K * form.G, heads, head_dim, latent=latent)
+    multiple = LANES if placement.platform == "tpu" else 1
+    arrangement = Arrangement(head_multiple=multiple, cache_codes=form.codes)
+    spec = state_spec(attention, form.dtype, arrangement)
+    pool = jax.eval_shape(lambda: LayerState.empty(spec, 1, NUM_PAGES, form.page))
+    return pool.map(
+        lambda x, array: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=placement.state(array.axes, x.dtype)
+        )
+    )
+
+
 def arguments(form: Form, target: str) -> list[Any]:
     """Return the pool, queries, tables and positions, without values."""
-    sharding = find_target(target).placement().replicated
+    placement = find_target(target).placement()
+    sharding, pool = placement.replicated, pool_of(form, placement)
 
     def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    pool = {"k": array(form.codes or form.dtype, NUM_PAGES, form.K, form.page, form.H)}
-    if form.codes is not None:
-        pool["k scales"] = array(form.dtype, NUM_PAGES, form.K, 1, form.page)
-    if not form.is_latent:
-        pool |= {name.replace("k", "v", 1): x for name, x in pool.items()}
     return [
         pool,
-        array(form.dtype, NUM_ROWS, form.T, form.K, form.G, form.H),
+        array(form.dtype, NUM_ROWS, form.T, form.K, form.G, pool.spec.features),
         array("int32", NUM_ROWS, PAGES_OF_ROW),
         array("int32", NUM_ROWS),
     ]
 
 
-def written(x: jax.Array, new_BKH: jax.Array, page_B: jax.Array, entry_B: jax.Array) -> jax.Array:
-    """Write one entry, or its scale, of each row and head."""
-    P, K, *rest = x.shape
-    if rest[0] == 1:
-        at = x.at[page_B[:, None], jnp.arange(K)[None], 0, entry_B[:, None]]
-        return at.set(new_BKH[..., 0].astype(x.dtype), mode="drop", unique_indices=True)
-    page, H = rest
-    row_BK = (page_B[:, None] * K + jnp.arange(K)[None]) * page + entry_B[:, None]
-    at = x.reshape(-1, H).at[row_BK.ravel()]
-    new = new_BKH.reshape(-1, H).astype(x.dtype)
-    return at.set(new, mode="drop", unique_indices=True).reshape(P, K, page, H)
-
-
-def compiled(attend: AttendPages, form: Form, target: str) -> Any:
-    """Return the executable of a loop of steps over a donated pool."""
-
-    def entries(pool: dict[str, jax.Array], name: str) -> Any:
-        if form.codes is None:
-            return pool[name]
-        return EntryCodes(pool[name], pool[f"{name} scales"])
+def compiled(attend: AttendPages, form: Form, given: list[Any]) -> Any:
+    """Return the executable of a loop of steps over a donated pool, for arguments."""
 
     def step(carry: Any) -> Any:
         i, pool, q_BTKGH, page_BN, first_B = carry
-        page_B = page_BN[jnp.arange(NUM_ROWS), first_B // form.page]
-        entry_B = first_B % form.page
         new_BKH = q_BTKGH[:, 0, :, 0]
-        pool = {name: written(x, new_BKH, page_B, entry_B) for name, x in pool.items()}
-        k = entries(pool, "k")
-        v = k if form.is_latent else entries(pool, "v")
+        new = PromptKeysValues(new_BKH[..., None], new_BKH[:, :, None])
+        if form.is_latent:
+            new = PromptLatents(new_BKH)
+        pool = append_to_pages(pool, new, page_BN, first_B, jnp.int32(0))
         rows, scores = (
             PagedRows(page_BN, first_B, jnp.full_like(first_B, form.T)),
             Scores(cap=form.cap),
         )
-        out, lse = attend(q_BTKGH, k, v, rows, form.window, scores)
+        out, lse = attend(q_BTKGH, *pool.keys_values(), rows, form.window, scores)
         q_BTKGH = jnp.where(jnp.isneginf(lse)[..., None], q_BTKGH, out)
         return i + 1, pool, q_BTKGH, page_BN, first_B + 1
 
@@ -132,15 +140,25 @@ def compiled(attend: AttendPages, form: Form, target: str) -> Any:
         carry = 0, pool, q_BTKGH, page_BN, first_B
         return jax.lax.while_loop(lambda carry: carry[0] < NUM_STEPS, step, carry)[1:3]
 
-    return jax.jit(run, donate_argnums=0).lower(*arguments(form, target)).compile()
+    formats = jax.tree.map(lambda x: x.format, given[0]), given[1].format
+    return jax.jit(run, donate_argnums=0, out_shardings=formats).lower(*given).compile()
 
 
-def copies(text: str, form: Form) -> list[str]:
-    """Return instructions that make an array as large as keys, values or their scales."""
-    features = (form.H,) if form.codes is None else (1, form.H)
-    sizes = {NUM_PAGES * form.K * form.page * n for n in features}
-    moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|copy-done|transpose|convert)\(.*", text)
-    return [shape for shape in moved if prod(map(int, shape.split(","))) in sizes]
+def copies(text: str, pool: LayerState) -> list[str]:
+    """Return instructions that make an array as large as one of the pool.
+
+    Scales may go into on-chip memory before the loop.
+    """
+    sizes = {
+        name: {prod(x.shape) for x in (pool.arrays[name] for name in names)}
+        for name, names in (("copy-done", pool.spec.entries), ("", pool.spec.arrays))
+    }
+    made = re.findall(r"= \w+\[([\d,]+)\]\S* (copy|copy-done|transpose|convert)\(", text)
+    return [
+        shape
+        for shape, name in made
+        if prod(map(int, shape.split(","))) in sizes.get(name, sizes[""])
+    ]
 
 
 @pytest.mark.parametrize(
@@ -169,11 +187,13 @@ def copies(text: str, form: Form) -> list[str]:
     ],
 )
 def test_a_loop_that_writes_and_reads_pages_copies_no_pool(attend, form, target):
-    executable = compiled(attend, form, target)
-    pool, queries, *_ = arguments(form, target)
-    pool, queries = (
+    given = arguments(form, target)
+    executable = compiled(attend, form, given)
+    pool, queries, *_ = given
+    num_bytes = [
         sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(x)) for x in (pool, queries)
-    )
+    ]
     # queries are arranged for the product, and results are arranged back
-    assert executable.memory_analysis().temp_size_in_bytes < MAX_TEMP * pool + 3 * queries
-    assert copies(executable.as_text(), form) == []
+    most_bytes = MAX_TEMP * num_bytes[0] + 3 * num_bytes[1]
+    assert executable.memory_analysis().temp_size_in_bytes < most_bytes
+    assert copies(executable.as_text(), pool) == []

@@ -23,13 +23,13 @@ from caches import (
     random_prompt,
     scattered,
 )
-from coded_entries import decode, encode
+from coded_entries import decode, encode, pair
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.attention.attend import Visibility, attend_dense
 from noria.modelzoo.attention.paged import PagedRows, attend_in_groups, queries_of_pages
 from noria.modelzoo.cache import entry_codes
-from noria.modelzoo.cache.entry_codes import INT4_IN_BYTES, EntryCodes
+from noria.modelzoo.cache.entry_codes import EntryCodes
 from noria.modelzoo.cache.layer_state import LayerState, NewEntries, PromptLatents
 from noria.modelzoo.cache.pages import append_to_pages
 from noria.modelzoo.cache.stripes import EMPTY_POSITION
@@ -64,9 +64,7 @@ encode_by_noria = jax.jit(entry_codes.encode, static_argnums=(1, 2, 3, 4))
 def test_codes_and_scales_are_those_of_numpy(codes, splits, scales):
     x = random(2, 3, 8, 7)
     wanted, wanted_scales = encode(x, 2, codes, scales, splits)
-    got, got_scales = encode_by_noria(
-        jnp.asarray(x), 2, jnp.dtype(codes), jnp.dtype(scales), splits
-    )
+    got, got_scales = encode_by_noria(jnp.asarray(x), 2, codes, jnp.dtype(scales), splits)
     np.testing.assert_array_equal(np.asarray(got), wanted)
     for ours, theirs in zip(got_scales, wanted_scales, strict=True):
         np.testing.assert_array_equal(np.asarray(ours), theirs)
@@ -82,38 +80,23 @@ def test_entries_in_int4_are_rotated(splits):
     x = np.random.default_rng(0).normal(size=(2, 3, 32, 50)).astype(np.float32)
     x[:, :, 5] *= 30
     wanted, wanted_scales = encode(x, 2, "int4", np.float32, splits)
-    got, got_scales = encode_by_noria(
-        jnp.asarray(x), 2, jnp.dtype("int4"), jnp.dtype("float32"), splits
-    )
+    got, got_scales = encode_by_noria(jnp.asarray(x), 2, "int4", jnp.dtype("float32"), splits)
     np.testing.assert_allclose(got_scales, wanted_scales, rtol=1e-6)
     codes = np.asarray(got).astype(int)
     # a value near the middle between two codes may have either
     assert np.mean(codes != wanted.astype(int)) < 1e-3
     assert abs(codes - wanted.astype(int)).max() <= 1
-    errors = decode(np.asarray(got), got_scales, 2, splits) - x
+    errors = decode(np.asarray(got).astype(ml_dtypes.int4), got_scales, 2, splits) - x
     plain_scale = abs(x).max(2, keepdims=True) / 7
     plain_errors = np.rint(x / plain_scale) * plain_scale - x
     assert errors.std() < 0.6 * plain_errors.std()
-
-
-def test_codes_of_int4_in_bytes_are_those_of_int4():
-    x, q = np.random.default_rng(1).normal(size=(2, 2, 3, 16, 16)).astype(np.float32)
-    products = []
-    for dtype in ("int4", INT4_IN_BYTES):
-        codes, (scale_BKS,) = encode_by_noria(x, 3, jnp.dtype(dtype), jnp.dtype("float32"))
-        assert codes.dtype == dtype
-        values = EntryCodes(codes, scale_BKS[:, :, None])
-        keys = replace(values, codes=codes.swapaxes(-1, -2))
-        products.append((entry_codes.score_codes(q, keys), entry_codes.weigh_codes(q, values)))
-    assert np.abs(products[0][0]).max() > 1
-    jax.tree.map(np.testing.assert_array_equal, *products)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("codes", [*CODES, "int4"])
 def test_a_value_that_is_not_finite_stays_visible(codes, value):
     x = jnp.ones((1, 1, 4, 2)).at[0, 0, 1, 0].set(value)
-    _, (scale_BKS,) = encode_by_noria(x, 2, jnp.dtype(codes), jnp.dtype("float32"))
+    _, (scale_BKS,) = encode_by_noria(x, 2, codes, jnp.dtype("float32"))
     np.testing.assert_array_equal(np.isfinite(scale_BKS)[0, 0], [False, True])
 
 
@@ -147,7 +130,7 @@ def written(config: DecoderConfig, codes: str | None) -> list[LayerState]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "codes"), [*zip(KINDS, CODES, strict=True), ("keys and values", "int4")]
+    ("kind", "codes"), [*zip(KINDS, CODES, strict=True), *((kind, "int4") for kind in KINDS)]
 )
 def test_every_write_leaves_the_codes_of_the_floats_that_it_would_leave(kind, codes):
     config = KINDS[kind]
@@ -155,14 +138,26 @@ def test_every_write_leaves_the_codes_of_the_floats_that_it_would_leave(kind, co
         wanted = {}
         for name, x in arrays_of(floats).items():
             assert x.any()
+            if codes == "int4" and floats.spec.splits:
+                # the halves of a latent are alike
+                x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
             wanted[name], scales = encode(x, x.ndim - 1, codes, np.float32, floats.spec.splits)
             # the heads of keys and values have one part each; latents have parts, but no heads
             scales = [scale.reshape(*x.shape[:2], -1, scale.shape[-1]) for scale in scales]
             wanted[f"{name}_scale"] = np.concatenate(scales, axis=2)
+        if codes == "int4":
+            wanted |= in_pairs(wanted)
         got = arrays_of(in_codes)
         assert got.keys() == wanted.keys()
         for name, codes_of_floats in wanted.items():
             np.testing.assert_array_equal(got[name], codes_of_floats)
+
+
+def in_pairs(codes: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return bytes of the codes of vectors, two in each, which are taken out of `codes`."""
+    if "latent" in codes:
+        return {"latent": pair(*np.split(codes.pop("latent"), 2, axis=-1))}
+    return {"kv": pair(codes.pop("k"), codes.pop("v"))}
 
 
 def test_scanned_layers_write_the_scales_of_their_own_layer():
@@ -192,15 +187,19 @@ def test_attention_to_codes_is_that_to_their_values(codes, splits, width, group)
     N, S, T, G = 3, 4, 5, 2
     rng = np.random.default_rng(3)
     page_BN, first_B = scattered(2, N), np.array([7, 2])
-    coded, floats = [], []
+    coded, floats, both_codes = [], [], []
     for side_splits in (splits, ()):
         x_PKSH = rng.normal(size=(2 * page_BN.size, K, S, H)).astype(np.float32)
         x_PKSH = np.pad(x_PKSH, [(0, 0)] * 3 + [(0, width - H)])
         in_codes, scales = encode(x_PKSH, 3, codes, np.float32, side_splits)
         scale_PKRS = jnp.asarray(np.stack(scales, axis=2))
         coded.append(EntryCodes(jnp.asarray(in_codes), scale_PKRS, side_splits))
+        both_codes.append(in_codes)
         of_rows = decode(in_codes, scales, 3, side_splits)[page_BN].swapaxes(1, 2)
         floats.append(jnp.asarray(of_rows.reshape(2, K, N * S, width)))
+    if codes == "int4":
+        in_bytes = jnp.asarray(pair(*both_codes))
+        coded = [replace(x, codes=in_bytes, halves=(half,)) for half, x in enumerate(coded)]
     q_BTKGH = jnp.asarray(rng.normal(size=(2, T, K, G, H)), jnp.float32)
     scores = Scores(scale=0.7, cap=2.0)
     rows = PagedRows(*map(jnp.asarray, (page_BN, first_B, np.full(2, T))))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from coded_entries import decode, encode
+from coded_entries import decode, encode, pair
 from cpu_kernels import NEEDS_NUMBA, loaded
 from jax.experimental.pallas import tpu as pltpu
 from mosaic_interpreter import interpreted_on_cpu
@@ -98,6 +98,8 @@ CASES = {
     "float8": Case(codes="float8_e4m3fn", page=128, T=1, G=4),
     "latents": Case(is_latent=True, T=64, G=16, H=256),
     "latents in codes": Case(is_latent=True, G=16, H=256, codes="int8", splits=(128,)),
+    "int4": Case(codes="int4", K=2, T=1, window=50, scores=Scores(cap=3.0)),
+    "latents in int4": Case(is_latent=True, G=4, H=512, page=128, codes="int4", splits=(256,)),
 }
 ON_GPU = {"bfloat16", "heads of 64", "large pages", "one token in float16"}
 ON_CPU = {name for name, case in CASES.items() if case.codes is None}
@@ -191,19 +193,32 @@ def in_pages(
     return pool
 
 
-def pool_of(
-    x: np.ndarray, case: Case, page_BN: np.ndarray, is_seen_BS: np.ndarray, rest: float
-) -> Any:
-    """Return the pages of keys or values; `rest` is what free entries hold."""
+def pools_of(
+    given: Inputs, case: Case, page_BN: np.ndarray, is_seen_BS: np.ndarray, rest: float
+) -> list[Any]:
+    """Return the pages of keys and of values; `rest` is what free entries hold."""
+    both = given.k_BKSH, given.v_BKSH
     if case.codes is None:
-        return jnp.asarray(in_pages(x, page_BN, is_seen_BS, rest))
-    codes, scales = encode(x, 3, case.codes, np.dtype("float32"), case.splits)
-    scale_PKSR = in_pages(np.stack(scales, axis=3), page_BN, is_seen_BS, rest)
-    return EntryCodes(
-        jnp.asarray(in_pages(codes, page_BN, is_seen_BS, 3)),
-        jnp.asarray(scale_PKSR.swapaxes(2, 3)),
-        case.splits,
-    )
+        return [jnp.asarray(in_pages(x, page_BN, is_seen_BS, rest)) for x in both]
+    encoded = [encode(x, 3, case.codes, np.dtype("float32"), case.splits) for x in both]
+    codes, halves = [codes for codes, _ in encoded], ((), ())
+    if case.codes == "int4":
+        lower, upper = np.split(codes[0], 2, axis=-1) if case.is_latent else codes
+        codes = [pair(lower, upper)] * 2
+        halves = ((0, 1), (0, 1)) if case.is_latent else ((0,), (1,))
+    scales = [
+        in_pages(np.stack(scales, axis=3), page_BN, is_seen_BS, rest).swapaxes(2, 3)
+        for _, scales in encoded
+    ]
+    return [
+        EntryCodes(
+            jnp.asarray(in_pages(codes, page_BN, is_seen_BS, 3)),
+            jnp.asarray(scale_PKRS),
+            case.splits,
+            halves,
+        )
+        for codes, scale_PKRS, halves in zip(codes, scales, halves, strict=True)
+    ]
 
 
 def program(kernel: Kernel, case: Case) -> Any:
@@ -211,14 +226,17 @@ def program(kernel: Kernel, case: Case) -> Any:
 
     @jax.jit
     def run(q_BTKGH: Any, k_PKSH: Any, v_PKSH: Any, rows: PagedRows) -> Any:
-        v_PKSH = k_PKSH if case.is_latent else v_PKSH
+        if case.is_latent:
+            v_PKSH = k_PKSH
+        elif case.codes == "int4":
+            v_PKSH = replace(v_PKSH, codes=k_PKSH.codes)
         return kernel.attend(q_BTKGH, k_PKSH, v_PKSH, rows, case.window, case.scores)
 
     def attended(
         given: Inputs, page_BN: np.ndarray, rest: float = kernel.rest, **limits: Any
     ) -> list[np.ndarray]:
         is_seen_BS = seen_of_pages(given, case, page_BN)
-        k, v = (pool_of(x, case, page_BN, is_seen_BS, rest) for x in (given.k_BKSH, given.v_BKSH))
+        k, v = pools_of(given, case, page_BN, is_seen_BS, rest)
         rows = page_BN, given.first_B, given.count_B
         rows = PagedRows(*(jnp.asarray(x, jnp.int32) for x in rows))._replace(**limits)
         with kernel.context():
@@ -384,8 +402,7 @@ REFUSED = {
         ({"dtype": jnp.dtype("float16")}, "got float16"),
         ({"page": 8}, "pages of 16 entries or more, got 8"),
         ({"table": MAX_TABLE + 1}, "at most 131072 pages.*, got 131073: larger pages"),
-        ({"has_codes": True, "has_rotated_codes": True}, "int8 or float8_e4m3fn"),
-        ({"has_codes": True, "key_dim": 256, "value_dim": 256}, "heads of 128 features, got 256"),
+        ({"has_codes": True, "splits": (192,)}, "latents of a multiple of 128 features, got 192"),
         ({"has_codes": True, "page": 64}, "in pages of 128 entries, got 64"),
     ],
     "gpu": [
@@ -396,7 +413,7 @@ REFUSED = {
         ({"page": 32}, "pages of 64 or 128 entries, got 32"),
         ({"dtype": jnp.dtype("float32")}, "bfloat16 and float16, got float32"),
         ({"has_codes": True}, "no cache in codes"),
-        ({"reads_latents": True}, "no latents"),
+        ({"splits": (512,)}, "no latents"),
         ({"windows": frozenset([BothSides()])}, "both directions"),
         ({"key_dim": 96}, "got 96 for keys and 128 for values"),
         ({"key_dim": 256, "value_dim": 256}, "set buckets.page to 64"),
