@@ -92,7 +92,8 @@ class Profiler:
         dtype = jnp.dtype(self.model.dtype)
         cache_dtype = self.placement.cache_dtype(dtype)
         graphs = plan_graphs(self.model.definition, self.grid, self.placement, dtype)
-        graph, _ = compile_graph([graph for graph in graphs if graph.key.kind == kind][-1])
+        (planned,) = (graph for graph in graphs if graph.key.kind == kind)
+        graph, _ = compile_graph(planned)
         steps = self.grid.steps_per_call if kind == "decode" else 1
         groups = Groups(graph.as_text(), steps)
         state, arguments = jax.jit(partial(self._state, cache_dtype))(), self._arguments(kind)

@@ -7,7 +7,8 @@ write its values to memory, so products of few rows have two other forms:
 
 - On TPU, codes are multiplied in a batch of products, one for each group, and scales multiply the
   results of the groups. For more rows than a group has members, these results would be more numbers
-  than the weight, and take longer than dequantising it.
+  than the weight, and take longer than dequantising it. A slice of larger arrays is dequantised,
+  but its offsets are multiplied with sums of activations.
 - On GPU, values are float32, and the product rounds them. XLA then dequantises within the product,
   if an option of the compiler allows it.
 
@@ -225,14 +226,33 @@ def _multiply_in_groups(
     sizes = dict(zip(labels.x, x.shape, strict=True))
     rows = math.prod(sizes[label] for label in labels.out if label not in labels.weight)
     forms = {}
-    # XLA for TPU would copy the codes of a slice, but dequantises them as it slices
     has_few_sums = rows * weight.num_groups <= weight.quantisation.num_inputs(weight.shape)
-    if has_few_sums and is_summed and not weight.is_slice:
-        forms["tpu"] = partial(multiply_by_group, labels)
+    if has_few_sums and is_summed:
+        # XLA for TPU would copy the codes of a slice, but dequantises them as it slices
+        if not weight.is_slice:
+            forms["tpu"] = partial(multiply_by_group, labels)
+        elif weight.offsets is not None:
+            forms["tpu"] = partial(multiply_without_offsets, labels, product)
     is_bfloat16 = x.dtype == weight.value_dtype == jnp.bfloat16
     if rows <= _FEW_ROWS_ON_GPU and is_bfloat16 and (is_summed or weight.offsets is None):
         forms["cuda"] = partial(multiply_on_gpu, labels, product)
     return jax.lax.platform_dependent(x, weight, default=multiply_values, **forms)
+
+
+def multiply_without_offsets(
+    labels: Labels, product: Product, x: jax.Array, weight: QuantisedWeight
+) -> jax.Array:
+    """Multiply a few rows with a slice of a weight in groups with offsets.
+
+    Offsets are not added to the values: they are multiplied with sums of the activations. XLA for
+    TPU would otherwise write the scales and offsets of a slice as float32, and read them again.
+
+    The arguments are those of `multiply_on_gpu`.
+    """
+    # codes around zero, as their values are rounded without the offsets
+    weight = _with_convertible_codes(weight)
+    out = product(x, replace(weight, offsets=None).dequantise())
+    return _add_offsets(out, labels, x, weight)
 
 
 def multiply_on_gpu(

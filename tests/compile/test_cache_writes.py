@@ -74,7 +74,8 @@ def graph_of(
     config = config if scan_layers else config.first_layers(2)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype("bfloat16"))
-    return [graph for graph in graphs if graph.key.kind == kind][-1]
+    (graph,) = (graph for graph in graphs if graph.key.kind == kind)
+    return graph
 
 
 def report_of(graph: GraphSpec) -> ProgramReport:

@@ -32,7 +32,6 @@ TPU, CPU = "tpu:v5e:2x4", "cpu:8"
 DTYPES = {TPU: jnp.bfloat16, CPU: jnp.float32}
 SLOTS, PROMPTS, LENGTH = 64, 8, 256
 GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS)
-CHUNK, SHORT, LONG = 256, 512, 4096
 CALLS = {
     "prefill": Call("prefill", PROMPTS, LENGTH, LENGTH),
     "decode": step_of(SLOTS, 512),

@@ -158,14 +158,13 @@ def test_decode_reads_weights_and_cache_as_they_lie(name, layout):
 def compile_8b(
     kind: str, rules: WeightRules, cache_codes: str | None, config: DecoderConfig = LAYER_OF_8B
 ):
-    """Return the last graph of a kind of a layer of 8B: its executable, text and model."""
+    """Return the graph of a kind of a layer of 8B: its executable, text and model."""
     placement = find_target("gpu:h100:1").placement(None)
     arrangement = placement.arrangement(config, cache_codes=cache_codes)
     model, dtype = AbstractModel(config, arrangement, rules), jnp.dtype("bfloat16")
     graphs = plan_graphs(model, GRID_OF_8B, placement, dtype, attention=WITHOUT_CUDNN)
-    executable, text, _ = compile_with_text(
-        [graph for graph in graphs if graph.key.kind == kind][-1]
-    )
+    (graph,) = (graph for graph in graphs if graph.key.kind == kind)
+    executable, text, _ = compile_with_text(graph)
     assert text is not None
     return executable, text, model
 

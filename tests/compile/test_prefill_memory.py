@@ -59,7 +59,8 @@ def prefill_graph(
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     dtype = "bfloat16" if target == TPU else "float32"
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
-    return next(graph for graph in graphs if graph.key.kind == "prefill")
+    (graph,) = (graph for graph in graphs if graph.key.kind == "prefill")
+    return graph
 
 
 def temporaries(graph: GraphSpec) -> int:

@@ -47,7 +47,7 @@ def evidence_of(num_groups: int) -> Evidence:
     length, pages = OWN + SHARED, 16_000
     grid = BucketGrid(length, ((length, 8, 64),), SLOTS, pages=pages, page=PAGE, prefixes=prefixes)
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.bfloat16))
-    graph = next(graph for graph in graphs if graph.key.kind == "decode")
+    (graph,) = (graph for graph in graphs if graph.key.kind == "decode")
     _, text, _ = compile_with_text(graph)
     assert text is not None
     report = read_report(text, target.platform, dict(placement.mesh.shape))

@@ -48,7 +48,7 @@ def read_decode(model: AbstractModel, layout: Layout | None, grid: BucketGrid):
     target = find_target("tpu:v5e:2x4" if layout else "tpu:v5e:1x1")
     placement = target.placement(layout)
     graphs = plan_graphs(model, grid, placement, jnp.dtype("bfloat16"))
-    decode = [graph for graph in graphs if graph.key.kind == "decode"][-1]
+    (decode,) = (graph for graph in graphs if graph.key.kind == "decode")
     _, text, _ = compile_with_text(decode)
     assert text is not None
     report = read_report(text, target.platform, dict(placement.mesh.shape))

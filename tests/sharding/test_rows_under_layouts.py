@@ -3,7 +3,9 @@
 The slots lie on different devices, and their communication must not carry values of other rows.
 """
 
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +121,22 @@ def test_a_row_that_meets_nan_ends_alone(family, layout):
     assert (got.output.tokens_BQ[sick, 1:] == NO_TOKEN).all()
     for slot in set(rows()) - {sick}:
         assert_same_bits(got, slot, answers(family, layout), slot)
+
+
+@LAYOUTS
+def test_samples_forked_from_slot_to_slot_have_the_bits_of_prompts_of_their_own(family, layout):
+    """The first slot is a copy of the last copy, and the prompt fills several pages."""
+    under = laid_out(family, layout)
+    sampled = SamplingParams(temperature=2.0, ignore_eos=True)
+    row = replace(greedy_rows()[3], params=sampled)
+    samples = {slot: replace(row, sample=slot) for slot in range(under.grid.decode_slots)}
+    state, _ = under.prefill({0: samples[0]})
+    for source, slot in pairwise([0, *reversed(samples)]):
+        state = under.fork(state, source, slot, samples[slot])
+    got, wanted = under.decode(state, samples), under.answer(samples)
+    for slot in samples:
+        assert_same_bits(got, slot, wanted, slot)
+    assert len(set(map(tuple, got.output.tokens_BQ.tolist()))) == len(samples)
 
 
 def filled_with_nan(under: LaidOut) -> DecodeState:

@@ -23,6 +23,7 @@ from noria.modelzoo.weights.quantised_weight import (
     as_slices,
     multiply_by_group,
     multiply_on_gpu,
+    multiply_without_offsets,
     slice_weight,
     take_rows,
 )
@@ -110,7 +111,7 @@ def on_gpu(labels: Labels, product, x: jax.Array, weight: QuantisedWeight):
     return multiply_on_gpu(labels, product, x, weight)
 
 
-@pytest.mark.parametrize("multiplied", [by_group, on_gpu])
+@pytest.mark.parametrize("multiplied", [by_group, on_gpu, multiply_without_offsets])
 @pytest.mark.parametrize(("case", "form"), covering(PRODUCTS[:4], IN_GROUPS), ids=name_of)
 def test_the_product_of_few_rows_is_that_with_the_values(case, form, multiplied):
     equation, product, x_shape, shape, inputs = case
@@ -155,6 +156,16 @@ def test_few_rows_have_a_form_of_their_own_on_tpu_and_gpu(rows, is_slice, on_tpu
     assert found == {"tpu": on_tpu, "cpu": False, "cuda": on_gpu}
     found = has_form(jnp.zeros((rows, 16)), weight)
     assert found == {"tpu": on_tpu, "cpu": False, "cuda": False}, "a product in float32 stays so"
+
+
+@pytest.mark.parametrize(("rows", "on_tpu"), [(8, 2), (9, 1)])
+def test_offsets_of_a_slice_have_a_product_of_their_own_for_few_rows_on_tpu(rows, on_tpu):
+    weight, _ = weight_of((16, 24), (-2,), WeightFormat("uint4", 8, "float16", has_offsets=True))
+    multiplied = jax.jit(lambda x, weight: multiply(einsum("BF,FD->BD"), x, weight))
+    traced = multiplied.trace(jnp.zeros((rows, 16)), *as_slices([weight]))
+    for platform, products in (("tpu", on_tpu), ("cpu", 1)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("stablehlo.dot_general") == products
 
 
 class WeightsSeen(Operations):
