@@ -21,15 +21,25 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.graphs.steps import DecodeState
 from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.hardware.hardware import hardware_of
 from noria.compile.planning.work import Work
+from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, Multipliers
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_config import Scores
+from noria.runtime.files.hardware_files import known_hardware
 
 GRID = BucketGrid(2048, ((2048, 128, 16),), 128, pages=2048, page=64)
+TILES, WHOLE = (
+    BucketGrid(512, prefill, 128, pages=2048, page=64)
+    for prefill in (((512, 128, 16),), ((512, 4),))
+)
+"""Grids whose prefill takes 2,048 tokens, in tiles of 16 or as four whole prompts."""
 MOST_BYTES = 1.15
 """The most bytes that a step may move, as a multiple of those that it needs."""
+MOST_CYCLES = 1.15
+"""The most cycles of a call of tiles, as a multiple of those of whole prompts."""
 MOST_BYTES_OF_TILES = 1.3
 """The same for a call of tiles, which moves activations, too; a copy of the keys of a layer is a
 sixth of what it needs."""
@@ -104,16 +114,19 @@ CASES = {
 }
 
 
-def compiled(case: Case, kind: str, target_name: str, repeats: int = 1):
+def compiled(
+    case: Case, kind: str, target_name: str, repeats: int = 1, grid: BucketGrid | None = None
+):
     """Return the model, the executable and the text of a graph for one device.
 
-    The last result is the bytes of the keys, values or latents of a layer.
+    The last result is the bytes of the keys, values or latents of a layer. The grid is by default
+    that of the case.
     """
     target = find_target(target_name)
     placement = replace(target, devices=target.devices[:1]).placement()
     config = replace(case.config, layers=case.config.layers * repeats)
     model = AbstractModel(config, placement.arrangement(config, cache_codes=case.codes))
-    graphs = plan_graphs(model, case.grid, placement, jnp.dtype("bfloat16"))
+    graphs = plan_graphs(model, grid or case.grid, placement, jnp.dtype("bfloat16"))
     (graph,) = (graph for graph in graphs if graph.key.kind == kind)
     (state,) = (x for x in graph.arguments if isinstance(x, DecodeState))
     arrays = (layer.arrays[name] for layer in state.cache for name in layer.spec.entries)
@@ -186,3 +199,25 @@ def test_a_call_of_128_tiles_copies_no_pages(target):
     assert 0.9 * needed < hbm_bytes(text) <= MOST_BYTES_OF_TILES * needed
     assert re.findall(r' while\(.*op_name="([^"]*)"', text) == []
     assert executable.memory_analysis().temp_size_in_bytes < pool
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(pytest.param(name, marks=(ON_TPU, pytest.mark.slow)) for name in (V5E, V6E, V5P)),
+        pytest.param(H100, marks=ON_GPU),
+    ],
+)
+def test_a_call_of_tiles_costs_as_much_as_whole_prompts(target):
+    """The bytes of activations are in both, and more than those that a call needs at least."""
+    platform = find_target(target).platform
+    hardware = hardware_of(target, known_hardware()) if platform == "tpu" else None
+    tiles, whole = (
+        read_report(compiled(CASES["8B"], "prefill", target, grid=grid)[2], platform, {}, hardware)
+        for grid in (TILES, WHOLE)
+    )
+    assert 0.5 * whole.step.bytes_moved < tiles.step.bytes_moved
+    assert tiles.step.bytes_moved <= MOST_BYTES * whole.step.bytes_moved
+    if platform == "tpu":
+        assert tiles.step.cycles is not None and whole.step.cycles is not None
+        assert tiles.step.cycles.cycles <= MOST_CYCLES * whole.step.cycles.cycles
