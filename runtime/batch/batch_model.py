@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from ...compile.targets import Target
     from ...modelzoo.pooling_config import Pooling
     from ...sharding.layout import Layout
-    from ..bundles.warm_start import WarmStart
     from ..engine.shared_prefixes import RowLengths, Submission
     from ..session import OpenedModel
 
@@ -141,6 +140,7 @@ class BatchModel:
         """Load the parameters, then compile the stored plan, the given plan or a derived plan."""
         from .. import session
         from ..bundles import compilation_cache
+        from ..bundles.warm_start import Stores, WarmStart
         from ..planning.target_work import work_of
         from ..plans.plan_facts import plan_facts
         from .plan_notes import better_plan
@@ -157,7 +157,10 @@ class BatchModel:
         self.peers.agree(lambda: facts)
         weights = self.files.weights_digest(self.peers)
         weights.start()
-        warm = self._warm_start(opened, cache, progress)
+        stores = Stores(self.source.bundle, cache, self.source.requires_bundle)
+        warm = WarmStart(
+            stores, plan, opened.target, self.files, progress.note, self.peers, progress.warn
+        )
         work = work_of(config, plan.numbers, plan.layout, opened.target, plan.buckets.adapters)
         progress.note(plan.to_toml().rstrip() if progress.is_verbose else plan_table(plan, work))
         self._note_rows(rows, opened, progress)
@@ -241,23 +244,6 @@ class BatchModel:
             raise
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
-
-    def _warm_start(
-        self, opened: "OpenedModel", cache: Path | None, progress: Progress
-    ) -> "WarmStart":
-        """The stored executables of the plan, which begin to load."""
-        from ..bundles.warm_start import Stores, WarmStart
-
-        stores = Stores(self.source.bundle, cache, self.source.requires_bundle)
-        return WarmStart(
-            stores,
-            opened.plan,
-            opened.target,
-            self.files,
-            progress.note,
-            self.peers,
-            on_warning=progress.warn,
-        )
 
     def _make_plan(self, rows: "_JobRows", target: "Target") -> "Plan":
         """The given plan, or a plan derived from the rows of this job, with the overrides."""
