@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from noria.runtime.checkpoint.model_files import open_model
-from noria.runtime.structured.automaton import DEAD, START, ByteAutomaton
 from noria.runtime.structured.byte_automaton import compile_language
 from noria.runtime.structured.form_compiler import read_form
+from noria.runtime.structured.language import DEAD, START, ByteAutomaton
 from noria.runtime.structured.params import StructuredOutputsParams
 from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.tokenizer import Tokenizer

@@ -34,7 +34,6 @@ from jsonschema.validators import validator_for
 from noria.runtime.checkpoint import open_model
 from noria.runtime.errors import RowError
 from noria.runtime.session import vocabulary_trie
-from noria.runtime.structured.automaton import DEAD, START, ByteAutomaton
 from noria.runtime.structured.byte_automaton import TooLarge, compile_language, steps_to
 from noria.runtime.structured.form_compiler import (
     RECURSIONS,
@@ -42,7 +41,7 @@ from noria.runtime.structured.form_compiler import (
     make_trie,
     read_form,
 )
-from noria.runtime.structured.language import TooManyParts
+from noria.runtime.structured.language import DEAD, START, ByteAutomaton, TooManyParts
 from noria.runtime.structured.params import StructuredOutputsParams
 from noria.runtime.structured.token_automaton import TokenTrie
 from noria.runtime.text.load_tokenizer import load_tokenizer

@@ -17,9 +17,9 @@ import numpy as np
 
 from noria.compile.grids.structured_grid import MAX_LEVELS
 from noria.modelzoo.structure import StructureTables
-from noria.runtime.structured.automaton import DEAD, START, ByteAutomaton
 from noria.runtime.structured.byte_automaton import compile_language
 from noria.runtime.structured.form_compiler import RECURSIONS, make_trie, read_form
+from noria.runtime.structured.language import DEAD, START, ByteAutomaton
 from noria.runtime.structured.params import StructuredOutputsParams
 from noria.runtime.structured.structures import Structures
 from noria.runtime.structured.tables import PackedStructures

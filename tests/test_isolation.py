@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from noria.runtime.files.folders import default_directory
+from noria.runtime.files.file_checks import default_directory
 
 HERE = Path(__file__).parent
 

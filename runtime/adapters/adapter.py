@@ -104,7 +104,7 @@ class Adapter:
     @cached_property
     def weights_file(self) -> Path:
         """The file with the numbers."""
-        return file_inside(self.path, WEIGHTS, ".safetensors", str(self.path))
+        return file_inside(self.path, WEIGHTS, str(self.path))
 
     @cached_property
     def _file(self) -> SafetensorsFile:

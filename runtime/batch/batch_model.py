@@ -5,8 +5,8 @@ tokenizer is opened for the scan, and jax is imported only if there is something
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..adapters.adapter_set import AdapterSet
 from ..checkpoint import ModelFiles
+from ..console import plural
 from ..devices.default_target import default_target
 from ..errors import (
+    EXIT_BUILD,
     EXIT_USAGE,
     CheckpointError,
     JobError,
@@ -26,22 +28,26 @@ from ..progress.progress import Progress
 from ..rows.job_text import JobText, open_text, row_shape
 from ..rows.part import WHOLE, Part
 from ..rows.row_kinds import check_kind, text_lengths
-from ..rows.scan import RowRequirements, ScanSummary
+from ..rows.scan import RowRequirements, ScannedRow, ScanSummary
 from ..structured.structures import Structures
-from .graph_rows import naming_rows
 from .job import Build
 from .job_runs import PhaseClock
 
 if TYPE_CHECKING:
+    from ...compile.graphs.graph_kinds import GraphKey
+    from ...compile.grids.bucket_grid import BucketGrid
     from ...compile.grids.prefix_table import PrefixTable
     from ...compile.grids.row_shape import RowShape
     from ...compile.plan import Plan
     from ...compile.targets import Target
     from ...modelzoo.pooling_config import Pooling
     from ...sharding.layout import Layout
-    from ..bundles.warm_start import WarmStart
     from ..engine.shared_prefixes import RowLengths, Submission
     from ..session import OpenedModel
+
+
+NUM_NAMED = 3
+"""The number of rows that the error of a graph names."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +148,10 @@ class BatchModel:
         from ...modelzoo.kernels.cpu.objects import is_loaded
         from .. import session
         from ..bundles import compilation_cache
+        from ..bundles.warm_start import Stores, WarmStart
         from ..planning.target_work import work_of
         from ..plans.plan_facts import plan_facts
-        from .plan_notes import better_plan
-        from .plan_report import plan_table, with_waste
+        from .plan_report import better_plan, plan_table, with_waste
 
         # `spec` raises for an unknown family, which must be an error of the model, not of the plan
         config = self.files.spec.config
@@ -162,7 +168,10 @@ class BatchModel:
         self.peers.agree(lambda: facts)
         weights = self.files.weights_digest(self.peers)
         weights.start()
-        warm = self._warm_start(opened, cache, progress)
+        stores = Stores(self.source.bundle, cache, self.source.requires_bundle)
+        warm = WarmStart(
+            stores, plan, opened.target, self.files, progress.note, self.peers, progress.warn
+        )
         work = work_of(config, plan.numbers, plan.layout, opened.target, plan.buckets.adapters)
         progress.note(plan.to_toml().rstrip() if progress.is_verbose else plan_table(plan, work))
         self._note_rows(rows, opened, progress)
@@ -204,7 +213,7 @@ class BatchModel:
         """Show what the plan means for the rows that it serves."""
         from ..planning.embedding_plan import padding_note
         from ..plans import plan_checks
-        from .plan_notes import notes_on_rows
+        from .plan_report import notes_on_rows
 
         plan, config = opened.plan, self.files.spec.config
         if plan.buckets.embed:
@@ -250,23 +259,6 @@ class BatchModel:
             raise
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
-
-    def _warm_start(
-        self, opened: "OpenedModel", cache: Path | None, progress: Progress
-    ) -> "WarmStart":
-        """The stored executables of the plan, which begin to load."""
-        from ..bundles.warm_start import Stores, WarmStart
-
-        stores = Stores(self.source.bundle, cache, self.source.requires_bundle)
-        return WarmStart(
-            stores,
-            opened.plan,
-            opened.target,
-            self.files,
-            progress.note,
-            self.peers,
-            on_warning=progress.warn,
-        )
 
     def _make_plan(self, rows: "_JobRows", target: "Target") -> "Plan":
         """The given plan, or a plan derived from the rows of this job, with the overrides."""
@@ -346,3 +338,45 @@ def is_served(row: RowRequirements, plan: "Plan") -> bool:
 def target_name(target: str | None, plan_table: Mapping[str, Any] | None) -> str:
     """The name of the target: the given one, that of the plan, or this machine's."""
     return target or str((plan_table or {}).get("target") or default_target())
+
+
+@contextmanager
+def naming_rows(rows: Sequence[ScannedRow]) -> Iterator[None]:
+    """Turn the failure of a graph into a JobError that names the rows that need the graph."""
+    from ...compile.graph_failures import GraphFailed
+
+    try:
+        yield
+    except GraphFailed as error:
+        described = describe_rows(error.key, error.grid, rows)
+        raise JobError(f"{error} {described}", EXIT_BUILD) from error
+
+
+def describe_rows(key: "GraphKey", grid: "BucketGrid", rows: Sequence[ScannedRow]) -> str:
+    """A sentence with the number of rows that need the graph, and the first of them."""
+    affected = [
+        row
+        for row in rows
+        if row.requirements is not None and needs_graph(key, grid, row.requirements)
+    ]
+    named = [f"{row.custom_id!r} ({row.place})" for row in affected[:NUM_NAMED]]
+    listed = f": {', '.join(named)}{', ...' * (len(affected) > NUM_NAMED)}" if named else ""
+    return f"{len(affected)} of {plural(len(rows), 'row')} need it{listed}; none has run."
+
+
+def needs_graph(key: "GraphKey", grid: "BucketGrid", row: RowRequirements) -> bool:
+    """Whether a row needs the graph, judged by its own requirements alone."""
+    from ...compile.graphs.graph_kinds import GRAPH_KINDS
+    from ...compile.grids.bucket_grid import NoBucketFits
+    from ...compile.grids.row_shape import RowShape
+
+    shapes = [RowShape(length, 0) for length in row.text_lengths]
+    if bool(shapes) != grid.embed:
+        return False
+    is_scored = row.prompt_logprobs is not None
+    for shape in shapes or [RowShape(row.prompt_length, row.max_tokens, row.n, is_scored)]:
+        with suppress(NoBucketFits):
+            grid.fit(shape.prompt_length, shape.max_tokens)
+            if GRAPH_KINDS[key.kind].serves(grid, key.shape, shape):
+                return True
+    return False

@@ -43,9 +43,8 @@ def finished_manifest(
     manifest = read_manifest(files.output)
     if manifest is None:
         return None
-    if _differences_from(files, identity, manifest, compares_input=compares_input):
-        return None
-    return manifest
+    lines = _differences_from(files, identity, manifest, compares_input=compares_input)
+    return None if lines else manifest
 
 
 def _differences_from(

@@ -29,7 +29,7 @@ from ...modelzoo.config import DecoderConfig
 from ..devices.graph_memory import memory_facts
 from ..errors import BundleUnusable, ConfigError
 from ..files.disk import Disk, digest_file, replace_file, temporary_name
-from ..files.folders import check_fillable
+from ..files.file_checks import check_fillable
 from ..files.own_files import RecordedFile, open_own_folder, read_file, read_recorded
 from ..files.run_config import PLAN
 from ..plans.plan_facts import plan_table

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .. import errors
 from ..errors import BundleUnusable, CacheUnusable
-from ..files.folders import default_directory
+from ..files.file_checks import default_directory
 from ..files.own_files import open_own_folder
 
 _OWN = 0o700

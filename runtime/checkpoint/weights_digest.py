@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CheckpointChanged
+from ..files.file_checks import default_directory
 from ..files.file_facts import FileFacts, FileStamp
-from ..files.folders import default_directory
 from ..files.own_files import open_own_folder, read_file
 from ..pods.peers import ALONE, Peers
 

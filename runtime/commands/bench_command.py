@@ -180,7 +180,10 @@ def run(options: argparse.Namespace) -> int:
         say(_header(model, options))
         results = []
         for case, plan in zip(cases, plans, strict=True):
-            results.append(_run_named(model, case, plan, options.repeats))
+            try:
+                results.append(run_case(model, case, plan, options.repeats))
+            except (RuntimeError, MemoryError) as error:
+                raise JobError(f"{case}: {error or type(error).__name__}", EXIT_BUILD) from error
             say(_line(results[-1]))
         if options.json:
             _write(options.json, _report(options, files, model.dtype, results))
@@ -214,14 +217,6 @@ def random_prompts(case: Case, vocab_size: int) -> list[list[int]]:
 
     rng = np.random.default_rng(0)
     return rng.integers(0, vocab_size, (case.rows, case.prompt_length)).tolist()
-
-
-def _run_named(model: "LoadedModel", case: Case, plan: "Plan", repeats: int) -> CaseResult:
-    """Run a case; errors of the compiler or the device become a JobError with the case's name."""
-    try:
-        return run_case(model, case, plan, repeats)
-    except (RuntimeError, MemoryError) as error:
-        raise JobError(f"{case}: {error or type(error).__name__}", EXIT_BUILD) from error
 
 
 def _run_once(

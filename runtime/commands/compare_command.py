@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from ..console import note, tell
 from ..devices.default_target import default_target
 from ..errors import ConfigError
-from ..files.file_checks import check_files
-from ..files.folders import check_fillable
+from ..files.file_checks import check_files, check_fillable
 from ..files.layout_files import layout_file
 from .shared_options import (
     add_dtype,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..console import GIGABYTE, note, plural, tell
-from ..files.folders import check_new_folder
+from ..files.file_checks import check_new_folder
 from .shared_options import add_model, add_quiet, add_stored_dtype, stored_dtype
 
 if TYPE_CHECKING:

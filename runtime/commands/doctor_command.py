@@ -22,7 +22,7 @@ from ..bundles.compilation_cache import check_trusted
 from ..console import tell
 from ..devices.machine import usable_cores
 from ..errors import EXIT_OK, EXIT_USAGE, CacheUnusable
-from ..files.folders import default_directory
+from ..files.file_checks import default_directory
 
 OLDEST_PYTHON = (3, 11)
 USER_EXTRAS = ("hf", "gguf")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..console import tell
 from ..errors import ConfigError
-from ..files.folders import check_fillable
+from ..files.file_checks import check_fillable
 from .shared_options import add_dtype, add_layout, add_model
 
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from ..console import note, plural, tell
 from ..devices.compiler_messages import without_alarms
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError
-from ..files.file_checks import check_files
-from ..files.folders import check_fillable
+from ..files.file_checks import check_files, check_fillable
 from ..files.layout_files import (
     layout_file,
     named_layout_tables,

@@ -273,8 +273,7 @@ def _plan_texts(options: argparse.Namespace, files: "ModelFiles", workload: "Wor
 def _check_files(options: argparse.Namespace) -> None:
     """Refuse output files that cannot be written, before any work is done."""
     from ..files import png_figure
-    from ..files.file_checks import check_files
-    from ..files.folders import check_fillable
+    from ..files.file_checks import check_files, check_fillable
     from ..files.layout_files import split_spellings
     from ..planning import report
 

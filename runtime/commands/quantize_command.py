@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..console import GIGABYTE, note, tell
 from ..errors import ConfigError
-from ..files.folders import check_new_folder
+from ..files.file_checks import check_new_folder
 from .shared_options import (
     add_model,
     add_quiet,

@@ -93,16 +93,16 @@ def parse_json_object(
         raise error(f"{where}: {problem.message}") from None
 
 
-def file_inside(directory: Path, name: object, suffix: str, where: str) -> Path:
-    """Return `directory/name` for the bare name of a regular file in the directory.
+def file_inside(directory: Path, name: object, where: str) -> Path:
+    """Return `directory/name` for the bare name of a regular safetensors file in the directory.
 
     A link out of the directory is refused, with one exception: the snapshots of the Hugging Face
     cache, and the directories in them, have links into `blobs`, and these links are followed.
 
     Args:
-      suffix: The suffix that the name must have.
       where: The beginning of error messages.
     """
+    suffix = ".safetensors"
     if not isinstance(name, str) or not name.endswith(suffix) or name.startswith("."):
         raise CheckpointError(f"{where}: expected a file name ending in {suffix!r}, got {name!r}.")
     if any(character in name for character in "/\\:\0"):

@@ -12,9 +12,11 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import dijkstra
 
-from .automaton import DEAD, START, ByteAutomaton
 from .byte_builder import Builder
 from .language import (
+    DEAD,
+    START,
+    ByteAutomaton,
     Characters,
     Compiled,
     Language,

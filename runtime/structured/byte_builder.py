@@ -10,9 +10,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from .automaton import DEAD, START, ByteAutomaton
 from .language import (
+    DEAD,
+    START,
     Alternatives,
+    ByteAutomaton,
     Characters,
     Compiled,
     Concatenation,

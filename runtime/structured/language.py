@@ -1,15 +1,16 @@
 """Descriptions of regular languages: what a pattern, a choice or a JSON Schema allows as text.
 
 A language is a tree of the classes below. Characters are code points; their bytes are UTF-8. Does
-not know about tokens, automata, JSON or requests.
+not know about tokens, JSON or requests, nor how automata are made.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Union
 
-from .automaton import ByteAutomaton
+import numpy as np
 
+DEAD, START = 0, 1
 MAX_CODE_POINT = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 """Code points that UTF-8 cannot encode."""
@@ -85,6 +86,33 @@ class Restricted:
     body: "Language"
     other: "Language"
     is_negated: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ByteAutomaton:
+    """A deterministic automaton. State 0 accepts nothing, and state 1 is the first."""
+
+    next_SC: np.ndarray
+    """The next state of each state for each class of bytes."""
+    class_of_byte: np.ndarray
+    is_accepting_S: np.ndarray
+
+    @property
+    def num_states(self) -> int:
+        """The number of states."""
+        return len(self.next_SC)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no text is in the language."""
+        return not self.is_accepting_S[START] and bool((self.next_SC[START] == DEAD).all())
+
+    def accepts(self, text: bytes) -> bool:
+        """Whether a text is in the language."""
+        state = START
+        for byte in text:
+            state = self.next_SC[state, self.class_of_byte[byte]]
+        return bool(self.is_accepting_S[state])
 
 
 @dataclass(frozen=True)

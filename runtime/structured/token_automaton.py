@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...compile.grids.structured_grid import CLASSES_OF_BLOCK, MAX_LEVELS, TOKENS_OF_BLOCK
-from .automaton import DEAD, START, ByteAutomaton
 from .byte_automaton import TooLarge, steps_to
+from .language import DEAD, START, ByteAutomaton
 
 
 class Blocks:

@@ -97,7 +97,7 @@ def _find_shards(directory: Path) -> tuple[dict[str, Path], dict[str, str] | Non
             raise InvalidSafetensors(f"{where}: expected tensor names with shards, got none.")
         try:
             shards = {
-                str(name): file_inside(directory, name, ".safetensors", where)
+                str(name): file_inside(directory, name, where)
                 for name in dict.fromkeys(weight_map.values())
             }
         except (CheckpointError, TypeError) as error:  # TypeError: an unhashable shard "name"
@@ -110,7 +110,7 @@ def _find_shards(directory: Path) -> tuple[dict[str, Path], dict[str, str] | Non
             )
         return shards, weight_map
     if has_file(directory, SINGLE):
-        return {SINGLE: file_inside(directory, SINGLE, ".safetensors", str(directory))}, None
+        return {SINGLE: file_inside(directory, SINGLE, str(directory))}, None
     raise ModelNotFound(_missing_weights(directory))
 
 
@@ -229,7 +229,7 @@ def module_weight_files(directory: Path, folders: Iterable[str]) -> dict[str, Pa
 
 def _file_of(folder: Path) -> Path:
     if has_file(folder, SINGLE):
-        return file_inside(folder, SINGLE, ".safetensors", str(folder))
+        return file_inside(folder, SINGLE, str(folder))
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
     remedy = (
         " noria never opens a pickle: save the model again with sentence-transformers, in an "

@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import Any
 
-from ..automaton import ByteAutomaton
 from ..byte_automaton import TooLarge, both, compile_language
 from ..language import (
     Alternatives,
+    ByteAutomaton,
     Characters,
     Compiled,
     Concatenation,

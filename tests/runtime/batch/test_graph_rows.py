@@ -3,7 +3,7 @@
 from tiny import GRID
 
 from noria.compile.graphs.graph_kinds import GraphKey
-from noria.runtime.batch.graph_rows import describe_rows, needs_graph
+from noria.runtime.batch.batch_model import describe_rows, needs_graph
 from noria.runtime.errors import RowError
 from noria.runtime.rows.lines import BadRow
 from noria.runtime.rows.scan import RowRequirements, ScannedRow

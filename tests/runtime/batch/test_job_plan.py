@@ -25,8 +25,7 @@ from noria.modelzoo.config import DecoderConfig
 from noria.runtime.batch import job_plan
 from noria.runtime.batch.batch_model import BatchModel, PlanSource, _JobRows
 from noria.runtime.batch.job_plan import PlanBasis, derived_plan
-from noria.runtime.batch.plan_notes import limit_note
-from noria.runtime.batch.plan_report import plan_table
+from noria.runtime.batch.plan_report import limit_note, plan_table
 from noria.runtime.cli import main
 from noria.runtime.devices.graph_memory import MEMORY_SHARE, device_bytes
 from noria.runtime.errors import JobError

@@ -10,7 +10,7 @@ from noria.compile.grids.row_shape import RowShape
 from noria.compile.grids.structured_grid import StructuredGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime.batch.batch_model import is_served
-from noria.runtime.batch.plan_notes import padding_note, sharing_note
+from noria.runtime.batch.plan_report import padding_note, sharing_note
 from noria.runtime.rows.scan import RowRequirements
 
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from noria.runtime.bundles import compilation_cache
-from noria.runtime.files.folders import default_directory
+from noria.runtime.files.file_checks import default_directory
 
 DIRECTORY = "jax_compilation_cache_dir"
 

@@ -22,7 +22,7 @@ from noria.compile.graph_failures import GraphFailed
 from noria.compile.graphs.graph_kinds import EMPTY_STATE, FORK, GraphKey, graph_keys
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.monitor import compile_monitor
-from noria.runtime.batch.graph_rows import needs_graph
+from noria.runtime.batch.batch_model import needs_graph
 from noria.runtime.engine.admission import Admission
 from noria.runtime.errors import RowError
 from noria.runtime.request import Request, RequestMetrics, SamplingParams

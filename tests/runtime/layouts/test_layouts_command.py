@@ -57,7 +57,7 @@ def test_a_legal_layout_has_every_fact(results, name):
     assert result["bytes_per_device"].keys() == {"params", "cache", "temp"}
     assert all(value > 0 for value in result["bytes_per_device"].values())
     assert result["flops"] > 0
-    assert result["attention"]["prefill"].startswith("xla (cpu, ")
+    assert result["attention"]["prefill"].startswith("xla (numba: ")
     assert {entry["phase"] for entry in result["collectives"]} <= {"prefill", "decode"}
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from schemas import CASES, REFUSED
 
-from noria.runtime.structured.automaton import DEAD, START, ByteAutomaton
 from noria.runtime.structured.byte_automaton import compile_language, steps_to
+from noria.runtime.structured.language import DEAD, START, ByteAutomaton
 from noria.runtime.structured.schemas.json_scalars import SchemaError
 from noria.runtime.structured.schemas.json_schema import read_schema
 from noria.runtime.structured.schemas.schema_apart import apart_options
