@@ -5,7 +5,7 @@ model, and not in the hot path. Knows nothing of buckets or devices.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -138,33 +138,10 @@ class AbstractModel:
         Weights that are not quantised, and scales that are not published, have `dtype`. Some
         parameters have a dtype of their own instead.
         """
-        abstract = {}
-        for name, (_, variable) in self._variables.items():
-            shape, quantisation = variable.get_value().shape, self.quantisations.get(name)
-            kept_dtype = variable.get_metadata().get("kept_dtype")
-            if quantisation is None:
-                abstract[name] = jax.ShapeDtypeStruct(shape, kept_dtype or dtype)
-            else:
-                form, codes = quantisation.format, quantisation.format.codes
-                codes = codes if self.arrangement.packs_codes else BYTE_DTYPES[codes]
-                abstract[name] = jax.ShapeDtypeStruct(shape, codes)
-                scale_shape = quantisation.scale_shape(shape)
-                abstract[name + SCALES] = jax.ShapeDtypeStruct(scale_shape, form.scales or dtype)
-                if form.has_offsets:
-                    abstract[name + OFFSETS] = jax.ShapeDtypeStruct(scale_shape, "float32")
-                if form.is_ordered:
-                    layers = shape[: len(shape) - len(variable.get_metadata()["logical_axes"])]
-                    order_shape = (*layers, quantisation.num_inputs(shape))
-                    abstract[name + ORDER] = jax.ShapeDtypeStruct(order_shape, "int32")
-            if self.adapters is not None and name in self.adapted:
-                # the ranks of all adapters are side by side
-                size = self.adapted[name] * self.adapters.count
-                inputs, layers = variable.get_metadata()["inputs"], self._layer_axes(name)
-                down = (*shape[:layers], *down_shape(shape, inputs, size))
-                abstract[name + DOWN] = jax.ShapeDtypeStruct(down, dtype)
-                up = replace_axes(shape, inputs, size)
-                abstract[name + UP] = jax.ShapeDtypeStruct(up, dtype)
-        return abstract
+        return {
+            name: jax.ShapeDtypeStruct(shape, own_dtype or dtype)
+            for name, shape, _, own_dtype in self._arrays()
+        }
 
     def element_bytes(self, dtype: jax.typing.DTypeLike) -> dict[str, float]:
         """Average bytes of an element of each parameter, by dotted path of a single layer.
@@ -196,23 +173,36 @@ class AbstractModel:
 
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
         """Logical axes of each parameter by dotted path; a leading layer axis has the name ""."""
-        by_name = {}
+        return {name: logical_axes for name, _, logical_axes, _ in self._arrays()}
+
+    def _arrays(self) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Any]]:
+        """The dotted path, shape, logical axes and own dtype of each parameter, if it has one."""
         for name, (_, variable) in self._variables.items():
-            declared = variable.get_metadata()["logical_axes"]
-            by_name[name] = ("",) * (variable.get_value().ndim - len(declared)) + declared
+            shape, metadata = variable.get_value().shape, variable.get_metadata()
+            layers = shape[: len(shape) - len(metadata["logical_axes"])]
+            of_layers = ("",) * len(layers)
+            whole = of_layers + metadata["logical_axes"]
             quantisation = self.quantisations.get(name)
-            if quantisation is not None:
-                by_name[name + SCALES] = quantisation.of_scales(by_name[name], "")
-                if quantisation.format.has_offsets:
-                    by_name[name + OFFSETS] = by_name[name + SCALES]
-                if quantisation.format.is_ordered:
-                    num_layer_axes = len(by_name[name]) - len(declared)
-                    by_name[name + ORDER] = ("",) * (num_layer_axes + 1)
-            if name in self.adapted:
-                inputs, whole = variable.get_metadata()["inputs"], by_name[name]
-                by_name[name + DOWN] = ("",) * self._layer_axes(name) + down_axes(whole, inputs)
-                by_name[name + UP] = replace_axes(whole, inputs, "")
-        return by_name
+            if quantisation is None:
+                yield name, shape, whole, metadata.get("kept_dtype")
+            else:
+                form = quantisation.format
+                codes = form.codes if self.arrangement.packs_codes else BYTE_DTYPES[form.codes]
+                yield name, shape, whole, codes
+                of_scales = quantisation.scale_shape(shape), quantisation.of_scales(whole, "")
+                yield name + SCALES, *of_scales, form.scales
+                if form.has_offsets:
+                    yield name + OFFSETS, *of_scales, "float32"
+                if form.is_ordered:
+                    order_shape = (*layers, quantisation.num_inputs(shape))
+                    yield name + ORDER, order_shape, (*of_layers, ""), "int32"
+            if self.adapters is not None and name in self.adapted:
+                # the ranks of all adapters are side by side
+                size, inputs = self.adapted[name] * self.adapters.count, metadata["inputs"]
+                down = (*layers, *down_shape(shape, inputs, size))
+                yield name + DOWN, down, of_layers + down_axes(whole, inputs), None
+                up = replace_axes(shape, inputs, size)
+                yield name + UP, up, replace_axes(whole, inputs, ""), None
 
     def _name(self, *path: Any) -> str:
         """The dotted path of a parameter, with its layer's number instead of its group index."""
@@ -241,11 +231,6 @@ class AbstractModel:
                 f"{unknown[0]!r}. Remove it, or plan again for this model."
             )
         return {name: rank for name, rank in ranks.items() if rank}
-
-    def _layer_axes(self, name: str) -> int:
-        """The number of axes of layers of a parameter: 1 if it is stacked."""
-        variable = self._variables[name][1]
-        return variable.get_value().ndim - len(variable.get_metadata()["logical_axes"])
 
     def _value(
         self, name: str, parameters: Mapping[str, jax.Array]

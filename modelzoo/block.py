@@ -14,7 +14,7 @@ from .attention.layer_attention import HeadInputs
 from .config import Arrangement, DecoderConfig
 from .gqa import GroupedHeads
 from .layer_config import Attention, Experts, Layer, Mlp
-from .layers import GatedMlp, NoNorm, Norm, PlainMlp, scale_by
+from .layers import DenseMlp, NoNorm, Norm, scale_by
 from .mla import LatentHeads
 from .moe.call import ExpertCall
 from .moe.layer import SparseMlp
@@ -133,7 +133,7 @@ def _attention(
     return GroupedHeads(rngs, config, attention, arrangement)
 
 
-def _mlp(rngs: nnx.Rngs, embed: int, options: Mlp | Experts) -> GatedMlp | PlainMlp | SparseMlp:
+def _mlp(rngs: nnx.Rngs, embed: int, options: Mlp | Experts) -> DenseMlp | SparseMlp:
     if isinstance(options, Experts):
         return SparseMlp(rngs, embed, options)
-    return (GatedMlp if options.is_gated else PlainMlp)(rngs, embed, options)
+    return DenseMlp(rngs, embed, options)

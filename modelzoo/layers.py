@@ -211,14 +211,25 @@ def _table(rngs: nnx.Rngs, num_rows: int, embed: int) -> nnx.Param:
     return nnx.Param(value, logical_axes=("", ""))
 
 
-class PlainMlp(nnx.Module):
-    """MLP without a gate: `down(act(up(x)))`."""
+class DenseMlp(nnx.Module):
+    """MLP without a gate, `down(act(up(x)))`, or with one, `down(act(gate(x)) * up(x))`.
+
+    Gate and up are one product. Source: Shazeer 2020, "GLU Variants Improve Transformer"
+    (2002.05202).
+    """
 
     def __init__(self, rngs: nnx.Rngs, embed: int, options: Mlp):
-        self.up = weight(rngs, (embed, options.size), (axes.EMBED_IN, axes.MLP))
-        self.down = weight(rngs, (options.size, embed), (axes.MLP, axes.EMBED_IN))
-        if options.has_bias:
-            self.up_bias = constant(0.0, (options.size,), (axes.MLP,))
+        F, has_bias = options.size, options.has_bias
+        if options.is_gated:
+            self.gate_up = weight(rngs, (2, embed, F), ("", axes.EMBED_IN, axes.MLP), inputs=(1,))
+        else:
+            self.up = weight(rngs, (embed, F), (axes.EMBED_IN, axes.MLP))
+        self.down = weight(rngs, (F, embed), (axes.MLP, axes.EMBED_IN))
+        if has_bias and options.is_gated:
+            self.gate_up_bias = constant(0.0, (2, F), ("", axes.MLP))
+        elif has_bias:
+            self.up_bias = constant(0.0, (F,), (axes.MLP,))
+        if has_bias:
             self.down_bias = constant(0.0, (embed,), ("",))
         self.options = options
 
@@ -226,47 +237,26 @@ class PlainMlp(nnx.Module):
         self, x_BTD: jax.Array, operations: Operations, experts: "ExpertCall | None" = None
     ) -> jax.Array:
         del experts  # only `SparseMlp`, which has the same signature, uses it
-        up, down = einsum("BTD,DF->BTF"), einsum("BTF,FD->BTD")
-        h_BTF = operations.project(up, x_BTD, self.up, axes.RESIDUAL, axes.HIDDEN)
-        if self.options.has_bias:
-            h_BTF = h_BTF + self.up_bias[...][None, None]
-        h_BTF = ACTIVATIONS[self.options.activation](h_BTF.astype(jnp.float32)).astype(x_BTD.dtype)
+        hidden = self._gated if self.options.is_gated else self._plain
+        h_BTF, down = hidden(x_BTD, operations).astype(x_BTD.dtype), einsum("BTF,FD->BTD")
         out_BTD = operations.project(down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
         if self.options.has_bias:
             out_BTD = out_BTD + self.down_bias[...][None, None]
         return out_BTD
 
+    def _plain(self, x_BTD: jax.Array, operations: Operations) -> jax.Array:
+        up = einsum("BTD,DF->BTF")
+        h_BTF = operations.project(up, x_BTD, self.up, axes.RESIDUAL, axes.HIDDEN)
+        if self.options.has_bias:
+            h_BTF = h_BTF + self.up_bias[...][None, None]
+        return ACTIVATIONS[self.options.activation](h_BTF.astype(jnp.float32))
 
-class GatedMlp(nnx.Module):
-    """Gated MLP `down(act(gate(x)) * up(x))`, with gate and up as one product.
-
-    Source: Shazeer 2020, "GLU Variants Improve Transformer" (2002.05202).
-    """
-
-    def __init__(self, rngs: nnx.Rngs, embed: int, options: Mlp):
-        F = options.size
-        self.gate_up = weight(rngs, (2, embed, F), ("", axes.EMBED_IN, axes.MLP), inputs=(1,))
-        self.down = weight(rngs, (F, embed), (axes.MLP, axes.EMBED_IN))
-        if options.has_bias:
-            self.gate_up_bias = constant(0.0, (2, F), ("", axes.MLP))
-            self.down_bias = constant(0.0, (embed,), ("",))
-        self.options = options
-
-    def __call__(
-        self, x_BTD: jax.Array, operations: Operations, experts: "ExpertCall | None" = None
-    ) -> jax.Array:
-        del experts  # only `SparseMlp`, which has the same signature, uses it
-        project = operations.project
-        gate_up = Product("BTD,PDF->PBTF", gate_up_product)
-        h_PBTF = project(gate_up, x_BTD, self.gate_up, axes.RESIDUAL, ("", *axes.HIDDEN))
+    def _gated(self, x_BTD: jax.Array, operations: Operations) -> jax.Array:
+        gate_up, out_axes = Product("BTD,PDF->PBTF", gate_up_product), ("", *axes.HIDDEN)
+        h_PBTF = operations.project(gate_up, x_BTD, self.gate_up, axes.RESIDUAL, out_axes)
         if self.options.has_bias:
             h_PBTF = h_PBTF + self.gate_up_bias[...][:, None, None]
         # in float32: in bfloat16 every step of the activation would be rounded. One by one: XLA for
         # TPU would write both to memory in float32 if they were converted together
         gate_BTF, up_BTF = (x.astype(jnp.float32) for x in h_PBTF)
-        h_BTF = (ACTIVATIONS[self.options.activation](gate_BTF) * up_BTF).astype(x_BTD.dtype)
-        down = einsum("BTF,FD->BTD")
-        out_BTD = project(down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
-        if self.options.has_bias:
-            out_BTD = out_BTD + self.down_bias[...][None, None]
-        return out_BTD
+        return ACTIVATIONS[self.options.activation](gate_BTF) * up_BTF

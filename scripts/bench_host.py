@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -92,22 +92,6 @@ class Pending:
         return self._value
 
 
-class StandInCache:
-    """A cache that holds nothing."""
-
-    def head(self, num_segments: int) -> "StandInCache":
-        return self
-
-    def with_head(self, head: "StandInCache") -> "StandInCache":
-        return self
-
-
-class StandInState(NamedTuple):
-    """The decode state that each call takes and returns."""
-
-    cache: StandInCache
-
-
 class StandInDevice:
     """Graphs of a grid that take a fixed time; rows end at their limits, with arbitrary ids.
 
@@ -131,8 +115,8 @@ class StandInDevice:
         kinds = {"decode": self._decode, "prefill": self._prefill, "fork": self._fork}
         return kinds.get(key.kind, self._empty_state)
 
-    def _empty_state(self, name: str) -> StandInState:
-        return StandInState(StandInCache())
+    def _empty_state(self, name: str) -> None:
+        """The decode state, which these calls take and return, and which holds nothing."""
 
     def _fork(self, name: str, state: Any, source: Any, slot: Any, sampling: Any, *pages: Any):
         self._left_B[int(slot)] = self._left_B[int(source)]

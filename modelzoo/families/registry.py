@@ -152,7 +152,9 @@ def hugging_face_form(spec: ModelSpec) -> ModelSpec:
         classifier = family.hf_classifier
         names = replace(names, dense=classifier.dense, dense_norm=classifier.norm)
     else:
-        names = replace(names, dense=_module_tensors(len(pooling.projections)))
+        # the usual names of the dense layers of sentence-transformers, which follow the pooling
+        dense = tuple(f"{2 + i}_Dense/linear" for i in range(len(pooling.projections)))
+        names = replace(names, dense=dense)
     sources = parameter_sources(spec.config, names)
     return ModelSpec(spec.family, spec.config, sources, names=names)
 
@@ -174,11 +176,6 @@ def text_prefixes(spec: ModelSpec) -> tuple[TensorPrefix, ...]:
 def head_prefix(spec: ModelSpec) -> str:
     """The beginning of all tensor names but those of heads; models without a head may lack it."""
     return _family(spec).hf_prefix
-
-
-def _module_tensors(count: int) -> tuple[str, ...]:
-    """The usual names of the dense layers of sentence-transformers, which follow the pooling."""
-    return tuple(f"{2 + i}_Dense/linear" for i in range(count))
 
 
 def _family(spec: ModelSpec) -> Family:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from .. import axes
 from ..layer_config import Experts
-from ..layers import ACTIVATIONS, GatedMlp, constant, weight
+from ..layers import ACTIVATIONS, DenseMlp, constant, weight
 from ..moe_config import ClampedUnit
 from ..operations import Operations
 from ..weights.product import einsum
@@ -44,7 +44,7 @@ class SparseMlp(nnx.Module):
             self.gate_up_bias = constant(0.0, (E, 2, F), GATE_UP_BIAS_AXES)
             self.down_bias = constant(0.0, (E, D), DOWN_BIAS_AXES)
         if options.shared is not None:
-            self.shared = GatedMlp(rngs, embed, options.shared)
+            self.shared = DenseMlp(rngs, embed, options.shared)
         if moe.has_shared_gate:
             self.shared_gate = weight(rngs, (D,), ("",))
         self.options, self.moe = options, moe

@@ -187,9 +187,8 @@ class PublishedTensors:
         parameter = self._parameter_of[name]
         with self._lock:  # or several threads would each hold the parameter
             if self._held[0] != parameter:
-                shape = self._shape(parameter)
-                box = (slice(None),) * len(shape)
-                array = read_parameter(self._own[parameter], self._source, box, shape, _FLOAT32)
+                shape, own = self._shape(parameter), self._own[parameter]
+                array = read_parameter(own, self._source, None, shape, _FLOAT32)
                 self._held = parameter, self._publish(self._published[parameter], array)
             return np.array(self._held[1][name][index or ...])
 

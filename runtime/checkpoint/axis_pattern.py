@@ -105,8 +105,7 @@ class AxisPattern:
     def read(self, source: TensorSource, name: str, index: Index | None = None) -> np.ndarray:
         """Read the box `index` of the parameter from the tensor `name`."""
         info = source.tensors[name]
-        shape = self.parameter_shape(info.shape)
-        wanted = intervals(index or (slice(None),) * len(shape), shape)
+        wanted = intervals(index, self.parameter_shape(info.shape))
         if not all(map(len, wanted)):
             return np.empty([len(i) for i in wanted], info.dtype)
         published, turn = self.plan(info.shape, wanted)

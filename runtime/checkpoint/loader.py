@@ -184,7 +184,11 @@ def _by_single_layers(
 
 
 def read_parameter(
-    source: ParameterSource, tensors: TensorSource, index: Index, shape: tuple[int, ...], dtype
+    source: ParameterSource,
+    tensors: TensorSource,
+    index: Index | None,
+    shape: tuple[int, ...],
+    dtype: "np.typing.DTypeLike",
 ) -> np.ndarray:
     """Read the box `index` of a parameter with the given shape; its parts are joined and cast."""
     return _Reader([source], tensors, shape).read(intervals(index, shape), np.dtype(dtype))

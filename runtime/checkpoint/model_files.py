@@ -160,7 +160,7 @@ class HuggingFaceModel(ModelFiles):
 
     def __init__(self, path: Path, name: str, *, needs_weights: bool = True):
         super().__init__(path, name)
-        self.published_config = self._json(CONFIG)
+        self.published_config = read_json_object(path / CONFIG)
         # code of a checkpoint is never run, so the address of the code is removed
         self.published_config.pop("auto_map", None)
         self._has_weights = needs_weights
@@ -219,15 +219,12 @@ class HuggingFaceModel(ModelFiles):
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
         name = "generation_config.json"
-        generation = self._json(name) if has_file(self.path, name) else {}
+        generation = read_json_object(self.path / name) if has_file(self.path, name) else {}
         return GenerationDefaults.from_hf(generation, self.published_config)
 
     @cached_property
     def tokenizer_files(self) -> Path:
         return self.path
-
-    def _json(self, name: str) -> dict[str, Any]:
-        return read_json_object(self.path / name)
 
     def weight_files(self) -> Mapping[str, Path]:
         files = {path.name: path for path in sorted(safetensors_files(self.path))}

@@ -70,8 +70,7 @@ class RowSelection:
         self.tensors = {name: replace(info, shape=(num_rows, *info.shape[1:]))}
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
-        shape = self.tensors[name].shape
-        rows, *rest = intervals(index or (slice(None),) * len(shape), shape)
+        rows, *rest = intervals(index, self.tensors[name].shape)
         if not len(rows):
             return np.empty([0, *map(len, rest)], self.tensors[name].dtype)
         span = Interval(self._row_of(rows.start), self._row_of(rows.stop - 1) + 1)
@@ -110,7 +109,7 @@ class StackedTensors:
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         info = self.tensors[name]
-        stack, *rest = intervals(index or (slice(None),) * len(info.shape), info.shape)
+        stack, *rest = intervals(index, info.shape)
         inner = tuple(interval.as_slice() for interval in rest)
         result = np.empty([len(stack), *map(len, rest)], info.dtype)
         for row, member in zip(result, self._members[stack.as_slice()], strict=True):
@@ -156,8 +155,10 @@ Box = tuple[Interval, ...]
 """A range along each axis."""
 
 
-def intervals(index: Sequence[slice], shape: Sequence[int]) -> tuple[Interval, ...]:
-    """Resolve slices of step 1 for a shape; other steps raise IndexError."""
+def intervals(index: Sequence[slice] | None, shape: Sequence[int]) -> tuple[Interval, ...]:
+    """Resolve slices of step 1 for a shape, or None for all of it; other steps raise IndexError."""
+    if index is None:
+        index = (slice(None),) * len(shape)
     if len(index) != len(shape):
         raise IndexError(f"expected {len(shape)} slices for shape {tuple(shape)}, got {len(index)}")
     resolved = []

@@ -276,9 +276,8 @@ class _Model:
         return dequantise(rounded[path], rounded[path + SCALES], quantisation)
 
     def _read_published(self, path: str) -> np.ndarray:
-        shape = self._published[path].shape
-        whole, source = (slice(None),) * len(shape), self._sources[path]
-        weight = read_parameter(source, self._files.tensors, whole, shape, np.float32)
+        source, shape = self._sources[path], self._published[path].shape
+        weight = read_parameter(source, self._files.tensors, None, shape, np.float32)
         # no code is NaN
         if not _is_finite(weight):
             raise InvalidConfig(

@@ -76,8 +76,7 @@ class DequantisedTensors:
         return PartOfTensors(self.tensors, self.kept, part, self._read_part)
 
     def _read_part(self, name: str, index: Index | None, part: Part) -> np.ndarray:
-        shape = self.tensors[name].shape
-        box = intervals(index or (slice(None),) * len(shape), shape)
+        box = intervals(index, self.tensors[name].shape)
         if not all(map(len, box)):
             return np.empty([len(interval) for interval in box], np.float32)
         beginning = name.removesuffix(self._form.plain)

@@ -99,7 +99,7 @@ class GGUFFile:
         """Read a box; `unpack` turns the bytes of whole blocks of a type number into numbers."""
         stamp, entry = self._entries[name]
         shape = entry.info.shape
-        box = intervals(index or (slice(None),) * len(shape), shape)
+        box = intervals(index, shape)
         if not all(map(len, box)):
             return np.empty([len(interval) for interval in box], np.float32)
 

@@ -156,7 +156,7 @@ class SafetensorsFile:
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a tensor or a box of it."""
         info, start = self.tensors[name], self._offsets[name]
-        box = intervals(index or (slice(None),) * len(info.shape), info.shape)
+        box = intervals(index, info.shape)
         if (first := _start_of_run(box, info.shape)) is not None:
             array = np.empty([len(interval) for interval in box], info.dtype)
             offset = start + first * info.dtype.itemsize
