@@ -223,7 +223,7 @@ class _GraphPlanner:
         return graph
 
     def _abstract_array(self, leaf: Any, logical_axes: Axes) -> jax.ShapeDtypeStruct:
-        sharding = self._placement.state(logical_axes, leaf.dtype)
+        sharding = self._placement.state(logical_axes)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def _replicated(self, arguments: Any) -> Any:

@@ -111,7 +111,8 @@ class _Derivation:
         # overrides of some keys change the derived sizes; later all overrides are applied
         overridden = apply_overrides({"numbers": basis.numbers.to_table()}, overrides)
         asked, numbers = overridden.get("buckets", {}), overridden_numbers(basis.numbers, overrides)
-        defaults = with_overrides(GridDefaults.for_layout(layout, target.platform), asked)
+        defaults = GridDefaults.for_layout(layout, target.platform, numbers.cache_codes)
+        defaults = with_overrides(defaults, asked)
         work = work_of(basis.config, numbers, layout, target, basis.adapters)
         prices = GraphPrices.of_target(target.name, work, known_hardware())
         experts = ExpertPlan.from_table(overridden.get("experts", {}))
