@@ -189,9 +189,7 @@ class _GraphPlanner:
             placement.cache_head_shards,
         )
         state = jax.eval_shape(self._make_state)
-        self._state = state.map(
-            lambda leaf, axes: _abstract(leaf, placement.state(axes, leaf.dtype))
-        )
+        self._state = state.map(lambda leaf, axes: _abstract(leaf, placement.state(axes)))
 
     def graph(self, key: GraphKey, options: CompilerOptions) -> GraphSpec:
         """One graph of the grid, with its options among those of all kinds."""

@@ -79,7 +79,11 @@ CACHE_HEADS = ("", ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH, "")
 """Keys or values in the cache. Arrays of the cache have layers as first axis, which is never
 split, then pages."""
 CACHE_LATENTS = ("", ATTENTION_BATCH, CACHE_LENGTH, "")
-CACHE_ENTRIES = (CACHE_HEADS, CACHE_LATENTS)
+CACHE_CODES = ("", ATTENTION_BATCH, KV_HEADS, "", CACHE_LENGTH, "")
+"""Keys or values in codes. Their features are in blocks, and each block has all entries of a
+page."""
+CACHE_LATENT_CODES = ("", ATTENTION_BATCH, "", CACHE_LENGTH, "")
+CACHE_ENTRIES = (CACHE_HEADS, CACHE_LATENTS, CACHE_CODES, CACHE_LATENT_CODES)
 """The axes of all arrays of vectors in the cache."""
 CACHE_SCALES = ("", ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH)
 """Scales of keys or of values in codes."""

@@ -24,8 +24,6 @@ from .layout import Layout
 from .sharded_operations import ShardedOperations
 
 _TABLES = ("embedding.table", "head.table")
-_BYTE_TILES = ((8, axes.LANES), (4, 1))
-"""The tiles of bytes on TPU: eight rows, four of which are in a word. XLA would choose 32 rows."""
 _MAKES_HEADS = (axes.EMBED_IN, axes.QUERY_HEADS, "", "")
 
 
@@ -105,18 +103,17 @@ class Placement:
             order = _memory_order(parameter, logical_axes, shape)
         return sharding if order is None else Format(MemoryLayout(major_to_minor=order), sharding)
 
-    def state(self, logical_axes: Axes, dtype: DTypeLike) -> Sharding | Format:
+    def state(self, logical_axes: Axes) -> Sharding | Format:
         """Sharding and memory layout of an array of the decode state.
 
-        On TPU, the features of a head are the last axis of the memory layout, and bytes are in the
-        tiles of scatters and kernels, so that one native scatter writes an entry in place.
+        On TPU, the features of a head are the last axis of the memory layout, so that one native
+        scatter writes an entry in place.
         """
         sharding = self.sharding("decode", logical_axes)
         if self.platform != "tpu" or logical_axes not in axes.CACHE_ENTRIES:
             return sharding
         order = tuple(range(len(logical_axes)))
-        tiling = _BYTE_TILES if jnp.dtype(dtype).itemsize == 1 else None
-        return Format(MemoryLayout(major_to_minor=order, tiling=tiling), sharding)
+        return Format(MemoryLayout(major_to_minor=order), sharding)
 
     def put_in_layout(
         self, parameters: Mapping[str, jax.Array], logical_axes: Mapping[str, Axes]

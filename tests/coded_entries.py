@@ -36,6 +36,12 @@ def pair(lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
     return (upper * 16 + lower % 16).view(np.int8)
 
 
+def in_blocks(codes: np.ndarray) -> np.ndarray:
+    """Return codes with entries and features last in blocks of features, an axis before entries."""
+    size = 128 if codes.shape[-1] % 128 == 0 else codes.shape[-1]
+    return np.stack(np.split(codes, codes.shape[-1] // size, axis=-1), axis=-3)
+
+
 def rotate(x: np.ndarray, axis: int, splits: tuple[int, ...] = ()) -> np.ndarray:
     """Return the fast Walsh-Hadamard transform of blocks of features, which is its own inverse.
 

@@ -57,16 +57,25 @@ class GridDefaults:
     """Chunk sizes, growing; empty for a ladder of whole-prompt buckets."""
 
     @classmethod
-    def for_layout(cls, layout: "Layout | None", platform: str = "cpu") -> "GridDefaults":
-        """Aims for shapes that a layout can split evenly, on a platform (`cpu`, `gpu` or `tpu`).
+    def for_layout(
+        cls, layout: "Layout | None", platform: str = "cpu", cache_codes: str | None = None
+    ) -> "GridDefaults":
+        """Aims for shapes that a layout can split evenly.
 
         Tokens and slots are those of one device times the pieces into which the layout splits rows.
+
+        Args:
+          layout: The layout; None for one device.
+          platform: `cpu`, `gpu` or `tpu`.
+          cache_codes: The codes of the cache; None for float entries.
         """
+        # the kernel for TPU reads scales of whole vectors
+        page = axes.LANES if platform == "tpu" and cache_codes is not None else DEFAULT_PAGE
         tokens, slots = cls.tokens_per_prefill, cls.max_decode_slots
         if platform != "cpu":
             tokens, slots = ACCELERATOR_TOKENS, ACCELERATOR_SLOTS
         if layout is None:
-            return cls(tokens_per_prefill=tokens, max_decode_slots=slots)
+            return cls(tokens_per_prefill=tokens, max_decode_slots=slots, page=page)
         prefill, decode = layout.phase("prefill"), layout.phase("decode")
         rows = (axes.BATCH, axes.ATTENTION_BATCH, axes.RESIDUAL_BATCH)
         shards = layout.mesh.num_shards
@@ -79,7 +88,7 @@ class GridDefaults:
             slot_groups=shards(decode[axes.ATTENTION_BATCH]),
             length_multiple=shards(prefill[axes.RESIDUAL_LENGTH]),
             page_multiple=(stripes := shards(decode[axes.CACHE_LENGTH])),
-            page=max(DEFAULT_PAGE, stripes),
+            page=max(page, stripes),
         )
 
     @property

@@ -13,6 +13,9 @@ and sums of values are rotated back. Source: QuaRot (2404.00456), section 4.
 
 Two codes of int4 are in a byte. They are of the same token, so a write does not read the byte.
 
+Features are in *blocks* of a vector of TPUs, each with the entries of a whole page: XLA for TPU writes
+longer lines of bytes in another memory layout than that of programs, and would copy the pool.
+
 Knows nothing of pages, slots or layers.
 """
 
@@ -24,6 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy.linalg import hadamard
+
+from ..axes import LANES
 
 INT4 = "int4"
 """The codes of rotated entries, two in a byte. No array has this dtype: XLA for TPU would write it
@@ -38,7 +43,7 @@ class EntryCodes:
     """Keys, values or latents in codes, in the place of `k_BKHS` or `v_BKSH`."""
 
     codes: jax.Array
-    """Codes, or bytes of two codes, with the axes of the entries."""
+    """Codes, or bytes of two codes, with the axes of the entries, and blocks after heads."""
     scale_BKPS: jax.Array
     """Scales of the P parts of the features, in the dtype of entries that are not in codes."""
     splits: tuple[int, ...] = field(default=(), metadata={"static": True})
@@ -50,8 +55,21 @@ class EntryCodes:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the entries."""
-        *others, features = self.codes.shape
-        return (*others, features * max(1, len(self.halves)))
+        pages, heads, blocks, entries, features = self.codes.shape
+        return (pages, heads, entries, blocks * features * max(1, len(self.halves)))
+
+
+def block_size(num_features: int) -> int:
+    """The features of a block."""
+    return num_features if num_features % LANES else LANES
+
+
+def in_blocks(codes: jax.Array, num_blocks: int, size: int) -> jax.Array:
+    """Codes with entries and features last, as `EntryCodes` has them, padded to whole blocks."""
+    *others, entries, features = codes.shape
+    padding = [(0, 0)] * (codes.ndim - 1) + [(0, num_blocks * size - features)]
+    blocks = jnp.pad(codes, padding).reshape(*others, entries, num_blocks, size)
+    return blocks.swapaxes(-2, -3)
 
 
 def encode(
@@ -131,7 +149,9 @@ def score_codes(q_BKAH: jax.Array, keys: EntryCodes) -> jax.Array:
         q_BKAH = rotate(q_BKAH, 3, keys.splits)
     q_BKPAH = jnp.where(is_part_PH[None, None, :, None], q_BKAH[:, :, None], 0)
     dtype = keys.scale_BKPS.dtype
-    k_BKHS = numbers(keys.codes, keys.halves, dtype, axis=2)
+    # blocks, and features in each of them
+    k_BKHS = keys.codes.reshape(B, K, -1, keys.codes.shape[-1])
+    k_BKHS = numbers(k_BKHS, keys.halves, dtype, axis=2)
     scores_BKAS = _product(q_BKPAH.reshape(B, K, -1, H).astype(dtype), k_BKHS)
     scores_BKPAS = scores_BKAS.reshape(B, K, -1, A, scores_BKAS.shape[-1])
     return (scores_BKPAS * scale_BKPS[:, :, :, None]).sum(axis=2)
@@ -142,7 +162,9 @@ def weigh_codes(weights_BKAS: jax.Array, values: EntryCodes) -> jax.Array:
     scale_BK1S = values.scale_BKPS[:, :, :1]
     weights_BKAS = weights_BKAS * scale_BK1S.astype(jnp.float32)
     dtype = scale_BK1S.dtype
-    v_BKSH = numbers(values.codes, values.halves, dtype)
+    B, K, _, S, _ = values.codes.shape
+    v_BKSH = values.codes.swapaxes(2, 3).reshape(B, K, S, -1)
+    v_BKSH = numbers(v_BKSH, values.halves, dtype)
     out_BKAH = _product(weights_BKAS.astype(dtype), v_BKSH)
     return rotate(out_BKAH, 3, values.splits) if values.halves else out_BKAH
 

@@ -26,7 +26,7 @@ from .. import axes
 from ..config import AS_PUBLISHED, Arrangement, head_copies
 from ..layer_config import Attention
 from ..weights.weight_products import Axes
-from .entry_codes import INT4, EntryCodes, encode, pair
+from .entry_codes import INT4, EntryCodes, block_size, encode, in_blocks, pair
 
 Entries = jax.Array | EntryCodes
 """Keys, values or latents."""
@@ -48,8 +48,10 @@ class StateArray:
     heads: int | None
     """Key/value heads without copies, or parts; None without such an axis."""
     features: int | None
-    """The features of an entry; None for scales, which have no axis of features."""
+    """The features of an entry, or of a block; None for scales, which have no axis of features."""
     dtype: jnp.dtype
+    blocks: int | None = None
+    """The blocks of features of codes; None without such an axis."""
 
     @property
     def position_axis(self) -> int:
@@ -69,13 +71,14 @@ class StateArray:
     def shape(self, layers: int, pages: int, entries: int, head_shards: int = 1) -> tuple[int, ...]:
         """The shape of pages of so many entries."""
         heads = () if self.heads is None else (self.num_heads(head_shards),)
+        blocks = () if self.blocks is None else (self.blocks,)
         features = () if self.features is None else (self.features,)
-        return (layers, pages, *heads, entries, *features)
+        return (layers, pages, *heads, *blocks, entries, *features)
 
     @property
     def vector_bytes(self) -> int:
         """Bytes of one entry of one head."""
-        return array_bytes((self.features or 1,), self.dtype)
+        return array_bytes(((self.blocks or 1) * (self.features or 1),), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,10 @@ class StateSpec:
     """The names of the vectors."""
     AXES: ClassVar[Axes]
     """The logical axes of a vector's array."""
+    CODES: ClassVar[Axes]
+    """Those of its codes."""
     SCALES: ClassVar[Axes]
-    """The logical axes of the scales of a vector."""
+    """Those of the scales of its codes."""
 
     @cached_property
     def arrays(self) -> Mapping[str, StateArray]:
@@ -115,12 +120,15 @@ class StateSpec:
     @cached_property
     def entries(self) -> Mapping[str, StateArray]:
         """The arrays of vectors by name."""
-        names, features = self.VECTORS, self.features
-        dtype = self.dtype if self.codes is None else jnp.dtype(self.codes)
+        if self.codes is None:
+            plain = StateArray(self.AXES, self._heads, self.features, self.dtype)
+            return dict.fromkeys(self.VECTORS, plain)
+        names, features, dtype = self.VECTORS, self.features, self.codes
         if self.codes == INT4:
-            names, dtype = ("".join(names),), jnp.dtype("int8")
-            features = features * len(self.VECTORS) // 2
-        return {name: StateArray(self.AXES, self._heads, features, dtype) for name in names}
+            names, features, dtype = ("".join(names),), features * len(names) // 2, "int8"
+        block = block_size(features)
+        size = self._heads, block, jnp.dtype(dtype), features // block
+        return dict.fromkeys(names, StateArray(self.CODES, *size))
 
     @property
     def _heads(self) -> int | None:
@@ -158,7 +166,9 @@ class StateSpec:
         if self.codes == INT4:
             lower, upper = codes if len(codes) == 2 else jnp.split(codes[0], 2, axis=-1)
             codes = [pair(lower, upper)]
-        return encoded | dict(zip(self.entries, codes, strict=True))
+        for (name, array), x in zip(self.entries.items(), codes, strict=True):
+            encoded[name] = in_blocks(x, array.blocks, array.features)
+        return encoded
 
     def keys_values(self, arrays: Mapping[str, jax.Array]) -> KeysAndValues:
         """The keys and values of pages, each with axes of pages and heads before its entries."""
@@ -170,6 +180,7 @@ class KeysValues(StateSpec):
 
     VECTORS = "k", "v"
     AXES = axes.CACHE_HEADS
+    CODES = axes.CACHE_CODES
     SCALES = axes.CACHE_SCALES
 
     def encode(self, new: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -193,6 +204,7 @@ class Latents(StateSpec):
 
     VECTORS = ("latent",)
     AXES = axes.CACHE_LATENTS
+    CODES = axes.CACHE_LATENT_CODES
     SCALES = axes.CACHE_LATENT_SCALES
 
     def keys_values(self, arrays: Mapping[str, jax.Array]) -> KeysAndValues:
@@ -201,11 +213,13 @@ class Latents(StateSpec):
         The values include the rotated key, so the last features of the attention output are
         undefined. Values without them would be a copy of nearly all entries.
         """
-        latents: Entries = jnp.expand_dims(arrays["latent"], axis=-3)
-        if self.codes is not None:
+        if self.codes is None:
+            latents: Entries = jnp.expand_dims(arrays["latent"], -3)
+        else:
+            codes = jnp.expand_dims(arrays["latent"], -4)
             scale = jnp.expand_dims(arrays["latent_scale"], -3)
             halves = (0, 1) if self.codes == INT4 else ()
-            latents = EntryCodes(latents, scale, self.splits, halves)
+            latents = EntryCodes(codes, scale, self.splits, halves)
         return latents, latents
 
 

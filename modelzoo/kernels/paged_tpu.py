@@ -56,6 +56,7 @@ class Pages(NamedTuple):
     """Arrays of keys and values, in the pool or on the chip; one array if it has both."""
 
     entries: list[Any]
+    """Entries with axes of pages, heads, entries and features; heads times blocks if in codes."""
     scales: list[Any]
     """The scales of entries in codes; empty without codes."""
 
@@ -68,7 +69,8 @@ class Pages(NamedTuple):
         scales = _distinct(k_PKSH.scale_BKPS, v_PKSH.scale_BKPS)
         # heads and parts are one axis: XLA would pad an axis of one part to the rows of a tile
         scales = [x.reshape(len(x), -1, x.shape[-1]) for x in scales]
-        return cls(_distinct(k_PKSH.codes, v_PKSH.codes), scales)
+        codes = _distinct(k_PKSH.codes, v_PKSH.codes)
+        return cls([x.reshape(len(x), -1, *x.shape[3:]) for x in codes], scales)
 
 
 def _distinct(keys: Any, values: Any) -> list[Any]:
@@ -218,7 +220,7 @@ def _call(
     size = form.turn * form.page
     scratch = Buffers(
         Pages(
-            [pltpu.VMEM((2, K, size, x.shape[-1]), x.dtype) for x in pages.entries],
+            [pltpu.VMEM((2, x.shape[1], size, x.shape[-1]), x.dtype) for x in pages.entries],
             [pltpu.VMEM((2, x.shape[1], size), x.dtype) for x in pages.scales],
         ),
         pltpu.SemaphoreType.DMA((2,)),
@@ -376,10 +378,14 @@ def _add_turn(
     # a turn may have pages after the last one, which hold anything
     last = jnp.minimum(first + count, end) - 1
     is_entry_1S1 = entry + jax.lax.broadcasted_iota(jnp.int32, (1, S, 1), 1) <= last
-    values = numbers(own.pages.entries[-1][buffer], form.codes.value_halves, q_KAH.dtype)
-    v_KSH = jnp.where(is_entry_1S1, values, 0)
-    k_KSH = numbers(own.pages.entries[0][buffer], form.codes.key_halves, q_KAH.dtype)
-
+    k_KSH, v_KSH = (
+        numbers(_joined(entries[buffer], K), halves, q_KAH.dtype)
+        for entries, halves in (
+            (own.pages.entries[0], form.codes.key_halves),
+            (own.pages.entries[-1], form.codes.value_halves),
+        )
+    )
+    v_KSH = jnp.where(is_entry_1S1, v_KSH, 0)
     parts = [
         _product(q_KAH[:, :, start:stop], k_KSH[:, :, start:stop], 2)
         for start, stop in pairwise((0, *form.codes.splits, k_KSH.shape[-1]))
@@ -403,6 +409,14 @@ def _add_turn(
         weights_KAS = jnp.where(mask_1AS, weights_KAS * scale_KPS[:, :1], 0.0)
     added_KAH = _product(weights_KAS.astype(v_KSH.dtype), v_KSH, 1)
     own.sum_KAH[...] = decay_KA1 * own.sum_KAH[...] + added_KAH
+
+
+def _joined(x: jax.Array, num_heads: int) -> jax.Array:
+    """Entries of heads, whose features may be in blocks."""
+    if len(x) == num_heads:
+        return x
+    blocks = x.reshape(num_heads, -1, *x.shape[1:])
+    return jnp.concatenate([blocks[:, n] for n in range(blocks.shape[1])], axis=2)
 
 
 def _product(x_KAB: jax.Array, y: jax.Array, axis: int) -> jax.Array:

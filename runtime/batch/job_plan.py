@@ -100,7 +100,8 @@ class _Derivation:
         self.asked: Mapping[str, Any] = overridden.get("buckets", {})
         """The keys of `[buckets]` that the user sets."""
         self.numbers = overridden_numbers(basis.numbers, overrides)
-        self.defaults = with_overrides(GridDefaults.for_layout(layout, target.platform), self.asked)
+        defaults = GridDefaults.for_layout(layout, target.platform, self.numbers.cache_codes)
+        self.defaults = with_overrides(defaults, self.asked)
         self.work = work_of(basis.config, self.numbers, layout, target, basis.adapters)
         self.prices = GraphPrices.of_target(target.name, self.work, known_hardware())
         self.has_capacity = ExpertPlan.from_table(overridden.get("experts", {})).has_capacity

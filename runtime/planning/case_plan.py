@@ -37,11 +37,12 @@ def case_plan(
     Raises:
       ValueError: An override is invalid, or the plan does not fit the model or the target.
     """
-    config, defaults = files.spec.config, GridDefaults.for_layout(layout, target.platform)
+    config, numbers = files.spec.config, overridden_numbers(Numbers(dtype), overrides)
+    defaults = GridDefaults.for_layout(layout, target.platform, numbers.cache_codes)
     slots = len(rows) if target.platform == "cpu" else defaults.max_decode_slots
     buckets = apply_overrides({}, overrides).get("buckets", {})
     defaults = with_overrides(replace(defaults, max_decode_slots=slots), buckets)
-    work = work_of(config, overridden_numbers(Numbers(dtype), overrides), layout, target)
+    work = work_of(config, numbers, layout, target)
     holds = room_on_accelerator(work, target, device_bytes(target), defaults)
     grid = derive_grid(rows, config.max_position, defaults, holds=holds)
     model, experts = PlannedModel(files.name, files.fingerprint()), default_experts(config)

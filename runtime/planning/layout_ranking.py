@@ -97,7 +97,7 @@ class Ranking:
 
     def defaults(self, layout: Layout | None) -> GridDefaults:
         """The aims of grids under a layout."""
-        defaults = GridDefaults.for_layout(layout, self.platform)
+        defaults = GridDefaults.for_layout(layout, self.platform, self.cache_codes)
         return defaults if self.page is None else replace(defaults, page=self.page)
 
     def _rate(self, layout: Layout | None) -> RankedLayout:

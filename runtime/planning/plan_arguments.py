@@ -140,7 +140,7 @@ class PlanArguments:
         if embeds:
             grid = embed_ladder(max_length, aims(target.name, layout))
         else:
-            defaults = GridDefaults.for_layout(layout, target.platform)
+            defaults = GridDefaults.for_layout(layout, target.platform, numbers.cache_codes)
             work, memory_bytes = work_of(config, numbers, layout, target), device_bytes(target)
             holds = room_on_accelerator(work, target, memory_bytes, defaults)
             slots = self.max_num_seqs or _slots(target, holds, max_length, defaults)

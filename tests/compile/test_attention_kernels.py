@@ -1,5 +1,6 @@
 """Attention kernels of whole prompts: equality with the reference, refusals, and choice."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_kernels import NEEDS_NUMBA, loaded
 from jax.experimental.pallas import tpu as pltpu
 from tolerances import FLOAT32_ELEMENTWISE
 
@@ -45,6 +47,7 @@ OFTEN = {"windows, scaled", "values of their own size"}
 SERVED = {
     "splash": {*CALLS},
     "cudnn": {"causal", "windows, scaled", "one position", "windows of all"},
+    "numba": {*CALLS} - {"values of their own size"},
     "xla": {*CALLS},
 }
 
@@ -98,12 +101,17 @@ def expected_of(case: str):
     "case",
     [pytest.param(case, marks=[] if case in OFTEN else [pytest.mark.slow]) for case in CALLS],
 )
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(x, id=x.name, marks=list(NEEDS_NUMBA) * (x.name == "numba")) for x in KERNELS],
+)
 def test_a_kernel_equals_the_reference_or_refuses(kernel, case):
     """Numbers are float32; a kernel for narrower numbers runs in its other implementation."""
     call = CALLS[case]
-    assert (kernel.refusal(call) is None) == (case in SERVED[kernel.name])
-    if kernel.refusal(call) is not None:
+    with loaded() if kernel.name == "numba" else nullcontext():
+        refusal = kernel.refusal(call)
+    assert (refusal is None) == (case in SERVED[kernel.name])
+    if refusal is not None:
         return
     out, lse = attended(here(kernel, call), call)
     expected_out, expected_lse = expected_of(case)

@@ -43,19 +43,24 @@ NARROW = changed(CONFIG, head_dim=64)
 LATENTS = changed(CONFIG, latent=LatentAttention(512, 128, 64, 128), head_dim=192)
 ONE_HEAD = "weight-stationary-1d@tensor=8"
 SOME_SLOTS = "data-tensor@data=4,tensor=2"
+IN_CODES = replace(GRID, page=128)
 CASES = {
-    "pages": (CONFIG, GRID, None),
-    "windows": (WINDOWS, GRID, None),
-    "narrow heads": (NARROW, GRID, None),
-    "latents": (LATENTS, GRID, None),
-    "one head a device": (CONFIG, GRID, ONE_HEAD),
-    "some slots a device": (WINDOWS, replace(GRID, slot_groups=4), SOME_SLOTS),
+    "pages": (CONFIG, GRID, None, None),
+    "windows": (WINDOWS, GRID, None, None),
+    "narrow heads": (NARROW, GRID, None, None),
+    "latents": (LATENTS, GRID, None, None),
+    "one head a device": (CONFIG, GRID, ONE_HEAD, None),
+    "some slots a device": (WINDOWS, replace(GRID, slot_groups=4), SOME_SLOTS, None),
+    "int4": (WINDOWS, IN_CODES, None, "int4"),
+    "latents in int8": (LATENTS, IN_CODES, None, "int8"),
 }  # fmt: skip
 MET_BY_OTHERS = {
     ("pages", False),
     ("windows", True),
     ("narrow heads", False),
     ("some slots a device", False),
+    ("int4", False),
+    ("latents in int8", False),
 }
 """Cases whose layers, layout and loop meet in other cases, two by two."""
 
@@ -66,13 +71,14 @@ def graph_of(
     grid: BucketGrid,
     layout: str | None,
     scan_layers: bool,
+    codes: str | None = None,
 ) -> GraphSpec:
     """Return the decode graph or the prefill graph."""
     by = None if layout is None else Layout.from_table(read_layout_table(layout))
     placement = find_target(ONE_CHIP if by is None else TPU).placement(by)
     # without a loop, one layer of each kind shows what the others do
     config = config if scan_layers else config.first_layers(2)
-    definition = AbstractModel(config, placement.arrangement(config, scan_layers))
+    definition = AbstractModel(config, placement.arrangement(config, scan_layers, codes))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype("bfloat16"))
     (graph,) = (graph for graph in graphs if graph.key.kind == kind)
     return graph
@@ -97,8 +103,8 @@ def report_of(graph: GraphSpec) -> ProgramReport:
     ],
 )  # fmt: skip
 def test_a_decode_step_has_no_loop_but_that_over_layers(case, scan_layers):
-    config, grid, layout = CASES[case]
-    found = report_of(graph_of("decode", config, grid, layout, scan_layers))
+    config, grid, layout, codes = CASES[case]
+    found = report_of(graph_of("decode", config, grid, layout, scan_layers, codes))
     repeats = LAYERS // len(set(alike(config).windows)) if scan_layers else 0
     assert found.step.loop_turns == repeats
     assert all(loop.bytes_a_turn >= LEAST_TURN for loop in found.loops)

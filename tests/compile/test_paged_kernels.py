@@ -97,7 +97,7 @@ def pool_of(form: Form, placement: Placement) -> LayerState:
     pool = jax.eval_shape(lambda: LayerState.empty(spec, 1, NUM_PAGES, form.page))
     return pool.map(
         lambda x, array: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=placement.state(array.axes, x.dtype)
+            x.shape, x.dtype, sharding=placement.state(array.axes)
         )
     )
 

@@ -112,6 +112,9 @@ def test_a_page_divides_as_the_layout_splits_the_cache():
     assert derive_grid(rows, 1000).page == 64
     table = {"name": "ring", "mesh": {"data": 128}, "rules": {"cache_length": "data"}}
     assert GridDefaults.for_layout(Layout.from_table(table)).page == 128
+    pages = [GridDefaults.for_layout(None, "tpu", codes).page for codes in (None, "int8")]
+    assert pages == [64, 128]
+    assert GridDefaults.for_layout(None, "gpu", "int8").page == 64
     for groups in (1, 4):
         defaults = GridDefaults(page=128, slot_multiple=groups, slot_groups=groups)
         for grid in (

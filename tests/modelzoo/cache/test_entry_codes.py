@@ -23,7 +23,7 @@ from caches import (
     random_prompt,
     scattered,
 )
-from coded_entries import decode, encode, pair
+from coded_entries import decode, encode, in_blocks, pair
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.attention.attend import Visibility, attend_dense
@@ -147,6 +147,7 @@ def test_every_write_leaves_the_codes_of_the_floats_that_it_would_leave(kind, co
             wanted[f"{name}_scale"] = np.concatenate(scales, axis=2)
         if codes == "int4":
             wanted |= in_pairs(wanted)
+        wanted |= {name: in_blocks(wanted[name]) for name in in_codes.spec.entries}
         got = arrays_of(in_codes)
         assert got.keys() == wanted.keys()
         for name, codes_of_floats in wanted.items():
@@ -193,12 +194,12 @@ def test_attention_to_codes_is_that_to_their_values(codes, splits, width, group)
         x_PKSH = np.pad(x_PKSH, [(0, 0)] * 3 + [(0, width - H)])
         in_codes, scales = encode(x_PKSH, 3, codes, np.float32, side_splits)
         scale_PKRS = jnp.asarray(np.stack(scales, axis=2))
-        coded.append(EntryCodes(jnp.asarray(in_codes), scale_PKRS, side_splits))
+        coded.append(EntryCodes(jnp.asarray(in_blocks(in_codes)), scale_PKRS, side_splits))
         both_codes.append(in_codes)
         of_rows = decode(in_codes, scales, 3, side_splits)[page_BN].swapaxes(1, 2)
         floats.append(jnp.asarray(of_rows.reshape(2, K, N * S, width)))
     if codes == "int4":
-        in_bytes = jnp.asarray(pair(*both_codes))
+        in_bytes = jnp.asarray(in_blocks(pair(*both_codes)))
         coded = [replace(x, codes=in_bytes, halves=(half,)) for half, x in enumerate(coded)]
     q_BTKGH = jnp.asarray(rng.normal(size=(2, T, K, G, H)), jnp.float32)
     scores = Scores(scale=0.7, cap=2.0)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from coded_entries import decode, encode, pair
+from coded_entries import decode, encode, in_blocks, pair
 from cpu_kernels import NEEDS_NUMBA, loaded
 from jax.experimental.pallas import tpu as pltpu
 from mosaic_interpreter import interpreted_on_cpu
@@ -212,7 +212,7 @@ def pools_of(
     ]
     return [
         EntryCodes(
-            jnp.asarray(in_pages(codes, page_BN, is_seen_BS, 3)),
+            jnp.asarray(in_blocks(in_pages(codes, page_BN, is_seen_BS, 3))),
             jnp.asarray(scale_PKRS),
             case.splits,
             halves,
