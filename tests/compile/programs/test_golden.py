@@ -48,7 +48,7 @@ ARRAY_BYTES = 64 * 1024
 """Bytes of the smallest argument whose conversions and copies count: these models are small."""
 SLACK = 1.05
 LEAST_TURN_KB = 64
-GRID = BucketGrid(256, ((128, 4),), 32, steps_per_call=4)
+GRID = BucketGrid(256, ((128, 4),), 32, row_tokens=1, steps_per_call=4)
 SHARED = {
     "vocab_size": 2048,
     "hidden_size": 512,
@@ -128,7 +128,7 @@ def read(row: dict[str, Any]) -> Evidence:
     placement = target.placement(layout)
     definition = AbstractModel(config, placement.arrangement(config, row["layers"] == "scanned"))
     graphs = plan_graphs(definition, GRID, placement, jnp.dtype(row["dtype"]))
-    graph = [graph for graph in graphs if graph.key.kind == row["graph"]][-1]
+    (graph,) = (graph for graph in graphs if graph.key.kind == row["graph"])
     _, text, _ = compile_with_text(graph)
     assert text is not None
     work = Work(definition, row["dtype"], layout or ONE_DEVICE)
