@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.default_grid import derive_grid, with_chunks
+from ...compile.grids.default_grid import derive_grid
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefill_ladder import prefill_padding
 from ...compile.grids.prefix_table import PrefixTable
@@ -151,7 +151,7 @@ def padding_note(rows: Sequence[RowShape], plan: Plan, max_position: int) -> str
     """A note that compares the padding of whole prompts with the padding of chunked prompts."""
     grid, defaults = plan.buckets, _defaults(plan)
     if not grid.chunks:
-        defaults = with_chunks(defaults, min(OTHER_CHUNK, grid.max_length))
+        defaults = replace(defaults, chunks=(min(OTHER_CHUNK, grid.max_length),))
     # the other grid may be longer than `grid`, as it rounds prompts up to whole chunks
     other = derive_grid(rows, max_position, defaults)
     return f"prefill: {_padding(rows, grid)}; {_padding(rows, other)} otherwise"

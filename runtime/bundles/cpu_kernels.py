@@ -23,7 +23,7 @@ from ...compile.target_names import TargetName
 from ...modelzoo.kernels import cpu
 from ...modelzoo.kernels.cpu.objects import Processor, compile_all, is_loaded, register
 from ..errors import CacheUnusable
-from ..files.folders import default_directory
+from ..files.file_checks import default_directory
 from .compilation_cache import make_folder
 
 FOLDER = "kernels"

@@ -6,8 +6,8 @@ An address is an integer. Nothing here checks one: callers know which memory the
 # numba is an extra
 # pyright: reportMissingImports=false
 
-from functools import partial
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import numba
 from llvmlite import ir
@@ -15,13 +15,26 @@ from numba import extending, types
 from numba.core import cgutils
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-native: Any = partial(numba.njit, error_model="numpy")
-"""Compiles a function when it is first called by a compiled one. It must raise nothing: a number
-that is divided by zero is no error in it."""
-c_function: Any = partial(cast(Any, numba.cfunc), nopython=True, error_model="numpy")
-"""Compiles a function that C can call."""
-intrinsic: Any = extending.intrinsic
-"""Makes a function of the LLVM code that it stands for; it has one argument less."""
+
+
+def native(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Compile a function when a compiled one first calls it.
+
+    It must raise nothing: a number that is divided by zero is no error in it.
+    """
+    made = numba.njit(error_model="numpy", **options)
+    return made if function is None else made(function)
+
+
+def c_function(signature: Any) -> Any:
+    """A decorator that compiles a function that C can call."""
+    options: dict[str, Any] = {"nopython": True, "error_model": "numpy"}
+    return numba.cfunc(signature, **options)
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """Make a function of the LLVM code that it stands for; it has one argument less."""
+    return extending.intrinsic(function)
 
 
 def pointer(builder: Any, address: Any, pointee: ir.Type) -> Any:
