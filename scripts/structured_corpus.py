@@ -158,7 +158,7 @@ def _compile(schema: dict[str, Any], trie: TokenTrie) -> dict[str, Any]:
         "states": tokens.num_states,
         "classes": tokens.num_classes,
         "masks": len(tokens.mask_block_MJ),
-        "bytes": tokens.num_bytes,
+        "bytes": sum(table.nbytes for table in vars(tokens).values()),
         "seconds": round(time.perf_counter() - start, 3),
     }
 

@@ -101,7 +101,8 @@ def measure(forms: dict[str, StructuredOutputsParams], model: str) -> str:
             tokens.num_classes,
             len(tokens.mask_block_MJ),
         )
-        sizes = f"{states} | {classes} | {masks} | {tokens.num_bytes / 1e6:.2f}"
+        num_bytes = sum(table.nbytes for table in vars(tokens).values())
+        sizes = f"{states} | {classes} | {masks} | {num_bytes / 1e6:.2f}"
         lines.append(f"| {name} | {sizes} | {seconds:.2f} |")
     return "\n".join(lines)
 

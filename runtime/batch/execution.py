@@ -88,7 +88,9 @@ class Execution(Job):
         better_plan, bundle = None, None
         if waiting:
             computed, repeats = self.source.digests.split(waiting)
-            self._note_repeats(len(waiting) - len(computed))
+            if num_repeats := len(waiting) - len(computed):
+                repeat = "repeats an earlier row" if num_repeats == 1 else "repeat earlier rows"
+                self.progress.note(f"{plural(num_repeats, 'row')} {repeat}")
             built = self._build(summary)
             self.phases.enter("run")
             self.progress.start_rows(
@@ -145,11 +147,6 @@ class Execution(Job):
                 if error is not None:
                     self.progress.show_error(error_text(row, error))
                 return
-
-    def _note_repeats(self, num_repeats: int) -> None:
-        if num_repeats:
-            repeat = "repeats an earlier row" if num_repeats == 1 else "repeat earlier rows"
-            self.progress.note(f"{plural(num_repeats, 'row')} {repeat}")
 
     def _build(self, summary: ScanSummary) -> Build:
         """Build the model, and record the plan and the weights in the journal."""

@@ -108,7 +108,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """What a journal or a finished output must have in common with a job.
+    """The facts that a journal or a finished output must have in common with a job.
 
     Everything else in the settings of a job may change from one run to the next.
     """

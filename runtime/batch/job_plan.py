@@ -156,7 +156,10 @@ class _Derivation:
             [row for row in rows if row.min_length <= max_position],
             has_chunks=bool(defaults.chunks),
         )
-        page, max_bytes = defaults.page, self._bytes_for_pages()
+        # the bytes of memory beside the weights that pages may have, infinite if not known
+        share = self.defaults.cpu_cache_share
+        max_bytes = bytes_for_pages(self.work, target, self.memory_bytes, share)
+        page = defaults.page
         if (asked := self.asked.get("pages")) is not None:
             check_count("buckets.pages", asked)
             max_bytes = math.inf
@@ -196,11 +199,6 @@ class _Derivation:
             found = replace(found, decode_slots=slots)
             found = replace(found, pages=found.most_pages)
         return found
-
-    def _bytes_for_pages(self) -> float:
-        """The bytes of memory beside the weights that pages may have, infinite if not known."""
-        share = self.defaults.cpu_cache_share
-        return bytes_for_pages(self.work, self.basis.target, self.memory_bytes, share)
 
     def _limit(self, rows: Sequence[RowShape]) -> tuple[Callable[[int], bool] | None, str]:
         """Whether rows of a length may be planned, for those without `max_tokens`; why if not."""

@@ -63,8 +63,6 @@ def renew(path: Path, disk: Disk) -> None:
 class JournalRow:
     """One finished row: the figures for the manifest, and the place of its output line."""
 
-    custom_id: str
-    request_hash: str
     code: str | None
     """The error code; None for a result."""
     metrics: Mapping[str, float]
@@ -368,8 +366,8 @@ class Journal:
         """Keep the figures and the place of a row, and count it for the last run."""
         if self.runs:
             self.runs[-1].count(facts["metrics"])
-        custom_id, request_hash = key = (facts["custom_id"], facts["request"])
-        row = JournalRow(custom_id, request_hash, facts["code"], facts["metrics"], offset, length)
+        key = facts["custom_id"], facts["request"]
+        row = JournalRow(facts["code"], facts["metrics"], offset, length)
         # the first record of a row counts, unless it is an error that later runs try again
         known = self.rows.get(key)
         if known is None or known.code in RETRIED_CODES:

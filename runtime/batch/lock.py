@@ -124,7 +124,8 @@ class JobLock:
         """Create the lock file, after the end of its owner if there is one."""
         seen, since, has_said = None, 0.0, False
         while self._descriptor is None:
-            now, found = time.monotonic(), self._newest()
+            now, numbers = time.monotonic(), self._numbers()
+            found = self._read(numbers[-1]) if numbers else None
             if found is None:
                 self._try_to_create(1, None)
                 continue
@@ -184,11 +185,6 @@ class JobLock:
         ends = [name[len(first) + 1 :] for name in names if name.startswith(f"{first}.")]
         numbers = [int(end) for end in ends if end.isdecimal() and str(int(end)) == end]
         return sorted([1] * (first in names) + [number for number in numbers if number > 1])
-
-    def _newest(self) -> _Found | None:
-        """The lock file with the highest number, if there is any."""
-        numbers = self._numbers()
-        return self._read(numbers[-1]) if numbers else None
 
     def _read(self, number: int) -> _Found | None:
         """The lock file of a number; None if it is gone."""

@@ -100,7 +100,9 @@ def merge(
             _check_content(part)
         manifest = _merged_manifest(parts)
         errors = manifest["rows"]["errors"]
-        if _is_merged(manifest, files.outputs):
+        known = read_manifest(output) or {}
+        is_merged = {**manifest, "outputs": known.get("outputs")} == known
+        if is_merged and not output_differences(known, files.outputs):
             progress.note(f"{output}: merged already, nothing to do")
         else:
             lines_of = partial(_output_lines, parts, error_file)
@@ -246,14 +248,6 @@ def _merged_manifest(parts: Sequence[FinishedPart]) -> dict[str, Any]:
             for part in parts
         ],
     }
-
-
-def _is_merged(manifest: Mapping[str, Any], outputs: Sequence[Path]) -> bool:
-    """Whether the outputs are already the result of this merge."""
-    known = read_manifest(outputs[0])
-    if known is None or {**manifest, "outputs": known.get("outputs")} != known:
-        return False
-    return not output_differences(known, outputs)
 
 
 def _output_lines(

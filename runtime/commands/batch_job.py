@@ -203,6 +203,11 @@ def _settings(
         "sampling defaults": json.dumps(defaults, sort_keys=True),
         **_configuration_of_rows(columns, form),
     }
+    price = None
+    if options.prices is not None:
+        from ..files.hardware_files import price_per_hour
+
+        price = price_per_hour(source.target, options.prices)
     job_files, outputs = _job_files(options, files, columns, configuration)
     settings = JobSettings(
         job_files,
@@ -229,7 +234,7 @@ def _settings(
             options.on_error,
         ),
         grace_seconds=options.grace_seconds,
-        price_per_hour=_price_per_hour(options.prices, source.target),
+        price_per_hour=price,
     )
     return settings, outputs
 
@@ -371,11 +376,3 @@ def _check_places(options: argparse.Namespace, peers: Peers) -> None:
         raise ConfigError(
             "--error-file: expected a path on this machine beside -o -, got a URL. Name an output."
         )
-
-
-def _price_per_hour(prices: Path | None, target: str) -> float | None:
-    if prices is None:
-        return None
-    from ..files.hardware_files import price_per_hour
-
-    return price_per_hour(target, prices)

@@ -26,12 +26,12 @@ class AcceptedValues(NamedTuple):
 
 ANY = AcceptedValues((), "")
 """An argument whose values all have no effect."""
-_NOT_OFFERED = "noria has no such feature: leave it out"
+NOT_OFFERED = "noria has no such feature: leave it out"
 _OWN_TOKENIZER = "Put the tokenizer's files into the model's folder"
 _REVISION = "Download that revision with hf download --revision, and name its folder"
-_OFF, _NONE = (
-    AcceptedValues((False,), _NOT_OFFERED),
-    AcceptedValues((None, [], {}, ()), _NOT_OFFERED),
+OFF, _NONE = (
+    AcceptedValues((False,), NOT_OFFERED),
+    AcceptedValues((None, [], {}, ()), NOT_OFFERED),
 )
 _DEVICES = AcceptedValues(
     (1,), "Give target and layout, as in target='gpu:4', layout='weight-stationary-1d'"
@@ -51,7 +51,7 @@ EMBED = CALL | {
         (None,), "Only rows of noria batch cut texts: shorten the text"
     ),
     "pooling_params": AcceptedValues((None,), "Pooling is as the model's files say"),
-    "pooling_task": AcceptedValues((None, "embed"), _NOT_OFFERED),
+    "pooling_task": AcceptedValues((None, "embed"), NOT_OFFERED),
 }
 CHAT = CALL | {
     "chat_template": AcceptedValues(
@@ -116,12 +116,12 @@ SAMPLING: Mapping[str, AcceptedValues] = {
     "stream_interval": ANY,
     "skip_clone": ANY,
     "detokenize": AcceptedValues((True,), "Read token_ids of the outputs, and leave their text"),
-    "spaces_between_special_tokens": AcceptedValues((True,), _NOT_OFFERED),
-    "flat_logprobs": _OFF,
+    "spaces_between_special_tokens": AcceptedValues((True,), NOT_OFFERED),
+    "flat_logprobs": OFF,
     "best_of": AcceptedValues((None, 1), "Ask for n, and choose by cumulative_logprob"),
-    "use_beam_search": _OFF,
-    "early_stopping": _OFF,
-    "length_penalty": AcceptedValues((1.0,), _NOT_OFFERED),
+    "use_beam_search": OFF,
+    "early_stopping": OFF,
+    "length_penalty": AcceptedValues((1.0,), NOT_OFFERED),
     "logits_processors": _NONE,
     "logprob_token_ids": _NONE,
     "guided_decoding": AcceptedValues((None,), "Give structured_outputs"),

@@ -12,15 +12,11 @@ from typing import Any
 
 from ..errors import RowError, joined, unknown_parameter
 from ..parameters.checks import whole_number, wrong_value
-from ..parameters.vllm_options import ANY, CHAT, SAMPLING, AcceptedValues
+from ..parameters.vllm_options import ANY, CHAT, NOT_OFFERED, OFF, SAMPLING, AcceptedValues
 
 MAX_TOKEN_ID = 2**31 - 1
-_NOT_OFFERED = "noria has no such feature: leave it out"
-_OFF, _ON, _NONE = (
-    AcceptedValues((False,), _NOT_OFFERED),
-    AcceptedValues((True,), _NOT_OFFERED),
-    AcceptedValues(([], {}), _NOT_OFFERED),
-)
+_ON = AcceptedValues((True,), NOT_OFFERED)
+_NONE = AcceptedValues(([], {}), NOT_OFFERED)
 
 HINTS: Mapping[str, AcceptedValues] = dict.fromkeys(
     (
@@ -59,18 +55,18 @@ _OF_OTHER_SERVERS = {
     **refused("Give the name of an adapter as model", "lora_request", "lora_name", "adapter_id"),
     **refused("Write its keys into the body", "extra_body", "sampling_params", "parameters"),
     **refused("Write a system message", "system", "system_prompt"),
-    **refused(_NOT_OFFERED, "forced_bos_token_id", "forced_eos_token_id", "web_search_options"),
+    **refused(NOT_OFFERED, "forced_bos_token_id", "forced_eos_token_id", "web_search_options"),
     **dict.fromkeys(
         (
             *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "mirostat", "top_a"),
             *("xtc_probability", "dry_multiplier", "penalty_alpha", "diversity_penalty"),
             *("epsilon_cutoff", "eta_cutoff", "smoothing_factor", "dynatemp_range"),
         ),
-        AcceptedValues((0,), _NOT_OFFERED),
+        AcceptedValues((0,), NOT_OFFERED),
     ),
     **dict.fromkeys(
         ("typical_p", "num_beams", "num_beam_groups", "tfs", "tfs_z", "guidance_scale"),
-        AcceptedValues((1,), _NOT_OFFERED),
+        AcceptedValues((1,), NOT_OFFERED),
     ),
 }
 """Keys of transformers and of other servers that change answers, so they are never ignored."""
@@ -81,8 +77,8 @@ _GENERATION = {
     **SAMPLING,
     "best_of": AcceptedValues((1,), "Use n"),
     "detokenize": AcceptedValues((True,), "Answers have their text: leave it out"),
-    "return_tokens_as_token_ids": _OFF,
-    "return_token_ids": _OFF,
+    "return_tokens_as_token_ids": OFF,
+    "return_token_ids": OFF,
     "kv_transfer_params": _NONE,
     "vllm_xargs": _NONE,
     "mm_processor_kwargs": _NONE,
@@ -99,7 +95,7 @@ _GENERATION = {
 OF_CHAT: Mapping[str, AcceptedValues] = {
     **_GENERATION,
     "echo": AcceptedValues((False,), "Only /v1/completions echoes its prompt"),
-    "add_special_tokens": _OFF,
+    "add_special_tokens": OFF,
     "include_reasoning": _ON,
     "documents": _NONE,
     "modalities": AcceptedValues((["text"],), "Answers are texts"),

@@ -142,7 +142,11 @@ def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:
         raise wrong_value(first, "a string", given.get(first))
     seconds = given.get(second)
     if task == "rerank" and isinstance(seconds, list):
-        seconds = list(map(_text_of_document, seconds))
+        # a document may be an object with its text alone
+        seconds = [
+            item["text"] if isinstance(item, dict) and item.keys() == {"text"} else item
+            for item in seconds
+        ]
     texts, others = _strings(first, given.get(first)), _strings(second, seconds)
     if len(texts) not in (1, len(others)):
         raise invalid_request(
@@ -156,13 +160,6 @@ def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:
         top_n=_count(given, "top_n", for_all=(0, -1)),
         use_activation=switch(given, "use_activation", default=True),
     )
-
-
-def _text_of_document(document: object) -> object:
-    """The text of a document that is an object with nothing else; anything else as it is."""
-    if isinstance(document, dict) and document.keys() == {"text"}:
-        return document["text"]
-    return document
 
 
 def _places(key: str, num_texts: int) -> list[str]:

@@ -46,11 +46,14 @@ class PooledEncoder:
             encoded = iter(self._tokenizer.encode_whole(prompted, [limit for _, limit in texts]))
         for request, own in zip(requests, items, strict=True):
             found: list[EncodedText] = []
-            errors = list(self._errors(request))
+            errors = []
+            if (kept := request.max_tokens or 0) > 0 and kept > self._max_length:
+                errors.append(too_long(self._max_length, kept))
             for (text, limit), place in zip(own, request.places(len(own)), strict=True):
                 if _is_ids(text):
                     # the limit of the model's files is one of texts
-                    each = _first_ids(text, limit if request.max_tokens else None)
+                    each = whole_text(text[: limit if request.max_tokens else None])
+                    each = each._replace(num_cut=len(text) - len(each.ids))
                 else:
                     each = self._checked(next(encoded, None), request, limit, place)
                 if isinstance(each, RowError):
@@ -95,11 +98,6 @@ class PooledEncoder:
             place,
         )
 
-    def _errors(self, request: PooledRequest) -> Iterator[RowError]:
-        """The error of a request that would keep more tokens than the model has positions for."""
-        if (kept := request.max_tokens or 0) > 0 and kept > self._max_length:
-            yield too_long(self._max_length, kept)
-
     @property
     def _max_length(self) -> int:
         config = self._config()
@@ -125,11 +123,6 @@ def too_long(max_length: int, kept: int) -> RowError:
         f"expected -1 or at most {max_length}, the maximum length of the "
         f"model, got {kept}. Keep fewer tokens.",
     )
-
-
-def _first_ids(ids: Sequence[int], limit: int | None) -> EncodedText:
-    text = whole_text(ids[:limit])
-    return text._replace(num_cut=len(ids) - len(text.ids))
 
 
 def _is_ids(item: object) -> bool:

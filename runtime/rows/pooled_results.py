@@ -58,17 +58,11 @@ def _embeddings(
     request: PooledRequest, vectors: np.ndarray, pooling: Pooling
 ) -> list[dict[str, Any]]:
     vectors = shortened(vectors, request.dimensions, normalises=pooling.normalises)
-    return [
-        {"object": "embedding", "index": i, "embedding": _encoded(vector, request)}
-        for i, vector in enumerate(vectors)
-    ]
-
-
-def _encoded(vector: np.ndarray, request: PooledRequest) -> list[float] | str:
-    if request.encoding_format == "float":
-        return as_numbers(vector)
-    # little-endian on every machine, as readers expect
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+    shown: list[Any] = list(map(as_numbers, vectors))
+    if request.encoding_format == "base64":
+        # little-endian on every machine, as readers expect
+        shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+    return [{"object": "embedding", "index": i, "embedding": x} for i, x in enumerate(shown)]
 
 
 def _classes(request: PooledRequest, vectors: np.ndarray, pooling: Pooling) -> list[dict[str, Any]]:

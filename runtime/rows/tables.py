@@ -92,13 +92,13 @@ def parquet_rows(path: Path, columns: Columns, note: Callable[[str], None]) -> I
             present = table.schema_arrow.names
             found = _of_types(path, columns.find(path, present), table.schema_arrow)
             _note_columns(path, present, found, note)
-            cell = _as_json if columns.are_variables else _cell
+            form = _json_value if columns.are_variables else lambda value: value
             for batch in table.iter_batches(BATCH_ROWS, columns=found.names):
                 values = {name: batch.column(name) for name in found.names}
                 for index in range(batch.num_rows):
                     number += 1
                     row = {name: column[index].as_py() for name, column in values.items()}
-                    request = {name: cell(value) for name, value in row.items()}
+                    request = {name: _cell(form(value)) for name, value in row.items()}
                     yield found.line(number - 1, request), _carried(found, row)
     except InputError:
         raise
@@ -139,8 +139,9 @@ def _of_types(path: Path, found: RequestColumns, schema: Any) -> RequestColumns:
                 f"them, got the type {types[column]}. Leave {name} out."
             )
     for key in ("prompt", "messages", "query"):
-        column = found.contents.get(key)
-        if column is not None and found.url and _is_list_of_texts(types[column]):
+        column = found.contents.get(key) if found.url else None
+        is_list = column is not None and _is_any(types[column], _LISTS)
+        if is_list and _is_any(types[column].value_type, _TEXTS):
             raise InputError(
                 f"{path}: column {column}: expected one text in each row for {key}, got the type "
                 f"{types[column]}. Name another column with --prompt-column."
@@ -149,10 +150,6 @@ def _of_types(path: Path, found: RequestColumns, schema: Any) -> RequestColumns:
         return found
     contents = {key: name for key, name in found.contents.items() if _has_json_form(types[name])}
     return replace(found, contents=contents)
-
-
-def _is_list_of_texts(arrow_type: Any) -> bool:
-    return _is_any(arrow_type, _LISTS) and _is_any(arrow_type.value_type, _TEXTS)
 
 
 def _has_json_form(arrow_type: Any) -> bool:
@@ -188,10 +185,6 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _json_value(item) for key, item in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def _as_json(value: Any) -> Any:
-    return _cell(_json_value(value))
 
 
 def _cell(value: object) -> object:

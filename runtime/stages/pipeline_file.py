@@ -111,7 +111,14 @@ def pipeline_from(path: Path, table: Mapping[str, Any]) -> Pipeline:
     stages: list[Stage] = []
     for number, stage_table in enumerate(given, start=1):
         stages.append(_read_stage(path, number, stage_table, {stage.name for stage in stages}))
-    return Pipeline(path, tuple(stages), _canonical(path, table))
+    try:
+        # in the order of the file, which decides the answers in schemas and tools
+        text = json.dumps(table, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: expected values that JSON has, without dates, inf and nan, got: {error}."
+        ) from None
+    return Pipeline(path, tuple(stages), text)
 
 
 def wrong_key(path: Path, stage: str, key: str, expected: str, got: object) -> ConfigError:
@@ -119,16 +126,6 @@ def wrong_key(path: Path, stage: str, key: str, expected: str, got: object) -> C
     shown = "none" if got is None else repr(got)
     shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
     return ConfigError(f"{path}: stage {stage}: {key}: expected {expected}, got {shown}.")
-
-
-def _canonical(path: Path, table: Mapping[str, Any]) -> str:
-    try:
-        # in the order of the file, which decides the answers in schemas and tools
-        return json.dumps(table, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: expected values that JSON has, without dates, inf and nan, got: {error}."
-        ) from None
 
 
 def _read_stage(path: Path, number: int, table: Mapping[str, Any], earlier: set[str]) -> Stage:

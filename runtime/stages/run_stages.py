@@ -12,7 +12,6 @@ and nothing is removed before the manifest of the whole job is written.
 
 import os
 import re
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -187,9 +186,13 @@ class _StagesRun:
                 raise
             if code not in (EXIT_OK, EXIT_ROWS_FAILED):
                 return code
-            if self.stop.requested is not None and renderer is not self.renderers[-1]:
+            if (signal := self.stop.requested) and renderer is not self.renderers[-1]:
                 # all rows of the stage were in flight, so its job came to its end
-                return self._stopped(self.stop.requested)
+                self.progress.warn(
+                    f"stopped by {signal.name}: finished stages are kept in {files.folder}; run "
+                    f"the same command again to continue"
+                )
+                return EXIT_CODES[signal]
             manifest = self._manifest_of(files)
             self.model.plan = self.model.plan or manifest["plan"]
             if (shown := manifest["instant"]) is not None:
@@ -235,15 +238,6 @@ class _StagesRun:
                 + "\n".join(lines)
                 + "\nRestore them, choose another output, or discard the stages with --restart."
             )
-
-    def _stopped(self, requested: signal.Signals) -> int:
-        """Say that a signal ended the job between two stages; return its exit code."""
-        folder = self.rows.stages[0].folder
-        self.progress.warn(
-            f"stopped by {requested.name}: finished stages are kept in {folder}; run the same "
-            f"command again to continue"
-        )
-        return EXIT_CODES[requested]
 
     def finish(self) -> dict[str, Any]:
         """Write the output of the job; return its manifest."""

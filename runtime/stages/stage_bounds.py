@@ -29,7 +29,6 @@ from ..rows.lines import BadRow, BatchRow
 from ..rows.prompt_encoder import Encoded
 from ..rows.scan import ScanSummary, scan
 from ..text.chat_messages import iterate_strings
-from ..text.tokenizer import Tokenizer
 from .pipeline_file import ROW, Stage
 from .stage_renderer import CHUNK_ROWS, Context, StageRenderer, answers_table, request_line
 from .stage_rows import InputRow
@@ -133,7 +132,9 @@ class _BoundingEncoder:
         }
         self._max_position = max_position
         tokens = text.tokens
-        self._begins_mark = cache(lambda token: tokens is not None and _has_lead(tokens, token))
+        self._begins_mark = cache(
+            lambda token: tokens is not None and _LEAD_BYTE in tokens.token_bytes(token)
+        )
 
     def encode(self, rows: Sequence[BatchRow]) -> list[Encoded]:
         encoded = self._text.encode(rows)
@@ -153,7 +154,3 @@ class _BoundingEncoder:
         first = next((i for i, token in enumerate(ids) if self._begins_mark(token)), 0)
         shared = min(max(0, first - _MARGIN), length)
         return [*ids[:shared], *[_OWN_ID + row.row] * (length - shared)]
-
-
-def _has_lead(tokens: Tokenizer, token: int) -> bool:
-    return _LEAD_BYTE in tokens.token_bytes(token)

@@ -54,8 +54,11 @@ class StructuredOutputsParams:
             raise wrong_value("regex", "a pattern", self.regex)
         if self.grammar is not None and not isinstance(self.grammar, str):
             raise wrong_value("grammar", "rules as text", self.grammar)
-        if self.choice is not None:
-            self._check_choice()
+        if (choice := self.choice) is not None:
+            is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
+            if not is_list or not choice or not all(isinstance(c, str) and c for c in choice):
+                raise wrong_value("choice", "a list of texts that are not empty", choice)
+            object.__setattr__(self, "choice", tuple(choice))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -63,13 +66,6 @@ class StructuredOutputsParams:
         (kind,) = [kind for kind in _KINDS if getattr(self, kind) is not None]
         content = json_module.dumps([kind, getattr(self, kind)])
         return f"sha256:{sha256(content.encode()).hexdigest()}"
-
-    def _check_choice(self) -> None:
-        choice = self.choice
-        is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
-        if not is_list or not choice or not all(isinstance(c, str) and c for c in choice):
-            raise wrong_value("choice", "a list of texts that are not empty", choice)
-        object.__setattr__(self, "choice", tuple(choice))
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ class Structures:
 
     def _compiled(self, form: Form) -> "TokenAutomaton":
         from .form_compiler import compile_form, refused
+        from .tables import JobTables
 
         if isinstance(form, AllowedTokens):
             assert self.compile_allowed is not None
@@ -99,13 +100,6 @@ class Structures:
                     raise refused("expected a model with a tokenizer, got one without")
                 self._trie = self.make_trie()
             automaton = compile_form(form, self._trie)
-        self._add(automaton)
-        return automaton
-
-    def _add(self, automaton: "TokenAutomaton") -> None:
-        """Count the tables of one form more; ConfigError if those of all forms are too large."""
-        from .tables import JobTables
-
         self._tables = self._tables or JobTables()
         self._tables.add(automaton)
         size = self._tables.num_bytes(len(automaton.class_of_token))
@@ -115,3 +109,4 @@ class Structures:
                 f"got {size / 1e6:.0f} MB for {self._tables.forms - 1} forms. Split the job by "
                 f"forms."
             )
+        return automaton

@@ -156,11 +156,6 @@ class TokenAutomaton:
         bits = np.bitwise_and.reduce(words_MW).view(np.uint8)
         return np.unpackbits(bits, bitorder="little")[: len(self.class_of_token)].astype(bool)
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of the tables in bytes."""
-        return sum(table.nbytes for table in vars(self).values())
-
 
 def compile_tokens(automaton: ByteAutomaton, trie: TokenTrie) -> TokenAutomaton:
     """Make the automaton over the tokens of a vocabulary.

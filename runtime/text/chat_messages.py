@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import RowError, invalid_request, joined, unknown_parameter
 from ..parameters.checks import wrong_value
-from .tokenizer import check_encodable
+from .tokenizer import encoding_error
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -32,8 +32,15 @@ def read_messages(messages: object) -> list[dict[str, Any]]:
       RowError: A message is invalid; the error names its place.
     """
     checked = normalise_messages(messages)
-    if unknown := [error for i, message in enumerate(checked) for error in _unknown(i, message)]:
-        raise joined(unknown)
+    errors = []
+    for index, message in enumerate(checked):
+        for key in (key for key in message if key not in _MESSAGE_KEYS):
+            error, where = unknown_parameter(key, _MESSAGE_KEYS), f"messages[{index}]"
+            errors.append(
+                RowError(error.code, f"{where}: {error.message}", f"{where}.{error.param}")
+            )
+    if errors:
+        raise joined(errors)
     for index, message in enumerate(checked):
         where, role = f"messages[{index}]", message["role"]
         if role not in ROLES:
@@ -41,14 +48,6 @@ def read_messages(messages: object) -> list[dict[str, Any]]:
         if not isinstance(message.get("name", ""), str):
             raise invalid_value(f"{where}.name", "a string", message["name"])
     return checked
-
-
-def _unknown(index: int, message: Mapping[str, Any]) -> Iterator[RowError]:
-    where = f"messages[{index}]"
-    for key in message:
-        if key not in _MESSAGE_KEYS:
-            error = unknown_parameter(key, _MESSAGE_KEYS)
-            yield RowError(error.code, f"{where}: {error.message}", f"{where}.{error.param}")
 
 
 def normalise_messages(messages: object) -> list[dict[str, Any]]:
@@ -79,13 +78,11 @@ def _normalise_message(message: object, where: str) -> dict[str, Any]:
     if normalised.get("tool_calls"):
         calls = _checked_calls(normalised["tool_calls"], f"{where}.tool_calls")
         normalised["tool_calls"] = calls
-    content = normalised.get("content")
-    if content is None:
-        if normalised["role"] != "assistant" or not normalised.get("tool_calls"):
-            raise invalid_value(f"{where}.content", "a string or a list of text parts", content)
-    elif isinstance(content, list):
+    content, has_calls = normalised.get("content"), bool(normalised.get("tool_calls"))
+    may_lack = normalised["role"] == "assistant" and has_calls
+    if isinstance(content, list):
         _check_parts(content, f"{where}.content")
-    elif not isinstance(content, str):
+    elif not isinstance(content, str) and not (content is None and may_lack):
         raise invalid_value(f"{where}.content", "a string or a list of text parts", content)
     return _with_reasoning(normalised, where)
 
@@ -136,7 +133,7 @@ def parsed_arguments(text: str, where: str) -> Any:
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
-        raise invalid_value(where, "a JSON object in a string", text) from None
+        arguments = None
     if not isinstance(arguments, dict):
         raise invalid_value(where, "a JSON object in a string", text)
     return normalise_json(arguments, where)
@@ -151,10 +148,8 @@ def normalise_json(value: object, where: str, depth: int = 0) -> Any:
         param = _param(where)
         raise invalid_request(param, f"expected at most {_MAX_DEPTH} levels, got more.")
     if isinstance(value, str):
-        try:
-            check_encodable(value, where)
-        except RowError as error:
-            raise RowError(error.code, error.message, _param(where)) from None
+        if (error := encoding_error(value, where)) is not None:
+            raise RowError(error.code, error.message, _param(where))
         return value
     if value is None or isinstance(value, bool | int | float):
         return value

@@ -10,7 +10,7 @@ job.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -113,9 +113,9 @@ class ChatRenderer:
                 outcomes[index] = error
         rendered: dict[int, MarkedText] = {}
         for template, renderings in prepared.items():
-            texts = _render(template, renderings.values())
-            for index, text in zip(renderings, texts, strict=True):
-                if isinstance(text, RowError):
+            texts = template.process.render([one.context for one in renderings.values()])
+            for (index, one), outcome in zip(renderings.items(), texts, strict=True):
+                if isinstance(text := _marked(outcome, one), RowError):
                     outcomes[index] = text
                 else:
                     rendered[index] = text
@@ -192,13 +192,6 @@ def _mark(template: str, *values: object) -> str:
             "got a text with all of them. Remove one.",
         )
     return mark
-
-
-def _render(
-    template: ModelTemplate, renderings: Collection[_Prepared]
-) -> list[MarkedText | RowError]:
-    texts = template.process.render([one.context for one in renderings])
-    return [_marked(text, one) for text, one in zip(texts, renderings, strict=True)]
 
 
 def _marked(text: str | TemplateFailure, prepared: _Prepared) -> MarkedText | RowError:

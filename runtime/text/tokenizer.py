@@ -118,7 +118,8 @@ class Tokenizer:
           RowError: The text cannot be encoded.
         """
         if not special_tokens:
-            check_encodable(text)
+            if (error := encoding_error(text)) is not None:
+                raise error
             return self._encoder.plain(text)
         (ids,) = self.encode_prompts([text])
         if isinstance(ids, RowError):
@@ -249,9 +250,3 @@ def encoding_error(text: str, param: str | None = None) -> RowError | None:
             param,
         )
     return None
-
-
-def check_encodable(text: str, param: str | None = None) -> None:
-    """Raise RowError if a text has a lone surrogate."""
-    if (error := encoding_error(text, param)) is not None:
-        raise error

@@ -79,7 +79,9 @@ class _JsonEncoder:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             if len(texts) == 1:
-                return [_cannot_encode(error)]
+                expected = f"expected a text that the tokenizer can encode, got its error: {error}."
+                remedy = "Change the text, or give token ids."
+                return [RowError("invalid_request", f"{expected} {remedy}")]
         singly = (self._encode([text], max_tokens=max_tokens, **modes) for text in texts)
         return [encoding for (encoding,) in singly]
 
@@ -104,14 +106,6 @@ def _by_types(ids: Sequence[int], types: Sequence[int]) -> EncodedText | RowErro
             "expected a tokenizer with token types 0, then 1, got others. Give token ids.",
         )
     return EncodedText(tuple(ids), num_first)
-
-
-def _cannot_encode(error: BaseException) -> RowError:
-    return RowError(
-        "invalid_request",
-        f"expected a text that the tokenizer can encode, got its error: {error}. Change the text, "
-        f"or give token ids.",
-    )
 
 
 def tokenizer_from_json(directory: Path) -> Tokenizer:

@@ -103,16 +103,10 @@ class _Comparer:
         """A key whose values in one schema of objects are never valid for this key in the other."""
         if not (_is_of_objects(schema) and _is_of_objects(other)):
             return None
-        properties = schema.get("properties", {}).items()
-        known = ((key, value, _of_key(other, key)) for key, value in properties)
-        return next(
-            (
-                key
-                for key, value, theirs in known
-                if value is not False and self.are_apart(value, theirs)
-            ),
-            None,
-        )
+        for key, value in schema.get("properties", {}).items():
+            if value is not False and self.are_apart(value, _of_key(other, key)):
+                return key
+        return None
 
 
 def _describes_objects(schema: Mapping[str, Any], at: str) -> bool:
