@@ -146,10 +146,8 @@ def decode_step(
         )
         output = _record(output, step, jnp.where(emits_B, token_B, NO_TOKEN), is_finite_B, scores)
 
-        call, x_B1D = (
-            decoder.next_tokens(state.length_B, emits_B, pages),
-            decoder.embed(token_B[:, None]),
-        )
+        call = decoder.next_tokens(state.length_B, emits_B, pages)
+        x_B1D = decoder.embed(token_B[:, None])
         x_B1D, cache, experts = decoder.run_layers(
             x_B1D, call, state.cache, state.sampling.adapter_B
         )
