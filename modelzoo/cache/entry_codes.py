@@ -14,7 +14,7 @@ and sums of values are rotated back. Source: QuaRot (2404.00456), section 4.
 Two codes of int4 are in a byte. They are of the same token, so a write does not read the byte.
 
 Features are in *blocks* of a vector of TPUs, each with the entries of a whole page. XLA for TPU
-writes longer lines of bytes in another memory layout than that of programs, and would copy the pool.
+writes longer lines of bytes in another memory layout than programs have, and would copy the pool.
 
 Knows nothing of pages, slots or layers.
 """
