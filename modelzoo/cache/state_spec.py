@@ -104,9 +104,9 @@ class StateSpec:
     AXES: ClassVar[Axes]
     """The logical axes of a vector's array."""
     CODES: ClassVar[Axes]
-    """Those of its codes."""
+    """The logical axes of the codes of a vector."""
     SCALES: ClassVar[Axes]
-    """Those of the scales of its codes."""
+    """The logical axes of their scales."""
 
     @cached_property
     def arrays(self) -> Mapping[str, StateArray]:
