@@ -13,9 +13,8 @@ and sums of values are rotated back. Source: QuaRot (2404.00456), section 4.
 
 Two codes of int4 are in a byte. They are of the same token, so a write does not read the byte.
 
-Features are in *blocks* of a vector of TPUs, each with the entries of a whole page: XLA for TPU
-writes longer lines of bytes in another memory layout than that of programs, and would copy the
-pool.
+Features are in *blocks* of a vector of TPUs, each with the entries of a whole page. XLA for TPU
+writes longer lines of bytes in another memory layout than programs have, and would copy the pool.
 
 Knows nothing of pages, slots or layers.
 """
@@ -65,12 +64,11 @@ def block_size(num_features: int) -> int:
     return num_features if num_features % LANES else LANES
 
 
-def in_blocks(codes: jax.Array, num_blocks: int, size: int) -> jax.Array:
-    """Codes with entries and features last, as `EntryCodes` has them, padded to whole blocks."""
-    *others, entries, features = codes.shape
-    padding = [(0, 0)] * (codes.ndim - 1) + [(0, num_blocks * size - features)]
-    blocks = jnp.pad(codes, padding).reshape(*others, entries, num_blocks, size)
-    return blocks.swapaxes(-2, -3)
+def in_blocks(codes: jax.Array, num_features: int) -> jax.Array:
+    """Codes, with entries and features last, in blocks; they are padded to a number of features."""
+    *others, features = codes.shape
+    codes = jnp.pad(codes, [(0, 0)] * len(others) + [(0, num_features - features)])
+    return codes.reshape(*others, -1, block_size(num_features)).swapaxes(-2, -3)
 
 
 def encode(

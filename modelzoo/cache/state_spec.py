@@ -104,9 +104,9 @@ class StateSpec:
     AXES: ClassVar[Axes]
     """The logical axes of a vector's array."""
     CODES: ClassVar[Axes]
-    """Those of its codes."""
+    """The logical axes of the codes of a vector."""
     SCALES: ClassVar[Axes]
-    """Those of the scales of its codes."""
+    """The logical axes of their scales."""
 
     @cached_property
     def arrays(self) -> Mapping[str, StateArray]:
@@ -123,12 +123,17 @@ class StateSpec:
         if self.codes is None:
             plain = StateArray(self.AXES, self._heads, self.features, self.dtype)
             return dict.fromkeys(self.VECTORS, plain)
-        names, features, dtype = self.VECTORS, self.features, self.codes
+        names, dtype = self.VECTORS, self.codes
         if self.codes == INT4:
-            names, features, dtype = ("".join(names),), features * len(names) // 2, "int8"
-        block = block_size(features)
-        size = self._heads, block, jnp.dtype(dtype), features // block
+            names, dtype = ("".join(names),), "int8"
+        block = block_size(self._codes_size)
+        size = self._heads, block, jnp.dtype(dtype), self._codes_size // block
         return dict.fromkeys(names, StateArray(self.CODES, *size))
+
+    @property
+    def _codes_size(self) -> int:
+        """The codes, or bytes of two codes, of an entry of a head in one array."""
+        return self.features * len(self.VECTORS) // 2 if self.codes == INT4 else self.features
 
     @property
     def _heads(self) -> int | None:
@@ -166,9 +171,8 @@ class StateSpec:
         if self.codes == INT4:
             lower, upper = codes if len(codes) == 2 else jnp.split(codes[0], 2, axis=-1)
             codes = [pair(lower, upper)]
-        for (name, array), x in zip(self.entries.items(), codes, strict=True):
-            encoded[name] = in_blocks(x, array.blocks, array.features)
-        return encoded
+        blocks = (in_blocks(x, self._codes_size) for x in codes)
+        return encoded | dict(zip(self.entries, blocks, strict=True))
 
     def keys_values(self, arrays: Mapping[str, jax.Array]) -> KeysAndValues:
         """The keys and values of pages, each with axes of pages and heads before its entries."""

@@ -335,6 +335,8 @@ def test_an_accelerator_has_as_many_slots_as_fill_the_pages_in_its_memory(platfo
     # as many as rows are expected to fill the pool
     memory(int((work.parameter_bytes + work.page_bytes(64) * 60.5) / MEMORY_SHARE))
     assert (grid_of(1000).pages, grid_of(1000).decode_slots) == (60, 40)
+    pages_of_codes = plan_on(target, rows, "numbers.cache=int8").buckets.page
+    assert pages_of_codes == {"gpu": 64, "tpu": 128}[platform]
     # a device that does not say how much memory it has
     memory(0)
     assert grid_of(1000).decode_slots == 512

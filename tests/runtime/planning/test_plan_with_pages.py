@@ -48,19 +48,21 @@ def test_a_plan_with_pages_says_what_its_cache_holds_and_that_reads_are_assumed(
 
 
 @pytest.mark.parametrize(
-    ("target", "options"),
+    ("target", "options", "page"),
     [
-        ("cpu", ()),
-        ("gpu:h200:1", ("--model", MODELS / "llama-3.1-8b")),
-        ("tpu:v6e:1x1", ()),
+        ("cpu", (), 64),
+        ("gpu:h200:1", ("--model", MODELS / "llama-3.1-8b"), 64),
+        ("tpu:v6e:1x1", (), 64),
         # no kernel reads these pages
-        ("gpu:h200:1", ("--model", MODELS / "llama-3.1-8b", "--cache", "int8")),
+        ("gpu:h200:1", ("--model", MODELS / "llama-3.1-8b", "--cache", "int8"), 64),
+        # the kernel reads codes in larger pages
+        ("tpu:v6e:1x1", ("--cache", "int8"), 128),
     ],
 )
-def test_every_plan_has_pages_of_64_entries_by_default(plan, target, options):
+def test_every_plan_has_pages_by_default(plan, target, options, page):
     table, said = plan("--target", target, "--tries", 1, *options)
     grid = table["buckets"]
-    assert grid["page"] == 64 and "decode_spans" not in grid
+    assert grid["page"] == page and "decode_spans" not in grid
     assert f"({grid['pages']} page" in said and "reads of pages assumed" in said
 
 
