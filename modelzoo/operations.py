@@ -176,8 +176,8 @@ class Operations:
           body: A function `body(old, new, rows)` that returns the updated arrays.
           old: The arrays to write to.
           new: B new rows, with the other axes of `old`.
-          rows: A named tuple of arrays. The first has B entries: the row of `old` that each new row
-            belongs to. A row that `old` does not have is not written.
+          rows: A named tuple of arrays. The first has B entries, or B rows of them: the rows of
+            `old` that each new row belongs to. A row that `old` does not have is not written.
           logical_axes: The logical axes of `old`.
         """
         del logical_axes

@@ -63,10 +63,8 @@ def _new_entries(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
     Each device holds the slots of some rows, and any row of a call may belong to any slot, so every
     device gets the entries of all rows.
     """
-    over, call = shapes.rules[axes.ATTENTION_BATCH], shapes.call
-    length = shapes.rules[axes.LENGTH]
-    for num_bytes in _entries(shapes, call.rows, call.tokens, (length,), is_cached=True):
-        yield from shapes.send("all-gather", over, num_bytes)
+    over, length = shapes.rules[axes.ATTENTION_BATCH], shapes.rules[axes.LENGTH]
+    yield from _gathered_entries(shapes, over, length, is_cached=True)
 
 
 def _pieces_in_pages(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
@@ -79,9 +77,9 @@ def _pieces_in_pages(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
     heads, num_heads = cache[axes.KV_HEADS], shapes.attention.num_query_heads
     query_dim, value_dim = shapes.record.head_dims
     queries = call.rows, call.tokens, num_heads
-    yield from shapes.send("all-gather", over, shapes.local((*queries, query_dim), (heads,)))
-    for num_bytes in _entries(shapes, call.rows, call.tokens, (), is_cached=False):
-        yield from shapes.send("all-gather", over, num_bytes)
+    num_bytes = shapes.local((*queries, query_dim), (heads,))
+    yield from shapes.send("all-gather", over + _split_heads(shapes)[1], num_bytes)
+    yield from _gathered_entries(shapes, over, (), is_cached=False)
     merged = (*cache[axes.ATTENTION_BATCH], *cache[axes.CACHE_LENGTH])
     lse_bytes = shapes.local(queries, (heads,), FLOAT32_BYTES)
     yield from shapes.send("all-reduce", merged, lse_bytes)
@@ -105,12 +103,22 @@ def _lse_bytes(shapes: LayerShapes) -> int:
     return shapes.local((call.rows, call.tokens, num_heads), (split[0], split[1]), FLOAT32_BYTES)
 
 
-def _entries(
-    shapes: LayerShapes, rows: int, length: int, split: tuple[MeshAxes, ...], *, is_cached: bool
-) -> Iterator[int]:
-    """Bytes on one device of each array of some entries, split over `split` and by head."""
+def _gathered_entries(
+    shapes: LayerShapes, over: MeshAxes, length: MeshAxes, *, is_cached: bool
+) -> Iterator[ExpectedCollective]:
+    """Gather of each array of new entries over `over`, and over mesh axes that split heads in the
+    call but not in the cache. Of the copies of a head, each sends a part of the tokens."""
+    call, (kept, gathered) = shapes.call, _split_heads(shapes)
     for array in shapes.state(is_cached=is_cached).arrays.values():
-        heads, over_heads = array.heads or 1, ()
+        heads, split, mesh_axes = array.heads or 1, (length,), over
         if array.has_kv_heads:
-            heads, over_heads = shapes.num_cache_heads, shapes.rules[axes.KV_HEADS]
-        yield shapes.local((rows, heads, length), (*split, over_heads), array.vector_bytes)
+            heads, split, mesh_axes = shapes.num_heads(kept), (length, kept), over + gathered
+        num_bytes = shapes.local((call.rows, call.tokens, heads), split, array.vector_bytes)
+        yield from shapes.send("all-gather", mesh_axes, num_bytes)
+
+
+def _split_heads(shapes: LayerShapes) -> tuple[MeshAxes, MeshAxes]:
+    """The mesh axes of key/value heads in the call that split them in the cache, and the others."""
+    heads, cache = shapes.rules[axes.KV_HEADS], shapes.layout.phase("decode")[axes.KV_HEADS]
+    kept = tuple(axis for axis in heads if axis in cache)
+    return kept, tuple(axis for axis in heads if axis not in cache)

@@ -17,9 +17,7 @@ all-gather of which it consists. Over n devices a link carries about (n - 1) / n
 twice that for an all-reduce.
 
 Not counted, because small: attention sinks and the counts of how experts were used. Expert dispatch
-is assumed to be lossless. Two things that XLA adds are not counted either: the gather of a chunk's
-rows when their batch is split over a sharded cache, and the exchange when prefill and the cache
-split their heads differently. Knows nothing of programs: `compile.programs.collectives` reads the
+is assumed to be lossless. Knows nothing of programs: `compile.programs.collectives` reads the
 collectives of a compiled program.
 """
 

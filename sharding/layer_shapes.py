@@ -80,7 +80,12 @@ class LayerShapes:
     @property
     def num_cache_heads(self) -> int:
         """Key/value heads in attention and in the cache, copies included."""
-        return self.attention.num_kv_heads * self._copies(self.rules[axes.KV_HEADS])
+        return self.num_heads(self.rules[axes.KV_HEADS])
+
+    def num_heads(self, mesh_axes: MeshAxes) -> int:
+        """Key/value heads, with the copies that let them divide over mesh axes."""
+        heads = self.attention.num_kv_heads
+        return heads * head_copies(heads, self.layout.mesh.num_shards(mesh_axes))
 
     @property
     def exchange(self) -> ExpertExchange:
@@ -113,6 +118,3 @@ class LayerShapes:
         if times and self.layout.mesh.num_shards(mesh_axes) > 1:
             in_order = tuple(axis for axis in self.layout.mesh.sizes if axis in mesh_axes)
             yield ExpectedCollective(kind, in_order, num_bytes, times)
-
-    def _copies(self, mesh_axes: MeshAxes) -> int:
-        return head_copies(self.attention.num_kv_heads, self.layout.mesh.num_shards(mesh_axes))

@@ -160,7 +160,7 @@ class ShardedOperations(Operations):
                 sink_KG = sink_KG.reshape(num_heads, -1)
             queries = Queries(q_BTKGH.reshape(B, T, num_heads, -1, H), sink_KG)
             if new is not None:
-                new = PromptKeysValues(*(match_heads(x, num_heads) for x in new))
+                new = match_heads(new, num_heads)
             cache_specs, queries_spec = self._specs(cache), Queries._make((q_spec, P(heads)))
             specs = queries_spec, P(None, heads), P(), P(), cache_specs
             attend_here = self._map(body, specs, (q_spec, cache_specs))

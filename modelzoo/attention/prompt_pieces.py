@@ -15,8 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import axes
-from ..cache.layer_state import LayerState, NewEntries
+from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues
 from ..cache.pages import NO_PAGE, latest_pages, match_head_dim, match_heads, with_order_on_cpu
 from ..cache.state_spec import StateArray
 from ..cache.stripes import ONE_STRIPE, Stripe, Stripes, change_stripes
@@ -43,11 +42,14 @@ class PromptPieces(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """The target of the blocks of a write: arrays that `write_rows` passes to every device."""
+    """The target of a write: arrays that `write_rows` passes to every device."""
 
-    page_M: jax.Array
-    entry_M: jax.Array
+    page_BN: jax.Array
+    """The pages of each row."""
+    first_B: jax.Array
+    """The first entry of each row, counted in the entries that a device has of the row's pages."""
     layer: jax.Array
+    """The index of the layer in the arrays."""
 
 
 def write_pieces(
@@ -70,13 +72,9 @@ def write_pieces(
     """
 
     def write_array(old: jax.Array, array: StateArray, new: jax.Array) -> jax.Array:
-        axis = array.position_axis
-        new = _of_stripe(new, axis - 1, stripe)
-        size = math.gcd(old.shape[axis], new.shape[axis - 1])
-        first_here_B = first_B // stripe.count
-        places = _places(page_BN, first_here_B, new.shape[axis - 1], size, old.shape[axis])
-        return _put(old, new, _Target(*places, layer), array, size)
+        return _put(old, _of_stripe(new, array.position_axis - 1, stripe), target, array)
 
+    target = _Target(page_BN, first_B // stripe.count, layer)
     return state.map(write_array, state.spec.encode(new))
 
 
@@ -98,8 +96,10 @@ def write_prompts(
       new: The new entries.
       layer: The index of the layer in the arrays.
     """
-    arrays, target = zip(new, new.POSITION_AXES, strict=True), operations.cache_stripes
-    new = type(new)(*(change_stripes(x, axis, stripes, target, 0) for x, axis in arrays))
+    if isinstance(new, PromptKeysValues):
+        new = match_heads(new, operations.num_cache_heads(state.spec.num_kv_heads))
+    arrays, in_cache = zip(new, new.POSITION_AXES, strict=True), operations.cache_stripes
+    new = type(new)(*(change_stripes(x, axis, stripes, in_cache, 0) for x, axis in arrays))
     page_BN = rows.page_BN
     assert page_BN is not None
     if slot_pages := state.spec.slot_pages:
@@ -107,27 +107,22 @@ def write_prompts(
         page_BN = latest_pages(rows.slot_B, length_B, slot_pages, page_BN.shape[1], state.page)
 
     def write_array(old: jax.Array, array: StateArray, new: jax.Array) -> jax.Array:
-        count, axis = operations.cache_stripes.count, array.position_axis
-        page, num_tokens = old.shape[axis] // count, new.shape[axis - 1] // count
-        size = math.gcd(page, num_tokens)
-        if array.has_kv_heads:
-            new = match_heads(new, old.shape[array.axes.index(axes.KV_HEADS)])
-
         def body(old: jax.Array, new: jax.Array, target: _Target) -> jax.Array:
-            return _put(old, new[0], target, array, size)
+            return _put(old, new[0], target, array)
 
-        places = _places(page_BN, rows.first_B, num_tokens, size, page)
-        return operations.write_rows(body, old, new[None], _Target(*places, layer), array.axes)
+        return operations.write_rows(body, old, new[None], target, array.axes)
 
+    # whole prompts begin at 0 on every device
+    target = _Target(page_BN, rows.first_B, layer)
     # in codes before rows are sent to the devices of their pages, as codes are fewer bytes
     return state.map(write_array, state.spec.encode(new))
 
 
-def _put(
-    pages: jax.Array, new: jax.Array, target: _Target, array: StateArray, size: int
-) -> jax.Array:
-    """Write the tokens of each row in blocks of `size`."""
-    axis, (page_M, entry_M, layer) = array.position_axis, target
+def _put(pages: jax.Array, new: jax.Array, target: _Target, array: StateArray) -> jax.Array:
+    """Write the tokens of each row to the pages on this device, in blocks."""
+    axis, layer = array.position_axis, target.layer
+    size = math.gcd(pages.shape[axis], new.shape[axis - 1])
+    page_M, entry_M = _places(target, new.shape[axis - 1], size, pages.shape[axis])
     if array.features is None:
         return put_blocks(pages, _split(new, size, axis - 1), page_M, entry_M, axis, layer)
     # padded on each device, so that zeros are not sent
@@ -152,14 +147,12 @@ def _of_stripe(new: jax.Array, axis: int, stripe: Stripe) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(in_stripes, stripe.index, axis + 1, keepdims=False)
 
 
-def _places(
-    page_BN: jax.Array, first_B: jax.Array, num_tokens: int, size: int, page: int
-) -> tuple[jax.Array, jax.Array]:
+def _places(target: _Target, num_tokens: int, size: int, page: int) -> tuple[jax.Array, jax.Array]:
     """The page and the first entry of each block of `size` tokens of all rows."""
-    first_BJ = first_B[:, None] + size * jnp.arange(-(-num_tokens // size))[None]
+    first_BJ = target.first_B[:, None] + size * jnp.arange(-(-num_tokens // size))[None]
     # padding may reach beyond the last page of a row
     page_BJ = jnp.take_along_axis(
-        page_BN, first_BJ // page, axis=1, mode="fill", fill_value=NO_PAGE
+        target.page_BN, first_BJ // page, axis=1, mode="fill", fill_value=NO_PAGE
     )
     return page_BJ.reshape(-1), (first_BJ % page).reshape(-1)
 

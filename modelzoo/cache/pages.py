@@ -33,7 +33,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..layer_config import window_size
 from ..layer_groups import block_layers
-from .layer_state import Cache, LayerState, NewEntries
+from .layer_state import Cache, LayerState, NewEntries, PromptKeysValues
 from .state_spec import StateArray, state_spec
 from .stripes import EMPTY_POSITION, ONE_STRIPE, Stripe
 
@@ -85,12 +85,28 @@ def allocate_pages(
     return tuple(map(allocate_layers, block_layers(config, arrangement)))
 
 
-def match_heads(new: jax.Array, num_heads: int, axis: int = 1) -> jax.Array:
-    """Repeat heads, or drop their copies, to get `num_heads`: phases may copy heads differently."""
-    K = new.shape[axis]
-    if num_heads < K:
-        return jax.lax.slice_in_dim(new, 0, K, K // num_heads, axis)
-    return jnp.repeat(new, num_heads // K, axis=axis) if num_heads > K else new
+def match_heads(new: PromptKeysValues, num_heads: int) -> PromptKeysValues:
+    """Repeat heads, or drop their copies, to get `num_heads`: phases may copy heads differently.
+
+    Each copy of a head gives other tokens, so that devices that have a copy each send a part of it.
+    """
+    arrays = zip(new, new.POSITION_AXES, strict=True)
+    return PromptKeysValues(*(_match_heads(x, num_heads, axis) for x, axis in arrays))
+
+
+def _match_heads(x: jax.Array, num_heads: int, token_axis: int) -> jax.Array:
+    B, K = x.shape[:2]
+    if num_heads >= K:
+        return x if num_heads == K else jnp.repeat(x, num_heads // K, axis=1)
+    copies, T = K // num_heads, x.shape[token_axis]
+    x_BKTH = jnp.moveaxis(x, token_axis, 2)
+    x_BKTH = jnp.pad(x_BKTH, [(0, 0), (0, 0), (0, -T % copies), (0, 0)])
+    # copies, parts, and tokens of a part
+    parts = x_BKTH.reshape(B, num_heads, copies, copies, -1, x_BKTH.shape[-1])
+    # a sum with one non-zero term, because devices would send what a selection does not take
+    own = jnp.where(jnp.eye(copies, dtype=bool)[..., None, None], parts, 0).sum(axis=3)
+    whole_BKTH = own.reshape(B, num_heads, -1, x_BKTH.shape[-1])[:, :, :T]
+    return jnp.moveaxis(whole_BKTH, 2, token_axis)
 
 
 def match_head_dim(new: jax.Array, head_dim: int) -> jax.Array:

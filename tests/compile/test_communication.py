@@ -12,7 +12,11 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 from alike import changed
+<<<<<<< HEAD
 from decode_steps import step_of
+=======
+from expert_reports import is_of_report
+>>>>>>> coll
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
@@ -31,6 +35,7 @@ from noria.sharding.layout import Layout
 TPU, CPU = "tpu:v5e:2x4", "cpu:8"
 DTYPES = {TPU: jnp.bfloat16, CPU: jnp.float32}
 SLOTS, PROMPTS, LENGTH = 64, 8, 256
+MAX_LAYERS = 3
 GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS)
 CALLS = {
     "prefill": Call("prefill", PROMPTS, LENGTH, LENGTH),
@@ -59,37 +64,11 @@ SENT_BY_OTHERS = {
     ("weight-gathered-all", "decode"): "weight-stationary-2d",
     ("weight-stationary-1d", "prefill"): "weight-stationary-1d-kv-copies",
     ("weight-stationary-1d", "decode"): "weight-stationary-1d-kv-copies",
-    ("weight-stationary-1d-batch-attention", "prefill"): "weight-stationary-1d-kv-copies",
 }
 """Layouts and phases that only `--slow` compiles in a loop, and layouts of every run that send the
 same in this phase."""
 CUT = {("embed-parallel", "decode")}
 """Cases where XLA for TPU turns a reduce-scatter into an all-reduce and a slice."""
-SPLIT_LIKE_THE_CACHE = {
-    "in a loop": {
-        ("weight-stationary-1d-batch-attention", "prefill"): {
-            ("all-reduce", ("tensor",), 2 * 2**20): -1,
-            ("all-reduce", ("tensor",), 4 * 2**20): 1,
-            ("collective-permute", ("tensor",), 2**18): 2,
-        }
-    },
-    "alone": {
-        ("weight-stationary-1d-batch-attention", "prefill"): {
-            ("all-reduce", ("tensor",), 8 * 2**20): 1,
-            ("collective-permute", ("tensor",), 2**18): 2,
-        },
-        ("v5p-slice", "prefill"): {
-            ("all-gather", ("data",), 2**19): -2,
-            ("all-gather", ("data", "tensor"), 2 * 2**20): 2,
-        },
-    },
-}
-"""Changes that XLA for TPU makes where prefill and the cache split heads differently.
-
-In the first layout, prefill has copies of key/value heads, and the cache has none. XLA picks one
-copy of each head by a sum; in a loop it is the sum that adds attention to the residual. In the
-second layout, the cache splits rows over all devices, and prefill splits heads over `tensor`. XLA
-gathers the entries of all heads together with the rows."""
 EXPERTS = MoeConfig(Routing(num_experts=8, num_chosen=2), 1536)
 LATENT = LatentAttention(rank=128, plain_dim=64, rope_dim=32, value_dim=64, query_rank=192)
 
@@ -127,19 +106,15 @@ def collectives(
     target: str,
     scan_layers: bool = False,
 ) -> Iterator[Collective]:
-    """Yield all collectives except counts of experts, which all layers send once a call.
-
-    Other collectives may be as small, but they are inside decode's loop.
-    """
+    """Yield all collectives except those of the report of a call with experts."""
     placement = find_target(target).placement(layout)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(DTYPES[target]))
     (graph,) = (graph for graph in graphs if str(graph.key).startswith(name))
     shards = layout.mesh.num_devices // layout.mesh.sizes.get("tensor", 1)
-    of_counts = config.num_layers * shards * 8 * 4
+    most_bytes = 0 if config.moe is None else MAX_LAYERS * shards * 8 * 4
     for one in read_collectives(compile_graph(graph)[0].as_text(), layout.mesh.sizes):
-        is_count = config.moe is not None and one.num_bytes == of_counts and not one.loops
-        if not (is_count or "expert_use" in one.source):
+        if not is_of_report(one, most_bytes):
             yield one
 
 
@@ -153,7 +128,7 @@ def of_one_layer(
         return counts
 
     with ThreadPoolExecutor() as pool:
-        two, three = pool.map(of_layers, (2, 3))
+        two, three = pool.map(of_layers, (2, MAX_LAYERS))
     return three - two
 
 
@@ -177,7 +152,6 @@ def said_of_one_layer(
 def test_a_layer_of_every_named_layout_sends_what_is_said_and_nothing_else(name, phase):
     layout = layout_of(name)
     wanted = said_of_one_layer(layout, phase)
-    wanted.update(SPLIT_LIKE_THE_CACHE["alone"].get((name, phase), {}))
     assert of_one_layer(layout, phase) == (cut(wanted) if (name, phase) in CUT else wanted)
 
 
@@ -210,10 +184,10 @@ def of_one_turn(
     layout: Layout, name: str, grid: BucketGrid = GRID, kind: str = "dense", target: str = TPU
 ) -> Counter:
     """Count what one iteration of a loop over three layers sends, in loops of its own, too."""
-    config, counts = config_of(layout.name, 3, kind), Counter()
+    config, counts = config_of(layout.name, MAX_LAYERS, kind), Counter()
     for c in collectives(layout, name, grid, config, target, scan_layers=True):
-        if 3 in c.loops:
-            counts[c.kind, c.mesh_axes, c.num_bytes] += c.times // 3
+        if MAX_LAYERS in c.loops:
+            counts[c.kind, c.mesh_axes, c.num_bytes] += c.times // MAX_LAYERS
     return counts
 
 
@@ -247,7 +221,6 @@ def test_a_turn_of_a_loop_over_layers_sends_what_is_said_of_a_layer(name, kind, 
     """The loop's trip count is known, and is the number of layers."""
     layout = layout_of(name)
     wanted = said_of_one_layer(layout, phase, kind)
-    wanted.update(SPLIT_LIKE_THE_CACHE["in a loop"].get((name, phase), {}))
     is_cut = (name, phase) in CUT
     assert of_one_turn(layout, phase, kind=kind) == (cut(wanted) if is_cut else wanted)
 
@@ -296,7 +269,16 @@ def test_a_sparse_layer_sends_the_same_bytes_on_the_cpu(name, phase, count):
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("name", ["data-tensor", pytest.param("ring", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data-tensor",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("ring", "data-tensor-batch-attention")
+        ),
+    ],
+)
 def test_a_call_of_pieces_in_pages_sends_what_is_said_and_nothing_else(name):
     """The pieces of all rows go to every device, and the partial results are merged."""
     layout, page = layout_of(name), 64

@@ -33,16 +33,17 @@ NUM_KV_HEADS = {
 
 WRITTEN = {
     "data-parallel": (("data",), 2**21),
+    "weight-stationary-1d-batch-attention": (("tensor",), 2**20),
     "weight-stationary-2d": (("data",), 2**19),
     "weight-gathered": (("data",), 2**19),
     "weight-gathered-all": (("data", "tensor"), 2**21),
     "data-tensor": (("data",), 2**19),
-    "data-tensor-batch-attention": (("data",), 2**18),
+    "data-tensor-batch-attention": (("data", "tensor"), 2**19),
     "ring-data-expert": (("data",), 2**19),
 }
-"""Gathers of keys and values over the devices that split rows, as each device has other slots of
-the cache; published formulas leave them out. Each layout has the mesh axes, and the bytes of 8 rows
-of 256 tokens with a device's heads and tokens, 64 entries of 2 bytes."""
+"""Gathers of keys and values over the devices that split rows or heads, as each device has other
+slots of the cache; published formulas leave them out. Each layout has the mesh axes, and the bytes
+of 8 rows of 256 tokens with the heads and tokens that a device writes, 64 entries of 2 bytes."""
 
 
 def layout_of(name: str) -> Layout:

@@ -20,7 +20,7 @@ from caches import (
 )
 
 from noria.modelzoo.cache.layer_state import PromptKeysValues
-from noria.modelzoo.cache.pages import NO_PAGE, append_to_pages
+from noria.modelzoo.cache.pages import NO_PAGE, append_to_pages, match_heads
 from noria.modelzoo.cache.stripes import EMPTY_POSITION
 
 LENGTH = 16
@@ -134,3 +134,16 @@ def test_keys_and_values_are_kept_in_the_dtype_of_the_cache():
         layer = append(layers_of(cache)[0], *one_token, jnp.int32(0))
         dtypes = {x.dtype for x in jax.tree.leaves((cache, layer))}
         assert dtypes == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 11])
+@pytest.mark.parametrize(("num_heads", "stored"), [(2, 2), (2, 6), (3, 6), (1, 8), (6, 2)])
+def test_heads_are_repeated_or_their_copies_dropped(num_heads, stored, num_tokens):
+    """A device may have any of the copies, so all copies of a head are the same here."""
+    fewest, most = sorted((num_heads, stored))
+    values = np.random.default_rng(0).normal(size=(3, fewest, num_tokens, 4)).astype(np.float32)
+    few, many = values, np.repeat(values, most // fewest, axis=1)
+    new, wanted = (many, few) if num_heads < stored else (few, many)
+    got = match_heads(PromptKeysValues(new.swapaxes(2, 3), new), num_heads)
+    np.testing.assert_array_equal(got.k_BKHT, wanted.swapaxes(2, 3))
+    np.testing.assert_array_equal(got.v_BKTH, wanted)
