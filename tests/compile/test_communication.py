@@ -12,11 +12,8 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 from alike import changed
-<<<<<<< HEAD
 from decode_steps import step_of
-=======
 from expert_reports import is_of_report
->>>>>>> coll
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
