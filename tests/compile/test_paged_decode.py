@@ -209,15 +209,18 @@ def test_a_call_of_128_tiles_copies_no_pages(target):
     ],
 )
 def test_a_call_of_tiles_costs_as_much_as_whole_prompts(target):
-    """The bytes of activations are in both, and more than those that a call needs at least."""
+    """Both move activations. Tiles read the pages of their rows, as kernels declare, beside them."""
     platform = find_target(target).platform
     hardware = hardware_of(target, known_hardware()) if platform == "tpu" else None
-    tiles, whole = (
-        read_report(compiled(CASES["8B"], "prefill", target, grid=grid)[2], platform, {}, hardware)
-        for grid in (TILES, WHOLE)
-    )
-    assert 0.5 * whole.step.bytes_moved < tiles.step.bytes_moved
-    assert tiles.step.bytes_moved <= MOST_BYTES * whole.step.bytes_moved
+    moved, needed, cycles = [], [], []
+    for grid in (TILES, WHOLE):
+        model, _, text, _ = compiled(CASES["8B"], "prefill", target, grid=grid)
+        step = read_report(text, platform, {}, hardware).step
+        moved.append(step.bytes_moved)
+        needed.append(Work(model, "bfloat16").needed(grid.prefill_call(grid.prefill[0])).total)
+        cycles.append(step.cycles.cycles if step.cycles else None)
+    print(f"bytes {moved[0]} and {moved[1]}, needed {needed}, cycles {cycles}")
+    assert needed[1] < needed[0] < moved[0]
+    assert moved[0] <= MOST_BYTES * (moved[1] + needed[0] - needed[1])
     if platform == "tpu":
-        assert tiles.step.cycles is not None and whole.step.cycles is not None
-        assert tiles.step.cycles.cycles <= MOST_CYCLES * whole.step.cycles.cycles
+        assert cycles[0] <= MOST_CYCLES * cycles[1]
