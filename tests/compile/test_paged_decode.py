@@ -209,7 +209,7 @@ def test_a_call_of_128_tiles_copies_no_pages(target):
     ],
 )
 def test_a_call_of_tiles_costs_as_much_as_whole_prompts(target):
-    """Both move activations. Tiles read the pages of their rows, as kernels declare, beside them."""
+    """Both move activations; tiles also read the pages of their rows, as kernels declare."""
     platform = find_target(target).platform
     hardware = hardware_of(target, known_hardware()) if platform == "tpu" else None
     moved, needed, cycles = [], [], []
