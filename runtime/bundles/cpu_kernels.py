@@ -17,8 +17,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-import jax
-
 from ...compile.target_names import TargetName
 from ...modelzoo.kernels import cpu
 from ...modelzoo.kernels.cpu.objects import Processor, compile_all, is_loaded, register
@@ -61,6 +59,12 @@ def load_kernels(target: str, on_note: Callable[[str], object]) -> None:
         if path is not None:
             write(path, key, code)
     register(code)
+
+
+def kernels_of(target: str) -> str:
+    """What follows a target's name where the order of sums matters: whether kernels serve it."""
+    is_cpu = target.partition(":")[0] == "cpu"
+    return " with kernels" if is_cpu and refusal() is None else ""
 
 
 def refusal() -> str | None:
@@ -123,6 +127,10 @@ def _path(key: str) -> Path | None:
 
 def _interface_version() -> tuple[int, int] | None:
     """The version of XLA's interface for foreign functions, by the header of jaxlib."""
-    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    jaxlib = find_spec("jaxlib")
+    if jaxlib is None or jaxlib.origin is None:
+        return None
+    # where `jax.ffi.include_dir` says, without an import of jax
+    header = Path(jaxlib.origin).parent / "include" / "xla" / "ffi" / "api" / "c_api.h"
     found = re.findall(r"define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header.read_text("utf-8"))
     return (int(found[0]), int(found[1])) if len(found) == 2 else None

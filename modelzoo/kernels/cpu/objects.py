@@ -12,8 +12,6 @@ import re
 from threading import Lock
 from typing import Any, NamedTuple
 
-import jax
-
 NAMES = ("noria_attend_pages",)
 """The names of all kernels among XLA's foreign functions."""
 _STUBS = rb"(?<=\0)(?:numba_|NRT_|Py)\w+(?=\0)"
@@ -72,6 +70,7 @@ def compile_all(processor: Processor) -> bytes:
 
 def register(code: bytes) -> None:
     """Load object code for this processor, and make its kernels known to jax."""
+    import jax
     import llvmlite.binding as llvm
 
     global _is_used

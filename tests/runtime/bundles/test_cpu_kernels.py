@@ -89,6 +89,15 @@ def test_other_targets_load_none(notes):
         load_kernels(target, pytest.fail)
 
 
+def test_a_job_is_continued_with_the_kernels_that_began_it(monkeypatch):
+    """The order of sums differs, so these words are among what a journal must have in common."""
+    monkeypatch.setattr(cpu_kernels, "refusal", lambda: None)
+    assert cpu_kernels.kernels_of("cpu:8") == " with kernels"
+    assert cpu_kernels.kernels_of("tpu:v5e:2x2") == ""
+    monkeypatch.setattr(cpu_kernels, "refusal", lambda: "they need numba")
+    assert cpu_kernels.kernels_of("cpu:8") == ""
+
+
 def test_without_numba_one_line_says_what_is_lost(notes, monkeypatch):
     monkeypatch.setattr(cpu_kernels, "find_spec", lambda name: None)
     load_kernels("cpu:8", notes.append)
