@@ -62,7 +62,7 @@ def load_kernels(target: str, on_note: Callable[[str], object]) -> None:
 
 
 def kernels_of(target: str) -> str:
-    """What follows a target's name where the order of sums matters: whether kernels serve it."""
+    """The words after a target's name that say whether kernels serve it, as sums have their order."""
     is_cpu = target.partition(":")[0] == "cpu"
     return " with kernels" if is_cpu and refusal() is None else ""
 
