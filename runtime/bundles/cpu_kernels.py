@@ -62,7 +62,7 @@ def load_kernels(target: str, on_note: Callable[[str], object]) -> None:
 
 
 def kernels_of(target: str) -> str:
-    """The words after a target's name that say whether kernels serve it, as sums have their order."""
+    """The words after a target's name that say whether kernels serve it; sums have their order."""
     is_cpu = target.partition(":")[0] == "cpu"
     return " with kernels" if is_cpu and refusal() is None else ""
 
