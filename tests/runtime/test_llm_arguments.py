@@ -192,7 +192,7 @@ def test_one_or_several_are_told_apart():
     [
         ({"temperature": 0}, "sampling_params: expected SamplingParams, or a list with one"),
         (5, "sampling_params: expected SamplingParams, or a list with one"),
-        ([None], r"sampling_params\[0\]: expected SamplingParams, got None"),
+        ([None], r"sampling_params\[0\]: expected SamplingParams, got none"),
         ([SamplingParams()] * 2, r"one each \(1\), got 2"),
     ],
 )
