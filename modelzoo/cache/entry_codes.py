@@ -65,7 +65,9 @@ def block_size(num_features: int) -> int:
 
 
 def in_blocks(codes: jax.Array, num_features: int) -> jax.Array:
-    """Codes, with entries and features last, in blocks; they are padded to a number of features."""
+    """Codes, with entries and features last, in blocks, which are padded if they are several."""
+    if block_size(num_features) == num_features:
+        return jnp.expand_dims(codes, -3)
     *others, features = codes.shape
     codes = jnp.pad(codes, [(0, 0)] * len(others) + [(0, num_features - features)])
     return codes.reshape(*others, -1, block_size(num_features)).swapaxes(-2, -3)

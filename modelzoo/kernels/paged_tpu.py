@@ -148,7 +148,7 @@ def paged_tpu_refusal(call: AttentionCall) -> str | None:
 def _codes_refusal(call: AttentionCall, page: int) -> str | None:
     """The reason why the kernel cannot serve a cache in codes, or None if it can.
 
-    In other forms, XLA keeps codes or scales in another memory layout where tokens are written, and
+    XLA keeps the scales of smaller pages in another memory layout where tokens are written, and
     would copy all of them for the kernel.
     """
     if rank := next((split for split in call.splits if split % LANES), None):
