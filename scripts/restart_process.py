@@ -41,9 +41,9 @@ def note_events(path: Path) -> None:
         note("release")
         release(lock)
 
-    def write(journal: Journal, **facts: object) -> None:
+    def write(journal: Journal, *facts: object, **others: object) -> None:
         note("row", os.fstat(journal._descriptor).st_ino)
-        record(journal, **facts)  # pyright: ignore[reportArgumentType]
+        record(journal, *facts, **others)  # pyright: ignore[reportArgumentType]
 
     JobLock.__enter__, JobLock.release, Journal.record_row = take, leave, write
 

@@ -234,7 +234,10 @@ class BatchModel:
         progress.note(str(plan_checks.attention_kernels(plan, config, opened.target)))
 
     def _open(
-        self, rows: "_JobRows", stored_plan: str | None, on_note: Callable[[str], object]
+        self,
+        rows: "_JobRows",
+        stored_plan: str | None,
+        on_note: Callable[[str], object] = lambda note: None,
     ) -> "OpenedModel":
         """The model with the plan to run, both checked; starts jax."""
         from ...compile.targets import present_target

@@ -6,8 +6,8 @@ processor time, memory and output, and without permission to write files. The pa
 (`template_process`) kills it if it takes too long.
 
 This file is started as a script and not as a module of the package, so that only the standard
-library and jinja2 are imported. The processes exchange messages in JSON over a connection, whose
-descriptor is the argument. The first message is `{"template", "memory_bytes", ...}`; its reply is
+library and jinja2 are imported. The processes exchange frames over stdin and stdout: 4 bytes with
+the length, then JSON. The first frame is `{"template", "memory_bytes", ...}`; its reply is
 `{"variables"}`. Each following request is `{"num_contexts", "is_measured"}` and this number of
 contexts; the reply to each context is `{"text", "reads_clock"}`, as soon as it is rendered. A reply
 to a failure has `"error"` instead of the text; with `"fatal": true`, the process ends.
@@ -17,24 +17,44 @@ import datetime
 import json
 import math
 import resource
+import struct
 import sys
 import time
 from collections import deque
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Callable
+from typing import IO, Any
 
+MAX_FRAME_BYTES = 1 << 28
 _MAX_ERROR_CHARACTERS = 500
 
 
-def to_bytes(value: object) -> bytes:
-    """A message with a value in JSON."""
-    return json.dumps(value).encode("ascii")
+def encode_frame(value: object) -> bytes:
+    """Encode a value as a frame."""
+    data = json.dumps(value).encode("ascii")
+    return struct.pack(">I", len(data)) + data
 
 
-def main(connection: Connection) -> None:
-    """Render contexts until the parent closes the connection."""
+def read_frame(read: Callable[[int], bytes]) -> Any:
+    """Read one frame; raises EOFError if the stream ends or the frame is invalid."""
+    return json.loads(_content_of_frame(read))
+
+
+def _content_of_frame(read: Callable[[int], bytes]) -> bytes:
+    header = read(4)
+    length = struct.unpack(">I", header)[0] if len(header) == 4 else 0
+    if not 0 < length <= MAX_FRAME_BYTES:
+        raise EOFError
+    data = read(length)
+    if len(data) < length:
+        raise EOFError
+    return data
+
+
+def main() -> None:
+    """Render contexts until stdin ends."""
+    requests, replies = sys.stdin.buffer, sys.stdout.buffer
     try:
-        setup = json.loads(connection.recv_bytes())
+        setup = read_frame(requests.read)
         now = setup["now"]
         clock = _Clock(now and datetime.datetime.fromisoformat(now))
         reader = _JsonReader()
@@ -45,23 +65,22 @@ def main(connection: Connection) -> None:
     except EOFError:
         return
     except Exception as error:
-        connection.send_bytes(to_bytes({"error": _describe(error), "fatal": True}))
+        _send(replies, {"error": _describe(error), "fatal": True})
         return
-    connection.send_bytes(to_bytes({"variables": sorted(variables)}))
+    _send(replies, {"variables": sorted(variables)})
     while True:
         try:
-            request = json.loads(connection.recv_bytes())
+            request = read_frame(requests.read)
             reader.has_placeholders = request["is_measured"]
+            count = request["num_contexts"]
             # read all contexts first: the parent reads no reply before it has written all of them
-            waiting = deque(connection.recv_bytes() for _ in range(request["num_contexts"]))
+            waiting = deque(_content_of_frame(requests.read) for _ in range(count))
             while waiting:
-                reply = _reply(template, waiting.popleft(), setup, clock)
-                connection.send_bytes(to_bytes(reply))
+                _send(replies, _reply(template, waiting.popleft(), setup, clock))
         except EOFError:
             return
         except MemoryError:
-            failure = {"error": "it needs more memory than allowed", "fatal": True}
-            connection.send_bytes(to_bytes(failure))
+            _send(replies, {"error": "it needs more memory than allowed", "fatal": True})
             return
 
 
@@ -120,6 +139,11 @@ for _name in ("lt", "le", "gt", "ge"):
 
 def _refuse_constant(literal: str) -> None:
     raise ValueError(f"expected JSON, got {literal}")
+
+
+def _send(stream: IO[bytes], value: object) -> None:
+    stream.write(encode_frame(value))
+    stream.flush()
 
 
 def _reply(template, context: bytes, setup: dict, clock: _Clock) -> dict[str, object]:
@@ -260,4 +284,4 @@ def _describe(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))
+    main()

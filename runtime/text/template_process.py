@@ -7,25 +7,26 @@ affect others, as the next one gets a new process; a template that has to be sto
 in a row is no longer used; the process ends with its owner.
 """
 
+import contextlib
 import importlib.util
-import json
+import os
+import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from .template_child import to_bytes
+from .template_child import encode_frame, read_frame
 
 _START_SECONDS = 60.0  # an interpreter and jinja2, on a machine that may be busy
-_MAX_REPLY_BYTES = 1 << 28
+_PIECE_BYTES = 1 << 16
 _MAX_STOPS = 3
 """The number of stopped renderings in a row after which the template is no longer used."""
 
@@ -45,7 +46,7 @@ class TemplateFailure(Exception):
 
 
 class _Timeout(Exception):
-    """No reply came in time."""
+    """A pipe could not be read or written in time."""
 
 
 class TemplateProcess:
@@ -74,7 +75,7 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._stop_process = lambda: None
         self._variables: frozenset[str] = frozenset()
-        self._connection: Connection | None = None
+        self._received = bytearray()
         self._broken: str | None = None
         self._num_stops = 0
         self._lock = threading.Lock()
@@ -128,6 +129,7 @@ class TemplateProcess:
     def _end(self) -> None:
         self._stop_process()
         self._process = None
+        self._received.clear()
 
     def _next_text(self) -> str | TemplateFailure:
         """The next reply; raises TemplateFailure if the process can send no more replies."""
@@ -154,19 +156,20 @@ class TemplateProcess:
                 "chat templates need the package jinja2: pip install 'noria[hf]'", name="jinja2"
             )
         self._end()
-        ours, theirs = socket.socketpair()
-        self._connection = connection = Connection(ours.detach())
         child = str(Path(__file__).with_name("template_child.py"))
         self._process = subprocess.Popen(
-            [sys.executable, "-P", child, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            [sys.executable, "-P", child],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            bufsize=0,
             start_new_session=True,  # after Ctrl-C, running rows may still need the process
         )
-        theirs.close()
-        self._stop_process = weakref.finalize(self, _stop, self._process, connection)
+        assert self._process.stdin is not None
+        os.set_blocking(
+            self._process.stdin.fileno(), False
+        )  # writing to a full pipe must not block
+        self._stop_process = weakref.finalize(self, _stop, self._process)
         limits = self._limits
         setup = {
             "template": self._template,
@@ -184,25 +187,45 @@ class TemplateProcess:
             raise
 
     def _send(self, *values: object) -> None:
-        assert self._connection is not None
+        data = memoryview(b"".join(map(encode_frame, values)))
+        deadline = time.monotonic() + self._limits.wall_seconds
         try:
-            for value in values:
-                self._connection.send_bytes(to_bytes(value))
-        except OSError as error:
+            while data:
+                descriptor = self._wait("stdin", select.POLLOUT, deadline)
+                data = data[os.write(descriptor, data[:_PIECE_BYTES]) :]
+        except (OSError, _Timeout) as error:
             raise self._end_failed(error, self._limits.wall_seconds) from None
 
     def _receive(self, seconds: float) -> dict[str, Any]:
-        assert self._connection is not None
+        deadline = time.monotonic() + seconds
+
+        def read(count: int) -> bytes:
+            while len(self._received) < count:
+                descriptor = self._wait("stdout", select.POLLIN, deadline)
+                if not (piece := os.read(descriptor, _PIECE_BYTES)):
+                    raise EOFError
+                self._received += piece
+            data = bytes(self._received[:count])
+            del self._received[:count]
+            return data
+
         try:
-            if not self._connection.poll(seconds):
-                raise _Timeout
-            reply = json.loads(self._connection.recv_bytes(_MAX_REPLY_BYTES))
+            reply = read_frame(read)
         except (OSError, EOFError, _Timeout) as error:
             raise self._end_failed(error, seconds) from None
         if reply.get("fatal"):
             self._end()
             raise TemplateFailure(reply["error"])
         return reply
+
+    def _wait(self, name: str, event: int, deadline: float) -> int:
+        """Wait until a pipe can be read or written; returns its descriptor."""
+        descriptor = getattr(self._process, name).fileno()
+        poll = select.poll()
+        poll.register(descriptor, event)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise _Timeout
+        return descriptor
 
     def _end_failed(self, error: Exception, seconds: float) -> TemplateFailure:
         process = self._process
@@ -219,10 +242,13 @@ class TemplateProcess:
         return TemplateFailure(reason)
 
 
-def _stop(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
-    connection.close()
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with contextlib.suppress(OSError):  # buffered data for a process that has ended
+            stream.close()
     try:
-        process.wait(timeout=0.2)  # it ends with its connection, and its status may tell the reason
+        process.wait(timeout=0.2)  # it ends with its pipes, and its status may tell the reason
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

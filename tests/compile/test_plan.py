@@ -47,7 +47,7 @@ def test_a_plan_says_which_kernel_was_asked_for():
     [
         (
             'decode = "pages"',
-            r"decode: .* one of auto, splash, cudnn, paged, xla, got",
+            r"decode: .* one of auto, splash, cudnn, numba, paged, xla, got",
         ),
         ("prefill = 1", r"\[attention\] prefill: expected one of .* got 1"),
         ('chunk = "xla"', r"\[attention\]: .* unknown \['chunk'\]"),

@@ -43,7 +43,7 @@ def refusal(noria, source, *options, model=None, expect) -> str:
         (["--target", "cuda"], "target: expected cpu, gpu, tpu, a number of them"),
         (
             ["--set", "attention.decode=pages"],
-            "one of auto, splash, cudnn, paged, xla, got",
+            "one of auto, splash, cudnn, numba, paged, xla, got",
         ),
         (["--set", "attention.prefill=splash"], "'splash': it is for tpu, not for cpu"),
         (["--set", "buckets.prefill=16"], "buckets.prefill: expected a list, got 16"),

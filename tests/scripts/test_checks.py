@@ -71,14 +71,16 @@ def run(folder: Path, script: str, *arguments: str, **variables: str):
 def test_a_run_of_ci_takes_the_suite_and_all_others(checkout):
     code, runs, said = run(checkout, RUN)
     assert code == 0, said
-    assert runs[:4] == [
+    assert runs[:6] == [
         SUITE,
+        "-m cpu_kernels tests",
+        "tests/end_to_end/test_embedded_model.py",
         "-m gpu_compile tests/compile",
         "tests/compile/test_targets.py",
         "-m newest_libtpu tests/compile",
     ]
-    assert runs[4].endswith("tests/third_party") and "test_golden.py" in runs[5]
-    assert len(runs) == 6 and "Not tested" not in said
+    assert runs[6].endswith("tests/third_party") and "test_golden.py" in runs[7]
+    assert len(runs) == 8 and "Not tested" not in said
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_a_run_of_ci_takes_the_suite_and_all_others(checkout):
 )
 def test_a_run_that_says_which_tests_takes_no_other_slow_ones(checkout, arguments, first):
     _, runs, _ = run(checkout, "scripts/test", *arguments)
-    assert runs[:2] == [first, "-m gpu_compile tests/compile"]
+    assert runs[:2] == [first, "-m cpu_kernels tests"]
 
 
 def test_the_fast_run_takes_nothing_else(checkout):

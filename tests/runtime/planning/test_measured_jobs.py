@@ -87,7 +87,7 @@ def test_the_scheduler_makes_the_recorded_calls(job):
     grid = BucketGrid.from_table(buckets)
     metrics = simulate_in_order(rows_of(job), grid, None).metrics
     *of_prompts, recorded = job["calls"]
-    (decode,) = metrics.decode.values()
+    decode = metrics.decode
     assert (decode.calls, decode.steps) == (recorded["calls"], recorded["steps"])
     graphs = {(b.batch, b.tokens): prefill_name(b, is_scored=False) for b in grid.prefill}
     assert {name: use.calls for name, use in metrics.prefill.items()} == {
