@@ -26,6 +26,8 @@ START_SECONDS = 0.5
 """The time after which the child is started. No alarm comes within a second, and most compiles are
 faster."""
 _END_SECONDS = 1.0
+_left: list["subprocess.Popen[bytes]"] = []
+"""The children that had not ended by then."""
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -76,8 +78,10 @@ class _Detour:
             for descriptor in native_outputs:
                 os.dup2(self._terminal, descriptor)
             self._child.stdin.close()
-            # a process that was started meanwhile may still write to the child
-            with suppress(subprocess.TimeoutExpired):
+            try:
                 self._child.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                # a process that was started meanwhile may still write to the child
+                _left[:] = [self._child, *(child for child in _left if child.poll() is None)]
         if self._terminal >= 0:
             os.close(self._terminal)

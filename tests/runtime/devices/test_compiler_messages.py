@@ -122,3 +122,24 @@ def test_a_lost_process_has_a_reason_and_no_trace():
 
 def test_the_trace_of_another_failure_stays():
     assert AlarmFilter().pass_on(OTHERS[-1] + TRACE) == OTHERS[-1] + TRACE
+
+
+def test_a_child_that_ends_late_is_waited_for_later():
+    """A process that was started meanwhile keeps it: nothing warns of a child that still runs."""
+    program = """
+import gc, os, subprocess, sys, time
+from noria.runtime.devices import compiler_messages
+from noria.runtime.devices.compiler_messages import START_SECONDS, without_alarms
+
+compiler_messages._END_SECONDS = 0.1
+with without_alarms():
+    time.sleep(2 * START_SECONDS)
+    other = subprocess.Popen(["sleep", "1"])
+assert compiler_messages._left
+gc.collect()
+other.wait()
+compiler_messages._left[0].wait()
+"""
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
