@@ -68,12 +68,17 @@ def run(folder: Path, script: str, *arguments: str, **variables: str):
     return done.returncode, runs, done.stdout + done.stderr
 
 
+CPU_KERNELS = (
+    "-m cpu_kernels tests/modelzoo/kernels tests/runtime/bundles tests/compile tests/end_to_end"
+)
+
+
 def test_a_run_of_ci_takes_the_suite_and_all_others(checkout):
     code, runs, said = run(checkout, RUN)
     assert code == 0, said
     assert runs[:6] == [
         SUITE,
-        "-m cpu_kernels tests",
+        CPU_KERNELS,
         "tests/end_to_end/test_embedded_model.py",
         "-m gpu_compile tests/compile",
         "tests/compile/test_targets.py",
@@ -94,7 +99,7 @@ def test_a_run_of_ci_takes_the_suite_and_all_others(checkout):
 )
 def test_a_run_that_says_which_tests_takes_no_other_slow_ones(checkout, arguments, first):
     _, runs, _ = run(checkout, "scripts/test", *arguments)
-    assert runs[:2] == [first, "-m cpu_kernels tests"]
+    assert runs[:2] == [first, CPU_KERNELS]
 
 
 def test_the_fast_run_takes_nothing_else(checkout):
