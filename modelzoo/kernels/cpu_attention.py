@@ -15,18 +15,18 @@ from ..attention.paged import PagedRows
 from ..cache.stripes import EMPTY_POSITION
 from ..layer_config import PLAIN_SCORES, BothSides, Scores, Window
 from .call import AttentionCall
+from .cpu import ATTEND_PAGES
 from .cpu.objects import is_loaded
 from .paged_rows import refusal_of_all
 
 STEP = 16
 """Features and entries are a multiple of it: the lanes of the widest vectors."""
-_KERNEL = "noria_attend_pages"
 
 
 def cpu_refusal(call: AttentionCall) -> str | None:
     """The reason why the kernel cannot serve a call, or None if it can."""
     if not is_loaded():
-        return "the kernels for the CPU are not loaded"
+        return "the kernels for the CPU are not loaded (extra noria[cpu])"
     if call.page is not None and (reason := refusal_of_all(call)) is not None:
         return reason
     if call.page is None and not call.is_in_order:
@@ -109,6 +109,6 @@ def _attend(
         jax.ShapeDtypeStruct((*shape, v_PKSH.shape[-1]), jnp.float32),
         jax.ShapeDtypeStruct(shape, jnp.float32),
     )
-    call = jax.ffi.ffi_call(_KERNEL, results)
+    call = jax.ffi.ffi_call(ATTEND_PAGES, results)
     out_BTKGH, lse_BTKG = call(*vectors, *integers, jnp.float32(scores.cap or 0.0))
     return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG

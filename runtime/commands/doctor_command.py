@@ -25,7 +25,7 @@ from ..errors import EXIT_OK, EXIT_USAGE, CacheUnusable
 from ..files.file_checks import default_directory
 
 OLDEST_PYTHON = (3, 11)
-USER_EXTRAS = ("hf", "gguf")
+USER_EXTRAS = ("hf", "gguf", "cpu")
 PLUGINS = {
     "libtpu": ("libtpu", "TPU runtime, and compiling for TPUs that are absent"),
     "CUDA 12 plugin": ("jax-cuda12-plugin", "NVIDIA GPUs, and compiling for absent ones"),

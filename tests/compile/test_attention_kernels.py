@@ -165,7 +165,7 @@ def test_a_graph_that_needs_a_library_which_is_not_here_says_what_to_install(mon
 @pytest.mark.parametrize(
     ("platform", "expected"),
     [
-        ("cpu", "xla (numba: the kernels for the CPU are not loaded)"),
+        ("cpu", "xla (numba: the kernels for the CPU are not loaded (extra noria[cpu]))"),
         ("tpu", "splash (tpu, bfloat16, heads of 16, causal)"),
         ("gpu", "cudnn (gpu, bfloat16, heads of 16, causal)"),
     ],

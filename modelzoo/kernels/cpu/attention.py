@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import ATTEND_PAGES
 from .frames import Buffer, argument, result, result_size, size
 from .memory import call_address, free, load32, load_float, malloc, native, store_float
 from .threads import Kernel
@@ -31,7 +32,6 @@ from .vectors import (
     transposer,
 )
 
-NAME = "noria_attend_pages"
 _BLOCK_ROWS = 96
 """The maximum number of rows of a product, unless one token has more heads."""
 _PIECE = 64
@@ -330,4 +330,4 @@ def attention_kernel(width: Width) -> Kernel:
         Buffer("float32", 0),
     )
     results = Buffer("float32", 5), Buffer("float32", 4)
-    return Kernel(NAME, arguments, results, _counter(lanes), run)
+    return Kernel(ATTEND_PAGES, arguments, results, _counter(lanes), run)

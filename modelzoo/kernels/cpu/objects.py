@@ -12,8 +12,8 @@ import re
 from threading import Lock
 from typing import Any, NamedTuple
 
-NAMES = ("noria_attend_pages",)
-"""The names of all kernels among XLA's foreign functions."""
+from . import ATTEND_PAGES
+
 _STUBS = rb"(?<=\0)(?:numba_|NRT_|Py)\w+(?=\0)"
 """The names in object code of functions that only a kernel that raises an error calls."""
 _lock = Lock()
@@ -60,11 +60,11 @@ def compile_all(processor: Processor) -> bytes:
     elif processor.has("neon"):
         width = Width(4, 4)
     module = llvm.parse_assembly("")
-    for kernel in (attention_kernel(width),):
-        compiled = compile_kernel(kernel)
-        for part in (compiled.task, compiled.handler):
-            module.link_in(llvm.parse_assembly(part.inspect_llvm()))
-        module.get_function(compiled.handler.native_name).name = kernel.name
+    kernel = attention_kernel(width)
+    compiled = compile_kernel(kernel)
+    for part in (compiled.task, compiled.handler):
+        module.link_in(llvm.parse_assembly(part.inspect_llvm()))
+    module.get_function(compiled.handler.native_name).name = kernel.name
     return _machine(processor).emit_object(module)
 
 
@@ -84,9 +84,8 @@ def register(code: bytes) -> None:
             llvm.add_symbol(name.decode(), abort)
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        for name in NAMES:
-            address = ctypes.c_void_p(engine.get_function_address(name))
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
+        address = ctypes.c_void_p(engine.get_function_address(ATTEND_PAGES))
+        jax.ffi.register_ffi_target(ATTEND_PAGES, jax.ffi.pycapsule(address), platform="cpu")
         _engines.append(engine)
 
 
