@@ -22,6 +22,7 @@ from ..modelzoo.layer_groups import block_layers, layers_name, single_layer_name
 from ..modelzoo.moe_config import LOSSLESS, Dispatch
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.weights.adapted_weight import AdaptedWeight, down_axes, down_shape
+from ..modelzoo.weights.packed_weight import PackedWeight, can_pack, pack
 from ..modelzoo.weights.quantised_weight import QuantisedWeight
 from ..modelzoo.weights.weight_formats import BYTE_DTYPES, OFFSETS, ORDER, SCALES, replace_axes
 from ..modelzoo.weights.weight_products import Axes
@@ -128,6 +129,8 @@ class AbstractModel:
             if variable.get_metadata().get("inputs") and name not in self.quantisations
         )
         """The dotted paths of weights of products that are not quantised."""
+        self.packed = self._packed()
+        """The inputs of each weight that is stored in panels, by its dotted path."""
         self.adapters = adapters
         self.adapted = {} if adapters is None else self._adapted(adapters)
         """The rank of each adapted weight, by its dotted path."""
@@ -211,6 +214,38 @@ class AbstractModel:
             rest[0] = layers_name(block_layers(self.config, self.arrangement)[rest[0]])
         return ".".join(map(str, (first, *rest)))
 
+    def _packed(self) -> dict[str, tuple[int, ...]]:
+        """The inputs of weights that are stored in panels; none if layers are scanned."""
+        if self.arrangement.panel_columns is None or self.arrangement.scan_layers:
+            return {}
+        metadata = {name: self._variables[name][1].get_metadata() for name in self.float_weights}
+        return {
+            name: of_weight["inputs"]
+            for name, of_weight in metadata.items()
+            if of_weight["is_matrix"] and can_pack(self.weights[name][0], of_weight["inputs"])
+        }
+
+    def pack(self, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Loaded parameters in the order in which graphs read them; the arrays are donated."""
+        columns = self.arrangement.panel_columns
+        change = jax.jit(pack, static_argnums=(1, 2), donate_argnums=0)
+        return {
+            name: change(array, self.packed[name], columns) if name in self.packed else array
+            for name, array in parameters.items()
+        }
+
+    def unpack(self, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Parameters whose weights have the order of their axes again."""
+        return {
+            name: self._packed_value(name, array).plain() if name in self.packed else array
+            for name, array in parameters.items()
+        }
+
+    def _packed_value(self, name: str, numbers: jax.Array) -> PackedWeight:
+        columns = self.arrangement.panel_columns
+        assert columns is not None, "it has packed weights"
+        return PackedWeight(numbers, self.packed[name], columns)
+
     def can_adapt(self, name: str) -> bool:
         """Whether rows may use adapters of a parameter: a layer's weight that every token uses.
 
@@ -234,7 +269,7 @@ class AbstractModel:
 
     def _value(
         self, name: str, parameters: Mapping[str, jax.Array]
-    ) -> jax.Array | QuantisedWeight | AdaptedWeight:
+    ) -> jax.Array | QuantisedWeight | PackedWeight | AdaptedWeight:
         base = self._base_value(name, parameters)
         if name not in self.adapted or self.adapters is None:
             return base
@@ -243,8 +278,10 @@ class AbstractModel:
 
     def _base_value(
         self, name: str, parameters: Mapping[str, jax.Array]
-    ) -> jax.Array | QuantisedWeight:
+    ) -> jax.Array | QuantisedWeight | PackedWeight:
         quantisation = self.quantisations.get(name)
+        if name in self.packed:
+            return self._packed_value(name, parameters[name])
         if quantisation is None:
             return parameters[name]
         return QuantisedWeight(

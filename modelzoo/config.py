@@ -174,6 +174,9 @@ class Arrangement:
     """Whether two int4 codes of a weight share a byte; otherwise they are stored as int8."""
     cache_codes: str | None = None
     """The codes of cache entries (`cache.entry_codes`); None for float entries."""
+    panel_columns: int | None = None
+    """The columns of panels in which weights of products are stored (`weights.packed_weight`); None
+    for weights in the order of their axes."""
 
     def __post_init__(self):
         for name in ("head_shards", "padded_vocab", "head_multiple"):

@@ -45,6 +45,7 @@ def weight(
     inputs: tuple[int, ...] = (0,),
     *,
     is_sliced_once: bool = False,
+    is_matrix: bool = True,
 ) -> nnx.Param:
     """A random weight of variance 1 / fan-in, with its logical axes as metadata.
 
@@ -53,12 +54,19 @@ def weight(
 
     With `is_sliced_once`, a block inside a scan over layers gets the array of all layers, and takes
     layer and expert in one slice. A slice of the layer first would copy the weights of all experts.
+    With `is_matrix`, a product multiplies rows with the whole weight, or with all of one index of
+    its first axes: it sums over all inputs, and nothing else.
     """
     fan_in = math.prod(shape[axis] for axis in inputs)
     value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
+    is_matrix = is_matrix and not is_sliced_once and len(shape) > 1
     from_end = tuple(axis - len(shape) for axis in inputs)
     return nnx.Param(
-        value, logical_axes=logical_axes, inputs=from_end, is_sliced_once=is_sliced_once
+        value,
+        logical_axes=logical_axes,
+        inputs=from_end,
+        is_sliced_once=is_sliced_once,
+        is_matrix=is_matrix,
     )
 
 

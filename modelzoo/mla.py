@@ -46,8 +46,8 @@ class LatentHeads(nnx.Module):
         self.latent_down = weight(rngs, (D, latent.cache_dim), (axes.EMBED_IN, ""))
         self.latent_norm = Norm(rank, latent_config)
         head_axes = (axes.QUERY_HEADS, "", "")
-        self.key_up = weight(rngs, (N, latent.plain_dim, rank), head_axes, inputs=(2,))
-        self.value_up = weight(rngs, (N, latent.value_dim, rank), head_axes, inputs=(2,))
+        self.key_up = weight(rngs, (N, latent.plain_dim, rank), head_axes, (2,), is_matrix=False)
+        self.value_up = weight(rngs, (N, latent.value_dim, rank), head_axes, (2,), is_matrix=False)
         output_axes = (axes.QUERY_HEADS, "", axes.EMBED_IN)
         self.output = weight(rngs, (N, latent.value_dim, D), output_axes, inputs=(0, 1))
         self.sizes = latent

@@ -208,7 +208,7 @@ def load_model(
         own = {path: leaf for path, leaf in abstract.items() if not path.endswith((DOWN, UP))}
         parameters = load_params(spec, files.tensors, own, shardings, definition.quantisations)
         parameters |= load_arrays(definition, adapters, jnp.dtype(dtype), shardings)
-        parameters = placement.put_in_layout(parameters, logical_axes)
+        parameters = definition.pack(placement.put_in_layout(parameters, logical_axes))
     names = () if adapters is None else adapters.names
     return LoadedModel(
         files, definition, parameters, tokenizer, ends, dtype, target, placement, names

@@ -19,9 +19,14 @@ PRODUCTS = {
     "P...D,PDF->P...F": "gate and up",
     "BTF,FD->BTD": "down",
     "...D,VD->...V": "logits",
+    "BTKGH,KGHD->BTD": "heads merged",
+    "BTD,PDF->PBTF": "gate and up",
+    "BD,VD->BV": "logits",
 }
 """Products with weights, by the einsum in their names."""
 SCORES, VALUES = "attention: scores", "attention: values"
+KERNEL = "attention: kernel"
+"""Attention by one kernel."""
 SOFTMAX, WRITES, BETWEEN = (
     "attention: masks, softmax, merge",
     "cache writes",
@@ -30,6 +35,7 @@ SOFTMAX, WRITES, BETWEEN = (
 MOVED = "conversions and copies"
 REST = "rest"
 FILES = {
+    "cpu_attention.py": KERNEL,
     "rope.py": "rotations",
     "sampling.py": "sampling",
     "steps.py": "sampling",
@@ -42,7 +48,7 @@ FILES = {
 }
 _MOVES = {"parameter", "constant", "convert", "copy", "bitcast", "transpose", "reshape", "slice",
           "broadcast", "tuple", "get-tuple-element"}  # fmt: skip
-_EINSUM = re.compile(r"([A-Z.]+,[A-Z.]+->[A-Z.]+)/dot_general$")
+_EINSUM = re.compile(r"([A-Z.]+,[A-Z.]+->[A-Z.]+)/(?:dot_general|ffi_call)$")
 
 
 def group_of(source: str, file: str, opcodes: Iterable[str], is_of_weights: bool = False) -> str:
@@ -57,6 +63,8 @@ def group_of(source: str, file: str, opcodes: Iterable[str], is_of_weights: bool
     found, opcodes = _EINSUM.search(source), set(opcodes)
     if found and found[1] in PRODUCTS:
         return PRODUCTS[found[1]]
+    if "custom-call" in opcodes and file in FILES:
+        return FILES[file]
     if source.endswith("dot_general") or "dot" in opcodes:
         return VALUES if is_of_weights else SCORES
     if opcodes & {"scatter", "dynamic-update-slice"} or FILES.get(file) == WRITES:

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import NamedTuple
 
 import jax
-from call_groups import PRODUCTS, SCORES, VALUES, Groups
+from call_groups import KERNEL, PRODUCTS, SCORES, VALUES, Groups
 
 
 class Call(NamedTuple):
@@ -66,7 +66,7 @@ def table(title: str, call: Call, ceiling: float) -> list[str]:
 
 def bound(call: Call, ceiling: float, rate: float) -> str:
     """A sentence each on products with weights, and on those of attention."""
-    total, weights, attention = call.spent.total(), PRODUCTS.values(), (SCORES, VALUES)
+    total, weights, attention = call.spent.total(), PRODUCTS.values(), (SCORES, VALUES, KERNEL)
     of_weights, of_attention = (
         sum(call.spent[group] for group in groups) / total for groups in (weights, attention)
     )

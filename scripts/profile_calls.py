@@ -34,6 +34,7 @@ from noria.compile.graphs import signatures
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.runtime import session
+from noria.runtime.bundles.cpu_kernels import load_kernels
 from noria.runtime.checkpoint import open_model
 from noria.runtime.devices import backends
 from noria.runtime.devices.machine import describe_machine, usable_cores
@@ -52,6 +53,7 @@ def main() -> None:
     add("--output", type=Path)
     options = parser.parse_args()
     backends.prepare_jax("cpu")
+    load_kernels("cpu", partial(print, file=sys.stderr))
     machine, rate = describe_machine(), read_rate()
     versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("jax", "jaxlib"))
     page = [

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from ..modelzoo import axes
 from ..modelzoo.config import Arrangement, DecoderConfig
+from ..modelzoo.kernels.cpu.objects import is_loaded, panel_columns
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.weights.weight_products import Axes
 from .axis_rules import AxisRules
@@ -58,10 +59,9 @@ def arrangement_of(
 def cache_dtype(platform: str, dtype: DTypeLike) -> jnp.dtype:
     """Dtype of cache entries for weights of `dtype`.
 
-    On the CPU it is float32: to write an entry into a bfloat16 array, XLA for CPU converts the
-    whole array to float32 and back.
+    On the CPU without kernels it is float32, as XLA for the CPU attends to bfloat16 slowly.
     """
-    return jnp.dtype(jnp.float32 if platform == "cpu" else dtype)
+    return jnp.dtype(jnp.float32 if platform == "cpu" and not is_loaded() else dtype)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,10 @@ class Placement:
         self, config: DecoderConfig, scan_layers: bool = False, cache_codes: str | None = None
     ) -> Arrangement:
         """Arrangement of weights, layers and cache for this layout and the options of a build."""
-        return arrangement_of(self.layout, self.platform, config, scan_layers, cache_codes)
+        arranged = arrangement_of(self.layout, self.platform, config, scan_layers, cache_codes)
+        is_one = self.layout is None and self.mesh.size == 1
+        columns = panel_columns() if self.platform == "cpu" and is_one else None
+        return replace(arranged, panel_columns=columns)
 
     def cache_dtype(self, dtype: DTypeLike) -> jnp.dtype:
         """Dtype of cache entries for weights of `dtype`; see the function `cache_dtype`."""

@@ -7,6 +7,7 @@ decode, which define how slots are sharded. Knows nothing of requests' owners, t
 clocks.
 """
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from ...modelzoo.attention.prompt_pieces import PromptPieces, put_blocks
 from ...modelzoo.cache.layer_state import Cache, LayerState
 from ...modelzoo.cache.pages import NO_PAGE
 from ...modelzoo.moe.call import ExpertReport
+from ...modelzoo.moves import needs_kernel, put_lines
 from ...modelzoo.operations import Operations
 from ...modelzoo.sampling import SamplingState, TokenScores
 from ...modelzoo.weights.weight_products import Axes
@@ -173,6 +175,10 @@ def _put_row(
 def _with_row(x: jax.Array, new: jax.Array, row: jax.Array, axis: int) -> jax.Array:
     """`x` with row `row` replaced; `x` itself if it has no such row."""
     index = jnp.clip(row, 0, x.shape[axis] - 1)
+    if needs_kernel(x):
+        first_M = jnp.arange(math.prod(x.shape[:axis])) * x.shape[axis]
+        place_M = jnp.where(index == row, first_M + row, x.size)
+        return put_lines(x, new.reshape(len(first_M), -1).astype(x.dtype), place_M)
     old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=axis)
     new = jnp.where(index == row, new.astype(x.dtype), old)
     return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=axis)

@@ -33,6 +33,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..layer_config import window_size
 from ..layer_groups import block_layers
+from ..moves import needs_kernel, put_lines
 from .layer_state import Cache, LayerState, NewEntries, PromptKeysValues
 from .state_spec import StateArray, state_spec
 from .stripes import EMPTY_POSITION, ONE_STRIPE, Stripe
@@ -187,6 +188,9 @@ def append_to_pages(
         new_BKH = match_head_dim(new_BKH, H).reshape(len(index_B), -1, H)
         K = new_BKH.shape[1]
         line_BK = index_B[:, None] * K + jnp.arange(K)[None]
+        if needs_kernel(pages):
+            place_M, new_MH = (line_BK * S + entry_B[:, None]).reshape(-1), new_BKH.reshape(-1, H)
+            return put_lines(pages, new_MH, place_M)
         at = lines.at[line_BK, jnp.broadcast_to(entry_B[:, None], line_BK.shape)]
         written = at.set(new_BKH, mode="drop", unique_indices=True).reshape(pages.shape)
         return with_order_on_cpu(written)

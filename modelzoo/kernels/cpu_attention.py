@@ -15,7 +15,7 @@ from ..attention.paged import PagedRows
 from ..cache.stripes import EMPTY_POSITION
 from ..layer_config import PLAIN_SCORES, BothSides, Scores, Window
 from .call import AttentionCall
-from .cpu import ATTEND_PAGES
+from .cpu import attend_name
 from .cpu.objects import is_loaded
 from .paged_rows import refusal_of_all
 
@@ -102,13 +102,15 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to the entries of pages from the first to before the second of `seen_BT`."""
     scale = q_BTKGH.shape[-1] ** -0.5 if scores.scale is None else scores.scale
-    vectors = (x.astype(jnp.float32) for x in (q_BTKGH * scale, k_PKSH, v_PKSH))
+    dtype = "bfloat16" if k_PKSH.dtype == v_PKSH.dtype == jnp.bfloat16 else "float32"
+    q_BTKGH, out_dtype = q_BTKGH.astype(jnp.float32) * scale, q_BTKGH.dtype
+    entries = (x.astype(dtype) for x in (k_PKSH, v_PKSH))
     integers = (x.astype(jnp.int32) for x in (page_BN, *seen_BT))
     shape = q_BTKGH.shape[:-1]
     results = (
         jax.ShapeDtypeStruct((*shape, v_PKSH.shape[-1]), jnp.float32),
         jax.ShapeDtypeStruct(shape, jnp.float32),
     )
-    call = jax.ffi.ffi_call(ATTEND_PAGES, results)
-    out_BTKGH, lse_BTKG = call(*vectors, *integers, jnp.float32(scores.cap or 0.0))
-    return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
+    call = jax.ffi.ffi_call(attend_name(dtype), results)
+    out_BTKGH, lse_BTKG = call(q_BTKGH, *entries, *integers, jnp.float32(scores.cap or 0.0))
+    return out_BTKGH.astype(out_dtype), lse_BTKG

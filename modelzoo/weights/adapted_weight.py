@@ -20,6 +20,7 @@ from .weight_formats import replace_axes
 from .weight_products import Axes, Project, axes_of
 
 if TYPE_CHECKING:
+    from .packed_weight import PackedWeight
     from .quantised_weight import QuantisedWeight
     from .weight_products import Weight
 
@@ -33,7 +34,7 @@ _RANKS, _ROWS = "R", "B"
 class AdaptedWeight:
     """A weight, and the matrices of adapters for it."""
 
-    base: "jax.Array | QuantisedWeight"
+    base: "jax.Array | QuantisedWeight | PackedWeight"
     down: jax.Array
     """The axes of the input features of the weight, then R: from inputs to ranks."""
     up: jax.Array

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from .packed_weight import PackedWeight
 from .product import Labels, Product
 from .weight_formats import Quantisation
 
@@ -136,8 +137,10 @@ def map_arrays(
     return replace(weight, codes=codes, scales=scales, offsets=offsets, order=order)
 
 
-def take_rows(table: jax.Array | QuantisedWeight, ids: jax.Array) -> jax.Array:
+def take_rows(table: jax.Array | QuantisedWeight | PackedWeight, ids: jax.Array) -> jax.Array:
     """Rows of a table whose last axis is its inputs; an id out of range is clipped."""
+    if isinstance(table, PackedWeight):
+        return table.take(ids)
     rows = jax.tree.map(lambda x: x.at[ids].get(mode="clip"), table)
     return rows.dequantise() if isinstance(rows, QuantisedWeight) else rows
 

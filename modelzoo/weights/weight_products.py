@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 
+from ..kernels.cpu_products import multiply_panels
+from .packed_weight import PackedWeight
 from .product import Product
 from .quantised_weight import QuantisedWeight, multiply_codes
 
@@ -17,7 +20,8 @@ if TYPE_CHECKING:
     from flax import nnx
 
     Weight = nnx.Param | jax.Array | QuantisedWeight
-    """A parameter, or the part of it on one device. A parameter may have a quantised value."""
+    """A parameter, or the part of it on one device. A parameter may have a quantised value, or one
+    in panels."""
 
 Axes = tuple[str, ...]
 """The logical axes of an array."""
@@ -40,11 +44,14 @@ def multiply(
     """
     del x_axes, out_axes
     value = weight[...]
+    dtype = jnp.dtype(dtype or x.dtype)
+    if isinstance(value, PackedWeight):
+        return multiply_panels(product, x, value, dtype)
     if isinstance(value, QuantisedWeight):
         out = multiply_codes(product, x, value, max_over_parts)
     else:
         out = product(x, value)
-    return out.astype(dtype or x.dtype)
+    return out.astype(dtype)
 
 
 def axes_of(weight: "Weight") -> Axes:

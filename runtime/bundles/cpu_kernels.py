@@ -19,7 +19,8 @@ from pathlib import Path
 
 from ...compile.target_names import TargetName
 from ...modelzoo.kernels import cpu
-from ...modelzoo.kernels.cpu.objects import Processor, compile_all, is_loaded, register
+from ...modelzoo.kernels.cpu.objects import compile_all, is_loaded, register
+from ...modelzoo.kernels.cpu.processor import Processor
 from ..errors import CacheUnusable
 from ..files.file_checks import default_directory
 from .compilation_cache import make_folder

@@ -56,7 +56,7 @@ def _convert(files: "ModelFiles", folder: Path, dtype: str, say: Callable[[objec
     digest.result()
     save_orbax(
         folder,
-        loaded.parameters,
+        loaded.definition.unpack(loaded.parameters),
         family=files.spec.family,
         config=files.spec.config,
         name=files.name,

@@ -1,10 +1,33 @@
 """Kernels for the CPU, which numba compiles for the processor at hand.
 
-`objects.py` compiles and loads them. The other modules import numba, and are imported only to
-compile.
+`objects.py` compiles and loads them. The other modules but `processor.py` import numba, and are
+imported only to compile.
 """
 
-ATTEND_PAGES = "noria_attend_pages"
-"""The name of the kernel of attention among XLA's foreign functions."""
+ENTRIES = "float32", "bfloat16"
+"""The dtypes of keys and values of each kernel of attention."""
+PRODUCTS = ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")
+"""The dtypes of activations and weights, and of the result, of each kernel of products."""
+
+
+def attend_name(dtype: str) -> str:
+    """The name of a kernel of attention among XLA's foreign functions."""
+    return f"noria_attend_pages_{dtype}"
+
+
+def product_name(dtype: str, out: str) -> str:
+    """The name of a kernel of products among XLA's foreign functions."""
+    return f"noria_multiply_{dtype}_{out}"
+
+
+PUT_LINES, TAKE_PAIRS = "noria_put_lines", "noria_take_pairs"
+"""The names of kernels that move numbers among XLA's foreign functions."""
+NAMES = (
+    PUT_LINES,
+    TAKE_PAIRS,
+    *map(attend_name, ENTRIES),
+    *(product_name(*dtypes) for dtypes in PRODUCTS),
+)
+"""The names of all kernels among XLA's foreign functions."""
 VERSIONS = (0, 3), (0, 4), (0, 5)
 """The versions of XLA's interface for foreign functions whose call frames `frames.py` reads."""

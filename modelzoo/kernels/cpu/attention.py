@@ -1,4 +1,4 @@
-"""Attention of rows to their pages, in float32.
+"""Attention of rows to their pages, in float32; entries may be in bfloat16.
 
 A unit of work is a block of consecutive queries of a row and a key/value head: its tokens and query
 heads are the rows of products. It reads the entries from the first to the last one that one of its
@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import ATTEND_PAGES
-from .frames import Buffer, argument, result, result_size, size
+from . import ENTRIES, attend_name
+from .frames import Buffer, argument, is_narrow, result, result_size, size
 from .memory import call_address, free, load32, load_float, malloc, native, store_float
+from .processor import Width
 from .threads import Kernel
 from .vectors import (
     BYTES,
     LOWEST,
+    Form,
     Matrix,
-    Width,
     capper,
     filler,
     product,
@@ -98,8 +99,7 @@ def _blocks_of_row(frame: int) -> int:
 def _counter(lanes: int) -> Any:
     """The function `count` of the kernel."""
 
-    @native
-    def count(frame):
+    def count(frame: int) -> int:
         B, T, K = size(frame, 0, 0), size(frame, 0, 1), size(frame, 0, 2)
         S, H, V = size(frame, 1, 2), size(frame, 0, 4), size(frame, 2, 3)
         fits = size(frame, 1, 1) == K and size(frame, 1, 3) == H and size(frame, 2, 1) == K
@@ -152,7 +152,7 @@ def _allocate(frame: int, block: _Block) -> tuple[int, _Scratch]:
         H * min(S, _PIECE),
         block.rows,
     )
-    memory = call_address(malloc(), (sum(sizes) + block.rows) * BYTES)
+    memory = call_address(malloc(), ((sum(sizes) + block.rows) * BYTES,))
     queries = memory + sizes[0] * BYTES
     sums = queries + sizes[1] * BYTES
     turned = sums + sizes[2] * BYTES
@@ -162,13 +162,19 @@ def _allocate(frame: int, block: _Block) -> tuple[int, _Scratch]:
 
 
 @native
+def _number_bytes(frame: int) -> int:
+    """The bytes of a number of keys and values."""
+    return 2 if is_narrow(frame, 1) else BYTES
+
+
+@native
 def _vectors(frame: int, index: int, block: _Block, entry: int) -> int:
     """The address of the key (index 1) or the value (2) of an entry."""
     S, features = size(frame, index, 2), size(frame, index, 3)
     # a number of a page outside is an error of the caller; nothing outside is read
     page = min(max(load32(block.page + entry // S * 4), 0), size(frame, index, 0) - 1)
     first = (page * size(frame, index, 1) + block.head) * S
-    return argument(frame, index) + (first + entry % S) * features * BYTES
+    return argument(frame, index) + (first + entry % S) * features * _number_bytes(frame)
 
 
 @native
@@ -178,22 +184,36 @@ def _piece_end(frame: int, entry: int, end: int) -> int:
     return min(end, entry + _PIECE, (entry // S + 1) * S)
 
 
+@native
+def _ahead(frame: int, index: int, block: _Block, entry: int, end: int) -> int:
+    """The distance from the keys or values of a piece to those of the next; 0 without one."""
+    after = _piece_end(frame, entry, end)
+    if after == end:
+        return 0
+    return _vectors(frame, index, block, after) - _vectors(frame, index, block, entry)
+
+
 def _scorer(width: Width) -> Any:
     """A function that writes the scores of the entries of a stretch."""
-    multiply, transpose, lanes = product(width, adds=False), transposer(width.lanes), width.lanes
+    multiply, lanes = product(width), width.lanes
+    turn, turn_narrow = transposer(lanes), transposer(lanes, is_narrow=True)
 
     @native
     def score(frame, block, scratch, begin, end):
-        H, entry = size(frame, 0, 4), begin
+        H, entry, num_bytes = size(frame, 0, 4), begin, _number_bytes(frame)
         while entry < end:
             after = _piece_end(frame, entry, end)
             # pages have whole vectors of entries
             count = (after - entry + lanes - 1) // lanes * lanes
-            keys = _vectors(frame, 1, block, entry)
+            keys, ahead = _vectors(frame, 1, block, entry), _ahead(frame, 1, block, entry, end)
             for i in range(0, count, lanes):
                 for j in range(0, H, lanes):
                     to = scratch.turned + (j * count + i) * BYTES
-                    transpose(to, count * BYTES, keys + (i * H + j) * BYTES, H * BYTES)
+                    of = keys + (i * H + j) * num_bytes
+                    if num_bytes == BYTES:
+                        turn((to, count * BYTES, of, H * num_bytes, ahead))
+                    else:
+                        turn_narrow((to, count * BYTES, of, H * num_bytes, ahead))
             to = scratch.scores + (entry - begin) * BYTES
             queries = Matrix(scratch.queries, H * BYTES)
             turned = Matrix(scratch.turned, count * BYTES)
@@ -246,17 +266,21 @@ def _weigher(lanes: int) -> Any:
 
 def _adder(width: Width) -> Any:
     """A function that adds the weighted values of a stretch to the running sums."""
-    add = product(width, adds=True)
+    add = product(width, Form(adds=True, fetches=True))
+    add_narrow = product(width, Form(is_narrow=True, adds=True, fetches=True))
 
     @native
     def add_values(frame, block, scratch, begin, end):
-        V, entry = size(frame, 2, 3), max(begin, block.first)
+        V, entry, num_bytes = size(frame, 2, 3), max(begin, block.first), _number_bytes(frame)
         while entry < end:
             after = _piece_end(frame, entry, end)
-            weights = scratch.scores + (entry - begin) * BYTES
-            values = Matrix(_vectors(frame, 2, block, entry), V * BYTES)
-            sums = Matrix(scratch.sums, V * BYTES)
-            add(block.rows, V, after - entry, Matrix(weights, scratch.score_row), values, sums)
+            place, ahead = _vectors(frame, 2, block, entry), _ahead(frame, 2, block, entry, end)
+            x = Matrix(scratch.scores + (entry - begin) * BYTES, scratch.score_row)
+            values, sums = Matrix(place, V * num_bytes), Matrix(scratch.sums, V * BYTES)
+            if num_bytes == BYTES:
+                add(block.rows, V, after - entry, x, values, sums, ahead)
+            else:
+                add_narrow(block.rows, V, after - entry, x, values, sums, ahead)
             entry = after
 
     return add_values
@@ -284,11 +308,11 @@ def _writer(lanes: int) -> Any:
     return write
 
 
-def attention_kernel(width: Width) -> Kernel:
-    """The kernel for a processor's vectors.
+def attention_kernels(width: Width) -> list[Kernel]:
+    """The kernels for a processor's vectors, which differ by the dtype of entries.
 
-    Its arguments are scaled queries `q_BTKGH`, `k_PKSH`, `v_PKSH`, the pages `page_BN` of rows,
-    `low_BT` and `high_BT`, and the cap of scores, 0 for none. Its results are `out_BTKGH` and
+    Their arguments are scaled queries `q_BTKGH`, `k_PKSH`, `v_PKSH`, the pages `page_BN` of rows,
+    `low_BT` and `high_BT`, and the cap of scores, 0 for none. The results are `out_BTKGH` and
     `lse_BTKG`. Features and entries of pages are a multiple of the lanes of a vector.
     """
     lanes = width.lanes
@@ -296,8 +320,7 @@ def attention_kernel(width: Width) -> Kernel:
     add_values, write = _adder(width), _writer(lanes)
     fill, scale = filler(lanes), scaler(lanes)
 
-    @native
-    def run(frame, unit):
+    def run(frame: int, unit: int) -> int:
         block, first = find(frame, unit)
         memory, scratch = _allocate(frame, block)
         H, V = size(frame, 0, 4), size(frame, 2, 3)
@@ -318,16 +341,18 @@ def attention_kernel(width: Width) -> Kernel:
             add_values(frame, block, scratch, begin, end)
             begin = end
         write(frame, block, scratch, first)
-        call_address(free(), memory)
+        call_address(free(), (memory,))
+        return 0
 
-    arguments = (
-        Buffer("float32", 5),
-        Buffer("float32", 4),
-        Buffer("float32", 4),
-        Buffer("int32", 2),
-        Buffer("int32", 2),
-        Buffer("int32", 2),
-        Buffer("float32", 0),
-    )
-    results = Buffer("float32", 5), Buffer("float32", 4)
-    return Kernel(ATTEND_PAGES, arguments, results, _counter(lanes), run)
+    results, counted = (Buffer("float32", 5), Buffer("float32", 4)), _counter(lanes)
+    integers = (Buffer("int32", 2),) * 3
+    return [
+        Kernel(
+            attend_name(dtype),
+            (results[0], *(Buffer(dtype, 4),) * 2, *integers, Buffer("float32", 0)),
+            results,
+            counted,
+            run,
+        )
+        for dtype in ENTRIES
+    ]

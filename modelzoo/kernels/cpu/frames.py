@@ -10,12 +10,10 @@ Knows nothing of kernels or threads.
 # pyright: reportMissingImports=false
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from . import VERSIONS
-from .memory import call_address, load32, load64, native, store32, store64, text
+from .memory import call_address, load32, load64, native, store32, store64
 
 _EXTENSION, _API, _CONTEXT = 8, 16, 24
 _ARGUMENTS, _RESULTS = 40, 80
@@ -29,6 +27,7 @@ _METADATA = 1
 _INVALID_ARGUMENT = 3
 DTYPES = {"int8": 2, "int32": 4, "float32": 11, "bfloat16": 16}
 """XLA's numbers of dtypes."""
+_BFLOAT16 = DTYPES["bfloat16"]
 
 
 class Buffer(NamedTuple):
@@ -67,6 +66,12 @@ def result_size(frame: int, index: int, axis: int) -> int:
     return load64(load64(_buffer(frame, _RESULTS, index) + _SIZES) + 8 * axis)
 
 
+@native(inline="always")
+def is_narrow(frame: int, index: int) -> bool:
+    """Whether an argument is in bfloat16."""
+    return load32(_buffer(frame, _ARGUMENTS, index) + _DTYPE) == _BFLOAT16
+
+
 @native
 def is_question(frame: int) -> bool:
     """Whether XLA asks for the version of the handler; answers if so."""
@@ -81,47 +86,40 @@ def is_question(frame: int) -> bool:
     return True
 
 
-def checker(arguments: Sequence[Buffer], results: Sequence[Buffer]) -> Any:
-    """A function that says whether a frame has these numbers, dtypes and ranks of buffers."""
-    kinds = tuple(
-        np.array([(DTYPES[buffer.dtype], buffer.rank) for buffer in buffers], np.int64)
-        for buffers in (arguments, results)
-    )
-    of_arguments, of_results = kinds
+def packed(buffers: Sequence[Buffer]) -> int:
+    """The number of buffers and the dtype and rank of each, in an integer for `fits`."""
+    kinds = [(DTYPES[buffer.dtype] << 3) | buffer.rank for buffer in buffers]
+    assert len(kinds) < 8, "an integer has eight bytes"
+    return int.from_bytes(bytes([*kinds, *[0] * (7 - len(kinds)), len(kinds)]), "little")
 
-    @native
-    def fit(frame: int, buffers: int, kinds: np.ndarray) -> bool:
-        if load64(frame + buffers + _COUNT) != len(kinds):
+
+@native
+def _fit(frame: int, buffers: int, expected: int) -> bool:
+    count = load64(frame + buffers + _COUNT)
+    if count != expected >> 56:
+        return False
+    for index in range(count):
+        buffer = _buffer(frame, buffers, index)
+        kind = (load32(buffer + _DTYPE) << 3) | load64(buffer + _RANK)
+        if kind != (expected >> (8 * index)) & 255:
             return False
-        for index in range(len(kinds)):
-            buffer = _buffer(frame, buffers, index)
-            if (
-                load32(buffer + _DTYPE) != kinds[index, 0]
-                or load64(buffer + _RANK) != kinds[index, 1]
-            ):
-                return False
-        return True
-
-    @native
-    def fits(frame: int) -> bool:
-        return fit(frame, _ARGUMENTS, of_arguments) and fit(frame, _RESULTS, of_results)
-
-    return fits
+    return True
 
 
-def refuser(message: str) -> Any:
-    """A function that makes an error of XLA, for a handler to return."""
-    address = text(message)
+@native
+def fits(frame: int, arguments: int, results: int) -> bool:
+    """Whether a frame has buffers of the numbers, dtypes and ranks that `packed` has noted."""
+    return _fit(frame, _ARGUMENTS, arguments) and _fit(frame, _RESULTS, results)
 
-    @native
-    def refuse(frame: int, scratch: int) -> int:
-        store64(scratch, 32)
-        store64(scratch + 8, 0)
-        store64(scratch + 16, address())
-        store64(scratch + 24, _INVALID_ARGUMENT)
-        return call_address(load64(load64(frame + _API) + _ERROR_CREATE), scratch)
 
-    return refuse
+@native
+def refuse(frame: int, scratch: int, message: int) -> int:
+    """Make an error of XLA with the message at an address, for a handler to return."""
+    store64(scratch, 32)
+    store64(scratch + 8, 0)
+    store64(scratch + 16, message)
+    store64(scratch + 24, _INVALID_ARGUMENT)
+    return call_address(load64(load64(frame + _API) + _ERROR_CREATE), (scratch,))
 
 
 @native
@@ -132,7 +130,7 @@ def num_threads(frame: int, scratch: int) -> int:
     store64(scratch + 16, load64(frame + _CONTEXT))
     store64(scratch + 24, scratch + 40)
     store64(scratch + 40, 1)
-    call_address(load64(load64(frame + _API) + _NUM_THREADS), scratch)
+    call_address(load64(load64(frame + _API) + _NUM_THREADS), (scratch,))
     return load64(scratch + 40)
 
 
@@ -144,4 +142,4 @@ def schedule(frame: int, scratch: int, task: int, data: int) -> None:
     store64(scratch + 16, load64(frame + _CONTEXT))
     store64(scratch + 24, task)
     store64(scratch + 32, data)
-    call_address(load64(load64(frame + _API) + _SCHEDULE), scratch)
+    call_address(load64(load64(frame + _API) + _SCHEDULE), (scratch,))

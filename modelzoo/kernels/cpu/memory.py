@@ -6,6 +6,7 @@ An address is an integer. Nothing here checks one: callers know which memory the
 # numba is an extra
 # pyright: reportMissingImports=false
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +27,17 @@ def native(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return made if function is None else made(function)
 
 
-def c_function(signature: Any) -> Any:
-    """A decorator that compiles a function that C can call."""
-    options: dict[str, Any] = {"nopython": True, "error_model": "numpy"}
-    return numba.cfunc(signature, **options)
+C_FUNCTIONS: dict[Callable[..., int], Any] = {}
+"""All functions that `c_function` has compiled. Object code has them all."""
+
+
+def c_function(function: Callable[..., int]) -> Any:
+    """Compile a function of integers that C can call, and that returns an integer, once."""
+    if function not in C_FUNCTIONS:
+        signature = types.intp(*[types.intp] * len(inspect.signature(function).parameters))
+        options: dict[str, Any] = {"nopython": True, "error_model": "numpy"}
+        C_FUNCTIONS[function] = numba.cfunc(signature, **options)(function)
+    return C_FUNCTIONS[function]
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
@@ -87,15 +95,43 @@ def atomic_add(typing: Any, address: Any, number: Any) -> Any:
     return types.intp(types.intp, types.intp), code
 
 
+def _call(builder: Any, function: Any, arguments: Any) -> Any:
+    """Call a C function with the integers of a tuple."""
+    return builder.call(
+        function, [builder.extract_value(arguments, i) for i in range(arguments.type.count)]
+    )
+
+
 @intrinsic
-def call_address(typing: Any, function: Any, argument: Any) -> Any:
-    """Call the C function at an address with one integer, and return its integer."""
+def call_address(typing: Any, function: Any, arguments: Any) -> Any:
+    """Call the C function at an address with a tuple of integers, and return its integer."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        called = pointer(builder, args[0], ir.FunctionType(I64, [I64]))
-        return builder.call(called, [args[1]])
+        kind = ir.FunctionType(I64, [I64] * arguments.count)
+        return _call(builder, pointer(builder, args[0], kind), args[1])
 
-    return types.intp(types.intp, types.intp), code
+    return types.intp(types.intp, arguments), code
+
+
+def caller(function: Callable[..., int]) -> Any:
+    """A function that calls a C function with a tuple of its integers.
+
+    numba compiles functions that call each other once more for each caller; a C function it
+    compiles once.
+    """
+    name = c_function(function).native_name
+
+    @intrinsic
+    def call(typing: Any, arguments: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = ir.FunctionType(I64, [I64] * arguments.count)
+            return _call(
+                builder, cgutils.get_or_insert_function(builder.module, kind, name), args[0]
+            )
+
+        return types.intp(arguments), code
+
+    return call
 
 
 def address_of(function: str) -> Any:

@@ -10,9 +10,10 @@ compiled. Guarantees: kernels are registered once a process.
 import ctypes
 import re
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
-from . import ATTEND_PAGES
+from . import NAMES
+from .processor import Processor
 
 _STUBS = rb"(?<=\0)(?:numba_|NRT_|Py)\w+(?=\0)"
 """The names in object code of functions that only a kernel that raises an error calls."""
@@ -22,49 +23,34 @@ _engines: list[Any] = []
 _is_used = False
 
 
-class Processor(NamedTuple):
-    """A processor for which object code is compiled."""
-
-    name: str
-    features: str
-    """LLVM's features: each with a sign, with commas between them."""
-
-    @classmethod
-    def here(cls) -> "Processor":
-        """The processor of this machine."""
-        import llvmlite.binding as llvm
-
-        return cls(llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
-
-    def has(self, feature: str) -> bool:
-        """Whether it has a feature."""
-        return f"+{feature}" in self.features.split(",")
-
-
 def is_loaded() -> bool:
     """Whether graphs may call the kernels, which are registered in this process."""
     return _is_used
+
+
+def panel_columns() -> int | None:
+    """The columns of the panels of weights that the kernels read; None if they are not loaded."""
+    return Processor.here().width.columns if _is_used else None
 
 
 def compile_all(processor: Processor) -> bytes:
     """The object code of all kernels, which takes about ten seconds."""
     import llvmlite.binding as llvm
 
-    from .attention import attention_kernel
+    from .attention import attention_kernels
+    from .lines import put_kernel, take_kernel
+    from .memory import C_FUNCTIONS
+    from .products import product_kernels
     from .threads import compile_kernel
-    from .vectors import Width
 
-    width = Width(8, 2)
-    if processor.has("avx512f"):
-        width = Width(16, 4)
-    elif processor.has("neon"):
-        width = Width(4, 4)
+    products = product_kernels(processor)
+    kernels = (*attention_kernels(processor.width), *products, put_kernel(), take_kernel())
+    handlers = {kernel.name: compile_kernel(kernel) for kernel in kernels}
     module = llvm.parse_assembly("")
-    kernel = attention_kernel(width)
-    compiled = compile_kernel(kernel)
-    for part in (compiled.task, compiled.handler):
-        module.link_in(llvm.parse_assembly(part.inspect_llvm()))
-    module.get_function(compiled.handler.native_name).name = kernel.name
+    for function in C_FUNCTIONS.values():
+        module.link_in(llvm.parse_assembly(function.inspect_llvm()))
+    for name, handler in handlers.items():
+        module.get_function(handler).name = name
     return _machine(processor).emit_object(module)
 
 
@@ -84,8 +70,9 @@ def register(code: bytes) -> None:
             llvm.add_symbol(name.decode(), abort)
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        address = ctypes.c_void_p(engine.get_function_address(ATTEND_PAGES))
-        jax.ffi.register_ffi_target(ATTEND_PAGES, jax.ffi.pycapsule(address), platform="cpu")
+        for name in NAMES:
+            address = ctypes.c_void_p(engine.get_function_address(name))
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
         _engines.append(engine)
 
 

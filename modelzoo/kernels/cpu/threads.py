@@ -11,34 +11,35 @@ all buffers, and their sizes by the kernel's own function, before any is read or
 # numba is an extra
 # pyright: reportMissingImports=false
 
+from functools import cache
 from typing import Any, NamedTuple
 
-from numba import types
-
-from .frames import Buffer, checker, is_question, num_threads, refuser, schedule
+from .frames import Buffer, fits, is_question, num_threads, packed, refuse, schedule
 from .memory import (
     address_of,
     atomic_add,
     c_function,
     call_address,
+    caller,
     free,
     load64,
     malloc,
     native,
     sched_yield,
     store64,
+    text,
 )
 
-_NEXT, _DONE, _OWNERS, _COUNT, _FRAME, _SCRATCH = 0, 64, 128, 192, 200, 208
+_NEXT, _DONE, _OWNERS, _COUNT, _FRAME, _RUN, _SCRATCH = 0, 64, 128, 192, 200, 208, 216
 """Offsets in the memory of a call: counters that several threads change are on lines of the cache
 of their own."""
-_CALL_BYTES = 256
+_CALL_BYTES = 264
 _SPINS = 2000
 """The number of times that the caller asks for the end before it gives its core to others."""
 
 
 class Kernel(NamedTuple):
-    """A kernel, as functions that numba compiles."""
+    """A kernel, as functions of integers that numba has not compiled."""
 
     name: str
     """Its name among XLA's foreign functions."""
@@ -47,84 +48,80 @@ class Kernel(NamedTuple):
     count: Any
     """The number of units of a frame, or -1 if the sizes of its buffers do not belong together."""
     run: Any
-    """Computes a unit of a frame, given by its index."""
-
-
-class Compiled(NamedTuple):
-    """The C functions of a kernel."""
-
-    handler: Any
-    task: Any
-    """The function that threads of the pool run; the handler names it."""
+    """Computes a unit of a frame, given by its index, and returns 0."""
 
 
 @native
 def _release(call: int) -> None:
     """Give up a call; its last owner frees its memory."""
     if atomic_add(call + _OWNERS, -1) == 1:
-        call_address(free(), call)
+        call_address(free(), (call,))
 
 
-def _compile_task(run: Any) -> Any:
-    """Compile the function that computes units of a call until there are none left."""
-
-    @native
-    def work(call: int) -> None:
-        total = load64(call + _COUNT)
+def _work(call: int) -> int:
+    """Compute units of a call until there are none left, as threads of the pool do."""
+    total = load64(call + _COUNT)
+    unit = atomic_add(call + _NEXT, 1)
+    while unit < total:
+        call_address(load64(call + _RUN), (load64(call + _FRAME), unit))
+        atomic_add(call + _DONE, 1)
         unit = atomic_add(call + _NEXT, 1)
-        while unit < total:
-            run(load64(call + _FRAME), unit)
-            atomic_add(call + _DONE, 1)
-            unit = atomic_add(call + _NEXT, 1)
-        _release(call)
-
-    @c_function(types.void(types.intp))
-    def task(call):
-        work(call)
-
-    return task
+    _release(call)
+    return 0
 
 
-def compile_kernel(kernel: Kernel) -> Compiled:
-    """Compile the handler of a kernel."""
-    count, task = kernel.count, _compile_task(kernel.run)
-    fits = checker(kernel.arguments, kernel.results)
-    expected = ", ".join(f"{buffer.dtype} of rank {buffer.rank}" for buffer in kernel.arguments)
-    refuse_kinds = refuser(f"{kernel.name}: expected arguments {expected}, got others")
-    refuse_sizes = refuser(f"{kernel.name}: the sizes of its arguments do not belong together")
-    task_address = address_of(task.native_name)
+@cache
+def _handle() -> Any:
+    """The handler of all kernels, which differ by its last six arguments."""
+    work, work_address = caller(_work), address_of(c_function(_work).native_name)
 
-    @c_function(types.intp(types.intp))
-    def handler(frame):
+    def handle(
+        frame: int, count: int, run: int, arguments: int, results: int, kinds: int, sizes: int
+    ) -> int:
         if is_question(frame):
             return 0
-        call = call_address(malloc(), _CALL_BYTES)
+        call = call_address(malloc(), (_CALL_BYTES,))
         scratch = call + _SCRATCH
-        total = -1
-        is_fit = fits(frame)
+        total, is_fit = -1, fits(frame, arguments, results)
         if is_fit:
-            total = count(frame)
+            total = call_address(count, (frame,))
         if total < 0:
-            error = refuse_sizes(frame, scratch) if is_fit else refuse_kinds(frame, scratch)
-            call_address(free(), call)
+            error = refuse(frame, scratch, sizes if is_fit else kinds)
+            call_address(free(), (call,))
             return error
         threads = max(1, min(num_threads(frame, scratch), total))
         store64(call + _NEXT, 0)
         store64(call + _DONE, 0)
         store64(call + _COUNT, total)
         store64(call + _FRAME, frame)
+        store64(call + _RUN, run)
         # the caller waits, so it is an owner once more
         store64(call + _OWNERS, threads + 1)
         for _ in range(threads - 1):
-            schedule(frame, scratch, task_address(), call)
-        # the C function, so that the kernel is compiled once
-        call_address(task_address(), call)
+            schedule(frame, scratch, work_address(), call)
+        work((call,))
         spins = 0
         while atomic_add(call + _DONE, 0) < total:
             spins += 1
             if spins > _SPINS:
-                call_address(sched_yield(), 0)
+                call_address(sched_yield(), (0,))
         _release(call)
         return 0
 
-    return Compiled(handler, task)
+    return caller(handle)
+
+
+def compile_kernel(kernel: Kernel) -> str:
+    """Compile the handler of a kernel, a C function, and return its name in object code."""
+    expected = ", ".join(f"{buffer.dtype} of rank {buffer.rank}" for buffer in kernel.arguments)
+    kinds = text(f"{kernel.name}: expected arguments {expected}, got others")
+    sizes = text(f"{kernel.name}: the sizes of its arguments do not belong together")
+    count, run = (
+        address_of(c_function(function).native_name) for function in (kernel.count, kernel.run)
+    )
+    handle, arguments, results = _handle(), packed(kernel.arguments), packed(kernel.results)
+
+    def handler(frame: int) -> int:
+        return handle((frame, count(), run(), arguments, results, kinds(), sizes()))
+
+    return c_function(handler).native_name

@@ -1,8 +1,8 @@
 """Loops over vectors as LLVM code, for functions that numba compiles: products, softmax, copies.
 
 Vectors are as wide as the registers of the processor. All addresses and distances are in bytes, and
-arrays are in float32. Each number of a product is one chain of additions, so it depends neither on
-the other rows nor on how many there are.
+arrays are in float32, but for products of bfloat16. Each number of a product is one chain of
+additions, so it depends neither on the other rows nor on how many there are.
 
 Knows nothing of attention or of call frames.
 """
@@ -11,36 +11,50 @@ Knows nothing of attention or of call frames.
 # pyright: reportMissingImports=false
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
 
-from .memory import F32, I32, I64, intrinsic, native, pointer
+from .memory import F32, I32, I64, caller, intrinsic, native, pointer
+from .processor import Width
 
 BYTES = 4
 """Bytes of a number in float32."""
+_FETCH = "llvm.prefetch.p0"
+_ALIGNED = 2
+"""The bytes that addresses are a multiple of."""
 LOWEST = -1e30
 """Less than all scores."""
 
 
-class Width(NamedTuple):
-    """The registers of a processor, as products use them."""
-
-    lanes: int
-    """The numbers of a vector."""
-    vectors: int
-    """The vectors of a row of a tile. With those of six rows they stay in registers."""
-
-    @property
-    def columns(self) -> int:
-        """The columns of a tile."""
-        return self.lanes * self.vectors
-
-
 ROWS = 6, 4, 2, 1
 """The numbers of rows of tiles."""
+
+
+class Form(NamedTuple):
+    """What a product reads and writes."""
+
+    is_paired: bool = False
+    """Whether x and y have pairs of bfloat16, which lie together, in place of float32."""
+    has_pair_products: bool = False
+    """Whether the processor multiplies pairs; otherwise they are widened to float32."""
+    is_narrow: bool = False
+    """Whether y has bfloat16 and x has float32."""
+    adds: bool = False
+    """Whether the product is added to the result."""
+    rounds: bool = False
+    """Whether the result is rounded to bfloat16."""
+    fetches: bool = False
+    """Whether memory sends the y of the next product meanwhile."""
+
+
+OF_FLOATS = Form()
+
+
+def _repeated(kind: ir.VectorType, number: float) -> ir.Constant:
+    return ir.Constant(kind, [number] * kind.count)
 
 
 class _Code:
@@ -49,14 +63,15 @@ class _Code:
     def __init__(self, context: Any, builder: Any, lanes: int):
         self.context, self.builder, self.lanes = context, builder, lanes
         self.vector, self.integers = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
+        self.halves = ir.VectorType(ir.IntType(16), lanes)
 
     def all(self, number: float) -> ir.Constant:
         """A vector of one number."""
-        return ir.Constant(self.vector, [number] * self.lanes)
+        return _repeated(self.vector, number)
 
     def spread(self, number: Any) -> Any:
         """A vector of a number that is known when the code runs."""
-        one = ir.Constant(self.vector, ir.Undefined)
+        one = ir.Constant(ir.VectorType(number.type, self.lanes), ir.Undefined)
         one = self.builder.insert_element(one, number, ir.Constant(I32, 0))
         order = ir.Constant(self.integers, [0] * self.lanes)
         return self.builder.shuffle_vector(one, one, order)
@@ -70,18 +85,28 @@ class _Code:
     def load(self, address: Any, kind: Any = None) -> Any:
         """A vector at an address, or a number of a kind."""
         where = pointer(self.builder, address, kind or self.vector)
-        return self.builder.load(where, align=BYTES)
+        return self.builder.load(where, align=_ALIGNED)
 
     def store(self, address: Any, value: Any) -> None:
         """Store a vector at an address."""
-        self.builder.store(value, pointer(self.builder, address, value.type), align=BYTES)
+        self.builder.store(value, pointer(self.builder, address, value.type), align=_ALIGNED)
+
+    def fetch(self, address: Any) -> None:
+        """Have memory send the line of an address to the second cache."""
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), I32, I32, I32])
+        known = self.builder.module.globals.get(_FETCH)
+        fetch = known or ir.Function(self.builder.module, kind, _FETCH)
+        line = pointer(self.builder, address, ir.IntType(8))
+        self.builder.call(fetch, [line, I32(0), I32(2), I32(1)])
 
     def call(self, name: str, *given: Any) -> Any:
         """Call an operation of LLVM on vectors, such as `fma`."""
-        full = f"llvm.{name}.v{self.lanes}f32"
-        known = self.builder.module.globals.get(full)
-        kind = ir.FunctionType(self.vector, [self.vector] * len(given))
-        return self.builder.call(known or ir.Function(self.builder.module, kind, full), given)
+        return self._operation(f"llvm.{name}.v{self.lanes}f32", *given)
+
+    def _operation(self, name: str, *given: Any) -> Any:
+        known = self.builder.module.globals.get(name)
+        kind = ir.FunctionType(self.vector, [value.type for value in given])
+        return self.builder.call(known or ir.Function(self.builder.module, kind, name), given)
 
     def loop(
         self,
@@ -127,6 +152,41 @@ class _Code:
         """The larger numbers; those of `a` where b is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", b, a), b, a)
 
+    def factors(self, form: Form, numbers: Any) -> list[Any]:
+        """What `multiply_add` takes of a vector: the vector, or both halves of pairs as float32."""
+        if not form.is_paired or form.has_pair_products:
+            return [numbers]
+        builder = self.builder
+        low = builder.shl(numbers, ir.Constant(self.integers, [16] * self.lanes))
+        high = builder.and_(numbers, ir.Constant(self.integers, [-(1 << 16)] * self.lanes))
+        return [builder.bitcast(half, self.vector) for half in (low, high)]
+
+    def multiply_add(self, form: Form, of_x: list[Any], of_y: list[Any], total: Any) -> Any:
+        """The sum of a total and the products of the `factors` of two vectors."""
+        if form.has_pair_products:
+            name = f"x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
+            return self._operation(f"llvm.{name}", total, *of_x, *of_y)
+        for x, y in zip(of_x, of_y, strict=True):
+            total = self.call("fma", x, y, total)
+        return total
+
+    def rounded(self, x: Any) -> Any:
+        """Numbers in bfloat16, rounded to even, as integers of 16 bits."""
+        builder, bits = self.builder, self.builder.bitcast(x, self.integers)
+        constant = partial(_repeated, self.integers)
+        odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+        nearest = builder.add(bits, builder.add(odd, constant(0x7FFF)))
+        # to round the bits of NaN could make infinity of it
+        is_nan = builder.fcmp_unordered("uno", x, x)
+        bits = builder.select(is_nan, builder.or_(bits, constant(1 << 22)), nearest)
+        return builder.trunc(builder.lshr(bits, constant(16)), self.halves)
+
+    def widened(self, halves: Any) -> Any:
+        """Numbers in float32, from bfloat16 as integers of 16 bits."""
+        bits = self.builder.zext(halves, self.integers)
+        bits = self.builder.shl(bits, _repeated(self.integers, 16))
+        return self.builder.bitcast(bits, self.vector)
+
     def exp(self, x: Any) -> Any:
         """exp, to about two units in the last place, of numbers up to 88; below -87 it is 1e-38.
 
@@ -159,43 +219,56 @@ class _Code:
         return builder.fmul(sum_, builder.bitcast(exponent, self.vector))
 
 
-def _tile(width: Width, num_rows: int, num_vectors: int, *, adds: bool) -> Any:
+def _tile(form: Form, lanes: int, num_rows: int, num_vectors: int) -> Any:
     """A function `tile(x, y, out, distances, count)`: the product of rows and columns.
 
-    The distances are those between the rows of x, y and out. `count` numbers of each row of x are
-    multiplied with as many rows of y.
+    The distances are those between the rows of x, y and out, and that to the next y. `count`
+    numbers or pairs of each row of x are multiplied with as many rows of y.
     """
 
     @intrinsic
     def tile(typing: Any, x: Any, y: Any, out: Any, distances: Any, count: Any) -> Any:
         def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             x, y, out, distances, count = args
-            x_row, y_row, out_row = (builder.extract_value(distances, i) for i in range(3))
-            code = _Code(context, builder, width.lanes)
-            size = width.lanes * BYTES
+            x_row, y_row, out_row, ahead = (builder.extract_value(distances, i) for i in range(4))
+            code = _Code(context, builder, lanes)
+            size, out_size = (
+                lanes * BYTES // (2 if is_half else 1) for is_half in (form.is_narrow, form.rounds)
+            )
             rows = [code.at(x, x_row, row) for row in range(num_rows)]
             places = [
-                code.at(code.at(out, out_row, row), vector * size)
+                code.at(code.at(out, out_row, row), vector * out_size)
                 for row in range(num_rows)
                 for vector in range(num_vectors)
             ]
-            start = [code.load(place) if adds else code.all(0.0) for place in places]
+            start = [code.load(place) if form.adds else code.all(0.0) for place in places]
+            scalar, kind = (I32, code.integers) if form.is_paired else (F32, code.vector)
+            kind = code.halves if form.is_narrow else kind
 
             def turn(index: Any, sums: list[Any]) -> list[Any]:
                 row_of_y = builder.add(y, builder.mul(y_row, index))
-                of_y = [code.load(code.at(row_of_y, i * size)) for i in range(num_vectors)]
+                places = [code.at(row_of_y, i * size) for i in range(num_vectors)]
+                of_y = [code.load(place, kind) for place in places]
+                for place in places if form.fetches else []:
+                    code.fetch(builder.add(place, ahead))
+                of_y = [
+                    [code.widened(vector)] if form.is_narrow else code.factors(form, vector)
+                    for vector in of_y
+                ]
                 new = []
                 for row in range(num_rows):
-                    number = code.spread(code.load(code.at(rows[row], index, BYTES), F32))
+                    number = code.spread(code.load(code.at(rows[row], index, BYTES), scalar))
+                    of_x = code.factors(form, number)
                     for i, vector in enumerate(of_y):
-                        new.append(code.call("fma", number, vector, sums[row * num_vectors + i]))
+                        total = sums[row * num_vectors + i]
+                        new.append(code.multiply_add(form, of_x, vector, total))
                 return new
 
             for place, total in zip(places, code.loop(count, 1, start, turn), strict=True):
-                code.store(place, total)
+                code.store(place, code.rounded(total) if form.rounds else total)
             return context.get_dummy_value()
 
-        given = *[types.intp] * 3, types.UniTuple(types.intp, 3), types.intp
+        given = *[types.intp] * 3, types.UniTuple(types.intp, 4), types.intp
         return types.void(*given), write
 
     return tile
@@ -210,18 +283,19 @@ class Matrix(NamedTuple):
 
 
 @cache
-def product(width: Width, *, adds: bool) -> Any:
-    """A function `multiply(rows, columns, count, x, y, out)`: `out = x @ y`, or `out += x @ y`.
+def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = False) -> Any:
+    """A function `multiply(rows, columns, count, x, y, out, ahead)`: `out = x @ y`, or `out += ..`.
 
-    x, y and out are matrices, and y has `count` rows. The columns of y are a multiple of the lanes.
+    x, y and out are matrices, and y has `count` rows, of numbers or of pairs. The next y is so many
+    bytes ahead of this one. Without `has_single_columns`, the columns are a multiple of the lanes.
     """
 
-    def by_rows(num_vectors: int) -> Any:
-        six, four, two, one = (_tile(width, rows, num_vectors, adds=adds) for rows in ROWS)
+    def by_rows(lanes: int, num_vectors: int, form: Form) -> Any:
+        six, four, two, one = (_tile(form, lanes, rows, num_vectors) for rows in ROWS)
 
         @native
-        def run(rows, count, x, y, out):
-            to, of, distances = out.address, x.address, (x.row, y.row, out.row)
+        def run(rows, count, x, y, out, ahead):
+            to, of, distances = out.address, x.address, (x.row, y.row, out.row, ahead)
             while rows > 0:
                 if rows >= 6:
                     done = 6
@@ -241,35 +315,60 @@ def product(width: Width, *, adds: bool) -> Any:
 
         return run
 
-    of_wide, of_narrow = by_rows(width.vectors), by_rows(1)
     wide, narrow = width.columns, width.lanes
+    y_bytes, out_bytes = (2 if is_half else BYTES for is_half in (form.is_narrow, form.rounds))
+    of_wide, of_narrow = by_rows(narrow, width.vectors, form), by_rows(narrow, 1, form)
+    of_one, single = of_narrow, narrow
+    if has_single_columns:
+        # a number alone has no product of pairs
+        of_one, single = by_rows(1, 1, form._replace(has_pair_products=False)), 1
 
-    @native
-    def multiply(rows, columns, count, x, y, out):
+    def multiply(rows, columns, count, of_x, x_row, of_y, y_row, to, out_row, ahead):
+        x, y, out = Matrix(of_x, x_row), Matrix(of_y, y_row), Matrix(to, out_row)
         column = 0
         while column < columns:
-            y_here = Matrix(y.address + column * BYTES, y.row)
-            out_here = Matrix(out.address + column * BYTES, out.row)
+            y_here = Matrix(y.address + column * y_bytes, y.row)
+            out_here = Matrix(out.address + column * out_bytes, out.row)
             if columns - column >= wide:
-                of_wide(rows, count, x, y_here, out_here)
+                of_wide(rows, count, x, y_here, out_here, ahead)
                 column += wide
-            else:
-                of_narrow(rows, count, x, y_here, out_here)
+            elif columns - column >= narrow:
+                of_narrow(rows, count, x, y_here, out_here, ahead)
                 column += narrow
+            else:
+                of_one(rows, count, x, y_here, out_here, ahead)
+                column += single
+        return 0
 
-    return multiply
+    multiply_all = caller(multiply)
+
+    @native(inline="always")
+    def call(rows, columns, count, x, y, out, ahead=0):
+        places = x.address, x.row, y.address, y.row, out.address, out.row
+        multiply_all((rows, columns, count, *places, ahead))
+
+    return call
 
 
 @cache
-def transposer(lanes: int) -> Any:
-    """A function `transpose(to, to_row, of, of_row)` of a square of as many numbers as lanes."""
+def transposer(lanes: int, *, is_narrow: bool = False) -> Any:
+    """A function `transpose(to, to_row, of, of_row, ahead)` of a square of numbers.
+
+    A row has as many numbers as a vector has lanes. With `is_narrow`, it reads bfloat16, and writes
+    float32. Memory sends the next square meanwhile, which is so many bytes ahead.
+    """
 
     @intrinsic
-    def transpose(typing: Any, to: Any, to_row: Any, of: Any, of_row: Any) -> Any:
+    def transpose(typing: Any, to: Any, to_row: Any, of: Any, of_row: Any, ahead: Any) -> Any:
         def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            to, to_row, of, of_row = args
+            to, to_row, of, of_row, ahead = args
             code = _Code(context, builder, lanes)
-            rows = [code.load(code.at(of, of_row, row)) for row in range(lanes)]
+            kind = code.halves if is_narrow else code.vector
+            places = [code.at(of, of_row, row) for row in range(lanes)]
+            rows = [code.load(place, kind) for place in places]
+            for place in places:
+                code.fetch(builder.add(place, ahead))
+            rows = [code.widened(row) for row in rows] if is_narrow else rows
             distance = 1
             while distance < lanes:
                 # exchange the numbers of pairs of rows that lie off the diagonal of their squares
@@ -295,9 +394,13 @@ def transposer(lanes: int) -> Any:
                 code.store(code.at(to, to_row, row), vector)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 4), write
+        return types.void(*[types.intp] * 5), write
 
-    return transpose
+    def transpose_one(to, to_row, of, of_row, ahead):
+        transpose(to, to_row, of, of_row, ahead)
+        return 0
+
+    return caller(transpose_one)
 
 
 @cache
