@@ -94,8 +94,8 @@ class PackedWeight:
         first_M1, together = row_M1 // self.columns * self.columns, _together(self.dtype)
         width_M1 = jnp.minimum(self.columns, num_rows - first_M1)
         # P numbers of a column lie together
-        unit_W = jnp.arange(num_features // together)
-        place_MW = first_M1 * unit_W.size + unit_W * width_M1 + row_M1 - first_M1
+        unit_1W = jnp.arange(num_features // together)[None]
+        place_MW = first_M1 * unit_1W.size + unit_1W * width_M1 + row_M1 - first_M1
         rows = take_units(self.numbers, place_MW, together)
         return rows.reshape(*ids.shape, num_features)
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from caches import decode
 from conformance import CASES, TRUE_LENGTHS, Case, prompts, save_reference
+from cpu_kernels import loaded as kernels_loaded
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
@@ -27,7 +29,9 @@ from noria.modelzoo.cache.layer_state import Cache
 from noria.modelzoo.cache.pages import PageCounts, allocate_pages
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement
 from noria.modelzoo.families.registry import FAMILIES
+from noria.modelzoo.kernels.cpu.objects import panel_columns
 from noria.modelzoo.operations import ON_ONE_DEVICE
+from noria.modelzoo.weights.packed_weight import PackedWeight
 from noria.runtime.checkpoint.loader import load_params
 from noria.runtime.checkpoint.model_files import open_model
 
@@ -57,7 +61,8 @@ class LoadedCase:
             self.definition = AbstractModel(files.spec.config, arrangement)
             abstract = self.definition.abstract_parameters(jnp.float32)
             sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            self.parameters = load_params(files.spec, files.tensors, abstract, sharding)
+            parameters = load_params(files.spec, files.tensors, abstract, sharding)
+            self.parameters = self.definition.pack(parameters)
 
     def prefill_logits(self, bucket_length: int) -> jax.Array:
         """Return the logits of every position."""
@@ -291,6 +296,20 @@ def test_prefill_in_chunks_gives_the_logprobs_of_transformers(loaded: LoadedCase
     if not (is_slow or loaded.case.name in IN_CHUNKS):
         pytest.skip("slow; run with --slow")
     loaded.assert_close(loaded.chunk_logits())
+
+
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+@pytest.mark.cpu_kernels
+@pytest.mark.skipif(find_spec("numba") is None, reason="needs numba")
+def test_weights_in_panels_give_the_logprobs_of_transformers(family, tmp_path, monkeypatch):
+    """All products of weights in panels are those of kernels, and no family has none."""
+    with kernels_loaded():
+        monkeypatch.setattr(PackedWeight, "plain", lambda self: pytest.fail("not by a kernel"))
+        case = next(case for case in CASES if case.family == family)
+        loaded = LoadedCase(case, tmp_path, Arrangement(panel_columns=panel_columns()))
+        assert loaded.definition.packed
+        loaded.assert_close(loaded.prefill_logits(BUCKET_LENGTH))
+        loaded.assert_close(loaded.decode_logits(first=20), first=20)
 
 
 def test_every_family_has_at_least_four_cases():

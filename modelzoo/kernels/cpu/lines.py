@@ -16,10 +16,10 @@ _UNIT_LINES = 32
 
 
 def take_kernel() -> Kernel:
-    """The kernel that reads pairs: arguments are an array `[V, D]` and places `[M, W]` of its pairs.
+    """The kernel that reads pairs of numbers.
 
-    The result is `[M, 2 W]`. A place that is not in the array is an error of the caller; nothing
-    outside is read.
+    Its arguments are an array `[V, D]` and places `[M, W]` of its pairs. The result is `[M, 2 W]`.
+    A place that is not in the array is an error of the caller; nothing outside is read.
     """
 
     def count(frame: int) -> int:
@@ -41,10 +41,11 @@ def take_kernel() -> Kernel:
 
 
 def put_kernel() -> Kernel:
-    """The kernel that writes lines: arguments are an array of rank 5, lines `[M, W]` and their places `[M]`.
+    """The kernel that writes lines.
 
-    The result is the first argument, in place. It has lines of W numbers, and a line whose place is
-    not in it is dropped. W is even.
+    Its arguments are an array of rank 5, lines `[M, W]` and their places `[M]`. The result is the
+    first argument, in place. It has lines of W numbers, and a line whose place is not in it is
+    dropped. W is even.
     """
 
     @native

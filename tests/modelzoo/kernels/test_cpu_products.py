@@ -1,0 +1,227 @@
+"""Kernels of products and moves for the CPU against plain numpy: drawn shapes, guarded buffers."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cpu_kernels import NEEDS_NUMBA, loaded
+from guarded_frame import call, guarded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from noria.modelzoo.kernels.cpu import PRODUCTS, PUT_LINES, TAKE_PAIRS, objects, product_name
+from noria.modelzoo.kernels.cpu.objects import panel_columns
+from noria.modelzoo.kernels.cpu_products import multiply_panels
+from noria.modelzoo.moves import needs_kernel, put_lines
+from noria.modelzoo.weights.packed_weight import PackedWeight, pack
+from noria.modelzoo.weights.product import Product, einsum, gate_up_product
+
+pytestmark = list(NEEDS_NUMBA)
+BFLOAT16 = jnp.dtype("bfloat16")
+ERROR = {"float32": 2e-6, "bfloat16": 8e-3}
+"""The largest error of a result, as a part of the sum of the products' absolute values."""
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    with loaded():
+        yield
+
+
+def handler(name: str) -> int:
+    (engine,) = objects._engines
+    return engine.get_function_address(name)
+
+
+def run_guarded(name: str, arguments: list, results: list, *, at_end: bool) -> list[np.ndarray]:
+    """Call a kernel with buffers between pages that nobody may touch; arguments must not change."""
+    given_buffers = [guarded(x, at_end=at_end) for x in arguments]
+    made = [guarded(x, at_end=at_end) for x in results]
+    failed = call(handler(name), [x.array for x in given_buffers], [x.array for x in made])
+    assert failed is None
+    for before, after in zip(arguments, given_buffers, strict=True):
+        assert before.tobytes() == after.array.tobytes()
+    return [x.array.copy() for x in made]
+
+
+def packed(weight: np.ndarray) -> np.ndarray:
+    columns = panel_columns()
+    assert columns is not None
+    return np.asarray(pack(jnp.asarray(weight), (-2,), columns))
+
+
+@st.composite
+def products(draw: st.DrawFn):
+    M, G = draw(st.integers(1, 200)), draw(st.integers(1, 2))
+    K, N = 2 * draw(st.integers(1, 150)), draw(st.integers(1, 200))
+    dtype, out = draw(st.sampled_from(PRODUCTS))
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    x, w = (rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in ((M, K), (G, K, N)))
+    return x, w, out
+
+
+@settings(max_examples=80, deadline=None)
+@given(products(), st.booleans())
+def test_a_product_equals_the_reference_and_touches_its_buffers_alone(drawn, at_end):
+    x, w, out = drawn
+    arguments = [x, packed(w)]
+    result = np.full((w.shape[0], len(x), w.shape[2]), 9, jnp.dtype(out))
+    name = product_name(x.dtype.name, out)
+    (found,) = run_guarded(name, arguments, [result], at_end=at_end)
+    x, w = x.astype(np.float64), w.astype(np.float64)
+    wanted, largest = np.einsum("mk,gkn->gmn", x, w), np.einsum("mk,gkn->gmn", abs(x), abs(w))
+    assert (abs(found.astype(np.float64) - wanted) <= ERROR[out] * largest + 1e-30).all()
+
+
+@pytest.mark.parametrize(("dtype", "out"), PRODUCTS)
+def test_a_row_of_a_product_has_its_own_bits(dtype, out):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((120, 96)).astype(jnp.dtype(dtype))
+    w = packed(rng.standard_normal((1, 96, 200)).astype(jnp.dtype(dtype)))
+
+    def rows(x):
+        result = np.zeros((1, len(x), 200), jnp.dtype(out))
+        assert call(handler(product_name(dtype, out)), [x, w], [result]) is None
+        return result[0].astype(np.float32)
+
+    whole = rows(x)
+    np.testing.assert_array_equal(rows(x[::-1].copy())[::-1], whole)
+    for first, last in ((0, 1), (7, 10), (50, 55), (100, 120)):
+        np.testing.assert_array_equal(rows(x[first:last].copy()), whole[first:last])
+
+
+@pytest.mark.parametrize(("dtype", "out"), PRODUCTS)
+def test_a_number_that_is_not_finite_stays_in_its_row(dtype, out):
+    x, w = np.ones((3, 4), jnp.dtype(dtype)), np.ones((1, 4, 70), jnp.dtype(dtype))
+    for number in (np.nan, np.inf):
+        x[1, 2], result = number, np.zeros((1, 3, 70), jnp.dtype(out))
+        assert call(handler(product_name(dtype, out)), [x, packed(w)], [result]) is None
+        is_finite = np.isfinite(result[0].astype(np.float32)).all(axis=1)
+        assert is_finite.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "result", "message"),
+    [
+        ((3, 4), (1, 6, 8), (1, 3, 8), "sizes of its arguments"),
+        ((3, 4), (1, 4, 8), (1, 3, 9), "sizes of its arguments"),
+        ((3, 4), (1, 4, 8), (2, 3, 8), "sizes of its arguments"),
+        ((3, 4), (1, 4, 8), (1, 2, 8), "sizes of its arguments"),
+        ((3, 5), (1, 5, 8), (1, 3, 8), "sizes of its arguments"),
+        ((3, 4), (4, 8), (1, 3, 8), "expected arguments bfloat16 of rank 2, bfloat16 of rank 3"),
+    ],
+)
+def test_arguments_of_a_product_that_do_not_fit_are_an_error(x, w, result, message):
+    arguments = [np.ones(shape, BFLOAT16) for shape in (x, w)]
+    failed = call(handler(product_name(*PRODUCTS[1])), arguments, [np.zeros(result, np.float32)])
+    assert failed is not None and message in failed
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.booleans())
+def test_pairs_are_taken_and_lines_are_put_where_they_belong(seed, at_end):
+    rng = np.random.default_rng(seed)
+    V, D, M, W = rng.integers(1, 40), 2 * rng.integers(1, 20), rng.integers(1, 70), 5
+    table = rng.standard_normal((V, D)).astype(BFLOAT16)
+    place = rng.integers(0, V * D // 2, (M, W)).astype(np.int32)
+    result = np.zeros((M, 2 * W), BFLOAT16)
+    (taken,) = run_guarded(TAKE_PAIRS, [table, place], [result], at_end=at_end)
+    np.testing.assert_array_equal(taken, table.reshape(-1, 2)[place].reshape(M, 2 * W))
+    # a place outside is an error of the caller, and nothing outside is read
+    run_guarded(TAKE_PAIRS, [table, place * 0 + 10**6], [result], at_end=at_end)
+
+    pool = rng.standard_normal((1, V, 2, 3, D)).astype(BFLOAT16)
+    lines = rng.standard_normal((min(M, 6 * V), D)).astype(BFLOAT16)
+    to = rng.permutation(6 * V)[: len(lines)].astype(np.int32)
+    to[0] = rng.choice([-1, 6 * V, 10**9])
+    buffers = [guarded(x, at_end=at_end) for x in (pool, lines, to)]
+    arrays = [x.array for x in buffers]
+    assert call(handler(PUT_LINES), arrays, arrays[:1]) is None
+    wanted = pool.reshape(-1, D).copy()
+    wanted[to[1:]] = lines[1:]
+    np.testing.assert_array_equal(arrays[0], wanted.reshape(pool.shape))
+
+
+def test_lines_are_put_in_place_or_not_at_all():
+    pool, lines, to = (
+        np.zeros((1, 2, 1, 4, 8), BFLOAT16),
+        np.ones((1, 8), BFLOAT16),
+        np.zeros(1, "i4"),
+    )
+    failed = call(handler(PUT_LINES), [pool, lines, to], [pool.copy()])
+    assert failed is not None and "do not belong together" in failed
+    failed = call(handler(PUT_LINES), [pool, np.ones((1, 7), BFLOAT16), to], [pool])
+    assert failed is not None and "do not belong together" in failed
+
+
+def test_a_loop_puts_lines_without_a_copy_of_the_array():
+    pool = jnp.zeros((1, 64, 2, 16, 32), BFLOAT16)
+    assert needs_kernel(pool)
+
+    def body(index, pool):
+        return put_lines(pool, jnp.ones((1, 32), BFLOAT16), index[None])
+
+    loop = jax.jit(lambda pool: jax.lax.fori_loop(0, 5, body, pool), donate_argnums=0)
+    text = loop.lower(pool).compile().as_text()
+    moved = [line for line in text.splitlines() if "= bf16[1,64,2,16,32]" in line]
+    assert any("noria_put_lines" in line for line in moved)
+    assert not [line for line in moved if " copy(" in line or " fusion(" in line]
+    assert loop(pool).astype(jnp.float32).sum() == 5 * 32
+
+
+CASES = {
+    "queries": (einsum("BTD,DKJH->BTKJH"), (3, 5, 32), (32, 2, 3, 16), (-4,)),
+    "heads": (einsum("BTKGH,KGHD->BTD"), (3, 5, 2, 3, 16), (2, 3, 16, 40), (-4, -3, -2)),
+    "gate and up": (Product("BTD,PDF->PBTF", gate_up_product), (3, 5, 32), (2, 32, 72), (-2,)),
+    "logits": (einsum("BD,VD->BV", "...D,VD->...V"), (3, 32), (100, 32), (-1,)),
+    "more leading axes": (einsum("BD,VD->BV", "...D,VD->...V"), (3, 5, 32), (100, 32), (-1,)),
+    "not one matrix": (einsum("BTNH,NHI->BTNI"), (3, 5, 2, 16), (2, 16, 32), (-1,)),
+}
+"""A product, the shapes of activations and weight, and the inputs of the weight."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in CASES),
+        *((name, "bfloat16") for name in CASES if name != "not one matrix"),
+    ],
+)
+def test_a_product_with_panels_equals_that_with_the_weight(name, dtype):
+    product, of_x, of_weight, inputs = CASES[name]
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, weight = (
+        jax.random.normal(key, s, dtype) for key, s in zip(keys, (of_x, of_weight), strict=True)
+    )
+    in_panels = PackedWeight(pack(weight, inputs, panel_columns()), inputs, panel_columns())
+    multiply = jax.jit(multiply_panels, static_argnums=(0, 3))
+    found = multiply(product, x, in_panels, jnp.dtype("float32"))
+    np.testing.assert_allclose(found, product(x, weight), atol=2e-5, rtol=1e-5)
+    text = multiply.lower(product, x, in_panels, jnp.dtype("float32")).as_text()
+    assert (product_name(dtype, "float32") in text) == (name != "not one matrix")
+
+
+def test_the_forms_for_other_processors_are_right():
+    """Vectors of eight numbers, and pairs that are widened, for a processor with AVX2 alone."""
+    program = """
+import jax, jax.numpy as jnp, numpy as np
+from noria.modelzoo.kernels.cpu import PRODUCTS, objects, product_name
+from noria.modelzoo.weights.packed_weight import pack
+objects.Processor.here = classmethod(lambda cls: cls("haswell", "+avx2,+fma"))
+objects.register(objects.compile_all(objects.Processor.here()))
+assert objects.panel_columns() == 16
+rng = np.random.default_rng(0)
+for dtype, out in PRODUCTS:
+    x, w = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((37, 50), (1, 50, 77)))
+    shape = jax.ShapeDtypeStruct((1, 37, 77), out)
+    found = jax.ffi.ffi_call(product_name(dtype, out), shape)(x, pack(w, (-2,), 16))
+    x, w = (np.asarray(a, np.float64) for a in (x, w[0]))
+    error = abs(np.asarray(found[0], np.float64) - x @ w) / (abs(x) @ abs(w))
+    assert error.max() < (8e-3 if out == "bfloat16" else 1e-6), (dtype, out, error.max())
+print("right")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "right\n", done.stderr
