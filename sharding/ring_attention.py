@@ -41,7 +41,7 @@ def attend_on_ring(
     `visibility` has the positions of all tokens.
     """
     n = jax.lax.axis_size(mesh_axes)
-    query_BT = own_part(visibility.query_position_BT, mesh_axes)
+    query_BT = _cut(visibility.query_position_BT, jax.lax.axis_index(mesh_axes), n)
 
     def attend_part(keys_values: tuple[jax.Array, jax.Array], device: jax.Array) -> Attended:
         key_BS = _cut(visibility.key_position_BS, device, n)
@@ -111,12 +111,8 @@ def merge_shards(out_BTKGH: jax.Array, lse_BTKG: jax.Array, mesh_axes: MeshAxes)
     return merged_BTKGH, lse_BTKG
 
 
-def own_part(x_BT: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
-    """This device's part of an array of all tokens."""
-    return _cut(x_BT, jax.lax.axis_index(mesh_axes), jax.lax.axis_size(mesh_axes))
-
-
 def _cut(x_BT: jax.Array, device: jax.Array, n: int) -> jax.Array:
+    """The part of an array of all tokens that one of n devices has."""
     T = x_BT.shape[1] // n
     return jax.lax.dynamic_slice_in_dim(x_BT, device * T, T, axis=1)
 

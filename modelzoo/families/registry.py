@@ -44,19 +44,6 @@ from .hugging_face import ACTIVATIONS, EPSILONS
 from .mapping import TensorPrefix
 from .sources import parameter_sources
 
-__all__ = [
-    "ENCODERS",
-    "FAMILIES",
-    "ModelSpec",
-    "UnsupportedModel",
-    "from_gguf_metadata",
-    "from_hf_config",
-    "head_prefix",
-    "hugging_face_form",
-    "text_prefixes",
-    "with_pooling",
-]
-
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
     llama4.FAMILY,
