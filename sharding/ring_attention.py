@@ -86,9 +86,9 @@ def merge_over_ring(
         return next_keys, add(step, keys, attended)
 
     shapes = jax.eval_shape(attend_part, keys, me)
-    keys, attended = jax.lax.fori_loop(
-        0, num_steps - 1, step_and_send, (keys, _attended_to_nothing(shapes))
-    )
+    # in float32: partial sums are rounded once, at the end
+    nothing = jnp.zeros(shapes[0].shape), jnp.full(shapes[1].shape, -jnp.inf)
+    keys, attended = jax.lax.fori_loop(0, num_steps - 1, step_and_send, (keys, nothing))
     return _rounded(add(num_steps - 1, keys, attended), shapes)
 
 
@@ -126,12 +126,6 @@ def _receive(arrays: Any, mesh_axes: MeshAxes, distance: int) -> Any:
     n = jax.lax.axis_size(mesh_axes)
     to = [(i, (i + distance) % n) for i in range(n)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, mesh_axes, to), arrays)
-
-
-def _attended_to_nothing(shapes: Attended) -> Attended:
-    """Attention to no keys, in float32: partial sums are rounded once, at the end."""
-    out_BTKGH, lse_BTKG = shapes
-    return jnp.zeros(out_BTKGH.shape), jnp.full(lse_BTKG.shape, -jnp.inf)
 
 
 def _rounded(attended: Attended, shapes: Attended) -> Attended:
