@@ -48,15 +48,11 @@ class Kernel:
     attend: Callable[[Sequence[AttentionCall]], Attend | PageReader]
     """The implementation for calls that the kernel serves."""
 
-    def refuses_one(self, calls: Sequence[AttentionCall]) -> str | None:
-        """The reason why the kernel cannot serve one of the calls, or None."""
-        return next((found for call in calls if (found := self.refusal(call)) is not None), None)
-
     def refuses(self, calls: Sequence[AttentionCall], platform: str) -> str | None:
         """The reason why the kernel cannot serve calls on a platform, or None."""
         if platform not in self.platforms:
             return f"it is for {self.platforms[0]}, not for {platform}"
-        return self.refuses_one(calls)
+        return next((found for call in calls if (found := self.refusal(call)) is not None), None)
 
 
 PORTABLE = "xla"
@@ -268,7 +264,7 @@ def choose(
     for kernel in kernels:
         if platform not in kernel.platforms:
             continue
-        if (refusal := kernel.refuses_one(calls)) is None:
+        if (refusal := kernel.refuses(calls, platform)) is None:
             reason = "; ".join(refusals) or f"{platform}, {'; '.join(map(str, calls))}"
             return Choice(kernel.name, reason, kernel.attend(calls))
         refusals.append(f"{kernel.name}: {refusal}")

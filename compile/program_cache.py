@@ -14,8 +14,6 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from .programs.program_text import writing_options
-
 _ABSENT = "compile_only_runtime"
 
 
@@ -58,7 +56,7 @@ def compile_program(
     device = next(iter(sharding.device_set))
     is_absent = device.client.runtime_type == _ABSENT
     if text_folder is not None and is_absent and device.platform == "tpu":
-        options = {**options, **writing_options(text_folder)}
+        options = {**options, "xla_dump_to": str(text_folder), "xla_dump_hlo_as_text": True}
     with without_program_cache:
         return lowered.compile(compiler_options=dict(options) or None)
 

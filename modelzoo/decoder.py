@@ -42,14 +42,7 @@ class Decoder(nnx.Module):
     """A decoder-only transformer or an encoder: embedding, blocks, final norm, and head if any."""
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        rngs: nnx.Rngs,
-        arrangement: Arrangement = AS_PUBLISHED,
-        attend: Attend = attend_blockwise,
-        operations: Operations = ON_ONE_DEVICE,
-        dispatch: Dispatch = LOSSLESS,
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, arrangement: Arrangement = AS_PUBLISHED
     ):
         num_rows = arrangement.padded_vocab or config.vocab_size
         self.embedding = Embedding(rngs, num_rows, config.embed)
@@ -65,10 +58,10 @@ class Decoder(nnx.Module):
             self.head = Embedding(rngs, num_rows, config.embed)
         self.pooler = Pooler(rngs, config.embed, config.pooling)
         self.config = config
-        self.attend = attend
+        self.attend: Attend = attend_blockwise
         self.attend_pages: AttendPages = attend_in_groups
-        self.operations = operations
-        self.dispatch = dispatch
+        self.operations: Operations = ON_ONE_DEVICE
+        self.dispatch: Dispatch = LOSSLESS
 
     def forward(
         self, tokens_BT: jax.Array, true_length_B: jax.Array, first_B: jax.Array | None = None

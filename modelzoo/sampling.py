@@ -10,6 +10,7 @@ penalties, temperature, min-p, top-k, top-p. Thresholds also keep all tokens tha
 the least likely token that is kept.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -118,15 +119,13 @@ def process_logits(
         ids_BX = jnp.where(is_short_B[:, None], state.stop_ids_BX, V)
         return _set(logits_BV, ids_BX, -jnp.inf)
 
-    def penalise(logits_BV: jax.Array) -> jax.Array:
-        return _penalise(logits_BV, state, history)
-
     has_bias_B = jnp.any(state.bias_ids_BY < V, axis=-1)
     has_penalty_B = (
         (state.repetition_B != 1.0) | (state.presence_B != 0.0) | (state.frequency_B != 0.0)
     )
     logits_BV = _when(jnp.any(has_bias_B & is_live_B), add_bias, logits_BV)
     logits_BV = _when(jnp.any(is_short_B & is_live_B), forbid_stops, logits_BV)
+    penalise = partial(_penalise, state=state, history=history)
     return _when(jnp.any(has_penalty_B & is_live_B), penalise, logits_BV)
 
 

@@ -7,6 +7,7 @@ prompt. Log-probabilities are one `TokenLogprob` per token. Does not know about 
 files.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -331,6 +332,11 @@ class RequestOutput:
     """The float32 vector of each text of an embedding request; None for other requests."""
     samples: SampleCounts | None = None
     """Counts over all samples, if the request has a rule for them."""
+
+
+def hashed_seed(seed: int, name: str) -> int:
+    """The 64-bit seed of a part of a run, by the seed of the run and the name of the part."""
+    return int.from_bytes(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:8], "big")
 
 
 def _check_stops(stop: Sequence[str], stop_token_ids: Sequence[int]) -> None:

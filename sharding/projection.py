@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from ..modelzoo.weights.product import Labels
-from ..modelzoo.weights.quantised_weight import QuantisedWeight, map_arrays
+from ..modelzoo.weights.quantised_weight import map_arrays
 from ..modelzoo.weights.weight_products import Axes
 from .axis_rules import AxisRules
 
@@ -128,13 +128,6 @@ class Projection:
         if self.sum_over:
             out = jax.lax.psum(out, self.sum_over)
         return _cut(gather(out, self.gather_out), self.cut_out)
-
-
-def weight_specs_of(
-    stored: AxisRules, weight: jax.Array | QuantisedWeight, logical_axes: Axes
-) -> Any:
-    """Partition of a stored weight, or of all arrays of a quantised one."""
-    return map_arrays(lambda _, axes: stored.spec(axes), weight, logical_axes, shared="")
 
 
 def gather(x: jax.Array, by_dimension: tuple[MeshAxes, ...]) -> jax.Array:

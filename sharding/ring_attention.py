@@ -41,7 +41,7 @@ def attend_on_ring(
     `visibility` has the positions of all tokens.
     """
     n = jax.lax.axis_size(mesh_axes)
-    query_BT = own_part(visibility.query_position_BT, mesh_axes)
+    query_BT = _cut(visibility.query_position_BT, jax.lax.axis_index(mesh_axes), n)
 
     def attend_part(keys_values: tuple[jax.Array, jax.Array], device: jax.Array) -> Attended:
         key_BS = _cut(visibility.key_position_BS, device, n)
@@ -86,9 +86,9 @@ def merge_over_ring(
         return next_keys, add(step, keys, attended)
 
     shapes = jax.eval_shape(attend_part, keys, me)
-    keys, attended = jax.lax.fori_loop(
-        0, num_steps - 1, step_and_send, (keys, _attended_to_nothing(shapes))
-    )
+    # in float32: partial sums are rounded once, at the end
+    nothing = jnp.zeros(shapes[0].shape), jnp.full(shapes[1].shape, -jnp.inf)
+    keys, attended = jax.lax.fori_loop(0, num_steps - 1, step_and_send, (keys, nothing))
     return _rounded(add(num_steps - 1, keys, attended), shapes)
 
 
@@ -111,12 +111,8 @@ def merge_shards(out_BTKGH: jax.Array, lse_BTKG: jax.Array, mesh_axes: MeshAxes)
     return merged_BTKGH, lse_BTKG
 
 
-def own_part(x_BT: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
-    """This device's part of an array of all tokens."""
-    return _cut(x_BT, jax.lax.axis_index(mesh_axes), jax.lax.axis_size(mesh_axes))
-
-
 def _cut(x_BT: jax.Array, device: jax.Array, n: int) -> jax.Array:
+    """The part of an array of all tokens that one of n devices has."""
     T = x_BT.shape[1] // n
     return jax.lax.dynamic_slice_in_dim(x_BT, device * T, T, axis=1)
 
@@ -130,12 +126,6 @@ def _receive(arrays: Any, mesh_axes: MeshAxes, distance: int) -> Any:
     n = jax.lax.axis_size(mesh_axes)
     to = [(i, (i + distance) % n) for i in range(n)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, mesh_axes, to), arrays)
-
-
-def _attended_to_nothing(shapes: Attended) -> Attended:
-    """Attention to no keys, in float32: partial sums are rounded once, at the end."""
-    out_BTKGH, lse_BTKG = shapes
-    return jnp.zeros(out_BTKGH.shape), jnp.full(lse_BTKG.shape, -jnp.inf)
 
 
 def _rounded(attended: Attended, shapes: Attended) -> Attended:

@@ -30,11 +30,11 @@ from ..modelzoo.moe.mix import Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
 from ..modelzoo.operations import Operations, row_of
 from ..modelzoo.weights.product import Product
-from ..modelzoo.weights.quantised_weight import QuantisedWeight, take_rows
+from ..modelzoo.weights.quantised_weight import QuantisedWeight, map_arrays, take_rows
 from ..modelzoo.weights.weight_products import Axes, axes_of, multiply
 from .axis_rules import AxisRules
 from .expert_exchange import ExpertExchange
-from .projection import Projection, weight_specs_of
+from .projection import Projection
 from .ring_attention import Attended, attend_on_ring, merge_shards
 
 if TYPE_CHECKING:
@@ -90,7 +90,9 @@ class ShardedOperations(Operations):
         def local(x: jax.Array, weight: Any) -> jax.Array:
             return projection.reduce(product(*projection.prepare(x, weight), projection))
 
-        weight_specs = weight_specs_of(self._stored, weight[...], weight_axes)
+        weight_specs = map_arrays(
+            lambda _, axes: self._stored.spec(axes), weight[...], weight_axes, shared=""
+        )
         specs = self._rules.spec(x_axes), weight_specs
         return self._map(local, specs, self._rules.spec(out_axes))(x, weight[...])
 
@@ -283,7 +285,10 @@ def _enter_queries(queries: Queries, exchanged: MeshAxes, copies: int) -> Querie
         q_BTKGH = jax.lax.all_to_all(q_BTKGH, exchanged, split_axis=0, concat_axis=2, tiled=True)
     if exchanged and sink_KG is not None:
         sink_KG = jax.lax.all_gather(sink_KG, exchanged, tiled=True)
-    return _regroup(Queries(q_BTKGH, sink_KG), copies)
+    # the queries of neighbouring copies of a key/value head are queries of one head
+    B, T, K, _, H = q_BTKGH.shape
+    sink_KG = None if sink_KG is None else sink_KG.reshape(K // copies, -1)
+    return Queries(q_BTKGH.reshape(B, T, K // copies, -1, H), sink_KG)
 
 
 def _enter_keys_values(
@@ -294,10 +299,10 @@ def _enter_keys_values(
     A head that the projections hold in several `copies` is sent in as many pieces, one from each
     holder, and put together again.
     """
-    if not exchanged:
-        return _first_copies(new, copies)
-    exchange = partial(jax.lax.all_to_all, axis_name=exchanged, split_axis=0, tiled=True)
     k_BKHT, v_BKTH = new
+    if not exchanged:
+        return PromptKeysValues(k_BKHT[:, ::copies], v_BKTH[:, ::copies])
+    exchange = partial(jax.lax.all_to_all, axis_name=exchanged, split_axis=0, tiled=True)
     k_BKHT = exchange(_piece_of_copy(k_BKHT, 2, heads, copies), concat_axis=1)
     v_BKTH = exchange(_piece_of_copy(v_BKTH, 3, heads, copies), concat_axis=1)
     B, _, _, T = k_BKHT.shape
@@ -314,18 +319,6 @@ def _leave_attention(out_BTKGH: jax.Array, exchanged: MeshAxes, G: int) -> jax.A
     if not exchanged:
         return out_BTKGH
     return jax.lax.all_to_all(out_BTKGH, exchanged, split_axis=2, concat_axis=0, tiled=True)
-
-
-def _regroup(queries: Queries, copies: int) -> Queries:
-    """Group the queries of neighbouring copies of a key/value head as queries of one head."""
-    B, T, K, G, H = queries.q_BTKGH.shape
-    K, G = K // copies, G * copies
-    sink_KG = None if queries.sink_KG is None else queries.sink_KG.reshape(K, G)
-    return Queries(queries.q_BTKGH.reshape(B, T, K, G, H), sink_KG)
-
-
-def _first_copies(new: PromptKeysValues, copies: int) -> PromptKeysValues:
-    return PromptKeysValues(new.k_BKHT[:, ::copies], new.v_BKTH[:, ::copies])
 
 
 def _piece_of_copy(x: jax.Array, axis: int, heads: MeshAxes, copies: int) -> jax.Array:

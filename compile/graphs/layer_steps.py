@@ -100,7 +100,7 @@ class CalibrationLayer:
         )
         self.expert_input = jax.jit(self._trace_expert_input)
         """The input of the experts of a sparse layer; see `_trace_input_sum`."""
-        self.output = jax.jit(self._trace_output)
+        self.output = jax.jit(lambda weights, *inputs: _run_whole(self._bind(weights), *inputs))
         """The residual stream after the layer; see `_trace_input_sum`."""
         options = self._model.config.layers[0].feed_forward
         if isinstance(options, Experts):
@@ -159,11 +159,6 @@ class CalibrationLayer:
         decoder.operations = operations
         _run_whole(decoder, x_BTD, true_length_B)
         return operations.input
-
-    def _trace_output(
-        self, parameters: Mapping[str, jax.Array], x_BTD: jax.Array, true_length_B: jax.Array
-    ) -> jax.Array:
-        return _run_whole(self._bind(parameters), x_BTD, true_length_B)
 
     def _bind(self, parameters: Mapping[str, jax.Array]) -> Decoder:
         """The decoder of one layer; its other parameters are zeros that nothing reads."""

@@ -8,6 +8,7 @@ clocks.
 """
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -124,9 +125,6 @@ def fork_step(
         new = cache_operations.take_row(x, from_row, logical_axes)
         return _put_row(x, new, to_row, logical_axes, cache_operations)
 
-    def put_sampling(old: jax.Array, new: jax.Array) -> jax.Array:
-        return _put_row(old, new, slot, _BY_SLOT, cache_operations)
-
     def copy_page(layer: LayerState, from_page: jax.Array, to_page: jax.Array) -> LayerState:
         return layer.map(lambda x, array: copy(x, array.axes, from_page, to_page))
 
@@ -144,7 +142,8 @@ def fork_step(
 
     num_copies = _num_copies(state.cache, slot < len(state.length_B), page_N)
     cache = jax.lax.fori_loop(0, num_copies, copy_pages, state.cache)
-    sampling = jax.tree.map(put_sampling, state.sampling, sampling)
+    put = partial(_put_row, row=slot, logical_axes=_BY_SLOT, operations=cache_operations)
+    sampling = jax.tree.map(put, state.sampling, sampling)
     copied = state._replace(cache=()).map(copy)
     return copied._replace(sampling=sampling, cache=cache), None
 
@@ -163,25 +162,21 @@ def _num_copies(cache: Cache, has_slot: jax.Array, page_N: jax.Array) -> jax.Arr
 def _put_row(
     old: jax.Array, new: jax.Array, row: jax.Array, logical_axes: Axes, operations: Operations
 ) -> jax.Array:
-    """Replace one row of an array."""
+    """Replace one row of an array, if it has the row."""
     axis = axes.row_axis(logical_axes)
 
-    def body(old: jax.Array, new: jax.Array, slots: _Slots) -> jax.Array:
-        return _with_row(old, new, slots.slot_B[0], axis)
+    def body(x: jax.Array, new: jax.Array, slots: _Slots) -> jax.Array:
+        row = slots.slot_B[0]
+        index = jnp.clip(row, 0, x.shape[axis] - 1)
+        if needs_kernel(x):
+            first_M = jnp.arange(math.prod(x.shape[:axis])) * x.shape[axis]
+            place_M = jnp.where(index == row, first_M + row, x.size)
+            return put_lines(x, new.reshape(len(first_M), -1).astype(x.dtype), place_M)
+        old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=axis)
+        new = jnp.where(index == row, new.astype(x.dtype), old)
+        return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=axis)
 
     return operations.write_rows(body, old, new, _Slots(row[None]), logical_axes)
-
-
-def _with_row(x: jax.Array, new: jax.Array, row: jax.Array, axis: int) -> jax.Array:
-    """`x` with row `row` replaced; `x` itself if it has no such row."""
-    index = jnp.clip(row, 0, x.shape[axis] - 1)
-    if needs_kernel(x):
-        first_M = jnp.arange(math.prod(x.shape[:axis])) * x.shape[axis]
-        place_M = jnp.where(index == row, first_M + row, x.size)
-        return put_lines(x, new.reshape(len(first_M), -1).astype(x.dtype), place_M)
-    old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=axis)
-    new = jnp.where(index == row, new.astype(x.dtype), old)
-    return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=axis)
 
 
 def _prefill(

@@ -34,15 +34,11 @@ def prefill_padding(rows: Sequence[int], buckets: Sequence[PrefillBucket]) -> tu
     return sum(rows), computed
 
 
-def _num_tokens(bucket: PrefillBucket) -> float:
-    return bucket.batch * bucket.length
-
-
 def cheapest_prefill(
     lengths: Sequence[int] | np.ndarray,
     max_length: int,
     defaults: GridDefaults,
-    price: Callable[[PrefillBucket], float] = _num_tokens,
+    price: Callable[[PrefillBucket], float] = lambda bucket: bucket.batch * bucket.length,
     price_of_graph: float = 0.0,
 ) -> list[PrefillBucket]:
     """Prefill buckets with the least total cost of calls and graphs, for prompts of these lengths.

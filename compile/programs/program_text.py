@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -22,11 +21,6 @@ def text_folder() -> Iterator[Path]:
     """A temporary folder for the text of one program."""
     with tempfile.TemporaryDirectory(prefix="noria-program-") as folder:
         yield Path(folder)
-
-
-def writing_options(folder: Path) -> dict[str, Any]:
-    """Options with which the TPU's compiler writes the text of a program into a folder."""
-    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
 
 
 def program_text(executable: jax.stages.Compiled, folder: Path | None = None) -> str | None:

@@ -15,7 +15,7 @@ section 3, with the merge of normalised parts.
 import jax
 import jax.numpy as jnp
 
-from ..cache.stripes import EMPTY_POSITION
+from ..cache.stripes import EMPTY_POSITION, pad_end
 from ..layer_config import PLAIN_SCORES, BothSides, Scores, Window
 from .attend import Visibility, attend_masked, first_visible, merge, visible
 
@@ -158,9 +158,9 @@ class _Blocks:
         self._size = size
         self._axes = [axis for _, axis in arrays]
         self.count = -(-length // size)
-        missing = self.count * size - length
         self._arrays = [
-            _pad(x, missing, axis, EMPTY_POSITION if x.ndim == 2 else 0) for x, axis in arrays
+            pad_end(x, axis, self.count * size, EMPTY_POSITION if x.ndim == 2 else 0)
+            for x, axis in arrays
         ]
 
     def __getitem__(self, index: jax.Array) -> list[jax.Array]:
@@ -169,14 +169,6 @@ class _Blocks:
             jax.lax.dynamic_slice_in_dim(x, index * self._size, self._size, axis)
             for x, axis in zip(self._arrays, self._axes, strict=True)
         ]
-
-
-def _pad(x: jax.Array, missing: int, axis: int, fill: int) -> jax.Array:
-    if not missing:
-        return x
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, missing)
-    return jnp.pad(x, padding, constant_values=fill)
 
 
 def _concatenate(blocks: jax.Array) -> jax.Array:

@@ -126,7 +126,8 @@ class PageAttention:
         out_BTKGH, lse_BTKG = attend(q_BTKGH, *pages, paged)
         attended = out_BTKGH[..., :H], lse_BTKG
         attended = self.operations.merge_pages(*attended, is_gathered=self.is_gathered)
-        return _with_query_heads(queries, *attended), cache
+        out_BTKGH = with_sinks(*attended, queries.sink_KG)
+        return out_BTKGH.reshape(*queries.q_BTKGH.shape[:-1], -1), cache
 
     def _write(
         self, cache: LayerState, new: NewEntries, rows: PageRows
@@ -140,9 +141,3 @@ class PageAttention:
         if self.num_tokens == 1:
             write, first_B = append_to_pages, position_B
         return write(cache, new, rows.page_BN, first_B, rows.scan_index, stripe), is_here_B
-
-
-def _with_query_heads(queries: Queries, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> jax.Array:
-    """Apply the sinks to results over all entries, and group them by the heads of the queries."""
-    q_BTKGH, sink_KG = queries
-    return with_sinks(out_BTKGH, lse_BTKG, sink_KG).reshape(*q_BTKGH.shape[:-1], -1)

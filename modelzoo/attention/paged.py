@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from ..cache.pages import match_head_dim, pick
+from ..cache.pages import pick
 from ..cache.state_spec import Entries, KeysAndValues, transposed
-from ..cache.stripes import EMPTY_POSITION, ONE_STRIPE, Stripe
+from ..cache.stripes import EMPTY_POSITION, ONE_STRIPE, Stripe, pad_end
 from ..layer_config import PLAIN_SCORES, Scores, Window
 from .attend import attend_masked, first_visible, merge, visible
 
@@ -95,8 +95,7 @@ def attend_in_groups(
     count = -(-B // size)
 
     def pad(x: jax.Array) -> jax.Array:
-        padding = [(0, count * size - B)] + [(0, 0)] * (x.ndim - 1)
-        return jnp.pad(x, padding).reshape(count, size, *x.shape[1:])
+        return pad_end(x, 0, count * size).reshape(count, size, *x.shape[1:])
 
     groups = jax.tree.map(pad, (q_BTKGH, *rows[:-1]))
     attend = partial(_attend_group, _Pages(k_PKSH, v_PKSH), rows.stripe, window, scores, groups)
@@ -200,4 +199,4 @@ def queries_of_pages(q_BTKGH: jax.Array, pages: KeysAndValues) -> jax.Array:
     """
     _, num_heads, _, cache_dim = pages[1].shape
     grouped = q_BTKGH.reshape(*q_BTKGH.shape[:2], num_heads, -1, q_BTKGH.shape[-1])
-    return match_head_dim(grouped, cache_dim)
+    return pad_end(grouped, -1, cache_dim)

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues
-from ..cache.pages import NO_PAGE, latest_pages, match_head_dim, match_heads, with_order_on_cpu
+from ..cache.pages import NO_PAGE, latest_pages, match_heads, with_order_on_cpu
 from ..cache.state_spec import StateArray
-from ..cache.stripes import ONE_STRIPE, Stripe, Stripes, change_stripes
+from ..cache.stripes import ONE_STRIPE, Stripe, Stripes, change_stripes, pad_end
 from ..moves import needs_kernel, put_lines
 from ..operations import Operations
 
@@ -128,8 +128,11 @@ def _put(pages: jax.Array, new: jax.Array, target: _Target, array: StateArray) -
         return put_blocks(pages, _split(new, size, axis - 1), page_M, entry_M, axis, layer)
     # padded on each device, so that zeros are not sent
     L, P, S, H = *pages.shape[:2], pages.shape[axis], pages.shape[-1]
-    new = match_head_dim(new, H)
-    blocks = _split(new, size, axis - 1).astype(pages.dtype).reshape(len(page_M), -1, size, H)
+    blocks = (
+        _split(pad_end(new, -1, H), size, axis - 1)
+        .astype(pages.dtype)
+        .reshape(len(page_M), -1, size, H)
+    )
     # rows of an array with one index each: XLA for TPU compiles other forms to a loop over blocks
     rows = pages.reshape(-1, size, H)
     K = blocks.shape[1]
@@ -163,9 +166,7 @@ def _places(target: _Target, num_tokens: int, size: int, page: int) -> tuple[jax
 def _split(new: jax.Array, size: int, axis: int) -> jax.Array:
     """Cut each row along its tokens into blocks of `size`, which become rows."""
     count = -(-new.shape[axis] // size)
-    padding = [(0, 0)] * new.ndim
-    padding[axis] = (0, count * size - new.shape[axis])
-    new = jnp.pad(new, padding)
+    new = pad_end(new, axis, count * size)
     new = new.reshape(*new.shape[:axis], count, size, *new.shape[axis + 1 :])
     new = jnp.moveaxis(new, axis, 1)
     return new.reshape(-1, *new.shape[2:])

@@ -29,6 +29,7 @@ import numpy as np
 from scipy.linalg import hadamard
 
 from ..axes import LANES
+from .stripes import pad_end
 
 INT4 = "int4"
 """The codes of rotated entries, two in a byte. No array has this dtype: XLA for TPU would write it
@@ -68,18 +69,12 @@ def in_blocks(codes: jax.Array, num_features: int) -> jax.Array:
     """Codes, with entries and features last, in blocks, which are padded if they are several."""
     if block_size(num_features) == num_features:
         return jnp.expand_dims(codes, -3)
-    *others, features = codes.shape
-    codes = jnp.pad(codes, [(0, 0)] * len(others) + [(0, num_features - features)])
-    return codes.reshape(*others, -1, block_size(num_features)).swapaxes(-2, -3)
+    codes = pad_end(codes, -1, num_features)
+    return codes.reshape(*codes.shape[:-1], -1, block_size(num_features)).swapaxes(-2, -3)
 
 
 def encode(
-    x: jax.Array,
-    axis: int,
-    codes: str,
-    scales: jnp.dtype,
-    splits: tuple[int, ...] = (),
-    num_features: int | None = None,
+    x: jax.Array, codes: str, scales: jnp.dtype, splits: tuple[int, ...], num_features: int
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Round entries to codes.
 
@@ -87,13 +82,12 @@ def encode(
     scales. A code is the value divided by the rounded scale, rounded to the nearest code.
 
     Args:
-      x: The entries.
-      axis: The axis of their features.
+      x: The entries, with their features last.
       codes: The name of codes, a key of `LARGEST_CODES`.
       scales: The dtype of scales.
       splits: The features at which the parts after the first one begin.
-      num_features: The features of the cache, if it pads them. Entries that are rotated are padded
-        first, as attention rotates queries of this size.
+      num_features: The features of the cache. Entries that are rotated are padded to them first, as
+        attention rotates queries of this size.
 
     Returns:
       The codes, those of int4 as int8, and the scales of each part, without the axis of features.
@@ -101,19 +95,17 @@ def encode(
     """
     largest, rounded, scale_of_parts = LARGEST_CODES[codes], [], []
     if codes == INT4:
-        padding = [(0, 0)] * x.ndim
-        padding[axis] = (0, (num_features or x.shape[axis]) - x.shape[axis])
-        x = rotate(jnp.pad(x, padding), axis, splits)
-    for start, stop in pairwise((0, *splits, x.shape[axis])):
-        part = jax.lax.slice_in_dim(x, start, stop, axis=axis).astype(jnp.float32)
+        x = rotate(pad_end(x, -1, num_features), splits)
+    for start, stop in pairwise((0, *splits, x.shape[-1])):
+        part = jax.lax.slice_in_dim(x, start, stop, axis=-1).astype(jnp.float32)
         # times the reciprocal: in some programs, XLA replaces a division by a constant with this
-        scale = (jnp.abs(part).max(axis=axis) * (1 / largest)).astype(scales)
+        scale = (jnp.abs(part).max(axis=-1) * (1 / largest)).astype(scales)
         divisor = jnp.where(scale > 0, scale, 1).astype(jnp.float32)
-        part = jnp.clip(part / jnp.expand_dims(divisor, axis), -largest, largest)
+        part = jnp.clip(part / divisor[..., None], -largest, largest)
         rounded.append(part if codes == "float8_e4m3fn" else jnp.rint(part))
         scale_of_parts.append(scale)
     dtype = jnp.int8 if codes == INT4 else jnp.dtype(codes)
-    return jnp.concatenate(rounded, axis=axis).astype(dtype), scale_of_parts
+    return jnp.concatenate(rounded, axis=-1).astype(dtype), scale_of_parts
 
 
 def pair(lower: jax.Array, upper: jax.Array) -> jax.Array:
@@ -147,7 +139,7 @@ def score_codes(q_BKAH: jax.Array, keys: EntryCodes) -> jax.Array:
     part_H = np.searchsorted(keys.splits, np.arange(H), side="right")
     is_part_PH = np.arange(len(keys.splits) + 1)[:, None] == part_H
     if keys.halves:
-        q_BKAH = rotate(q_BKAH, 3, keys.splits)
+        q_BKAH = rotate(q_BKAH, keys.splits)
     q_BKPAH = jnp.where(is_part_PH[None, None, :, None], q_BKAH[:, :, None], 0)
     dtype = keys.scale_BKPS.dtype
     # blocks, and features in each of them
@@ -167,21 +159,20 @@ def weigh_codes(weights_BKAS: jax.Array, values: EntryCodes) -> jax.Array:
     v_BKSH = values.codes.swapaxes(2, 3).reshape(B, K, S, -1)
     v_BKSH = numbers(v_BKSH, values.halves, dtype)
     out_BKAH = _product(weights_BKAS.astype(dtype), v_BKSH)
-    return rotate(out_BKAH, 3, values.splits) if values.halves else out_BKAH
+    return rotate(out_BKAH, values.splits) if values.halves else out_BKAH
 
 
-def rotate(x: jax.Array, axis: int, splits: tuple[int, ...]) -> jax.Array:
-    """Multiply the features by a Hadamard matrix, in float32; a second time undoes it.
+def rotate(x: jax.Array, splits: tuple[int, ...]) -> jax.Array:
+    """Multiply features by a Hadamard matrix, in float32; a second time undoes it.
 
-    The matrix has blocks of the largest power of two that divides the features of every part.
+    Features are the last axis. The matrix has blocks of the largest power of two that divides the
+    features of every part.
     """
-    num_features = x.shape[axis]
-    block = math.gcd(num_features, *splits)
+    block = math.gcd(x.shape[-1], *splits)
     block &= -block
-    x = jnp.moveaxis(x, axis, -1)
     blocks = x.reshape(*x.shape[:-1], -1, block)
     rotated = _product(blocks, jnp.asarray(hadamard(block), x.dtype)) * block**-0.5
-    return jnp.moveaxis(rotated.reshape(x.shape), -1, axis)
+    return rotated.reshape(x.shape)
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:

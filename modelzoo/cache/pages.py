@@ -36,7 +36,7 @@ from ..layer_groups import block_layers
 from ..moves import needs_kernel, put_lines
 from .layer_state import Cache, LayerState, NewEntries, PromptKeysValues
 from .state_spec import StateArray, state_spec
-from .stripes import EMPTY_POSITION, ONE_STRIPE, Stripe
+from .stripes import EMPTY_POSITION, ONE_STRIPE, Stripe, pad_end
 
 NO_PAGE = np.iinfo(np.int32).max
 """A number past the pages of any pool."""
@@ -100,21 +100,13 @@ def _match_heads(x: jax.Array, num_heads: int, token_axis: int) -> jax.Array:
     if num_heads >= K:
         return x if num_heads == K else jnp.repeat(x, num_heads // K, axis=1)
     copies, T = K // num_heads, x.shape[token_axis]
-    x_BKTH = jnp.moveaxis(x, token_axis, 2)
-    x_BKTH = jnp.pad(x_BKTH, [(0, 0), (0, 0), (0, -T % copies), (0, 0)])
+    x_BKTH = pad_end(jnp.moveaxis(x, token_axis, 2), 2, T + -T % copies)
     # copies, parts, and tokens of a part
     parts = x_BKTH.reshape(B, num_heads, copies, copies, -1, x_BKTH.shape[-1])
     # a sum with one non-zero term, because devices would send what a selection does not take
     own = jnp.where(jnp.eye(copies, dtype=bool)[..., None, None], parts, 0).sum(axis=3)
     whole_BKTH = own.reshape(B, num_heads, -1, x_BKTH.shape[-1])[:, :, :T]
     return jnp.moveaxis(whole_BKTH, 2, token_axis)
-
-
-def match_head_dim(new: jax.Array, head_dim: int) -> jax.Array:
-    """Pad heads, whose features are the last axis, with zeros to the head size of the cache."""
-    if new.shape[-1] == head_dim:
-        return new
-    return jnp.pad(new, [(0, 0)] * (new.ndim - 1) + [(0, head_dim - new.shape[-1])])
 
 
 def pages_of_slots(slot_B: jax.Array, slot_pages: int, num_pages: int) -> jax.Array:
@@ -185,7 +177,7 @@ def append_to_pages(
             return with_order_on_cpu(_write_scales(pages, new_BKH, index_B, entry_B))
         H = pages.shape[-1]
         lines = pages.reshape(-1, S, H)
-        new_BKH = match_head_dim(new_BKH, H).reshape(len(index_B), -1, H)
+        new_BKH = pad_end(new_BKH, -1, H).reshape(len(index_B), -1, H)
         K = new_BKH.shape[1]
         line_BK = index_B[:, None] * K + jnp.arange(K)[None]
         if needs_kernel(pages):

@@ -163,9 +163,7 @@ class StateSpec:
             return dict(zip(self.VECTORS, new, strict=True))
         codes, encoded = [], {}
         for name, x in zip(self.VECTORS, new, strict=True):
-            of_vector, scales = encode(
-                x, x.ndim - 1, self.codes, self.dtype, self.splits, self.features
-            )
+            of_vector, scales = encode(x, self.codes, self.dtype, self.splits, self.features)
             codes.append(of_vector)
             encoded[f"{name}_scale"] = scales[0] if self._heads else jnp.stack(scales, axis=1)
         if self.codes == INT4:

@@ -60,10 +60,18 @@ def change_stripes(
     """Reorder tokens from one number of stripes to another; `fill` pads them to whole stripes."""
     if current == target:
         return x
-    x = current.restore(x, axis)
+    size = x.shape[axis] + -x.shape[axis] % target.count
+    whole = pad_end(current.restore(x, axis), axis, size, fill)
+    return target.permute(whole, axis)
+
+
+def pad_end(x: jax.Array, axis: int, size: int, fill: int = 0) -> jax.Array:
+    """Pad an axis at its end, so that it has `size` places."""
+    if x.shape[axis] == size:
+        return x
     padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, -x.shape[axis] % target.count)
-    return target.permute(jnp.pad(x, padding, constant_values=fill), axis)
+    padding[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, padding, constant_values=fill)
 
 
 def _transpose(x: Array, axis: int, major: int, minor: int) -> Array:

@@ -50,21 +50,16 @@ def _hf_options(config: ConfigReader, num_layers: int, read_routing: ReadRouting
     num_heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
     config.expect("num_key_value_heads", num_heads)
     config.expect("attention_bias", False)
+    config.expect("moe_layer_freq", 1)
     config.ignore(_TRAINING_KEYS)
-    latent = _read_latent(config)
+    latent, width = _read_latent(config), config.integer("moe_intermediate_size", maximum=MAX_MLP)
+    num_shared = config.integer("n_shared_experts", maximum=MAX_EXPERTS)
     return Options(
         latent=latent,
         scores=Scores(latent.head_dim**-0.5 * _sharpness(rope_table(config))),
-        moe=_read_experts(config, read_routing(config)),
+        moe=MoeConfig(read_routing(config), width, num_shared * width),
         sparse=sparse_after_dense(config, "first_k_dense_replace", num_layers),
     )
-
-
-def _read_experts(config: ConfigReader, routing: Routing) -> MoeConfig:
-    config.expect("moe_layer_freq", 1)
-    width = config.integer("moe_intermediate_size", maximum=MAX_MLP)
-    num_shared = config.integer("n_shared_experts", maximum=MAX_EXPERTS)
-    return MoeConfig(routing, width, num_shared * width)
 
 
 def _read_v2_routing(config: ConfigReader) -> Routing:
@@ -169,7 +164,9 @@ def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     rope = read_rope(config, config.integer("context_length", maximum=MAX_POSITION))
     scale = latent.head_dim**-0.5
     if isinstance(rope.scaling, YarnScaling):
-        scale *= _gguf_sharpness(config, rope.scaling)
+        # the file has a tenth of the published `mscale_all_dim`
+        weight = 10 * config.number(_LOG_MULTIPLIER, above=0.0)
+        scale *= yarn_mscale(rope.scaling.factor, weight) ** 2
         rope = RopeConfig(rope.theta, replace(rope.scaling, attention_factor=1.0))
     return Options(
         latent=latent,
@@ -208,12 +205,6 @@ def _read_gguf_latent(config: ConfigReader) -> LatentAttention:
         # llama.cpp has one epsilon for all norms
         norm_epsilon=config.number(EPSILONS["rms"], above=0.0, maximum=1.0),
     )
-
-
-def _gguf_sharpness(config: ConfigReader, scaling: YarnScaling) -> float:
-    """The YaRN factor on scores; the file has a tenth of the published `mscale_all_dim`."""
-    weight = 10 * config.number(_LOG_MULTIPLIER, above=0.0)
-    return yarn_mscale(scaling.factor, weight) ** 2
 
 
 def _read_gguf_moe(config: ConfigReader) -> MoeConfig:

@@ -44,6 +44,12 @@ class ExpertNames:
         )
 
 
+def fused_experts(block: str) -> ExpertNames:
+    """The names below a block in the memory of transformers, which has all experts in an array."""
+    gate_up = f"{block}.experts.gate_up_proj"
+    return ExpertNames(f"{block}.router.weight", gate_up, gate_up, f"{block}.experts.down_proj")
+
+
 def find_expert_names(
     config: DecoderConfig, forms: Sequence[ExpertNames], tensor_names: Set[str]
 ) -> ExpertNames:

@@ -14,7 +14,7 @@ from ..rope_config import RopeConfig, YarnScaling
 from . import gguf
 from .config_reader import ConfigReader
 from .expert_options import read_experts, read_gguf_experts
-from .expert_sources import ExpertNames
+from .expert_sources import fused_experts
 from .family import Family, Options
 from .hugging_face import windows_except_every
 from .rope_options import MAX_POSITION, read_rope
@@ -24,11 +24,8 @@ _WINDOW = 128
 _SCORING: Scoring = "softmax_of_chosen"
 _UNIT = ClampedUnit(alpha=1.702, limit=7.0)
 _MLP = "model.layers.{i}.mlp"
-HF_EXPERTS = ExpertNames(
-    router=f"{_MLP}.router.weight",
-    gate=f"{_MLP}.experts.gate_up_proj",
-    up=f"{_MLP}.experts.gate_up_proj",
-    down=f"{_MLP}.experts.down_proj",
+HF_EXPERTS = replace(
+    fused_experts(_MLP),
     gate_up_axes="e d (f p)",
     down_axes="e f d",
     router_bias=f"{_MLP}.router.bias",

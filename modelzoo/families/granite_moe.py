@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .config_reader import ConfigReader
 from .expert_options import read_experts, read_gguf_experts
-from .expert_sources import ExpertNames
+from .expert_sources import ExpertNames, fused_experts
 from .family import Family, Options
 from .granite import factor_options, gguf_factor_options
 
@@ -17,12 +17,6 @@ _PUBLISHED = ExpertNames(
     gate=f"{_BLOCK}.input_linear.weight",
     up=f"{_BLOCK}.input_linear.weight",
     down=f"{_BLOCK}.output_linear.weight",
-)
-_IN_MEMORY = ExpertNames(
-    router=f"{_BLOCK}.router.weight",
-    gate=f"{_BLOCK}.experts.gate_up_proj",
-    up=f"{_BLOCK}.experts.gate_up_proj",
-    down=f"{_BLOCK}.experts.down_proj",
 )
 
 
@@ -41,6 +35,6 @@ FAMILY = Family(
     "GraniteMoeForCausalLM",
     _hf_options,
     _gguf_options,
-    hf_experts=(_PUBLISHED, _IN_MEMORY),
+    hf_experts=(_PUBLISHED, fused_experts(_BLOCK)),
     gguf_interleaved=True,
 )

@@ -14,7 +14,7 @@ from ..layer_config import Chunk
 from ..rope_config import NoRope, RopeConfig
 from .config_reader import ConfigReader
 from .expert_options import read_experts
-from .expert_sources import ExpertNames
+from .expert_sources import fused_experts
 from .family import Family, Options, WholeModel
 from .hugging_face import MAX_LAYERS, MAX_MLP
 from .mapping import TensorPrefix
@@ -26,14 +26,7 @@ _CHUNK = _INTERVAL = 8192
 _GROWTH = 0.1
 
 _BLOCK = "model.layers.{i}.feed_forward"
-_EXPERTS = ExpertNames(
-    router=f"{_BLOCK}.router.weight",
-    gate=f"{_BLOCK}.experts.gate_up_proj",
-    up=f"{_BLOCK}.experts.gate_up_proj",
-    down=f"{_BLOCK}.experts.down_proj",
-    gate_up_axes="e d (p f)",
-    down_axes="e f d",
-)
+_EXPERTS = replace(fused_experts(_BLOCK), gate_up_axes="e d (p f)", down_axes="e f d")
 _HF_NAMES = {
     "gate": f"{_BLOCK}.gate_proj",
     "up": f"{_BLOCK}.up_proj",

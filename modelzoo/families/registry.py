@@ -41,21 +41,7 @@ from . import (
 from .config_reader import ConfigReader, UnsupportedModel
 from .family import Family, ModelSpec
 from .hugging_face import ACTIVATIONS, EPSILONS
-from .mapping import TensorPrefix
 from .sources import parameter_sources
-
-__all__ = [
-    "ENCODERS",
-    "FAMILIES",
-    "ModelSpec",
-    "UnsupportedModel",
-    "from_gguf_metadata",
-    "from_hf_config",
-    "head_prefix",
-    "hugging_face_form",
-    "text_prefixes",
-    "with_pooling",
-]
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -146,7 +132,7 @@ def hugging_face_form(spec: ModelSpec) -> ModelSpec:
 
     If experts are published in several forms, they have the usual one.
     """
-    family, pooling = _family(spec), spec.config.pooling
+    family, pooling = family_of(spec), spec.config.pooling
     names = hugging_face.names_of(family, spec.config)
     if pooling.labels:
         classifier = family.hf_classifier
@@ -167,18 +153,8 @@ def with_pooling(spec: ModelSpec, pooling: Pooling, dense: tuple[str, ...]) -> M
     return replace(spec, config=config, names=names, sources=sources)
 
 
-def text_prefixes(spec: ModelSpec) -> tuple[TensorPrefix, ...]:
-    """The prefixes that tensor names may have if the model is the text part of a larger model."""
-    part_of = _family(spec).part_of
-    return () if part_of is None else part_of.prefixes
-
-
-def head_prefix(spec: ModelSpec) -> str:
-    """The beginning of all tensor names but those of heads; models without a head may lack it."""
-    return _family(spec).hf_prefix
-
-
-def _family(spec: ModelSpec) -> Family:
+def family_of(spec: ModelSpec) -> Family:
+    """The family of a model."""
     return next(family for family in (*FAMILIES, *ENCODERS) if family.name == spec.family)
 
 

@@ -4,8 +4,6 @@ Knows nothing of caches or meshes. Source of the conditions: the checks of jax 0
 `jax/_src/cudnn/fused_attention_stablehlo.py`.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
@@ -45,13 +43,10 @@ def attend_cudnn(
     v_BKSH: jax.Array,
     visibility: Visibility,
     scores: Scores = PLAIN_SCORES,
-    *,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> tuple[jax.Array, jax.Array]:
     """Attend as `attend_dense` does, with `lse` rounded to the dtype of queries.
 
-    Padding sees padding, so its results differ. `implementation` selects a reference to compare
-    with.
+    Padding sees padding, so its results differ.
     """
     assert visibility.is_in_order, "the mask is computed from indices"
     assert scores.cap is None and not isinstance(visibility.window, Chunk | BothSides)
@@ -65,7 +60,7 @@ def attend_cudnn(
             scale=scores.scale,
             is_causal=True,
             local_window_size=None if window is None else (window - 1, 0),
-            implementation=implementation,
+            implementation="cudnn",
             return_residual=True,
         )
     except RuntimeError as error:  # jax raises it if it finds no cuDNN library

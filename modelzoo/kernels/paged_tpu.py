@@ -179,10 +179,10 @@ def attend_pages_tpu(
 
     q_CKAH = blocks.split(q_BTKGH, scores, k_PKSH.shape[-1])
     if codes.key_halves:
-        q_CKAH = rotate(q_CKAH, 3, codes.splits).astype(q_CKAH.dtype)
+        q_CKAH = rotate(q_CKAH, codes.splits).astype(q_CKAH.dtype)
     out_CKAH, lse_C1A = _call(q_CKAH, pages, _schedule(rows, form), form)
     if codes.value_halves:
-        out_CKAH = rotate(out_CKAH, 3, codes.splits).astype(out_CKAH.dtype)
+        out_CKAH = rotate(out_CKAH, codes.splits).astype(out_CKAH.dtype)
     lse_CKA1 = lse_C1A.reshape(*out_CKAH.shape[:-1], 1)
     return blocks.join(out_CKAH, T), blocks.join(lse_CKA1, T)[..., 0]
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from ..moe_config import LOSSLESS, Dispatch
-from .dispatch import load
 
 
 class ExpertUse(NamedTuple):
@@ -34,15 +33,6 @@ class ExpertReport(NamedTuple):
     """The use of experts, with layers as first axis."""
     num_dropped_B: jax.Array
     """The number of dropped choices of the tokens of each row, in all layers."""
-
-
-def count_use(
-    expert_MZ: jax.Array, rows_E: jax.Array, dropped_MZ: jax.Array, num_experts: int
-) -> ExpertUse:
-    """Count the choices of one shard; `dropped_MZ` is true for a choice without a row."""
-    load_E = load(expert_MZ, num_experts)
-    dropped_E = load(jnp.where(dropped_MZ, expert_MZ, num_experts), num_experts)
-    return ExpertUse(load_E[None], rows_E[None], dropped_E[None])
 
 
 def rows_of_tiles(load_E: jax.Array, tile: int) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ..moe_config import Dispatch, Routing
 from ..weights.weight_products import Project, multiply
-from .call import ExpertUse, count_use, rows_of_tiles
+from .call import ExpertUse, rows_of_tiles
 from .dispatch import (
     RowAssignment,
     assign_capacity_rows,
@@ -78,7 +78,10 @@ class Mixture:
         choices = route(x_BTD, is_token_BT, router, self.routing, self.project)
         mix = self._with_capacity if self.dispatch.kind == "capacity" else self._lossless
         out_MD, is_dropped_MZ, rows_E = mix(x_MD, choices, weights, shards)
-        use = count_use(choices.expert_MZ, rows_E, is_dropped_MZ, self.routing.num_experts)
+        num_experts = self.routing.num_experts
+        load_E = load(choices.expert_MZ, num_experts)
+        dropped_MZ = jnp.where(is_dropped_MZ, choices.expert_MZ, num_experts)
+        use = ExpertUse(load_E[None], rows_E[None], load(dropped_MZ, num_experts)[None])
         num_dropped_BT = is_dropped_MZ.sum(axis=-1, dtype=jnp.int32).reshape(B, T)
         return MoeOutput(out_MD.astype(x_BTD.dtype).reshape(B, T, D), num_dropped_BT, use)
 

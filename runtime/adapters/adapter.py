@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ...modelzoo.families.family import ModelSpec
-from ...modelzoo.families.registry import head_prefix, text_prefixes
+from ...modelzoo.families.registry import family_of
 from ..checkpoint.axis_pattern import AxisPattern
 from ..checkpoint.formats.safetensors import PICKLES, SafetensorsFile
 from ..checkpoint.tensor_source import TensorSource
@@ -170,7 +170,7 @@ class Adapter:
         If the adapter was trained on the model without its head, the names of modules lack the
         prefix that they have below a head. Patterns of the configuration match these names.
         """
-        matrices, prefix = _matrices(spec), head_prefix(spec)
+        matrices, prefix = _matrices(spec), family_of(spec).hf_prefix
         named = {self._role(name, spec)[0] for name in self._file.tensors}
         bare = {module.removeprefix(prefix): tensor for module, tensor in matrices.items()}
         return bare if named.isdisjoint(matrices) and not named.isdisjoint(bare) else matrices
@@ -196,7 +196,8 @@ class Adapter:
         if end is None or not name.startswith(_BEGINNING):
             raise self._error(f"expected tensors of LoRA, got {name!r}")
         module = name.removeprefix(_BEGINNING).removesuffix(end)
-        for prefix in text_prefixes(spec):
+        whole = family_of(spec).part_of
+        for prefix in () if whole is None else whole.prefixes:
             module = prefix.to_standalone(module)
         return module, _ENDS[end]
 

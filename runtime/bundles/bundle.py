@@ -136,11 +136,6 @@ def own_folder(folder: Path, rank: int, size: int) -> Path:
     return folder if size == 1 else folder / f"process-{rank}-of-{size}"
 
 
-def tables_in(folder: Path) -> dict[str, Path]:
-    """The files of a bundle that users may also pass to commands separately, by description."""
-    return {"the bundle's plan": folder / PLAN, "the bundle's table": folder / CONTENTS}
-
-
 def _check_names(folder: Path, known: Set[str]) -> None:
     """Refuse a folder with files of other names."""
     if folder.exists() and {path.name for path in folder.iterdir()} - known:

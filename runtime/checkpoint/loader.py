@@ -165,10 +165,9 @@ def _load_quantised(
     def read_scales(box: Box) -> np.ndarray:
         return quantiser.scales[tuple(interval.as_slice() for interval in box)]
 
-    def read_codes(box: Box) -> np.ndarray:
-        return quantiser.codes(box, read(box), leaf.dtype)
-
-    in_codes = _put_on_devices(leaf, sharding, read_codes)
+    in_codes = _put_on_devices(
+        leaf, sharding, lambda box: quantiser.codes(box, read(box), leaf.dtype)
+    )
     return in_codes, _put_on_devices(scale_leaf, scale_sharding, read_scales)
 
 

@@ -120,16 +120,6 @@ PIECE_BYTES = 2**20
 MAX_THREADS = 8
 
 
-def parse_digest(text: str) -> str:
-    """Return a digest in the form that `noria inspect --weights-digest` prints; else ValueError."""
-    if re.fullmatch(r"sha256:[0-9a-f]{64}", text) is None:
-        raise ValueError(
-            f"expected sha256: and 64 hexadecimal digits in lower case, got {text!r}. "
-            f"noria inspect MODEL --weights-digest prints it."
-        )
-    return text
-
-
 class FileBlock(NamedTuple):
     """A block of a weight file; the last block of a file may be shorter than the others."""
 

@@ -1,6 +1,7 @@
 """`noria batch`: answer each row of a file."""
 
 import argparse
+import re
 from pathlib import Path
 
 from ..files.remote import path_or_url
@@ -122,7 +123,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add_adapters(parser)
     add(
         "--expect-weights",
-        type=_weights_digest,
+        type=weights_digest,
         metavar="SHA256",
         help="digest that the weights must have; noria inspect --weights-digest prints it",
     )
@@ -260,10 +261,11 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _weights_digest(text: str) -> str:
-    from ..checkpoint.weights_digest import parse_digest
-
-    try:
-        return parse_digest(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def weights_digest(text: str) -> str:
+    """Return a digest in the form that `noria inspect --weights-digest` prints."""
+    if re.fullmatch(r"sha256:[0-9a-f]{64}", text) is None:
+        raise argparse.ArgumentTypeError(
+            f"expected sha256: and 64 hexadecimal digits in lower case, got {text!r}. "
+            f"noria inspect MODEL --weights-digest prints it."
+        )
+    return text

@@ -81,7 +81,9 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
         say(built)
 
     folder = bundle.own_folder(options.output, peers.rank, peers.size)
-    check_files({}, [("the plan that is read", options.plan)], bundle.tables_in(folder))
+    tables = {"the bundle's plan": bundle.PLAN, "the bundle's table": bundle.CONTENTS}
+    written = {description: folder / name for description, name in tables.items()}
+    check_files({}, [("the plan that is read", options.plan)], written)
     with open_model(options.model, needs_weights=False) as files:
         files.unread.report(warn, is_strict=options.strict_config)
         bundle.check_folder(options.output, files.path, peers)

@@ -4,7 +4,6 @@
 expert capacity is reserved for them. Does not know about text.
 """
 
-import hashlib
 from collections.abc import Sequence
 
 import jax
@@ -17,7 +16,7 @@ from ...compile.grids.prefill_bucket import PrefillBucket
 from ...modelzoo.attention.prompt_pieces import PromptPieces
 from ...modelzoo.attention.shared_pages import SharedPages, SlotPages
 from ...modelzoo.sampling import SamplingState
-from ..request import SamplingParams
+from ..request import SamplingParams, hashed_seed
 from .actions import PromptPiece, ScheduledRequest, ScheduledSequence, SharedGroup
 
 
@@ -208,10 +207,8 @@ def greedy_sampling(vocab_size: int, grid: BucketGrid) -> SamplingState:
 
 def row_seed(params: SamplingParams, run_seed: int, request_id: str) -> int:
     """The 64-bit seed of a request: its own, or a hash of the run's seed and the request's id."""
-    if params.seed is not None:
-        return params.seed & 0xFFFFFFFFFFFFFFFF
-    digest = hashlib.sha256(f"{run_seed}\0{request_id}".encode()).digest()
-    return int.from_bytes(digest[:8], "big")
+    own = params.seed
+    return hashed_seed(run_seed, request_id) if own is None else own & 0xFFFFFFFFFFFFFFFF
 
 
 def _filled(values: Sequence[float], size: int, fill: float) -> np.ndarray:

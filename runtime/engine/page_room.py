@@ -74,7 +74,10 @@ class PageRoom:
         group = self._pool.group_of(slots[0])
         self._num_free_G[group] -= self._num_pages_of(prompt, group)
         if prompt.generates:
-            self._growth_G[group] += prompt.num_slots * self._growth_of(prompt)
+            # the pages that each of its sequences is expected to take after the prompt
+            total = self._slots.growth.expected_length(prompt.request, prompt.num_known or 0)
+            later = self._grid.num_pages(total) - self._grid.num_pages(prompt.request.prompt_length)
+            self._growth_G[group] += prompt.num_slots * later
             self._is_empty_G[group] = False
 
     def _holds(self, prompt: Prompt, group: int) -> bool:
@@ -101,12 +104,6 @@ class PageRoom:
             num_shared = prompt.base.length // grid.page
         num_copied = (prompt.num_slots - 1) * (length % grid.page > 0)
         return grid.num_pages(length) - num_shared + num_copied
-
-    def _growth_of(self, prompt: Prompt) -> int:
-        """The pages that one sequence of a prompt is expected to take after the prompt."""
-        request = prompt.request
-        total = self._slots.growth.expected_length(request, prompt.num_known or 0)
-        return self._grid.num_pages(total) - self._grid.num_pages(request.prompt_length)
 
 
 def max_samples(grid: BucketGrid, prompt_length: int, num_held: int) -> int:

@@ -7,7 +7,7 @@ at most log2(n) + 1 slots, like the registers of an expression (Ershov, "On prog
 arithmetic operations", 1958; Sethi and Ullman, "The generation of optimal code for arithmetic
 expressions", 1970).
 
-If a tree needs more slots than there are, `keep_best` chooses the prefixes to keep. Rows of a
+If a tree needs more slots than there are, `PrefixSearch` chooses the prefixes to keep. Rows of a
 prefix that is not kept compute its tokens themselves.
 
 Other rows are submitted longest first, so that the end of a job is short. The simulator submits
@@ -69,11 +69,9 @@ class SharedPrefix:
 def max_held_slots(grid: BucketGrid) -> int:
     """The maximum number of slots that hold prefixes."""
     # at least one slot must be left for rows, and pages for one row
-    num_left = grid.decode_slots - 1
-    if grid.pages is not None:
-        of_group = grid.pages // (grid.slot_groups or 1)
-        num_left = min(num_left, of_group // grid.num_pages(grid.max_length) - 1)
-    return min(grid.decode_slots // SLOTS_PER_PREFIX or 1, num_left)
+    assert grid.pages is not None
+    num_rows = grid.pages // (grid.slot_groups or 1) // grid.num_pages(grid.max_length)
+    return min(grid.decode_slots // SLOTS_PER_PREFIX or 1, grid.decode_slots - 1, num_rows - 1)
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def plan_submission(
     count_slots(nodes)
     too_large = _nodes_of(nodes, {n for n in root.children if n.num_slots > max_slots})
     if too_large:
-        dissolved = set(too_large).difference(keep_best(root, too_large, max_slots))
+        dissolved = set(too_large).difference(PrefixSearch(root, too_large, max_slots).kept())
         nodes = [node for node in nodes if node not in dissolved]
         count_slots(nodes)
     place = np.empty(len(order), np.int64)
@@ -204,22 +202,10 @@ def submission_order(rows: Sequence[RowLengths]) -> list[int]:
     return sorted(range(len(rows)), key=lambda row: -limits[row])
 
 
-def keep_best(root: PrefixNode, nodes: Sequence[PrefixNode], max_slots: int) -> list[PrefixNode]:
-    """Dissolve nodes so that at most `max_slots` slots are needed and the fewest tokens computed.
+class PrefixSearch:
+    """Dissolves nodes so that at most `max_slots` slots are needed and the fewest tokens computed.
 
-    Args:
-      root: The empty beginning, which no slot holds.
-      nodes: All nodes of some of the root's trees, each after its parent.
-      max_slots: The number of slots; at least 1.
-
-    Returns:
-      The nodes that are kept, in the same order.
-    """
-    return _Search(root, nodes, max_slots).kept()
-
-
-class _Search:
-    """The costs of all nodes for all their ancestors, and the choice that they give.
+    It has the costs of all nodes for all their ancestors, and the choice that they give.
 
     Let cost(node, start, k) be the fewest tokens that are computed for the users of a node if they
     can begin at the end of a kept ancestor `start`, and `start` and everything below it have k
@@ -228,6 +214,11 @@ class _Search:
     whose slot it continues. Children choose independently, except that only one can be the last
     user. So a cheapest choice for a node consists of cheapest choices for its children (Bellman's
     principle of optimality, "Dynamic Programming", 1957).
+
+    Args:
+      root: The empty beginning, which no slot holds.
+      nodes: All nodes of some of the root's trees, each after its parent.
+      max_slots: The number of slots; at least 1.
     """
 
     def __init__(self, root: PrefixNode, nodes: Sequence[PrefixNode], max_slots: int):
@@ -239,7 +230,7 @@ class _Search:
         """By kept node, for each k: the cost of its users."""
 
     def kept(self) -> list[PrefixNode]:
-        """Dissolve all nodes that are not kept; return the others."""
+        """Dissolve all nodes that are not kept; return the others in the same order."""
         for node in reversed(self._nodes):
             self._users[node] = [math.inf] + [
                 sum(self._of_users(node, node, k)) for k in range(1, self._max_slots + 1)

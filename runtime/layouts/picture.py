@@ -28,7 +28,8 @@ def draw(results: Sequence[LayoutResult], title: str) -> bytes:
         _memory_panel(panels[0], results)
         _traffic_panel(panels[1], results, "prefill", "sent by a device in a prefill call")
         _traffic_panel(panels[2], results, "decode", "sent by a device in a decode step")
-        labels = [_label(result) for result in results]
+        meshes = (" ".join(f"{axis}={size}" for axis, size in r.mesh.items()) for r in results)
+        labels = [f"{r.name}\n{mesh}" for r, mesh in zip(results, meshes, strict=True)]
         panels[0].set_yticks(range(len(results)), labels, fontsize=8)
         panels[0].invert_yaxis()
         named = {}
@@ -40,11 +41,6 @@ def draw(results: Sequence[LayoutResult], title: str) -> bytes:
     return png.getvalue()
 
 
-def _label(result: LayoutResult) -> str:
-    mesh = " ".join(f"{axis}={size}" for axis, size in result.mesh.items())
-    return f"{result.name}\n{mesh}"
-
-
 def _memory_panel(panel: Any, results: Sequence[LayoutResult]) -> None:
     # a layout that does not compile has known parameters and cache only, so nothing is drawn
     parts = [
@@ -52,7 +48,9 @@ def _memory_panel(panel: Any, results: Sequence[LayoutResult]) -> None:
         for result in results
     ]
     _stack(panel, parts, _MEMORY)
-    _name_refused(panel, results)
+    for row, result in enumerate(results):
+        if result.findings:
+            panel.text(0, row, f" {result.verdict}", va="center", fontsize=8, color="#b22222")
     _finish(panel, "memory per device")
 
 
@@ -85,12 +83,6 @@ def _shown(megabytes: float) -> str:
     if megabytes >= 1000:
         return f"{megabytes / 1000:.2f} GB"
     return f"{megabytes:.0f} MB" if megabytes >= 10 else f"{megabytes:.2g} MB"
-
-
-def _name_refused(panel: Any, results: Sequence[LayoutResult]) -> None:
-    for row, result in enumerate(results):
-        if result.findings:
-            panel.text(0, row, f" {result.verdict}", va="center", fontsize=8, color="#b22222")
 
 
 def _finish(panel: Any, title: str) -> None:

@@ -16,7 +16,7 @@ from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.planning.candidates import Budget, CandidateGrids
 from ...compile.planning.cost import CostModel
 from ...compile.planning.other_grids import rule_based
-from ...compile.planning.run_bounds import Candidate, ExpectedRow
+from ...compile.planning.run_bounds import ExpectedRow
 from ..console import plural
 from ..progress.progress import Progress
 from .sample import ROWS_TO_SIMULATE, Sample, SampleUncertainty, SimulatedRows
@@ -102,7 +102,16 @@ class Planner:
         candidates = [] if self.must_chunk else list(grids.whole_prompt_candidates())
         if self.may_chunk:
             candidates += grids.chunk_candidates()
-        return self._fastest(candidates)
+        sample = self._sample
+        return find_best_grid(
+            candidates,
+            sample.schedules,
+            self.cost,
+            self.budget,
+            self.max_simulated,
+            lambda simulated: self.on_simulated(simulated, len(sample.rows)),
+            sample.scaled,
+        )
 
     def _with_prefixes(self, search: SearchResult) -> SearchResult:
         """The result of the search, or the same grid with planned prefixes if that is faster."""
@@ -121,18 +130,6 @@ class Planner:
             best=best,
             num_simulated=search.num_simulated + num_tried,
             num_candidates=search.num_candidates + num_tried,
-        )
-
-    def _fastest(self, candidates: Sequence[Candidate]) -> SearchResult:
-        sample = self._sample
-        return find_best_grid(
-            candidates,
-            sample.schedules,
-            self.cost,
-            self.budget,
-            self.max_simulated,
-            lambda simulated: self.on_simulated(simulated, len(sample.rows)),
-            sample.scaled,
         )
 
     @cached_property

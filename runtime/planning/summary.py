@@ -26,12 +26,12 @@ COMPARISON = ("grid", "graphs", "prefill padding", "idle slots", "predicted s", 
 def summary(report: Mapping[str, Any]) -> str:
     """The summary of a report, from the content of report.json."""
     workload, hardware, predicted = report["workload"], report["hardware"], report["predicted"]
-    search = report["search"]
+    search, refused = report["search"], plural(workload["refused"], "row")
     lines = [
         f"workload   {workload['name']}: {plural(workload['rows'], 'row')}, "
         f"{plural(workload['prompt_tokens'], 'prompt token')}, "
         f"{plural(workload['expected_output_tokens'], 'expected output token')}"
-        f"{_refused(workload['refused'])}",
+        + (f"; left out: {refused} that no plan can serve" if workload["refused"] else ""),
         f"target     {report['target']} ({hardware['name']})",
         *_layout_lines(report),
         *([f"limit      {report['limit']}"] if report["limit"] else []),
@@ -132,10 +132,6 @@ def _slots(predicted: Mapping[str, Any]) -> str:
     if not predicted["decode_slots"]:
         return ""
     return f"; slots {predicted['occupancy']:.1%} full, {predicted['tail_seconds']:.1f} s of tail"
-
-
-def _refused(count: int) -> str:
-    return f"; left out: {plural(count, 'row')} that no plan can serve" if count else ""
 
 
 def _layout_lines(report: Mapping[str, Any]) -> list[str]:

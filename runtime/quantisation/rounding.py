@@ -33,7 +33,7 @@ that fit fewer tokens may lose more on other tokens than `clip` does."""
 _BLOCK = 128
 """The number of features whose errors are moved within a block before they are moved beyond it."""
 
-NEAREST, CLIP, GPTQ = METHODS = ("nearest", "clip", "gptq")
+NEAREST, CLIP, GPTQ = ("nearest", "clip", "gptq")
 SHARES = tuple(np.linspace(1.0, 0.5, 21).tolist())
 """The shares of the largest magnitude of a group that may become the largest code."""
 
@@ -51,7 +51,7 @@ def round_weight(
       weight: The whole weight in float32.
       quantisation: Its quantisation.
       dtype: The dtype of scales.
-      method: One of `METHODS`; `nearest` for codes in float8.
+      method: `nearest`, `clip` or `gptq`; `nearest` for codes in float8.
       hessian_AA: The Hessian of the weight, for `gptq`; without one, `gptq` is `clip`.
 
     Returns:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..embedding.texts import EncodedText, pack, whole_text
 from ..errors import RowError, invalid_request
-from ..text.tokenizer import TextOrPair, Tokenizer
+from ..text.tokenizer import Tokenizer
 from .pooled_body import PooledRequest
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class PooledEncoder:
         texts = [(text, limit) for own in items for text, limit in own if not _is_ids(text)]
         encoded: Iterator[EncodedText | RowError] = iter(())
         if self._tokenizer is not None:
-            prompted = [self._with_prompt(text) for text, _ in texts]
+            prompt = self._config().pooling.prompt
+            prompted = [prompt + text if isinstance(text, str) else text for text, _ in texts]
             encoded = iter(self._tokenizer.encode_whole(prompted, [limit for _, limit in texts]))
         for request, own in zip(requests, items, strict=True):
             found: list[EncodedText] = []
@@ -102,9 +103,6 @@ class PooledEncoder:
     def _max_length(self) -> int:
         config = self._config()
         return min(config.max_position, config.pooling.max_tokens or config.max_position)
-
-    def _with_prompt(self, text: TextOrPair) -> TextOrPair:
-        return self._config().pooling.prompt + text if isinstance(text, str) else text
 
 
 def no_tokenizer(param: str) -> RowError:

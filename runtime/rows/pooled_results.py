@@ -19,11 +19,6 @@ PREFIXES = {"embed": "embd-", "score": "score-", "rerank": "rerank-", "classify"
 """The beginning of the ids of answers."""
 
 
-def num_prompt_tokens(output: RequestOutput) -> int:
-    """The number of tokens of all texts of a request."""
-    return sum(lengths_of(output.prompt_token_ids))
-
-
 def pooled_body(
     request: PooledRequest,
     output: RequestOutput,
@@ -36,7 +31,7 @@ def pooled_body(
     """The body of an answer to a request that the model can answer (`row_kinds`)."""
     vectors = output.vectors
     assert vectors is not None
-    num_tokens = num_prompt_tokens(output)
+    num_tokens = sum(lengths_of(output.prompt_token_ids))
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     head = {"id": answer_id, "object": "list", "created": created, "model": model}
     match request.task:

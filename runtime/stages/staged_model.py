@@ -3,7 +3,6 @@
 Each stage runs as a job with this model. Does not know about files of stages.
 """
 
-import hashlib
 import tomllib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..batch.job import Build, JobModel
 from ..batch.job_runs import PhaseClock
 from ..progress.progress import Progress
+from ..request import hashed_seed
 from ..rows.job_text import JobText
 from ..rows.scan import ScanSummary
 
@@ -72,12 +72,7 @@ class StagedModel:
                 summary = self.measure()
                 phases.enter("load")
             self._built = self.model.build(summary, stored_plan, phases=phases, progress=progress)
-        generator = self._built.generator.restarted(stage_seed(self.seed, self.stage))
+        # samples of two stages must differ, also for equal prompts
+        generator = self._built.generator.restarted(hashed_seed(self.seed, self.stage))
         # the plan serves all stages, so the rows of one of them cannot tell of a better plan
         return replace(self._built, generator=generator, better_plan=lambda outputs, seconds: None)
-
-
-def stage_seed(seed: int, stage: str) -> int:
-    """The seed of a stage: samples of two stages must differ, also for equal prompts."""
-    digest = hashlib.sha256(f"{seed}\0{stage}".encode()).digest()
-    return int.from_bytes(digest[:8], "big")

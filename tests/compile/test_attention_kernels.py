@@ -2,7 +2,8 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +55,16 @@ SERVED = {
 
 def here(kernel: Kernel, call: AttentionCall):
     """Return the kernel in a form for the CPU; for cuDNN, the function's other implementation."""
-    if kernel.name == "cudnn":
-        return partial(attend_cudnn, implementation="xla")
-    return kernel.attend([call])
+    return cudnn_by_xla if kernel.name == "cudnn" else kernel.attend([call])
+
+
+def cudnn_by_xla(*arguments):
+    def attend(*operands, implementation: str, **options):
+        return attend_by_jax(*operands, implementation="xla", **options)
+
+    attend_by_jax = jax.nn.dot_product_attention
+    with patch.object(jax.nn, "dot_product_attention", attend):
+        return attend_cudnn(*arguments)
 
 
 def inputs(call: AttentionCall, dtype):

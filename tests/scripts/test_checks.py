@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ".ci/run"
-SUITE = "-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder"
+WORKERS = "-n logical --maxprocesses 8 --no-loadscope-reorder --dist"
+SUITE = f"{WORKERS} loadfile"
 STAND_IN = f"""#!/bin/sh
 case "$*" in
     "-m pytest"*) echo "$*" >>"$LOG"; exit ;;
@@ -69,41 +70,52 @@ def run(folder: Path, script: str, *arguments: str, **variables: str):
 
 
 CPU_KERNELS = (
-    "-m cpu_kernels tests/modelzoo/kernels tests/runtime/bundles tests/compile tests/end_to_end"
+    f"{SUITE} -m cpu_kernels tests/modelzoo/kernels tests/runtime/bundles tests/compile "
+    "tests/end_to_end"
 )
 
 
-def test_a_run_of_ci_takes_the_suite_and_all_others(checkout):
+def test_a_run_of_ci_takes_the_suite_and_all_others_and_a_tenth_of_the_slow_tests(checkout):
     code, runs, said = run(checkout, RUN)
     assert code == 0, said
     assert runs[:6] == [
         SUITE,
         CPU_KERNELS,
-        "tests/end_to_end/test_embedded_model.py",
-        "-m gpu_compile tests/compile",
+        f"{WORKERS} load tests/end_to_end/test_embedded_model.py",
+        f"{WORKERS} load -m gpu_compile tests/compile",
         "tests/compile/test_targets.py",
         "-m newest_libtpu tests/compile",
     ]
     assert runs[6].endswith("tests/third_party") and "test_golden.py" in runs[7]
-    assert len(runs) == 8 and "Not tested" not in said
+    head = ["git", "-C", checkout, "rev-parse", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout
+    part = int(commit[:8], 16) % 10
+    assert runs[8:] == [f"{WORKERS} load --slow-part {part}/10"] and "Not tested" not in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "first"),
     [
         (["--slow"], f"{SUITE} --slow"),
-        (["--slow-part", "3/10"], f"{SUITE} --slow-part 3/10"),
         (["tests/compile", "-k", "grid"], "tests/compile -k grid"),
     ],
-    ids=["slow", "a part", "some"],
+    ids=["slow", "some"],
 )
 def test_a_run_that_says_which_tests_takes_no_other_slow_ones(checkout, arguments, first):
     _, runs, _ = run(checkout, "scripts/test", *arguments)
     assert runs[:2] == [first, CPU_KERNELS]
 
 
-def test_the_fast_run_takes_nothing_else(checkout):
-    assert run(checkout, "scripts/test", "--fast")[1] == [f"{SUITE} --fast"]
+@pytest.mark.parametrize(
+    ("arguments", "only"),
+    [
+        (["--fast"], f"{SUITE} --fast"),
+        (["--slow-part", "3/10"], f"{WORKERS} load --slow-part 3/10"),
+    ],
+    ids=["fast", "a part"],
+)
+def test_a_fast_run_and_a_part_of_the_slow_tests_take_nothing_else(checkout, arguments, only):
+    assert run(checkout, "scripts/test", *arguments)[1] == [only]
 
 
 MISSING = {

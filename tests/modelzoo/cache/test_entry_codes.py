@@ -62,14 +62,14 @@ encode_by_noria = jax.jit(entry_codes.encode, static_argnums=(1, 2, 3, 4))
 @pytest.mark.parametrize("splits", [(), (3,), (2, 5)], ids=str)
 @pytest.mark.parametrize("codes", CODES)
 def test_codes_and_scales_are_those_of_numpy(codes, splits, scales):
-    x = random(2, 3, 8, 7)
-    wanted, wanted_scales = encode(x, 2, codes, scales, splits)
-    got, got_scales = encode_by_noria(jnp.asarray(x), 2, codes, jnp.dtype(scales), splits)
+    x = random(2, 3, 8, 7).swapaxes(2, 3)
+    wanted, wanted_scales = encode(x, 3, codes, scales, splits)
+    got, got_scales = encode_by_noria(jnp.asarray(x), codes, jnp.dtype(scales), splits, 8)
     np.testing.assert_array_equal(np.asarray(got), wanted)
     for ours, theirs in zip(got_scales, wanted_scales, strict=True):
         np.testing.assert_array_equal(np.asarray(ours), theirs)
-    largest = np.expand_dims(np.abs(x).max(2), 2)
-    error = abs(decode(wanted, wanted_scales, 2, splits) - x)
+    largest = np.expand_dims(np.abs(x).max(3), 3)
+    error = abs(decode(wanted, wanted_scales, 3, splits) - x)
     step = {"int8": 0.51 / 127, "float8_e4m3fn": 17 / 448}[codes]
     assert np.all(error <= (step + 2**-8 * (scales != np.float32)) * largest)
 
@@ -77,17 +77,17 @@ def test_codes_and_scales_are_those_of_numpy(codes, splits, scales):
 @pytest.mark.parametrize("splits", [(), (16,)], ids=str)
 def test_entries_in_int4_are_rotated(splits):
     """A large feature would leave few codes to the others."""
-    x = np.random.default_rng(0).normal(size=(2, 3, 32, 50)).astype(np.float32)
-    x[:, :, 5] *= 30
-    wanted, wanted_scales = encode(x, 2, "int4", np.float32, splits)
-    got, got_scales = encode_by_noria(jnp.asarray(x), 2, "int4", jnp.dtype("float32"), splits)
+    x = np.random.default_rng(0).normal(size=(2, 3, 50, 32)).astype(np.float32)
+    x[..., 5] *= 30
+    wanted, wanted_scales = encode(x, 3, "int4", np.float32, splits)
+    got, got_scales = encode_by_noria(jnp.asarray(x), "int4", jnp.dtype("float32"), splits, 32)
     np.testing.assert_allclose(got_scales, wanted_scales, rtol=1e-6)
     codes = np.asarray(got).astype(int)
     # a value near the middle between two codes may have either
     assert np.mean(codes != wanted.astype(int)) < 1e-3
     assert abs(codes - wanted.astype(int)).max() <= 1
-    errors = decode(np.asarray(got).astype(ml_dtypes.int4), got_scales, 2, splits) - x
-    plain_scale = abs(x).max(2, keepdims=True) / 7
+    errors = decode(np.asarray(got).astype(ml_dtypes.int4), got_scales, 3, splits) - x
+    plain_scale = abs(x).max(3, keepdims=True) / 7
     plain_errors = np.rint(x / plain_scale) * plain_scale - x
     assert errors.std() < 0.6 * plain_errors.std()
 
@@ -95,8 +95,8 @@ def test_entries_in_int4_are_rotated(splits):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("codes", [*CODES, "int4"])
 def test_a_value_that_is_not_finite_stays_visible(codes, value):
-    x = jnp.ones((1, 1, 4, 2)).at[0, 0, 1, 0].set(value)
-    _, (scale_BKS,) = encode_by_noria(x, 2, codes, jnp.dtype("float32"))
+    x = jnp.ones((1, 1, 2, 4)).at[0, 0, 0, 1].set(value)
+    _, (scale_BKS,) = encode_by_noria(x, codes, jnp.dtype("float32"), (), 4)
     np.testing.assert_array_equal(np.isfinite(scale_BKS)[0, 0], [False, True])
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import threading
+from argparse import ArgumentTypeError
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from noria.runtime.checkpoint import WeightsDigest
 from noria.runtime.checkpoint import weights_digest as module
 from noria.runtime.checkpoint.weights_digest import HashRootCache
+from noria.runtime.commands.batch_command import weights_digest
 from noria.runtime.errors import CheckpointChanged
 from noria.runtime.files.file_facts import FileFacts
 from noria.runtime.pods.peers import Peers
@@ -311,6 +313,6 @@ def test_a_pod_takes_what_one_of_its_processes_remembers(tmp_path, settled, hash
 )
 def test_a_digest_that_is_none_is_refused_with_the_command_that_prints_one(text):
     with pytest.raises(
-        ValueError, match=r"expected sha256: and 64 .*inspect MODEL --weights-digest"
+        ArgumentTypeError, match=r"expected sha256: and 64 .*inspect MODEL --weights-digest"
     ):
-        module.parse_digest(text)
+        weights_digest(text)

@@ -17,8 +17,8 @@ from noria.compile.grids.prefix_tree import PrefixNode, count_slots, dissolve
 from noria.compile.grids.row_shape import RowShape
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.runtime.engine.shared_prefixes import (
+    PrefixSearch,
     Submission,
-    keep_best,
     plan_submission,
     submission_order,
 )
@@ -141,7 +141,7 @@ def test_no_other_choice_of_prefixes_computes_fewer_tokens(seed, max_slots):
         if all(node.num_slots <= max_slots for node in root.children):
             best = min(best, num_computed(root, kept, length_of))
     root, nodes = tree
-    kept = keep_best(root, nodes, max_slots)
+    kept = PrefixSearch(root, nodes, max_slots).kept()
     count_slots(kept)
     assert all(node.num_slots <= max_slots for node in root.children)
     assert num_computed(root, kept, length_of) == best
