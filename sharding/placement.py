@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from ..modelzoo import axes
 from ..modelzoo.config import Arrangement, DecoderConfig
-from ..modelzoo.kernels.cpu.objects import is_loaded, panel_columns
+from ..modelzoo.cpu.objects import is_loaded, panel_columns
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.weights.weight_products import Axes
 from .axis_rules import AxisRules

@@ -264,7 +264,7 @@ def _leave_nothing_behind(request: pytest.FixtureRequest, optimizes: bool) -> It
 @pytest.fixture(autouse=True)
 def _without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no test use kernels that an earlier one has loaded."""
-    if objects := sys.modules.get("noria.modelzoo.kernels.cpu.objects"):
+    if objects := sys.modules.get("noria.modelzoo.cpu.objects"):
         monkeypatch.setattr(objects, "_is_used", False)
 
 

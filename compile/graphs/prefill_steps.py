@@ -18,8 +18,8 @@ from ...modelzoo import axes
 from ...modelzoo.attention.prompt_pieces import PromptPieces, put_blocks
 from ...modelzoo.cache.layer_state import Cache, LayerState
 from ...modelzoo.cache.pages import NO_PAGE
+from ...modelzoo.cpu.moves import needs_kernel, put_lines
 from ...modelzoo.moe.call import ExpertReport
-from ...modelzoo.moves import needs_kernel, put_lines
 from ...modelzoo.operations import Operations
 from ...modelzoo.sampling import SamplingState, TokenScores
 from ...modelzoo.weights.weight_products import Axes

@@ -19,7 +19,7 @@ from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues
 from ..cache.pages import NO_PAGE, latest_pages, match_heads, with_order_on_cpu
 from ..cache.state_spec import StateArray
 from ..cache.stripes import ONE_STRIPE, Stripe, Stripes, change_stripes, pad_end
-from ..moves import needs_kernel, put_lines
+from ..cpu.moves import needs_kernel, put_lines
 from ..operations import Operations
 
 

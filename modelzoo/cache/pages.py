@@ -31,9 +31,9 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
+from ..cpu.moves import needs_kernel, put_lines
 from ..layer_config import window_size
 from ..layer_groups import block_layers
-from ..moves import needs_kernel, put_lines
 from .layer_state import Cache, LayerState, NewEntries, PromptKeysValues
 from .state_spec import StateArray, state_spec
 from .stripes import EMPTY_POSITION, ONE_STRIPE, Stripe, pad_end

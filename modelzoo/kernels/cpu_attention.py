@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from ..attention.attend import Visibility, first_visible
 from ..attention.paged import PagedRows
 from ..cache.stripes import EMPTY_POSITION
+from ..cpu import attend_name
+from ..cpu.objects import is_loaded
 from ..layer_config import PLAIN_SCORES, BothSides, Scores, Window
 from .call import AttentionCall
-from .cpu import attend_name
-from .cpu.objects import is_loaded
 from .paged_rows import refusal_of_all
 
 STEP = 16

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..moves import take_units
+from ..cpu.moves import take_units
 
 _OfAxes = TypeVar("_OfAxes", tuple[int, ...], str)
 _MOST_TOGETHER = 2
@@ -63,7 +63,7 @@ class PackedWeight:
         return num_groups, self.numbers.size // (num_groups * num_columns), num_columns
 
     def split(self, of_axes: _OfAxes) -> tuple[_OfAxes, _OfAxes]:
-        """Of values of the axes of the weight, those of the axes of G and those of N."""
+        """The values of the axes of G and those of N, from values of all axes of the weight."""
         before, after = of_axes[: self.inputs[0]], of_axes[self.ndim + self.inputs[-1] + 1 :]
         return (of_axes[:0], before) if self.is_transposed else (before, after)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from ..kernels.cpu_products import multiply_panels
+from .packed_products import multiply_panels
 from .packed_weight import PackedWeight
 from .product import Product
 from .quantised_weight import QuantisedWeight, multiply_codes

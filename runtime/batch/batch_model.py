@@ -145,7 +145,7 @@ class BatchModel:
         progress: Progress,
     ) -> Build:
         """Load the parameters, then compile the stored plan, the given plan or a derived plan."""
-        from ...modelzoo.kernels.cpu.objects import is_loaded
+        from ...modelzoo.cpu.objects import is_loaded
         from .. import session
         from ..bundles import compilation_cache
         from ..bundles.warm_start import Stores, WarmStart

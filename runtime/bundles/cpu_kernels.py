@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...compile.target_names import TargetName
-from ...modelzoo.kernels import cpu
-from ...modelzoo.kernels.cpu.objects import compile_all, is_loaded, register
-from ...modelzoo.kernels.cpu.processor import Processor
+from ...modelzoo import cpu
+from ...modelzoo.cpu.objects import compile_all, is_loaded, register
+from ...modelzoo.cpu.processor import Processor
 from ..errors import CacheUnusable
 from ..files.file_checks import default_directory
 from .compilation_cache import make_folder

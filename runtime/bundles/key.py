@@ -16,8 +16,8 @@ from ... import modelzoo, sharding
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
-from ...modelzoo.kernels.cpu.objects import is_loaded
-from ...modelzoo.kernels.cpu.processor import Processor
+from ...modelzoo.cpu.objects import is_loaded
+from ...modelzoo.cpu.processor import Processor
 from ..devices.machine import processor_flags, versions
 from ..errors import BundleUnusable
 from ..files.differences import differences

@@ -28,8 +28,8 @@ from noria.modelzoo.attention.shared_pages import SlotPages
 from noria.modelzoo.cache.layer_state import Cache
 from noria.modelzoo.cache.pages import PageCounts, allocate_pages
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement
+from noria.modelzoo.cpu.objects import panel_columns
 from noria.modelzoo.families.registry import FAMILIES
-from noria.modelzoo.kernels.cpu.objects import panel_columns
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.weights.packed_weight import PackedWeight
 from noria.runtime.checkpoint.loader import load_params

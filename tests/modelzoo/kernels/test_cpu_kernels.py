@@ -15,8 +15,8 @@ from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.attention.attend import Visibility, attend_dense
 from noria.modelzoo.cache.stripes import EMPTY_POSITION
+from noria.modelzoo.cpu import ENTRIES, attend_name, objects
 from noria.modelzoo.kernels.call import AttentionCall
-from noria.modelzoo.kernels.cpu import ENTRIES, attend_name, objects
 from noria.modelzoo.kernels.cpu_attention import attend_prompts_cpu, cpu_refusal
 from noria.modelzoo.layer_config import PLAIN_SCORES, BothSides, Scores
 
@@ -173,7 +173,7 @@ def test_the_form_for_other_processors_is_right():
     """Vectors of eight numbers, compiled for a processor with AVX2 alone."""
     program = """
 import jax, numpy as np
-from noria.modelzoo.kernels.cpu import objects
+from noria.modelzoo.cpu import objects
 objects.Processor.here = classmethod(lambda cls: cls("haswell", "+avx2,+fma"))
 objects.register(objects.compile_all(objects.Processor.here()))
 rng = np.random.default_rng(0)

@@ -12,10 +12,10 @@ from guarded_frame import call, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noria.modelzoo.kernels.cpu import PRODUCTS, PUT_LINES, TAKE_PAIRS, objects, product_name
-from noria.modelzoo.kernels.cpu.objects import panel_columns
-from noria.modelzoo.kernels.cpu_products import multiply_panels
-from noria.modelzoo.moves import needs_kernel, put_lines
+from noria.modelzoo.cpu import PRODUCTS, PUT_LINES, TAKE_PAIRS, objects, product_name
+from noria.modelzoo.cpu.moves import needs_kernel, put_lines
+from noria.modelzoo.cpu.objects import panel_columns
+from noria.modelzoo.weights.packed_products import multiply_panels
 from noria.modelzoo.weights.packed_weight import PackedWeight, pack
 from noria.modelzoo.weights.product import Product, einsum, gate_up_product
 
@@ -208,7 +208,7 @@ def test_the_forms_for_other_processors_are_right():
     """Vectors of eight numbers, and pairs that are widened, for a processor with AVX2 alone."""
     program = """
 import jax, jax.numpy as jnp, numpy as np
-from noria.modelzoo.kernels.cpu import PRODUCTS, objects, product_name
+from noria.modelzoo.cpu import PRODUCTS, objects, product_name
 from noria.modelzoo.weights.packed_weight import pack
 objects.Processor.here = classmethod(lambda cls: cls("haswell", "+avx2,+fma"))
 objects.register(objects.compile_all(objects.Processor.here()))

@@ -9,8 +9,8 @@ import pytest
 from tiny import CONFIG
 
 from noria.compile.targets import find_target
-from noria.modelzoo.kernels.cpu import objects
-from noria.modelzoo.kernels.cpu.objects import Processor
+from noria.modelzoo.cpu import objects
+from noria.modelzoo.cpu.objects import Processor
 from noria.runtime.bundles import cpu_kernels, key
 from noria.runtime.bundles.cpu_kernels import load_kernels, read, refusal, write
 
@@ -139,7 +139,7 @@ def test_executables_depend_on_the_kernels(notes, compiled, monkeypatch):
 def test_a_second_process_loads_them_without_numba(notes, tmp_path):
     program = (
         "import sys; from noria.runtime.bundles.cpu_kernels import load_kernels;"
-        "from noria.modelzoo.kernels.cpu.objects import is_loaded; notes = [];"
+        "from noria.modelzoo.cpu.objects import is_loaded; notes = [];"
         "load_kernels('cpu', notes.append); "
         "print(len(notes), is_loaded(), 'numba' in sys.modules)"
     )

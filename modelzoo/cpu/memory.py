@@ -134,6 +134,19 @@ def caller(function: Callable[..., int]) -> Any:
     return call
 
 
+@intrinsic
+def on_stack(typing: Any, numbers: Any) -> Any:
+    """The address of a tuple of integers, which is valid until the function returns."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        memory = cgutils.alloca_once(builder, I64, numbers.count)
+        for i in range(numbers.count):
+            builder.store(builder.extract_value(args[0], i), builder.gep(memory, [I64(i)]))
+        return builder.ptrtoint(memory, I64)
+
+    return types.intp(numbers), code
+
+
 def address_of(function: str) -> Any:
     """A function that returns the address of a C function, by its name."""
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba import types
 
-from .memory import F32, I32, I64, caller, intrinsic, native, pointer
+from .memory import F32, I32, I64, caller, intrinsic, load64, native, on_stack, pointer
 from .processor import Width
 
 BYTES = 4
@@ -34,7 +34,7 @@ ROWS = 6, 4, 2, 1
 
 
 class Form(NamedTuple):
-    """What a product reads and writes."""
+    """The numbers that a product reads and writes."""
 
     is_paired: bool = False
     """Whether x and y have pairs of bfloat16, which lie together, in place of float32."""
@@ -153,7 +153,7 @@ class _Code:
         return self.builder.select(self.builder.fcmp_ordered(">", b, a), b, a)
 
     def factors(self, form: Form, numbers: Any) -> list[Any]:
-        """What `multiply_add` takes of a vector: the vector, or both halves of pairs as float32."""
+        """The vectors that `multiply_add` takes: a vector, or both halves of pairs as float32."""
         if not form.is_paired or form.has_pair_products:
             return [numbers]
         builder = self.builder
@@ -282,6 +282,39 @@ class Matrix(NamedTuple):
     """The distance between its rows."""
 
 
+def _by_rows(lanes: int, num_vectors: int, form: Form) -> Any:
+    """A function `run(rows, count, x, y, out, ahead)`: all rows of x times some columns of y."""
+
+    six, four, two, one = (_tile(form, lanes, rows, num_vectors) for rows in ROWS)
+
+    @native
+    def run(rows, count, x, y, out, ahead):
+        to, of, distances = out.address, x.address, (x.row, y.row, out.row, ahead)
+        while rows > 0:
+            if rows >= 6:
+                done = 6
+                six(of, y.address, to, distances, count)
+            elif rows >= 4:
+                done = 4
+                four(of, y.address, to, distances, count)
+            elif rows >= 2:
+                done = 2
+                two(of, y.address, to, distances, count)
+            else:
+                done = 1
+                one(of, y.address, to, distances, count)
+            of += done * x.row
+            to += done * out.row
+            rows -= done
+
+    return run
+
+
+@native(inline="always")
+def _matrix(address: int) -> Matrix:
+    return Matrix(load64(address), load64(address + 8))
+
+
 @cache
 def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = False) -> Any:
     """A function `multiply(rows, columns, count, x, y, out, ahead)`: `out = x @ y`, or `out += ..`.
@@ -289,43 +322,18 @@ def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = 
     x, y and out are matrices, and y has `count` rows, of numbers or of pairs. The next y is so many
     bytes ahead of this one. Without `has_single_columns`, the columns are a multiple of the lanes.
     """
-
-    def by_rows(lanes: int, num_vectors: int, form: Form) -> Any:
-        six, four, two, one = (_tile(form, lanes, rows, num_vectors) for rows in ROWS)
-
-        @native
-        def run(rows, count, x, y, out, ahead):
-            to, of, distances = out.address, x.address, (x.row, y.row, out.row, ahead)
-            while rows > 0:
-                if rows >= 6:
-                    done = 6
-                    six(of, y.address, to, distances, count)
-                elif rows >= 4:
-                    done = 4
-                    four(of, y.address, to, distances, count)
-                elif rows >= 2:
-                    done = 2
-                    two(of, y.address, to, distances, count)
-                else:
-                    done = 1
-                    one(of, y.address, to, distances, count)
-                of += done * x.row
-                to += done * out.row
-                rows -= done
-
-        return run
-
     wide, narrow = width.columns, width.lanes
     y_bytes, out_bytes = (2 if is_half else BYTES for is_half in (form.is_narrow, form.rounds))
-    of_wide, of_narrow = by_rows(narrow, width.vectors, form), by_rows(narrow, 1, form)
+    of_wide, of_narrow = _by_rows(narrow, width.vectors, form), _by_rows(narrow, 1, form)
     of_one, single = of_narrow, narrow
     if has_single_columns:
         # a number alone has no product of pairs
-        of_one, single = by_rows(1, 1, form._replace(has_pair_products=False)), 1
+        of_one, single = _by_rows(1, 1, form._replace(has_pair_products=False)), 1
 
-    def multiply(rows, columns, count, of_x, x_row, of_y, y_row, to, out_row, ahead):
-        x, y, out = Matrix(of_x, x_row), Matrix(of_y, y_row), Matrix(to, out_row)
-        column = 0
+    def multiply(given: int) -> int:
+        rows, columns, count = load64(given), load64(given + 8), load64(given + 16)
+        x, y, out = _matrix(given + 24), _matrix(given + 40), _matrix(given + 56)
+        ahead, column = load64(given + 72), 0
         while column < columns:
             y_here = Matrix(y.address + column * y_bytes, y.row)
             out_here = Matrix(out.address + column * out_bytes, out.row)
@@ -345,7 +353,7 @@ def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = 
     @native(inline="always")
     def call(rows, columns, count, x, y, out, ahead=0):
         places = x.address, x.row, y.address, y.row, out.address, out.row
-        multiply_all((rows, columns, count, *places, ahead))
+        multiply_all((on_stack((rows, columns, count, *places, ahead)),))
 
     return call
 

@@ -6,8 +6,8 @@ Knows nothing of what arrays hold.
 import jax
 import jax.numpy as jnp
 
-from .kernels.cpu import PUT_LINES, TAKE_PAIRS
-from .kernels.cpu.objects import is_loaded
+from . import PUT_LINES, TAKE_PAIRS
+from .objects import is_loaded
 
 _RANK = 5
 """The axes of an array of the cache: layers, pages, heads, entries, features."""

@@ -8,9 +8,9 @@ depend on its own activations alone.
 import jax
 import jax.numpy as jnp
 
-from ..weights.packed_weight import PackedWeight
-from ..weights.product import Product
-from .cpu import PRODUCTS, product_name
+from ..cpu import PRODUCTS, product_name
+from .packed_weight import PackedWeight
+from .product import Product
 
 
 def multiply_panels(

@@ -38,11 +38,11 @@ def product_kernels(processor: Processor) -> Iterator[Kernel]:
         has_pair_products = is_paired and processor.has("avx512bf16")
         form = Form(is_paired, has_pair_products, rounds=out == "bfloat16")
         multiply = product(processor.width, form, has_single_columns=True)
-        buffers = (Buffer(dtype, 2), Buffer(dtype, 3)), (Buffer(out, 3),)
+        arguments = Buffer(dtype, 2), Buffer(dtype, 3)
         columns, num_bytes = processor.width.columns, 2 if is_paired else BYTES
         run = _runner(multiply, columns, num_bytes, 2 if form.rounds else BYTES)
         count = _counter(columns, BYTES // num_bytes)
-        yield Kernel(product_name(dtype, out), *buffers, count, run)
+        yield Kernel(product_name(dtype, out), arguments, (Buffer(out, 3),), count, run)
 
 
 @native
