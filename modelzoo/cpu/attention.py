@@ -18,7 +18,7 @@ import numpy as np
 from . import ENTRIES, attend_name
 from .frames import Buffer, argument, is_narrow, result, result_size, size
 from .memory import call_address, free, load32, load_float, malloc, native, store_float
-from .processor import Width
+from .processor import Processor, Width
 from .threads import Kernel
 from .vectors import (
     BYTES,
@@ -28,6 +28,7 @@ from .vectors import (
     capper,
     filler,
     product,
+    rounder,
     scaler,
     softmax,
     transposer,
@@ -105,6 +106,7 @@ def _counter(lanes: int) -> Any:
         fits = size(frame, 1, 1) == K and size(frame, 1, 3) == H and size(frame, 2, 1) == K
         fits &= size(frame, 2, 0) == size(frame, 1, 0) and size(frame, 2, 2) == S
         fits &= H % lanes == 0 and V % lanes == 0 and S % lanes == 0
+        fits &= size(frame, 6, 0) == 2
         fits &= size(frame, 3, 0) == B and result_size(frame, 0, 4) == V
         for index in range(4, 6):
             fits &= size(frame, index, 0) == B and size(frame, index, 1) == T
@@ -193,14 +195,33 @@ def _ahead(frame: int, index: int, block: _Block, entry: int, end: int) -> int:
     return _vectors(frame, index, block, after) - _vectors(frame, index, block, entry)
 
 
-def _scorer(width: Width) -> Any:
+def _pairer(processor: Processor) -> Any:
+    """A function that says whether keys are multiplied as pairs of bfloat16, and not in float32."""
+    has_pair_products, units = processor.has_pair_products, 2 * processor.width.lanes
+
+    @native
+    def is_paired(frame):
+        return has_pair_products and is_narrow(frame, 1) and size(frame, 0, 4) % units == 0
+
+    return is_paired
+
+
+def _scorer(processor: Processor) -> Any:
     """A function that writes the scores of the entries of a stretch."""
-    multiply, lanes = product(width), width.lanes
+    lanes, is_paired = processor.width.lanes, _pairer(processor)
+    multiply = product(processor.width)
+    multiply_pairs = product(
+        processor.width, Form(processor.has_pair_products, processor.has_pair_products)
+    )
     turn, turn_narrow = transposer(lanes), transposer(lanes, is_narrow=True)
 
     @native
     def score(frame, block, scratch, begin, end):
         H, entry, num_bytes = size(frame, 0, 4), begin, _number_bytes(frame)
+        # a pair is moved as a number of 32 bits
+        is_pair, row = is_paired(frame), H * num_bytes
+        if is_pair:
+            H, num_bytes = H // 2, BYTES
         while entry < end:
             after = _piece_end(frame, entry, end)
             # pages have whole vectors of entries
@@ -209,28 +230,36 @@ def _scorer(width: Width) -> Any:
             for i in range(0, count, lanes):
                 for j in range(0, H, lanes):
                     to = scratch.turned + (j * count + i) * BYTES
-                    of = keys + (i * H + j) * num_bytes
+                    of = keys + i * row + j * num_bytes
                     if num_bytes == BYTES:
-                        turn((to, count * BYTES, of, H * num_bytes, ahead))
+                        turn((to, count * BYTES, of, row, ahead))
                     else:
-                        turn_narrow((to, count * BYTES, of, H * num_bytes, ahead))
-            to = scratch.scores + (entry - begin) * BYTES
+                        turn_narrow((to, count * BYTES, of, row, ahead))
+            out = Matrix(scratch.scores + (entry - begin) * BYTES, scratch.score_row)
             queries = Matrix(scratch.queries, H * BYTES)
             turned = Matrix(scratch.turned, count * BYTES)
-            multiply(block.rows, count, H, queries, turned, Matrix(to, scratch.score_row))
+            if is_pair:
+                multiply_pairs(block.rows, count, H, queries, turned, out)
+            else:
+                multiply(block.rows, count, H, queries, turned, out)
             entry = after
 
     return score
 
 
 def _weigher(lanes: int) -> Any:
-    """A function that turns the scores of a stretch into weights, and updates the running sums."""
+    """A function that turns the products of a stretch into weights, and updates the running sums.
+
+    Scores are products of queries and keys times a factor, and may be capped.
+    """
     weigh, cap, scale = softmax(lanes), capper(lanes), scaler(lanes)
 
     @native
     def weigh_row(frame, scratch, row, scores, count):
         """Weigh a row; padding after its scores is overwritten."""
-        padded, most = (count + lanes - 1) // lanes * lanes, load_float(argument(frame, 6))
+        padded, factors = (count + lanes - 1) // lanes * lanes, argument(frame, 6)
+        scale(scores, scores, padded, load_float(factors))
+        most = load_float(factors + BYTES)
         if most > _NONE:
             cap(scores, scores, padded, most)
         for i in range(count, padded):
@@ -308,17 +337,18 @@ def _writer(lanes: int) -> Any:
     return write
 
 
-def attention_kernels(width: Width) -> list[Kernel]:
-    """The kernels for a processor's vectors, which differ by the dtype of entries.
+def attention_kernels(processor: Processor) -> list[Kernel]:
+    """The kernels for a processor, which differ by the dtype of entries.
 
-    Their arguments are scaled queries `q_BTKGH`, `k_PKSH`, `v_PKSH`, the pages `page_BN` of rows,
-    `low_BT` and `high_BT`, and the cap of scores, 0 for none. The results are `out_BTKGH` and
-    `lse_BTKG`. Features and entries of pages are a multiple of the lanes of a vector.
+    Their arguments are queries `q_BTKGH`, `k_PKSH`, `v_PKSH`, the pages `page_BN` of rows, `low_BT`
+    and `high_BT`, and two factors: that of scores, and their cap or 0 for none. The results are
+    `out_BTKGH` and `lse_BTKG`. Features and entries of pages are a multiple of the lanes of a
+    vector. Queries of entries in bfloat16 may be rounded to it.
     """
-    lanes = width.lanes
-    find, score, weigh_all = _finder(lanes), _scorer(width), _weigher(lanes)
-    add_values, write = _adder(width), _writer(lanes)
-    fill, scale = filler(lanes), scaler(lanes)
+    lanes, is_paired = processor.width.lanes, _pairer(processor)
+    find, score, weigh_all = _finder(lanes), _scorer(processor), _weigher(lanes)
+    add_values, write = _adder(processor.width), _writer(lanes)
+    fill, copy, copy_rounded = filler(lanes), scaler(lanes), rounder(lanes)
 
     def run(frame: int, unit: int) -> int:
         block, first = find(frame, unit)
@@ -327,8 +357,13 @@ def attention_kernels(width: Width) -> list[Kernel]:
         q = argument(frame, 0)
         for token in range(block.rows // block.heads):
             place = (first + token) * block.token_heads + block.head * block.heads
-            to = scratch.queries + token * block.heads * H * BYTES
-            scale(to, q + place * H * BYTES, block.heads * H, _ONE)
+            numbers = block.heads * H
+            if is_paired(frame):
+                to = scratch.queries + token * numbers * BYTES // 2
+                copy_rounded(to, q + place * H * BYTES, numbers, _ONE)
+            else:
+                to = scratch.queries + token * numbers * BYTES
+                copy(to, q + place * H * BYTES, numbers, _ONE)
         fill(scratch.sums, block.rows * V, _NONE)
         for row in range(block.rows):
             store_float(scratch.largest + row * BYTES, _LOWEST)
@@ -349,7 +384,7 @@ def attention_kernels(width: Width) -> list[Kernel]:
     return [
         Kernel(
             attend_name(dtype),
-            (results[0], *(Buffer(dtype, 4),) * 2, *integers, Buffer("float32", 0)),
+            (results[0], *(Buffer(dtype, 4),) * 2, *integers, Buffer("float32", 1)),
             results,
             counted,
             run,

@@ -44,7 +44,7 @@ def compile_all(processor: Processor) -> bytes:
     from .threads import compile_kernel
 
     products = product_kernels(processor)
-    kernels = (*attention_kernels(processor.width), *products, put_kernel(), take_kernel())
+    kernels = (*attention_kernels(processor), *products, put_kernel(), take_kernel())
     handlers = {kernel.name: compile_kernel(kernel) for kernel in kernels}
     module = llvm.parse_assembly("")
     for function in C_FUNCTIONS.values():

@@ -44,6 +44,11 @@ class Processor(NamedTuple):
         return f"+{feature}" in self.features.split(",")
 
     @property
+    def has_pair_products(self) -> bool:
+        """Whether it multiplies pairs of bfloat16."""
+        return self.has("avx512bf16")
+
+    @property
     def width(self) -> Width:
         """Its vectors, and the number of them that products use."""
         if self.has("avx512f"):

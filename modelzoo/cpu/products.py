@@ -35,7 +35,7 @@ def product_kernels(processor: Processor) -> Iterator[Kernel]:
     """
     for dtype, out in PRODUCTS:
         is_paired = dtype == "bfloat16"
-        has_pair_products = is_paired and processor.has("avx512bf16")
+        has_pair_products = is_paired and processor.has_pair_products
         form = Form(is_paired, has_pair_products, rounds=out == "bfloat16")
         multiply = product(processor.width, form, has_single_columns=True)
         arguments = Buffer(dtype, 2), Buffer(dtype, 3)

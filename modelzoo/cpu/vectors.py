@@ -451,7 +451,7 @@ def softmax(lanes: int) -> Any:
     return weigh
 
 
-def _elementwise(lanes: int, function: Callable[..., Any]) -> Any:
+def _elementwise(lanes: int, function: Callable[..., Any], num_bytes: int = BYTES) -> Any:
     """A function `change(to, of, count, factor)` that writes a function of numbers and a factor."""
 
     @intrinsic
@@ -463,7 +463,7 @@ def _elementwise(lanes: int, function: Callable[..., Any]) -> Any:
 
             def turn(index: Any, carried: list[Any]) -> list[Any]:
                 read = code.load(code.at(of, index, BYTES))
-                code.store(code.at(to, index, BYTES), function(code, read, spread))
+                code.store(code.at(to, index, num_bytes), function(code, read, spread))
                 return []
 
             code.loop(count, lanes, [], turn)
@@ -478,6 +478,14 @@ def _elementwise(lanes: int, function: Callable[..., Any]) -> Any:
 def scaler(lanes: int) -> Any:
     """A function `scale(to, of, count, factor)`; the count is a multiple of the lanes."""
     return _elementwise(lanes, lambda code, x, factor: code.builder.fmul(x, factor))
+
+
+@cache
+def rounder(lanes: int) -> Any:
+    """A function `round(to, of, count, factor)` that writes products with a factor in bfloat16."""
+    return _elementwise(
+        lanes, lambda code, x, factor: code.rounded(code.builder.fmul(x, factor)), 2
+    )
 
 
 @cache

@@ -103,8 +103,8 @@ def _attend(
     """Attend to the entries of pages from the first to before the second of `seen_BT`."""
     scale = q_BTKGH.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     dtype = "bfloat16" if k_PKSH.dtype == v_PKSH.dtype == jnp.bfloat16 else "float32"
-    q_BTKGH, out_dtype = q_BTKGH.astype(jnp.float32) * scale, q_BTKGH.dtype
     entries = (x.astype(dtype) for x in (k_PKSH, v_PKSH))
+    factors = jnp.array([scale, scores.cap or 0.0], jnp.float32)
     integers = (x.astype(jnp.int32) for x in (page_BN, *seen_BT))
     shape = q_BTKGH.shape[:-1]
     results = (
@@ -112,5 +112,5 @@ def _attend(
         jax.ShapeDtypeStruct(shape, jnp.float32),
     )
     call = jax.ffi.ffi_call(attend_name(dtype), results)
-    out_BTKGH, lse_BTKG = call(q_BTKGH, *entries, *integers, jnp.float32(scores.cap or 0.0))
-    return out_BTKGH.astype(out_dtype), lse_BTKG
+    out_BTKGH, lse_BTKG = call(q_BTKGH.astype(jnp.float32), *entries, *integers, factors)
+    return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG

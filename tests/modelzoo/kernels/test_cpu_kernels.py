@@ -58,14 +58,16 @@ def calls(draw: st.DrawFn) -> list[np.ndarray]:
         for n in range(N):
             for x in (k, v):
                 x[page[b, n]][:, is_free[n]] = np.nan
-    scores = q * np.float32(H**-0.5)
+    if dtype == "bfloat16":
+        q = q.astype(jnp.dtype(dtype)).astype(np.float32)
+    factors = np.array([H**-0.5, cap], np.float32)
     integers = (x.astype(np.int32) for x in (page, low, high))
     k, v = (x.astype(jnp.dtype(dtype)) for x in (k, v))
-    return [scores, k, v, *integers, np.float32(cap).reshape(())]
+    return [q, k, v, *integers, factors]
 
 
 def expected(arguments: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    q, k, v, page, low, high, cap = arguments
+    q, k, v, page, low, high, (factor, cap) = arguments
     B, T, K, G, _ = q.shape
     out, lse = np.zeros((B, T, K, G, v.shape[-1])), np.full((B, T, K, G), -np.inf)
     for b, t, kv in np.ndindex(B, T, K):
@@ -75,7 +77,7 @@ def expected(arguments: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         )
         if not len(keys):
             continue
-        scores = q[b, t, kv].astype(np.float64) @ keys.T
+        scores = q[b, t, kv].astype(np.float64) @ keys.T * factor
         if cap:
             scores = cap * np.tanh(scores / cap)
         largest = scores.max(axis=1, keepdims=True)
@@ -103,7 +105,7 @@ def test_it_equals_the_reference_and_touches_its_buffers_alone(arguments, at_end
 def arguments_of_one_row() -> list[np.ndarray]:
     q, k = np.ones((1, 1, 1, 1, 16), np.float32), np.ones((2, 1, 16, 16), np.float32)
     seen = np.zeros((1, 1), np.int32), np.full((1, 1), 3, np.int32)
-    return [q, k, k, np.array([[1]], np.int32), *seen, np.float32(0).reshape(())]
+    return [q, k, k, np.array([[1]], np.int32), *seen, np.array([1, 0], np.float32)]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ page, low = np.array([[0], [2]], "int32"), np.zeros((2, 5), "int32")
 high = np.arange(30, 40, dtype="int32").reshape(2, 5)
 shapes = [jax.ShapeDtypeStruct(s, "float32") for s in (q.shape, q.shape[:-1])]
 attend = jax.ffi.ffi_call("noria_attend_pages_float32", shapes)
-out, lse = attend(q, k, v, page, low, high, np.float32(0))
+out, lse = attend(q, k, v, page, low, high, np.array([1, 0], "float32"))
 for b, t in np.ndindex(2, 5):
     keys, values = (x[page[b, 0], :, : high[b, t]] for x in (k, v))
     scores = np.einsum("kgh,ksh->kgs", q[b, t], keys)
