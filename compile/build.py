@@ -185,7 +185,7 @@ class _GraphPlanner:
             signatures.decode_state,
             model,
             grid,
-            placement.cache_dtype(dtype),
+            placement.cache_dtype(dtype, model.arrangement.cache_codes),
             placement.cache_head_shards,
         )
         state = jax.eval_shape(self._make_state)

@@ -56,12 +56,14 @@ def arrangement_of(
     )
 
 
-def cache_dtype(platform: str, dtype: DTypeLike) -> jnp.dtype:
-    """Dtype of cache entries for weights of `dtype`.
+def cache_dtype(platform: str, dtype: DTypeLike, cache_codes: str | None = None) -> jnp.dtype:
+    """Dtype of cache entries, or of the scales of codes, for weights of `dtype`.
 
-    On the CPU without kernels it is float32, as XLA for the CPU attends to bfloat16 slowly.
+    On the CPU it is float32 unless kernels write the entries: to write one into a bfloat16 array,
+    XLA for the CPU converts the whole array to float32 and back.
     """
-    return jnp.dtype(jnp.float32 if platform == "cpu" and not is_loaded() else dtype)
+    has_kernels = is_loaded() and cache_codes is None
+    return jnp.dtype(jnp.float32 if platform == "cpu" and not has_kernels else dtype)
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,9 @@ class Placement:
         columns = panel_columns() if self.platform == "cpu" and is_one else None
         return replace(arranged, panel_columns=columns)
 
-    def cache_dtype(self, dtype: DTypeLike) -> jnp.dtype:
+    def cache_dtype(self, dtype: DTypeLike, cache_codes: str | None = None) -> jnp.dtype:
         """Dtype of cache entries for weights of `dtype`; see the function `cache_dtype`."""
-        return cache_dtype(self.platform, dtype)
+        return cache_dtype(self.platform, dtype, cache_codes)
 
     @property
     def cache_head_shards(self) -> int:

@@ -48,7 +48,7 @@ def load_kernels(target: str, on_note: Callable[[str], object]) -> None:
     if TargetName.parse(target).platform != "cpu" or is_loaded():
         return
     if (reason := refusal()) is not None:
-        on_note(f"attention without the kernels for the CPU, which takes longer: {reason}")
+        on_note(f"calls without the kernels for the CPU, which takes longer: {reason}")
         return
     processor = Processor.here()
     key = key_of(processor)

@@ -103,7 +103,7 @@ def test_without_numba_one_line_says_what_is_lost(notes, monkeypatch):
     load_kernels("cpu:8", notes.append)
     (note,) = notes
     assert note == (
-        "attention without the kernels for the CPU, which takes longer: they need numba "
+        "calls without the kernels for the CPU, which takes longer: they need numba "
         "(pip install 'noria[cpu]')"
     )
 
