@@ -1,6 +1,7 @@
 """`noria doctor`: report what this machine offers, and what to install for more.
 
-Does not know about models or graphs. Guarantees: nothing is changed, each problem is reported with
+Does not know about models or graphs. Kernels for the CPU are compiled and kept, as in a job.
+Guarantees: nothing else is changed, each problem is reported with
 a remedy if one is known, and the exit code is 0 unless something that all jobs need is broken, or
 compiled programs cannot be kept.
 """
@@ -111,6 +112,7 @@ def examine() -> Iterator[Finding]:
     yield from _plugins()
     yield from _devices()
     yield _compilation_cache()
+    yield _cpu_kernels()
 
 
 def parse_requirements(lines: list[str]) -> list[Requirement]:
@@ -206,6 +208,29 @@ def _devices() -> Iterator[Finding]:
     kinds = sorted({device.device_kind for device in devices})
     text = f"{len(devices)} x {', '.join(kinds)}, platform {jax.default_backend()}"
     yield Finding("devices", text)
+
+
+def _cpu_kernels() -> Finding:
+    """Whether kernels for the CPU serve here, and whether each of them is right."""
+    from ...modelzoo.cpu import NAMES
+    from ..bundles.cpu_kernels import load_kernels, refusal
+
+    subject = "CPU kernels"
+    if (reason := refusal()) is not None:
+        return Finding(subject, f"none: {reason}")
+    try:
+        from ..bundles.kernel_checks import wrong_kernels
+
+        load_kernels("cpu", lambda note: None)
+        wrong = wrong_kernels()
+    except Exception as error:  # a broken compiler may raise any error
+        return Finding(subject, f"they fail: {error}; pip uninstall numba", ok=False)
+    if wrong:
+        found = ", ".join(f"{name} by {error:.1e}" for name, error in wrong.items())
+        return Finding(
+            subject, f"differ from the reference: {found}; pip uninstall numba", ok=False
+        )
+    return Finding(subject, f"{len(NAMES)}, each equal to its reference ({', '.join(NAMES)})")
 
 
 def _compilation_cache() -> Finding:

@@ -6,13 +6,15 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+from cpu_kernels import loaded
 from tiny import CONFIG
 
 from noria.compile.targets import find_target
-from noria.modelzoo.cpu import objects
+from noria.modelzoo.cpu import NAMES, PRODUCTS, PUT_LINES, objects, product_name
 from noria.modelzoo.cpu.objects import Processor
-from noria.runtime.bundles import cpu_kernels, key
+from noria.runtime.bundles import cpu_kernels, kernel_checks, key
 from noria.runtime.bundles.cpu_kernels import load_kernels, read, refusal, write
+from noria.runtime.commands import doctor_command
 
 
 @pytest.fixture
@@ -150,3 +152,26 @@ def test_a_second_process_loads_them_without_numba(notes, tmp_path):
     assert outputs == ["1 True True\n", "0 True False\n"]
     (path,) = (tmp_path / "noria" / "kernels").iterdir()
     assert len(json.loads(path.read_bytes().partition(b"\n")[0])) == 2
+
+
+@pytest.mark.cpu_kernels
+@pytest.mark.skipif(find_spec("numba") is None, reason="needs numba")
+def test_each_kernel_is_checked_and_a_wrong_one_is_named(monkeypatch):
+    with loaded():
+        assert {name for name, *_ in kernel_checks._results()} == set(NAMES)
+        assert kernel_checks.wrong_kernels() == {}
+        found = doctor_command._cpu_kernels()
+        assert found.ok and found.text.startswith(f"{len(NAMES)}, each equal to its reference")
+        # a weight in the wrong order, and entries that are not those of the reference
+        monkeypatch.setattr(kernel_checks, "pack", lambda weight, inputs, columns: weight)
+        monkeypatch.setattr(kernel_checks, "put_lines", lambda pool, lines, place: pool)
+        wrong = {product_name(*dtypes) for dtypes in PRODUCTS} | {PUT_LINES}
+        assert set(kernel_checks.wrong_kernels()) == wrong
+        found = doctor_command._cpu_kernels()
+        assert not found.ok and all(name in found.text for name in wrong)
+
+
+def test_doctor_says_why_there_are_no_kernels(monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "find_spec", lambda name: None)
+    found = doctor_command._cpu_kernels()
+    assert found.ok and found.text == "none: they need numba (pip install 'noria[cpu]')"

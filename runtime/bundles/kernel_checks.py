@@ -1,0 +1,66 @@
+"""Runs each kernel for the CPU against its reference, on small random arrays.
+
+Guarantees: uses the kernels as graphs do, and reads no model.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...modelzoo.attention.attend import Visibility, attend_dense
+from ...modelzoo.cpu import ENTRIES, PRODUCTS, PUT_LINES, TAKE_PAIRS, attend_name, product_name
+from ...modelzoo.cpu.moves import put_lines, take_units
+from ...modelzoo.cpu.objects import panel_columns
+from ...modelzoo.kernels.cpu_attention import attend_prompts_cpu
+from ...modelzoo.weights.packed_products import multiply_panels
+from ...modelzoo.weights.packed_weight import PackedWeight, pack
+from ...modelzoo.weights.product import einsum
+
+LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}
+"""The largest error of a result in a dtype, as a part of its largest number."""
+
+
+def wrong_kernels() -> dict[str, float]:
+    """The error of each kernel that is too large, by the kernel's name. The kernels are loaded."""
+    wrong = {}
+    for name, dtype, found, wanted in _results():
+        wanted = np.asarray(wanted, np.float64)
+        error = float(abs(np.asarray(found, np.float64) - wanted).max() / abs(wanted).max())
+        if not error <= LARGEST_ERROR[dtype]:  # NaN is wrong
+            wrong[name] = error
+    return wrong
+
+
+def _results() -> Iterator[tuple[str, str, jax.Array, jax.Array]]:
+    """The name of each kernel, the dtype of its precision, its result and the reference's."""
+    keys = iter(jax.random.split(jax.random.key(0), 16))
+    with jax.default_device(jax.devices("cpu")[0]):
+        columns = panel_columns()
+        assert columns is not None, "the kernels are loaded"
+        product = einsum("BD,VD->BV")
+        for dtype, out in PRODUCTS:
+            x_BD, table_VD = (jax.random.normal(next(keys), (n, 64), dtype) for n in (7, 100))
+            packed = PackedWeight(pack(table_VD, (-1,), columns), (-1,), columns)
+            found = multiply_panels(product, x_BD, packed, jnp.dtype(out))
+            wanted = product(x_BD.astype(jnp.float32), table_VD.astype(jnp.float32))
+            yield product_name(dtype, out), out, found, wanted
+        position_BT = jnp.arange(48)[None]
+        visibility = Visibility(position_BT, position_BT, None, is_in_order=True)
+        for dtype in ENTRIES:
+            shapes = (1, 48, 2, 3, 32), (1, 2, 32, 48), (1, 2, 48, 32)
+            q, k, v = (jax.random.normal(next(keys), shape, dtype) for shape in shapes)
+            found = attend_prompts_cpu(q, k, v, visibility)[0]
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+            wanted = attend_dense(q, k, v, visibility)[0]
+            yield attend_name(dtype), dtype, found, wanted
+        pool, lines = (
+            jax.random.normal(next(keys), shape, jnp.bfloat16)
+            for shape in ((1, 2, 2, 16, 8), (5, 8))
+        )
+        place = jnp.array([3, 0, 63, 17, 40])
+        wanted = pool.reshape(-1, 8).at[place].set(lines).reshape(pool.shape)
+        yield PUT_LINES, "float32", put_lines(pool, lines, place), wanted
+        taken = take_units(lines, place[None] % 20, 2)
+        yield TAKE_PAIRS, "float32", taken, lines.reshape(-1, 2)[place % 20].reshape(1, -1)
