@@ -5,6 +5,7 @@ Knows nothing of models or hardware.
 
 import math
 
+from ...modelzoo.cpu import MULTIPLY
 from .hlo_text import Computation, Instruction, Program, array_sizes
 
 _LIBRARY = '"__ynn_fusion"'
@@ -16,18 +17,24 @@ def product_flops(program: Program, computation: Computation, instruction: Instr
         return _dot_flops(computation, instruction)
     if instruction.opcode == "convolution":
         return _convolution_flops(computation, instruction)
+    if instruction.opcode == "custom-call" and _is_kernel(instruction):
+        rows = array_sizes(computation.instructions[instruction.operands[0]].arrays[0])
+        return 2 * math.prod(array_sizes(instruction.arrays[0])) * rows[-1]
     if instruction.opcode != "fusion" or (inside := program.fused(instruction)) is None:
         return 0
     return sum(product_flops(program, inside, each) for each in inside.instructions.values())
 
 
 def slow_flops(program: Program, computation: Computation, instruction: Instruction) -> int:
-    """Operations of products in a CPU's program that do not run in the fast library."""
-    return (
-        0
-        if _LIBRARY in instruction.attributes
-        else product_flops(program, computation, instruction)
-    )
+    """Operations of products in a CPU's program that run in no library and no kernel of ours."""
+    if _LIBRARY in instruction.attributes or _is_kernel(instruction):
+        return 0
+    return product_flops(program, computation, instruction)
+
+
+def _is_kernel(instruction: Instruction) -> bool:
+    """Whether an instruction calls a kernel of products for the CPU."""
+    return f'custom_call_target="{MULTIPLY}_' in instruction.attributes
 
 
 def _dot_flops(computation: Computation, instruction: Instruction) -> int:

@@ -6,6 +6,8 @@ imported only to compile.
 
 ENTRIES = "float32", "bfloat16"
 """The dtypes of keys and values of each kernel of attention."""
+MULTIPLY = "noria_multiply"
+"""What the names of all kernels of products begin with."""
 PRODUCTS = ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")
 """The dtypes of activations and weights, and of the result, of each kernel of products."""
 
@@ -17,7 +19,7 @@ def attend_name(dtype: str) -> str:
 
 def product_name(dtype: str, out: str) -> str:
     """The name of a kernel of products among XLA's foreign functions."""
-    return f"noria_multiply_{dtype}_{out}"
+    return f"{MULTIPLY}_{dtype}_{out}"
 
 
 PUT_LINES, TAKE_PAIRS = "noria_put_lines", "noria_take_pairs"

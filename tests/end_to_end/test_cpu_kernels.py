@@ -39,3 +39,29 @@ def test_a_job_answers_as_without_kernels_and_its_executables_are_kept(job):
     portable, attention, said = job("third", "attention.decode=xla", "attention.prefill=xla")
     assert attention == {"prefill": "xla (as the plan asks)", "decode": "xla (as the plan asks)"}
     assert portable == answers
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_bits_of_a_row_are_its_own(noria, tmp_path, dtype):
+    """Rows in another order, in other slots and pages, with fewer others, and forked samples."""
+    texts = [f"{text} {'and so on ' * count}" for count, text in enumerate(PROMPTS * 2)]
+    rows = [
+        {
+            "custom_id": str(number), "prompt": text, "max_tokens": 6, "temperature": 0.7,
+            "seed": number, "n": 1 + number % 2, "logprobs": 0, "model": "smollm2",
+        }
+        for number, text in enumerate(texts)
+    ]  # fmt: skip
+    own = noria.without_server().with_cache(tmp_path / "cache")
+
+    def choices(name, rows):
+        source, output = write_lines(tmp_path / f"{name}.in", rows), tmp_path / f"{name}.jsonl"
+        options = [word for setting in SIZES for word in ("--set", setting)]
+        own.run("batch", "-i", source, "-o", output, "--dtype", dtype, *options)
+        assert "numba (" in read_manifest(output)["generator"]["attention"]["decode"]
+        return {row["custom_id"]: row["response"]["body"]["choices"] for row in read_rows(output)}
+
+    together = choices("together", rows)
+    assert len(together["1"]) == 2
+    assert choices("reversed", rows[::-1]) == together
+    assert choices("alone", rows[3:4]) == {"3": together["3"]}
