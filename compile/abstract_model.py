@@ -234,18 +234,6 @@ class AbstractModel:
             for name, array in parameters.items()
         }
 
-    def unpack(self, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Parameters whose weights have the order of their axes again."""
-        return {
-            name: self._packed_value(name, array).plain() if name in self.packed else array
-            for name, array in parameters.items()
-        }
-
-    def _packed_value(self, name: str, numbers: jax.Array) -> PackedWeight:
-        columns = self.arrangement.panel_columns
-        assert columns is not None, "it has packed weights"
-        return PackedWeight(numbers, self.packed[name], columns)
-
     def can_adapt(self, name: str) -> bool:
         """Whether rows may use adapters of a parameter: a layer's weight that every token uses.
 
@@ -281,7 +269,9 @@ class AbstractModel:
     ) -> jax.Array | QuantisedWeight | PackedWeight:
         quantisation = self.quantisations.get(name)
         if name in self.packed:
-            return self._packed_value(name, parameters[name])
+            columns = self.arrangement.panel_columns
+            assert columns is not None, "it has packed weights"
+            return PackedWeight(parameters[name], self.packed[name], columns)
         if quantisation is None:
             return parameters[name]
         return QuantisedWeight(

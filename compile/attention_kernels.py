@@ -140,6 +140,11 @@ class AttentionChoices:
     decode: Choice | None
     """None for a grid without decode slots."""
 
+    def are_all(self, kernel: str) -> bool:
+        """Whether one kernel serves all graphs."""
+        choices = [*self.prefill.values(), *([] if self.decode is None else [self.decode])]
+        return all(choice.kernel == kernel for choice in choices)
+
     def report(self) -> dict[str, str]:
         """The kernel of each phase and the reason for it, as text."""
         lengths: dict[str, list[int]] = {}

@@ -79,9 +79,9 @@ class Numbers(PlanTable, name="numbers"):
     with its own `weights` and `group`, such as `{weights = "int8", group = 0}`. The last rule that
     matches a parameter decides."""
     cache: str = FLOAT
-    """The keys and values of the cache: `float`, which means `dtype` (without kernels for the CPU:
-    float32 there), or codes with a scale for each token and head: `int8`, `float8` (e4m3) or
-    `int4`."""
+    """The keys and values of the cache: `float`, which means `dtype` (on a CPU float32,
+    unless its kernels serve), or codes with a scale for each token and head: `int8`, `float8`
+    (e4m3) or `int4`."""
     activations: str = FLOAT
     """The activations of products with weights in codes: `float`, which means `dtype`, or `int8`,
     rounded in each product with one scale for a token. `int8` needs weights of `int8` without

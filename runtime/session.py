@@ -22,6 +22,7 @@ from ..compile.targets import Target
 from ..compile.weight_rules import ALL_FLOAT, WeightRules
 from ..modelzoo.cache.state_spec import array_bytes
 from ..modelzoo.config import DecoderConfig
+from ..modelzoo.cpu.objects import panel_columns
 from ..sharding.layout import Layout
 from ..sharding.placement import Placement
 from .adapters.adapter_set import AdapterSet, load_arrays
@@ -115,6 +116,8 @@ class LoadOptions:
     """The dtype of cache entries in codes; None for float entries."""
     adapters: AdapterGrid | None = None
     """The room for adapters."""
+    in_panels: bool = True
+    """Whether weights are in panels where kernels read them so; files have the order of axes."""
 
     @classmethod
     def of_plan(cls, plan: Plan) -> "LoadOptions":
@@ -129,6 +132,8 @@ class LoadOptions:
         from ..compile.abstract_model import AbstractModel
 
         arrangement = placement.arrangement(config, self.scan_layers, self.cache_codes)
+        if not self.in_panels:
+            arrangement = replace(arrangement, panel_columns=None)
         return AbstractModel(config, arrangement, self.weight_rules, self.adapters)
 
 
@@ -313,6 +318,8 @@ def compile_plan(
 
     grid, dtype = plan.buckets, jnp.dtype(plan.numbers.dtype)
     experts = plan.experts or LOSSLESS_EXPERTS
+    in_panels = definition.arrangement.panel_columns
+    assert in_panels in (None, panel_columns()), "kernels are loaded before the model is defined"
     graphs = plan_graphs(definition, grid, placement, dtype, experts, plan.attention, plan.compiler)
     if warm is None:
         return build_graphs(grid, graphs, on_graph)

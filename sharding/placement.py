@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from ..modelzoo import axes
 from ..modelzoo.config import Arrangement, DecoderConfig
-from ..modelzoo.cpu.objects import is_loaded, panel_columns
+from ..modelzoo.cpu.objects import panel_columns
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.weights.weight_products import Axes
 from .axis_rules import AxisRules
@@ -56,14 +56,13 @@ def arrangement_of(
     )
 
 
-def cache_dtype(platform: str, dtype: DTypeLike, cache_codes: str | None = None) -> jnp.dtype:
-    """Dtype of cache entries, or of the scales of codes, for weights of `dtype`.
+def cache_dtype(platform: str, dtype: DTypeLike) -> jnp.dtype:
+    """Dtype of cache entries for weights of `dtype`, if no kernel of ours writes and reads them.
 
-    On the CPU it is float32 unless kernels write the entries: to write one into a bfloat16 array,
-    XLA for the CPU converts the whole array to float32 and back.
+    On the CPU it is float32: to write an entry into a bfloat16 array, XLA for CPU converts the
+    whole array to float32 and back.
     """
-    has_kernels = is_loaded() and cache_codes is None
-    return jnp.dtype(jnp.float32 if platform == "cpu" and not has_kernels else dtype)
+    return jnp.dtype(jnp.float32 if platform == "cpu" else dtype)
 
 
 @dataclass(frozen=True)
@@ -135,9 +134,9 @@ class Placement:
         columns = panel_columns() if self.platform == "cpu" and is_one else None
         return replace(arranged, panel_columns=columns)
 
-    def cache_dtype(self, dtype: DTypeLike, cache_codes: str | None = None) -> jnp.dtype:
+    def cache_dtype(self, dtype: DTypeLike) -> jnp.dtype:
         """Dtype of cache entries for weights of `dtype`; see the function `cache_dtype`."""
-        return cache_dtype(self.platform, dtype, cache_codes)
+        return cache_dtype(self.platform, dtype)
 
     @property
     def cache_head_shards(self) -> int:

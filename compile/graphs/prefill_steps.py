@@ -18,7 +18,7 @@ from ...modelzoo import axes
 from ...modelzoo.attention.prompt_pieces import PromptPieces, put_blocks
 from ...modelzoo.cache.layer_state import Cache, LayerState
 from ...modelzoo.cache.pages import NO_PAGE
-from ...modelzoo.cpu.moves import needs_kernel, put_lines
+from ...modelzoo.cpu.moves import put_lines
 from ...modelzoo.moe.call import ExpertReport
 from ...modelzoo.operations import Operations
 from ...modelzoo.sampling import SamplingState, TokenScores
@@ -168,13 +168,18 @@ def _put_row(
     def body(x: jax.Array, new: jax.Array, slots: _Slots) -> jax.Array:
         row = slots.slot_B[0]
         index = jnp.clip(row, 0, x.shape[axis] - 1)
-        if needs_kernel(x):
-            first_M = jnp.arange(math.prod(x.shape[:axis])) * x.shape[axis]
-            place_M = jnp.where(index == row, first_M + row, x.size)
-            return put_lines(x, new.reshape(len(first_M), -1).astype(x.dtype), place_M)
-        old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=axis)
-        new = jnp.where(index == row, new.astype(x.dtype), old)
-        return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=axis)
+        new = new.astype(x.dtype)
+
+        def put() -> jax.Array:
+            old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=axis)
+            kept = jnp.where(index == row, new, old)
+            return jax.lax.dynamic_update_slice_in_dim(x, kept, index, axis=axis)
+
+        num_rows = math.prod(x.shape[:axis])
+        place_M = jnp.arange(num_rows) * x.shape[axis] + row
+        past = num_rows * x.shape[axis]
+        place_M = jnp.where(index == row, place_M, past)
+        return put_lines(x, new.reshape(num_rows, -1), place_M, put)
 
     return operations.write_rows(body, old, new, _Slots(row[None]), logical_axes)
 

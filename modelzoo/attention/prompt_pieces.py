@@ -19,7 +19,7 @@ from ..cache.layer_state import LayerState, NewEntries, PromptKeysValues
 from ..cache.pages import NO_PAGE, latest_pages, match_heads, with_order_on_cpu
 from ..cache.state_spec import StateArray
 from ..cache.stripes import ONE_STRIPE, Stripe, Stripes, change_stripes, pad_end
-from ..cpu.moves import needs_kernel, put_lines
+from ..cpu.moves import put_lines
 from ..operations import Operations
 
 
@@ -138,10 +138,12 @@ def _put(pages: jax.Array, new: jax.Array, target: _Target, array: StateArray) -
     K = blocks.shape[1]
     index_M1 = jnp.where(page_M < P, layer * P + page_M, L * P)[:, None]
     row_MK = (index_M1 * K + jnp.arange(K)[None]) * (S // size) + entry_M[:, None] // size
-    if needs_kernel(pages):
-        return put_lines(pages, blocks.reshape(-1, size * H), row_MK.reshape(-1))
-    written = rows.at[row_MK].set(blocks, mode="drop", unique_indices=True)
-    return with_order_on_cpu(written.reshape(pages.shape))
+
+    def put() -> jax.Array:
+        written = rows.at[row_MK].set(blocks, mode="drop", unique_indices=True)
+        return with_order_on_cpu(written.reshape(pages.shape))
+
+    return put_lines(pages, blocks.reshape(-1, size * H), row_MK.reshape(-1), put)
 
 
 def _of_stripe(new: jax.Array, axis: int, stripe: Stripe) -> jax.Array:

@@ -31,7 +31,7 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
-from ..cpu.moves import needs_kernel, put_lines
+from ..cpu.moves import put_lines
 from ..layer_config import window_size
 from ..layer_groups import block_layers
 from .layer_state import Cache, LayerState, NewEntries, PromptKeysValues
@@ -180,12 +180,14 @@ def append_to_pages(
         new_BKH = pad_end(new_BKH, -1, H).reshape(len(index_B), -1, H)
         K = new_BKH.shape[1]
         line_BK = index_B[:, None] * K + jnp.arange(K)[None]
-        if needs_kernel(pages):
-            place_M, new_MH = (line_BK * S + entry_B[:, None]).reshape(-1), new_BKH.reshape(-1, H)
-            return put_lines(pages, new_MH, place_M)
-        at = lines.at[line_BK, jnp.broadcast_to(entry_B[:, None], line_BK.shape)]
-        written = at.set(new_BKH, mode="drop", unique_indices=True).reshape(pages.shape)
-        return with_order_on_cpu(written)
+
+        def put() -> jax.Array:
+            at = lines.at[line_BK, jnp.broadcast_to(entry_B[:, None], line_BK.shape)]
+            written = at.set(new_BKH, mode="drop", unique_indices=True)
+            return with_order_on_cpu(written.reshape(pages.shape))
+
+        place_M = (line_BK * S + entry_B[:, None]).reshape(-1)
+        return put_lines(pages, new_BKH.reshape(-1, H), place_M, put)
 
     return state.map(write, state.spec.encode(new))
 

@@ -1,7 +1,7 @@
 """Kernels for the CPU, which numba compiles for the processor at hand.
 
-`objects.py` compiles and loads them. The other modules but `processor.py` import numba, and are
-imported only to compile.
+`objects.py` compiles and loads them, `processor.py` describes processors, and `moves.py` calls
+kernels. The other modules import numba, and are imported only to compile.
 """
 
 ENTRIES = "float32", "bfloat16"
@@ -24,6 +24,8 @@ def product_name(dtype: str, out: str) -> str:
 
 PUT_LINES, TAKE_PAIRS = "noria_put_lines", "noria_take_pairs"
 """The names of kernels that move numbers among XLA's foreign functions."""
+PUT_RANK = 5
+"""The axes of arrays that lines are put in: layers, pages, heads, entries and features."""
 NAMES = (
     PUT_LINES,
     TAKE_PAIRS,

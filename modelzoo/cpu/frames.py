@@ -27,6 +27,7 @@ _METADATA = 1
 _INVALID_ARGUMENT = 3
 DTYPES = {"int8": 2, "int32": 4, "float32": 11, "bfloat16": 16}
 """XLA's numbers of dtypes."""
+_MOST_AXES = 7
 _BFLOAT16 = DTYPES["bfloat16"]
 
 
@@ -88,6 +89,7 @@ def is_question(frame: int) -> bool:
 
 def packed(buffers: Sequence[Buffer]) -> int:
     """The number of buffers and the dtype and rank of each, in an integer for `fits`."""
+    assert all(buffer.rank <= _MOST_AXES for buffer in buffers), "a rank has three bits"
     kinds = [(DTYPES[buffer.dtype] << 3) | buffer.rank for buffer in buffers]
     assert len(kinds) < 8, "an integer has eight bytes"
     return int.from_bytes(bytes([*kinds, *[0] * (7 - len(kinds)), len(kinds)]), "little")
@@ -100,7 +102,10 @@ def _fit(frame: int, buffers: int, expected: int) -> bool:
         return False
     for index in range(count):
         buffer = _buffer(frame, buffers, index)
-        kind = (load32(buffer + _DTYPE) << 3) | load64(buffer + _RANK)
+        kind, rank = load32(buffer + _DTYPE) << 3, load64(buffer + _RANK)
+        if rank > _MOST_AXES:
+            return False
+        kind |= rank
         if kind != (expected >> (8 * index)) & 255:
             return False
     return True

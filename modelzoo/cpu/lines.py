@@ -1,4 +1,6 @@
-"""Moves of bfloat16 numbers; XLA for the CPU converts the whole array to float32 for them.
+"""Moves of bfloat16 numbers.
+
+For a write, and for a gather in a loop, XLA for the CPU converts the whole array to float32.
 
 Knows nothing of what lines hold.
 """
@@ -6,12 +8,11 @@ Knows nothing of what lines hold.
 # numba is an extra
 # pyright: reportMissingImports=false
 
-from . import PUT_LINES, TAKE_PAIRS
+from . import PUT_LINES, PUT_RANK, TAKE_PAIRS
 from .frames import Buffer, argument, result, result_size, size
 from .memory import load32, native, store32
 from .threads import Kernel
 
-_RANK = 5
 _UNIT_LINES = 32
 
 
@@ -52,7 +53,7 @@ def put_kernel() -> Kernel:
     def num_lines(frame):
         """The lines of the array, or -1 if it has no whole number of them."""
         numbers, W = 1, size(frame, 1, 1)
-        for axis in range(_RANK):
+        for axis in range(PUT_RANK):
             numbers *= size(frame, 0, axis)
         return numbers // W if W > 0 and W % 2 == 0 and numbers % W == 0 else -1
 
@@ -74,6 +75,6 @@ def put_kernel() -> Kernel:
                     store32(to + i, load32(of + i))
         return 0
 
-    array = Buffer("bfloat16", _RANK)
+    array = Buffer("bfloat16", PUT_RANK)
     arguments = array, Buffer("bfloat16", 2), Buffer("int32", 1)
     return Kernel(PUT_LINES, arguments, (array,), count, run)

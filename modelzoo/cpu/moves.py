@@ -3,23 +3,13 @@
 Knows nothing of what arrays hold.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
-from . import PUT_LINES, TAKE_PAIRS
+from . import PUT_LINES, PUT_RANK, TAKE_PAIRS
 from .objects import is_loaded
-
-_RANK = 5
-"""The axes of an array of the cache: layers, pages, heads, entries, features."""
-
-
-def needs_kernel(x: jax.Array) -> bool:
-    """Whether a kernel must write lines of an array with features as its last axis.
-
-    NOTE: XLA for the CPU converts all of a bfloat16 array to float32, and back, to write one.
-    """
-    is_line = x.ndim == _RANK and not x.shape[-1] % 2
-    return x.dtype == jnp.bfloat16 and is_line and is_loaded()
 
 
 def take_units(x: jax.Array, place_MW: jax.Array, size: int) -> jax.Array:
@@ -45,23 +35,32 @@ def take_units(x: jax.Array, place_MW: jax.Array, size: int) -> jax.Array:
     return jax.lax.platform_dependent(x, place_MW, cpu=take_on_cpu, default=take)
 
 
-def put_lines(x: jax.Array, new_MW: jax.Array, place_M: jax.Array) -> jax.Array:
-    """Replace lines of W numbers of an array for which `needs_kernel`.
+def put_lines(
+    x: jax.Array,
+    new_MW: jax.Array,
+    place_M: jax.Array,
+    put: Callable[[], jax.Array],
+) -> jax.Array:
+    """Replace lines of W numbers of an array.
+
+    NOTE: XLA for the CPU converts all of a bfloat16 array to float32, and back, to write one line.
+    It copies an array that gets another shape for the kernel, so this takes keys and values alone.
 
     Args:
-      x: The array, of rank 5, which is updated in place if it is donated. XLA would copy it to
-        another shape.
+      x: The array, which is updated in place if it is donated.
       new_MW: The lines, in the dtype of the array.
       place_M: Their places among the lines of the array, all different; those outside are dropped.
+      put: Computes the result where the kernel does not serve.
     """
-
-    def put(x: jax.Array, new_MW: jax.Array, place_M: jax.Array) -> jax.Array:
-        lines = x.reshape(-1, new_MW.shape[1])
-        return lines.at[place_M].set(new_MW, mode="drop", unique_indices=True).reshape(x.shape)
 
     def put_on_cpu(x: jax.Array, new_MW: jax.Array, place_M: jax.Array) -> jax.Array:
         result = jax.ShapeDtypeStruct(x.shape, x.dtype)
         call = jax.ffi.ffi_call(PUT_LINES, result, input_output_aliases={0: 0})
         return call(x, new_MW, place_M.astype(jnp.int32))
 
-    return jax.lax.platform_dependent(x, new_MW, place_M, cpu=put_on_cpu, default=put)
+    has_form = x.ndim == PUT_RANK and not new_MW.shape[1] % 2
+    if x.dtype != jnp.bfloat16 or not has_form or not is_loaded():
+        return put()
+    return jax.lax.platform_dependent(
+        x, new_MW, place_M, cpu=put_on_cpu, default=lambda *arrays: put()
+    )

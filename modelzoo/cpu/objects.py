@@ -34,7 +34,7 @@ def panel_columns() -> int | None:
 
 
 def compile_all(processor: Processor) -> bytes:
-    """The object code of all kernels, which takes about ten seconds."""
+    """The object code of all kernels, which takes about 15 seconds."""
     import llvmlite.binding as llvm
 
     from .attention import attention_kernels
@@ -61,8 +61,8 @@ def register(code: bytes) -> None:
 
     global _is_used
     with _lock:
-        _is_used = True
         if _engines:
+            _is_used = True
             return
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(Processor.here()))
         abort = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
@@ -74,6 +74,7 @@ def register(code: bytes) -> None:
             address = ctypes.c_void_p(engine.get_function_address(name))
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
         _engines.append(engine)
+        _is_used = True
 
 
 def _machine(processor: Processor) -> Any:

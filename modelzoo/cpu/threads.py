@@ -25,6 +25,7 @@ from .memory import (
     load64,
     malloc,
     native,
+    on_stack,
     sched_yield,
     store64,
     text,
@@ -73,6 +74,7 @@ def _work(call: int) -> int:
 @cache
 def _handle() -> Any:
     """The handler of all kernels, which differ by its last six arguments."""
+    no_memory = text("noria: no memory for a call")
     work, work_address = caller(_work), address_of(c_function(_work).native_name)
 
     def handle(
@@ -81,6 +83,8 @@ def _handle() -> Any:
         if is_question(frame):
             return 0
         call = call_address(malloc(), (_CALL_BYTES,))
+        if call == 0:
+            return refuse(frame, on_stack((0, 0, 0, 0)), no_memory())
         scratch = call + _SCRATCH
         total, is_fit = -1, fits(frame, arguments, results)
         if is_fit:

@@ -1,8 +1,8 @@
 """Products on the CPU by kernels of our own, with weights in panels.
 
 Knows nothing of layers. Guarantees: equals the product of the weight in its own order up to the
-order of sums, which is that of the input features for each number of the result, so a row's bits
-depend on its own activations alone.
+order of sums. Where a kernel serves, each number of the result is one sum in the order of the
+inputs, so a row's bits depend on its own activations alone.
 """
 
 import jax

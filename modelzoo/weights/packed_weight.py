@@ -20,7 +20,7 @@ from ..cpu.moves import take_units
 _OfAxes = TypeVar("_OfAxes", tuple[int, ...], str)
 _MOST_TOGETHER = 2
 """The largest P, that of bfloat16."""
-MOST_NUMBERS = 2**31 - 1
+_MOST_NUMBERS = 2**31 - 1
 """The numbers of the largest weight whose rows `take` finds."""
 
 
@@ -88,7 +88,7 @@ class PackedWeight:
         return (matrix_GKN.swapaxes(1, 2) if self.is_transposed else matrix_GKN).reshape(self.shape)
 
     def take(self, ids: jax.Array) -> jax.Array:
-        """Rows of a table `[V, D]`, whose inputs are D; an id out of range is clipped."""
+        """Rows of a table `[V, D]`, whose inputs are D; an id past the last row is clipped."""
         num_rows, num_features = self.shape
         row_M1 = jnp.clip(ids.reshape(-1), 0, num_rows - 1)[:, None]
         first_M1, together = row_M1 // self.columns * self.columns, _together(self.dtype)
@@ -126,7 +126,7 @@ def pack(weight: jax.Array, inputs: tuple[int, ...], columns: int) -> jax.Array:
 def can_pack(shape: tuple[int, ...], inputs: tuple[int, ...]) -> bool:
     """Whether a weight can be in panels, in any dtype."""
     num_inputs = math.prod(shape[axis] for axis in inputs)
-    return num_inputs % _MOST_TOGETHER == 0 and math.prod(shape) <= MOST_NUMBERS
+    return num_inputs % _MOST_TOGETHER == 0 and math.prod(shape) <= _MOST_NUMBERS
 
 
 def _together(dtype: jax.typing.DTypeLike) -> int:

@@ -61,6 +61,7 @@ def _results() -> Iterator[tuple[str, str, jax.Array, jax.Array]]:
         )
         place = jnp.array([3, 0, 63, 17, 40])
         wanted = pool.reshape(-1, 8).at[place].set(lines).reshape(pool.shape)
-        yield PUT_LINES, "float32", put_lines(pool, lines, place), wanted
+        put = put_lines(pool, lines, place, lambda: pool)
+        yield PUT_LINES, "float32", put, wanted
         taken = take_units(lines, place[None] % 20, 2)
         yield TAKE_PAIRS, "float32", taken, lines.reshape(-1, 2)[place % 20].reshape(1, -1)

@@ -51,12 +51,13 @@ def _convert(files: "ModelFiles", folder: Path, dtype: str, say: Callable[[objec
     dtype = stored_dtype(files, dtype)
     digest = files.weights_digest()
     digest.start()
-    loaded = session.load_model(files, find_target("cpu"), session.LoadOptions(dtype), say=say)
+    options = session.LoadOptions(dtype, in_panels=False)
+    loaded = session.load_model(files, find_target("cpu"), options, say=say)
     # raises an error if a file has changed since it was opened
     digest.result()
     save_orbax(
         folder,
-        loaded.definition.unpack(loaded.parameters),
+        loaded.parameters,
         family=files.spec.family,
         config=files.spec.config,
         name=files.name,

@@ -1,9 +1,9 @@
 """`noria doctor`: report what this machine offers, and what to install for more.
 
 Does not know about models or graphs. Kernels for the CPU are compiled and kept, as in a job.
-Guarantees: nothing else is changed, each problem is reported with
-a remedy if one is known, and the exit code is 0 unless something that all jobs need is broken, or
-compiled programs cannot be kept.
+Guarantees: nothing else is changed, each problem is reported with a remedy if one is known, and the
+exit code is 0 unless something that all jobs need is broken, compiled programs cannot be kept, or
+kernels for the CPU are wrong.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from operator import eq, ge, gt, le, lt
 
 from ..bundles.compilation_cache import check_trusted
@@ -38,8 +39,8 @@ PLUGINS = {
 class Finding:
     """A line of the report.
 
-    `ok` is False only if something that all jobs need is broken, or compiled programs cannot be
-    kept.
+    `ok` is False only if something that all jobs need is broken, compiled programs cannot be kept,
+    or kernels for the CPU are wrong.
     """
 
     subject: str
@@ -218,10 +219,12 @@ def _cpu_kernels() -> Finding:
     subject = "CPU kernels"
     if (reason := refusal()) is not None:
         return Finding(subject, f"none: {reason}")
+    if "cpu" not in os.environ.get("JAX_PLATFORMS", "cpu"):
+        return Finding(subject, "not checked: JAX_PLATFORMS leaves out the CPU")
     try:
         from ..bundles.kernel_checks import wrong_kernels
 
-        load_kernels("cpu", lambda note: None)
+        load_kernels("cpu", partial(tell, sys.stderr))
         wrong = wrong_kernels()
     except Exception as error:  # a broken compiler may raise any error
         return Finding(subject, f"they fail: {error}; pip uninstall numba", ok=False)
@@ -230,7 +233,7 @@ def _cpu_kernels() -> Finding:
         return Finding(
             subject, f"differ from the reference: {found}; pip uninstall numba", ok=False
         )
-    return Finding(subject, f"{len(NAMES)}, each equal to its reference ({', '.join(NAMES)})")
+    return Finding(subject, f"{len(NAMES)}, each near its reference ({', '.join(NAMES)})")
 
 
 def _compilation_cache() -> Finding:

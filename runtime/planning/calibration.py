@@ -76,7 +76,7 @@ def measure(
             f"calibration: expected rows of at least {min_length} positions, got {max_row_length}."
         )
     placement = model.placement
-    cache_dtype = placement.cache_dtype(model.dtype, model.definition.arrangement.cache_codes)
+    cache_dtype = placement.cache_dtype(model.dtype)
     work = Work(model.definition, model.dtype, placement.layout, cache_dtype)
     measured: list[CallTiming] = []
     for trial in trials:

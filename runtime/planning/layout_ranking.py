@@ -91,7 +91,7 @@ class Ranking:
 
     def cost(self, layout: Layout | None) -> CostModel:
         """The cost model of calls under a legal layout."""
-        stored = cache_dtype(self.platform, self.dtype, self.cache_codes)
+        stored = cache_dtype(self.platform, self.dtype)
         work = Work(self._definition(layout), self.dtype, layout, stored)
         return CostModel(work, self.hardware, self.calibration, self.torus)
 

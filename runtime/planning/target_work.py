@@ -31,8 +31,7 @@ def work_of(
     placement = target.placement(layout)
     arrangement = placement.arrangement(config, cache_codes=numbers.cache_codes)
     definition = AbstractModel(config, arrangement, numbers.weight_rules, adapters)
-    stored = placement.cache_dtype(numbers.dtype, numbers.cache_codes)
-    return Work(definition, numbers.dtype, layout, stored)
+    return Work(definition, numbers.dtype, layout, placement.cache_dtype(numbers.dtype))
 
 
 def bytes_for_pages(work: Work, target: Target, memory_bytes: int, cpu_share: float) -> float:

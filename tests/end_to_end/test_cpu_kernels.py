@@ -1,5 +1,6 @@
 """A job on the CPU with its kernels: the answers of a job without them, also after a warm start."""
 
+import numpy as np
 import pytest
 from command import read_manifest, read_rows, write_lines
 from cpu_kernels import NEEDS_NUMBA
@@ -39,6 +40,22 @@ def test_a_job_answers_as_without_kernels_and_its_executables_are_kept(job):
     portable, attention, said = job("third", "attention.decode=xla", "attention.prefill=xla")
     assert attention == {"prefill": "xla (as the plan asks)", "decode": "xla (as the plan asks)"}
     assert portable == answers
+
+
+def test_bfloat16_scores_a_prompt_nearly_as_float32_does(noria, tmp_path):
+    """The cache, weights and keys in bfloat16 are those of the model, pairs in their order."""
+    text = " ".join(PROMPTS * 6)
+    row = {"prompt": text, "max_tokens": 1, "logprobs": 0, "echo": True, "model": "smollm2"}
+    source = write_lines(tmp_path / "in.jsonl", [row, {**row, "prompt": PROMPTS[0]}])
+    own, found = noria.without_server().with_cache(tmp_path / "cache"), {}
+    for dtype in ("bfloat16", "float32"):
+        output = tmp_path / f"{dtype}.jsonl"
+        sizes = "--set", "buckets.max_length=128", "--set", "buckets.decode_slots=2"
+        own.run("batch", "-i", source, "-o", output, "--dtype", dtype, *sizes)
+        first = read_rows(output)[0]["response"]["body"]["choices"][0]["logprobs"]
+        found[dtype] = np.array(first["token_logprobs"][1:-1])
+    difference = abs(found["bfloat16"] - found["float32"])
+    assert len(difference) > 64 and 0 < difference.mean() < 0.05 and difference.max() < 0.5
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -310,6 +310,12 @@ def test_weights_in_panels_give_the_logprobs_of_transformers(family, tmp_path, m
         assert loaded.definition.packed
         loaded.assert_close(loaded.prefill_logits(BUCKET_LENGTH))
         loaded.assert_close(loaded.decode_logits(first=20), first=20)
+        narrow = loaded.definition.abstract_parameters(jnp.bfloat16)
+        count_B, slot_B = np.asarray(TRUE_LENGTHS), np.arange(len(TRUE_LENGTHS))
+        rows = PromptPieces(slot_B, None, count_B, page_BN=loaded._pages(slot_B))
+        tokens_BT, cache = loaded.padded_prompts(BUCKET_LENGTH), loaded._empty_cache()
+        # a product that no kernel serves fails while it is traced
+        jax.eval_shape(loaded._prefill.func, narrow, tokens_BT, rows, cache)
 
 
 def test_every_family_has_at_least_four_cases():
