@@ -7,7 +7,7 @@ kernels. The other modules import numba, and are imported only to compile.
 ENTRIES = "float32", "bfloat16"
 """The dtypes of keys and values of each kernel of attention."""
 MULTIPLY = "noria_multiply"
-"""What the names of all kernels of products begin with."""
+"""The beginning of the names of all kernels of products."""
 PRODUCTS = ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")
 """The dtypes of activations and weights, and of the result, of each kernel of products."""
 

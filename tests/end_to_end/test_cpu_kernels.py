@@ -51,7 +51,7 @@ def test_bfloat16_scores_a_prompt_nearly_as_float32_does(noria, tmp_path):
     for dtype in ("bfloat16", "float32"):
         output = tmp_path / f"{dtype}.jsonl"
         sizes = "--set", "buckets.max_length=128", "--set", "buckets.decode_slots=2"
-        own.run("batch", "-i", source, "-o", output, "--dtype", dtype, *sizes)
+        own.run("batch", "-i", source, "-o", output, "--model", "smollm2", "--dtype", dtype, *sizes)
         first = read_rows(output)[0]["response"]["body"]["choices"][0]["logprobs"]
         found[dtype] = np.array(first["token_logprobs"][1:-1])
     difference = abs(found["bfloat16"] - found["float32"])
@@ -74,7 +74,9 @@ def test_the_bits_of_a_row_are_its_own(noria, tmp_path, dtype):
     def choices(name, rows):
         source, output = write_lines(tmp_path / f"{name}.in", rows), tmp_path / f"{name}.jsonl"
         options = [word for setting in SIZES for word in ("--set", setting)]
-        own.run("batch", "-i", source, "-o", output, "--dtype", dtype, *options)
+        own.run(
+            "batch", "-i", source, "-o", output, "--model", "smollm2", "--dtype", dtype, *options
+        )
         assert "numba (" in read_manifest(output)["generator"]["attention"]["decode"]
         return {row["custom_id"]: row["response"]["body"]["choices"] for row in read_rows(output)}
 
