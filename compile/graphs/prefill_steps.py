@@ -177,8 +177,8 @@ def _put_row(
 
         num_rows = math.prod(x.shape[:axis])
         place_M = jnp.arange(num_rows) * x.shape[axis] + row
-        past = num_rows * x.shape[axis]
-        place_M = jnp.where(index == row, place_M, past)
+        # past the end for an array that does not have the row, and therefore dropped
+        place_M = jnp.where(index == row, place_M, num_rows * x.shape[axis])
         return put_lines(x, new.reshape(num_rows, -1), place_M, put)
 
     return operations.write_rows(body, old, new, _Slots(row[None]), logical_axes)

@@ -284,7 +284,6 @@ class Matrix(NamedTuple):
 
 def _by_rows(lanes: int, num_vectors: int, form: Form) -> Any:
     """A function `run(rows, count, x, y, out, ahead)`: all rows of x times some columns of y."""
-
     six, four, two, one = (_tile(form, lanes, rows, num_vectors) for rows in ROWS)
 
     @native
