@@ -5,22 +5,18 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from alike import alike, changed
-from laid_out import LaidOut, layout_of
-from tolerances import FLOAT32_MODEL_LOGPROB
+from laid_out import layout_of
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.graphs.graph_kinds import FORK, GraphKey
-from noria.compile.graphs.prefill_steps import last_hidden
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import read_collectives
 from noria.compile.programs.hlo_text import read_program
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
-from noria.sharding.layout import Layout
 
 SLOTS, LONG, PROMPT = 16, 512, 1 << 18
 CONFIG = DecoderConfig.alike(
@@ -132,27 +128,3 @@ def test_the_work_of_a_chunk_is_shared_out():
     key = GraphKey("prefill", grid.prefill[0])
     one, shared = (compiled(f"cpu:{n}", n, key, grid).cost_analysis()["flops"] for n in (1, 8))
     assert shared < 1.02 * one / 8
-
-
-@pytest.mark.slow
-def test_a_prompt_of_131072_tokens_is_answered_as_on_one_device():
-    length = 1 << 17
-    config = changed(CONFIG, embed=32, mlp=64, num_query_heads=2, head_dim=8, windows=(None,))
-    prompt = np.random.default_rng(0).integers(3, CONFIG.vocab_size, length - 5).tolist()
-
-    def logprobs(layout: Layout | None) -> np.ndarray:
-        model = LaidOut(config, layout)
-        operations = model.placement.operations("prefill")
-
-        @jax.jit
-        def last_logits(parameters, tokens_BT, true_length_B):
-            decoder = model.definition.bind(parameters, operations=operations)
-            x_BTD, _ = decoder.forward(tokens_BT, true_length_B)
-            return decoder.logits(last_hidden(decoder, x_BTD, true_length_B))
-
-        tokens_BT = np.pad(np.array([prompt], np.int32), ((0, 0), (0, length - len(prompt))))
-        arguments = model.put((tokens_BT, np.array([len(prompt)], np.int32)))
-        return np.asarray(jax.nn.log_softmax(last_logits(model.parameters, *arguments)))
-
-    one, ring = logprobs(None), logprobs(layout_of("ring"))
-    np.testing.assert_allclose(ring, one, rtol=0, atol=FLOAT32_MODEL_LOGPROB)

@@ -15,6 +15,8 @@ TEMPLATE = (
 TEXT = ["the water wheel turns", "buckets of fixed size", "driven by the stream", "héllo wörld ☂"]
 EMBED, MLP, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 48, 4, 2, 8, 2
 MAX_POSITION = 128
+SCALE = 0.5
+"""Weights are so large that the logits of different prompts are far apart."""
 
 
 def write_model(
@@ -25,6 +27,8 @@ def write_model(
     num_experts: int = 0,
     num_layers: int = LAYERS,
     mlp: int = MLP,
+    max_position: int = MAX_POSITION,
+    scale: float = SCALE,
 ) -> int:
     """Write all files of the model (a Mixtral if it has experts); return its vocabulary size."""
     directory.mkdir(parents=True)
@@ -40,7 +44,7 @@ def write_model(
         "num_key_value_heads": kv_heads,
         "head_dim": HEAD_DIM,
         "hidden_act": "silu",
-        "max_position_embeddings": MAX_POSITION,
+        "max_position_embeddings": max_position,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
@@ -51,19 +55,18 @@ def write_model(
         config |= {"num_local_experts": num_experts, "num_experts_per_tok": 2}
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"eos_token_id": 2, "bos_token_id": 0})
-    tensors = _tensors(vocab_size, kv_heads, num_experts, num_layers, mlp)
+    tensors = _tensors(vocab_size, kv_heads, num_experts, num_layers, mlp, scale)
     save_file(tensors, directory / "model.safetensors")
     return vocab_size
 
 
 def _tensors(
-    vocab_size: int, kv_heads: int, num_experts: int, num_layers: int, mlp: int
+    vocab_size: int, kv_heads: int, num_experts: int, num_layers: int, mlp: int, scale: float
 ) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
 
     def random(*shape: int) -> np.ndarray:
-        # large, so that the logits of different prompts are far apart
-        return rng.normal(scale=0.5, size=shape).astype(np.float32)
+        return rng.normal(scale=scale, size=shape).astype(np.float32)
 
     tensors = {
         "model.embed_tokens.weight": random(vocab_size, EMBED),

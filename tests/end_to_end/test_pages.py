@@ -4,8 +4,11 @@ import random
 import re
 import tomllib
 
+import numpy as np
 import pytest
 from command import answer, completion, read_manifest, read_rows, write_lines
+from model_on_disk import write_model
+from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.runtime import session
 
@@ -97,3 +100,25 @@ def test_a_plan_of_pages_that_cannot_be_is_refused_before_weights_load(
     arguments = ("-i", source, "-o", output, "--model", noria.model, "--quiet", *options)
     assert message in noria.refuse("batch", *arguments)
     assert not output.exists()
+
+
+@pytest.mark.slow
+def test_a_prompt_of_131072_tokens_on_a_ring_is_answered_as_on_one_device(noria, tmp_path):
+    """The prompt goes round a ring of eight devices, each of which has an eighth of every page."""
+    length, steps = 1 << 17, 8
+    model = tmp_path / "model"
+    write_model(model, tokenizer=False, num_layers=1, max_position=length, scale=0.2)
+    prompt = random.Random(0).choices(range(3, 250), k=length - steps)
+    line = completion("long", prompt, max_tokens=steps, ignore_eos=True, logprobs=2)
+    source = write_lines(tmp_path / "in.jsonl", [line])
+    found = {}
+    for name, options in {"one": (), "ring": ("--target", "cpu:8", "--layout", "ring")}.items():
+        output = tmp_path / f"{name}.jsonl"
+        common = ("-i", source, "-o", output, "--model", model, "--dtype", "float32")
+        noria.run("batch", *common, *options, "--set", f"buckets.prefill=[[{length}, 1]]")
+        (row,) = read_rows(output)
+        found[name] = row["response"]["body"]["choices"][0]["logprobs"]
+    assert found["ring"]["tokens"] == found["one"]["tokens"]
+    one, ring = (found[name]["token_logprobs"] for name in ("one", "ring"))
+    assert len(one) == steps
+    np.testing.assert_allclose(ring, one, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
