@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from ...modelzoo import axes
-from ...modelzoo.attention.prompt_pieces import PromptPieces, put_blocks
+from ...modelzoo.attention.prompt_pieces import PromptPieces
 from ...modelzoo.cache.layer_state import Cache, LayerState
 from ...modelzoo.cache.pages import NO_PAGE
+from ...modelzoo.cache.stripes import pad_end
 from ...modelzoo.cpu.moves import put_lines
 from ...modelzoo.moe.call import ExpertReport
 from ...modelzoo.operations import Operations
@@ -245,15 +246,14 @@ def _put_rows(x: jax.Array, new: jax.Array, rows: PromptPieces) -> jax.Array:
 
 
 def _put_tokens(tokens_BS: jax.Array, new_BT: jax.Array, rows: PromptPieces) -> jax.Array:
-    """Write the tokens of each row to its slot.
+    """Write the tokens of each row to its slot; what follows a whole prompt there is zero.
 
     NOTE: XLA for TPU compiles a scatter of many blocks at any place to a loop over rows, but not
     one of the rows of an array.
     """
+    if rows.start_B is None:
+        return _put_rows(tokens_BS, pad_end(new_BT, 1, tokens_BS.shape[1]), rows)
     (B, S), T = tokens_BS.shape, new_BT.shape[1]
-    if rows.start_B is None or S % T:
-        return put_blocks(tokens_BS, new_BT, rows.slot_B, rows.first_B, axis=1)
-    is_inside_B = (rows.slot_B < B) & (rows.first_B < S)
-    block_B = jnp.where(is_inside_B, (rows.slot_B * S + rows.first_B) // T, B * S)
-    blocks = tokens_BS.reshape(-1, T).at[block_B]
-    return blocks.set(new_BT, mode="drop", unique_indices=True).reshape(B, S)
+    blocks_BJT = pad_end(tokens_BS, 1, S + -S % T).reshape(B, -1, T)
+    at = blocks_BJT.at[rows.slot_B, rows.first_B // T]
+    return at.set(new_BT, mode="drop", unique_indices=True).reshape(B, -1)[:, :S]

@@ -125,7 +125,8 @@ def _put(pages: jax.Array, new: jax.Array, target: _Target, array: StateArray) -
     size = math.gcd(pages.shape[axis], new.shape[axis - 1])
     page_M, entry_M = _places(target, new.shape[axis - 1], size, pages.shape[axis])
     if array.features is None:
-        return put_blocks(pages, _split(new, size, axis - 1), page_M, entry_M, axis, layer)
+        scales = _split(new, size, axis - 1).astype(pages.dtype)
+        return _put_scales(pages, scales, page_M, entry_M // size, layer)
     # padded on each device, so that zeros are not sent
     L, P, S, H = *pages.shape[:2], pages.shape[axis], pages.shape[-1]
     blocks = (
@@ -144,6 +145,34 @@ def _put(pages: jax.Array, new: jax.Array, target: _Target, array: StateArray) -
         return with_order_on_cpu(written.reshape(pages.shape))
 
     return put_lines(pages, blocks.reshape(-1, size * H), row_MK.reshape(-1), put)
+
+
+def _put_scales(
+    scale_LPKS: jax.Array,
+    new_MKs: jax.Array,
+    page_M: jax.Array,
+    part_M: jax.Array,
+    layer: jax.Array,
+) -> jax.Array:
+    """Write blocks of scales, each of which is a part of a page, in one layer.
+
+    NOTE: XLA for TPU compiles a scatter of parts of rows to a loop over blocks, so the first of the
+    blocks of a page writes the whole page: the blocks of this call in it, and what was there.
+    """
+    L, P, K, S = scale_LPKS.shape
+    M, _, size = new_MKs.shape
+    pages = scale_LPKS.reshape(L * P, K, S)
+    is_same_MM = page_M[:, None] == page_M[None]
+    is_here_MJM = is_same_MM[:, None] & (part_M[None, None] == jnp.arange(S // size)[None, :, None])
+    new_MKJs = new_MKs[jnp.argmax(is_here_MJM, axis=-1)].swapaxes(1, 2)
+    index_M = jnp.where(page_M < P, layer * P + page_M, L * P)
+    old_MKJs = pages.at[index_M].get(mode="clip").reshape(new_MKJs.shape)
+    is_new_MJ = is_here_MJM.any(axis=-1)
+    whole_MKJs = jnp.where(is_new_MJ[:, None, :, None], new_MKJs, old_MKJs)
+    is_first_M = jnp.argmax(is_same_MM, axis=1) == jnp.arange(M)
+    at = pages.at[jnp.where(is_first_M, index_M, L * P)]
+    written = at.set(whole_MKJs.reshape(M, K, S), mode="drop", unique_indices=True)
+    return written.reshape(scale_LPKS.shape)
 
 
 def _of_stripe(new: jax.Array, axis: int, stripe: Stripe) -> jax.Array:
@@ -172,34 +201,3 @@ def _split(new: jax.Array, size: int, axis: int) -> jax.Array:
     new = new.reshape(*new.shape[:axis], count, size, *new.shape[axis + 1 :])
     new = jnp.moveaxis(new, axis, 1)
     return new.reshape(-1, *new.shape[2:])
-
-
-def put_blocks(
-    x: jax.Array,
-    blocks: jax.Array,
-    row_B: jax.Array,
-    index_B: jax.Array,
-    axis: int,
-    layer: jax.Array | None = None,
-) -> jax.Array:
-    """Write block b to row `row_B[b]`, at index `index_B[b]` of `axis`, unless it is outside.
-
-    If `layer` is given, the first axis of `x` is layers. The write is one scatter: with one slice
-    update per row, XLA for CPU takes more than twice as long to compile a graph, and five times as
-    long to load it.
-    """
-    layer_B = () if layer is None else (jnp.full_like(row_B, layer),)
-    row_axis = len(layer_B)
-    dimensions = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(1, blocks.ndim)),
-        inserted_window_dims=tuple(range(row_axis + 1)),
-        scatter_dims_to_operand_dims=(*range(row_axis + 1), axis),
-    )
-    return jax.lax.scatter(
-        x,
-        jnp.stack([*layer_B, row_B, index_B], axis=1),
-        blocks.astype(x.dtype),
-        dimensions,
-        unique_indices=True,
-        mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
-    )

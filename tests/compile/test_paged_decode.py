@@ -203,13 +203,19 @@ def test_a_call_of_128_tiles_copies_no_pages(target):
 
 @pytest.mark.tpu_compile
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [V5E, V6E, V5P])
-def test_a_call_of_tiles_costs_as_much_as_whole_prompts(target):
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [(V5E, "8B"), (V6E, "8B"), (V5P, "8B"), (V5E, "8B, int8"), (V5E, "8B, int4, 32 slots")],
+)
+def test_a_call_of_tiles_costs_as_much_as_whole_prompts(target, name):
     """Both move activations; tiles also read the pages of their rows, as kernels declare."""
     hardware = hardware_of(target, known_hardware())
     moved, needed, cycles = [], [], []
+    page = CASES[name].page
     for grid in (TILES, WHOLE):
-        model, _, text, _ = compiled(CASES["8B"], "prefill", target, grid=grid)
+        grid = replace(grid, page=page, pages=2048 * 64 // page)
+        model, _, text, _ = compiled(CASES[name], "prefill", target, grid=grid)
+        assert re.findall(r' while\(.*op_name="([^"]*)"', text) == []
         step = read_report(text, "tpu", {}, hardware).step
         assert step.cycles is not None
         moved.append(step.bytes_moved)

@@ -46,10 +46,21 @@ def checkout(tmp_path):
         path.chmod(0o755)
     for name in ("ruff", "basedpyright"):
         (folder / ".venv/bin" / name).symlink_to("/bin/true")
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a", "-C", folder]
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "Begin"], check=True)
+    subprocess.run(["git", "-C", folder, "init", "-q"], check=True)
+    commit(folder)
     return folder
+
+
+def commit(folder: Path) -> None:
+    """Make an empty commit."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a", "-C", folder]
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "Change"], check=True)
+
+
+def head(folder: Path) -> str:
+    """Return the hash of the last commit."""
+    git = ["git", "-C", folder, "rev-parse", "HEAD"]
+    return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def run(folder: Path, script: str, *arguments: str, **variables: str):
@@ -86,7 +97,16 @@ def test_a_run_of_ci_takes_the_suite_and_all_others(checkout):
         "-m newest_libtpu tests/compile",
     ]
     assert runs[6].endswith("tests/third_party") and "test_golden.py" in runs[7]
-    assert len(runs) == 8 and "Not tested" not in said
+    part = f"{WORKERS} load --slow-part {int(head(checkout)[:8], 16) % 10}/10"
+    assert runs[8:] == [part] and "Not tested" not in said
+
+
+def test_the_commit_decides_which_slow_tests_run_and_named_tests_take_none(checkout):
+    for _ in range(3):
+        commit(checkout)
+        part = int(head(checkout)[:8], 16) % 10
+        assert run(checkout, RUN)[1][-1].endswith(f"--slow-part {part}/10")
+    assert "--slow-part" not in run(checkout, RUN, "tests/compile")[1][-1]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
-from noria.modelzoo.attention.prompt_pieces import PromptPieces
+from noria.modelzoo.attention.prompt_pieces import PromptPieces, write_pieces
 from noria.modelzoo.attention.shared_pages import SlotPages
-from noria.modelzoo.cache.layer_state import Cache
+from noria.modelzoo.cache.layer_state import Cache, LayerState, PromptKeysValues
 from noria.modelzoo.cache.pages import NO_PAGE
+from noria.modelzoo.cache.state_spec import state_spec
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.modelzoo.latent_config import LatentAttention
 from noria.modelzoo.layer_config import Chunk
@@ -215,6 +216,34 @@ def test_a_cache_arranged_otherwise_gives_the_same_answers(config, arrangement, 
         found.append(logits)
     for ours, expected in zip(*found, strict=True):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
+
+
+def test_pieces_of_one_call_share_a_page_of_codes_and_keep_what_it_had():
+    """Three pieces of a row, one of another row with NaN, and one without pages, in a used pool."""
+    page, piece, layer = 16, 4, 1
+    spec = state_spec(HEADS.layers[0].attention, "float32", Arrangement(cache_codes="int8"))
+    pages = {name: array.shape(2, 5, page) for name, array in spec.arrays.items()}
+    rng = np.random.default_rng(0)
+    used = {name: rng.integers(1, 99, shape) for name, shape in pages.items()}
+    arrays = {name: jnp.asarray(x, spec.arrays[name].dtype) for name, x in used.items()}
+    k, v = rng.normal(size=(2, 5, 2, piece, 8)).astype(np.float32)
+    v[3, 1, 2] = np.nan
+    new = PromptKeysValues(jnp.asarray(k.swapaxes(2, 3)), jnp.asarray(v))
+    page_BN = np.array([[4, 2], [4, 2], [4, 2], [1, 3], [NO_PAGE, NO_PAGE]])
+    first_B = np.array([4, 12, 16, 8, 0])
+    expected = {name: np.array(x) for name, x in arrays.items()}
+    for name, x in spec.encode(new).items():
+        for b in range(4):
+            at = expected[name][layer, page_BN[b, first_B[b] // page]]
+            entries = slice(first_B[b] % page, first_B[b] % page + piece)
+            at.swapaxes(0, spec.arrays[name].position_axis - 2)[entries] = np.asarray(x)[
+                b
+            ].swapaxes(0, spec.arrays[name].position_axis - 2)
+    state = LayerState(arrays, spec)
+    written = write_pieces(state, new, jnp.asarray(page_BN), jnp.asarray(first_B), layer)
+    for name, wanted in expected.items():
+        np.testing.assert_array_equal(written.arrays[name], wanted)
+    assert np.isnan(expected["v_scale"]).sum() == 1
 
 
 def live_entries(one: Model, cache: Cache) -> list[list[np.ndarray]]:
