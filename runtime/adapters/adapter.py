@@ -176,19 +176,18 @@ class Adapter:
         return bare if named.isdisjoint(matrices) and not named.isdisjoint(bare) else matrices
 
     def _check_targets(self, modules: Mapping[str, str], saved: Mapping[str, str]) -> None:
-        for names in (self.config.unknown_targets(modules), self._unknown_saved(saved)):
-            if names:
-                ends = sorted({module.rpartition(".")[2] for module in modules})
-                raise InvalidAdapter(
-                    f"{self.config.where}: expected modules of the model ({', '.join(ends)}), got "
-                    f"{names[0]!r}. Take the adapter of this model."
-                )
-
-    def _unknown_saved(self, modules: Mapping[str, str]) -> list[str]:
-        ends = {module.split(".")[-1] for module in modules}
-        # peft names both heads of classifiers, of which a model has one
-        known = ends | _HEADS if ends & _HEADS else ends
-        return [name for name in self.config.saved if name not in known]
+        known = {module.split(".")[-1] for module in saved}
+        if known & _HEADS:
+            # peft names both heads of classifiers, of which a model has one
+            known |= _HEADS
+        unknown = self.config.unknown_targets(modules)
+        unknown += [name for name in self.config.saved if name not in known]
+        if unknown:
+            ends = sorted({module.rpartition(".")[2] for module in modules})
+            raise InvalidAdapter(
+                f"{self.config.where}: expected modules of the model ({', '.join(ends)}), got "
+                f"{unknown[0]!r}. Take the adapter of this model."
+            )
 
     def _role(self, name: str, spec: ModelSpec) -> tuple[str, str]:
         """The module of a tensor, named as in a model of text alone, and the role of the tensor."""

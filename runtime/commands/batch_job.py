@@ -55,6 +55,8 @@ _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 
 def run_with_options(options: argparse.Namespace) -> int:
     """Run the job that the parsed options of `noria batch` describe."""
+    from ..bundles.cpu_kernels import kernels_of
+
     phases = PhaseClock()
     plan_table = None if options.plan is None else read_plan_table(options.plan)
     layout_table = None if options.layout is None else read_layout_table(options.layout)
@@ -80,7 +82,8 @@ def run_with_options(options: argparse.Namespace) -> int:
             path=options.plan,
             requires_bundle=options.require_bundle,
         )
-        setup = _setup(peers, target)
+        # the order of sums depends on all of it
+        setup = f"{peers.setup} on {target}{kernels_of(target)}"
         settings, outputs = _settings(options, files, source, setup, adapters, models)
         outputs.check(settings.files.read)
         if options.progress_file is not None and peers.is_leader:
@@ -185,13 +188,6 @@ def _run_stages(
         keeps_stages=keeps,
         progress=progress,
     )
-
-
-def _setup(peers: Peers, target: str) -> str:
-    """The processes and devices as manifests name them; the order of sums depends on all of it."""
-    from ..bundles.cpu_kernels import kernels_of
-
-    return f"{peers.setup} on {target}{kernels_of(target)}"
 
 
 def _settings(
