@@ -131,7 +131,11 @@ class Adapter:
           InvalidAdapter: The adapter does not fit the model, or a number is not finite.
         """
         tensors = self._modules(spec)
-        whole_tensors = tensors | _tied_head(spec)
+        whole_tensors = dict(tensors)
+        if spec.config.has_head and spec.config.tie_embeddings:
+            # the embedding is the tensor of the head
+            assert spec.names is not None, "the model is in its Hugging Face form"
+            whole_tensors[spec.names.head] = spec.embedding_tensor
         self._check_targets(tensors, whole_tensors)
         roles: dict[str, dict[str, str]] = {}
         for name in self._file.tensors:
@@ -258,13 +262,6 @@ def check_shape(path: Path, tensor: str, expected: tuple[int, ...], got: tuple[i
             f"{path}: expected numbers of {tensor} for its shape {expected}, got {got}. Take the "
             f"adapter of this model."
         )
-
-
-def _tied_head(spec: ModelSpec) -> dict[str, str]:
-    """The embedding as the tensor of the head, if it is; empty for other models."""
-    assert spec.names is not None, "the model is in its Hugging Face form"
-    is_tied = spec.config.has_head and spec.config.tie_embeddings
-    return {spec.names.head: spec.embedding_tensor} if is_tied else {}
 
 
 def _matrices(spec: ModelSpec) -> dict[str, str]:

@@ -6,17 +6,18 @@ opening, describing and fingerprinting import no jax.
 """
 
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
+from ...modelzoo.families.config_reader import ConfigReader
 from ...modelzoo.families.quantisation import read_quantisation
-from ..errors import CheckpointError, InvalidConfig
+from ..errors import CheckpointChanged, CheckpointError, InvalidConfig
+from ..files.file_facts import FileStamp
 from ..files.small_files import has_file, read_json_object, read_small
 from ..pods.peers import ALONE, Peers
 from .formats.dequantised_tensors import DequantisedTensors, dequantise
@@ -35,7 +36,7 @@ from .orbax_store import (
     tokenizer_file_names,
 )
 from .own_head import with_own_head
-from .sentence_modules import dense_folders, module_files, read_pooling
+from .sentence_modules import dense_folders, module_files, naming_file, read_pooling
 from .tensor_source import TensorSource
 from .unread_parts import UnreadParts, find_unread
 from .weights_digest import WeightsDigest
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 
 
-class ModelFiles(ABC):
+class ModelFiles(AbstractContextManager["ModelFiles"]):
     """An opened model. Close it when its tensors are loaded, or use it in a `with` block."""
 
     kind: str
@@ -136,11 +137,31 @@ class ModelFiles(ABC):
         for name in ("tensors", "stored_tensors"):
             vars(self).pop(name, None)
 
-    def __enter__(self) -> "ModelFiles":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class ModelStamp:
+    """The facts of weight files and the fingerprint of all other files when a model was opened.
+
+    Commands that read a model for a long time detect later changes with it.
+    """
+
+    def __init__(self, files: ModelFiles):
+        self._files = files
+        self._stamps = [FileStamp(path) for path in files.weight_files().values()]
+        self._fingerprint = files.fingerprint()
+
+    def check(self) -> None:
+        """Raise `CheckpointChanged` if a file is not the one that was opened."""
+        for stamp in self._stamps:
+            stamp.check()
+        if (now := self._files.fingerprint()) != self._fingerprint:
+            raise CheckpointChanged(
+                f"{self._files.path}: expected the configuration and the tokenizer as they were "
+                f"opened (fingerprint {self._fingerprint}), got others ({now}). They changed while "
+                f"the model was read: start again."
+            )
 
 
 class HuggingFaceModel(ModelFiles):
@@ -162,7 +183,7 @@ class HuggingFaceModel(ModelFiles):
         from ...modelzoo.families.registry import from_hf_config, with_pooling
 
         names = self.tensors.tensors if self._has_weights else ()
-        with _naming_file(self.path / CONFIG):
+        with naming_file(self.path / CONFIG):
             spec = from_hf_config(self.published_config, names)
         if self._has_weights and isinstance(self.tensors, DequantisedTensors):
             zeros = self.tensors.zero_biases()
@@ -186,7 +207,7 @@ class HuggingFaceModel(ModelFiles):
 
     @cached_property
     def tensors(self) -> TensorSource:
-        with _naming_file(self.path / CONFIG):
+        with naming_file(self.path / CONFIG):
             quantisation = read_quantisation(ConfigReader(self.published_config))
         return dequantise(self.stored_tensors, quantisation)
 
@@ -243,7 +264,7 @@ class GGUFModel(ModelFiles):
     def spec(self) -> "ModelSpec":
         from ...modelzoo.families.registry import from_gguf_metadata
 
-        with _naming_file(self.path):
+        with naming_file(self.path):
             tensors = tuple(self._file.tensors)
             return from_gguf_metadata(self._file.metadata, tensors, self._file.read)
 
@@ -312,15 +333,6 @@ class OrbaxModel(ModelFiles):
         yield from _contents(self.path, (NORIA_JSON,))
         folder = self.path / TOKENIZER
         yield from _contents(folder, (GGUF_METADATA, *tokenizer_file_names(folder)))
-
-
-@contextmanager
-def _naming_file(path: Path) -> Iterator[None]:
-    """Add the file of a model to the error that refuses the model."""
-    try:
-        yield
-    except UnsupportedModel as error:
-        raise InvalidConfig(f"{path}: {error}") from None
 
 
 def _contents(folder: Path, names: Iterable[str]) -> Iterable[tuple[str, bytes]]:

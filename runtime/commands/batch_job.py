@@ -47,7 +47,7 @@ from ..rows.part import Part
 from ..rows.request_body import read_sampling
 from ..rows.row_files import table_of
 from ..rows.structured_body import read_form, read_form_file
-from ..stages.pipeline_file import Pipeline, read_pipeline
+from ..stages.pipeline_file import read_pipeline
 from .shared_options import open_adapters, typed
 
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
@@ -105,9 +105,7 @@ def run_with_options(options: argparse.Namespace) -> int:
             is_strict=options.strict_length,
         )
         if options.pipeline is not None:
-            form = None if options.form is None else read_form_file(options.form)
-            pipeline = read_pipeline(options.pipeline, form)
-            code = _run_stages(pipeline, settings, model, progress, keeps=options.keep_stages)
+            code = _run_stages(options, settings, model, progress)
         else:
             code = run_job(settings, model, peers=peers, progress=progress, phases=phases)
         progress.end(code)
@@ -168,24 +166,21 @@ def _progress_recorded(place: str, files: JobFiles, progress: Progress) -> Itera
 
 
 def _run_stages(
-    pipeline: Pipeline,
-    settings: JobSettings,
-    model: BatchModel,
-    progress: Progress,
-    *,
-    keeps: bool,
+    options: argparse.Namespace, settings: JobSettings, model: BatchModel, progress: Progress
 ) -> int:
-    """Run the stages of a pipeline; `keeps` says that their files stay."""
+    """Run the stages of the pipeline that the options name."""
     from ..stages.run_stages import run_stages
     from ..stages.staged_model import StagedModel
 
+    form = None if options.form is None else read_form_file(options.form)
+    pipeline = read_pipeline(options.pipeline, form)
     configuration = {**settings.identity.configuration, "pipeline": pipeline.text}
     identity = replace(settings.identity, configuration=configuration)
     return run_stages(
         replace(settings, identity=identity),
         StagedModel(model, model.seed, lambda: model.files.spec.config.max_position),
         pipeline,
-        keeps_stages=keeps,
+        keeps_stages=options.keep_stages,
         progress=progress,
     )
 
