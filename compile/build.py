@@ -164,8 +164,7 @@ class _GraphPlanner:
     ):
         self._model, self._grid, self._placement = model, grid, placement
         config = model.config
-        phases = (*PHASES, "chunk")
-        self._operations = {phase: placement.operations(phase) for phase in phases}
+        self._operations = {phase: placement.operations(phase) for phase in (*PHASES, "chunk")}
         platform, kind = placement.platform, kind_of(placement.mesh.devices.flat)
         self._dispatch = {phase: experts.dispatch(phase, platform, kind) for phase in PHASES}
         self._dispatch["chunk"] = self._dispatch["prefill"]

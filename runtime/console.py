@@ -15,6 +15,7 @@ from typing import TextIO
 
 GIGABYTE = 1e9
 """The unit of memory in messages, in bytes."""
+MAX_LISTED = 20
 
 
 def tell(stream: TextIO, message: object) -> None:
@@ -80,6 +81,13 @@ def _discard(stream: TextIO) -> None:
         null_device = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null_device, stream.fileno())
         os.close(null_device)
+
+
+def listed(items: Sequence[str], indent: str) -> str:
+    """Items in lines of their own; of more than `MAX_LISTED`, the number of the others."""
+    num_more = len(items) - MAX_LISTED
+    shown = [*items[:MAX_LISTED], *([f"and {num_more} more"] if num_more > 0 else [])]
+    return "".join(f"\n{indent}{item}" for item in shown)
 
 
 def plural(number: int, noun: str) -> str:

@@ -34,7 +34,7 @@ from noria.compile.targets import find_target
 from noria.runtime.batch.job import Build, JobIdentity, JobSettings, ModelFacts
 from noria.runtime.batch.job_files import JobFiles
 from noria.runtime.batch.run import run_job
-from noria.runtime.checkpoint.model_files import open_model
+from noria.runtime.checkpoint import open_model
 from noria.runtime.devices.backends import prepare_jax
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.devices.machine import describe_machine

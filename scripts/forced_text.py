@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from noria.runtime.checkpoint.model_files import open_model
+from noria.runtime.checkpoint import open_model
 from noria.runtime.structured.byte_automaton import compile_language
 from noria.runtime.structured.form_compiler import read_form
 from noria.runtime.structured.language import DEAD, START, ByteAutomaton

@@ -23,7 +23,10 @@ def predict_attention(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
     if phase == "decode":
         yield from _merge_of_decode(shapes)
         return
-    yield from _new_entries(shapes)
+    # each device holds the slots of some rows, and any row of a call may belong to any slot, so
+    # every device gets the new entries of all rows before they are written
+    over, length = shapes.rules[axes.ATTENTION_BATCH], shapes.rules[axes.LENGTH]
+    yield from _gathered_entries(shapes, over, length, is_cached=True)
     yield from _ring_passes(shapes, shapes.attention.window)
 
 
@@ -57,16 +60,6 @@ def _ring_passes(shapes: LayerShapes, window: Window) -> Iterator[ExpectedCollec
         yield from shapes.send("collective-permute", over, num_bytes, num_ring_steps(window, n) - 1)
 
 
-def _new_entries(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
-    """Gather of the new cache entries, before they are written.
-
-    Each device holds the slots of some rows, and any row of a call may belong to any slot, so every
-    device gets the entries of all rows.
-    """
-    over, length = shapes.rules[axes.ATTENTION_BATCH], shapes.rules[axes.LENGTH]
-    yield from _gathered_entries(shapes, over, length, is_cached=True)
-
-
 def _pieces_in_pages(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
     """Gather of the queries and entries of all pieces, and the merge of partial results.
 
@@ -91,16 +84,13 @@ def _merge_of_decode(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
 
     The size of both does not depend on the number of keys.
     """
-    over, lse_bytes = shapes.rules[axes.CACHE_LENGTH], _lse_bytes(shapes)
+    over, call = shapes.rules[axes.CACHE_LENGTH], shapes.call
+    split = shapes.rules.dimensions((axes.ATTENTION_BATCH, axes.KV_HEADS))
+    queries = call.rows, call.tokens, shapes.attention.num_query_heads
+    # one float32 number for each query: the log-sum-exp of its scores
+    lse_bytes = shapes.local(queries, split, FLOAT32_BYTES)
     yield from shapes.send("all-reduce", over, lse_bytes)
     yield from shapes.send("all-reduce", over, lse_bytes * (shapes.record.head_dims[1] + 1))
-
-
-def _lse_bytes(shapes: LayerShapes) -> int:
-    """Bytes on one device of one float32 number for each query: the log-sum-exp of its scores."""
-    split = shapes.rules.dimensions((axes.ATTENTION_BATCH, axes.KV_HEADS))
-    call, num_heads = shapes.call, shapes.attention.num_query_heads
-    return shapes.local((call.rows, call.tokens, num_heads), (split[0], split[1]), FLOAT32_BYTES)
 
 
 def _gathered_entries(

@@ -70,11 +70,7 @@ class ModelSizes:
 
 def check(layout: Layout, sizes: ModelSizes) -> list[str]:
     """Find everything that is wrong with a layout; the list is empty for a legal layout."""
-    findings = [
-        *_mesh_findings(layout, sizes.num_devices),
-        *_name_findings(layout),
-        *_idle_findings(layout),
-    ]
+    findings = [*_mesh_findings(layout, sizes.num_devices), *_name_findings(layout)]
     if findings:
         # sizes mean nothing while names or the mesh are wrong
         return findings
@@ -129,10 +125,6 @@ def _name_findings(layout: Layout) -> Iterable[str]:
             if len(set(mesh_axes)) < len(mesh_axes):
                 quoted = _quoted(mesh_axes)
                 yield f"{where} {axis} = {quoted}: names a mesh axis twice. Name it once."
-
-
-def _idle_findings(layout: Layout) -> Iterable[str]:
-    """Find rules for a cache in a phase that has no cache."""
     if axes.CACHE_LENGTH in layout.prefill:
         yield (
             "[prefill.rules] cache_length: matches nothing, as prefill has no cache. Put it under "
@@ -187,21 +179,17 @@ def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
             what, remedy = "buckets.chunk", "Plan one that does, or change the rule."
         yield from _division(layout, rules, axis, what, length, remedy)
     if phase == "decode":
-        yield from _group_findings(layout, rules, sizes.slot_groups)
+        # each device has the same number of slots and of pages
+        pieces = layout.mesh.num_shards(rules[axes.ATTENTION_BATCH])
+        if sizes.slot_groups not in (None, pieces):
+            yield (
+                f"attention_batch = {_quoted(rules[axes.ATTENTION_BATCH])}: expected "
+                f"buckets.slot_groups to be the pieces that it splits slots into, {pieces}, got "
+                f"{sizes.slot_groups}. Change slot_groups, or the rule."
+            )
     if phase == "decode" and sizes.page is not None:
         remedy = "Plan a page that does, or change the rule."
         yield from _division(layout, rules, axes.CACHE_LENGTH, "buckets.page", sizes.page, remedy)
-
-
-def _group_findings(layout: Layout, rules: AxisRules, groups: int | None) -> Iterable[str]:
-    """Check that each device has the same number of slots and of pages."""
-    mesh_axes = rules[axes.ATTENTION_BATCH]
-    if groups not in (None, pieces := layout.mesh.num_shards(mesh_axes)):
-        yield (
-            f"attention_batch = {_quoted(mesh_axes)}: expected buckets.slot_groups to be the "
-            f"pieces that it splits slots into, {pieces}, got {groups}. Change slot_groups, or the "
-            f"rule."
-        )
 
 
 def _piece_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:

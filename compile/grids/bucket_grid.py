@@ -110,16 +110,18 @@ class BucketGrid(PlanTable, name="buckets"):
     def __post_init__(self):
         """Normalise the fields and check them; ValueError names the wrong key."""
         self._normalise()
-        buckets = self.prefill
-        lengths = distinct_lengths(buckets)
+        lengths = self._prefill_lengths
         check_growing("buckets.prefill lengths", lengths)
         only_scores = type(self.decode_slots) is int and self.decode_slots == 0
-        slots = [] if only_scores else [("buckets.decode_slots", self.decode_slots)]
+        slots = ("buckets.decode_slots", self.decode_slots, self.max_length)
         for name, size, length in (
             ("buckets.max_length", self.max_length, 1),
-            *((name, count, self.max_length) for name, count in slots),
+            *([] if only_scores else [slots]),
             ("buckets.steps_per_call", self.steps_per_call, self.decode_slots or 1),
-            *((f"buckets.prefill batch of length {b.length}", b.batch, b.length) for b in buckets),
+            *(
+                (f"buckets.prefill batch of length {b.length}", b.batch, b.length)
+                for b in self.prefill
+            ),
         ):
             check_count(name, size)
             if size > (max_size := min(MAX_SIZE, MAX_POSITIONS // length)):
@@ -141,7 +143,8 @@ class BucketGrid(PlanTable, name="buckets"):
         self._check_chunks(lengths)
         if not only_scores:
             self._check_pages()
-        self._check_prefixes()
+        if self.prefixes is not None:
+            self.prefixes.check_beside(self.chunks, self.page, self.slot_groups or 1)
         if self.structured is not None and only_scores:
             raise ValueError(
                 "plan [structured]: expected none without decode slots, got one. Remove it."
@@ -233,13 +236,12 @@ class BucketGrid(PlanTable, name="buckets"):
                     f"{self.max_length}. Raise max_length, lower max_tokens, or shorten the prompt."
                 )
             return self.bucket_of(prompt_length)
-        lengths = distinct_lengths(self.prefill)
         remedy = f"add a length of at least {prompt_length}, or shorten the prompt."
         if prompt_length > self.max_length:
             remedy = f"raise max_length ({self.max_length}), {remedy}"
         raise NoBucketFits(
             f"the prompt needs prefill length {prompt_length}; buckets.prefill has lengths "
-            f"{lengths}. {remedy[0].upper()}{remedy[1:]}"
+            f"{self._prefill_lengths}. {remedy[0].upper()}{remedy[1:]}"
         )
 
     def bucket_of(self, prompt_length: int, start: int = 0) -> PrefillBucket:
@@ -274,10 +276,6 @@ class BucketGrid(PlanTable, name="buckets"):
         """Positions that prefill of a prompt computes, padding included."""
         chunk = self.chunks[0] if self.chunks else 1
         return -(-prompt_length // chunk) * chunk
-
-    def max_total_length(self, prompt_length: int, max_tokens: int | None) -> int:
-        """Length at which a row ends: its prompt and `max_tokens`, by default `max_length`."""
-        return self.max_length if max_tokens is None else prompt_length + max_tokens
 
     def num_pages(self, length: Count) -> Count:
         """The pages that hold `length` positions, also for arrays."""
@@ -322,12 +320,12 @@ class BucketGrid(PlanTable, name="buckets"):
           entries: With chunks, the entries that the pieces of a call read, on average; None for
             those of pieces at the end of the longest rows.
         """
-        call = replace(bucket.call(is_scored=is_scored), is_embedded=self.embed)
-        if self.page is not None and not bucket.is_whole:
-            if entries is None:
-                entries = bucket.batch * self.whole_pages(self.max_length)
-            return replace(call, entries=entries, page=self.page)
-        return call
+        call = replace(bucket.call(), is_scored=is_scored, is_embedded=self.embed)
+        if self.page is None or bucket.is_whole:
+            return call
+        if entries is None:
+            entries = bucket.batch * self.whole_pages(self.max_length)
+        return replace(call, entries=entries, page=self.page)
 
     def decode_call(self) -> Call:
         """The shape of a decode step that reads all pages."""
@@ -373,28 +371,6 @@ class BucketGrid(PlanTable, name="buckets"):
                     f"buckets.{name}: with buckets.decode_slots = 0, by which prompts are only "
                     f"{task}, expected {shown}; got {got!r}. Change it, or plan decode slots."
                 )
-
-    def _check_prefixes(self) -> None:
-        if self.prefixes is None:
-            return
-        if not self.chunks:
-            raise ValueError(
-                "plan [prefixes]: expected prompts in chunks beside them, as groups of rows read "
-                "pages that one graph has computed, got no buckets.chunk. Give it, or leave "
-                "[prefixes] out."
-            )
-        assert self.page is not None
-        if self.prefixes.length % self.page:
-            raise ValueError(
-                f"prefixes.length: expected a multiple of buckets.page ({self.page}), as groups of "
-                f"rows read whole pages, got {self.prefixes.length}. Change either."
-            )
-        if self.prefixes.groups % (groups := self.slot_groups or 1):
-            raise ValueError(
-                f"prefixes.groups: expected a multiple of buckets.slot_groups ({groups}), so that "
-                f"the rows of a group have pages on the same devices, got {self.prefixes.groups}. "
-                f"Change either."
-            )
 
     def _check_pages(self) -> None:
         check_page_size(self.pages, self.page)

@@ -66,11 +66,9 @@ def derive_grid(
     if defaults.chunks:
         prefill = _packed_calls(max_length, max(lengths), min(slots, len(rows)), defaults)
     else:
-        cheapest = (
-            cheapest_prefill
-            if prices is None
-            else partial(prices.cheapest_prefill, has_slots + score)
-        )
+        cheapest = cheapest_prefill
+        if prices is not None:
+            cheapest = partial(prices.cheapest_prefill, has_slots + score)
         buckets = cheapest(lengths, max_length, defaults)
         prefill = with_small_calls(buckets, slots, use.num_sequences, defaults)
     grid = grid_of(max_length, prefill, slots if has_slots else 0, score, defaults)

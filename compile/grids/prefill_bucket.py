@@ -30,10 +30,10 @@ class PrefillBucket(NamedTuple):
         """Whether a piece is all that its row sees, so that it begins at position 0."""
         return self.tokens == self.length
 
-    def call(self, *, is_scored: bool = False) -> Call:
+    def call(self) -> Call:
         """The shape of a call of the graph; with chunks, of a call of pieces."""
         phase = "prefill" if self.is_whole else "chunk"
-        return Call(phase, self.batch, self.tokens, self.length, is_scored)
+        return Call(phase, self.batch, self.tokens, self.length)
 
     def __str__(self) -> str:
         """Tokens and rows: `256x4`."""

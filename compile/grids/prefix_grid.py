@@ -68,6 +68,27 @@ class PrefixGrid(PlanTable, name="prefixes"):
                 f"{len(self.shared)}. List each prefix once, or leave out the table."
             )
 
+    def check_beside(self, chunks: Sequence[int], page: int | None, slot_groups: int) -> None:
+        """Raise ValueError unless groups can read the prefixes in a grid of these sizes."""
+        if not chunks:
+            raise ValueError(
+                "plan [prefixes]: expected prompts in chunks beside them, as groups of rows read "
+                "pages that one graph has computed, got no buckets.chunk. Give it, or leave "
+                "[prefixes] out."
+            )
+        assert page is not None
+        if self.length % page:
+            raise ValueError(
+                f"prefixes.length: expected a multiple of buckets.page ({page}), as groups of "
+                f"rows read whole pages, got {self.length}. Change either."
+            )
+        if self.groups % slot_groups:
+            raise ValueError(
+                f"prefixes.groups: expected a multiple of buckets.slot_groups ({slot_groups}), so "
+                f"that the rows of a group have pages on the same devices, got {self.groups}. "
+                f"Change either."
+            )
+
     def to_table(self) -> dict[str, Any]:
         """The table of a plan's file."""
         return {

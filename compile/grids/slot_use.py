@@ -26,11 +26,10 @@ class SlotUse:
     @classmethod
     def of_rows(cls, rows: Sequence[RowShape], *, has_chunks: bool) -> "SlotUse":
         """Slots that the rows need, if each row emits its maximum output."""
-        counts = [row.num_slots(has_chunks=has_chunks) for row in rows]
         return cls(
             np.array([row.prompt_length for row in rows], int),
             np.array([NO_LIMIT if row.max_tokens is None else row.max_tokens for row in rows], int),
-            np.array(counts, int),
+            np.array([row.num_slots(has_chunks=has_chunks) for row in rows], int),
         )
 
     @property

@@ -191,10 +191,8 @@ class CandidateGrids:
     def _slot_counts(self, *, has_chunks: bool) -> list[int]:
         if self._only_scores and not has_chunks:
             return [0]
-        num_sequences, multiple = (
-            self._slot_use[has_chunks].num_sequences,
-            self._defaults.slot_multiple,
-        )
+        num_sequences = self._slot_use[has_chunks].num_sequences
+        multiple = self._defaults.slot_multiple
         sizes = {-(-min(slots, max(num_sequences, 1)) // multiple) for slots in SLOTS}
         return sorted(multiple * size for size in sizes)
 

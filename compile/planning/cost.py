@@ -22,7 +22,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from ...sharding.call import KINDS, Call
-from ..hardware.efficiency import PAGES, Efficiency
+from ..hardware.efficiency import PAGES
 from ..hardware.hardware import Hardware
 from ..hardware.interconnect import Interconnect
 from ..plan_tables import check_keys, check_number
@@ -161,7 +161,11 @@ class CostModel:
     def estimate(self, call: Call) -> Estimate:
         """Seconds of a call, by part and by limit."""
         if call not in self._known:
-            self._known[call] = self._estimate(call)
+            if self.calibration is None:
+                self._known[call] = self._by_efficiency(call)
+            else:
+                factors = self.calibration.kinds.get(call.phase, KindFactors())
+                self._known[call] = self.estimate_with(factors, call)
         return self._known[call]
 
     def roofline(
@@ -171,13 +175,9 @@ class CostModel:
         part = Part("all", flops, int8_flops, num_bytes, sent=sent)
         return self._local(part, KindFactors())[0] + self._network(part)
 
-    def _estimate(self, call: Call) -> Estimate:
-        if self.calibration is None:
-            return self._by_efficiency(self.hardware.efficiency, call)
-        return self.estimate_with(self.calibration.kinds.get(call.phase, KindFactors()), call)
-
-    def _by_efficiency(self, efficiency: Efficiency, call: Call) -> Estimate:
+    def _by_efficiency(self, call: Call) -> Estimate:
         """Seconds of a call by the efficiency of the hardware, by part and by limit."""
+        efficiency = self.hardware.efficiency
         parts: dict[str, float] = {}
         limits: dict[str, float] = dict.fromkeys(BINDS, 0.0)
         kind = PAGES if call.page else call.phase

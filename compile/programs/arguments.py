@@ -8,7 +8,6 @@ Knows nothing of models; knows only the number and the name of an argument.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from .hlo_text import Computation, Instruction, Program
 
@@ -16,15 +15,6 @@ MOVING = ("bitcast", "copy", "transpose", "reshape", "slice", "dynamic-slice", "
 """Operations that only move an array or a part of it, or convert it."""
 _SAME = (*MOVING, "dynamic-update-slice", "scatter")
 """Operations whose result is their first operand, or a part of it, in another form."""
-
-
-@dataclass(frozen=True)
-class _Value:
-    """An array: the result of an instruction, or an element of the result."""
-
-    computation: str
-    name: str
-    index: int | None = None
 
 
 class Arguments:
@@ -40,11 +30,19 @@ class Arguments:
             if instruction.opcode == "parameter"
         }
         """Names of arguments by number, as in the traced function: `parameters['head.table']`."""
-        self._known: dict[_Value, int | None] = {}
+        self._known: dict[tuple[str, str, int | None], int | None] = {}
 
     def of(self, computation: Computation, name: str, index: int | None = None) -> int | None:
-        """The number of the argument from which an array comes, or None."""
-        return self._of(_Value(computation.name, name, index))
+        """The number of the argument from which an array comes, or None.
+
+        The array is the result of the instruction `name`, or an element of the result.
+        """
+        array = computation.name, name, index
+        if array not in self._known:
+            # a loop passes its state around, and would otherwise be followed forever
+            self._known[array] = None
+            self._known[array] = self._follow(computation, computation.instructions[name], index)
+        return self._known[array]
 
     def of_result(self, computation: Computation, instruction: Instruction) -> int | None:
         """The number of the first argument found from which an array of a result comes, or None."""
@@ -56,35 +54,28 @@ class Arguments:
         )
         return next((number for number in numbers if number is not None), None)
 
-    def _of(self, value: _Value) -> int | None:
-        if value not in self._known:
-            # a loop passes its state around, and would otherwise be followed forever
-            self._known[value] = None
-            self._known[value] = self._follow(value)
-        return self._known[value]
-
-    def _follow(self, value: _Value) -> int | None:
-        computation = self._program.computations[value.computation]
-        instruction = computation.instructions[value.name]
+    def _follow(
+        self, computation: Computation, instruction: Instruction, index: int | None
+    ) -> int | None:
         if instruction.opcode == "parameter":
-            return self._of_parameter(computation, instruction, value.index)
+            return self._of_parameter(computation, instruction, index)
         if instruction.opcode == "get-tuple-element":
-            index = instruction.attribute("index", r"\d+")
-            assert index is not None, (
+            element = instruction.attribute("index", r"\d+")
+            assert element is not None, (
                 f"%{instruction.name} takes an element and must have its index"
             )
-            return self._of(_Value(computation.name, instruction.operands[0], int(index)))
-        if instruction.opcode == "tuple" and value.index is not None:
-            return self._of(_Value(computation.name, instruction.operands[value.index]))
+            return self.of(computation, instruction.operands[0], int(element))
+        if instruction.opcode == "tuple" and index is not None:
+            return self.of(computation, instruction.operands[index])
         if instruction.opcode == "while":
-            return self._of(_Value(computation.name, instruction.operands[0], value.index))
+            return self.of(computation, instruction.operands[0], index)
         if instruction.opcode in ("fusion", "async-start"):
-            moved = self._program.moved_operand(instruction, value.index, _SAME)
-            return None if moved is None else self._of(_Value(computation.name, moved))
+            moved = self._program.moved_operand(instruction, index, _SAME)
+            return None if moved is None else self.of(computation, moved)
         is_same = instruction.opcode in _SAME
         is_same |= instruction.opcode.endswith(("-start", "-update", "-done"))
         if is_same and instruction.operands:
-            return self._of(_Value(computation.name, instruction.operands[0]))
+            return self.of(computation, instruction.operands[0])
         return None
 
     def _of_parameter(
@@ -96,9 +87,9 @@ class Arguments:
             return None
         caller, outer, role, branch = self._callers[computation.name]
         if role in ("condition", "body"):
-            return self._of(_Value(outer.name, caller.operands[0], index))
+            return self.of(outer, caller.operands[0], index)
         operand = branch + 1 if caller.opcode == "conditional" else int(instruction.arguments)
-        return self._of(_Value(outer.name, caller.operands[operand], index))
+        return self.of(outer, caller.operands[operand], index)
 
 
 def _callers(program: Program) -> dict[str, tuple[Instruction, Computation, str, int]]:

@@ -79,7 +79,11 @@ class Prices:
 
     def _seconds(self, computation: Computation, instruction: Instruction) -> float:
         if instruction.opcode in KINDS:
-            return self._link_seconds(computation, instruction)
+            collective = self._collectives.get((computation.name, instruction.name))
+            if collective is None:
+                return 0.0
+            sent = sent_bytes(collective.kind, collective.num_bytes, collective.group_size)
+            return self._interconnect.seconds(collective.kind, collective.mesh_axes, sent)
         if cost := instruction.kernel_cost:
             return self._local_seconds(cost["flops"], cost["bytes_accessed"])
         moved = sum(num_bytes for _, num_bytes in self._traffic.reads(computation, instruction))
@@ -88,10 +92,3 @@ class Prices:
 
     def _local_seconds(self, flops: float, num_bytes: float) -> float:
         return max(flops / self._peak, num_bytes / self._hardware.memory_rate)
-
-    def _link_seconds(self, computation: Computation, instruction: Instruction) -> float:
-        collective = self._collectives.get((computation.name, instruction.name))
-        if collective is None:
-            return 0.0
-        sent = sent_bytes(collective.kind, collective.num_bytes, collective.group_size)
-        return self._interconnect.seconds(collective.kind, collective.mesh_axes, sent)

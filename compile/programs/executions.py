@@ -36,7 +36,10 @@ class Executions:
     def __init__(self, program: Program, traffic: Traffic):
         self._program, self._traffic = program, traffic
         entry = program.computations[program.entry]
-        self.steps = next(filter(self._is_steps, entry.instructions.values()), None)
+        loops = (each for each in entry.instructions.values() if each.opcode == "while")
+        of_graph = (loop for loop in loops if _LOOP_OF_GRAPH.fullmatch(loop.source))
+        endless = (loop for loop in of_graph if trip_count(program, entry, loop) is None)
+        self.steps = next(endless, None)
         """The loop over steps; None without one."""
 
     def __iter__(self) -> Iterator[Execution]:
@@ -46,14 +49,6 @@ class Executions:
     def turns(self, loop: Execution) -> int | None:
         """Iterations of a loop in each of its runs; None if the text does not prove a number."""
         return trip_count(self._program, loop.computation, loop.instruction)
-
-    def _is_steps(self, instruction: Instruction) -> bool:
-        entry = self._program.computations[self._program.entry]
-        return (
-            instruction.opcode == "while"
-            and _LOOP_OF_GRAPH.fullmatch(instruction.source) is not None
-            and trip_count(self._program, entry, instruction) is None
-        )
 
     def _visit(self, name: str, times: int, *, is_once: bool) -> Iterator[Execution]:
         """Visit the instructions of a computation that runs so often, and those that they run."""

@@ -60,13 +60,9 @@ class Traffic:
         if instruction.kernel_cost:
             return _declared(computation, instruction)
         passed_on = _passed_on(instruction)
+        in_hbm = [_in_hbm(computation.instructions[name]) for name in instruction.operands]
         return [
-            (
-                name,
-                _read(
-                    self._program, instruction, position, _in_hbm(computation.instructions[name])
-                ),
-            )
+            (name, _read(self._program, instruction, position, in_hbm[position]))
             for position, name in enumerate(instruction.operands)
             if position not in passed_on
         ]

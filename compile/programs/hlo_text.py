@@ -241,21 +241,17 @@ def _element(computation: Computation, name: str) -> int | None:
     instruction = computation.origin(name)
     if instruction is None or instruction.opcode != "get-tuple-element":
         return None
-    source, index = (
-        computation.origin(instruction.operands[0]),
-        instruction.attribute("index", r"\d+"),
-    )
+    source = computation.origin(instruction.operands[0])
+    index = instruction.attribute("index", r"\d+")
     return int(index) if source and source.opcode == "parameter" and index else None
 
 
 def _constant(computation: Computation, name: str) -> int | None:
     instruction = computation.origin(name)
-    is_whole = (
-        instruction
-        and instruction.opcode == "constant"
-        and re.fullmatch(r"-?\d+", instruction.arguments)
-    )
-    return int(instruction.arguments) if instruction and is_whole else None
+    if instruction is None or instruction.opcode != "constant":
+        return None
+    is_whole = re.fullmatch(r"-?\d+", instruction.arguments) is not None
+    return int(instruction.arguments) if is_whole else None
 
 
 def _bits(dtype: str) -> int:

@@ -6,27 +6,32 @@ the first reading of each argument in the order of the program. Bytes of memory 
 `hbm_bytes`; the CPU and the GPU have only one memory, so there it is everything that is read and
 written.
 
+An instruction rewrites an argument if it only moves the argument or a slice of it from main memory
+to main memory, or converts it: the model asks for neither. A product that converts the operand that
+it reads does not count.
+
 Knows nothing of models. The bytes that a program should move are computed elsewhere: `NeededBytes`
 in `compile.planning`.
 """
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..hardware.hardware import Hardware
 from ..hardware.interconnect import Interconnect
-from .arguments import Arguments
+from .arguments import MOVING, Arguments
 from .collectives import read_collectives
 from .cycles import Prices
 from .executions import Execution, Executions
 from .hbm_bytes import Traffic
-from .hlo_text import Computation, Program, array_bytes, read_program
+from .hlo_text import Computation, Instruction, Program, array_bytes, array_dtype, read_program
 from .products import slow_flops
-from .rewrites import LARGE, RewrittenArgument, find_rewrites
 
+LARGE = 1 << 20
+"""Bytes below which a rewritten array is not reported."""
 MOVES_SHOWN = 12
 _NUMBERED = re.compile(r"(\blayers[.\[]|_[A-Z]+\[)[\d:]+")
 
@@ -243,11 +248,8 @@ class _Reader:
         )
 
     def _count(self, execution: Execution) -> None:
-        computation, instruction, times = (
-            execution.computation,
-            execution.instruction,
-            execution.times,
-        )
+        computation, instruction = execution.computation, execution.instruction
+        times = execution.times
         line, operation = self._place(execution)
         reads = self._traffic.reads(computation, instruction)
         num_bytes = sum(num_bytes for _, num_bytes in reads)
@@ -299,3 +301,53 @@ class _Reader:
         cycles = priced + self._cycles[is_once, True]
         seconds = max(cycles / hardware.clock, num_bytes / hardware.memory_rate)
         return Cycles(cycles, priced / cycles if cycles else 0.0, seconds)
+
+
+@dataclass(frozen=True)
+class RewrittenArgument:
+    """An argument, or a slice of it, that is rewritten."""
+
+    argument: str
+    array: str
+    """The array that is written, such as `f32[8,128]`."""
+    is_converted: bool
+    """Whether its dtype changed."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are written."""
+        return array_bytes(self.array)
+
+
+def find_rewrites(
+    program: Program, arguments: Arguments, execution: Execution, min_bytes: int = LARGE
+) -> Iterator[RewrittenArgument]:
+    """Find the arguments of at least `min_bytes` that an instruction rewrites."""
+    computation, instruction = execution.computation, execution.instruction
+    for position, (array, space) in enumerate(
+        zip(instruction.arrays, instruction.memory_spaces, strict=True)
+    ):
+        if array_bytes(array) < min_bytes:
+            continue
+        source = _moved_operand(program, computation, instruction, position)
+        if source is None:
+            continue
+        number = arguments.of(computation, source)
+        from_array = computation.instructions[source].arrays[0]
+        from_space = computation.instructions[source].memory_spaces[0]
+        is_converted = array_dtype(array) != array_dtype(from_array)
+        if number is not None and (is_converted or space == from_space == 0):
+            yield RewrittenArgument(arguments.names[number], array, is_converted)
+
+
+def _moved_operand(
+    program: Program, computation: Computation, instruction: Instruction, position: int
+) -> str | None:
+    """The operand of which a result is another form, or None."""
+    if instruction.opcode == "copy-done":
+        return computation.instructions[instruction.operands[0]].operands[0]
+    if instruction.opcode in ("copy", "transpose", "convert", "slice", "dynamic-slice"):
+        return instruction.operands[0]
+    if instruction.opcode != "fusion":
+        return None
+    return program.moved_operand(instruction, position, MOVING)

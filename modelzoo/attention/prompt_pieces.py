@@ -100,7 +100,7 @@ def write_prompts(
     if isinstance(new, PromptKeysValues):
         new = match_heads(new, operations.num_cache_heads(state.spec.num_kv_heads))
     arrays, in_cache = zip(new, new.POSITION_AXES, strict=True), operations.cache_stripes
-    new = type(new)(*(change_stripes(x, axis, stripes, in_cache, 0) for x, axis in arrays))
+    new = type(new)(*(change_stripes(x, axis, stripes, in_cache) for x, axis in arrays))
     page_BN = rows.page_BN
     assert page_BN is not None
     if slot_pages := state.spec.slot_pages:

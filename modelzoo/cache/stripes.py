@@ -54,14 +54,12 @@ IN_ORDER = Stripes()
 ONE_STRIPE = Stripe()
 
 
-def change_stripes(
-    x: jax.Array, axis: int, current: Stripes, target: Stripes, fill: int
-) -> jax.Array:
-    """Reorder tokens from one number of stripes to another; `fill` pads them to whole stripes."""
+def change_stripes(x: jax.Array, axis: int, current: Stripes, target: Stripes) -> jax.Array:
+    """Reorder tokens from one number of stripes to another; zeros pad them to whole stripes."""
     if current == target:
         return x
     size = x.shape[axis] + -x.shape[axis] % target.count
-    whole = pad_end(current.restore(x, axis), axis, size, fill)
+    whole = pad_end(current.restore(x, axis), axis, size)
     return target.permute(whole, axis)
 
 

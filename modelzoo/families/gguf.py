@@ -174,8 +174,11 @@ def _decoder_config(
     if options.moe is None:
         config.expect("expert_count", 0)
         config.expect("expert_used_count", 0)
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    # older files have no vocab_size: it is the number of tokens of the tokenizer
+    num_tokens = len(tokens) if isinstance(tokens, Collection) else None
     return DecoderConfig.alike(
-        vocab_size=_vocab_size(config, metadata),
+        vocab_size=config.integer("vocab_size", maximum=MAX_VOCAB, default=num_tokens),
         embed=embed,
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -183,13 +186,6 @@ def _decoder_config(
         tie_embeddings=f"{NAMES.head}.weight" not in tensors,
         **options.decoder_fields(),
     )
-
-
-def _vocab_size(config: ConfigReader, metadata: Mapping[str, object]) -> int:
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    # older files have no vocab_size: it is the number of tokens of the tokenizer
-    default = len(tokens) if isinstance(tokens, Collection) else None
-    return config.integer("vocab_size", maximum=MAX_VOCAB, default=default)
 
 
 def read_rope(config: ConfigReader, max_position: int) -> RopeConfig:

@@ -12,7 +12,7 @@ from typing import Literal
 from ..config import DecoderConfig
 from .config_reader import ConfigReader
 from .expert_sources import ExpertNames, find_expert_names
-from .family import Family, ModelSpec, WholeModel
+from .family import Family, ModelSpec
 from .mapping import TensorPrefix
 from .quantisation import read_quantisation
 from .rope_options import MAX_POSITION, read_rope
@@ -128,9 +128,6 @@ NEUTRAL_VALUES: Mapping[str, object] = {
     "pruned_heads": {},
 }
 
-SECOND_NAMES = {"sliding_window_size": "sliding_window"}
-"""Second names of options; the reference reads only the usual name."""
-
 
 def model_spec(
     family: Family, config: ConfigReader, tensor_names: Collection[str] = ()
@@ -217,7 +214,9 @@ def text_part_spec(
     read_quantisation(config)
     text = config.table("text_config", family.hf_defaults)
     text.expect("model_type", family.name)
-    prefix = _find_prefix(whole, tensor_names)
+    usual, *others = whole.prefixes
+    found = (p for p in others if any(name.startswith(p.whole) for name in tensor_names))
+    prefix = next(found, usual)
     spec = model_spec(family, text, [prefix.to_standalone(name) for name in tensor_names])
     # the reference ties embeddings by the outer key
     if config.flag("tie_word_embeddings", default=False) != spec.config.tie_embeddings:
@@ -237,20 +236,11 @@ def text_part_spec(
     )
 
 
-def _find_prefix(whole: WholeModel, tensor_names: Collection[str]) -> TensorPrefix:
-    """The prefix that tensor names have; the usual prefix if no name has one."""
-    usual, *others = whole.prefixes
-    for other in others:
-        if any(name.startswith(other.whole) for name in tensor_names):
-            return other
-    return usual
-
-
 def _account_for_rest(config: ConfigReader, decoder: DecoderConfig) -> None:
     """Refuse unread keys that may change the answer; note the other unread keys."""
     config.ignore(IGNORED_KEYS)
-    for key, other in SECOND_NAMES.items():
-        config.expect_equal(key, other)
+    # a second name of the option; the reference reads only the usual name
+    config.expect_equal("sliding_window_size", "sliding_window")
     config.expect_if_unread(NEUTRAL_VALUES)
     if not config.is_null("layer_types"):
         kinds = [
@@ -291,21 +281,18 @@ def check_architecture(config: ConfigReader, *architectures: str) -> int:
     return known.index(named[0])
 
 
-def windows_by_option(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Windows by `layer_types`, or in all layers from `max_window_layers` on."""
-    return windows_if_used(config, num_layers, lambda i, first: i >= first)
-
-
 def windows_if_used(
-    config: ConfigReader, num_layers: int, slides: Callable[[int, int], bool]
+    config: ConfigReader,
+    num_layers: int,
+    slides: Callable[[int, int], bool] = lambda i, first: i >= first,
 ) -> tuple[int | None, ...]:
     """Windows of layers, if `use_sliding_window` is set.
 
     Args:
       config: The table of config.json.
       num_layers: The number of layers.
-      slides: Tells from a layer and `max_window_layers` whether the layer has a window. It is used
-        only without `layer_types`.
+      slides: Tells from a layer and `max_window_layers` whether the layer has a window; by default
+        all layers from there on have one. It is used only without `layer_types`.
     """
     is_used = config.flag("use_sliding_window", default=False)
     window = None

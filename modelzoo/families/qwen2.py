@@ -2,11 +2,11 @@
 
 from .config_reader import ConfigReader
 from .family import Family, Options, fixed_options
-from .hugging_face import windows_by_option
+from .hugging_face import windows_if_used
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    return Options(windows=windows_by_option(config, num_layers), qkv_bias=True)
+    return Options(windows=windows_if_used(config, num_layers), qkv_bias=True)
 
 
 FAMILY = Family("qwen2", "Qwen2ForCausalLM", _hf_options, fixed_options(Options(qkv_bias=True)))

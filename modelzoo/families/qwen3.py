@@ -2,12 +2,12 @@
 
 from .config_reader import ConfigReader
 from .family import Family, Options, fixed_options
-from .hugging_face import windows_by_option
+from .hugging_face import windows_if_used
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     config.expect("use_qk_norm", True)
-    windows = windows_by_option(config, num_layers)
+    windows = windows_if_used(config, num_layers)
     return Options(windows=windows, qk_norm="head").with_biases(config)
 
 

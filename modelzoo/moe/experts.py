@@ -10,7 +10,7 @@ experts, so the bits of a token depend neither on its row nor on other tokens.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -209,7 +209,7 @@ def _cut(weights: ExpertWeights, e: jax.Array, start: jax.Array, size: int) -> E
         part = slice_weight(x[...], starts, sizes)
         if isinstance(part, QuantisedWeight):
             # pieces of the hidden size would have scales of their own, which differ between layouts
-            part = part.with_float_activations()
+            part = replace(part, quantisation=replace(part.quantisation, rounds_activations=False))
         return jax.tree.map(lambda array: array.reshape(array.shape[len(outer) :]), part)
 
     bias_EPF = weights.gate_up_bias_EPF

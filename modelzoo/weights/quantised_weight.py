@@ -87,10 +87,6 @@ class QuantisedWeight:
         """The weight itself at `...`, or a part at an index of axes before the inputs."""
         return self if index is ... else jax.tree.map(lambda x: x[index], self)
 
-    def with_float_activations(self) -> "QuantisedWeight":
-        """The same weight, whose products do not round activations."""
-        return replace(self, quantisation=replace(self.quantisation, rounds_activations=False))
-
     def grouped_codes(self) -> jax.Array:
         """The codes, with groups and their members as two axes in place of the inputs."""
         shape = self.quantisation.replace_inputs(self.shape, self.num_groups, -1)

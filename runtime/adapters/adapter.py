@@ -131,7 +131,11 @@ class Adapter:
           InvalidAdapter: The adapter does not fit the model, or a number is not finite.
         """
         tensors = self._modules(spec)
-        whole_tensors = tensors | _tied_head(spec)
+        whole_tensors = dict(tensors)
+        if spec.config.has_head and spec.config.tie_embeddings:
+            # the embedding is the tensor of the head
+            assert spec.names is not None, "the model is in its Hugging Face form"
+            whole_tensors[spec.names.head] = spec.embedding_tensor
         self._check_targets(tensors, whole_tensors)
         roles: dict[str, dict[str, str]] = {}
         for name in self._file.tensors:
@@ -176,19 +180,18 @@ class Adapter:
         return bare if named.isdisjoint(matrices) and not named.isdisjoint(bare) else matrices
 
     def _check_targets(self, modules: Mapping[str, str], saved: Mapping[str, str]) -> None:
-        for names in (self.config.unknown_targets(modules), self._unknown_saved(saved)):
-            if names:
-                ends = sorted({module.rpartition(".")[2] for module in modules})
-                raise InvalidAdapter(
-                    f"{self.config.where}: expected modules of the model ({', '.join(ends)}), got "
-                    f"{names[0]!r}. Take the adapter of this model."
-                )
-
-    def _unknown_saved(self, modules: Mapping[str, str]) -> list[str]:
-        ends = {module.split(".")[-1] for module in modules}
-        # peft names both heads of classifiers, of which a model has one
-        known = ends | _HEADS if ends & _HEADS else ends
-        return [name for name in self.config.saved if name not in known]
+        known = {module.split(".")[-1] for module in saved}
+        if known & _HEADS:
+            # peft names both heads of classifiers, of which a model has one
+            known |= _HEADS
+        unknown = self.config.unknown_targets(modules)
+        unknown += [name for name in self.config.saved if name not in known]
+        if unknown:
+            ends = sorted({module.rpartition(".")[2] for module in modules})
+            raise InvalidAdapter(
+                f"{self.config.where}: expected modules of the model ({', '.join(ends)}), got "
+                f"{unknown[0]!r}. Take the adapter of this model."
+            )
 
     def _role(self, name: str, spec: ModelSpec) -> tuple[str, str]:
         """The module of a tensor, named as in a model of text alone, and the role of the tensor."""
@@ -259,13 +262,6 @@ def check_shape(path: Path, tensor: str, expected: tuple[int, ...], got: tuple[i
             f"{path}: expected numbers of {tensor} for its shape {expected}, got {got}. Take the "
             f"adapter of this model."
         )
-
-
-def _tied_head(spec: ModelSpec) -> dict[str, str]:
-    """The embedding as the tensor of the head, if it is; empty for other models."""
-    assert spec.names is not None, "the model is in its Hugging Face form"
-    is_tied = spec.config.has_head and spec.config.tie_embeddings
-    return {spec.names.head: spec.embedding_tensor} if is_tied else {}
 
 
 def _matrices(spec: ModelSpec) -> dict[str, str]:

@@ -141,11 +141,8 @@ class AdapterSet:
                 for tensor, pair in pairs.items():
                     _check_pair(path, tensor, pair, tensors.tensors[tensor].shape)
                 left -= pairs.keys()
-                target, total = (
-                    source.parameter.split(".", 2)[2],
-                    sum(p.rank for p in pairs.values()),
-                )
-                if total:
+                target = source.parameter.split(".", 2)[2]
+                if total := sum(pair.rank for pair in pairs.values()):
                     ranks[target] = max(ranks.get(target, 0), total)
             if left:
                 raise InvalidAdapter(

@@ -101,13 +101,9 @@ class MergedTensors:
         self._row_factors: dict[str, np.ndarray] = {}
         self._lock = threading.Lock()
         infos = dict(tensors.tensors)
-        changed = {
-            **{name: whole.shape for name, whole in weights.whole.items()},
-            **{
-                name: (len(pair.up_OR), pair.down_RI.shape[1])
-                for name, pair in weights.pairs.items()
-            },
-        }
+        changed = {name: whole.shape for name, whole in weights.whole.items()}
+        for name, pair in weights.pairs.items():
+            changed[name] = len(pair.up_OR), pair.down_RI.shape[1]
         for name, shape in changed.items():
             if name not in infos:
                 raise InvalidAdapter(f"{path}: expected {name} in the model, got no such tensor.")

@@ -98,11 +98,6 @@ class JobFiles(OutputFiles):
     """Whether the files of an earlier run are discarded."""
 
     @property
-    def input_name(self) -> str:
-        """The name of the input in the manifest."""
-        return "stdin" if self.reads_stdin else self.input_url or self.input.name
-
-    @property
     def read(self) -> Sequence[tuple[str, Path]]:
         """Descriptions and paths of the input, and of everything else that is only read."""
         return [("the input", self.input), *self.also_read]

@@ -267,7 +267,12 @@ class Journal:
             self._disk.sync_folder(self.path.parent)
         elif changed := {key: changed[key] for key in OF_DEVICES if key in changed}:
             self.record_fact(DEVICES, json.dumps(devices | changed))
-        self._record_setup(configuration.get(SETUP, ""))
+        setup = configuration.get(SETUP, "")
+        if self.setups[-1:] != [setup]:
+            if self.setups:
+                self._append({"kind": "setup", "setup": setup})
+                self.sync()
+            self.setups.append(setup)
 
     def _read_records(self) -> tuple[dict[str, Any] | None, int | None]:
         """Read all complete records into memory.
@@ -326,14 +331,6 @@ class Journal:
         self.setups.clear()
         self.facts.clear()
         self.rows.clear()
-
-    def _record_setup(self, setup: str) -> None:
-        """Record the set-up of processes of this run, if the last run had another one."""
-        if self.setups and self.setups[-1] != setup:
-            self._append({"kind": "setup", "setup": setup})
-            self.sync()
-        if self.setups[-1:] != [setup]:
-            self.setups.append(setup)
 
     def _stored_records(self) -> Iterator[tuple[int, bytes | None]]:
         """The offset and the payload of every line; the payload of a damaged line is None."""

@@ -63,10 +63,6 @@ class _Found:
             return {}
         return owner if isinstance(owner, dict) else {}
 
-    def has_owner_of(self, other: "_Found") -> bool:
-        """Whether the owner of another state of the lock still has it."""
-        return self.number == other.number and self.owner.get("token") == other.owner.get("token")
-
     def __str__(self) -> str:
         owner = self.owner
         if not owner:
@@ -129,7 +125,8 @@ class JobLock:
             if found is None:
                 self._try_to_create(1, None)
                 continue
-            if seen is None or not found.has_owner_of(seen):
+            owner = found.number, found.owner.get("token")
+            if seen is None or owner != (seen.number, seen.owner.get("token")):
                 seen, since = found, now
             elif found != seen:
                 raise self._refusal(found, "is running")

@@ -150,6 +150,8 @@ def _manifest(
     """The manifest of the job, whose run ends now."""
     journal = finished.journal
     done = [journal.rows[row.key] for row in finished.rows if row.bad is None]
+    journal.runs[-1].take(phases, FINISHED)
+    runs = [run.figures() for run in journal.runs]
     return {
         **_job_facts(finished, facts, outputs),
         "rows": {
@@ -163,7 +165,8 @@ def _manifest(
         "ignored_keys": dict(outcome.ignored),
         "bundle": outcome.bundle,
         **_figures(outcome.statistics, done),
-        **_runs(journal, phases),
+        **sums_of_runs(runs),
+        "runs": runs,
     }
 
 
@@ -172,7 +175,7 @@ def _job_facts(
 ) -> dict[str, Any]:
     """The facts of a job: its model, configuration, input and outputs."""
     identity, journal, summary = finished.identity, finished.journal, finished.summary
-    plan = journal.plan
+    files, plan = finished.files, journal.plan
     return {
         "schema": SCHEMA,
         "model": journal.facts.get(MODEL, facts.name),
@@ -192,7 +195,7 @@ def _job_facts(
         "config_keys_ignored": list(facts.config_keys_ignored),
         "tensors_not_read": dict(facts.tensors_not_read),
         "input": {
-            "name": finished.files.input_name,
+            "name": "stdin" if files.reads_stdin else files.input_url or files.input.name,
             "sha256": summary.input_sha256,
             "bytes": summary.num_bytes,
             "rows": len(summary.rows),
@@ -214,13 +217,6 @@ def _figures(statistics: Mapping[str, Any], finished: Sequence[JournalRow]) -> d
         "compiles_during_run": statistics.get("compiles_during_run", 0),
         "generator": dict(statistics),
     }
-
-
-def _runs(journal: Journal, phases: PhaseClock) -> dict[str, Any]:
-    """The runs of the job, of which the last one ends now, and their sums."""
-    journal.runs[-1].take(phases, FINISHED)
-    runs = [run.figures() for run in journal.runs]
-    return {**sums_of_runs(runs), "runs": runs}
 
 
 def write_outputs(

@@ -107,7 +107,10 @@ def _lead(job: Job, opened: ExitStack) -> int | BegunJob:
         job.disk.remove(files.manifest)
         job.disk.remove(files.journal)
     elif (manifest := finished_manifest(files, identity)) is not None:
-        return job.peers.broadcast(_do_nothing(job, manifest))
+        message = complete_already(files, job.settings.facts, job.model, manifest)
+        job.disk.remove(files.journal)
+        job.progress.note(message)
+        return job.peers.broadcast(exit_code_of(files.output, manifest))
     earlier = None
     if identity.updates:
         earlier = finished_manifest(files, identity, compares_input=False)
@@ -122,15 +125,6 @@ def _lead(job: Job, opened: ExitStack) -> int | BegunJob:
     run = new_run(job.phases, job.peers.setup, job.settings.price_per_hour)
     opened.enter_context(_recorded(job, journal, run))
     return BegunJob(journal, now, earlier is not None, lock.check)
-
-
-def _do_nothing(job: Job, manifest: Mapping[str, Any]) -> int:
-    """Check that the finished outputs are those of this job; return their exit code."""
-    files = job.settings.files
-    message = complete_already(files, job.settings.facts, job.model, manifest)
-    job.disk.remove(files.journal)
-    job.progress.note(message)
-    return exit_code_of(files.output, manifest)
 
 
 def _open_journal(job: Job, earlier: Mapping[str, Any] | None) -> Journal:

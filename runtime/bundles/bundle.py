@@ -15,8 +15,7 @@ written last.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,11 +78,14 @@ class Bundle:
             raise BundleUnusable("it is inside the model's directory, from which nothing is run")
         if folder.is_symlink():
             raise BundleUnusable("it is a link; give the folder to which it leads")
-        with _disk_errors_as_unusable(folder), open_own_folder(folder) as descriptor:
-            contents = _contents(read_file(CONTENTS, descriptor))
-            files, refusal = _usable(contents, plan, key_of(plan, target, config))
-            with open_own_folder(GRAPHS, descriptor) as graphs:
-                dumped = {key: read_recorded(file, graphs) for key, file in files.items()}
+        try:
+            with open_own_folder(folder) as descriptor:
+                contents = _contents(read_file(CONTENTS, descriptor))
+                files, refusal = _usable(contents, plan, key_of(plan, target, config))
+                with open_own_folder(GRAPHS, descriptor) as graphs:
+                    dumped = {key: read_recorded(file, graphs) for key, file in files.items()}
+        except OSError as error:
+            raise BundleUnusable(f"{error.filename or folder}: {error.strerror}") from None
         return cls(dumped, refusal)
 
 
@@ -201,15 +203,6 @@ def _empty(disk: Disk, folder: Path) -> None:
         disk.remove(folder / name)
     for old in (folder / GRAPHS).iterdir():
         disk.remove(old)
-
-
-@contextmanager
-def _disk_errors_as_unusable(folder: Path) -> Iterator[None]:
-    """Turn errors of the disk into `BundleUnusable`."""
-    try:
-        yield
-    except OSError as error:
-        raise BundleUnusable(f"{error.filename or folder}: {error.strerror}") from None
 
 
 def _is_inside_model(folder: Path, model_path: Path) -> bool:

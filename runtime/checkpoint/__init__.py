@@ -9,7 +9,8 @@ which `save_orbax` writes. Importing this package, opening and describing a mode
 
 from .generation_defaults import GenerationDefaults
 from .loader import load_params
-from .model_files import ModelFiles, open_model
+from .model_files import ModelFiles
+from .opening import open_model
 from .orbax_store import save_orbax
 from .tensor_source import TensorInfo
 from .weights_digest import WeightsDigest

@@ -253,7 +253,7 @@ def _split(
     result: dict[str, Interval] = {}
     for position, name in enumerate(group):
         minor = math.prod(sizes[n] for n in group[position + 1 :])
-        major = Interval(interval.start // minor, -(-interval.stop // minor))
+        major = interval.blocks(minor)
         result[name] = major
         if len(major) > 1:
             result |= {n: Interval(0, sizes[n]) for n in group[position + 1 :]}

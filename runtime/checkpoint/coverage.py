@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ...modelzoo.families.mapping import ParameterSource
+from ..console import listed
 from ..errors import CheckpointMismatch
 from .axis_pattern import AxisPattern
 from .tensor_source import TensorSource, source_of
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     import jax
 
     from ...modelzoo.families.family import ModelSpec
-
-MAX_LISTED = 20
 
 
 def check_coverage(
@@ -62,13 +61,7 @@ def check_coverage(
     lines = []
     for title, differences in groups.items():
         if differences:
-            more = (
-                f"\n    and {len(differences) - MAX_LISTED} more"
-                if len(differences) > MAX_LISTED
-                else ""
-            )
-            listed = "".join(f"\n    {item}" for item in differences[:MAX_LISTED])
-            lines.append(f"\n  {title} ({len(differences)}):{listed}{more}")
+            lines.append(f"\n  {title} ({len(differences)}):{listed(differences, '    ')}")
     if lines:
         raise CheckpointMismatch(
             f"Expected checkpoint and model ({spec.family}) to cover each other, got these "

@@ -80,7 +80,7 @@ def load_params(
 
     Raises:
       CheckpointMismatch: Tensors and parameters do not match; the message lists up to
-        `coverage.MAX_LISTED` differences of each kind. It is raised before anything is read.
+        `console.MAX_LISTED` differences of each kind. It is raised before anything is read.
     """
     if isinstance(tensors, RearrangeableSource):
         tensors = tensors.arranged(spec.arrangement)

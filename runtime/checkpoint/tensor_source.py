@@ -146,6 +146,10 @@ class Interval:
         """The interval as a slice, with positions counted from `origin`."""
         return slice(self.start - origin, self.stop - origin)
 
+    def blocks(self, size: int) -> "Interval":
+        """The blocks of a size that contain the interval."""
+        return Interval(self.start // size, -(-self.stop // size))
+
     def relative_to(self, origin: int) -> "Interval":
         """The interval with positions counted from `origin`."""
         return Interval(self.start - origin, self.stop - origin)

@@ -15,7 +15,7 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import eq, ge, gt, le, lt
@@ -76,29 +76,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report; return 0 if nothing is broken, else 2."""
     findings = list(examine())
+    broken = [finding.subject for finding in findings if not finding.ok]
     if options.json:
-        return _print_json(findings)
+        shown = [asdict(finding) for finding in findings]
+        report = {"noria": _version("noria"), "ok": not broken, "findings": shown}
+        tell(sys.stdout, json.dumps(report, indent=2))
+        return EXIT_USAGE if broken else EXIT_OK
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
         mark = "  " if finding.ok else "! "
         tell(sys.stdout, f"{mark}{finding.subject:<{width}}  {finding.text}")
-    broken = [finding.subject for finding in findings if not finding.ok]
     if broken:
         tell(sys.stdout, f"\nBroken: {', '.join(broken)}.")
-        return EXIT_USAGE
-    return EXIT_OK
-
-
-def _print_json(findings: Sequence[Finding]) -> int:
-    """Print the report as one JSON object; return the exit code."""
-    is_sound = all(finding.ok for finding in findings)
-    report = {
-        "noria": _version("noria"),
-        "ok": is_sound,
-        "findings": [asdict(finding) for finding in findings],
-    }
-    tell(sys.stdout, json.dumps(report, indent=2))
-    return EXIT_OK if is_sound else EXIT_USAGE
+    return EXIT_USAGE if broken else EXIT_OK
 
 
 def examine() -> Iterator[Finding]:
@@ -106,11 +96,15 @@ def examine() -> Iterator[Finding]:
     yield Finding("noria", _version("noria") or "not installed")
     yield _python()
     requirements = parse_requirements(importlib.metadata.requires("noria") or [])
-    yield from _required_packages(requirements)
+    yield from (_package(needed) for needed in requirements if needed.extra is None)
+    jaxlib = _version("jaxlib")
+    yield Finding("jaxlib", jaxlib or "missing; pip install jax", ok=jaxlib is not None)
     yield from _extras(requirements)
     yield _embedded_model()
     yield from _machine()
-    yield from _plugins()
+    for subject, (distribution, purpose) in PLUGINS.items():
+        version = _version(distribution)
+        yield Finding(subject, version or f"missing (for {purpose}); pip install {distribution}")
     yield from _devices()
     yield _compilation_cache()
     yield _cpu_kernels()
@@ -141,14 +135,6 @@ def _python() -> Finding:
     if sys.version_info < OLDEST_PYTHON:
         return Finding("python", f"{text}: expected {oldest} or newer", ok=False)
     return Finding("python", text)
-
-
-def _required_packages(requirements: list[Requirement]) -> Iterator[Finding]:
-    for requirement in requirements:
-        if requirement.extra is None:
-            yield _package(requirement)
-    version = _version("jaxlib")
-    yield Finding("jaxlib", version or "missing; pip install jax", ok=version is not None)
 
 
 def _package(requirement: Requirement) -> Finding:
@@ -190,12 +176,6 @@ def _machine() -> Iterator[Finding]:
     except (AttributeError, ValueError, OSError):
         return  # the system does not report its memory
     yield Finding("memory", f"{memory_bytes / 2**30:.1f} GiB")
-
-
-def _plugins() -> Iterator[Finding]:
-    for subject, (distribution, purpose) in PLUGINS.items():
-        version = _version(distribution)
-        yield Finding(subject, version or f"missing (for {purpose}); pip install {distribution}")
 
 
 def _devices() -> Iterator[Finding]:

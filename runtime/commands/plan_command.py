@@ -253,7 +253,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _plan_texts(options: argparse.Namespace, files: "ModelFiles", workload: "Workload") -> int:
     """Make the plan of a workload that asks for vectors of texts."""
     from ..files.disk import Disk, replace_file
-    from ..planning.embedding_workload import plan_texts, text_summary
+    from ..planning.embedding_plan import plan_texts, text_summary
 
     parser = argparse.ArgumentParser()
     add_options(parser)

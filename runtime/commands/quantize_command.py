@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Quantise the model, and print its size, the time and the peak memory."""
     from ..checkpoint import open_model
-    from ..checkpoint.model_stamp import ModelStamp
+    from ..checkpoint.model_files import ModelStamp
     from ..devices import backends
     from ..quantisation.quantise import QuantiseOptions, quantise
     from ..rows.job_text import read_row_ids

@@ -92,9 +92,9 @@ class Admission:
         planned = self._planned_prefix(request)
         self._check_length(request)
         prompt_length = len(request.prompt_token_ids)
-        max_total_length = min(
-            self.grid.max_total_length(prompt_length, params.max_tokens), self.max_position
-        )
+        max_total_length = min(self.grid.max_length, self.max_position)
+        if params.max_tokens is not None:
+            max_total_length = prompt_length + params.max_tokens
         structure = self._first_state(request, max_total_length - prompt_length)
         if params.prompt_logprobs is not None and not self.grid.score:
             raise RowError(

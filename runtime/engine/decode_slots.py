@@ -223,12 +223,13 @@ class DecodeSlots:
             return slots, ()
         per_part = prefixes.groups // self.pool.num_groups
         groups: dict[int, list[int]] = {}
+        num_pages: dict[int, int] = {}
         newest: dict[tuple[int, PlannedPrefix, bool], int] = {}
         num_used, goes_on = Counter[int](), []
         for slot in self.growth.by_age(np.array(slots)).tolist():
             request = self._occupants[slot].request
             prefix = request.planned_prefix
-            if prefix is not None and self._grid.prefix_pages(prefix.length):
+            if prefix is not None and (pages := self._grid.prefix_pages(prefix.length)):
                 # scored prompts run in other graphs, so the bits of their entries may differ
                 key = part, *_ = self.pool.group_of(slot), prefix, request.is_scored
                 if key not in newest or len(groups[newest[key]]) == prefixes.rows:
@@ -237,16 +238,12 @@ class DecodeSlots:
                     newest[key] = part * per_part + num_used[part]
                     num_used[part] += 1
                 groups.setdefault(newest[key], []).append(slot)
+                num_pages[newest[key]] = pages
             goes_on.append(slot)
         return tuple(sorted(goes_on)), tuple(
-            SharedGroup(number, tuple(in_group), self._prefix_pages(in_group[0]))
+            SharedGroup(number, tuple(in_group), num_pages[number])
             for number, in_group in groups.items()
         )
-
-    def _prefix_pages(self, slot: int) -> int:
-        prefix = self._occupants[slot].request.planned_prefix
-        assert prefix is not None
-        return self._grid.prefix_pages(prefix.length)
 
     def _grow(self) -> tuple[int, ...]:
         """Give the rows their pages for the next call, oldest first; return those that have them.

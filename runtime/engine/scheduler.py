@@ -342,17 +342,13 @@ class Scheduler:
         return batch
 
     def _remove(self, queue: PromptQueue, prompt: Prompt) -> None:
-        """Remove a prompt from its queue; a prompt that waits claims its slots."""
+        """Remove a prompt from its queue; one that waits claims slots and a copy of its prefix."""
         if prompt.slots:
             self._started[queue].remove(prompt)
             if not self._started[queue]:
                 del self._started[queue]
             return
         self._waiting.remove(queue, prompt)
-        self._claim_slots(prompt)
-
-    def _claim_slots(self, prompt: Prompt) -> None:
-        """Claim the slots of a prompt, and plan the copy of the prefix with which it begins."""
         prompt.slots = prompt.slots_to_claim
         self.slots.claim(prompt.slots)
         source = None if prompt.base is None else self._prefixes.slot_of(prompt.base)

@@ -80,7 +80,11 @@ def parse_object(content: bytes) -> dict[str, Any]:
         raise _invalid(f"expected a JSON object, got {_kind(value)}")
     # decoded UTF-8 has no surrogates, so a lone surrogate can only come from an escape
     if _SURROGATE_ESCAPE.search(text):
-        _refuse_lone_surrogates(value)
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            escape = f"\\u{ord(error.object[error.start]):04x}"
+            raise _invalid(f"expected Unicode text, got the lone surrogate {escape}") from None
     return value
 
 
@@ -205,14 +209,6 @@ def _depth(value: object) -> int:
         return 0
     inside = value.values() if isinstance(value, dict) else value
     return 1 + max(map(_depth, inside), default=0)
-
-
-def _refuse_lone_surrogates(value: object) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        escape = f"\\u{ord(error.object[error.start]):04x}"
-        raise _invalid(f"expected Unicode text, got the lone surrogate {escape}") from None
 
 
 _DECODER = json.JSONDecoder(

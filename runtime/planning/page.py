@@ -15,8 +15,8 @@ import numpy as np
 
 from ..console import GIGABYTE
 from ..files.png_figure import png_figure
+from .simulator import Timeline
 from .summary import summary
-from .timeline import Timeline
 
 _PREFILL, _DECODE, _WASTE = "#4c72b0", "#dd8452", "#c44e52"
 _SLOTS, _PAGES, _FREE = "#55a868", "#8172b3", "#e5e5e5"

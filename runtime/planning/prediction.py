@@ -217,19 +217,17 @@ def _planned_layouts(
     reasons = []
     progress = SearchProgress(Progress(is_quiet=options.quiet), len(chosen))
     for ranked_layout in chosen:
-        if ranked_layout.layout is not None:
-            progress.note(f"{ranked_layout.layout.name} ({ranked_layout.layout.mesh}):")
+        layout, cost = ranked_layout.layout, ranked_layout.cost
+        assert cost is not None
+        if layout is not None:
+            progress.note(f"{layout.name} ({layout.mesh}):")
         try:
-            layout, cost = ranked_layout.layout, ranked_layout.cost
-            assert cost is not None
             planner = _planner(options, ranking, workload, layout, cost, simulated_rows)
             result = progress.plan(planner)
             _require(layout, ranking, result.best.grid)
             planned.append(PlannedLayout(layout, cost, result))
         except (NoPlanFits, IllegalLayout) as error:
-            reasons.append(
-                f"{ranked_layout.layout.name if ranked_layout.layout else 'one device'}: {error}"
-            )
+            reasons.append(f"{layout.name if layout else 'one device'}: {error}")
             progress.note(reasons[-1])
     progress.finish()
     if not planned:

@@ -21,8 +21,8 @@ from ..engine.metrics import DecodeUse, PrefillUse, prefill_name
 from ..files.disk import Disk, replace_file
 from .compiled_layouts import PlannedLayout
 from .page import Picture, draw_memory, draw_roofline, draw_run, draw_workload, render_page
+from .simulator import Timeline
 from .summary import held_pages
-from .timeline import Timeline
 
 if TYPE_CHECKING:
     from .layout_ranking import RankedLayout

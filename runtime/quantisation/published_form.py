@@ -17,7 +17,6 @@ import numpy as np
 from ...compile.abstract_model import AbstractModel
 from ...compile.weight_rules import WeightRules
 from ...modelzoo.config import AS_PUBLISHED, DecoderConfig
-from ...modelzoo.families.config_reader import UnsupportedModel
 from ...modelzoo.families.family import ModelSpec
 from ...modelzoo.families.registry import from_hf_config, write_config
 from ...modelzoo.weights.weight_formats import SCALES, WeightFormat
@@ -25,7 +24,7 @@ from ..checkpoint import ModelFiles
 from ..checkpoint.formats.compressed_tensors import Layout, Matrix, quantisation_config
 from ..checkpoint.orbax_store import tokenizer_file_names
 from ..checkpoint.published_tensors import publish
-from ..checkpoint.sentence_modules import module_files
+from ..checkpoint.sentence_modules import module_files, naming_file
 from ..errors import InvalidConfig
 from ..files.small_files import read_small
 from ..files.strict_json import dump_line
@@ -79,11 +78,9 @@ class PublishedForm:
     def _written(self) -> tuple[Mapping[str, Any], ModelSpec]:
         """config.json, and the published form that it describes."""
         spec, name = self._files.spec, self._files.name
-        try:
-            if self._files.kind != "hf":
+        if self._files.kind != "hf":
+            with naming_file(name):
                 return write_config(spec.family, self._config)
-        except UnsupportedModel as error:
-            raise InvalidConfig(f"{name}: {error}") from None
         if spec.ignored_prefixes:
             raise InvalidConfig(
                 f"{name}: expected a model of text alone, got one with other parts, which would be "

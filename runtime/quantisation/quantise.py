@@ -19,7 +19,7 @@ from ..checkpoint import ModelFiles
 from ..checkpoint.coverage import check_coverage
 from ..checkpoint.formats.compressed_tensors import write_directory
 from ..checkpoint.loader import read_parameter
-from ..checkpoint.model_stamp import ModelStamp
+from ..checkpoint.model_files import ModelStamp
 from ..checkpoint.quantiser import dequantise
 from ..errors import ConfigError, InvalidConfig
 from .calibration import Calibration

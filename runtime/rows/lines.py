@@ -298,7 +298,10 @@ def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     if is_chat:
         content["kind"] = "chat"
         content["messages"] = read_messages(body.get("messages"))
-        content["chat_template_kwargs"] = _template_kwargs(body.get("chat_template_kwargs"))
+        kwargs = body.get("chat_template_kwargs")
+        if not isinstance(kwargs, dict | None):
+            raise wrong_value("chat_template_kwargs", "an object", kwargs)
+        content["chat_template_kwargs"] = kwargs or {}
         return content
     content["kind"] = "score" if asked.params.max_tokens == 0 else "completion"
     prompt = _prompt(body.get("prompt"))
@@ -341,11 +344,3 @@ def _prompt(prompt: object) -> str | list[int]:
         )
     check_ids("prompt", prompt, "prompt")
     return prompt
-
-
-def _template_kwargs(value: object) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise wrong_value("chat_template_kwargs", "an object", value)
-    return value

@@ -118,22 +118,18 @@ def read_pooled(task: Task, body: Mapping[str, Any]) -> PooledRequest:
 
 
 def _request(task: Task, given: Mapping[str, Any]) -> PooledRequest:
-    match task:
-        case "embed":
-            return PooledRequest(
-                task,
-                _inputs(given.get("input")),
-                encoding_format=_encoding_format(given),
-                dimensions=_count(given, "dimensions"),
-            )
-        case "classify":
-            inputs, use_activation = (
-                _inputs(given.get("input")),
-                switch(given, "use_activation", default=True),
-            )
-            return PooledRequest(task, inputs, use_activation=use_activation)
-        case "score" | "rerank":
-            return _pairs(task, given)
+    if task in PAIR_KEYS:
+        return _pairs(task, given)
+    inputs = _inputs(given.get("input"))
+    if task == "classify":
+        use_activation = switch(given, "use_activation", default=True)
+        return PooledRequest(task, inputs, use_activation=use_activation)
+    return PooledRequest(
+        task,
+        inputs,
+        encoding_format=_encoding_format(given),
+        dimensions=_count(given, "dimensions"),
+    )
 
 
 def _pairs(task: Task, given: Mapping[str, Any]) -> PooledRequest:

@@ -84,7 +84,10 @@ class PromptEncoder:
                 return next(encoded_pooled)
             if row.prompt_token_ids is not None:
                 return row.prompt_token_ids
-            return _not_empty(next(encoded_chats if row.prompt is None else encoded_texts))
+            ids = next(encoded_chats if row.prompt is None else encoded_texts)
+            if isinstance(ids, RowError) or ids:
+                return ids
+            return RowError("empty_prompt", "prompt: expected at least one token, got none.")
 
         encoded = [self._cut(row, next_of(row)) for row in rows]
         return [self._with_form(row, ids) for row, ids in zip(rows, encoded, strict=True)]
@@ -116,12 +119,6 @@ class PromptEncoder:
             except RowError as error:
                 return error
         return encoded
-
-
-def _not_empty(encoded: Encoded) -> Encoded:
-    if isinstance(encoded, RowError) or encoded:
-        return encoded
-    return RowError("empty_prompt", "prompt: expected at least one token, got none.")
 
 
 def _or_refuse(encode_all: EncodeAll | None, param: str) -> EncodeAll:

@@ -126,7 +126,7 @@ def scan(
         for outcome in encoded:
             if isinstance(outcome, BadRow):
                 on_error(outcome)
-                rows.append(_scanned_row(outcome, None, outcome))
+                rows.append(_scanned_row(outcome))
                 continue
             row, ids = outcome
             on_encoded(row, ids)
@@ -135,7 +135,7 @@ def scan(
             shared = ids if row.pooled is None else ()
             prefixes.add(row.row, shared, row.params.prompt_logprobs, row.adapter)
             # rows with equal requirements share one object
-            rows.append(_scanned_row(row, distinct.setdefault(requirements, requirements), None))
+            rows.append(_scanned_row(row, distinct.setdefault(requirements, requirements)))
         on_progress(len(rows), num_bytes)
     return ScanSummary(rows, digest.hexdigest(), num_bytes, prefixes.table())
 
@@ -215,9 +215,8 @@ def _requirements_of(row: BatchRow, ids: Sequence[int]) -> RowRequirements:
     )
 
 
-def _scanned_row(
-    row: BatchRow | BadRow, requirements: RowRequirements | None, bad: BadRow | None
-) -> ScannedRow:
+def _scanned_row(row: BatchRow | BadRow, requirements: RowRequirements | None = None) -> ScannedRow:
+    bad = row if isinstance(row, BadRow) else None
     return ScannedRow(
         row.row, row.line_number, row.offset, row.custom_id, row.request_hash, requirements, bad,
         unit=row.unit,

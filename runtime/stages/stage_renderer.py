@@ -233,12 +233,12 @@ def _key_of_row(node: Any) -> str | None:
 
 def _check_answers(pipeline: Pipeline, stage: Stage, reader: str) -> None:
     """Refuse a stage whose answers have no largest length, as prompts of `reader` show them."""
-    if not stage.max_tokens or stage.fields.get("echo"):
-        key, expected = "max_tokens", f"a number from 1, as {reader} reads the answers"
-        got = stage.max_tokens
-        if stage.fields.get("echo"):
-            key, expected, got = "echo", f"false, as {reader} reads the answers", True
-        raise wrong_key(pipeline.path, stage.name, key, expected, got)
+    if stage.fields.get("echo"):
+        expected = f"false, as {reader} reads the answers"
+        raise wrong_key(pipeline.path, stage.name, "echo", expected, True)
+    if not stage.max_tokens:
+        expected = f"a number from 1, as {reader} reads the answers"
+        raise wrong_key(pipeline.path, stage.name, "max_tokens", expected, stage.max_tokens)
 
 
 def request_line(custom_id: str, url: str, body: dict) -> bytes:

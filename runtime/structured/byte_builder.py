@@ -128,7 +128,10 @@ class Builder:
 
     def _add_automaton(self, automaton: ByteAutomaton, start: int) -> int:
         states, end = [self.state() for _ in range(automaton.num_states)], self.state()
-        runs = _byte_runs(automaton.class_of_byte)
+        # the first byte, the last byte and the class of each run of bytes of one class
+        classes = automaton.class_of_byte
+        starts = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), 256]
+        runs = [(low, end - 1, int(classes[low])) for low, end in pairwise(starts)]
         for state, row in enumerate(automaton.next_SC.tolist()):
             for low, high, byte_class in runs:
                 if row[byte_class] != DEAD:
@@ -167,9 +170,3 @@ def _add_paths(low: int, high: int, paths: list[tuple[_ByteRange, ...]]) -> None
                 _add_paths(high & ~mask, high, paths)
                 return
     paths.append(tuple(zip(chr(low).encode(), chr(high).encode(), strict=True)))
-
-
-def _byte_runs(class_of_byte: np.ndarray) -> list[tuple[int, int, int]]:
-    """The first byte, the last byte and the class of each run of bytes of one class."""
-    starts = [0, *(np.flatnonzero(np.diff(class_of_byte)) + 1).tolist(), 256]
-    return [(low, end - 1, int(class_of_byte[low])) for low, end in pairwise(starts)]

@@ -13,6 +13,7 @@ error.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from ..embedding.texts import EncodedText
@@ -194,17 +195,12 @@ class Tokenizer:
                 continue
             pieces = self.special_tokens.split(text, mark)
             if pieces != self.special_tokens.split(unmarked[index]):
-                encoded[index] = self._joined_ids(pieces)
+                try:
+                    ids = ([x] if isinstance(x, int) else self._encoder.plain(x) for x in pieces)
+                    encoded[index] = list(chain.from_iterable(ids))
+                except RowError as error:
+                    encoded[index] = error
         return encoded
-
-    def _joined_ids(self, pieces: Iterable[int | str]) -> list[int] | RowError:
-        ids: list[int] = []
-        try:
-            for piece in pieces:
-                ids += [piece] if isinstance(piece, int) else self._encoder.plain(piece)
-        except RowError as error:
-            return error
-        return ids
 
     def encode_words(self, texts: Sequence[str]) -> list[list[int] | RowError]:
         """Encode parts of texts; the text of special tokens becomes special tokens, no BOS is

@@ -32,8 +32,8 @@ from noria.modelzoo.cpu.objects import panel_columns
 from noria.modelzoo.families.registry import FAMILIES
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.weights.packed_weight import PackedWeight
+from noria.runtime.checkpoint import open_model
 from noria.runtime.checkpoint.loader import load_params
-from noria.runtime.checkpoint.model_files import open_model
 
 pytestmark = pytest.mark.reference
 

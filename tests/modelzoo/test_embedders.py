@@ -19,8 +19,8 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.graphs.embed_step import embed_step
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement
 from noria.modelzoo.families.registry import ENCODERS
+from noria.runtime.checkpoint import open_model
 from noria.runtime.checkpoint.loader import load_params
-from noria.runtime.checkpoint.model_files import open_model
 
 pytestmark = pytest.mark.reference
 

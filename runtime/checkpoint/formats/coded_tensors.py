@@ -34,10 +34,6 @@ class Packing:
         """The number of codes in a word."""
         return WORD_BITS // self.bits
 
-    def words(self, codes: Interval) -> Interval:
-        """The words that contain an interval of codes."""
-        return Interval(codes.start // self.per_word, -(-codes.stop // self.per_word))
-
     def unpack(self, words: np.ndarray, axis: int, codes: Interval) -> np.ndarray:
         """The codes of an interval along an axis as uint8, from the array of their words."""
         places = self.places or range(self.per_word)
@@ -47,7 +43,7 @@ class Packing:
         each = np.expand_dims(words.view(np.uint32), axis + 1) >> shifts
         each = (each & np.uint32(2**self.bits - 1)).astype(np.uint8)
         each = each.reshape(*words.shape[:axis], -1, *words.shape[axis + 1 :])
-        first = self.words(codes).start * self.per_word
+        first = codes.blocks(self.per_word).start * self.per_word
         return each[(slice(None),) * axis + (codes.as_slice(first),)]
 
 
@@ -103,7 +99,7 @@ class StoredMatrix:
         axis = 0 if self.packs_first else 1
         packed = stored[axis]
         if self.packing is not None:
-            stored[axis] = self.packing.words(packed)
+            stored[axis] = packed.blocks(self.packing.per_word)
         array = fetch(_index(tuple(stored)))
         if self.packing is not None:
             array = self.packing.unpack(array, axis, packed)
@@ -219,24 +215,21 @@ class Mxfp4Tensor:
         """Read a part of a box."""
         experts, inputs, outputs = box
         size = MXFP4_BLOCK
-        blocks = _index((experts, outputs, _blocks(inputs, size)))
+        blocks = _index((experts, outputs, inputs.blocks(size)))
         cut = inputs.as_slice(inputs.start // size * size)
         if part == "offsets":
             return np.zeros([len(i) for i in box], np.float32)
         if part == "groups":
             groups = np.arange(inputs.start, inputs.stop) // size
             return np.broadcast_to(groups[None, :, None], [len(i) for i in box])
-        scales = (
-            _small_float_values("float8_e8m0fnu")[fetch(SCALES, blocks)]
-            if part != "codes"
-            else None
-        )
-        if part == "scales":
-            assert scales is not None
-            return scales.repeat(size, axis=-1).transpose(0, 2, 1)[:, cut]
+        scales = None
+        if part != "codes":
+            scales = _small_float_values("float8_e8m0fnu")[fetch(SCALES, blocks)]
+            if part == "scales":
+                return scales.repeat(size, axis=-1).transpose(0, 2, 1)[:, cut]
         pairs = fetch(CODES, (*blocks, slice(0, size // 2)))
         codes = np.stack([pairs & 15, pairs >> 4], axis=-1)
-        codes = codes.reshape(*pairs.shape[:3], size).view(_ml_dtype("float4_e2m1fn"))
+        codes = codes.reshape(*pairs.shape[:3], size).view(ml_dtype("float4_e2m1fn"))
         if scales is not None:
             codes = as_float32(codes)
             codes *= scales[..., None]
@@ -261,16 +254,12 @@ def _small_float_values(dtype: str) -> np.ndarray:
     bytes_ = np.arange(256, dtype=np.uint8)
     if dtype.startswith("float4"):
         bytes_ &= 15
-    return bytes_.view(_ml_dtype(dtype)).astype(np.float32)
+    return bytes_.view(ml_dtype(dtype)).astype(np.float32)
 
 
-def _ml_dtype(name: str) -> np.dtype:
+def ml_dtype(name: str) -> np.dtype:
+    """A dtype of the package ml_dtypes."""
     return np.dtype(getattr(require("ml_dtypes", "hf"), name))
-
-
-def _blocks(positions: Interval, size: int) -> Interval:
-    """The blocks that contain an interval of positions of an axis."""
-    return Interval(positions.start // size, -(-positions.stop // size))
 
 
 def _index(box: Box) -> Index:

@@ -13,14 +13,12 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ....modelzoo.families.quantisation import Quantisation
-from ...console import plural
+from ...console import listed, plural
 from ...errors import InvalidQuantisation
 from ..tensor_source import Index, TensorInfo, TensorSource, intervals
 from .block_formats import BlockFormat, format_of
 from .coded_tensors import CODES, SCALES, ArrayMismatch, CodedTensor, KeptCodes, Part
 from .published_formats import PartOfTensors
-
-MAX_LISTED = 20
 
 
 def dequantise(stored: TensorSource, quantisation: Quantisation | None) -> TensorSource:
@@ -144,11 +142,9 @@ def _joined(coded: CodedTensor, arrays: Mapping[str, TensorInfo], form: BlockFor
 def _refuse(problems: list[str], form: BlockFormat) -> None:
     if not problems:
         return
-    more = f"\n  and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
-    listed = "".join(f"\n  {problem}" for problem in problems[:MAX_LISTED])
     raise InvalidQuantisation(
         f"Expected quantised tensors ({form.name}) with matching scales, "
-        f"got {plural(len(problems), 'difference')}:{listed}{more}\n"
+        f"got {plural(len(problems), 'difference')}:{listed(problems, '  ')}\n"
         f"Use the quantization_config that was published with these weights. If this is the one, "
         f"quantise the model again, or take its float weights."
     )

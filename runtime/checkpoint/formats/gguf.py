@@ -82,11 +82,11 @@ class GGUFFile:
             blocks = CODES[kind].unpack(stored.reshape(*stored.shape[:-1], -1, block_bytes))
             if part == "codes":
                 return blocks.codes.reshape(*stored.shape[:-1], -1)
-            of_groups = blocks.scales
-            if part == "offsets":
-                given = blocks.offsets
-                of_groups = np.zeros_like(of_groups) if given is None else given
-            return blocks.of_numbers(of_groups).reshape(*stored.shape[:-1], -1)
+            of_groups = blocks.offsets if part == "offsets" else blocks.scales
+            if of_groups is None:
+                of_groups = np.zeros_like(blocks.scales)
+            group = blocks.codes.shape[-1] // of_groups.shape[-1]
+            return of_groups.repeat(group, axis=-1).reshape(*stored.shape[:-1], -1)
 
         return self._read(name, index, of_part)
 

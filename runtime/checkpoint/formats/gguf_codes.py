@@ -24,10 +24,6 @@ class BlockCodes:
     """`[..., blocks, groups of a block]`, in float32."""
     offsets: np.ndarray | None = None
 
-    def of_numbers(self, of_groups: np.ndarray) -> np.ndarray:
-        """One entry for each number, from one for each group."""
-        return of_groups.repeat(self.codes.shape[-1] // of_groups.shape[-1], axis=-1)
-
 
 @dataclass(frozen=True)
 class GGUFCodes:

@@ -21,10 +21,9 @@ from ....modelzoo.weights.weight_formats import (
     WeightFormat,
     common_format,
 )
-from ...files.optional_packages import require
 from ..axis_pattern import AxisPattern
 from ..tensor_source import Index, TensorInfo, TensorSource
-from .coded_tensors import KeptCodes, Part
+from .coded_tensors import KeptCodes, Part, ml_dtype
 
 if TYPE_CHECKING:
     from ....modelzoo.families.family import ModelSpec
@@ -73,7 +72,7 @@ def _dtype(part: Part, form: WeightFormat) -> np.dtype:
     if part != "codes":
         return np.dtype(np.float32)
     name = BYTE_DTYPES[form.codes]
-    return np.dtype(getattr(require("ml_dtypes", "hf"), name) if name[:5] == "float" else name)
+    return ml_dtype(name) if name[:5] == "float" else np.dtype(name)
 
 
 Weights = Mapping[str, tuple[tuple[int, ...], tuple[int, ...] | None]]

@@ -24,6 +24,7 @@ from ...files.file_facts import FileStamp
 from ...files.optional_packages import require
 from ...files.small_files import file_inside, has_file, parse_json_object, read_json_object
 from ..tensor_source import Box, Index, TensorInfo, intervals
+from .coded_tensors import ml_dtype
 
 MAX_HEADER_BYTES = 32 * 2**20
 MAX_TENSORS = 100_000
@@ -210,8 +211,7 @@ def _tensor_info(path: Path, name: str, entry: dict[str, Any]) -> TensorInfo:
 
 def _numpy_dtype(stored_as: str) -> np.dtype:
     if stored_as in ("BF16", "F8_E4M3"):
-        kinds = require("ml_dtypes", "hf")
-        return np.dtype(kinds.bfloat16 if stored_as == "BF16" else kinds.float8_e4m3fn)
+        return ml_dtype("bfloat16" if stored_as == "BF16" else "float8_e4m3fn")
     if stored_as == "BOOL":
         return np.dtype(bool)
     kind = {"F": "f", "I": "i", "U": "u"}[stored_as[0]]

@@ -6,7 +6,7 @@ Does not know about references or tokens.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..byte_automaton import TooLarge, both, compile_language
+from ..byte_automaton import both, compile_language
 from ..language import (
     NOTHING,
     Alternatives,
@@ -19,7 +19,7 @@ from ..language import (
     Repetition,
     sequence,
 )
-from .json_scalars import count_of, has_type, literal_of, schema_error, too_large
+from .json_scalars import count_of, errors_at, has_type, literal_of, schema_error
 from .json_text import COMMA
 from .schema_keywords import ASSERTIONS, CONSTANTS, check_keywords
 from .schema_logic import Schema, canonical, values_in
@@ -98,7 +98,5 @@ def _different(
     if least == 0 and (most is None or most >= len(texts)):
         return in_order
     counted = Repetition(Alternatives(texts), least, most, Origin("minItems", at), COMMA)
-    try:
+    with errors_at(Origin("uniqueItems", at)):
         return Compiled(both(compile_language(in_order), compile_language(counted)))
-    except TooLarge as error:
-        raise too_large(error, Origin("uniqueItems", at)) from None

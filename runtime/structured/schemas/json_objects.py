@@ -6,11 +6,11 @@ Does not know about references or tokens.
 from collections.abc import Mapping
 from typing import Any
 
-from ..byte_automaton import TooLarge, compile_language
+from ..byte_automaton import compile_language
 from ..language import NOTHING, Language, Literal, Members, Origin, Repetition, sequence
-from ..pattern import PatternError, read_pattern
+from ..pattern import read_pattern
 from .json_arrays import ReadPart
-from .json_scalars import SchemaError, count_of, literal_of, schema_error, too_large
+from .json_scalars import count_of, errors_at, literal_of, schema_error
 from .json_text import COLON, COMMA, json_map
 from .schema_logic import Schema
 
@@ -56,14 +56,9 @@ def _fitting(key: str, patterns: Mapping[str, Schema], at: str) -> list[Schema]:
 
 
 def _matches(pattern: str, key: str, at: str) -> bool:
-    origin = Origin("patternProperties", at)
-    try:
+    with errors_at(origin := Origin("patternProperties", at)):
         language = read_pattern(pattern, is_search=True, origin=origin)
         return compile_language(language).accepts(key.encode(errors="surrogatepass"))
-    except PatternError as error:
-        raise SchemaError(f"{origin}: {error}") from None
-    except TooLarge as error:
-        raise too_large(error, origin) from None
 
 
 def _map(

@@ -7,12 +7,14 @@ divides it by the step in doubles.
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any
 
 from ..byte_automaton import TooLarge, both, compile_language, multiples_of
 from ..language import Alternatives, Compiled, Language, Literal, Origin
+from ..pattern import PatternError
 from .json_text import INTEGER, MAX_DIGITS, NUMBER, bounded_integer, bounded_number
 
 MAX_MULTIPLES = 1_000
@@ -130,10 +132,9 @@ def _multiples(
     exact = Decimal(repr(step))
     if 0 < exact <= MAX_MULTIPLES and exact % 1 == 0:
         bounds = _whole_bounds(low, high, at, above=above, below=below)
-        try:
-            return integer_multiples(int(exact), *bounds)
-        except TooLarge as error:
-            raise too_large(error, Origin("multipleOf", at)) from None
+        integers = INTEGER if bounds == (None, None) else bounded_integer(*bounds)
+        with errors_at(Origin("multipleOf", at)):
+            return Compiled(both(compile_language(integers), multiples_of(int(exact))))
     found = None
     if exact > 0 and low is not None and high is not None:
         excluded = {bound for bound, is_out in ((low, above), (high, below)) if is_out}
@@ -182,21 +183,21 @@ def too_large(error: TooLarge, otherwise: Origin) -> SchemaError:
     return SchemaError(f"{origin}: expected a smaller language, got one of too many states")
 
 
+@contextmanager
+def errors_at(origin: Origin) -> Iterator[None]:
+    """Turn the errors of patterns and automata into errors of a schema, which name a place."""
+    try:
+        yield
+    except PatternError as error:
+        raise SchemaError(f"{origin}: {error}") from None
+    except TooLarge as error:
+        raise too_large(error, origin) from None
+
+
 def schema_error(key: str, at: str, expected: str, got: Any = None) -> SchemaError:
     shown = "" if got is None else f", got {json.dumps(got, ensure_ascii=False)[:100]}"
     where = Origin(key, at) if key else f"schema at {at or '/'}"
     return SchemaError(f"{where}: expected {expected}{shown}")
-
-
-def integer_multiples(step: int, least: int | None, most: int | None) -> Language:
-    """The multiples of an integer between two bounds, both included; None for no bound.
-
-    Raises:
-      TooLarge: It would need too many states.
-    """
-    no_bounds = least is None and most is None
-    integers = INTEGER if no_bounds else bounded_integer(least, most)
-    return Compiled(both(compile_language(integers), multiples_of(step)))
 
 
 def listed_multiples(

@@ -22,8 +22,8 @@ from ..language import (
     Restricted,
     sequence,
 )
-from ..pattern import PatternError, read_pattern
-from .json_scalars import SchemaError, count_of, schema_error, too_large
+from ..pattern import read_pattern
+from .json_scalars import count_of, errors_at, schema_error
 from .json_text import JSON_CHARACTER, in_json_string
 
 _HOUR_MINUTE = r"([01][0-9]|2[0-3]):[0-5][0-9]"
@@ -88,33 +88,27 @@ def string_of(schema: Mapping[str, Any], at: str) -> Language:
     patterns = [_own_pattern(key, schema[key], at) for key in keys]
     # on their own, so that an error names them
     automata = [_compiled(*pattern, at) for pattern in zip(keys, patterns, strict=True)]
-    try:
+    with errors_at(Origin(keys[0], at)):
         content = reduce(both, automata)
         if most is not None:
             content = _of_length(content, patterns, least, most)
         elif least:
             content = both(content, _characters(least, None))
-    except TooLarge as error:
-        raise too_large(error, Origin(keys[0], at)) from None
     return sequence('"', Compiled(content), '"')
 
 
 def _own_pattern(key: str, value: Any, at: str) -> Language:
     if key == "format" and value not in PATTERNS:
         raise schema_error(key, at, f"one of {', '.join(PATTERNS)}", value)
-    try:
+    with errors_at(origin := Origin(key, at)):
         if key == "format":
-            return read_pattern(PATTERNS[value], origin=Origin(key, at))
-        return read_pattern(value, is_search=True, origin=Origin(key, at))
-    except PatternError as error:
-        raise SchemaError(f"{Origin(key, at)}: {error}") from None
+            return read_pattern(PATTERNS[value], origin=origin)
+        return read_pattern(value, is_search=True, origin=origin)
 
 
 def _compiled(key: str, pattern: Language, at: str) -> ByteAutomaton:
-    try:
+    with errors_at(Origin(key, at)):
         return compile_language(in_json_string(pattern))
-    except TooLarge as error:
-        raise too_large(error, Origin(key, at)) from None
 
 
 def _of_length(

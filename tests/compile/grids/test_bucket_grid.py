@@ -36,11 +36,6 @@ def test_an_output_that_does_not_fit_beside_its_prompt_is_refused():
         GRID.fit(64, 33)
 
 
-def test_without_max_tokens_the_limit_is_the_plans_length():
-    assert GRID.max_total_length(10, None) == 96
-    assert GRID.max_total_length(10, 5) == 15
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

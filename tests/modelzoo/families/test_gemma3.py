@@ -11,9 +11,9 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
 from noria.modelzoo.rope_config import LinearScaling, RopeConfig
+from noria.runtime.checkpoint import open_model
 from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.loader import load_params
-from noria.runtime.checkpoint.model_files import open_model
 
 TEXT = {
     "model_type": "gemma3_text",

@@ -13,9 +13,9 @@ from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
 from noria.modelzoo.layer_config import Chunk
 from noria.modelzoo.moe_config import MoeConfig, Routing
 from noria.modelzoo.rope_config import Llama3Scaling, NoRope, RopeConfig
+from noria.runtime.checkpoint import open_model
 from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.loader import load_params
-from noria.runtime.checkpoint.model_files import open_model
 
 TEXT = {
     "model_type": "llama4_text",

