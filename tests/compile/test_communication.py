@@ -64,7 +64,7 @@ SENT_BY_OTHERS = {
 }
 """Layouts and phases that only `--slow` compiles in a loop, and layouts of every run that send the
 same in this phase."""
-CUT = {("embed-parallel", "decode")}
+CUT = {("embed-parallel", "decode"), ("gpu-host", "decode")}
 """Cases where XLA for TPU turns a reduce-scatter into an all-reduce and a slice."""
 EXPERTS = MoeConfig(Routing(num_experts=8, num_chosen=2), 1536)
 LATENT = LatentAttention(rank=128, plain_dim=64, rope_dim=32, value_dim=64, query_rank=192)

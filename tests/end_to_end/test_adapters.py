@@ -229,8 +229,7 @@ def test_a_planned_prefix_belongs_to_one_adapter(noria, folder, tmp_path):
     listed = ", ".join(f'[{length}, "{digest}"]' for length, digest in shared)
     table = f"\n[prefixes]\ngroups = 3\nrows = 2\nlength = 32\nshared = [{listed}]\n"
     plan = tmp_path / "plan.toml"
-    buckets = BUCKETS.replace("chunk = 16\nprefill = [[48, 2]]", "prefill = [[8, 2], [40, 2]]")
-    plan.write_text(plan_text(buckets.replace("score = true", ""), others=table + ROOM))
+    plan.write_text(plan_text(BUCKETS.replace("score = true", ""), others=table + ROOM))
     rows = [
         {"id": f"{model}-{i}", "prompt": [*BEGINNING, 60 + i], "model": model}
         | {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "logprobs": 0}
