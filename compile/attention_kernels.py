@@ -203,9 +203,7 @@ def choose_kernels(
         call_of: Callable[[Sequence[Attention]], AttentionCall],
         kernels: Sequence[Kernel] = KERNELS,
     ) -> Choice:
-        calls = [
-            replace(call_of(kind), has_codes=cache_codes is not None) for kind in _kinds(config)
-        ]
+        calls = [replace(call_of(kind), codes=cache_codes) for kind in _kinds(config)]
         return choose(calls, placement.platform, phase, getattr(plan, phase), kernels)
 
     arrangement = placement.arrangement(config, cache_codes=cache_codes)
@@ -312,7 +310,7 @@ def _paged_call(
         stripes=place.stripes,
         is_placed=place.is_placed,
         page=grid.page,
-        has_codes=place.arrangement.cache_codes is not None,
+        codes=place.arrangement.cache_codes,
         table=num_rows * grid.num_pages(grid.max_length),
     )
 

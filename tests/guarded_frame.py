@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 PAGE = mmap.PAGESIZE
-DTYPES = {"float32": 11, "int32": 4, "bfloat16": 16}
+DTYPES = {"float32": 11, "int32": 4, "bfloat16": 16, "int8": 2}
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -4,8 +4,8 @@
 kernels. The other modules import numba, and are imported only to compile.
 """
 
-ENTRIES = "float32", "bfloat16"
-"""The dtypes of keys and values of each kernel of attention."""
+ENTRIES = "float32", "bfloat16", "int8"
+"""The dtypes of keys and values of each kernel of attention; int8 are codes with scales."""
 MULTIPLY = "noria_multiply"
 """The beginning of the names of all kernels of products."""
 PRODUCTS = ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")

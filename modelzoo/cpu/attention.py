@@ -1,4 +1,4 @@
-"""Attention of rows to their pages, in float32; entries may be in bfloat16.
+"""Attention of rows to their pages, in float32; entries may be in bfloat16, or codes in int8.
 
 A unit of work is a block of consecutive queries of a row and a key/value head: its tokens and query
 heads are the rows of products. It reads the entries from the first to the last one that one of its
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import ENTRIES, attend_name
-from .frames import Buffer, argument, is_narrow, result, result_size, size
+from .frames import Buffer, argument, is_coded, is_narrow, result, result_size, size
 from .memory import call_address, free, load32, load_float, malloc, native, store_float
 from .processor import Processor, Width
 from .threads import Kernel
@@ -80,6 +80,8 @@ class _Scratch(NamedTuple):
     """The running sums of values."""
     turned: int
     """The keys of a piece, with features before entries."""
+    decoded: int
+    """The keys or values of a piece that are stored as codes."""
     largest: int
     """The largest score of each row so far."""
     totals: int
@@ -106,10 +108,13 @@ def _counter(lanes: int) -> Any:
         fits = size(frame, 1, 1) == K and size(frame, 1, 3) == H and size(frame, 2, 1) == K
         fits &= size(frame, 2, 0) == size(frame, 1, 0) and size(frame, 2, 2) == S
         fits &= H % lanes == 0 and V % lanes == 0 and S % lanes == 0
-        fits &= size(frame, 6, 0) == 2
+        fits &= size(frame, 5, 0) == 2
         fits &= size(frame, 3, 0) == B and result_size(frame, 0, 4) == V
-        for index in range(4, 6):
-            fits &= size(frame, index, 0) == B and size(frame, index, 1) == T
+        fits &= size(frame, 4, 0) == 2 and size(frame, 4, 1) == B and size(frame, 4, 2) == T
+        if is_coded(frame, 1):
+            for index in range(6, 8):
+                for axis in range(3):
+                    fits &= size(frame, index, axis) == size(frame, 1, axis)
         for axis in range(4):
             fits &= result_size(frame, 0, axis) == size(frame, 0, axis)
             fits &= result_size(frame, 1, axis) == size(frame, 0, axis)
@@ -128,7 +133,8 @@ def _finder(lanes: int) -> Any:
         # blocks of later tokens see more, so they come first
         row, token = unit // (per_row * K), (per_row - 1 - unit % per_row) * tokens
         tokens, first = min(tokens, T - token), row * T + token
-        low, high = argument(frame, 4) + 4 * first, argument(frame, 5) + 4 * first
+        low = argument(frame, 4) + 4 * first
+        high = low + 4 * T * size(frame, 0, 0)
         num_entries = size(frame, 3, 1) * size(frame, 1, 2)
         first_seen, end = num_entries, 0
         for i in range(tokens):
@@ -152,31 +158,41 @@ def _allocate(frame: int, block: _Block) -> tuple[int, _Scratch]:
         block.rows * H,
         block.rows * V,
         H * min(S, _PIECE),
+        _PIECE * max(H, V) if is_coded(frame, 1) else 0,
         block.rows,
     )
     memory = call_address(malloc(), ((sum(sizes) + block.rows) * BYTES,))
     queries = memory + sizes[0] * BYTES
     sums = queries + sizes[1] * BYTES
     turned = sums + sizes[2] * BYTES
-    largest = turned + sizes[3] * BYTES
-    totals = largest + sizes[4] * BYTES
-    return memory, _Scratch(memory, length * BYTES, queries, sums, turned, largest, totals)
+    decoded = turned + sizes[3] * BYTES
+    largest = decoded + sizes[4] * BYTES
+    totals = largest + sizes[5] * BYTES
+    return memory, _Scratch(memory, length * BYTES, queries, sums, turned, decoded, largest, totals)
 
 
 @native
 def _number_bytes(frame: int) -> int:
     """The bytes of a number of keys and values."""
+    if is_coded(frame, 1):
+        return 1
     return 2 if is_narrow(frame, 1) else BYTES
+
+
+@native
+def _place(frame: int, block: _Block, entry: int) -> int:
+    """The place of an entry among those of all pages and heads."""
+    S = size(frame, 1, 2)
+    # a number of a page outside is an error of the caller; nothing outside is read
+    page = min(max(load32(block.page + entry // S * 4), 0), size(frame, 1, 0) - 1)
+    return (page * size(frame, 1, 1) + block.head) * S + entry % S
 
 
 @native
 def _vectors(frame: int, index: int, block: _Block, entry: int) -> int:
     """The address of the key (index 1) or the value (2) of an entry."""
-    S, features = size(frame, index, 2), size(frame, index, 3)
-    # a number of a page outside is an error of the caller; nothing outside is read
-    page = min(max(load32(block.page + entry // S * 4), 0), size(frame, index, 0) - 1)
-    first = (page * size(frame, index, 1) + block.head) * S
-    return argument(frame, index) + (first + entry % S) * features * _number_bytes(frame)
+    vector = size(frame, index, 3) * _number_bytes(frame)
+    return argument(frame, index) + _place(frame, block, entry) * vector
 
 
 @native
@@ -206,6 +222,23 @@ def _pairer(processor: Processor) -> Any:
     return is_paired
 
 
+def _decoder(lanes: int) -> Any:
+    """A function that writes keys or values in codes as numbers, and returns their address."""
+    scale_codes = scaler(lanes, of_codes=True)
+
+    @native
+    def decode(frame, index, block, scratch, entry, count):
+        features = size(frame, index, 3)
+        codes = _vectors(frame, index, block, entry)
+        scales = argument(frame, index + 5) + _place(frame, block, entry) * BYTES
+        for i in range(count):
+            to = scratch.decoded + i * features * BYTES
+            scale_codes(to, codes + i * features, features, load_float(scales + i * BYTES))
+        return scratch.decoded
+
+    return decode
+
+
 def _scorer(processor: Processor) -> Any:
     """A function that writes the scores of the entries of a stretch."""
     lanes, is_paired = processor.width.lanes, _pairer(processor)
@@ -214,10 +247,14 @@ def _scorer(processor: Processor) -> Any:
         processor.width, Form(processor.has_pair_products, processor.has_pair_products)
     )
     turn, turn_narrow = transposer(lanes), transposer(lanes, is_narrow=True)
+    decode = _decoder(lanes)
 
     @native
     def score(frame, block, scratch, begin, end):
         H, entry, num_bytes = size(frame, 0, 4), begin, _number_bytes(frame)
+        has_codes = num_bytes == 1
+        if has_codes:
+            num_bytes = BYTES
         # a pair is moved as a number of 32 bits
         is_pair, row = is_paired(frame), H * num_bytes
         if is_pair:
@@ -227,6 +264,8 @@ def _scorer(processor: Processor) -> Any:
             # pages have whole vectors of entries
             count = (after - entry + lanes - 1) // lanes * lanes
             keys, ahead = _vectors(frame, 1, block, entry), _ahead(frame, 1, block, entry, end)
+            if has_codes:
+                keys, ahead = decode(frame, 1, block, scratch, entry, count), 0
             for i in range(0, count, lanes):
                 for j in range(0, H, lanes):
                     to = scratch.turned + (j * count + i) * BYTES
@@ -257,7 +296,7 @@ def _weigher(lanes: int) -> Any:
     @native
     def weigh_row(frame, scratch, row, scores, count):
         """Weigh a row; padding after its scores is overwritten."""
-        padded, factors = (count + lanes - 1) // lanes * lanes, argument(frame, 6)
+        padded, factors = (count + lanes - 1) // lanes * lanes, argument(frame, 5)
         scale(scores, scores, padded, load_float(factors))
         most = load_float(factors + BYTES)
         if most > _NONE:
@@ -297,13 +336,19 @@ def _adder(width: Width) -> Any:
     """A function that adds the weighted values of a stretch to the running sums."""
     add = product(width, Form(adds=True, fetches=True))
     add_narrow = product(width, Form(is_narrow=True, adds=True, fetches=True))
+    decode = _decoder(width.lanes)
 
     @native
     def add_values(frame, block, scratch, begin, end):
         V, entry, num_bytes = size(frame, 2, 3), max(begin, block.first), _number_bytes(frame)
+        has_codes = num_bytes == 1
+        if has_codes:
+            num_bytes = BYTES
         while entry < end:
             after = _piece_end(frame, entry, end)
             place, ahead = _vectors(frame, 2, block, entry), _ahead(frame, 2, block, entry, end)
+            if has_codes:
+                place, ahead = decode(frame, 2, block, scratch, entry, after - entry), 0
             x = Matrix(scratch.scores + (entry - begin) * BYTES, scratch.score_row)
             values, sums = Matrix(place, V * num_bytes), Matrix(scratch.sums, V * BYTES)
             if num_bytes == BYTES:
@@ -340,10 +385,11 @@ def _writer(lanes: int) -> Any:
 def attention_kernels(processor: Processor) -> list[Kernel]:
     """The kernels for a processor, which differ by the dtype of entries.
 
-    Their arguments are queries `q_BTKGH`, `k_PKSH`, `v_PKSH`, the pages `page_BN` of rows, `low_BT`
-    and `high_BT`, and two factors: that of scores, and their cap or 0 for none. The results are
-    `out_BTKGH` and `lse_BTKG`. Features and entries of pages are a multiple of the lanes of a
-    vector. Queries of entries in bfloat16 may be rounded to it.
+    Their arguments are queries `q_BTKGH`, `k_PKSH`, `v_PKSH`, the pages `page_BN` of rows, the
+    first entry that a query sees and the one after the last, `seen_2BT`, two factors: that of
+    scores, and their cap or 0 for none, and the scales `k_scale_PKS` and `v_scale_PKS` of codes.
+    The results are `out_BTKGH` and `lse_BTKG`. Features and entries of pages are a multiple of the
+    lanes of a vector. Queries of entries in bfloat16 may be rounded to it.
     """
     lanes, is_paired = processor.width.lanes, _pairer(processor)
     find, score, weigh_all = _finder(lanes), _scorer(processor), _weigher(lanes)
@@ -353,6 +399,8 @@ def attention_kernels(processor: Processor) -> list[Kernel]:
     def run(frame: int, unit: int) -> int:
         block, first = find(frame, unit)
         memory, scratch = _allocate(frame, block)
+        if memory == 0:
+            return 1
         H, V = size(frame, 0, 4), size(frame, 2, 3)
         q = argument(frame, 0)
         for token in range(block.rows // block.heads):
@@ -380,11 +428,12 @@ def attention_kernels(processor: Processor) -> list[Kernel]:
         return 0
 
     results, counted = (Buffer("float32", 5), Buffer("float32", 4)), _counter(lanes)
-    integers = (Buffer("int32", 2),) * 3
+    others = Buffer("int32", 2), Buffer("int32", 3), Buffer("float32", 1)
+    scales = (Buffer("float32", 3),) * 2
     return [
         Kernel(
             attend_name(dtype),
-            (results[0], *(Buffer(dtype, 4),) * 2, *integers, Buffer("float32", 1)),
+            (results[0], *(Buffer(dtype, 4),) * 2, *others, *scales * (dtype == "int8")),
             results,
             counted,
             run,

@@ -28,7 +28,8 @@ _INVALID_ARGUMENT = 3
 DTYPES = {"int8": 2, "int32": 4, "float32": 11, "bfloat16": 16}
 """XLA's numbers of dtypes."""
 _MOST_AXES = 7
-_BFLOAT16 = DTYPES["bfloat16"]
+_BFLOAT16, _INT8 = DTYPES["bfloat16"], DTYPES["int8"]
+_MOST_BUFFERS = 8
 
 
 class Buffer(NamedTuple):
@@ -73,6 +74,12 @@ def is_narrow(frame: int, index: int) -> bool:
     return load32(_buffer(frame, _ARGUMENTS, index) + _DTYPE) == _BFLOAT16
 
 
+@native(inline="always")
+def is_coded(frame: int, index: int) -> bool:
+    """Whether an argument is in int8."""
+    return load32(_buffer(frame, _ARGUMENTS, index) + _DTYPE) == _INT8
+
+
 @native
 def is_question(frame: int) -> bool:
     """Whether XLA asks for the version of the handler; answers if so."""
@@ -88,24 +95,27 @@ def is_question(frame: int) -> bool:
 
 
 def packed(buffers: Sequence[Buffer]) -> int:
-    """The number of buffers and the dtype and rank of each, in an integer for `fits`."""
+    """The dtype and rank of each buffer, in a byte of an integer for `fits`."""
     assert all(buffer.rank <= _MOST_AXES for buffer in buffers), "a rank has three bits"
     kinds = [(DTYPES[buffer.dtype] << 3) | buffer.rank for buffer in buffers]
-    assert len(kinds) < 8, "an integer has eight bytes"
-    return int.from_bytes(bytes([*kinds, *[0] * (7 - len(kinds)), len(kinds)]), "little")
+    assert len(kinds) <= _MOST_BUFFERS, "an integer has eight bytes"
+    padding = [0] * (_MOST_BUFFERS - len(kinds))
+    return int.from_bytes(bytes([*kinds, *padding]), "little", signed=True)
 
 
 @native
 def _fit(frame: int, buffers: int, expected: int) -> bool:
     count = load64(frame + buffers + _COUNT)
-    if count != expected >> 56:
+    if count > _MOST_BUFFERS:
         return False
-    for index in range(count):
-        buffer = _buffer(frame, buffers, index)
-        kind, rank = load32(buffer + _DTYPE) << 3, load64(buffer + _RANK)
-        if rank > _MOST_AXES:
-            return False
-        kind |= rank
+    for index in range(_MOST_BUFFERS):
+        kind = 0
+        if index < count:
+            buffer = _buffer(frame, buffers, index)
+            rank = load64(buffer + _RANK)
+            if rank > _MOST_AXES:
+                return False
+            kind = (load32(buffer + _DTYPE) << 3) | rank
         if kind != (expected >> (8 * index)) & 255:
             return False
     return True

@@ -31,10 +31,11 @@ from .memory import (
     text,
 )
 
-_NEXT, _DONE, _OWNERS, _COUNT, _FRAME, _RUN, _SCRATCH = 0, 64, 128, 192, 200, 208, 216
+_NEXT, _DONE, _OWNERS, _COUNT, _FRAME, _RUN = 0, 64, 128, 192, 200, 208
+_FAILED, _SCRATCH = 216, 224
 """Offsets in the memory of a call: counters that several threads change are on lines of the cache
 of their own."""
-_CALL_BYTES = 264
+_CALL_BYTES = 272
 _SPINS = 2000
 """The number of times that the caller asks for the end before it gives its core to others."""
 
@@ -49,7 +50,7 @@ class Kernel(NamedTuple):
     count: Any
     """The number of units of a frame, or -1 if the sizes of its buffers do not belong together."""
     run: Any
-    """Computes a unit of a frame, given by its index, and returns 0."""
+    """Computes a unit of a frame, given by its index, and returns 0, or 1 if memory lacked."""
 
 
 @native
@@ -64,7 +65,8 @@ def _work(call: int) -> int:
     total = load64(call + _COUNT)
     unit = atomic_add(call + _NEXT, 1)
     while unit < total:
-        call_address(load64(call + _RUN), (load64(call + _FRAME), unit))
+        if call_address(load64(call + _RUN), (load64(call + _FRAME), unit)) != 0:
+            store64(call + _FAILED, 1)
         atomic_add(call + _DONE, 1)
         unit = atomic_add(call + _NEXT, 1)
     _release(call)
@@ -99,6 +101,7 @@ def _handle() -> Any:
         store64(call + _COUNT, total)
         store64(call + _FRAME, frame)
         store64(call + _RUN, run)
+        store64(call + _FAILED, 0)
         # the caller waits, so it is an owner once more
         store64(call + _OWNERS, threads + 1)
         for _ in range(threads - 1):
@@ -109,8 +112,9 @@ def _handle() -> Any:
             spins += 1
             if spins > _SPINS:
                 call_address(sched_yield(), (0,))
+        failed = load64(call + _FAILED)
         _release(call)
-        return 0
+        return refuse(frame, on_stack((0, 0, 0, 0)), no_memory()) if failed else 0
 
     return caller(handle)
 

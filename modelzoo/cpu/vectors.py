@@ -450,7 +450,9 @@ def softmax(lanes: int) -> Any:
     return weigh
 
 
-def _elementwise(lanes: int, function: Callable[..., Any], num_bytes: int = BYTES) -> Any:
+def _elementwise(
+    lanes: int, function: Callable[..., Any], num_bytes: int = BYTES, *, of_codes: bool = False
+) -> Any:
     """A function `change(to, of, count, factor)` that writes a function of numbers and a factor."""
 
     @intrinsic
@@ -461,7 +463,11 @@ def _elementwise(lanes: int, function: Callable[..., Any], num_bytes: int = BYTE
             spread = code.spread(factor)
 
             def turn(index: Any, carried: list[Any]) -> list[Any]:
-                read = code.load(code.at(of, index, BYTES))
+                if of_codes:
+                    codes = code.load(code.at(of, index), ir.VectorType(ir.IntType(8), lanes))
+                    read = builder.sitofp(codes, code.vector)
+                else:
+                    read = code.load(code.at(of, index, BYTES))
                 code.store(code.at(to, index, num_bytes), function(code, read, spread))
                 return []
 
@@ -474,9 +480,14 @@ def _elementwise(lanes: int, function: Callable[..., Any], num_bytes: int = BYTE
 
 
 @cache
-def scaler(lanes: int) -> Any:
-    """A function `scale(to, of, count, factor)`; the count is a multiple of the lanes."""
-    return _elementwise(lanes, lambda code, x, factor: code.builder.fmul(x, factor))
+def scaler(lanes: int, *, of_codes: bool = False) -> Any:
+    """A function `scale(to, of, count, factor)`; the count is a multiple of the lanes.
+
+    It may read codes in int8, and writes float32.
+    """
+    return _elementwise(
+        lanes, lambda code, x, factor: code.builder.fmul(x, factor), of_codes=of_codes
+    )
 
 
 @cache

@@ -25,8 +25,8 @@ class AttentionCall:
     has_sinks: bool
     is_in_order: bool = False
     """See `Visibility.is_in_order`."""
-    has_codes: bool = False
-    """Whether the entries of the cache are in codes (`entry_codes`)."""
+    codes: str | None = None
+    """The name of the codes of the cache's entries (`entry_codes`); None if they are in none."""
     splits: tuple[int, ...] = ()
     """The features at which the parts of a latent after the first one begin; empty if the cache has
     keys and values of heads. Codes of each part have a scale of their own."""

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from ..attention.attend import Visibility, first_visible
 from ..attention.paged import PagedRows
+from ..cache.entry_codes import EntryCodes, block_size
+from ..cache.state_spec import Entries
 from ..cache.stripes import EMPTY_POSITION
 from ..cpu import attend_name
 from ..cpu.objects import is_loaded
@@ -31,8 +33,10 @@ def cpu_refusal(call: AttentionCall) -> str | None:
         return reason
     if call.page is None and not call.is_in_order:
         return "it takes whole prompts whose tokens lie in order on one device"
-    if call.has_codes:
-        return "it takes no cache in codes (numbers.cache)"
+    if call.codes not in (None, "int8") or (call.codes and call.splits):
+        return f"it takes no {call.codes} codes of such a cache (numbers.cache)"
+    if call.codes and block_size(call.key_dim) != call.key_dim:
+        return f"it takes codes of heads in one block, got {call.key_dim} features"
     for size in (call.key_dim, call.value_dim):
         if size % STEP:
             return f"it takes heads of a multiple of {STEP} features, got {size}"
@@ -45,8 +49,8 @@ def cpu_refusal(call: AttentionCall) -> str | None:
 
 def attend_pages_cpu(
     q_BTKGH: jax.Array,
-    k_PKSH: jax.Array,
-    v_PKSH: jax.Array,
+    k_PKSH: Entries,
+    v_PKSH: Entries,
     rows: PagedRows,
     window: Window = None,
     scores: Scores = PLAIN_SCORES,
@@ -94,23 +98,40 @@ def _first_seen(position_BT: jax.Array, window: Window) -> jax.Array:
 
 def _attend(
     q_BTKGH: jax.Array,
-    k_PKSH: jax.Array,
-    v_PKSH: jax.Array,
+    k_PKSH: Entries,
+    v_PKSH: Entries,
     page_BN: jax.Array,
     seen_BT: tuple[jax.Array, jax.Array],
     scores: Scores,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to the entries of pages from the first to before the second of `seen_BT`."""
     scale = q_BTKGH.shape[-1] ** -0.5 if scores.scale is None else scores.scale
-    dtype = "bfloat16" if k_PKSH.dtype == v_PKSH.dtype == jnp.bfloat16 else "float32"
-    entries = (x.astype(dtype) for x in (k_PKSH, v_PKSH))
+    dtype, entries, scales = _as_kernels_read(k_PKSH, v_PKSH)
     factors = jnp.array([scale, scores.cap or 0.0], jnp.float32)
-    integers = (x.astype(jnp.int32) for x in (page_BN, *seen_BT))
+    integers = (x.astype(jnp.int32) for x in (page_BN, jnp.stack(seen_BT)))
     shape = q_BTKGH.shape[:-1]
     results = (
-        jax.ShapeDtypeStruct((*shape, v_PKSH.shape[-1]), jnp.float32),
+        jax.ShapeDtypeStruct((*shape, entries[1].shape[-1]), jnp.float32),
         jax.ShapeDtypeStruct(shape, jnp.float32),
     )
     call = jax.ffi.ffi_call(attend_name(dtype), results)
-    out_BTKGH, lse_BTKG = call(q_BTKGH.astype(jnp.float32), *entries, *integers, factors)
+    out_BTKGH, lse_BTKG = call(q_BTKGH.astype(jnp.float32), *entries, *integers, factors, *scales)
     return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
+
+
+def _as_kernels_read(
+    *keys_values: Entries,
+) -> tuple[str, list[jax.Array], list[jax.Array]]:
+    """The dtype in the name of the kernel, keys and values, and the scales of those in codes."""
+    arrays: list[jax.Array] = []
+    scales: list[jax.Array] = []
+    for x in keys_values:
+        if isinstance(x, EntryCodes):
+            arrays.append(x.codes.squeeze(2))
+            scales.append(x.scale_BKPS.squeeze(2).astype(jnp.float32))
+        else:
+            arrays.append(x)
+    if scales:
+        return "int8", arrays, scales
+    dtype = "bfloat16" if all(x.dtype == jnp.bfloat16 for x in arrays) else "float32"
+    return dtype, [x.astype(dtype) for x in arrays], scales

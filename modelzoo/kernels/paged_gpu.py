@@ -76,7 +76,7 @@ def paged_gpu_refusal(call: AttentionCall) -> str | None:
         return f"it takes pages of {PAGES[0]} or {PAGES[1]} entries, got {call.page} (buckets.page)"
     if call.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, got {call.dtype.name}"
-    if call.has_codes:
+    if call.codes is not None:
         return "it takes no cache in codes (numbers.cache)"
     if call.splits:
         return "it takes no latents"

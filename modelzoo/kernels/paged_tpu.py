@@ -137,7 +137,7 @@ def paged_tpu_refusal(call: AttentionCall) -> str | None:
             f"{call.table}: larger pages (buckets.page), fewer rows (buckets.decode_slots and "
             f"buckets.prefill) or a lower buckets.max_length make it smaller"
         )
-    if call.has_codes:
+    if call.codes is not None:
         return _codes_refusal(call, call.page)
     least = SUBLANES * 4 // call.dtype.itemsize
     if call.page % least:

@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...modelzoo.attention.attend import Visibility, attend_dense
+from ...modelzoo.attention.paged import PagedRows
+from ...modelzoo.cache.entry_codes import EntryCodes, encode, in_blocks
 from ...modelzoo.cpu import ENTRIES, PRODUCTS, PUT_LINES, TAKE_PAIRS, attend_name, product_name
 from ...modelzoo.cpu.moves import put_lines, take_units
 from ...modelzoo.cpu.objects import panel_columns
-from ...modelzoo.kernels.cpu_attention import attend_prompts_cpu
+from ...modelzoo.kernels.cpu_attention import attend_pages_cpu, attend_prompts_cpu
 from ...modelzoo.weights.packed_products import multiply_panels
 from ...modelzoo.weights.packed_weight import PackedWeight, pack
 from ...modelzoo.weights.product import einsum
 
-LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}
+LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 1e-5}
 """The largest error of a result in a dtype, as a part of its largest number."""
 
 
@@ -35,7 +37,7 @@ def wrong_kernels() -> dict[str, float]:
 
 def _results() -> Iterator[tuple[str, str, jax.Array, jax.Array]]:
     """The name of each kernel, the dtype of its precision, its result and the reference's."""
-    keys = iter(jax.random.split(jax.random.key(0), 16))
+    keys = iter(jax.random.split(jax.random.key(0), 32))
     with jax.default_device(jax.devices("cpu")[0]):
         columns = panel_columns()
         assert columns is not None, "the kernels are loaded"
@@ -50,8 +52,12 @@ def _results() -> Iterator[tuple[str, str, jax.Array, jax.Array]]:
         visibility = Visibility(position_BT, position_BT, None, is_in_order=True)
         for dtype in ENTRIES:
             shapes = (1, 48, 2, 3, 32), (1, 2, 32, 48), (1, 2, 48, 32)
-            q, k, v = (jax.random.normal(next(keys), shape, dtype) for shape in shapes)
-            found = attend_prompts_cpu(q, k, v, visibility)[0]
+            given = dtype if dtype != "int8" else "float32"
+            q, k, v = (jax.random.normal(next(keys), shape, given) for shape in shapes)
+            if dtype == "int8":
+                found, k, v = _attend_codes(q, k, v)
+            else:
+                found = attend_prompts_cpu(q, k, v, visibility)[0]
             q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
             wanted = attend_dense(q, k, v, visibility)[0]
             yield attend_name(dtype), dtype, found, wanted
@@ -65,3 +71,19 @@ def _results() -> Iterator[tuple[str, str, jax.Array, jax.Array]]:
         yield PUT_LINES, "float32", put, wanted
         taken = take_units(lines, place[None] % 20, 2)
         yield TAKE_PAIRS, "float32", taken, lines.reshape(-1, 2)[place % 20].reshape(1, -1)
+
+
+def _attend_codes(
+    q_BTKGH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attend to keys and values in codes, each row's in a page; also the numbers that they hold."""
+    coded, numbers = [], []
+    for x_BKSH in (k_BKHS.swapaxes(2, 3), v_BKSH):
+        codes, (scale_BKS,) = encode(x_BKSH, "int8", x_BKSH.dtype, (), x_BKSH.shape[-1])
+        coded.append(EntryCodes(in_blocks(codes, codes.shape[-1]), scale_BKS[:, :, None]))
+        numbers.append(codes * scale_BKS[..., None])
+    B, T = q_BTKGH.shape[:2]
+    rows = PagedRows(jnp.arange(B)[:, None], jnp.zeros(B, jnp.int32), jnp.full(B, T))
+    keys, values = coded
+    found = attend_pages_cpu(q_BTKGH, keys, values, rows)[0]
+    return found, numbers[0].swapaxes(2, 3), numbers[1]

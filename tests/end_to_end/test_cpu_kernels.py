@@ -58,8 +58,8 @@ def test_bfloat16_scores_a_prompt_nearly_as_float32_does(noria, tmp_path):
     assert len(difference) > 64 and 0 < difference.mean() < 0.05 and difference.max() < 0.5
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_bits_of_a_row_are_its_own(noria, tmp_path, dtype):
+@pytest.mark.parametrize("numbers", ["dtype=bfloat16", "dtype=float32", "cache=int8"])
+def test_the_bits_of_a_row_are_its_own(noria, tmp_path, numbers):
     """Rows in another order, in other slots and pages, with fewer others, and forked samples."""
     texts = [f"{text} {'and so on ' * count}" for count, text in enumerate(PROMPTS * 2)]
     rows = [
@@ -73,10 +73,9 @@ def test_the_bits_of_a_row_are_its_own(noria, tmp_path, dtype):
 
     def choices(name, rows):
         source, output = write_lines(tmp_path / f"{name}.in", rows), tmp_path / f"{name}.jsonl"
-        options = [word for setting in SIZES for word in ("--set", setting)]
-        own.run(
-            "batch", "-i", source, "-o", output, "--model", "smollm2", "--dtype", dtype, *options
-        )
+        settings = *SIZES, "numbers.dtype=float32", f"numbers.{numbers}"
+        options = [word for setting in settings for word in ("--set", setting)]
+        own.run("batch", "-i", source, "-o", output, "--model", "smollm2", *options)
         assert "numba (" in read_manifest(output)["generator"]["attention"]["decode"]
         return {row["custom_id"]: row["response"]["body"]["choices"] for row in read_rows(output)}
 

@@ -1,7 +1,9 @@
 """The kernel for the CPU against plain numpy: drawn shapes, guarded buffers, errors, processors."""
 
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -61,13 +63,21 @@ def calls(draw: st.DrawFn) -> list[np.ndarray]:
     if dtype == "bfloat16":
         q = q.astype(jnp.dtype(dtype)).astype(np.float32)
     factors = np.array([H**-0.5, cap], np.float32)
-    integers = (x.astype(np.int32) for x in (page, low, high))
+    integers = page.astype(np.int32), np.stack([low, high]).astype(np.int32)
+    if dtype == "int8":
+        scales = [np.abs(x).max(axis=-1) / 127 for x in (k, v)]
+        codes = [x / scale[..., None] for x, scale in zip((k, v), scales, strict=True)]
+        # NaN is in the scales alone
+        k, v = (np.nan_to_num(np.rint(x)).astype(np.int8) for x in codes)
+        return [q, k, v, *integers, factors, *scales]
     k, v = (x.astype(jnp.dtype(dtype)) for x in (k, v))
     return [q, k, v, *integers, factors]
 
 
 def expected(arguments: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    q, k, v, page, low, high, (factor, cap) = arguments
+    q, k, v, page, (low, high), (factor, cap), *scales = arguments
+    if scales:
+        k, v = (x * scale[..., None] for x, scale in zip((k, v), scales, strict=True))
     B, T, K, G, _ = q.shape
     out, lse = np.zeros((B, T, K, G, v.shape[-1])), np.full((B, T, K, G), -np.inf)
     for b, t, kv in np.ndindex(B, T, K):
@@ -104,8 +114,8 @@ def test_it_equals_the_reference_and_touches_its_buffers_alone(arguments, at_end
 
 def arguments_of_one_row() -> list[np.ndarray]:
     q, k = np.ones((1, 1, 1, 1, 16), np.float32), np.ones((2, 1, 16, 16), np.float32)
-    seen = np.zeros((1, 1), np.int32), np.full((1, 1), 3, np.int32)
-    return [q, k, k, np.array([[1]], np.int32), *seen, np.array([1, 0], np.float32)]
+    seen = np.array([[[0]], [[3]]], np.int32)
+    return [q, k, k, np.array([[1]], np.int32), seen, np.array([1, 0], np.float32)]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +125,7 @@ def arguments_of_one_row() -> list[np.ndarray]:
         (2, np.ones((1, 1, 16, 16), np.float32), "sizes of its arguments"),
         (1, np.ones((2, 1, 17, 16), np.float32), "sizes of its arguments"),
         (3, np.zeros((2, 1), np.int32), "sizes of its arguments"),
-        (5, np.zeros((1, 2), np.int32), "sizes of its arguments"),
+        (4, np.zeros((2, 1, 2), np.int32), "sizes of its arguments"),
         (3, np.zeros((1, 1), np.float32), "expected arguments float32 of rank 5"),
         (0, np.ones((1, 1, 1, 16), np.float32), "expected arguments float32 of rank 5"),
     ],
@@ -135,6 +145,23 @@ def test_an_error_reaches_the_caller_of_jax():
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 1, 1, 1, 32), (1, 1, 1, 1))]
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not belong together"):
         jax.block_until_ready(jax.ffi.ffi_call(attend_name("float32"), shapes)(*arguments))
+
+
+def test_a_lack_of_memory_is_an_error():
+    """A block of many heads needs 64 MB, which the process may not have."""
+    arguments = arguments_of_one_row()
+    arguments[0] = np.ones((1, 1, 1, 1 << 14, 1 << 10), np.float32)
+    arguments[1] = arguments[2] = np.ones((2, 1, 16, 1 << 10), np.float32)
+    results = [np.zeros_like(arguments[0]), np.zeros((1, 1, 1, 1 << 14), np.float32)]
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), hard))
+    try:
+        failed = call(handler(), arguments, results)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert failed == "noria: no memory for a call"
+    assert call(handler(), arguments, results) is None
 
 
 def test_numbers_that_are_not_finite_reach_the_result():
@@ -183,9 +210,10 @@ shapes = (2, 5, 2, 3, 48), (3, 2, 48, 48), (3, 2, 48, 48)
 q, k, v = (rng.standard_normal(shape).astype("float32") for shape in shapes)
 page, low = np.array([[0], [2]], "int32"), np.zeros((2, 5), "int32")
 high = np.arange(30, 40, dtype="int32").reshape(2, 5)
+seen = np.stack([low, high])
 shapes = [jax.ShapeDtypeStruct(s, "float32") for s in (q.shape, q.shape[:-1])]
 attend = jax.ffi.ffi_call("noria_attend_pages_float32", shapes)
-out, lse = attend(q, k, v, page, low, high, np.array([1, 0], "float32"))
+out, lse = attend(q, k, v, page, seen, np.array([1, 0], "float32"))
 for b, t in np.ndindex(2, 5):
     keys, values = (x[page[b, 0], :, : high[b, t]] for x in (k, v))
     scores = np.einsum("kgh,ksh->kgs", q[b, t], keys)
@@ -205,7 +233,9 @@ print("right")
         ({"page": 24}, r"pages of a multiple of 16 entries, got 24 \(buckets.page\)"),
         ({"page": None, "is_in_order": True, "num_queries": 24}, "multiple of 16 tokens, got 24"),
         ({"page": None}, "tokens lie in order on one device"),
-        ({"has_codes": True}, "no cache in codes"),
+        ({"codes": "int4"}, "no int4 codes"),
+        ({"codes": "int8", "splits": (32,)}, "no int8 codes of such a cache"),
+        ({"codes": "int8", "key_dim": 256}, "codes of heads in one block, got 256"),
         ({"stripes": 2}, "2 devices"),
     ],
 )
