@@ -90,13 +90,22 @@ class LayoutResult:
     compile_seconds: float = 0.0
     max_abs_diff: float | None = None
     """Largest difference of logits from one device, if it was asked for."""
+    tolerance: float | None = None
+    """The largest difference of a layout that is equal to one device."""
+
+    @property
+    def agreement(self) -> str:
+        """Whether a layout is equal to one device: `equal`, `differs`, or empty if nobody asked."""
+        if self.max_abs_diff is None or self.tolerance is None:
+            return ""
+        return "equal" if self.max_abs_diff <= self.tolerance else "differs"
 
     def as_json(self) -> dict[str, Any]:
-        """The result as one JSON object, without `max_abs_diff` if nothing was verified."""
+        """The result as one JSON object; with the agreement, if layouts were compared."""
         table = asdict(self)
-        if self.max_abs_diff is None:
-            del table["max_abs_diff"]
-        return table
+        if not self.agreement:
+            return {key: x for key, x in table.items() if key not in ("max_abs_diff", "tolerance")}
+        return table | {"agreement": self.agreement}
 
 
 @dataclass(frozen=True)

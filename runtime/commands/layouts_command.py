@@ -2,7 +2,7 @@
 
 Each layout is checked. If it is legal, its longest prefill graph and its decode graph are compiled
 and their programs are read. Writes `layouts.json` and `layouts.png` into the output folder, and
-prints a table. Weights are read only with `--verify`.
+prints a table. Weights are read only with `--verify`, before anything is compiled.
 """
 
 import argparse
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from ...modelzoo.config import DecoderConfig
     from ...sharding.layout import Layout
     from ..checkpoint import ModelFiles
+    from ..layouts.verification import Verification
+
+NOT_FINITE = "not finite"
+"""The verdict on a layout with a logit that is not finite."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -89,13 +93,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--verify",
         action="store_true",
-        help="run each layout, and compare its logits with those of one device",
+        help="run each layout, and compare its logits with those of one device, in float32 unless "
+        "--dtype says otherwise",
     )
     add_quiet(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure the layouts; returns 1 if a layout that the user named failed."""
+    """Measure the layouts; returns 1 if a layout that the user named failed, or one is wrong."""
     from ..checkpoint import open_model
 
     check_fillable(options.output)
@@ -124,13 +129,23 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     dtype = session.resolve_dtype(options.dtype, target)
     config, grid = _config(options, files), _grid(options)
     layouts = _layouts(options.layouts, len(target.devices))
-    results = [_measure(options, config, layout, target, grid, dtype) for layout in layouts]
-    if options.verify:
-        _verify(options, files, target, dtype, layouts, results)
-    tell(sys.stdout, format_table(results))
-    _write(options, files, dtype, config, grid, results)
+    verification = _verification(options, files, target, dtype) if options.verify else None
+    results: list[LayoutResult] = []
+    try:
+        for layout in layouts:
+            results.append(_measure(options, config, layout, target, grid, dtype))
+        if verification is not None:
+            _verify(options, verification, layouts, results)
+    finally:
+        # figures stay, whatever ends the comparison
+        if results:
+            tell(sys.stdout, format_table(results))
+            _write(options, files, dtype, config, grid, results)
+    is_wrong = any(
+        result.agreement == "differs" or result.verdict == NOT_FINITE for result in results
+    )
     is_fine = options.layouts == "all" or not any(result.findings for result in results)
-    return EXIT_OK if is_fine else EXIT_ROWS_FAILED
+    return EXIT_OK if is_fine and not is_wrong else EXIT_ROWS_FAILED
 
 
 def _layouts(names: str, num_devices: int) -> list["Layout"]:
@@ -224,16 +239,12 @@ def _hardware(target: str) -> "Hardware | None":
         return None
 
 
-def _verify(
-    options: argparse.Namespace,
-    files: "ModelFiles",
-    target: "Target",
-    dtype: str,
-    layouts: Sequence["Layout"],
-    results: Sequence["LayoutResult"],
-) -> None:
+def _verification(
+    options: argparse.Namespace, files: "ModelFiles", target: "Target", dtype: str
+) -> "Verification":
+    """The comparison with one device, whose logits are computed first."""
     from ...compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
-    from ..layouts.verification import NotFinite, Verification
+    from ..layouts.verification import TOLERANCES, Verification
 
     attention = AttentionPlan(prefill=options.attention)
     # a named kernel may serve no shorter prompts than those of the compiled graph
@@ -241,19 +252,40 @@ def _verify(
         {} if attention == AUTO_ATTENTION else {"attention": attention, "length": options.prompt}
     )
     named |= {"page": options.page}
+    # right layouts differ by much more in bfloat16, which hides wrong ones
+    dtype = dtype if options.dtype != "auto" else "float32"
     verification = Verification(files, target, dtype, options.scan_layers, **named)
+    verification.read_reference()
+    note(
+        f"layouts are equal to one device if no logit differs by more than "
+        f"{verification.tolerance:.1e} in {dtype}: {TOLERANCES[dtype]:g} of the largest logit",
+        is_quiet=options.quiet,
+    )
+    return verification
+
+
+def _verify(
+    options: argparse.Namespace,
+    verification: "Verification",
+    layouts: Sequence["Layout"],
+    results: Sequence["LayoutResult"],
+) -> None:
+    from ..layouts.verification import NotFinite
+
     for layout, result in zip(layouts, results, strict=True):
         if result.findings:
             continue
         try:
             result.max_abs_diff = verification.max_abs_diff(layout)
+            result.tolerance = verification.tolerance
         except NotFinite as error:
             # the figures of the other layouts stay
-            result.verdict = "not finite"
+            result.verdict = NOT_FINITE
             result.findings.append(str(error))
         else:
             note(
-                f"{layout.name}: worst logit difference {result.max_abs_diff:.2e}",
+                f"{layout.name}: worst logit difference {result.max_abs_diff:.2e}, "
+                f"{result.agreement}",
                 is_quiet=options.quiet,
             )
 

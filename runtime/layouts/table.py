@@ -49,7 +49,9 @@ def _row(result: LayoutResult) -> tuple[str, ...]:
         chosen = unconditional_collectives(result, phase)
         count, num_bytes = sum(c.count for c in chosen), sum(c.sent_bytes for c in chosen)
         numbers += [*_program(result.programs.get(phase)), str(count), _megabytes(num_bytes)]
-    difference = "" if result.max_abs_diff is None else f"{result.max_abs_diff:.1e}"
+    difference = ""
+    if result.agreement:
+        difference = f"{result.max_abs_diff:.1e}, {result.agreement}"
     numbers += [f"{result.flops / 1e9:.1f}", f"{result.compile_seconds:.1f}", difference]
     return (result.name, mesh, *numbers)
 

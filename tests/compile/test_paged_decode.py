@@ -178,7 +178,9 @@ def test_a_decode_step_moves_little_more_than_it_needs(target, name):
     arranged = 0 if target == H100 else case.arranged
     moved = hbm_bytes(text)
     assert 0.9 * needed < moved - 2 * arranged <= MOST_BYTES * needed
-    assert executable.memory_analysis().temp_size_in_bytes - arranged < pool / 3
+    # activations of 128 heads take as much as a third of latents in int4; a copy comes on top
+    most = pool * (2 if case.codes == "int4" else 1) / 3
+    assert executable.memory_analysis().temp_size_in_bytes - arranged < most
     # sampling has loops, in branches that run if a row asks for them
     loops = re.findall(r' while\(.*op_name="([^"]*)"', text)
     assert len([name for name in loops if "/cond/" not in name]) == 1

@@ -1,6 +1,7 @@
 """`noria layouts` on a small model and simulated devices: the file, the table, the picture."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ from noria.compile import layout_measure
 from noria.compile.attention_kernels import AUTO_ATTENTION
 from noria.compile.build import plan_graphs
 from noria.compile.targets import find_target
+from noria.runtime import session
 from noria.runtime.checkpoint import open_model
 from noria.runtime.cli import main
+from noria.runtime.errors import OutOfMemory
 from noria.runtime.files.layout_files import read_layout_table
 from noria.runtime.layouts import verification
 from noria.runtime.layouts.verification import NUM_PROMPTS, NotFinite, Verification
 from noria.sharding.layout import Layout
+from noria.sharding.projection import Projection
 
 SHAPES = ["--slots", "8", "--length", "48", "--prompt", "16", "--prompts", "4"]
 OPTIONS = ["--target", "cpu:4", *SHAPES, "--quiet"]
@@ -191,6 +195,7 @@ def test_a_logit_that_is_not_a_number_is_no_agreement(report, monkeypatch):
     layout = Layout.from_table(read_layout_table("data-tensor@data=2,tensor=2"))
     with open_model(str(report / "model")) as files:
         compared = Verification(files, find_target("cpu:4"), "float32")
+        compared.read_reference()
         with pytest.raises(ValueError, match=r"expected finite logits, got .* nan"):
             compared.max_abs_diff(layout)
 
@@ -211,7 +216,75 @@ def test_a_logit_that_is_not_a_number_leaves_the_figures_of_other_layouts(
     assert (wrong["verdict"], right["verdict"]) == ("not finite", "")
     assert wrong["findings"] == ["--verify data-tensor: expected finite logits"]
     assert right["max_abs_diff"] == 0.25 and right["flops"] > 0
-    assert "not finite" in capsys.readouterr().out
+    assert right["agreement"] == "differs" and right["tolerance"] < 0.01
+    printed = capsys.readouterr().out
+    assert "not finite" in printed and "2.5e-01, differs" in printed
+
+
+def verify(report, name, *options):
+    """Compare layouts; return the exit code and the results by name."""
+    folder = report / name
+    arguments = ["--model", str(report / "model"), "-o", str(folder), *OPTIONS, "--verify"]
+    code = main(["layouts", *arguments, *options])
+    if not (folder / "layouts.json").exists():
+        return code, {}
+    results = json.loads((folder / "layouts.json").read_text())
+    return code, {result["name"]: result for result in results}
+
+
+def test_a_layout_whose_partial_sums_are_not_summed_differs(report, monkeypatch, capsys):
+    whole = Projection.reduce
+
+    def reduce(self, out):
+        return whole(replace(self, sum_over=()), out)
+
+    monkeypatch.setattr(Projection, "reduce", reduce)
+    code, results = verify(report, "unsummed", "--layouts", "data-parallel data-tensor")
+    assert code == 1
+    assert results["data-parallel"]["agreement"] == "equal"
+    assert results["data-tensor"]["agreement"] == "differs"
+    assert results["data-tensor"]["max_abs_diff"] > 0.1
+    assert ", equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"), [((), "float32"), (("--dtype", "bfloat16"), "bfloat16")], ids=str
+)
+def test_layouts_are_compared_in_float32_unless_a_dtype_is_named(
+    report, monkeypatch, options, dtype
+):
+    found = []
+    monkeypatch.setattr(session, "resolve_dtype", lambda *_: "bfloat16")
+    monkeypatch.setattr(Verification, "read_reference", lambda self: found.append(self.dtype))
+    monkeypatch.setattr(Verification, "tolerance", 1e-3)
+    monkeypatch.setattr(Verification, "max_abs_diff", lambda self, layout: 1e-4)
+    code, results = verify(report, f"dtype-{dtype}", "--layouts", "data-parallel", *options)
+    assert code == 0 and results["data-parallel"]["agreement"] == "equal"
+    assert found == [dtype]
+
+
+def test_a_model_that_cannot_be_read_is_refused_before_anything_is_compiled(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(layout_measure, "compile_with_text", pytest.fail)
+    write_model(tmp_path / "model")
+    path = tmp_path / "model" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 99_999}))
+    assert verify(tmp_path, "bad", "--layouts", "data-parallel") == (3, {})
+    assert "99999" in capsys.readouterr().err
+
+
+def test_figures_are_written_if_a_later_comparison_fails(report, monkeypatch):
+    def fail(self, layout):
+        if layout.name == "ring":
+            raise OutOfMemory("no room for a layout")
+        return 0.0
+
+    monkeypatch.setattr(Verification, "max_abs_diff", fail)
+    code, results = verify(report, "later", "--layouts", "data-parallel ring")
+    assert code == OutOfMemory.exit_code
+    assert results["data-parallel"]["agreement"] == "equal"
+    assert "agreement" not in results["ring"] and results["ring"]["flops"] > 0
 
 
 def test_the_kernel_that_is_asked_for_is_the_one_that_is_verified(report, monkeypatch):
