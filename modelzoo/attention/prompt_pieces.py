@@ -126,7 +126,7 @@ def _put(pages: jax.Array, new: jax.Array, target: _Target, array: StateArray) -
     page_M, entry_M = _places(target, new.shape[axis - 1], size, pages.shape[axis])
     if array.features is None:
         scales = _split(new, size, axis - 1).astype(pages.dtype)
-        return _put_scales(pages, scales, page_M, entry_M // size, layer)
+        return with_order_on_cpu(_put_scales(pages, scales, page_M, entry_M // size, layer))
     # padded on each device, so that zeros are not sent
     L, P, S, H = *pages.shape[:2], pages.shape[axis], pages.shape[-1]
     blocks = (
