@@ -152,6 +152,12 @@ def _check_workload(options: PlanOptions, workload: Workload, max_position: int)
             f"tokens, prompt and output together (the model's longest sequence), got none in "
             f"{plural(workload.num_refused, 'row')}. {workload.first_error}".rstrip()
         )
+    longest = max(row.need.min_length for row in workload.rows)
+    if asked is not None and asked < longest:
+        raise ConfigError(
+            f"--max-length: expected at least {longest} tokens, as many as a row of "
+            f"{options.workload} may have, got {asked}. Raise it, or leave it out."
+        )
 
 
 def _evidence(options: PlanOptions, workload: Workload, best: PlannedLayout) -> PlanEvidence:

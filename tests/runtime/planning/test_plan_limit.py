@@ -37,6 +37,18 @@ def test_a_plan_says_where_rows_without_max_tokens_end(plan):
     assert "rows without max_tokens" not in said
 
 
+def test_a_length_below_that_of_a_row_is_refused(plan, tmp_path):
+    table, said = plan("--max-length", 9)
+    assert table is None
+    assert "--max-length: expected at least 10 tokens, as many as a row of" in said
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("prompt_tokens,output_tokens\n100,50\n")
+    table, said = plan("--workload", lengths, "--max-length", 120)
+    assert table is None and "expected at least 150 tokens" in said and "got 120" in said
+    table, _ = plan("--workload", lengths, "--max-length", 500)
+    assert table is not None and 500 <= table["buckets"]["max_length"] < 564
+
+
 def test_a_length_beyond_the_context_is_refused(plan):
     table, said = plan("--max-length", 4097)
     assert table is None and "--max-length: expected at most 4096 tokens" in said
