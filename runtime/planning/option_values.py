@@ -105,8 +105,17 @@ def budget_of(
     """The limits on graphs, memory, compile time and padding that the options set.
 
     `entry_bytes` depend on the layout. Without them, decode graphs are expected to compile faster.
+
+    Raises:
+      ConfigError: The devices do not have as much memory.
     """
     platform, gigabytes = TargetName.parse(options.target).platform, options.max_memory_gb
+    if gigabytes is not None and gigabytes * 1e9 > hardware.memory_bytes:
+        raise ConfigError(
+            f"--max-memory-gb: expected at most {hardware.memory_bytes / 1e9:g} GB, the memory of "
+            f"a device of {options.target}, got {gigabytes:g}. Lower it, or describe devices with "
+            f"more memory in a file for --hardware."
+        )
     num_defined = len(block_layers(config, Arrangement(scan_layers=options.scan_layers)))
     return Budget(
         prefill_graphs=options.max_prefill_graphs,

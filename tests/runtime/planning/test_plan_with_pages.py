@@ -99,6 +99,12 @@ def test_a_layout_that_splits_rows_has_a_group_of_slots_for_each_piece(plan):
     assert buckets["pages"] % 2 == buckets["decode_slots"] % 2 == 0
 
 
+def test_more_memory_than_a_device_has_is_refused(plan):
+    table, said = plan("--page", 4, "--max-memory-gb", 100)
+    assert table is None
+    assert "--max-memory-gb: expected at most 16 GB, the memory of a device of cpu, got 100" in said
+
+
 def test_a_pool_that_holds_no_row_is_refused_with_what_would_fit(plan):
     table, said = plan("--page", 4, "--max-memory-gb", 1e-6)
     assert table is None and "weights and the smallest cache need" in said
