@@ -47,7 +47,7 @@ from ..rows.part import Part
 from ..rows.request_body import read_sampling
 from ..rows.row_files import table_of
 from ..rows.structured_body import read_form, read_form_file
-from ..stages.pipeline_file import read_pipeline
+from ..stages.pipeline_file import Pipeline, read_pipeline
 from .shared_options import open_adapters, typed
 
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
@@ -55,8 +55,6 @@ _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 
 def run_with_options(options: argparse.Namespace) -> int:
     """Run the job that the parsed options of `noria batch` describe."""
-    from ..bundles.cpu_kernels import kernels_of
-
     phases = PhaseClock()
     plan_table = None if options.plan is None else read_plan_table(options.plan)
     layout_table = None if options.layout is None else read_layout_table(options.layout)
@@ -82,8 +80,7 @@ def run_with_options(options: argparse.Namespace) -> int:
             path=options.plan,
             requires_bundle=options.require_bundle,
         )
-        # the order of sums depends on all of it
-        setup = f"{peers.setup} on {target}{kernels_of(target)}"
+        setup = _setup(peers, target)
         settings, outputs = _settings(options, files, source, setup, adapters, models)
         outputs.check(settings.files.read)
         if options.progress_file is not None and peers.is_leader:
@@ -105,7 +102,9 @@ def run_with_options(options: argparse.Namespace) -> int:
             is_strict=options.strict_length,
         )
         if options.pipeline is not None:
-            code = _run_stages(options, settings, model, progress)
+            form = None if options.form is None else read_form_file(options.form)
+            pipeline = read_pipeline(options.pipeline, form)
+            code = _run_stages(pipeline, settings, model, progress, keeps=options.keep_stages)
         else:
             code = run_job(settings, model, peers=peers, progress=progress, phases=phases)
         progress.end(code)
@@ -166,23 +165,33 @@ def _progress_recorded(place: str, files: JobFiles, progress: Progress) -> Itera
 
 
 def _run_stages(
-    options: argparse.Namespace, settings: JobSettings, model: BatchModel, progress: Progress
+    pipeline: Pipeline,
+    settings: JobSettings,
+    model: BatchModel,
+    progress: Progress,
+    *,
+    keeps: bool,
 ) -> int:
-    """Run the stages of the pipeline that the options name."""
+    """Run the stages of a pipeline; `keeps` says that their files stay."""
     from ..stages.run_stages import run_stages
     from ..stages.staged_model import StagedModel
 
-    form = None if options.form is None else read_form_file(options.form)
-    pipeline = read_pipeline(options.pipeline, form)
     configuration = {**settings.identity.configuration, "pipeline": pipeline.text}
     identity = replace(settings.identity, configuration=configuration)
     return run_stages(
         replace(settings, identity=identity),
         StagedModel(model, model.seed, lambda: model.files.spec.config.max_position),
         pipeline,
-        keeps_stages=options.keep_stages,
+        keeps_stages=keeps,
         progress=progress,
     )
+
+
+def _setup(peers: Peers, target: str) -> str:
+    """The processes and devices as manifests name them; the order of sums depends on all of it."""
+    from ..bundles.cpu_kernels import kernels_of
+
+    return f"{peers.setup} on {target}{kernels_of(target)}"
 
 
 def _settings(
