@@ -69,15 +69,20 @@ def result_size(frame: int, index: int, axis: int) -> int:
 
 
 @native(inline="always")
+def _dtype(frame: int, index: int) -> int:
+    return load32(_buffer(frame, _ARGUMENTS, index) + _DTYPE)
+
+
+@native(inline="always")
 def is_narrow(frame: int, index: int) -> bool:
     """Whether an argument is in bfloat16."""
-    return load32(_buffer(frame, _ARGUMENTS, index) + _DTYPE) == _BFLOAT16
+    return _dtype(frame, index) == _BFLOAT16
 
 
 @native(inline="always")
 def is_coded(frame: int, index: int) -> bool:
     """Whether an argument is in int8."""
-    return load32(_buffer(frame, _ARGUMENTS, index) + _DTYPE) == _INT8
+    return _dtype(frame, index) == _INT8
 
 
 @native

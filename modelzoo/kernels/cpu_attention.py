@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ..attention.attend import Visibility, first_visible
 from ..attention.paged import PagedRows
+from ..axes import LANES
 from ..cache.entry_codes import EntryCodes, block_size
 from ..cache.state_spec import Entries
 from ..cache.stripes import EMPTY_POSITION
@@ -33,10 +34,15 @@ def cpu_refusal(call: AttentionCall) -> str | None:
         return reason
     if call.page is None and not call.is_in_order:
         return "it takes whole prompts whose tokens lie in order on one device"
-    if call.codes not in (None, "int8") or (call.codes and call.splits):
-        return f"it takes no {call.codes} codes of such a cache (numbers.cache)"
+    if call.codes not in (None, "int8"):
+        return f"it takes codes in int8 alone, got {call.codes} (numbers.cache)"
+    if call.codes and call.splits:
+        return "it takes no latents in codes (numbers.cache)"
     if call.codes and block_size(call.key_dim) != call.key_dim:
-        return f"it takes codes of heads in one block, got {call.key_dim} features"
+        return (
+            f"it takes codes of heads of at most {LANES} features, or of no multiple of {LANES}, "
+            f"got {call.key_dim}"
+        )
     for size in (call.key_dim, call.value_dim):
         if size % STEP:
             return f"it takes heads of a multiple of {STEP} features, got {size}"

@@ -81,7 +81,7 @@ class OutputLines:
         if output.error is not None:
             return self.error(row, output.error)
         if row.pooled is not None:
-            return self._line(row, 200, self._pooled(row, output))
+            return self._line(row, self._response(row, 200, self._pooled(row, output)), None)
         is_chat = row.kind == "chat"
         make_choice = self._chat_choice if is_chat else self._text_choice
         # scoring may return no continuation, but the answer has one choice
@@ -116,7 +116,7 @@ class OutputLines:
             body["noria"] = {DROPPED: output.dropped_expert_choices}
         if is_chat and row.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._prompt_logprobs(row, output)
-        return self._line(row, 200, body)
+        return self._line(row, self._response(row, 200, body), None)
 
     def _pooled(self, row: BatchRow, output: RequestOutput) -> dict[str, Any]:
         """The body of an answer about texts that became vectors."""
@@ -137,8 +137,7 @@ class OutputLines:
     def error(self, row: BatchRow | BadRow, error: RowError) -> dict[str, Any]:
         """The line of a row that ends as an error."""
         if error.code in _NEVER_EXECUTED:
-            never_executed = {"code": error.code, "message": error.message}
-            return {**self._line(row, 0, {}), "response": None, "error": never_executed}
+            return self._line(row, None, {"code": error.code, "message": error.message})
         status, kind = 400, "invalid_request_error"
         if error.code in _OUR_FAULT:
             status, kind = 500, "server_error"
@@ -148,19 +147,26 @@ class OutputLines:
             "param": error.param,
             "code": error.code,
         }
-        return self._line(row, status, {"error": description})
+        return self._line(row, self._response(row, status, {"error": description}), None)
 
     def id_of(self, row: ScannedRow) -> str:
         """The id of the output line of a row that runs."""
         return self._id("batch_req_", row)
 
-    def _line(self, row: BatchRow | BadRow, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    def _line(
+        self, row: BatchRow | BadRow, response: dict[str, Any] | None, error: dict[str, Any] | None
+    ) -> dict[str, Any]:
         return {
             "id": self._id("batch_req_", row),
             "custom_id": row.custom_id,
-            "response": {"status_code": status, "request_id": self._id("", row), "body": body},
-            "error": None,
+            "response": response,
+            "error": error,
         }
+
+    def _response(
+        self, row: BatchRow | BadRow, status: int, body: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {"status_code": status, "request_id": self._id("", row), "body": body}
 
     def _id(self, prefix: str, row: BatchRow | BadRow | ScannedRow) -> str:
         # lines without a usable custom_id may be equal, so their index is part of the id

@@ -233,9 +233,12 @@ print("right")
         ({"page": 24}, r"pages of a multiple of 16 entries, got 24 \(buckets.page\)"),
         ({"page": None, "is_in_order": True, "num_queries": 24}, "multiple of 16 tokens, got 24"),
         ({"page": None}, "tokens lie in order on one device"),
-        ({"codes": "int4"}, "no int4 codes"),
-        ({"codes": "int8", "splits": (32,)}, "no int8 codes of such a cache"),
-        ({"codes": "int8", "key_dim": 256}, "codes of heads in one block, got 256"),
+        ({"codes": "int4"}, "codes in int8 alone, got int4"),
+        ({"codes": "int8", "splits": (32,)}, "no latents in codes"),
+        (
+            {"codes": "int8", "key_dim": 256},
+            "at most 128 features, or of no multiple of 128, got 256",
+        ),
         ({"stripes": 2}, "2 devices"),
     ],
 )
