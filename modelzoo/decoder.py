@@ -161,10 +161,18 @@ class Decoder(nnx.Module):
         attend = operations.over_tokens(self.attend)
         return PromptAttention(attend, operations, position_1T, is_token_BT, rows, write)
 
-    def logits(self, x_BD: jax.Array) -> jax.Array:
-        """Float32 logits of final hidden states; -inf for the ids that pad the vocabulary."""
+    def logits(self, x_BD: jax.Array, is_used_B: jax.Array | None = None) -> jax.Array:
+        """Float32 logits of final hidden states; -inf for the ids that pad the vocabulary.
+
+        Args:
+          x_BD: The hidden states; they may have more leading axes.
+          is_used_B: The rows whose logits are read; those of others are any finite numbers.
+        """
         head = self.embedding if self.config.tie_embeddings else self.head
-        logits_BV = head.logits(x_BD, self.operations)
+        operations = self.operations
+        if is_used_B is not None:
+            operations = operations.for_tokens(is_used_B)
+        logits_BV = head.logits(x_BD, operations)
         logits_BV = scale_by(logits_BV, self.config.multipliers.logits)
         logits_BV = soft_cap(logits_BV, self.config.logit_cap)
         if logits_BV.shape[-1] > self.config.vocab_size:
@@ -197,8 +205,8 @@ class Decoder(nnx.Module):
         Returns:
           The residual stream after all layers; the updated cache; the report of sparse layers.
         """
-        config, operations = self.config, self.operations.for_adapters(adapter_B)
-        position_BT = call.position_BT
+        config, position_BT = self.config, call.position_BT
+        operations = self.operations.for_adapters(adapter_B).for_tokens(call.is_token_BT)
         rotations = dict.fromkeys((x.rope, x.rope_dim) for x in config.attentions)
         codes = {rotation: position_code(position_BT, *rotation) for rotation in rotations}
 

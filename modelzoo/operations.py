@@ -13,7 +13,9 @@ import numpy as np
 
 from .axes import row_axis
 from .cache.stripes import IN_ORDER, ONE_STRIPE, Stripe, Stripes
+from .cpu.objects import is_loaded
 from .weights.adapted_weight import AdaptedWeight, add_change, base_of, multiply_adapters
+from .weights.packed_products import Rows
 from .weights.product import Product
 from .weights.quantised_weight import take_rows
 from .weights.weight_products import Axes, multiply
@@ -36,6 +38,7 @@ class Operations:
     cache_stripes: Stripes = IN_ORDER
     """The order of the entries of the cache."""
     _adapter_B: jax.Array | None = None
+    _rows: Rows | None = None
 
     def positions(self, length: int) -> jax.Array | np.ndarray:
         """`position_1T` of the tokens of a prompt, in the order of `prompt_stripes`."""
@@ -76,12 +79,23 @@ class Operations:
         adapted._adapter_B = adapter_B
         return adapted
 
+    def for_tokens(self, is_token: jax.Array) -> "Operations":
+        """The operations of a call that has tokens in some of its rows.
+
+        Kernels that skip rows leave zeros in the results of the others.
+        """
+        if not is_loaded():
+            return self
+        of_tokens = copy(self)
+        of_tokens._rows = Rows.of(is_token)
+        return of_tokens
+
     def _multiply(
         self, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes, out_axes: Axes,
         dtype: jax.typing.DTypeLike | None,
     ) -> jax.Array:  # fmt: skip
         """Multiply activations with a weight that is not adapted; see `project`."""
-        return multiply(product, x, weight, x_axes, out_axes, dtype)
+        return multiply(product, x, weight, x_axes, out_axes, dtype, rows=self._rows)
 
     def lookup(self, table: "nnx.Param", ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
         """Look up rows of a table by id."""

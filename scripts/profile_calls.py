@@ -17,9 +17,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported: libtpu's profiler needs its chips
 
@@ -30,7 +32,7 @@ from call_groups import Groups
 from call_times import Call, bound, by_group, table
 
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.graphs import signatures
+from noria.compile.graphs.graph_kinds import EMPTY_STATE
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.runtime import session
@@ -92,13 +94,13 @@ class Profiler:
     def profile(self, kind: str) -> Call:
         """The fastest of several calls."""
         dtype = jnp.dtype(self.model.dtype)
-        cache_dtype = self.placement.cache_dtype(dtype)
         graphs = plan_graphs(self.model.definition, self.grid, self.placement, dtype)
-        (planned,) = (graph for graph in graphs if graph.key.kind == kind)
-        graph, _ = compile_graph(planned)
+        planned = {graph.key.kind: graph for graph in graphs}
+        graph, _ = compile_graph(planned[kind])
         steps = self.grid.steps_per_call if kind == "decode" else 1
         groups = Groups(graph.as_text(), steps)
-        state, arguments = jax.jit(partial(self._state, cache_dtype))(), self._arguments(kind)
+        state = jax.jit(partial(self._state, planned[EMPTY_STATE.kind].body))()
+        arguments = self._arguments(kind)
         found = []
         for number in range(2 + CALLS):
             with tempfile.TemporaryDirectory() as folder:
@@ -107,13 +109,14 @@ class Profiler:
                     jax.block_until_ready((state, output))
                 if number >= 2:
                     found.append(by_group(folder, groups))
-        cache = sum(x.nbytes for x in jax.tree.leaves(state.cache) if x.dtype == cache_dtype)
+        cache = sum(
+            x.nbytes for x in jax.tree.leaves(state.cache) if jnp.issubdtype(x.dtype, jnp.floating)
+        )
         read = steps * cache if kind == "decode" else 0
         return Call(min(found, key=Counter.total), groups.flops, read)
 
-    def _state(self, cache_dtype: jnp.dtype):
-        B, definition = self.options.slots, self.model.definition
-        state = signatures.decode_state(definition, self.grid, cache_dtype)
+    def _state(self, make_state: Callable[[], Any]):
+        B, state = self.options.slots, make_state()
         length_B = jnp.full(B, self.grid.max_length - (2 + CALLS) * self.grid.steps_per_call)
         return state._replace(
             prompt_length_B=length_B,

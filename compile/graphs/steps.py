@@ -151,7 +151,7 @@ def decode_step(
         x_B1D, cache, experts = decoder.run_layers(
             x_B1D, call, state.cache, state.sampling.adapter_B
         )
-        logits_BV = decoder.logits(decoder.final_norm(x_B1D)[:, 0])
+        logits_BV = decoder.logits(decoder.final_norm(x_B1D)[:, 0], emits_B)
         output = output._replace(
             experts=jax.tree.map(jnp.add, output.experts, experts),
             is_clean_B=output.is_clean_B & (jnp.isfinite(logits_BV.max(axis=-1)) | ~emits_B),

@@ -175,4 +175,4 @@ def text(words: str) -> Any:
     return address
 
 
-malloc, free, sched_yield = map(address_of, ("malloc", "free", "sched_yield"))
+malloc, free, memset, sched_yield = map(address_of, ("malloc", "free", "memset", "sched_yield"))

@@ -2,7 +2,7 @@
 
 A *panel* has the numbers of some columns of a weight, so that a product reads them one after
 another: `[K, columns]`, and in bfloat16 `[K / 2, columns, 2]`. A unit of work is a panel and a
-block of rows.
+block of rows. Rows that nobody reads, such as padding and idle slots, are not computed.
 
 Knows nothing of models. Guarantees: a row of the result depends on its own activations alone.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from . import PRODUCTS, product_name
 from .frames import Buffer, argument, result, result_size, size
-from .memory import native
+from .memory import call_address, load32, memset, native
 from .processor import Processor
 from .threads import Kernel
 from .vectors import BYTES, Form, Matrix, product
@@ -30,15 +30,16 @@ _MIN_ROWS = 12
 def product_kernels(processor: Processor) -> Iterator[Kernel]:
     """The kernels for a processor.
 
-    Their arguments are activations `[M, K]` and weights `[G, K, N]`, each of the G in panels. The
-    result is `[G, M, N]`.
+    Their arguments are activations `[M, K]`, weights `[G, K, N]`, each of the G in panels, and
+    `[1 + M]` numbers: that of the rows to compute, then these rows, then the others. The result is
+    `[G, M, N]`, and zero in the other rows.
     """
     for dtype, out in PRODUCTS:
         is_paired = dtype == "bfloat16"
         has_pair_products = is_paired and processor.has_pair_products
-        form = Form(is_paired, has_pair_products, rounds=out == "bfloat16")
+        form = Form(is_paired, has_pair_products, rounds=out == "bfloat16", picks=True)
         multiply = product(processor.width, form, has_single_columns=True)
-        arguments = Buffer(dtype, 2), Buffer(dtype, 3)
+        arguments = Buffer(dtype, 2), Buffer(dtype, 3), Buffer("int32", 1)
         columns, num_bytes = processor.width.columns, 2 if is_paired else BYTES
         run = _runner(multiply, columns, num_bytes, 2 if form.rounds else BYTES)
         count = _counter(columns, BYTES // num_bytes)
@@ -46,12 +47,13 @@ def product_kernels(processor: Processor) -> Iterator[Kernel]:
 
 
 @native
-def _block_rows(M: int, num_panels: int) -> int:
-    """The rows of a unit."""
-    rows = _BLOCK_ROWS
-    while rows > _MIN_ROWS and num_panels * ((M + rows - 1) // rows) < _MIN_UNITS:
+def _blocks(frame: int, num_panels: int) -> tuple[int, int]:
+    """The rows of a unit, and the number of blocks of rows."""
+    given, rows = load32(argument(frame, 2)), _BLOCK_ROWS
+    while rows > _MIN_ROWS and num_panels * ((given + rows - 1) // rows) < _MIN_UNITS:
         rows //= 2
-    return rows
+    # one block without rows writes zeros
+    return rows, max(1, (given + rows - 1) // rows)
 
 
 def _counter(columns: int, together: int) -> Any:
@@ -60,11 +62,15 @@ def _counter(columns: int, together: int) -> Any:
     def count(frame: int) -> int:
         M, K, G, N = size(frame, 0, 0), size(frame, 0, 1), size(frame, 1, 0), size(frame, 1, 2)
         fits = size(frame, 1, 1) == K and K % together == 0
-        fits &= result_size(frame, 0, 0) == G
+        fits &= result_size(frame, 0, 0) == G and size(frame, 2, 0) == 1 + M
         fits &= result_size(frame, 0, 1) == M and result_size(frame, 0, 2) == N
+        if fits:
+            rows = argument(frame, 2)
+            fits &= 0 <= load32(rows) <= M
+            for i in range(1, 1 + M):
+                fits &= 0 <= load32(rows + i * BYTES) < M
         num_panels = G * ((N + columns - 1) // columns)
-        rows = _block_rows(M, num_panels)
-        return num_panels * ((M + rows - 1) // rows) if fits else -1
+        return num_panels * _blocks(frame, num_panels)[1] if fits else -1
 
     return count
 
@@ -75,16 +81,19 @@ def _runner(multiply: Any, columns: int, num_bytes: int, out_bytes: int) -> Any:
     def run(frame: int, unit: int) -> int:
         M, K, N = size(frame, 0, 0), size(frame, 0, 1), size(frame, 1, 2)
         per_group = (N + columns - 1) // columns
-        rows = _block_rows(M, per_group * size(frame, 1, 0))
-        num_blocks = (M + rows - 1) // rows
+        rows, num_blocks = _blocks(frame, per_group * size(frame, 1, 0))
         panel, first = unit // num_blocks, unit % num_blocks * rows
         group, column = panel // per_group, panel % per_group * columns
-        own = min(columns, N - column)
-        x = Matrix(argument(frame, 0) + first * K * num_bytes, K * num_bytes)
+        own, given = min(columns, N - column), load32(argument(frame, 2))
+        x = Matrix(argument(frame, 0), K * num_bytes)
         y = Matrix(argument(frame, 1) + (group * N + column) * K * num_bytes, own * BYTES)
-        place = (group * M + first) * N + column
+        place, picked = group * M * N + column, argument(frame, 2) + (1 + first) * BYTES
         out = Matrix(result(frame, 0) + place * out_bytes, N * out_bytes)
-        multiply(min(rows, M - first), own, K * num_bytes // BYTES, x, y, out)
+        multiply(min(rows, given - first), own, K * num_bytes // BYTES, x, y, out, 0, picked)
+        if first == 0:
+            for i in range(1 + given, 1 + M):
+                row = out.address + load32(argument(frame, 2) + i * BYTES) * out.row
+                call_address(memset(), (row, 0, own * out_bytes))
         return 0
 
     return run

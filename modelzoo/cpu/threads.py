@@ -123,7 +123,7 @@ def compile_kernel(kernel: Kernel) -> str:
     """Compile the handler of a kernel, a C function, and return its name in object code."""
     expected = ", ".join(f"{buffer.dtype} of rank {buffer.rank}" for buffer in kernel.arguments)
     kinds = text(f"{kernel.name}: expected arguments {expected}, got others")
-    sizes = text(f"{kernel.name}: the sizes of its arguments do not belong together")
+    sizes = text(f"{kernel.name}: the sizes or rows of its arguments do not belong together")
     count, run = (
         address_of(c_function(function).native_name) for function in (kernel.count, kernel.run)
     )

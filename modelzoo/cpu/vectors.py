@@ -48,6 +48,8 @@ class Form(NamedTuple):
     """Whether the result is rounded to bfloat16."""
     fetches: bool = False
     """Whether memory sends the y of the next product meanwhile."""
+    picks: bool = False
+    """Whether the rows of x and of the result are those of a list, and not one after another."""
 
 
 OF_FLOATS = Form()
@@ -222,24 +224,32 @@ class _Code:
 def _tile(form: Form, lanes: int, num_rows: int, num_vectors: int) -> Any:
     """A function `tile(x, y, out, distances, count)`: the product of rows and columns.
 
-    The distances are those between the rows of x, y and out, and that to the next y. `count`
-    numbers or pairs of each row of x are multiplied with as many rows of y.
+    The distances are those between the rows of x, y and out, that to the next y, and the address of
+    the numbers of the rows. `count` numbers or pairs of each row of x are multiplied with as many
+    rows of y.
     """
 
     @intrinsic
     def tile(typing: Any, x: Any, y: Any, out: Any, distances: Any, count: Any) -> Any:
         def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             x, y, out, distances, count = args
-            x_row, y_row, out_row, ahead = (builder.extract_value(distances, i) for i in range(4))
+            x_row, y_row, out_row, ahead, picked = (
+                builder.extract_value(distances, i) for i in range(5)
+            )
             code = _Code(context, builder, lanes)
+            numbers = list(map(I64, range(num_rows)))
+            if form.picks:
+                of_list = [code.load(code.at(picked, i, BYTES), I32) for i in range(num_rows)]
+                numbers = [builder.sext(number, I64) for number in of_list]
             size, out_size = (
                 lanes * BYTES // (2 if is_half else 1) for is_half in (form.is_narrow, form.rounds)
             )
-            rows = [code.at(x, x_row, row) for row in range(num_rows)]
+            rows, outs = (
+                [builder.add(address, builder.mul(distance, number)) for number in numbers]
+                for address, distance in ((x, x_row), (out, out_row))
+            )
             places = [
-                code.at(code.at(out, out_row, row), vector * out_size)
-                for row in range(num_rows)
-                for vector in range(num_vectors)
+                code.at(row, vector * out_size) for row in outs for vector in range(num_vectors)
             ]
             start = [code.load(place) if form.adds else code.all(0.0) for place in places]
             scalar, kind = (I32, code.integers) if form.is_paired else (F32, code.vector)
@@ -268,7 +278,7 @@ def _tile(form: Form, lanes: int, num_rows: int, num_vectors: int) -> Any:
                 code.store(place, code.rounded(total) if form.rounds else total)
             return context.get_dummy_value()
 
-        given = *[types.intp] * 3, types.UniTuple(types.intp, 4), types.intp
+        given = *[types.intp] * 3, types.UniTuple(types.intp, 5), types.intp
         return types.void(*given), write
 
     return tile
@@ -283,13 +293,15 @@ class Matrix(NamedTuple):
 
 
 def _by_rows(lanes: int, num_vectors: int, form: Form) -> Any:
-    """A function `run(rows, count, x, y, out, ahead)`: all rows of x times some columns of y."""
+    """A function `run(rows, count, x, y, out, others)`: some rows of x times some columns of y."""
     six, four, two, one = (_tile(form, lanes, rows, num_vectors) for rows in ROWS)
+    picks = form.picks
 
     @native
-    def run(rows, count, x, y, out, ahead):
-        to, of, distances = out.address, x.address, (x.row, y.row, out.row, ahead)
+    def run(rows, count, x, y, out, others):
+        to, of, (ahead, picked) = out.address, x.address, others
         while rows > 0:
+            distances = x.row, y.row, out.row, ahead, picked
             if rows >= 6:
                 done = 6
                 six(of, y.address, to, distances, count)
@@ -302,8 +314,11 @@ def _by_rows(lanes: int, num_vectors: int, form: Form) -> Any:
             else:
                 done = 1
                 one(of, y.address, to, distances, count)
-            of += done * x.row
-            to += done * out.row
+            if picks:
+                picked += done * BYTES
+            else:
+                of += done * x.row
+                to += done * out.row
             rows -= done
 
     return run
@@ -316,10 +331,11 @@ def _matrix(address: int) -> Matrix:
 
 @cache
 def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = False) -> Any:
-    """A function `multiply(rows, columns, count, x, y, out, ahead)`: `out = x @ y`, or `out += ..`.
+    """A function `multiply(rows, columns, count, x, y, out, ahead, picked)`: `out = x @ y`.
 
     x, y and out are matrices, and y has `count` rows, of numbers or of pairs. The next y is so many
-    bytes ahead of this one. Without `has_single_columns`, the columns are a multiple of the lanes.
+    bytes ahead of this one, and the numbers of the rows of x and out are at the address `picked`,
+    if the form reads them. Without `has_single_columns`, the columns are a multiple of the lanes.
     """
     wide, narrow = width.columns, width.lanes
     y_bytes, out_bytes = (2 if is_half else BYTES for is_half in (form.is_narrow, form.rounds))
@@ -332,27 +348,27 @@ def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = 
     def multiply(given: int) -> int:
         rows, columns, count = load64(given), load64(given + 8), load64(given + 16)
         x, y, out = _matrix(given + 24), _matrix(given + 40), _matrix(given + 56)
-        ahead, column = load64(given + 72), 0
+        others, column = (load64(given + 72), load64(given + 80)), 0
         while column < columns:
             y_here = Matrix(y.address + column * y_bytes, y.row)
             out_here = Matrix(out.address + column * out_bytes, out.row)
             if columns - column >= wide:
-                of_wide(rows, count, x, y_here, out_here, ahead)
+                of_wide(rows, count, x, y_here, out_here, others)
                 column += wide
             elif columns - column >= narrow:
-                of_narrow(rows, count, x, y_here, out_here, ahead)
+                of_narrow(rows, count, x, y_here, out_here, others)
                 column += narrow
             else:
-                of_one(rows, count, x, y_here, out_here, ahead)
+                of_one(rows, count, x, y_here, out_here, others)
                 column += single
         return 0
 
     multiply_all = caller(multiply)
 
     @native(inline="always")
-    def call(rows, columns, count, x, y, out, ahead=0):
+    def call(rows, columns, count, x, y, out, ahead=0, picked=0):
         places = x.address, x.row, y.address, y.row, out.address, out.row
-        multiply_all((on_stack((rows, columns, count, *places, ahead)),))
+        multiply_all((on_stack((rows, columns, count, *places, ahead, picked)),))
 
     return call
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from .packed_products import multiply_panels
+from .packed_products import Rows, multiply_panels
 from .packed_weight import PackedWeight
 from .product import Product
 from .quantised_weight import QuantisedWeight, multiply_codes
@@ -37,16 +37,17 @@ def multiply(
     out_axes: Axes = (),
     dtype: jax.typing.DTypeLike | None = None,
     max_over_parts: Callable[[jax.Array], jax.Array] = lambda x: x,
+    rows: Rows | None = None,
 ) -> jax.Array:
     """Multiply activations with a weight on one device; see `Operations.project`.
 
-    `max_over_parts` is that of `multiply_codes`.
+    `max_over_parts` is that of `multiply_codes`, and `rows` are those of `multiply_panels`.
     """
     del x_axes, out_axes
     value = weight[...]
     dtype = jnp.dtype(dtype or x.dtype)
     if isinstance(value, PackedWeight):
-        return multiply_panels(product, x, value, dtype)
+        return multiply_panels(product, x, value, dtype, rows)
     if isinstance(value, QuantisedWeight):
         out = multiply_codes(product, x, value, max_over_parts)
     else:

@@ -121,11 +121,11 @@ def arguments_of_one_row() -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("index", "other", "message"),
     [
-        (0, np.ones((1, 1, 1, 1, 32), np.float32), "sizes of its arguments"),
-        (2, np.ones((1, 1, 16, 16), np.float32), "sizes of its arguments"),
-        (1, np.ones((2, 1, 17, 16), np.float32), "sizes of its arguments"),
-        (3, np.zeros((2, 1), np.int32), "sizes of its arguments"),
-        (4, np.zeros((2, 1, 2), np.int32), "sizes of its arguments"),
+        (0, np.ones((1, 1, 1, 1, 32), np.float32), "sizes or rows of its arguments"),
+        (2, np.ones((1, 1, 16, 16), np.float32), "sizes or rows of its arguments"),
+        (1, np.ones((2, 1, 17, 16), np.float32), "sizes or rows of its arguments"),
+        (3, np.zeros((2, 1), np.int32), "sizes or rows of its arguments"),
+        (4, np.zeros((2, 1, 2), np.int32), "sizes or rows of its arguments"),
         (3, np.zeros((1, 1), np.float32), "expected arguments float32 of rank 5"),
         (0, np.ones((1, 1, 1, 16), np.float32), "expected arguments float32 of rank 5"),
     ],

@@ -17,7 +17,8 @@ from noria.compile.programs.products import product_flops
 from noria.modelzoo.cpu import PRODUCTS, PUT_LINES, TAKE_PAIRS, objects, product_name
 from noria.modelzoo.cpu.moves import put_lines
 from noria.modelzoo.cpu.objects import panel_columns
-from noria.modelzoo.weights.packed_products import multiply_panels
+from noria.modelzoo.operations import ON_ONE_DEVICE
+from noria.modelzoo.weights.packed_products import Rows, multiply_panels
 from noria.modelzoo.weights.packed_weight import PackedWeight, pack
 from noria.modelzoo.weights.product import Product, einsum, gate_up_product
 
@@ -55,6 +56,14 @@ def packed(weight: np.ndarray) -> np.ndarray:
     return np.asarray(pack(jnp.asarray(weight), (-2,), columns))
 
 
+def rows_of(is_used) -> np.ndarray:
+    return np.asarray(Rows.of(jnp.asarray(is_used)).order)
+
+
+def all_rows(x: np.ndarray) -> np.ndarray:
+    return rows_of(np.ones(len(x), bool))
+
+
 @st.composite
 def products(draw: st.DrawFn):
     M, G = draw(st.integers(1, 200)), draw(st.integers(1, 2))
@@ -62,20 +71,23 @@ def products(draw: st.DrawFn):
     dtype, out = draw(st.sampled_from(PRODUCTS))
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     x, w = (rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in ((M, K), (G, K, N)))
-    return x, w, out
+    is_used = rng.random(M) < draw(st.sampled_from([0, 0.1, 0.8, 1]))
+    return x, w, is_used, out
 
 
 @settings(max_examples=80, deadline=None)
 @given(products(), st.booleans())
 def test_a_product_equals_the_reference_and_touches_its_buffers_alone(drawn, at_end):
-    x, w, out = drawn
-    arguments = [x, packed(w)]
+    x, w, is_used, out = drawn
+    arguments = [x, packed(w), rows_of(is_used)]
     result = np.full((w.shape[0], len(x), w.shape[2]), 9, jnp.dtype(out))
     name = product_name(x.dtype.name, out)
     (found,) = run_guarded(name, arguments, [result], at_end=at_end)
     x, w = x.astype(np.float64), w.astype(np.float64)
     wanted, largest = np.einsum("mk,gkn->gmn", x, w), np.einsum("mk,gkn->gmn", abs(x), abs(w))
-    assert (abs(found.astype(np.float64) - wanted) <= ERROR[out] * largest + 1e-30).all()
+    found = found.astype(np.float64)
+    assert (abs(found - wanted) <= ERROR[out] * largest + 1e-30)[:, is_used].all()
+    assert not found[:, ~is_used].any()
 
 
 @pytest.mark.parametrize(("dtype", "out"), PRODUCTS)
@@ -84,15 +96,19 @@ def test_a_row_of_a_product_has_its_own_bits(dtype, out):
     x = rng.standard_normal((120, 96)).astype(jnp.dtype(dtype))
     w = packed(rng.standard_normal((1, 96, 200)).astype(jnp.dtype(dtype)))
 
-    def rows(x):
+    def rows(x, is_used=None):
+        given = [x, w, all_rows(x) if is_used is None else rows_of(is_used)]
         result = np.zeros((1, len(x), 200), jnp.dtype(out))
-        assert call(handler(product_name(dtype, out)), [x, w], [result]) is None
+        assert call(handler(product_name(dtype, out)), given, [result]) is None
         return result[0].astype(np.float32)
 
     whole = rows(x)
     np.testing.assert_array_equal(rows(x[::-1].copy())[::-1], whole)
     for first, last in ((0, 1), (7, 10), (50, 55), (100, 120)):
         np.testing.assert_array_equal(rows(x[first:last].copy()), whole[first:last])
+    for share in (0.1, 0.5, 0.9):
+        is_used = rng.random(len(x)) < share
+        np.testing.assert_array_equal(rows(x, is_used), np.where(is_used[:, None], whole, 0))
 
 
 @pytest.mark.parametrize(("dtype", "out"), PRODUCTS)
@@ -100,7 +116,8 @@ def test_a_number_that_is_not_finite_stays_in_its_row(dtype, out):
     x, w = np.ones((3, 4), jnp.dtype(dtype)), np.ones((1, 4, 70), jnp.dtype(dtype))
     for number in (np.nan, np.inf):
         x[1, 2], result = number, np.zeros((1, 3, 70), jnp.dtype(out))
-        assert call(handler(product_name(dtype, out)), [x, packed(w)], [result]) is None
+        given = [x, packed(w), all_rows(x)]
+        assert call(handler(product_name(dtype, out)), given, [result]) is None
         is_finite = np.isfinite(result[0].astype(np.float32)).all(axis=1)
         assert is_finite.tolist() == [True, False, True]
 
@@ -108,18 +125,30 @@ def test_a_number_that_is_not_finite_stays_in_its_row(dtype, out):
 @pytest.mark.parametrize(
     ("x", "w", "result", "message"),
     [
-        ((3, 4), (1, 6, 8), (1, 3, 8), "sizes of its arguments"),
-        ((3, 4), (1, 4, 8), (1, 3, 9), "sizes of its arguments"),
-        ((3, 4), (1, 4, 8), (2, 3, 8), "sizes of its arguments"),
-        ((3, 4), (1, 4, 8), (1, 2, 8), "sizes of its arguments"),
-        ((3, 5), (1, 5, 8), (1, 3, 8), "sizes of its arguments"),
+        ((3, 4), (1, 6, 8), (1, 3, 8), "sizes or rows of its arguments"),
+        ((3, 4), (1, 4, 8), (1, 3, 9), "sizes or rows of its arguments"),
+        ((3, 4), (1, 4, 8), (2, 3, 8), "sizes or rows of its arguments"),
+        ((3, 4), (1, 4, 8), (1, 2, 8), "sizes or rows of its arguments"),
+        ((3, 5), (1, 5, 8), (1, 3, 8), "sizes or rows of its arguments"),
         ((3, 4), (4, 8), (1, 3, 8), "expected arguments bfloat16 of rank 2, bfloat16 of rank 3"),
     ],
 )
 def test_arguments_of_a_product_that_do_not_fit_are_an_error(x, w, result, message):
     arguments = [np.ones(shape, BFLOAT16) for shape in (x, w)]
+    arguments.append(all_rows(arguments[0]))
     failed = call(handler(product_name(*PRODUCTS[1])), arguments, [np.zeros(result, np.float32)])
     assert failed is not None and message in failed
+
+
+@pytest.mark.parametrize(
+    "rows", [[3, 0, 1], [4, 0, 1, 2], [-1, 0, 1, 2], [2, 0, 3, 1], [2, 0, -1, 1]]
+)
+def test_rows_that_activations_do_not_have_are_an_error(rows):
+    arguments = [np.ones(shape, np.float32) for shape in ((3, 4), (1, 4, 8))]
+    arguments.append(np.array(rows, np.int32))
+    name, result = product_name("float32", "float32"), np.zeros((1, 3, 8), np.float32)
+    failed = call(handler(name), arguments, [result])
+    assert failed is not None and "sizes or rows of its arguments" in failed
 
 
 @settings(max_examples=40, deadline=None)
@@ -213,6 +242,19 @@ def test_a_product_with_panels_equals_that_with_the_weight(name, dtype):
         assert counted == 2 * weight.size * rows
 
 
+def test_rows_without_tokens_are_not_computed():
+    product, weight = einsum("BTD,DF->BTF"), jnp.ones((32, 40))
+    in_panels = PackedWeight(pack(weight, (-2,), panel_columns()), (-2,), panel_columns())
+    is_token = jnp.arange(5)[None] < jnp.array([[2], [5], [0]])
+    operations = ON_ONE_DEVICE.for_tokens(is_token)
+    found = operations.project(product, jnp.ones((3, 5, 32)), in_panels)
+    wanted = np.where(np.asarray(is_token)[..., None], 32.0, 0.0)
+    np.testing.assert_array_equal(found, np.broadcast_to(wanted, (3, 5, 40)))
+    # other rows are not those of tokens
+    found = operations.project(product, jnp.ones((3, 1, 32)), in_panels)
+    np.testing.assert_array_equal(found, jnp.full((3, 1, 40), 32.0))
+
+
 def test_the_forms_for_other_processors_are_right():
     """Vectors of eight numbers, and pairs that are widened, for a processor with AVX2 alone."""
     program = """
@@ -225,8 +267,9 @@ assert objects.panel_columns() == 16
 rng = np.random.default_rng(0)
 for dtype, out in PRODUCTS:
     x, w = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((37, 50), (1, 50, 77)))
-    shape = jax.ShapeDtypeStruct((1, 37, 77), out)
-    found = jax.ffi.ffi_call(product_name(dtype, out), shape)(x, pack(w, (-2,), 16))
+    shape, rows = jax.ShapeDtypeStruct((1, 37, 77), out), np.arange(-1, 37, dtype=np.int32)
+    rows[0] = 37
+    found = jax.ffi.ffi_call(product_name(dtype, out), shape)(x, pack(w, (-2,), 16), rows)
     x, w = (np.asarray(a, np.float64) for a in (x, w[0]))
     error = abs(np.asarray(found[0], np.float64) - x @ w) / (abs(x) @ abs(w))
     assert error.max() < (8e-3 if out == "bfloat16" else 1e-6), (dtype, out, error.max())
