@@ -19,7 +19,7 @@ import argparse
 import json
 import sys
 from datetime import UTC, datetime
-from itertools import product
+from itertools import chain, cycle, islice, product
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -27,6 +27,7 @@ sys.path.insert(0, str(HERE / "peers"))
 
 from engine_protocol import Job  # noqa: E402  (beside the engines, which stand alone)
 from engine_runs import (  # noqa: E402
+    Rows,
     Setting,
     check_run,
     export_weights,
@@ -41,6 +42,7 @@ from engine_runs import (  # noqa: E402
 
 PROMPTS = HERE.parent / "benchmarks" / "workloads" / "peers64.jsonl"
 SHORTEST_PROMPT, LONGEST_PROMPT = 50, 400
+LONG_ROWS, LONG_PROMPT = 32, 2000
 DTYPES = "float32", "bfloat16"
 MANY_BUCKETS = (
     "buckets.prefill=[[104, 2], [152, 2], [184, 2], [224, 1], [256, 1], [280, 1], [312, 1], "
@@ -57,6 +59,8 @@ def main() -> None:
     source = export_weights(arguments.gguf, work)
     rows = read_rows(PROMPTS, work / "hf")
     _check_lengths(rows.prompts)
+    if arguments.long:
+        rows = _long_rows(rows, work)
 
     ceiling = _matmul_ceiling(arguments.threads, environment)
     print(f"{machine()['processor']}, {arguments.threads} threads; products: {ceiling} GFLOP/s")
@@ -66,7 +70,8 @@ def main() -> None:
             options = ["--dtype", dtype, *own, *arguments.noria_option]
             runs.append(run_noria(rows, options, work, environment))
             print(summary(runs[-1]), flush=True)
-    for setting in _settings(arguments, work, Path(source)):
+    longest = max(map(len, rows.prompts)) + max(rows.max_tokens)
+    for setting in _settings(arguments, work, Path(source), longest):
         threads, options = arguments.threads, setting.options
         job = Job(str(setting.model), rows.prompts, rows.max_tokens, threads, options)
         runs.append(run_peer(setting, job, work, environment))
@@ -90,6 +95,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--python-vllm", help="a Python with vllm")
     parser.add_argument("--python-llamacpp", help="a Python with llama_cpp")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--long", action="store_true", help=f"{LONG_ROWS} prompts of {LONG_PROMPT} tokens instead"
+    )
     parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument(
@@ -104,8 +112,29 @@ def _check_lengths(prompts: list[list[int]]) -> None:
         sys.exit(f"{PROMPTS.name}: expected 50 to 400 tokens, got {min(lengths)}-{max(lengths)}.")
 
 
-def _settings(arguments: argparse.Namespace, work: Path, source: Path) -> list[Setting]:
-    """Return the settings to measure, for each installed peer."""
+def _long_rows(rows: Rows, work: Path) -> Rows:
+    """Long prompts, made of the tokens of all prompts from another one on each."""
+    tokens = list(chain.from_iterable(rows.prompts))
+    prompts = []
+    for number in range(LONG_ROWS):
+        first = number * len(tokens) // LONG_ROWS
+        prompts.append(list(islice(cycle(tokens), first, first + LONG_PROMPT)))
+    max_tokens, path = rows.max_tokens[:LONG_ROWS], work / "long.jsonl"
+    bodies = [
+        {"prompt": prompt, "max_tokens": number, "temperature": 0, "ignore_eos": True}
+        for prompt, number in zip(prompts, max_tokens, strict=True)
+    ]
+    with path.open("w", encoding="utf-8") as file:
+        for number, body in enumerate(bodies):
+            row = {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
+            file.write(json.dumps(row | {"body": body}) + "\n")
+    return Rows(path, prompts, max_tokens)
+
+
+def _settings(
+    arguments: argparse.Namespace, work: Path, source: Path, longest: int
+) -> list[Setting]:
+    """Return the settings to measure, for each installed peer and rows of a longest length."""
     pythons = {
         "transformers": sys.executable,
         "vllm": arguments.python_vllm or python_with("vllm"),
@@ -117,7 +146,10 @@ def _settings(arguments: argparse.Namespace, work: Path, source: Path) -> list[S
             for dtype in arguments.dtypes
             for n in (8, 16, 32, 64)
         ),
-        *(("vllm", work / "hf", dtype, {"dtype": dtype}) for dtype in arguments.dtypes),
+        *(
+            ("vllm", work / "hf", dtype, {"dtype": dtype, "max_model_len": max(1024, longest)})
+            for dtype in arguments.dtypes
+        ),
         *(
             ("llamacpp", path, weights, {"slots": slots})
             for path, weights in ((work / "model-f32.gguf", "float32"), (source, source.stem))
