@@ -3,7 +3,7 @@
 Every engine gets the float32 weights of one GGUF file, the token ids of the same chat prompts and
 the same number of threads. It makes exactly `max_tokens` greedy ids a prompt, in its own process;
 the engines run one after the other. noria, transformers and vLLM run in float32 and in bfloat16.
-noria, transformers and llama.cpp run in several settings, and the best of each counts. llama.cpp
+transformers and llama.cpp run in several settings, and the best of each counts. llama.cpp
 also reads the quantised file itself, as its users would.
 
 The measure is output tokens a second of generation. Loading, warming up and compiling are reported
@@ -19,7 +19,7 @@ import argparse
 import json
 import sys
 from datetime import UTC, datetime
-from itertools import chain, cycle, islice, product
+from itertools import chain, cycle, islice
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -44,12 +44,6 @@ PROMPTS = HERE.parent / "benchmarks" / "workloads" / "peers64.jsonl"
 SHORTEST_PROMPT, LONGEST_PROMPT = 50, 400
 LONG_ROWS, LONG_PROMPT = 32, 2000
 DTYPES = "float32", "bfloat16"
-MANY_BUCKETS = (
-    "buckets.prefill=[[104, 2], [152, 2], [184, 2], [224, 1], [256, 1], [280, 1], [312, 1], "
-    "[352, 1], [400, 1]]"
-)
-"""Buckets for a job that is run more than once; a derived plan has fewer, to save build time."""
-NORIA_SETTINGS: tuple[list[str], ...] = ([], ["--set", MANY_BUCKETS])
 
 
 def main() -> None:
@@ -66,8 +60,8 @@ def main() -> None:
     print(f"{machine()['processor']}, {arguments.threads} threads; products: {ceiling} GFLOP/s")
     runs = []
     if "noria" in arguments.engines:
-        for dtype, own in product(arguments.dtypes, NORIA_SETTINGS):
-            options = ["--dtype", dtype, *own, *arguments.noria_option]
+        for dtype in arguments.dtypes:
+            options = ["--dtype", dtype, *arguments.noria_option]
             runs.append(run_noria(rows, options, work, environment))
             print(summary(runs[-1]), flush=True)
     longest = max(map(len, rows.prompts)) + max(rows.max_tokens)
