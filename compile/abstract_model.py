@@ -218,12 +218,21 @@ class AbstractModel:
         """The inputs of weights that are stored in panels; none if layers are scanned."""
         if self.arrangement.panel_columns is None or self.arrangement.scan_layers:
             return {}
-        metadata = {name: self._variables[name][1].get_metadata() for name in self.float_weights}
-        return {
-            name: of_weight["inputs"]
-            for name, of_weight in metadata.items()
-            if of_weight["is_matrix"] and can_pack(self.weights[name][0], of_weight["inputs"])
-        }
+        forms: dict[str, tuple[str, int]] = dict.fromkeys(self.float_weights, ("bfloat16", 1))
+        if (lanes := self.arrangement.code_lanes) is not None:
+            # products of rounded activations multiply codes with codes
+            forms |= {
+                name: ("int8", lanes)
+                for name, quantisation in self.quantisations.items()
+                if quantisation.rounds_activations
+            }
+        packed = {}
+        for name, form in forms.items():
+            metadata = self._variables[name][1].get_metadata()
+            inputs = metadata["inputs"]
+            if metadata["is_matrix"] and can_pack(self.weights[name][0], inputs, *form):
+                packed[name] = inputs
+        return packed
 
     def pack(self, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Loaded parameters in the order in which graphs read them; the arrays are donated."""
@@ -267,15 +276,15 @@ class AbstractModel:
     def _base_value(
         self, name: str, parameters: Mapping[str, jax.Array]
     ) -> jax.Array | QuantisedWeight | PackedWeight:
-        quantisation = self.quantisations.get(name)
+        quantisation, value = self.quantisations.get(name), parameters[name]
         if name in self.packed:
             columns = self.arrangement.panel_columns
             assert columns is not None, "it has packed weights"
-            return PackedWeight(parameters[name], self.packed[name], columns)
+            value = PackedWeight(value, self.packed[name], columns)
         if quantisation is None:
-            return parameters[name]
+            return value
         return QuantisedWeight(
-            parameters[name],
+            value,
             parameters[name + SCALES],
             quantisation,
             parameters.get(name + OFFSETS),

@@ -177,6 +177,9 @@ class Arrangement:
     panel_columns: int | None = None
     """The columns of panels in which weights of products are stored (`weights.packed_weight`); None
     for weights in the order of their axes."""
+    code_lanes: int | None = None
+    """The number of which the columns of weights in codes are a multiple, if products with codes
+    read them in panels, too; None if they do not."""
 
     def __post_init__(self):
         for name in ("head_shards", "padded_vocab", "head_multiple"):

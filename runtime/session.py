@@ -133,7 +133,7 @@ class LoadOptions:
 
         arrangement = placement.arrangement(config, self.scan_layers, self.cache_codes)
         if not self.in_panels:
-            arrangement = replace(arrangement, panel_columns=None)
+            arrangement = replace(arrangement, panel_columns=None, code_lanes=None)
         return AbstractModel(config, arrangement, self.weight_rules, self.adapters)
 
 

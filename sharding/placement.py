@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from ..modelzoo import axes
 from ..modelzoo.config import Arrangement, DecoderConfig
-from ..modelzoo.cpu.objects import panel_columns
+from ..modelzoo.cpu.objects import code_lanes, panel_columns
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.weights.weight_products import Axes
 from .axis_rules import AxisRules
@@ -130,9 +130,9 @@ class Placement:
     ) -> Arrangement:
         """Arrangement of weights, layers and cache for this layout and the options of a build."""
         arranged = arrangement_of(self.layout, self.platform, config, scan_layers, cache_codes)
-        is_one = self.layout is None and self.mesh.size == 1
-        columns = panel_columns() if self.platform == "cpu" and is_one else None
-        return replace(arranged, panel_columns=columns)
+        if self.platform != "cpu" or self.layout is not None or self.mesh.size > 1:
+            return arranged
+        return replace(arranged, panel_columns=panel_columns(), code_lanes=code_lanes())
 
     def cache_dtype(self, dtype: DTypeLike) -> jnp.dtype:
         """Dtype of cache entries for weights of `dtype`; see the function `cache_dtype`."""

@@ -8,8 +8,15 @@ ENTRIES = "float32", "bfloat16", "int8"
 """The dtypes of keys and values of each kernel of attention; int8 are codes with scales."""
 MULTIPLY = "noria_multiply"
 """The beginning of the names of all kernels of products."""
-PRODUCTS = ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")
-"""The dtypes of activations and weights, and of the result, of each kernel of products."""
+CODE_PRODUCT = "int8", "int32"
+PRODUCTS = (
+    ("float32", "float32"),
+    ("bfloat16", "float32"),
+    ("bfloat16", "bfloat16"),
+    CODE_PRODUCT,
+)
+"""The dtypes of activations and weights, and of the result, of each kernel of products. Processors
+that do not multiply codes lack that of codes."""
 
 
 def attend_name(dtype: str) -> str:

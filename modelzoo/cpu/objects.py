@@ -33,6 +33,13 @@ def panel_columns() -> int | None:
     return Processor.here().width.columns if _is_used else None
 
 
+def code_lanes() -> int | None:
+    """The lanes of products of codes; None if the kernels are not loaded, or have none."""
+    processor = Processor.here() if _is_used else None
+    has_any = processor is not None and processor.has_code_products
+    return processor.width.lanes if has_any else None
+
+
 def compile_all(processor: Processor) -> bytes:
     """The object code of all kernels, which takes about 15 seconds."""
     import llvmlite.binding as llvm
@@ -71,8 +78,9 @@ def register(code: bytes) -> None:
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         for name in NAMES:
-            address = ctypes.c_void_p(engine.get_function_address(name))
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
+            if address := engine.get_function_address(name):
+                kernel = jax.ffi.pycapsule(ctypes.c_void_p(address))
+                jax.ffi.register_ffi_target(name, kernel, platform="cpu")
         _engines.append(engine)
         _is_used = True
 

@@ -49,6 +49,11 @@ class Processor(NamedTuple):
         return self.has("avx512bf16")
 
     @property
+    def has_code_products(self) -> bool:
+        """Whether it multiplies codes of eight bits, four at a time."""
+        return self.has("avx512vnni")
+
+    @property
     def width(self) -> Width:
         """Its vectors, and the number of them that products use."""
         if self.has("avx512f"):

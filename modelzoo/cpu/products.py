@@ -1,8 +1,9 @@
-"""Products of activations with weights in panels, in float32 and bfloat16.
+"""Products of activations with weights in panels, in float32 and bfloat16, and of codes in int8.
 
 A *panel* has the numbers of some columns of a weight, so that a product reads them one after
-another: `[K, columns]`, and in bfloat16 `[K / 2, columns, 2]`. A unit of work is a panel and a
-block of rows. Rows that nobody reads, such as padding and idle slots, are not computed.
+another: `[K, columns]`, in bfloat16 `[K / 2, columns, 2]`, in int8 `[K / 4, columns, 4]`. A unit of
+work is a panel and a block of rows. Rows that nobody reads, such as padding and idle slots, are not
+computed.
 
 Knows nothing of models. Guarantees: a row of the result depends on its own activations alone.
 """
@@ -13,13 +14,14 @@ Knows nothing of models. Guarantees: a row of the result depends on its own acti
 from collections.abc import Iterator
 from typing import Any
 
-from . import PRODUCTS, product_name
+from . import CODE_PRODUCT, PRODUCTS, product_name
 from .frames import Buffer, argument, result, result_size, size
-from .memory import call_address, load32, memset, native
-from .processor import Processor
+from .memory import call_address, load32, memset, native, on_stack, store32
+from .processor import Processor, Width
 from .threads import Kernel
 from .vectors import BYTES, Form, Matrix, product
 
+NUM_BYTES = {"int8": 1, "bfloat16": 2, "float32": 4, "int32": 4}
 _BLOCK_ROWS = 96
 """The maximum number of rows of a unit."""
 _MIN_UNITS = 16
@@ -35,15 +37,43 @@ def product_kernels(processor: Processor) -> Iterator[Kernel]:
     `[G, M, N]`, and zero in the other rows.
     """
     for dtype, out in PRODUCTS:
-        is_paired = dtype == "bfloat16"
+        has_codes = (dtype, out) == CODE_PRODUCT
+        if has_codes and not processor.has_code_products:
+            continue
+        is_paired, num_bytes = dtype == "bfloat16", NUM_BYTES[dtype]
         has_pair_products = is_paired and processor.has_pair_products
         form = Form(is_paired, has_pair_products, rounds=out == "bfloat16", picks=True)
-        multiply = product(processor.width, form, has_single_columns=True)
+        width, columns = processor.width, processor.width.columns
+        if has_codes:
+            multiply, lanes = _code_product(width, form), width.lanes
+        else:
+            multiply, lanes = product(width, form, has_single_columns=True), 1
         arguments = Buffer(dtype, 2), Buffer(dtype, 3), Buffer("int32", 1)
-        columns, num_bytes = processor.width.columns, 2 if is_paired else BYTES
-        run = _runner(multiply, columns, num_bytes, 2 if form.rounds else BYTES)
-        count = _counter(columns, BYTES // num_bytes)
+        run = _runner(multiply, columns, num_bytes, NUM_BYTES[out])
+        count = _counter(columns, BYTES // num_bytes, lanes)
         yield Kernel(product_name(dtype, out), arguments, (Buffer(out, 3),), count, run)
+
+
+def _code_product(width: Width, form: Form) -> Any:
+    """The function `multiply` of products of codes.
+
+    It computes the product with the number that is added to all codes of x first, and begins the
+    sums at its negative.
+    """
+    form = form._replace(has_codes=True)
+    multiply = product(width, form)
+    of_center = product(width, form._replace(of_center=True, picks=False))
+    zeros = (0,) * (width.columns * BYTES // 8)
+
+    @native
+    def multiply_codes(rows, columns, count, x, y, out, ahead, picked):
+        begin, sums = on_stack(zeros), on_stack(zeros)
+        of_center(1, columns, count, x, y, Matrix(sums, 0), 0, 0, begin)
+        for i in range(0, columns * BYTES, BYTES):
+            store32(begin + i, -load32(sums + i))
+        multiply(rows, columns, count, x, y, out, ahead, picked, begin)
+
+    return multiply_codes
 
 
 @native
@@ -56,12 +86,15 @@ def _blocks(frame: int, num_panels: int) -> tuple[int, int]:
     return rows, max(1, (given + rows - 1) // rows)
 
 
-def _counter(columns: int, together: int) -> Any:
-    """The function `count` of a kernel for panels of some columns."""
+def _counter(columns: int, together: int, lanes: int) -> Any:
+    """The function `count` of a kernel for panels of some columns.
+
+    It takes a multiple of `together` inputs, and a multiple of `lanes` columns.
+    """
 
     def count(frame: int) -> int:
         M, K, G, N = size(frame, 0, 0), size(frame, 0, 1), size(frame, 1, 0), size(frame, 1, 2)
-        fits = size(frame, 1, 1) == K and K % together == 0
+        fits = size(frame, 1, 1) == K and K % together == 0 and N % lanes == 0
         fits &= result_size(frame, 0, 0) == G and size(frame, 2, 0) == 1 + M
         fits &= result_size(frame, 0, 1) == M and result_size(frame, 0, 2) == N
         if fits:

@@ -25,6 +25,7 @@ BYTES = 4
 _FETCH = "llvm.prefetch.p0"
 _ALIGNED = 2
 """The bytes that addresses are a multiple of."""
+_CENTER = 128
 LOWEST = -1e30
 """Less than all scores."""
 
@@ -50,6 +51,11 @@ class Form(NamedTuple):
     """Whether memory sends the y of the next product meanwhile."""
     picks: bool = False
     """Whether the rows of x and of the result are those of a list, and not one after another."""
+    has_codes: bool = False
+    """Whether x and y have codes in int8, four of which lie together, and the result int32. The
+    processor multiplies codes of y with numbers from 0 to 255: those of x with `_CENTER` added."""
+    of_center: bool = False
+    """Whether all codes of x are zero, and nothing is read of it: the product with `_CENTER`."""
 
 
 OF_FLOATS = Form()
@@ -107,7 +113,7 @@ class _Code:
 
     def _operation(self, name: str, *given: Any) -> Any:
         known = self.builder.module.globals.get(name)
-        kind = ir.FunctionType(self.vector, [value.type for value in given])
+        kind = ir.FunctionType(given[0].type, [value.type for value in given])
         return self.builder.call(known or ir.Function(self.builder.module, kind, name), given)
 
     def loop(
@@ -165,6 +171,9 @@ class _Code:
 
     def multiply_add(self, form: Form, of_x: list[Any], of_y: list[Any], total: Any) -> Any:
         """The sum of a total and the products of the `factors` of two vectors."""
+        if form.has_codes:
+            name = f"x86.avx512.vpdpbusd.{32 * self.lanes}"
+            return self._operation(f"llvm.{name}", total, *of_x, *of_y)
         if form.has_pair_products:
             name = f"x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
             return self._operation(f"llvm.{name}", total, *of_x, *of_y)
@@ -224,17 +233,17 @@ class _Code:
 def _tile(form: Form, lanes: int, num_rows: int, num_vectors: int) -> Any:
     """A function `tile(x, y, out, distances, count)`: the product of rows and columns.
 
-    The distances are those between the rows of x, y and out, that to the next y, and the address of
-    the numbers of the rows. `count` numbers or pairs of each row of x are multiplied with as many
-    rows of y.
+    The distances are those between the rows of x, y and out, that to the next y, and the addresses
+    of the numbers of the rows and of the row at which sums of codes begin. `count` numbers or pairs
+    of each row of x are multiplied with as many rows of y.
     """
 
     @intrinsic
     def tile(typing: Any, x: Any, y: Any, out: Any, distances: Any, count: Any) -> Any:
         def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             x, y, out, distances, count = args
-            x_row, y_row, out_row, ahead, picked = (
-                builder.extract_value(distances, i) for i in range(5)
+            x_row, y_row, out_row, ahead, picked, begin = (
+                builder.extract_value(distances, i) for i in range(6)
             )
             code = _Code(context, builder, lanes)
             numbers = list(map(I64, range(num_rows)))
@@ -253,7 +262,11 @@ def _tile(form: Form, lanes: int, num_rows: int, num_vectors: int) -> Any:
             ]
             start = [code.load(place) if form.adds else code.all(0.0) for place in places]
             scalar, kind = (I32, code.integers) if form.is_paired else (F32, code.vector)
-            kind = code.halves if form.is_narrow else kind
+            kind, center = code.halves if form.is_narrow else kind, I32(_CENTER * 0x01010101)
+            if form.has_codes:
+                scalar, kind = I32, code.integers
+                first = [code.load(code.at(begin, i * size), kind) for i in range(num_vectors)]
+                start = num_rows * first
 
             def turn(index: Any, sums: list[Any]) -> list[Any]:
                 row_of_y = builder.add(y, builder.mul(y_row, index))
@@ -267,7 +280,12 @@ def _tile(form: Form, lanes: int, num_rows: int, num_vectors: int) -> Any:
                 ]
                 new = []
                 for row in range(num_rows):
-                    number = code.spread(code.load(code.at(rows[row], index, BYTES), scalar))
+                    number = center
+                    if not form.of_center:
+                        number = code.load(code.at(rows[row], index, BYTES), scalar)
+                    if form.has_codes and not form.of_center:
+                        number = builder.xor(number, center)
+                    number = code.spread(number)
                     of_x = code.factors(form, number)
                     for i, vector in enumerate(of_y):
                         total = sums[row * num_vectors + i]
@@ -278,7 +296,7 @@ def _tile(form: Form, lanes: int, num_rows: int, num_vectors: int) -> Any:
                 code.store(place, code.rounded(total) if form.rounds else total)
             return context.get_dummy_value()
 
-        given = *[types.intp] * 3, types.UniTuple(types.intp, 5), types.intp
+        given = *[types.intp] * 3, types.UniTuple(types.intp, 6), types.intp
         return types.void(*given), write
 
     return tile
@@ -299,9 +317,9 @@ def _by_rows(lanes: int, num_vectors: int, form: Form) -> Any:
 
     @native
     def run(rows, count, x, y, out, others):
-        to, of, (ahead, picked) = out.address, x.address, others
+        to, of, (ahead, picked, begin) = out.address, x.address, others
         while rows > 0:
-            distances = x.row, y.row, out.row, ahead, picked
+            distances = x.row, y.row, out.row, ahead, picked, begin
             if rows >= 6:
                 done = 6
                 six(of, y.address, to, distances, count)
@@ -331,11 +349,12 @@ def _matrix(address: int) -> Matrix:
 
 @cache
 def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = False) -> Any:
-    """A function `multiply(rows, columns, count, x, y, out, ahead, picked)`: `out = x @ y`.
+    """A function `multiply(rows, columns, count, x, y, out, ahead, picked, begin)`: `out = x @ y`.
 
     x, y and out are matrices, and y has `count` rows, of numbers or of pairs. The next y is so many
-    bytes ahead of this one, and the numbers of the rows of x and out are at the address `picked`,
-    if the form reads them. Without `has_single_columns`, the columns are a multiple of the lanes.
+    bytes ahead of this one. If the form reads them, the numbers of the rows of x and out are at the
+    address `picked`, and the sums of codes begin at the numbers at `begin`. Without
+    `has_single_columns`, the columns are a multiple of the lanes.
     """
     wide, narrow = width.columns, width.lanes
     y_bytes, out_bytes = (2 if is_half else BYTES for is_half in (form.is_narrow, form.rounds))
@@ -348,10 +367,12 @@ def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = 
     def multiply(given: int) -> int:
         rows, columns, count = load64(given), load64(given + 8), load64(given + 16)
         x, y, out = _matrix(given + 24), _matrix(given + 40), _matrix(given + 56)
-        others, column = (load64(given + 72), load64(given + 80)), 0
+        ahead, picked, begin = load64(given + 72), load64(given + 80), load64(given + 88)
+        column = 0
         while column < columns:
             y_here = Matrix(y.address + column * y_bytes, y.row)
             out_here = Matrix(out.address + column * out_bytes, out.row)
+            others = ahead, picked, begin + column * BYTES
             if columns - column >= wide:
                 of_wide(rows, count, x, y_here, out_here, others)
                 column += wide
@@ -366,9 +387,9 @@ def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = 
     multiply_all = caller(multiply)
 
     @native(inline="always")
-    def call(rows, columns, count, x, y, out, ahead=0, picked=0):
+    def call(rows, columns, count, x, y, out, ahead=0, picked=0, begin=0):
         places = x.address, x.row, y.address, y.row, out.address, out.row
-        multiply_all((on_stack((rows, columns, count, *places, ahead, picked)),))
+        multiply_all((on_stack((rows, columns, count, *places, ahead, picked, begin)),))
 
     return call
 

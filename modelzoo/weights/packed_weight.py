@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ..cpu.moves import take_units
 
 _OfAxes = TypeVar("_OfAxes", tuple[int, ...], str)
-_MOST_TOGETHER = 2
-"""The largest P, that of bfloat16."""
 _MOST_NUMBERS = 2**31 - 1
 """The numbers of the largest weight whose rows `take` finds."""
 
@@ -123,13 +122,23 @@ def pack(weight: jax.Array, inputs: tuple[int, ...], columns: int) -> jax.Array:
     return jnp.concatenate(parts, axis=1).reshape(weight.shape)
 
 
-def can_pack(shape: tuple[int, ...], inputs: tuple[int, ...]) -> bool:
-    """Whether a weight can be in panels, in any dtype."""
-    num_inputs = math.prod(shape[axis] for axis in inputs)
-    return num_inputs % _MOST_TOGETHER == 0 and math.prod(shape) <= _MOST_NUMBERS
+def can_pack(
+    shape: tuple[int, ...],
+    inputs: tuple[int, ...],
+    dtype: DTypeLike = "bfloat16",
+    multiple: int = 1,
+) -> bool:
+    """Whether kernels read a weight in panels, in float32 or bfloat16, or in another dtype.
+
+    Its columns must be a multiple of a number.
+    """
+    weight = PackedWeight(jax.ShapeDtypeStruct(shape, dtype), inputs, 1)
+    _, num_inputs, num_columns = weight.matrices
+    has_units = num_inputs % _together(dtype) == 0 and num_columns % multiple == 0
+    return has_units and math.prod(shape) <= _MOST_NUMBERS
 
 
-def _together(dtype: jax.typing.DTypeLike) -> int:
+def _together(dtype: DTypeLike) -> int:
     """P of a dtype."""
     return 4 // jnp.dtype(dtype).itemsize
 

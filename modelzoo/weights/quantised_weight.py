@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from .packed_products import Rows, multiply_panels
 from .packed_weight import PackedWeight
 from .product import Labels, Product
 from .weight_formats import Quantisation
@@ -49,8 +50,9 @@ them again, on an H100."""
 class QuantisedWeight:
     """A weight in codes, or a part of one."""
 
-    codes: jax.Array
-    """Integers or small floats, with the axes of the weight."""
+    codes: jax.Array | PackedWeight
+    """Integers or small floats, with the axes of the weight. Those that a product multiplies with
+    codes may be in panels."""
     scales: jax.Array
     """The factors of the codes."""
     quantisation: Quantisation = field(metadata={"static": True})
@@ -135,9 +137,11 @@ def map_arrays(
 
 def take_rows(table: jax.Array | QuantisedWeight | PackedWeight, ids: jax.Array) -> jax.Array:
     """Rows of a table whose last axis is its inputs; an id out of range is clipped."""
-    if isinstance(table, PackedWeight):
-        return table.take(ids)
-    rows = jax.tree.map(lambda x: x.at[ids].get(mode="clip"), table)
+
+    def take(x: Any) -> jax.Array:
+        return x.take(ids) if isinstance(x, PackedWeight) else x.at[ids].get(mode="clip")
+
+    rows = jax.tree.map(take, table, is_leaf=lambda x: isinstance(x, PackedWeight))
     return rows.dequantise() if isinstance(rows, QuantisedWeight) else rows
 
 
@@ -176,6 +180,7 @@ def multiply_codes(
     x: jax.Array,
     weight: QuantisedWeight,
     max_over_parts: Callable[[jax.Array], jax.Array] = lambda x: x,
+    rows: Rows | None = None,
 ) -> jax.Array:
     """Multiply activations with a quantised weight.
 
@@ -185,6 +190,7 @@ def multiply_codes(
       weight: The weight.
       max_over_parts: The maximum over the parts of tokens, if devices have only parts of the
         features that the product sums over. All parts of a token have the same scale.
+      rows: The rows to compute, if the codes are in panels; see `multiply_panels`.
 
     Returns:
       The product in float32.
@@ -210,7 +216,11 @@ def multiply_codes(
     x_codes, x_scale = _round_activations(x, summed, max_over_parts)
     kept = "".join(label for label in x_labels if label in out_labels)
     x_scale = _align(x_scale.squeeze(summed), kept, out_labels)
-    return product(x_codes, weight.codes).astype(jnp.float32) * x_scale * of_result
+    if isinstance(weight.codes, PackedWeight):
+        out = multiply_panels(product, x_codes, weight.codes, jnp.dtype(jnp.int32), rows)
+    else:
+        out = product(x_codes, weight.codes)
+    return out.astype(jnp.float32) * x_scale * of_result
 
 
 def _multiply_in_groups(

@@ -49,7 +49,7 @@ def multiply(
     if isinstance(value, PackedWeight):
         return multiply_panels(product, x, value, dtype, rows)
     if isinstance(value, QuantisedWeight):
-        out = multiply_codes(product, x, value, max_over_parts)
+        out = multiply_codes(product, x, value, max_over_parts, rows)
     else:
         out = product(x, value)
     return out.astype(dtype)

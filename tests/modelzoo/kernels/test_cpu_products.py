@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +15,20 @@ from hypothesis import strategies as st
 
 from noria.compile.programs.hlo_text import read_program
 from noria.compile.programs.products import product_flops
-from noria.modelzoo.cpu import PRODUCTS, PUT_LINES, TAKE_PAIRS, objects, product_name
+from noria.modelzoo.cpu import CODE_PRODUCT, PRODUCTS, PUT_LINES, TAKE_PAIRS, objects, product_name
 from noria.modelzoo.cpu.moves import put_lines
 from noria.modelzoo.cpu.objects import panel_columns
+from noria.modelzoo.cpu.processor import Processor
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.weights.packed_products import Rows, multiply_panels
 from noria.modelzoo.weights.packed_weight import PackedWeight, pack
 from noria.modelzoo.weights.product import Product, einsum, gate_up_product
+from noria.modelzoo.weights.quantised_weight import QuantisedWeight, multiply_codes, take_rows
+from noria.modelzoo.weights.weight_formats import Quantisation, WeightFormat
 
 pytestmark = list(NEEDS_NUMBA)
 BFLOAT16 = jnp.dtype("bfloat16")
-ERROR = {"float32": 2e-6, "bfloat16": 8e-3}
+ERROR = {"float32": 2e-6, "bfloat16": 8e-3, "int32": 0}
 """The largest error of a result, as a part of the sum of the products' absolute values."""
 
 
@@ -56,6 +60,19 @@ def packed(weight: np.ndarray) -> np.ndarray:
     return np.asarray(pack(jnp.asarray(weight), (-2,), columns))
 
 
+SERVED = [
+    dtypes for dtypes in PRODUCTS if dtypes != CODE_PRODUCT or Processor.here().has_code_products
+]
+"""The kernels of products that this processor has."""
+FLOAT_PRODUCTS = [dtypes for dtypes in PRODUCTS if dtypes != CODE_PRODUCT]
+
+
+def random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    if dtype == "int8":
+        return rng.integers(-128, 128, shape, np.int8)
+    return rng.standard_normal(shape).astype(jnp.dtype(dtype))
+
+
 def rows_of(is_used) -> np.ndarray:
     return np.asarray(Rows.of(jnp.asarray(is_used)).order)
 
@@ -67,10 +84,14 @@ def all_rows(x: np.ndarray) -> np.ndarray:
 @st.composite
 def products(draw: st.DrawFn):
     M, G = draw(st.integers(1, 200)), draw(st.integers(1, 2))
-    K, N = 2 * draw(st.integers(1, 150)), draw(st.integers(1, 200))
-    dtype, out = draw(st.sampled_from(PRODUCTS))
+    dtype, out = draw(st.sampled_from(SERVED))
+    units, multiple = (4, 16) if dtype == "int8" else (2, 1)
+    K, N = (
+        units * draw(st.integers(1, 300 // units)),
+        multiple * draw(st.integers(1, 200 // multiple)),
+    )
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
-    x, w = (rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in ((M, K), (G, K, N)))
+    x, w = (random(rng, shape, dtype) for shape in ((M, K), (G, K, N)))
     is_used = rng.random(M) < draw(st.sampled_from([0, 0.1, 0.8, 1]))
     return x, w, is_used, out
 
@@ -90,15 +111,14 @@ def test_a_product_equals_the_reference_and_touches_its_buffers_alone(drawn, at_
     assert not found[:, ~is_used].any()
 
 
-@pytest.mark.parametrize(("dtype", "out"), PRODUCTS)
+@pytest.mark.parametrize(("dtype", "out"), SERVED)
 def test_a_row_of_a_product_has_its_own_bits(dtype, out):
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((120, 96)).astype(jnp.dtype(dtype))
-    w = packed(rng.standard_normal((1, 96, 200)).astype(jnp.dtype(dtype)))
+    x, w = random(rng, (120, 96), dtype), packed(random(rng, (1, 96, 208), dtype))
 
     def rows(x, is_used=None):
         given = [x, w, all_rows(x) if is_used is None else rows_of(is_used)]
-        result = np.zeros((1, len(x), 200), jnp.dtype(out))
+        result = np.zeros((1, len(x), 208), jnp.dtype(out))
         assert call(handler(product_name(dtype, out)), given, [result]) is None
         return result[0].astype(np.float32)
 
@@ -111,7 +131,7 @@ def test_a_row_of_a_product_has_its_own_bits(dtype, out):
         np.testing.assert_array_equal(rows(x, is_used), np.where(is_used[:, None], whole, 0))
 
 
-@pytest.mark.parametrize(("dtype", "out"), PRODUCTS)
+@pytest.mark.parametrize(("dtype", "out"), FLOAT_PRODUCTS)
 def test_a_number_that_is_not_finite_stays_in_its_row(dtype, out):
     x, w = np.ones((3, 4), jnp.dtype(dtype)), np.ones((1, 4, 70), jnp.dtype(dtype))
     for number in (np.nan, np.inf):
@@ -242,6 +262,29 @@ def test_a_product_with_panels_equals_that_with_the_weight(name, dtype):
         assert counted == 2 * weight.size * rows
 
 
+@pytest.mark.skipif(not Processor.here().has_code_products, reason="no products of codes")
+def test_codes_in_panels_are_multiplied_exactly():
+    product, keys = einsum("BTD,DF->BTF"), jax.random.split(jax.random.key(0), 2)
+    x, weight = jax.random.normal(keys[0], (3, 5, 64)), jax.random.normal(keys[1], (64, 80))
+    scale = jnp.abs(weight).max(axis=0, keepdims=True) / 127
+    codes = jnp.rint(weight / scale).astype(jnp.int8)
+    quantisation = Quantisation(WeightFormat("int8"), (-2,), rounds_activations=True)
+    plain = QuantisedWeight(codes, scale, quantisation)
+    in_panels = replace(
+        plain, codes=PackedWeight(pack(codes, (-2,), panel_columns()), (-2,), panel_columns())
+    )
+    multiply = jax.jit(multiply_codes, static_argnums=0)
+    np.testing.assert_array_equal(multiply(product, x, in_panels), multiply(product, x, plain))
+    assert product_name(*CODE_PRODUCT) in multiply.lower(product, x, in_panels).as_text()
+    table, of_rows = codes.T, replace(quantisation, inputs=(-1,))
+    plain = QuantisedWeight(table, scale.T, of_rows)
+    in_panels = replace(
+        plain, codes=PackedWeight(pack(table, (-1,), panel_columns()), (-1,), panel_columns())
+    )
+    ids = jnp.array([[3, 0], [79, 200]])
+    np.testing.assert_array_equal(take_rows(in_panels, ids), take_rows(plain, ids))
+
+
 def test_rows_without_tokens_are_not_computed():
     product, weight = einsum("BTD,DF->BTF"), jnp.ones((32, 40))
     in_panels = PackedWeight(pack(weight, (-2,), panel_columns()), (-2,), panel_columns())
@@ -259,13 +302,13 @@ def test_the_forms_for_other_processors_are_right():
     """Vectors of eight numbers, and pairs that are widened, for a processor with AVX2 alone."""
     program = """
 import jax, jax.numpy as jnp, numpy as np
-from noria.modelzoo.cpu import PRODUCTS, objects, product_name
+from noria.modelzoo.cpu import CODE_PRODUCT, PRODUCTS, objects, product_name
 from noria.modelzoo.weights.packed_weight import pack
 objects.Processor.here = classmethod(lambda cls: cls("haswell", "+avx2,+fma"))
 objects.register(objects.compile_all(objects.Processor.here()))
-assert objects.panel_columns() == 16
+assert objects.panel_columns() == 16 and objects.code_lanes() is None
 rng = np.random.default_rng(0)
-for dtype, out in PRODUCTS:
+for dtype, out in set(PRODUCTS) - {CODE_PRODUCT}:
     x, w = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((37, 50), (1, 50, 77)))
     shape, rows = jax.ShapeDtypeStruct((1, 37, 77), out), np.arange(-1, 37, dtype=np.int32)
     rows[0] = 37
