@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ..modelzoo import axes
 from ..modelzoo.attention.attend import Attend
@@ -20,8 +21,14 @@ from ..modelzoo.attention.blockwise import attend_blockwise
 from ..modelzoo.attention.paged import PageReader, attend_in_groups
 from ..modelzoo.config import Arrangement, DecoderConfig
 from ..modelzoo.config_values import check_choice
+from ..modelzoo.cpu.objects import is_loaded
 from ..modelzoo.kernels.call import AttentionCall
-from ..modelzoo.kernels.cpu_attention import attend_pages_cpu, attend_prompts_cpu, cpu_refusal
+from ..modelzoo.kernels.cpu_attention import (
+    STEP,
+    attend_pages_cpu,
+    attend_prompts_cpu,
+    cpu_refusal,
+)
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
 from ..modelzoo.kernels.paged_gpu import attend_pages_gpu, paged_gpu_refusal
 from ..modelzoo.kernels.paged_tpu import attend_pages_tpu, paged_tpu_refusal
@@ -226,6 +233,38 @@ def choose_kernels(
     prefill = {bucket.tokens: choose_prefill(bucket) for bucket in grid.prefill}
     decode = choose_paged("decode", 1, grid.decode_slots) if grid.decode_slots else None
     return AttentionChoices(prefill, decode)
+
+
+def cache_dtype(
+    config: DecoderConfig,
+    platform: str,
+    dtype: DTypeLike,
+    *,
+    cache_codes: str | None = None,
+    choices: AttentionChoices | None = None,
+) -> jnp.dtype:
+    """Dtype of cache entries: that of the run, or float32 on the CPU without our kernels.
+
+    NOTE: To write an entry into a bfloat16 array, XLA for CPU converts the whole array to float32
+    and back.
+
+    Args:
+      config: The model.
+      platform: The platform.
+      dtype: Dtype of activations.
+      cache_codes: The codes of the cache; None for entries that are not in codes.
+      choices: The kernels of a grid. Without them, pages are expected to have a multiple of
+        `cpu_attention.STEP` entries.
+    """
+    if platform != "cpu":
+        return jnp.dtype(dtype)
+    has_latents = any(attention.latent for attention in config.attentions)
+    if choices is not None:
+        has_kernels = choices.are_all("numba")
+    else:
+        has_kernels = is_loaded() and not any(x.head_dim % STEP for x in config.attentions)
+    serves = has_kernels and cache_codes is None and not has_latents
+    return jnp.dtype(dtype if serves else jnp.float32)
 
 
 def choose(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from .abstract_model import AbstractModel
-from .attention_kernels import AUTO_ATTENTION, AttentionPlan, Choice, choose_kernels
+from .attention_kernels import AUTO_ATTENTION, AttentionPlan, Choice, cache_dtype, choose_kernels
 from .compiled_graphs import CompiledGraphs
 from .compiler_options import NO_OPTIONS, CompilerOptions, with_defaults
 from .device_kinds import kind_of
@@ -184,19 +184,11 @@ class _GraphPlanner:
             signatures.decode_state,
             model,
             grid,
-            self._cache_dtype(dtype),
+            cache_dtype(config, platform, dtype, cache_codes=codes, choices=self._kernels),
             placement.cache_head_shards,
         )
         state = jax.eval_shape(self._make_state)
         self._state = state.map(lambda leaf, axes: _abstract(leaf, placement.state(axes)))
-
-    def _cache_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """Dtype of cache entries; on the CPU that of the run if kernels write and read them."""
-        has_latents = any(attention.latent for attention in self._model.config.attentions)
-        is_float = self._model.arrangement.cache_codes is None
-        if self._kernels.are_all("numba") and is_float and not has_latents:
-            return dtype
-        return self._placement.cache_dtype(dtype)
 
     def graph(self, key: GraphKey, options: CompilerOptions) -> GraphSpec:
         """One graph of the grid, with its options among those of all kinds."""

@@ -19,7 +19,7 @@ from ..sharding.layout import Layout
 from ..sharding.legality import check
 from ..sharding.placement import Placement
 from .abstract_model import AbstractModel, model_sizes
-from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
+from .attention_kernels import AUTO_ATTENTION, AttentionPlan, cache_dtype, choose_kernels
 from .build import GraphSpec, compile_with_text, plan_graphs
 from .graphs.graph_kinds import DECODE, GraphKey, call_of
 from .grids.bucket_grid import BucketGrid
@@ -157,9 +157,10 @@ def measure(
         return result
     placement = target.placement(layout)
     model = AbstractModel(config, placement.arrangement(config, measured.scan_layers))
-    work = Work(model, dtype.name, layout, placement.cache_dtype(dtype))
-    result.bytes_per_device = {"params": work.parameter_bytes, "cache": work.grid_bytes(grid)}
     kernels = choose_kernels(config, grid, placement, dtype, measured.attention)
+    stored = cache_dtype(config, placement.platform, dtype, choices=kernels)
+    work = Work(model, dtype.name, layout, stored)
+    result.bytes_per_device = {"params": work.parameter_bytes, "cache": work.grid_bytes(grid)}
     result.attention = kernels.report()
     for graph in measured.graphs(model, placement):
         try:

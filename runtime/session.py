@@ -32,7 +32,7 @@ from .checkpoint.published_numbers import keep_published
 from .console import plural
 from .devices import machine
 from .devices.compiler_messages import without_alarms
-from .devices.graph_memory import check_memory
+from .devices.graph_memory import check_memory, host_bytes
 from .devices.host_arrays import HostArrays
 from .engine.admission import Admission
 from .engine.embedding import EmbeddingSession
@@ -224,15 +224,22 @@ def load_model(
 def _naming_weights(
     files: ModelFiles, abstract: Iterable[jax.ShapeDtypeStruct], dtype: str, target: Target
 ) -> Iterator[None]:
-    """Name the model in errors of its weights; OutOfMemory if memory runs out while they load."""
+    """Name the model in errors of its weights; OutOfMemory if memory runs out while they load.
+
+    Weights that are larger than the memory of a machine with CPUs alone are not loaded at all.
+    """
+    num_bytes = sum(array_bytes(leaf.shape, leaf.dtype) for leaf in abstract)
+    processes = {device.process_index for device in target.devices}
     try:
+        limit = host_bytes() if target.platform == "cpu" else 0
+        if 0 < limit < num_bytes / len(processes):
+            raise MemoryError(f"this machine has {limit / 1e9:.2f} GB of memory")
         yield
     except CheckpointMismatch as error:
         raise CheckpointMismatch(f"{files.path}: {error}") from None
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        num_bytes = sum(array_bytes(leaf.shape, leaf.dtype) for leaf in abstract)
         narrower = "dtype bfloat16, " if dtype == "float32" else "numbers.weights int8 or int4, "
         raise OutOfMemory(
             f"the weights of {files.name}, {num_bytes / 1e9:.2f} GB in {dtype}, do not fit on "

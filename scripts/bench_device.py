@@ -68,12 +68,12 @@ class DeviceBench:
         import jax.numpy as jnp
 
         from noria.compile.abstract_model import AbstractModel
+        from noria.compile.attention_kernels import cache_dtype
         from noria.modelzoo.config import DecoderConfig
 
         self.placement = target.placement()
         self.options = options
         self.dtype = jnp.dtype(options.dtype)
-        self.cache_dtype = self.placement.cache_dtype(self.dtype)
         self.config = DecoderConfig.alike(
             vocab_size=options.vocab,
             embed=options.embed,
@@ -84,6 +84,8 @@ class DeviceBench:
             windows=(None,) * options.layers,
             max_position=max(options.context, options.prompt) + 1,
         )
+        platform = self.placement.platform
+        self.cache_dtype = cache_dtype(self.config, platform, self.dtype)
         self.definition = AbstractModel(self.config)
         self.parameters = self._random_parameters()
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -30,6 +31,7 @@ from transformers import BertConfig, BertModel
 from noria.compile.plan import Numbers, PlannedModel
 from noria.compile.targets import find_target
 from noria.runtime import session
+from noria.runtime.bundles.cpu_kernels import load_kernels
 from noria.runtime.checkpoint import open_model
 from noria.runtime.devices import backends
 from noria.runtime.devices.machine import describe_machine
@@ -137,6 +139,7 @@ class Noria(NamedTuple):
         """Build the graphs for all texts."""
         started = time.perf_counter()
         backends.prepare_jax("cpu")
+        load_kernels("cpu", partial(print, file=sys.stderr))
         target = find_target("cpu")
         with open_model(folder) as files:
             planned = PlannedModel("random", files.fingerprint())

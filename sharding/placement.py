@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
-from jax.typing import DTypeLike
 
 from ..modelzoo import axes
 from ..modelzoo.config import Arrangement, DecoderConfig
@@ -54,15 +52,6 @@ def arrangement_of(
         head_shards=heads,
         padded_vocab=None if padded == config.vocab_size else padded,
     )
-
-
-def cache_dtype(platform: str, dtype: DTypeLike) -> jnp.dtype:
-    """Dtype of cache entries for weights of `dtype`, if no kernel of ours writes and reads them.
-
-    On the CPU it is float32: to write an entry into a bfloat16 array, XLA for CPU converts the
-    whole array to float32 and back.
-    """
-    return jnp.dtype(jnp.float32 if platform == "cpu" else dtype)
 
 
 @dataclass(frozen=True)
@@ -133,10 +122,6 @@ class Placement:
         if self.platform != "cpu" or self.layout is not None or self.mesh.size > 1:
             return arranged
         return replace(arranged, panel_columns=panel_columns(), code_lanes=code_lanes())
-
-    def cache_dtype(self, dtype: DTypeLike) -> jnp.dtype:
-        """Dtype of cache entries for weights of `dtype`; see the function `cache_dtype`."""
-        return cache_dtype(self.platform, dtype)
 
     @property
     def cache_head_shards(self) -> int:

@@ -218,6 +218,7 @@ def run(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     """Make the plan from files of this machine."""
     from ...compile.targets import find_target
+    from ..bundles.cpu_kernels import load_kernels
     from ..checkpoint import open_model
     from ..devices import backends
     from ..files.disk import Disk, replace_file
@@ -229,6 +230,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.compile_layouts:
         backends.prepare_jax(options.target)
         find_target(options.target)
+    load_kernels(options.target, partial(tell, sys.stderr))
 
     # the shapes of adapters are compared with those of the weights
     with open_model(options.model, needs_weights=bool(options.adapters)) as files:

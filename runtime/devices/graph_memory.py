@@ -1,6 +1,10 @@
 """The memory of a target's devices, and the memory that a graph needs on each of them."""
 
+import os
+import resource
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +16,8 @@ from ...compile.targets import Target
 from ..files.hardware_files import known_hardware
 
 GIGABYTE = 10**9
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""The file with the limit of a container."""
 MEMORY_SHARE = 0.9
 """The share of a device's memory for weights and cache; the rest is for temporaries of graphs."""
 
@@ -33,24 +39,42 @@ def device_bytes(target: Target) -> int:
 def check_memory(graphs: CompiledGraphs, devices: Iterable[Any]) -> None:
     """Check that every graph fits into the memory of the devices, if both sizes are known.
 
+    Devices of the CPU share the memory of the machine.
+
     Raises:
       GraphFailed: A graph needs more memory than a device has.
     """
-    # devices of other processes and the CPU report no limit
-    statistics = [
-        device.memory_stats() for device in devices if device.process_index == jax.process_index()
-    ]
-    limits = [facts["bytes_limit"] for facts in statistics if facts and "bytes_limit" in facts]
-    if not limits:
+    # devices of other processes report no limit
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    if all(device.platform == "cpu" for device in own):
+        count, limit, whose = len(own), host_bytes(), "memory of this machine"
+    else:
+        statistics = [device.memory_stats() or {} for device in own]
+        limits = [facts["bytes_limit"] for facts in statistics if "bytes_limit" in facts]
+        count, limit, whose = 1, min(limits, default=0), "memory of a device that jax may use"
+    if not limit:
         return
     for key, executable in graphs.executables.items():
-        if (needed := required_bytes(executable)) > min(limits):
+        if (needed := count * required_bytes(executable)) > limit:
             raise GraphFailed(
                 key,
                 graphs.grid,
-                f"does not fit: expected at most {min(limits) / 1e9:.2f} GB, the memory of a "
-                f"device that jax may use, got {needed / 1e9:.2f} GB, with weights and cache",
+                f"does not fit: expected at most {limit / 1e9:.2f} GB, the {whose}, got "
+                f"{needed / 1e9:.2f} GB, with weights and cache",
             )
+
+
+def host_bytes() -> int:
+    """The memory that this process may have in bytes; 0 if it is not known."""
+    limits = []
+    with suppress(OSError, ValueError, AttributeError):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with suppress(OSError, ValueError):
+        # "max" is no number
+        limits.append(int(_CGROUP_LIMIT.read_text("ascii")))
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limits += [] if soft == resource.RLIM_INFINITY else [soft]
+    return min(limits, default=0)
 
 
 def required_bytes(executable: jax.stages.Compiled) -> int:

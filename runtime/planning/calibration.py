@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...compile.attention_kernels import cache_dtype
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.hardware.hardware import Hardware
@@ -76,8 +77,8 @@ def measure(
             f"calibration: expected rows of at least {min_length} positions, got {max_row_length}."
         )
     placement = model.placement
-    cache_dtype = placement.cache_dtype(model.dtype)
-    work = Work(model.definition, model.dtype, placement.layout, cache_dtype)
+    stored = cache_dtype(model.definition.config, placement.platform, model.dtype)
+    work = Work(model.definition, model.dtype, placement.layout, stored)
     measured: list[CallTiming] = []
     for trial in trials:
         grid = _grid(trial, max_row_length)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...compile.abstract_model import AbstractModel, model_sizes
+from ...compile.attention_kernels import cache_dtype
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.hardware.hardware import Hardware
@@ -22,7 +23,7 @@ from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import check
 from ...sharding.mesh_layout import MeshLayout
-from ...sharding.placement import arrangement_of, cache_dtype
+from ...sharding.placement import arrangement_of
 from ..console import GIGABYTE
 from .sample import longest_rows
 
@@ -91,7 +92,8 @@ class Ranking:
 
     def cost(self, layout: Layout | None) -> CostModel:
         """The cost model of calls under a legal layout."""
-        stored = cache_dtype(self.platform, self.dtype)
+        codes = self.cache_codes
+        stored = cache_dtype(self.config, self.platform, self.dtype, cache_codes=codes)
         work = Work(self._definition(layout), self.dtype, layout, stored)
         return CostModel(work, self.hardware, self.calibration, self.torus)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ...compile.abstract_model import AbstractModel
+from ...compile.attention_kernels import cache_dtype
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
@@ -31,7 +32,9 @@ def work_of(
     placement = target.placement(layout)
     arrangement = placement.arrangement(config, cache_codes=numbers.cache_codes)
     definition = AbstractModel(config, arrangement, numbers.weight_rules, adapters)
-    return Work(definition, numbers.dtype, layout, placement.cache_dtype(numbers.dtype))
+    codes = numbers.cache_codes
+    stored = cache_dtype(config, placement.platform, numbers.dtype, cache_codes=codes)
+    return Work(definition, numbers.dtype, layout, stored)
 
 
 def bytes_for_pages(work: Work, target: Target, memory_bytes: int, cpu_share: float) -> float:

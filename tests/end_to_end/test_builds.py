@@ -102,6 +102,13 @@ def test_weights_that_do_not_fit_end_with_the_code_of_memory(job, monkeypatch, c
     assert "more\n" not in said.partition("noria: ")[2].removesuffix("\n")
 
 
+def test_weights_beyond_the_memory_of_the_machine_are_not_loaded(job, monkeypatch, capsys):
+    monkeypatch.setattr(session, "load_params", pytest.fail)
+    monkeypatch.setattr(session, "host_bytes", lambda: 10**4)
+    assert cli.main(job) == 4
+    assert "do not fit on cpu: this machine has 0.00 GB of memory" in capsys.readouterr().err
+
+
 COMMANDS = r"""
 import sys
 from noria.runtime import cli, LLM

@@ -11,10 +11,13 @@ from model_on_disk import write_model
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.runtime import session
+from noria.runtime.devices.graph_memory import host_bytes
 
 CHUNKS = ("--set", "buckets.chunk=16")
 FEW = ("--set", "buckets.page=16", "--set", "buckets.pages=8", *CHUNKS)
 """Pages for one of the longest rows."""
+BYTES_OF_SLOT = 2**15
+"""Less than the bytes of a slot with 128 entries."""
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +103,16 @@ def test_a_plan_of_pages_that_cannot_be_is_refused_before_weights_load(
     arguments = ("-i", source, "-o", output, "--model", noria.model, "--quiet", *options)
     assert message in noria.refuse("batch", *arguments)
     assert not output.exists()
+
+
+def test_a_cache_beyond_the_memory_of_the_machine_is_refused_before_it_is_made(
+    noria, source, tmp_path
+):
+    slots = 2 * host_bytes() // BYTES_OF_SLOT
+    sizes = {"max_length": 128, "page": 64, "decode_slots": slots, "pages": 2 * slots}
+    settings = [word for key, x in sizes.items() for word in ("--set", f"buckets.{key}={x}")]
+    arguments = ("-i", source, "-o", tmp_path / "out", "--model", noria.model, *settings)
+    assert "the memory of this machine, got " in noria.refuse("batch", *arguments, expect=4)
 
 
 @pytest.mark.slow

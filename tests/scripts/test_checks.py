@@ -81,7 +81,8 @@ def run(folder: Path, script: str, *arguments: str, **variables: str):
 
 
 CPU_KERNELS = (
-    f"{SUITE} -m cpu_kernels tests/modelzoo tests/runtime/bundles tests/compile tests/end_to_end"
+    f"{SUITE} -m cpu_kernels tests/modelzoo tests/runtime/bundles tests/compile tests/end_to_end "
+    "tests/scripts"
 )
 
 
