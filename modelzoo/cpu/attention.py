@@ -242,10 +242,9 @@ def _decoder(lanes: int) -> Any:
 def _scorer(processor: Processor) -> Any:
     """A function that writes the scores of the entries of a stretch."""
     lanes, is_paired = processor.width.lanes, _pairer(processor)
-    multiply = product(processor.width)
-    multiply_pairs = product(
-        processor.width, Form(processor.has_pair_products, processor.has_pair_products)
-    )
+    multiply = product(processor.width, Form(fetches=True))
+    has_pairs = processor.has_pair_products
+    multiply_pairs = product(processor.width, Form(has_pairs, has_pairs, fetches=True))
     turn, turn_narrow = transposer(lanes), transposer(lanes, is_narrow=True)
     decode = _decoder(lanes)
 
@@ -266,6 +265,8 @@ def _scorer(processor: Processor) -> Any:
             keys, ahead = _vectors(frame, 1, block, entry), _ahead(frame, 1, block, entry, end)
             if has_codes:
                 keys, ahead = decode(frame, 1, block, scratch, entry, count), 0
+            # memory goes on to send the next keys while these are multiplied
+            after_turned = ahead + keys - scratch.turned if ahead != 0 else 0
             for i in range(0, count, lanes):
                 for j in range(0, H, lanes):
                     to = scratch.turned + (j * count + i) * BYTES
@@ -278,9 +279,9 @@ def _scorer(processor: Processor) -> Any:
             queries = Matrix(scratch.queries, H * BYTES)
             turned = Matrix(scratch.turned, count * BYTES)
             if is_pair:
-                multiply_pairs(block.rows, count, H, queries, turned, out)
+                multiply_pairs(block.rows, count, H, queries, turned, out, after_turned)
             else:
-                multiply(block.rows, count, H, queries, turned, out)
+                multiply(block.rows, count, H, queries, turned, out, after_turned)
             entry = after
 
     return score
