@@ -1,7 +1,7 @@
 """Rates of products with weights on this CPU: the kernels of noria beside XLA and torch.
 
 Weights are larger than the caches of the processor, and packed as each side reads them fastest.
-torch computes float32 by MKL and bfloat16 by oneDNN. Sides run in turns, and the fastest of several
+torch multiplies by oneDNN. Sides run in turns, and the fastest of several
 turns counts. Rates are in 10^9 operations a second; a product of M rows has 2 M K N operations.
 
     python scripts/bench_products.py --output benchmarks/products_cpu.md
@@ -135,17 +135,10 @@ def _of_torch(x: np.ndarray, w: np.ndarray, copies: int) -> Side:
         given = torch.from_numpy(x.astype(np.float32)).to(dtype)
         plain = torch.from_numpy(w.astype(np.float32)).to(dtype).T.contiguous()
         weights = [plain.clone() for _ in range(copies)]
-        if dtype == torch.float32:
-            reorder, multiply = torch.ops.mkl._mkl_reorder_linear_weight, torch.ops.mkl._mkl_linear
-            packed = [reorder(y.to_mkldnn(), len(x)) for y in weights]
-            run = lambda: [  # noqa: E731
-                multiply(given, p, y, None, len(x)) for p, y in zip(packed, weights, strict=True)
-            ]
-        else:
-            reorder = torch.ops.mkldnn._reorder_linear_weight
-            packed = [reorder(y.to_mkldnn(), len(x)) for y in weights]
-            multiply = torch.ops.mkldnn._linear_pointwise
-            run = lambda: [multiply(given, p, None, "none", [], "") for p in packed]  # noqa: E731
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        packed = [reorder(y.to_mkldnn(), len(x)) for y in weights]
+        multiply = torch.ops.mkldnn._linear_pointwise
+        run = lambda: [multiply(given, p, None, "none", [], "") for p in packed]  # noqa: E731
     with torch.inference_mode():
         run()
 

@@ -55,6 +55,10 @@ class Layout:
         """Copy with the same rules on another mesh."""
         return replace(self, mesh=mesh)
 
+    def fitted(self, num_devices: int) -> "Layout":
+        """Copy with a mesh of so many devices in the nearest proportions; itself for one device."""
+        return self if num_devices == 1 else self.with_mesh(self.mesh.fitted(num_devices))
+
     def to_table(self) -> dict[str, Any]:
         """Tables of the layout's file."""
         table: dict[str, Any] = {"name": self.name, "max_replicated": self.max_replicated}

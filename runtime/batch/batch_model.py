@@ -62,7 +62,9 @@ class PlanSource:
     table: Mapping[str, Any] | None = None
     """The given plan."""
     layout_table: Mapping[str, Any] | None = None
-    """The layout of a plan that is derived; None for the default one."""
+    """The layout of a plan that has none itself; None for the default one."""
+    fits_layout: bool = False
+    """Whether the mesh of this layout is fitted to the target."""
     path: Path | None = None
     """The file or the bundle of the given plan."""
     requires_bundle: bool = False
@@ -70,10 +72,15 @@ class PlanSource:
 
     @property
     def layout(self) -> "Layout | None":
-        """The layout of a plan that is derived."""
+        """The layout of a plan that has none itself."""
+        from ...compile.target_names import TargetName
         from ...sharding.layout import Layout
 
-        return None if self.layout_table is None else Layout.from_table(self.layout_table)
+        if self.layout_table is None:
+            return None
+        layout = Layout.from_table(self.layout_table)
+        num_devices = TargetName.parse(self.target).num_devices
+        return layout.fitted(num_devices) if self.fits_layout else layout
 
     @property
     def bundle(self) -> Path | None:
@@ -254,8 +261,9 @@ class BatchModel:
             if stored_plan is not None:
                 plan = plan_checks.read_stored(stored_plan)
             else:
-                if self.source.table is None:
-                    plan_checks.check_layout(self.source.layout, self.files, target)
+                source = self.source
+                if source.table is None or source.layout is not None:
+                    plan_checks.check_layout(source.layout, self.files, target)
                 plan = self._make_plan(rows, target)
             return OpenedModel.of(self.files, target, plan, self.adapters, self.source.dtype)
         except CheckpointError:
@@ -269,11 +277,12 @@ class BatchModel:
         from .. import session
         from ..checkpoint.published_numbers import keep_published, overridden_numbers
         from ..planning.embedding_plan import embedding_plan
-        from .job_plan import PlanBasis, derived_plan, given_plan
+        from .job_plan import PlanBasis, derived_plan, given_plan, with_layout
 
         source, overrides = self.source, self.source.overrides
         if source.table is not None:
-            return given_plan(source.table, overrides)
+            plan = given_plan(source.table, overrides)
+            return plan if source.layout is None else with_layout(plan, source.layout, target)
         is_part = self.part.num_parts > 1
         keys = {override.partition("=")[0].strip() for override in overrides}
         is_open = source.dtype == "auto" and "numbers.dtype" not in keys

@@ -53,6 +53,19 @@ def given_plan(table: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
     return Plan.from_table(override_plan(table, overrides))
 
 
+def with_layout(plan: Plan, layout: Layout, target: Target) -> Plan:
+    """A plan that has no layout, with one for a target, and with the groups of slots that it needs.
+
+    Raises:
+        ValueError: Slots and pages cannot be split into these groups.
+    """
+    codes = plan.numbers.cache_codes
+    groups = GridDefaults.for_layout(layout, target.platform, codes).slot_groups
+    has_groups = groups > 1 and plan.buckets.decode_slots > 0
+    buckets = replace(plan.buckets, slot_groups=groups if has_groups else None)
+    return replace(plan, target=target.name, layout=layout, buckets=buckets)
+
+
 @dataclass(frozen=True)
 class PlanBasis:
     """The facts from which a plan is derived, besides the rows of the job."""

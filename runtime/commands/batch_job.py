@@ -34,7 +34,7 @@ from ..errors import (
 )
 from ..files.disk import Disk
 from ..files.file_checks import check_files
-from ..files.layout_files import layout_file, read_layout_table
+from ..files.layout_files import has_layout, is_fitted, layout_file, read_layout_table
 from ..files.remote import RemoteFile, Url
 from ..files.run_config import read_instant, read_plan_table
 from ..pods.peers import ALONE, Peers
@@ -59,7 +59,7 @@ def run_with_options(options: argparse.Namespace) -> int:
     plan_table = None if options.plan is None else read_plan_table(options.plan)
     layout_table = None if options.layout is None else read_layout_table(options.layout)
     pod = typed(PodOptions, options)
-    _check_combinations(options, pod)
+    _check_combinations(options, pod, plan_table)
     target, disk = target_name(options.target, plan_table), Disk()
     with pod.peers(target) as peers, ExitStack() as opened:
         _check_places(options, peers)
@@ -77,6 +77,7 @@ def run_with_options(options: argparse.Namespace) -> int:
             overrides=tuple(options.set),
             table=plan_table,
             layout_table=layout_table,
+            fits_layout=options.layout is not None and is_fitted(options.layout),
             path=options.plan,
             requires_bundle=options.require_bundle,
         )
@@ -113,12 +114,19 @@ def run_with_options(options: argparse.Namespace) -> int:
         return code
 
 
-def _check_combinations(options: argparse.Namespace, pod: PodOptions) -> None:
+def _check_combinations(
+    options: argparse.Namespace, pod: PodOptions, plan_table: Mapping[str, Any] | None
+) -> None:
     """Refuse options that exclude each other."""
-    if options.plan is not None and options.layout is not None:
+    if options.layout is not None and plan_table is not None and has_layout(plan_table):
         raise ConfigError(
-            "--layout: expected no layout beside a plan, which has its own, got one. Change it in "
+            "--layout: expected no layout beside a plan that has its own, got one. Change it in "
             "the plan, or with --set."
+        )
+    if options.layout is not None and options.plan is not None and options.plan.is_dir():
+        raise ConfigError(
+            "--layout: expected no layout beside a bundle, whose graphs are compiled, got one. "
+            "Make a bundle for the layout with noria compile."
         )
     if options.pipeline is not None and pod.are_given:
         raise ConfigError(

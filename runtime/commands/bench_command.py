@@ -28,7 +28,7 @@ from ..devices.machine import describe_machine
 from ..errors import EXIT_BUILD, ConfigError, JobError
 from ..files.disk import Disk, replace_file
 from ..files.file_checks import check_files
-from ..files.layout_files import layout_file, read_layout_table
+from ..files.layout_files import layout_file, read_layout
 from ..request import Request, SamplingParams
 from .shared_options import add_dtype, add_layout, add_model, add_overrides
 
@@ -306,11 +306,10 @@ def _target(options: argparse.Namespace) -> "Target":
 
 def _layout(options: argparse.Namespace, files: "ModelFiles", target: "Target") -> "Layout | None":
     """The layout of all cases, which is legal for the model."""
-    from ...sharding.layout import Layout
     from ..plans import plan_checks
 
-    table = None if options.layout is None else read_layout_table(options.layout)
-    layout = None if table is None else Layout.from_table(table)
+    num_devices = len(target.devices)
+    layout = None if options.layout is None else read_layout(options.layout, num_devices)
     plan_checks.check_layout(layout, files, target)
     return layout
 

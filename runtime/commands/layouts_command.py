@@ -21,7 +21,7 @@ from ..files.file_checks import check_files, check_fillable
 from ..files.layout_files import (
     layout_file,
     named_layout_tables,
-    read_layout_table,
+    read_layout,
     split_spellings,
 )
 from .shared_options import add_dtype, add_model, add_quiet
@@ -150,19 +150,12 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
 
 def _layouts(names: str, num_devices: int) -> list["Layout"]:
     """The layouts by their spellings; a named layout without a mesh is fitted to the target."""
-    from ...sharding.layout import Layout
 
-    named = named_layout_tables()
-    spellings: Sequence[str] = list(named) if names == "all" else split_spellings(names)
+    is_all = names == "all"
+    spellings = list(named_layout_tables()) if is_all else split_spellings(names)
     if not spellings:
         raise ConfigError("--layouts: expected at least one layout, got none.")
-    layouts = []
-    for spelling in spellings:
-        layout = Layout.from_table(read_layout_table(spelling), spelling)
-        layouts.append(
-            layout.with_mesh(layout.mesh.fitted(num_devices)) if spelling in named else layout
-        )
-    return layouts
+    return [read_layout(spelling, num_devices) for spelling in spellings]
 
 
 def _config(options: argparse.Namespace, files: "ModelFiles") -> "DecoderConfig":

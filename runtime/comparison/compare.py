@@ -34,7 +34,7 @@ from ..devices.default_target import default_target
 from ..engine.model_runner import GraphCall, ModelRunner
 from ..engine.padding import decode_pages, pack_greedy
 from ..errors import ConfigError
-from ..files.layout_files import read_layout_table
+from ..files.layout_files import read_layout
 from ..files.run_config import apply_overrides
 from ..plans import plan_checks
 from ..rows.job_text import read_row_ids
@@ -183,8 +183,9 @@ def compare(
         with open_model(models[0].model) as files:
             rows = read_row_ids(Path(rows), files)
     work = _Rows.of(rows, max_tokens)
-    table = None if layout is None else Layout.from_table(read_layout_table(layout))
-    setup = _Setup(present_target(target), table, dtype, slots, overrides, say)
+    devices = present_target(target)
+    placed = None if layout is None else read_layout(layout, len(devices.devices))
+    setup = _Setup(devices, placed, dtype, slots, overrides, say)
     # a model that cannot be compared is refused before any model is loaded
     plans, vocab_size = setup.plans(models, work)
     named = tuple(

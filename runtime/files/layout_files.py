@@ -1,19 +1,23 @@
 """Reads layout tables by name or by file: the layouts that ship with noria, and the user's own.
 
-A name may have another mesh: `data-tensor@data=4,tensor=2`. Does not know about models, and imports
-no jax: `sharding.layout.Layout.from_table` turns a table into a layout.
+A name may have another mesh: `data-tensor@data=4,tensor=2`. Without one, its own mesh is fitted to
+the devices. Does not know about models, and reading a table imports no jax.
 """
 
 import os
 import shlex
 import tomllib
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ... import sharding
 from ..errors import ConfigError
 from .run_config import read_toml
+
+if TYPE_CHECKING:
+    from ...sharding.layout import Layout
 
 
 def named_layout_tables() -> dict[str, dict[str, Any]]:
@@ -58,6 +62,29 @@ def read_layout_table(spelling: str) -> dict[str, Any]:
             )
         table = known[name]
     return table if mesh is None else {**table, "mesh": _mesh(spelling, mesh)}
+
+
+def has_layout(plan_table: Mapping[str, Any]) -> bool:
+    """Whether the table of a plan has a layout."""
+    return "mesh" in plan_table
+
+
+def is_fitted(spelling: str) -> bool:
+    """Whether a layout gets a mesh that suits the devices: a named one without a mesh does."""
+    return layout_file(spelling) is None and _name_and_mesh(spelling)[1] is None
+
+
+def read_layout(spelling: str, num_devices: int) -> "Layout":
+    """The layout of a spelling for so many devices; see `is_fitted`.
+
+    Raises:
+      ConfigError: The spelling is neither a layout's name nor a readable TOML file.
+      ValueError: A key or a value of the file is wrong.
+    """
+    from ...sharding.layout import Layout
+
+    layout = Layout.from_table(read_layout_table(spelling), spelling)
+    return layout.fitted(num_devices) if is_fitted(spelling) else layout
 
 
 def split_spellings(text: str) -> list[str]:

@@ -23,7 +23,7 @@ from ..checkpoint import ModelFiles
 from ..checkpoint.published_numbers import override_plan
 from ..console import plural
 from ..errors import ConfigError
-from ..files.layout_files import read_layout_table, split_spellings
+from ..files.layout_files import read_layout, split_spellings
 from ..files.run_config import apply_overrides
 from .option_values import numbers_of, planned_model
 from .plan_options import PlanOptions
@@ -98,7 +98,8 @@ def plan_texts(options: PlanOptions, files: ModelFiles, workload: Workload) -> P
             f"--layout: expected at most one for vectors of texts, as layouts are compared by "
             f"prefill and decode, got {', '.join(spellings)}. Choose one."
         )
-    layouts = [Layout.from_table(read_layout_table(name), name) for name in spellings]
+    num_devices = TargetName.parse(options.target).num_devices
+    layouts = [read_layout(name, num_devices) for name in spellings]
     layout, config = next(iter(layouts), None), files.spec.config
     numbers, model = numbers_of(options, files), planned_model(options, files)
     lengths = workload.text_lengths
@@ -107,7 +108,6 @@ def plan_texts(options: PlanOptions, files: ModelFiles, workload: Workload) -> P
             f"--workload {workload.name}: expected a text of at most {config.max_position} tokens, "
             f"the context of {files.name}, got {min(lengths)} and more. Shorten the texts."
         )
-    num_devices = TargetName.parse(options.target).num_devices
 
     def check(grid: BucketGrid | None) -> None:
         if layout is not None:

@@ -20,13 +20,12 @@ from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.targets import Target
 from ...modelzoo.config_values import check_choice, check_count
-from ...sharding.layout import Layout
 from .. import session
 from ..adapters.adapter_set import AdapterSet
 from ..checkpoint import ModelFiles
 from ..checkpoint.published_numbers import keep_published
 from ..devices.graph_memory import device_bytes
-from ..files.layout_files import read_layout_table
+from ..files.layout_files import read_layout
 from ..plans import plan_checks
 from ..structured.structures import Form, Structures
 from ..text.load_tokenizer import load_tokenizer
@@ -132,8 +131,8 @@ class PlanArguments:
                 "experts, structured_outputs: expected none for vectors of texts. "
                 "Remove them, or open the model with runner='generate'."
             )
-        table = None if self.layout is None else read_layout_table(str(self.layout))
-        layout = None if table is None else Layout.from_table(table)
+        spelling, num_devices = self.layout, len(target.devices)
+        layout = None if spelling is None else read_layout(str(spelling), num_devices)
         plan_checks.check_layout(layout, files, target, weight_rules=numbers.weight_rules)
         experts, reason = self.experts or default_experts(config), ""
         max_length = self._max_length(config.max_position)

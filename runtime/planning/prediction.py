@@ -22,7 +22,7 @@ from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
 from ..console import note, plural
 from ..errors import ConfigError, NoPlanFits
-from ..files.layout_files import named_layout_tables, read_layout_table, split_spellings
+from ..files.layout_files import named_layout_tables, read_layout, split_spellings
 from ..plans.plan_checks import read_stored
 from ..progress.progress import Progress
 from .compiled_layouts import LayoutCompiler, PlannedLayout
@@ -304,8 +304,7 @@ def _planner(
 def _layouts(options: PlanOptions, count: int) -> list[Layout | None]:
     """The layouts of `--layout`, or else all named layouts over all meshes of `count` devices."""
     if options.layout is not None and options.layout != ALL:
-        spellings = split_spellings(options.layout)
-        return [Layout.from_table(read_layout_table(spelling), spelling) for spelling in spellings]
+        return [read_layout(spelling, count) for spelling in split_spellings(options.layout)]
     return [None] if count == 1 else list(all_layouts(named_layout_tables(), count))
 
 

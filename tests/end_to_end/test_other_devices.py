@@ -1,6 +1,8 @@
 """A job that other devices continue: by another plan, with the finished rows kept."""
 
 import json
+import math
+import tomllib
 
 import pytest
 from command import answer, completion, plan_text, read_manifest, read_rows, write_lines
@@ -66,3 +68,31 @@ def test_a_plan_of_the_other_devices_is_refused_with_what_works(noria, source, s
     noria.run(*arguments, *OPTIONS[:2], "--plan", plan, ALLOW)
     assert json.loads(read_manifest(stopped)["configuration"]["plan"])["target"] == "cpu"
     assert len(read_rows(stopped)) == 60
+
+
+def test_a_plan_without_a_layout_takes_one_beside_it_which_is_fitted(noria, source, tmp_path):
+    plan, layout = tmp_path / "plan.toml", ("--target", "cpu:2", "--layout", "data-tensor")
+    plan.write_text(plan_text("max_length = 16\nprefill = [[16, 2]]\ndecode_slots = 4\n"))
+    output = tmp_path / "out.jsonl"
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model, "--plan", plan)
+    noria.run(*arguments, *layout)
+    planned = read_manifest(output)["plan"]
+    mesh = tomllib.loads(planned)["mesh"]
+    assert math.prod(mesh.values()) == 2 and 'layout = "data-tensor"' in planned
+    whole, _ = noria.batch(source, tmp_path / "whole.jsonl", *OPTIONS, "--target", "cpu")
+    assert list(map(answer, read_rows(output))) == list(map(answer, whole))
+    plan.write_text(planned)
+    said = noria.refuse(*arguments, *layout, "--restart")
+    assert "--layout: expected no layout beside a plan that has its own" in said
+
+
+def test_a_layout_for_more_devices_than_the_target_has_is_fitted_by_its_name(
+    noria, source, tmp_path
+):
+    output, layout = tmp_path / "out.jsonl", ("--target", "cpu:2", "--layout", "v5e-host")
+    noria.batch(source, output, "--dtype", "float32", *layout)
+    assert tomllib.loads(read_manifest(output)["plan"])["mesh"] == {"tensor": 2}
+    plan = tmp_path / "plan.toml"
+    arguments = ("--model", noria.model, "--workload", source, "-o", plan, "--quiet")
+    noria.run_here("plan", *arguments, *layout)
+    assert tomllib.loads(plan.read_text("utf-8"))["mesh"] == {"tensor": 2}

@@ -11,7 +11,12 @@ from noria import sharding
 from noria.compile.abstract_model import model_sizes
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.errors import ConfigError
-from noria.runtime.files.layout_files import named_layout_tables, read_layout_table, split_spellings
+from noria.runtime.files.layout_files import (
+    named_layout_tables,
+    read_layout,
+    read_layout_table,
+    split_spellings,
+)
 from noria.sharding.layout import Layout
 from noria.sharding.legality import check
 
@@ -117,6 +122,17 @@ def test_a_mesh_after_the_name_takes_the_place_of_its_own_in_the_order_written(t
         table = read_layout_table(f"{name}@tensor=2,data=4")
         assert list(table["mesh"].items()) == [("tensor", 2), ("data", 4)]
         assert table["rules"] == read_layout_table(name)["rules"]
+
+
+def test_a_name_without_a_mesh_is_fitted_to_the_devices_and_nothing_else_is(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(OWN, encoding="utf-8")
+    assert read_layout("v5e-host", 4).mesh.sizes == {"tensor": 4}
+    assert read_layout("data-tensor", 6).mesh.num_devices == 6
+    for spelling in ("data-tensor", "data-tensor@tensor=2,data=4", str(path)):
+        same = Layout.from_table(read_layout_table(spelling), spelling)
+        fitted = read_layout(spelling, 1 if spelling == "data-tensor" else 4)
+        assert fitted.to_table() == same.to_table()
 
 
 @pytest.mark.parametrize(
