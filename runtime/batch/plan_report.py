@@ -27,8 +27,11 @@ from ...sharding.call import Call
 from ..console import align_columns, plural
 from ..files.hardware_files import known_hardware
 from ..planning.better_plan import OtherGrids, better_plan_note
-from ..planning.shared_grids import fits_grid
+from ..planning.search import simulate_in_order
+from ..planning.shared_grids import expected_rows, fits_grid
 
+MAX_SIMULATED = 1_024
+"""The largest number of rows whose calls are simulated for the note on padding."""
 OTHER_CHUNK = 256
 """The length of the chunks that the note on padding compares with whole prompts."""
 
@@ -220,10 +223,20 @@ def _defaults(plan: Plan) -> GridDefaults:
 
 
 def _padding(rows: Sequence[RowShape], grid: BucketGrid) -> str:
-    longest = grid.prefill[-1].length
-    prompts = [row.prompt_length for row in rows]
-    lengths = [length for length in prompts if length <= longest]
-    real, computed = prefill_padding(lengths, grid.prefill)
+    """The padding of a job in words, that of rows without prompts in its calls included.
+
+    For large jobs the calls are taken as full, because such rows are few.
+    """
+    fitting = [row for row in rows if fits_grid(row, grid)]
+    lengths = [row.prompt_length for row in fitting]
+    if len(fitting) <= MAX_SIMULATED:
+        simulation = simulate_in_order(expected_rows(fitting, grid), grid, None)
+        uses = simulation.metrics.prefill.values()
+        real, computed = (
+            sum(getattr(use, name) for use in uses) for name in ("real_tokens", "computed_tokens")
+        )
+    else:
+        real, computed = prefill_padding(lengths, grid.prefill)
     share = (computed - real) / computed if computed else 0.0
     chunks = " and ".join(map(str, grid.chunks))
     how = f"chunks of {chunks}" if chunks else "whole prompts"

@@ -24,6 +24,7 @@ from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.row_shape import RowShape
 from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.run_bounds import ExpectedRow
+from ..engine.shared_prefixes import plan_submission
 from .search import simulate_in_order
 
 CHUNKS = (
@@ -46,6 +47,9 @@ MAX_SHARE_OF_SECONDS = 0.85
 The rest is a margin: without a calibration, the errors of small and of large calls may differ by as
 much.
 """
+MAX_SHARE_ALIKE = 0.95
+"""The same share of a grid whose calls have as many tokens as those of whole prompts, as the errors
+of their seconds are alike."""
 MAX_ROWS = 1_024
 
 
@@ -72,6 +76,8 @@ def with_sharing(
     if not is_enough:
         return whole
     grids = _chunk_grids(whole, rows, defaults, derive)
+    if defaults.slot_multiple == 1:
+        grids = [_with_places_of_prefixes(grid, rows, table) for grid in grids]
     first = max(0, len(table.rows) - MAX_ROWS) // 2
     # neighbours in the order of prompts
     numbers = table.rows[first : first + MAX_ROWS].tolist()
@@ -93,7 +99,32 @@ def with_sharing(
     best_seconds, best = fastest(grids)
     if grouped := with_prefixes(best, table, lengths):
         best_seconds, best = min((best_seconds, best), fastest(grouped), key=lambda pair: pair[0])
-    return best if best_seconds < MAX_SHARE_OF_SECONDS * seconds(whole) else whole
+    is_alike = _tokens_of_calls(best) == _tokens_of_calls(whole)
+    share = MAX_SHARE_ALIKE if is_alike else MAX_SHARE_OF_SECONDS
+    return best if best_seconds < share * seconds(whole) else whole
+
+
+def _tokens_of_calls(grid: BucketGrid) -> set[int]:
+    """The tokens of the grid's prefill calls."""
+    return {bucket.batch * bucket.tokens for bucket in grid.prefill}
+
+
+def _with_places_of_prefixes(
+    grid: BucketGrid, rows: Sequence[ExpectedRow], table: PrefixTable
+) -> BucketGrid:
+    """The grid with slots and pages for shared prefixes, too, if all rows have slots.
+
+    Otherwise the last rows would wait until others end, and then decode alone.
+    """
+    groups = grid.slot_groups or 1
+    if len(rows) > grid.decode_slots or groups > 1 or grid.pages is None:
+        return grid
+    lengths = [(row.need.prompt_length, row.need.max_tokens) for row in rows]
+    submission = plan_submission(lengths, table, grid)
+    longest = max((x.max_length for x in submission.prefixes if x is not None), default=0)
+    pages = submission.num_held * grid.num_pages(longest)
+    slots = grid.decode_slots + submission.num_held
+    return replace(grid, decode_slots=slots, pages=grid.pages + pages)
 
 
 def _chunk_grids(

@@ -191,7 +191,6 @@ def test_engines_have_a_row_for_each_setting(run, work, tmp_path):
     constants = {
         "PROMPTS": write_chats(tmp_path / "chats.jsonl"),
         "SHORTEST_PROMPT": 1,
-        "NORIA_SETTINGS": ([],),
         "_matmul_ceiling": lambda threads, environment: {"float32": 1.0},
     }
     peers = ("--python-vllm", "python", "--python-llamacpp", "python")

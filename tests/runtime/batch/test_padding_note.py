@@ -9,6 +9,7 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.row_shape import RowShape
 from noria.compile.grids.structured_grid import StructuredGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
+from noria.runtime.batch import plan_report
 from noria.runtime.batch.batch_model import is_served
 from noria.runtime.batch.plan_report import padding_note, sharing_note
 from noria.runtime.rows.scan import RowRequirements
@@ -28,6 +29,17 @@ def test_rows_that_need_one_chunk_more_than_the_grid_has_count_too():
     whole, _, chunks = note.removeprefix("prefill: ").partition("; ")
     assert whole == "799 tokens in 3 rows, 1200 computed in whole prompts, 33.4% padding"
     assert chunks.startswith("799 tokens in 3 rows, 1280 computed in chunks of 256")
+
+
+def test_rows_of_calls_without_a_prompt_count_as_padding(monkeypatch):
+    """Four pieces take two calls of three; the calls of a large job are taken as full."""
+    plan = plan_of(BucketGrid(240, ((240, 3, 48),), 5))
+    rows = rows_of([40, 48, 60])
+    note = padding_note(rows, plan, max_position=2048)
+    assert note.startswith("prefill: 148 tokens in 3 rows, 288 computed in chunks of 48")
+    monkeypatch.setattr(plan_report, "MAX_SIMULATED", 2)
+    note = padding_note(rows, plan, max_position=2048)
+    assert note.startswith("prefill: 148 tokens in 3 rows, 192 computed in chunks of 48")
 
 
 def test_a_plan_of_chunks_is_compared_with_whole_prompts():

@@ -110,6 +110,18 @@ def test_a_beginning_of_many_rows_is_read_once_if_that_is_predicted_faster(monke
         assert seconds[0] < seconds[1] if is_grouped else seconds[0] == seconds[1]
 
 
+def test_prefixes_have_slots_and_pages_beside_those_of_all_rows():
+    """Otherwise the last row would wait for a slot until all others end, and decode alone."""
+    rows, table = rows_and_table([150, 170] * 16, shared=128)
+    whole, chosen = choose(rows, table)
+    assert whole.decode_slots == len(rows) < chosen.decode_slots
+    calls = [
+        simulate_in_order(rows, grid, PRICES.cost, table).metrics.decode.calls
+        for grid in (whole, chosen, replace(chosen, decode_slots=len(rows)))
+    ]
+    assert calls[0] == calls[1] < calls[2]
+
+
 def one_document() -> tuple[list[ExpectedRow], PrefixTable]:
     return rows_and_table([20, 30, 40, 50] * 30, shared=500)
 
