@@ -8,6 +8,7 @@ not read. Graphs are compiled only with `--compile-layouts`.
 import argparse
 import math
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,21 @@ from ..console import tell
 from ..devices.default_target import default_target
 from ..errors import ConfigError
 from ..files.remote import path_or_url
+from ..files.run_config import read_plan_table
 from ..planning.plan_options import PlanOptions
 from .shared_options import add_adapters, add_dtype, add_model, add_quiet, open_adapters, typed
 
 if TYPE_CHECKING:
+    from ...compile.plan import Plan
     from ..checkpoint import ModelFiles
+    from ..planning.prediction import Prediction
     from ..planning.workload import Workload
 
+_OF_PLAN = (
+    "output", "layout", "dtype", "weights", "group", "cache", "activations", "page",
+    "scan_layers", "compile_layouts", "adapters",
+)  # fmt: skip
+"""The options that a checked plan takes the place of."""
 _OF_DECODE = (
     "report", "from_output", "expected_output", "max_length", "calibration", "hardware", "chunks",
     "max_padding", "max_prefill_graphs", "max_compile_minutes",
@@ -42,7 +51,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="batch file, or CSV file with token counts, to plan for; or its URL",
     )
-    add("-o", "--output", type=Path, required=True, help="file for the plan, in TOML")
+    add("-o", "--output", type=Path, help="file for the plan, in TOML")
+    add(
+        "--check",
+        type=Path,
+        metavar="PLAN",
+        help="price this plan for the workload, beside the planner's own, and write no plan",
+    )
     add(
         "--target",
         default=default_target(),
@@ -226,6 +241,12 @@ def _plan(options: argparse.Namespace) -> int:
     from ..planning.prediction import predict, workload_of
     from ..planning.summary import summary
 
+    given = None
+    if options.check is not None:
+        from ...compile.plan import Plan
+
+        given = Plan.from_table(read_plan_table(options.check))
+        options.target = given.target
     _check_files(options)
     if options.compile_layouts:
         backends.prepare_jax(options.target)
@@ -237,19 +258,36 @@ def _plan(options: argparse.Namespace) -> int:
         files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         adapters, models = open_adapters(options.adapters, options.model, files)
         typed_options = typed(PlanOptions, options)
-        workload = workload_of(typed_options, files, models)
-        if workload.text_lengths:
-            return _plan_texts(options, files, workload)
-        files.check_generates()
-        room = None if adapters is None else adapters.grid()
-        prediction = predict(typed_options, files, workload, room)
-        replace_file(Disk(), options.output, [prediction.plan.to_toml().encode()])
+        if given is not None:
+            prediction = _checked(typed_options, files, given)
+        else:
+            workload = workload_of(typed_options, files, models)
+            if workload.text_lengths:
+                return _plan_texts(options, files, workload)
+            files.check_generates()
+            room = None if adapters is None else adapters.grid()
+            prediction = predict(typed_options, files, workload, room)
+            replace_file(Disk(), options.output, [prediction.plan.to_toml().encode()])
     content = report.to_json(prediction)
     if options.report is not None:
         report.write(prediction, content, options.report)
     tell(sys.stdout, summary(content))
-    tell(sys.stdout, f"plan: {options.output}")
+    tell(sys.stdout, f"plan: {options.check or options.output}")
     return 0
+
+
+def _checked(options: PlanOptions, files: "ModelFiles", plan: "Plan") -> "Prediction":
+    """The seconds of a given plan, which must be one of the model."""
+    from ..planning.prediction import check_plan
+    from ..plans import plan_checks
+
+    plan_checks.check_model(plan, files)
+    if plan.buckets.embed:
+        raise ConfigError(
+            "--check: expected a plan that generates or scores, got one for vectors of texts, "
+            "whose seconds are not predicted."
+        )
+    return check_plan(options, files, plan)
 
 
 def _plan_texts(options: argparse.Namespace, files: "ModelFiles", workload: "Workload") -> int:
@@ -257,19 +295,23 @@ def _plan_texts(options: argparse.Namespace, files: "ModelFiles", workload: "Wor
     from ..files.disk import Disk, replace_file
     from ..planning.embedding_plan import plan_texts, text_summary
 
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    for name in _OF_DECODE:
-        if getattr(options, name) != parser.get_default(name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: expected none for vectors of texts, whose plan has "
-                f"no search and no cache, got {getattr(options, name)}. Leave it out."
-            )
+    _refuse(options, _OF_DECODE, "for vectors of texts, whose plan has no search and no cache")
     plan = plan_texts(typed(PlanOptions, options), files, workload)
     replace_file(Disk(), options.output, [plan.to_toml().encode()])
     tell(sys.stdout, text_summary(plan, files, workload))
     tell(sys.stdout, f"plan: {options.output}")
     return 0
+
+
+def _refuse(options: argparse.Namespace, names: Iterable[str], where: str) -> None:
+    """Refuse options that have no effect somewhere, and that are not at their defaults."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    for name in names:
+        if (value := getattr(options, name)) != parser.get_default(name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: expected none {where}, got {value}. Leave it out."
+            )
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -287,11 +329,19 @@ def _check_files(options: argparse.Namespace) -> None:
         check_fillable(options.report)
         png_figure.matplotlib()
         report_files = report.files_in(options.report)
-    check_files({"the plan": options.output}, [("an input", path) for path in read], report_files)
+    read.append(options.check)
+    written = {} if options.output is None else {"the plan": options.output}
+    check_files(written, [("an input", path) for path in read], report_files)
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse numbers outside of their ranges."""
+    """Refuse numbers outside of their ranges, and options that exclude each other."""
+    if options.check is not None:
+        _refuse(options, _OF_PLAN, "beside --check, whose plan has its own")
+    elif options.output is None:
+        raise ConfigError(
+            "-o: expected a file for the plan, or a plan to price with --check, got neither."
+        )
     positive = {
         "--max-prefill-graphs": options.max_prefill_graphs,
         "--max-compile-minutes": options.max_compile_minutes,

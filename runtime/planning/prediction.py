@@ -37,12 +37,15 @@ from .option_values import (
 from .plan_options import PlanOptions
 from .planner import Planner, PlanResult, SearchProgress
 from .sample import ROWS_TO_SIMULATE, SimulatedRows
+from .search import SimulatedGrid
 from .workload import Workload, read_workload
 
 ALL = "all"
 MIN_LAYOUTS_SEARCHED = 3
 """The number of best-ranked layouts that are searched; more if more are to be compiled."""
 PLAN_OF_RUN = "plan of the run"
+CHECKED, CHOICE = "checked plan", "planner's choice"
+"""The names of a given plan and of the planner's own among grids that are compared."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Prediction:
     """The layouts with a plan, the preferred one first."""
     seconds: float
     """The seconds that planning took."""
+    choice: SimulatedGrid | None = None
+    """The planner's own grid, if the plan was given; else None."""
 
     @property
     def evidence(self) -> PlanEvidence:
@@ -133,6 +138,41 @@ def predict(
     )
     seconds = time.perf_counter() - started
     return Prediction(plan, result, workload, best.cost, ranked, searched, seconds)
+
+
+def check_plan(options: PlanOptions, files: ModelFiles, plan: Plan) -> Prediction:
+    """Price a given plan for a workload, beside the planner's own under the same layout.
+
+    Target, numbers and layout are those of the plan. Rows that it cannot serve are left out.
+
+    Raises:
+      NoPlanFits: The planner finds no plan of its own.
+      IllegalLayout: The layout does not fit the model or the plan.
+      ConfigError: An option or the workload cannot be used, or no row fits the plan.
+    """
+    started = time.perf_counter()
+    options, grid = replace(options, target=plan.target), plan.buckets
+    workload = workload_of(options, files).within_grid(grid)
+    _check_workload(options, workload, files.spec.config.max_position)
+    ranking = _ranking(options, files, workload, plan.numbers)
+    ranking = replace(ranking, adapters=grid.adapters)
+    _require(plan.layout, ranking, grid)
+    (ranked,) = ranking.rank([plan.layout])
+    if ranked.bound is None:
+        raise NoPlanFits(f"the layout of the plan cannot serve this:{ranked}")
+    rows = SimulatedRows(workload.rows, ROWS_TO_SIMULATE, workload.prefixes)
+    (planned,) = _planned_layouts(options, ranking, workload, [ranked], rows)
+    planner = _planner(options, ranking, workload, plan.layout, planned.cost, rows)
+    result = replace(planner, compared={CHECKED: grid}).with_comparison(planned.result)
+    choice, others = result.best, dict(result.others)
+    search = replace(result.search, best=others.pop(CHECKED))
+    result = replace(result, search=search, others={CHOICE: choice, **others}, uncertainty=None)
+    checked = replace(planned, result=result)
+    plan = replace(plan, evidence=_evidence(options, workload, checked))
+    seconds = time.perf_counter() - started
+    return Prediction(
+        plan, result, workload, planned.cost, [ranked], [checked], seconds, choice=choice
+    )
 
 
 def _check_workload(options: PlanOptions, workload: Workload, max_position: int) -> None:

@@ -57,6 +57,7 @@ def to_json(prediction: "Prediction") -> dict[str, Any]:
         "comparison": {name: _figures(simulated) for name, simulated in result.others.items()},
         "layouts": [_ranked(ranked_layout) for ranked_layout in prediction.layouts],
         "searched_layouts": _searched(prediction.searched),
+        "choice": _choice(prediction),
         "held": _held(result.best),
         "memory_bytes": {
             "weights": work.parameter_bytes,
@@ -71,6 +72,19 @@ def to_json(prediction: "Prediction") -> dict[str, Any]:
             "gap": result.search.gap,
             "seconds": prediction.seconds,
         },
+    }
+
+
+def _choice(prediction: "Prediction") -> dict[str, Any] | None:
+    """The planner's own grid beside a given plan: its seconds, and the keys that differ."""
+    if (choice := prediction.choice) is None:
+        return None
+    given, own = prediction.result.best.grid.to_table(), choice.grid.to_table()
+    differences = {key: [given.get(key), own[key]] for key in own if given.get(key) != own[key]}
+    return {
+        "run_seconds": choice.simulation.seconds,
+        "seconds": choice.seconds,
+        "differences": differences,
     }
 
 

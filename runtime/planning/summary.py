@@ -3,6 +3,7 @@
 All seconds are predictions. *Predicted* seconds are those of the run, without the build.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ def summary(report: Mapping[str, Any]) -> str:
     """The summary of a report, from the content of report.json."""
     workload, hardware, predicted = report["workload"], report["hardware"], report["predicted"]
     search, refused = report["search"], plural(workload["refused"], "row")
+    other = " than the planner's own" if report["choice"] else ""
     lines = [
         f"workload   {workload['name']}: {plural(workload['rows'], 'row')}, "
         f"{plural(workload['prompt_tokens'], 'prompt token')}, "
@@ -51,8 +53,9 @@ def summary(report: Mapping[str, Any]) -> str:
         *_shared_lines(report),
         f"memory     {_gigabytes(report['memory_bytes'], predicted)}",
         *([] if predicted["pages"] is None else [f"pages      {held_pages(report)}"]),
+        *_choice_lines(report["choice"], predicted["run_seconds"]),
         f"search     {search['simulated']} of {plural(search['candidates'], 'grid')} simulated; "
-        f"none of the others can be more than {search['gap']:.1%} faster to build and run; "
+        f"none of the others can be more than {search['gap']:.1%} faster to build and run{other}; "
         f"{search['seconds']:.1f} s",
     ]
     return "\n".join(lines)
@@ -66,6 +69,30 @@ def held_pages(report: Mapping[str, Any]) -> str:
         f"({held['pages'] / pages:.1%}); {plural(held['waits'], 'wait')} for pages, "
         f"{plural(held['replays'], 'replay')}"
     )
+
+
+def _choice_lines(choice: Mapping[str, Any] | None, run_seconds: float) -> list[str]:
+    """What a given plan costs beside the planner's own, and the keys in which they differ."""
+    if choice is None:
+        return []
+    if not choice["differences"]:
+        return ["choice     the planner chooses the same buckets"]
+    share = run_seconds / choice["run_seconds"] - 1
+    compared = f"{abs(share):.1%} {'more' if share >= 0 else 'less'}"
+    changes = [
+        f"           buckets.{key}: {_value(given)} here, {_value(own)} there"
+        for key, (given, own) in choice["differences"].items()
+    ]
+    return [
+        f"choice     this plan takes {compared} to run than the planner's own "
+        f"({choice['run_seconds']:.1f} s), from which it differs in",
+        *changes,
+    ]
+
+
+def _value(value: Any) -> str:
+    """The value of a key of a plan; `none` for one that is left out."""
+    return "none" if value is None else json.dumps(value)
 
 
 def _shared_lines(report: Mapping[str, Any]) -> list[str]:

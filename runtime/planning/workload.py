@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.grids.structured_grid import StructuredGrid
@@ -26,6 +27,7 @@ from ..rows.scan import RowRequirements, ScanSummary, scan
 from ..structured.structures import Structures
 from .finished_lengths import AnsweredRow, FinishedJob, LengthForecast, read_finished_job
 from .length_table import read_table
+from .shared_grids import fits_grid
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,16 @@ class Workload:
             rows=tuple(_within(row, max_position) for row in rows),
             prefixes=self.prefixes.of_rows(within),
             num_refused=self.num_refused + len(self.rows) - len(rows),
+        )
+
+    def within_grid(self, grid: BucketGrid) -> "Workload":
+        """The workload without rows that a grid cannot serve."""
+        within = [i for i, row in enumerate(self.rows) if fits_grid(row.need, grid)]
+        return replace(
+            self,
+            rows=tuple(_within(self.rows[i], grid.max_length) for i in within),
+            prefixes=self.prefixes.of_rows(within),
+            num_refused=self.num_refused + len(self.rows) - len(within),
         )
 
 
