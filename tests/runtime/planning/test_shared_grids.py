@@ -112,7 +112,7 @@ def test_a_beginning_of_many_rows_is_read_once_if_that_is_predicted_faster(monke
 
 def test_prefixes_have_slots_and_pages_beside_those_of_all_rows():
     """Otherwise the last row would wait for a slot until all others end, and decode alone."""
-    rows, table = rows_and_table([150, 170] * 16, shared=128)
+    rows, table = rows_and_table([30, 40] * 12, shared=128)
     whole, chosen = choose(rows, table)
     assert whole.decode_slots == len(rows) < chosen.decode_slots
     calls = [
