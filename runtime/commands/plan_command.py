@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..console import tell
+from ..console import note, tell
 from ..devices.default_target import default_target
 from ..errors import ConfigError
 from ..files.remote import path_or_url
@@ -251,7 +251,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.compile_layouts:
         backends.prepare_jax(options.target)
         find_target(options.target)
-    load_kernels(options.target, partial(tell, sys.stderr))
+    load_kernels(options.target, partial(note, is_quiet=options.quiet))
 
     # the shapes of adapters are compared with those of the weights
     with open_model(options.model, needs_weights=bool(options.adapters)) as files:

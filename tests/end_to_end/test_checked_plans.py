@@ -22,7 +22,7 @@ EDITS = {
     "decode after every call": {"chunks_per_decode": "1"},
     "whole prompts": {"chunk": None, "prefill": "[[48, 3], [96, 2]]"},
     "few pages": {"page": "16", "pages": "20"},
-    "long rows": {"max_length": "160", "prefill": "[[160, 4]]"},
+    "long rows": {"max_length": "128", "prefill": "[[128, 4]]"},
 }
 IN_EVERY_RUN = "as it was", "one step a call", "whole prompts", "few pages"
 
