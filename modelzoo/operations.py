@@ -18,7 +18,7 @@ from .weights.adapted_weight import AdaptedWeight, add_change, base_of, multiply
 from .weights.packed_products import Rows
 from .weights.product import Product
 from .weights.quantised_weight import take_rows
-from .weights.weight_products import Axes, multiply
+from .weights.weight_products import Axes, Part, multiply
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -95,7 +95,7 @@ class Operations:
         dtype: jax.typing.DTypeLike | None,
     ) -> jax.Array:  # fmt: skip
         """Multiply activations with a weight that is not adapted; see `project`."""
-        return multiply(product, x, weight, x_axes, out_axes, dtype, rows=self._rows)
+        return multiply(product, x, weight, x_axes, out_axes, dtype, Part(rows=self._rows))
 
     def lookup(self, table: "nnx.Param", ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
         """Look up rows of a table by id."""

@@ -31,7 +31,7 @@ from ..modelzoo.moe.routing import Router
 from ..modelzoo.operations import Operations, row_of
 from ..modelzoo.weights.product import Product
 from ..modelzoo.weights.quantised_weight import QuantisedWeight, map_arrays, take_rows
-from ..modelzoo.weights.weight_products import Axes, axes_of, multiply
+from ..modelzoo.weights.weight_products import Axes, Part, axes_of, multiply
 from .axis_rules import AxisRules
 from .expert_exchange import ExpertExchange
 from .projection import Projection
@@ -72,8 +72,8 @@ class ShardedOperations(Operations):
         dtype: jax.typing.DTypeLike | None,
     ) -> jax.Array:  # fmt: skip
         def multiply_part(x: jax.Array, weight: Any, projection: Projection) -> jax.Array:
-            options = {"dtype": dtype, "max_over_parts": projection.max_over_parts}
-            return multiply(product, x, weight, **options)
+            part = Part(projection.max_over_parts)
+            return multiply(product, x, weight, dtype=dtype, part=part)
 
         return self._project(product.equation, multiply_part, x, weight, x_axes, out_axes)
 

@@ -25,6 +25,7 @@ from .vectors import (
     LOWEST,
     Form,
     Matrix,
+    Others,
     capper,
     filler,
     product,
@@ -279,9 +280,11 @@ def _scorer(processor: Processor) -> Any:
             queries = Matrix(scratch.queries, H * BYTES)
             turned = Matrix(scratch.turned, count * BYTES)
             if is_pair:
-                multiply_pairs(block.rows, count, H, queries, turned, out, after_turned)
+                multiply_pairs(
+                    block.rows, count, H, queries, turned, out, Others(after_turned, 0, 0)
+                )
             else:
-                multiply(block.rows, count, H, queries, turned, out, after_turned)
+                multiply(block.rows, count, H, queries, turned, out, Others(after_turned, 0, 0))
             entry = after
 
     return score
@@ -353,9 +356,9 @@ def _adder(width: Width) -> Any:
             x = Matrix(scratch.scores + (entry - begin) * BYTES, scratch.score_row)
             values, sums = Matrix(place, V * num_bytes), Matrix(scratch.sums, V * BYTES)
             if num_bytes == BYTES:
-                add(block.rows, V, after - entry, x, values, sums, ahead)
+                add(block.rows, V, after - entry, x, values, sums, Others(ahead, 0, 0))
             else:
-                add_narrow(block.rows, V, after - entry, x, values, sums, ahead)
+                add_narrow(block.rows, V, after - entry, x, values, sums, Others(ahead, 0, 0))
             entry = after
 
     return add_values

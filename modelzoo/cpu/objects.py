@@ -35,9 +35,9 @@ def panel_columns() -> int | None:
 
 def code_lanes() -> int | None:
     """The lanes of products of codes; None if the kernels are not loaded, or have none."""
-    processor = Processor.here() if _is_used else None
-    has_any = processor is not None and processor.has_code_products
-    return processor.width.lanes if has_any else None
+    if not _is_used or not Processor.here().has_code_products:
+        return None
+    return Processor.here().width.lanes
 
 
 def compile_all(processor: Processor) -> bytes:

@@ -19,7 +19,7 @@ from .frames import Buffer, argument, result, result_size, size
 from .memory import call_address, load32, memset, native, on_stack, store32
 from .processor import Processor, Width
 from .threads import Kernel
-from .vectors import BYTES, Form, Matrix, product
+from .vectors import BYTES, Form, Matrix, Others, product
 
 NUM_BYTES = {"int8": 1, "bfloat16": 2, "float32": 4, "int32": 4}
 _BLOCK_ROWS = 96
@@ -66,12 +66,12 @@ def _code_product(width: Width, form: Form) -> Any:
     zeros = (0,) * (width.columns * BYTES // 8)
 
     @native
-    def multiply_codes(rows, columns, count, x, y, out, ahead, picked):
+    def multiply_codes(rows, columns, count, x, y, out, others):
         begin, sums = on_stack(zeros), on_stack(zeros)
-        of_center(1, columns, count, x, y, Matrix(sums, 0), 0, 0, begin)
+        of_center(1, columns, count, x, y, Matrix(sums, 0), Others(0, 0, begin))
         for i in range(0, columns * BYTES, BYTES):
             store32(begin + i, -load32(sums + i))
-        multiply(rows, columns, count, x, y, out, ahead, picked, begin)
+        multiply(rows, columns, count, x, y, out, Others(0, others.picked, begin))
 
     return multiply_codes
 
@@ -122,7 +122,8 @@ def _runner(multiply: Any, columns: int, num_bytes: int, out_bytes: int) -> Any:
         y = Matrix(argument(frame, 1) + (group * N + column) * K * num_bytes, own * BYTES)
         place, picked = group * M * N + column, argument(frame, 2) + (1 + first) * BYTES
         out = Matrix(result(frame, 0) + place * out_bytes, N * out_bytes)
-        multiply(min(rows, given - first), own, K * num_bytes // BYTES, x, y, out, 0, picked)
+        others, units = Others(0, picked, 0), K * num_bytes // BYTES
+        multiply(min(rows, given - first), own, units, x, y, out, others)
         if first == 0:
             for i in range(1 + given, 1 + M):
                 row = out.address + load32(argument(frame, 2) + i * BYTES) * out.row

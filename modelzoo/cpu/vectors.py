@@ -57,6 +57,11 @@ class Form(NamedTuple):
     of_center: bool = False
     """Whether all codes of x are zero, and nothing is read of it: the product with `_CENTER`."""
 
+    @property
+    def has_units(self) -> bool:
+        """Whether several numbers of x and y fill 32 bits."""
+        return self.is_paired or self.has_codes
+
 
 OF_FLOATS = Form()
 
@@ -169,6 +174,22 @@ class _Code:
         high = builder.and_(numbers, ir.Constant(self.integers, [-(1 << 16)] * self.lanes))
         return [builder.bitcast(half, self.vector) for half in (low, high)]
 
+    def row_numbers(self, form: Form, picked: Any, count: int) -> list[Any]:
+        """The numbers of the next rows, which are in a list if the form picks rows."""
+        if not form.picks:
+            return list(map(I64, range(count)))
+        of_list = [self.load(self.at(picked, i, BYTES), I32) for i in range(count)]
+        return [self.builder.sext(number, I64) for number in of_list]
+
+    def of_row(self, form: Form, address: Any) -> Any:
+        """A vector of the number of x at an address, or of its unit of pairs or codes."""
+        center = I32(_CENTER * 0x01010101)
+        if form.of_center:
+            return self.spread(center)
+        number = self.load(address, I32 if form.has_units else F32)
+        # as bytes from 0 to 255
+        return self.spread(self.builder.xor(number, center) if form.has_codes else number)
+
     def multiply_add(self, form: Form, of_x: list[Any], of_y: list[Any], total: Any) -> Any:
         """The sum of a total and the products of the `factors` of two vectors."""
         if form.has_codes:
@@ -246,10 +267,7 @@ def _tile(form: Form, lanes: int, num_rows: int, num_vectors: int) -> Any:
                 builder.extract_value(distances, i) for i in range(6)
             )
             code = _Code(context, builder, lanes)
-            numbers = list(map(I64, range(num_rows)))
-            if form.picks:
-                of_list = [code.load(code.at(picked, i, BYTES), I32) for i in range(num_rows)]
-                numbers = [builder.sext(number, I64) for number in of_list]
+            numbers = code.row_numbers(form, picked, num_rows)
             size, out_size = (
                 lanes * BYTES // (2 if is_half else 1) for is_half in (form.is_narrow, form.rounds)
             )
@@ -261,10 +279,9 @@ def _tile(form: Form, lanes: int, num_rows: int, num_vectors: int) -> Any:
                 code.at(row, vector * out_size) for row in outs for vector in range(num_vectors)
             ]
             start = [code.load(place) if form.adds else code.all(0.0) for place in places]
-            scalar, kind = (I32, code.integers) if form.is_paired else (F32, code.vector)
-            kind, center = code.halves if form.is_narrow else kind, I32(_CENTER * 0x01010101)
+            kind = code.integers if form.has_units else code.vector
+            kind = code.halves if form.is_narrow else kind
             if form.has_codes:
-                scalar, kind = I32, code.integers
                 first = [code.load(code.at(begin, i * size), kind) for i in range(num_vectors)]
                 start = num_rows * first
 
@@ -280,13 +297,7 @@ def _tile(form: Form, lanes: int, num_rows: int, num_vectors: int) -> Any:
                 ]
                 new = []
                 for row in range(num_rows):
-                    number = center
-                    if not form.of_center:
-                        number = code.load(code.at(rows[row], index, BYTES), scalar)
-                    if form.has_codes and not form.of_center:
-                        number = builder.xor(number, center)
-                    number = code.spread(number)
-                    of_x = code.factors(form, number)
+                    of_x = code.factors(form, code.of_row(form, code.at(rows[row], index, BYTES)))
                     for i, vector in enumerate(of_y):
                         total = sums[row * num_vectors + i]
                         new.append(code.multiply_add(form, of_x, vector, total))
@@ -308,6 +319,17 @@ class Matrix(NamedTuple):
     address: int
     row: int
     """The distance between its rows."""
+
+
+class Others(NamedTuple):
+    """The addresses that some forms of products read beside their matrices, and a distance."""
+
+    ahead: int
+    """The bytes from this y to the next one, which memory sends."""
+    picked: int = 0
+    """The address of the numbers of the rows of x and out."""
+    begin: int = 0
+    """The address of the row at which the sums of codes begin."""
 
 
 def _by_rows(lanes: int, num_vectors: int, form: Form) -> Any:
@@ -349,11 +371,9 @@ def _matrix(address: int) -> Matrix:
 
 @cache
 def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = False) -> Any:
-    """A function `multiply(rows, columns, count, x, y, out, ahead, picked, begin)`: `out = x @ y`.
+    """A function `multiply(rows, columns, count, x, y, out, others)`: `out = x @ y`.
 
-    x, y and out are matrices, and y has `count` rows, of numbers or of pairs. The next y is so many
-    bytes ahead of this one. If the form reads them, the numbers of the rows of x and out are at the
-    address `picked`, and the sums of codes begin at the numbers at `begin`. Without
+    x, y and out are matrices, and y has `count` rows, of numbers or of pairs. Without
     `has_single_columns`, the columns are a multiple of the lanes.
     """
     wide, narrow = width.columns, width.lanes
@@ -387,9 +407,9 @@ def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = 
     multiply_all = caller(multiply)
 
     @native(inline="always")
-    def call(rows, columns, count, x, y, out, ahead=0, picked=0, begin=0):
+    def call(rows, columns, count, x, y, out, others):
         places = x.address, x.row, y.address, y.row, out.address, out.row
-        multiply_all((on_stack((rows, columns, count, *places, ahead, picked, begin)),))
+        multiply_all((on_stack((rows, columns, count, *places, *others)),))
 
     return call
 

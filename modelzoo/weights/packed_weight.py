@@ -63,8 +63,7 @@ class PackedWeight:
 
     def split(self, of_axes: _OfAxes) -> tuple[_OfAxes, _OfAxes]:
         """The values of the axes of G and those of N, from values of all axes of the weight."""
-        before, after = of_axes[: self.inputs[0]], of_axes[self.ndim + self.inputs[-1] + 1 :]
-        return (of_axes[:0], before) if self.is_transposed else (before, after)
+        return _split(of_axes, self.inputs)
 
     def __getitem__(self, index: Any) -> "PackedWeight":
         """The weight itself at `...`; it has no parts."""
@@ -132,10 +131,16 @@ def can_pack(
 
     Its columns must be a multiple of a number.
     """
-    weight = PackedWeight(jax.ShapeDtypeStruct(shape, dtype), inputs, 1)
-    _, num_inputs, num_columns = weight.matrices
+    num_inputs = math.prod(shape[axis] for axis in inputs)
+    num_columns = math.prod(_split(shape, inputs)[1])
     has_units = num_inputs % _together(dtype) == 0 and num_columns % multiple == 0
     return has_units and math.prod(shape) <= _MOST_NUMBERS
+
+
+def _split(of_axes: _OfAxes, inputs: tuple[int, ...]) -> tuple[_OfAxes, _OfAxes]:
+    """The values of the axes of G and those of N."""
+    before, after = of_axes[: inputs[0]], of_axes[len(of_axes) + inputs[-1] + 1 :]
+    return (before, after) if inputs[-1] != -1 else (of_axes[:0], before)
 
 
 def _together(dtype: DTypeLike) -> int:

@@ -66,6 +66,12 @@ class QuantisedWeight:
     """Whether the program takes the arrays out of larger ones, as those of a scanned layer."""
 
     @property
+    def array(self) -> jax.Array:
+        """The codes, which are not in panels."""
+        assert not isinstance(self.codes, PackedWeight), "these codes are in panels"
+        return self.codes
+
+    @property
     def value_dtype(self) -> jnp.dtype:
         """The dtype of weights that are not quantised."""
         return self.dtype or self.scales.dtype
@@ -92,7 +98,7 @@ class QuantisedWeight:
     def grouped_codes(self) -> jax.Array:
         """The codes, with groups and their members as two axes in place of the inputs."""
         shape = self.quantisation.replace_inputs(self.shape, self.num_groups, -1)
-        return self.codes.reshape(shape)
+        return self.array.reshape(shape)
 
     def dequantise(self) -> jax.Array:
         """The weight as an array, rounded once to the dtype of weights that are not quantised.
@@ -158,7 +164,7 @@ def slice_weight(weight: jax.Array | QuantisedWeight, starts: list[Any], sizes: 
     codes, scales, offsets = (
         None if array is None else jax.lax.dynamic_slice(array, *zip(*of_axes, strict=True))
         for array, of_axes in (
-            (weight.codes, ranges),
+            (weight.array, ranges),
             (weight.scales, of_scales),
             (weight.offsets, of_scales),
         )
@@ -211,7 +217,7 @@ def multiply_codes(
         # the product sums over an axis of the scales, so they multiply the activations
         x = (x * _align(scales, labels, x_labels)).astype(x.dtype)
     if not weight.quantisation.rounds_activations:
-        return product(x, weight.codes.astype(x.dtype)) * of_result
+        return product(x, weight.array.astype(x.dtype)) * of_result
     summed = [axis for axis, label in enumerate(x_labels) if label not in out_labels]
     x_codes, x_scale = _round_activations(x, summed, max_over_parts)
     kept = "".join(label for label in x_labels if label in out_labels)
@@ -298,12 +304,12 @@ def _with_convertible_codes(weight: QuantisedWeight) -> QuantisedWeight:
     """
     if weight.codes.dtype == jnp.float4_e2m1fn:
         # without the barrier, XLA would write float32
-        codes = jax.lax.optimization_barrier(weight.codes.astype(jnp.float8_e4m3fn))
+        codes = jax.lax.optimization_barrier(weight.array.astype(jnp.float8_e4m3fn))
         return replace(weight, codes=codes)
     if weight.codes.dtype != jnp.uint4:
         return weight
     center = 8
-    codes = jax.lax.bitcast_convert_type(weight.codes ^ jnp.uint4(center), jnp.int4)
+    codes = jax.lax.bitcast_convert_type(weight.array ^ jnp.uint4(center), jnp.int4)
     offsets = weight.scales.astype(jnp.float32) * center
     if weight.offsets is not None:
         offsets = offsets + weight.offsets

@@ -5,7 +5,7 @@ layouts.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,18 @@ Project = Callable[..., jax.Array]
 """The type of `Operations.project`."""
 
 
+class Part(NamedTuple):
+    """The part of a product that a device computes."""
+
+    max_over_parts: Callable[[jax.Array], jax.Array] = lambda x: x
+    """See `multiply_codes`."""
+    rows: Rows | None = None
+    """See `multiply_panels`."""
+
+
+WHOLE = Part()
+
+
 def multiply(
     product: Product,
     x: jax.Array,
@@ -36,20 +48,16 @@ def multiply(
     x_axes: Axes = (),
     out_axes: Axes = (),
     dtype: jax.typing.DTypeLike | None = None,
-    max_over_parts: Callable[[jax.Array], jax.Array] = lambda x: x,
-    rows: Rows | None = None,
+    part: Part = WHOLE,
 ) -> jax.Array:
-    """Multiply activations with a weight on one device; see `Operations.project`.
-
-    `max_over_parts` is that of `multiply_codes`, and `rows` are those of `multiply_panels`.
-    """
+    """Multiply activations with a weight, or their parts on one device; see `Operations.project`."""
     del x_axes, out_axes
     value = weight[...]
     dtype = jnp.dtype(dtype or x.dtype)
     if isinstance(value, PackedWeight):
-        return multiply_panels(product, x, value, dtype, rows)
+        return multiply_panels(product, x, value, dtype, part.rows)
     if isinstance(value, QuantisedWeight):
-        out = multiply_codes(product, x, value, max_over_parts, rows)
+        out = multiply_codes(product, x, value, *part)
     else:
         out = product(x, value)
     return out.astype(dtype)

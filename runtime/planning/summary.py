@@ -72,7 +72,7 @@ def held_pages(report: Mapping[str, Any]) -> str:
 
 
 def _choice_lines(choice: Mapping[str, Any] | None, run_seconds: float) -> list[str]:
-    """What a given plan costs beside the planner's own, and the keys in which they differ."""
+    """The cost of a given plan beside the planner's own, and the keys in which they differ."""
     if choice is None:
         return []
     if not choice["differences"]:
