@@ -409,7 +409,8 @@ def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = 
     @native(inline="always")
     def call(rows, columns, count, x, y, out, others):
         places = x.address, x.row, y.address, y.row, out.address, out.row
-        multiply_all((on_stack((rows, columns, count, *places, *others)),))
+        given = others.ahead, others.picked, others.begin
+        multiply_all((on_stack((rows, columns, count, *places, *given)),))
 
     return call
 

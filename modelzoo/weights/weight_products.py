@@ -50,7 +50,7 @@ def multiply(
     dtype: jax.typing.DTypeLike | None = None,
     part: Part = WHOLE,
 ) -> jax.Array:
-    """Multiply activations with a weight, or their parts on one device; see `Operations.project`."""
+    """Multiply activations with a weight, or a part of it; see `Operations.project`."""
     del x_axes, out_axes
     value = weight[...]
     dtype = jnp.dtype(dtype or x.dtype)

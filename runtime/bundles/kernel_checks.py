@@ -12,15 +12,23 @@ import numpy as np
 from ...modelzoo.attention.attend import Visibility, attend_dense
 from ...modelzoo.attention.paged import PagedRows
 from ...modelzoo.cache.entry_codes import EntryCodes, encode, in_blocks
-from ...modelzoo.cpu import ENTRIES, PRODUCTS, PUT_LINES, TAKE_PAIRS, attend_name, product_name
+from ...modelzoo.cpu import (
+    CODE_PRODUCT,
+    ENTRIES,
+    PRODUCTS,
+    PUT_LINES,
+    TAKE_PAIRS,
+    attend_name,
+    product_name,
+)
 from ...modelzoo.cpu.moves import put_lines, take_units
-from ...modelzoo.cpu.objects import panel_columns
+from ...modelzoo.cpu.objects import code_lanes, panel_columns
 from ...modelzoo.kernels.cpu_attention import attend_pages_cpu, attend_prompts_cpu
 from ...modelzoo.weights.packed_products import multiply_panels
 from ...modelzoo.weights.packed_weight import PackedWeight, pack
 from ...modelzoo.weights.product import einsum
 
-LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 1e-5}
+LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 1e-5, "int32": 0}
 """The largest error of a result in a dtype, as a part of its largest number."""
 
 
@@ -43,10 +51,13 @@ def _results() -> Iterator[tuple[str, str, jax.Array, jax.Array]]:
         assert columns is not None, "the kernels are loaded"
         product = einsum("BD,VD->BV")
         for dtype, out in PRODUCTS:
-            x_BD, table_VD = (jax.random.normal(next(keys), (n, 64), dtype) for n in (7, 100))
+            if (dtype, out) == CODE_PRODUCT and code_lanes() is None:
+                continue  # this processor lacks the kernel
+            x_BD, table_VD = (_random(next(keys), (n, 64), dtype) for n in (7, 112))
             packed = PackedWeight(pack(table_VD, (-1,), columns), (-1,), columns)
             found = multiply_panels(product, x_BD, packed, jnp.dtype(out))
-            wanted = product(x_BD.astype(jnp.float32), table_VD.astype(jnp.float32))
+            exact = jnp.int32 if out == "int32" else jnp.float32
+            wanted = product(x_BD.astype(exact), table_VD.astype(exact))
             yield product_name(dtype, out), out, found, wanted
         position_BT = jnp.arange(48)[None]
         visibility = Visibility(position_BT, position_BT, None, is_in_order=True)
@@ -71,6 +82,13 @@ def _results() -> Iterator[tuple[str, str, jax.Array, jax.Array]]:
         yield PUT_LINES, "float32", put, wanted
         taken = take_units(lines, place[None] % 20, 2)
         yield TAKE_PAIRS, "float32", taken, lines.reshape(-1, 2)[place % 20].reshape(1, -1)
+
+
+def _random(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Random numbers, or random codes."""
+    if dtype == "int8":
+        return jax.random.randint(key, shape, -127, 128, dtype)
+    return jax.random.normal(key, shape, dtype)
 
 
 def _attend_codes(
