@@ -12,7 +12,7 @@ import re
 from threading import Lock
 from typing import Any
 
-from . import NAMES
+from . import CODE_PRODUCT, NAMES, product_name
 from .processor import Processor
 
 _STUBS = rb"(?<=\0)(?:numba_|NRT_|Py)\w+(?=\0)"
@@ -38,6 +38,12 @@ def code_lanes() -> int | None:
     if not _is_used or not Processor.here().has_code_products:
         return None
     return Processor.here().width.lanes
+
+
+def kernel_names() -> tuple[str, ...]:
+    """The names of the kernels that this processor has."""
+    lacking = () if Processor.here().has_code_products else (product_name(*CODE_PRODUCT),)
+    return tuple(name for name in NAMES if name not in lacking)
 
 
 def compile_all(processor: Processor) -> bytes:
@@ -77,10 +83,9 @@ def register(code: bytes) -> None:
             llvm.add_symbol(name.decode(), abort)
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        for name in NAMES:
-            if address := engine.get_function_address(name):
-                kernel = jax.ffi.pycapsule(ctypes.c_void_p(address))
-                jax.ffi.register_ffi_target(name, kernel, platform="cpu")
+        for name in kernel_names():
+            address = ctypes.c_void_p(engine.get_function_address(name))
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
         _engines.append(engine)
         _is_used = True
 

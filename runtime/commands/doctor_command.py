@@ -193,7 +193,7 @@ def _devices() -> Iterator[Finding]:
 
 def _cpu_kernels() -> Finding:
     """Whether kernels for the CPU serve here, and whether each of them is right."""
-    from ...modelzoo.cpu import NAMES
+    from ...modelzoo.cpu.objects import kernel_names
     from ..bundles.cpu_kernels import load_kernels, refusal
 
     subject = "CPU kernels"
@@ -213,7 +213,8 @@ def _cpu_kernels() -> Finding:
         return Finding(
             subject, f"differ from the reference: {found}; pip uninstall numba", ok=False
         )
-    return Finding(subject, f"{len(NAMES)}, each near its reference ({', '.join(NAMES)})")
+    names = kernel_names()
+    return Finding(subject, f"{len(names)}, each near its reference ({', '.join(names)})")
 
 
 def _compilation_cache() -> Finding:
