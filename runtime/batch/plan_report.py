@@ -31,7 +31,8 @@ from ..planning.search import simulate_in_order
 from ..planning.shared_grids import expected_rows, fits_grid
 
 MAX_SIMULATED = 1_024
-"""The largest number of rows whose calls are simulated for the note on padding."""
+"""The largest numbers of rows and of slots with which calls are simulated for the note on padding.
+"""
 OTHER_CHUNK = 256
 """The length of the chunks that the note on padding compares with whole prompts."""
 
@@ -229,7 +230,7 @@ def _padding(rows: Sequence[RowShape], grid: BucketGrid) -> str:
     """
     fitting = [row for row in rows if fits_grid(row, grid)]
     lengths = [row.prompt_length for row in fitting]
-    if len(fitting) <= MAX_SIMULATED:
+    if max(len(fitting), grid.decode_slots) <= MAX_SIMULATED:
         simulation = simulate_in_order(expected_rows(fitting, grid), grid, None)
         uses = simulation.metrics.prefill.values()
         real, computed = (
