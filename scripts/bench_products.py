@@ -1,8 +1,9 @@
 """Rates of products with weights on this CPU: the kernels of noria beside XLA and torch.
 
 Weights are larger than the caches of the processor, and packed as each side reads them fastest.
-torch multiplies by oneDNN. Sides run in turns, and the fastest of several
-turns counts. Rates are in 10^9 operations a second; a product of M rows has 2 M K N operations.
+torch multiplies by oneDNN; its product of codes takes 17 rows and more, and for fewer rows the others
+count for nothing. Sides run in turns, and the fastest of several turns counts. Rates are in 10^9
+operations a second; a product of M rows has 2 M K N operations.
 
     python scripts/bench_products.py --output benchmarks/products_cpu.md
 """
@@ -136,7 +137,7 @@ def _of_torch(x: np.ndarray, w: np.ndarray, copies: int) -> Side:
         plain = torch.from_numpy(w.astype(np.float32)).to(dtype).T.contiguous()
         weights = [plain.clone() for _ in range(copies)]
         reorder = torch.ops.mkldnn._reorder_linear_weight
-        packed = [reorder(y.to_mkldnn(), len(x)) for y in weights]
+        packed = [reorder(y, len(x)) for y in weights]
         multiply = torch.ops.mkldnn._linear_pointwise
         run = lambda: [multiply(given, p, None, "none", [], "") for p in packed]  # noqa: E731
     with torch.inference_mode():
