@@ -1,9 +1,9 @@
 """Rates of products with weights on this CPU: the kernels of noria beside XLA and torch.
 
 Weights are larger than the caches of the processor, and packed as each side reads them fastest.
-torch multiplies by oneDNN; its product of codes takes 17 rows and more, and for fewer rows the others
-count for nothing. Sides run in turns, and the fastest of several turns counts. Rates are in 10^9
-operations a second; a product of M rows has 2 M K N operations.
+torch multiplies by oneDNN; its product of codes takes 17 rows and more, of which only those asked
+for count. Sides run in turns, and the fastest of several turns counts. Rates are in 10^9 operations
+a second; a product of M rows has 2 M K N operations.
 
     python scripts/bench_products.py --output benchmarks/products_cpu.md
 """
