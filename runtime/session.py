@@ -32,7 +32,7 @@ from .checkpoint.published_numbers import keep_published
 from .console import plural
 from .devices import machine
 from .devices.compiler_messages import without_alarms
-from .devices.graph_memory import check_memory, host_bytes
+from .devices.graph_memory import check_memory, check_weights
 from .devices.host_arrays import HostArrays
 from .engine.admission import Admission
 from .engine.embedding import EmbeddingSession
@@ -229,11 +229,8 @@ def _naming_weights(
     Weights that are larger than the memory of a machine with CPUs alone are not loaded at all.
     """
     num_bytes = sum(array_bytes(leaf.shape, leaf.dtype) for leaf in abstract)
-    processes = {device.process_index for device in target.devices}
     try:
-        limit = host_bytes() if target.platform == "cpu" else 0
-        if 0 < limit < num_bytes / len(processes):
-            raise MemoryError(f"this machine has {limit / 1e9:.2f} GB of memory")
+        check_weights(num_bytes, target.devices)
         yield
     except CheckpointMismatch as error:
         raise CheckpointMismatch(f"{files.path}: {error}") from None

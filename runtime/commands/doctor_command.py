@@ -22,7 +22,7 @@ from operator import eq, ge, gt, le, lt
 
 from ..bundles.compilation_cache import check_trusted
 from ..console import tell
-from ..devices.machine import usable_cores
+from ..devices.machine import host_bytes, usable_cores
 from ..errors import EXIT_OK, EXIT_USAGE, CacheUnusable
 from ..files.file_checks import default_directory
 
@@ -171,11 +171,8 @@ def _embedded_model() -> Finding:
 
 def _machine() -> Iterator[Finding]:
     yield Finding("cores", f"{usable_cores()} usable of {os.cpu_count()}")
-    try:
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return  # the system does not report its memory
-    yield Finding("memory", f"{memory_bytes / 2**30:.1f} GiB")
+    if memory_bytes := host_bytes():  # else the system does not report it
+        yield Finding("memory", f"{memory_bytes / 2**30:.1f} GiB")
 
 
 def _devices() -> Iterator[Finding]:

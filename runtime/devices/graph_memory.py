@@ -1,10 +1,6 @@
 """The memory of a target's devices, and the memory that a graph needs on each of them."""
 
-import os
-import resource
-from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +10,9 @@ from ...compile.graph_failures import GraphFailed
 from ...compile.hardware.hardware import hardware_of
 from ...compile.targets import Target
 from ..files.hardware_files import known_hardware
+from .machine import host_bytes
 
 GIGABYTE = 10**9
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""The file with the limit of a container."""
 MEMORY_SHARE = 0.9
 """The share of a device's memory for weights and cache; the rest is for temporaries of graphs."""
 
@@ -64,17 +59,17 @@ def check_memory(graphs: CompiledGraphs, devices: Iterable[Any]) -> None:
             )
 
 
-def host_bytes() -> int:
-    """The memory that this process may have in bytes; 0 if it is not known."""
-    limits = []
-    with suppress(OSError, ValueError, AttributeError):
-        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    with suppress(OSError, ValueError):
-        # "max" is no number
-        limits.append(int(_CGROUP_LIMIT.read_text("ascii")))
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limits += [] if soft == resource.RLIM_INFINITY else [soft]
-    return min(limits, default=0)
+def check_weights(num_bytes: int, devices: Sequence[Any]) -> None:
+    """Check that the memory of this machine holds its part of the weights, if it has CPUs alone.
+
+    Raises:
+      MemoryError: It does not.
+    """
+    if any(device.platform != "cpu" for device in devices):
+        return
+    processes = {device.process_index for device in devices}
+    if 0 < (limit := host_bytes()) < num_bytes / len(processes):
+        raise MemoryError(f"this machine has {limit / 1e9:.2f} GB of memory")
 
 
 def required_bytes(executable: jax.stages.Compiled) -> int:

@@ -6,12 +6,16 @@ only if jax is already imported.
 
 import os
 import platform
+import resource
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""The file with the limit of a container."""
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
@@ -91,3 +95,16 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return installed
+
+
+def host_bytes() -> int:
+    """The memory that this process may have in bytes; 0 if it is not known."""
+    limits = []
+    with suppress(OSError, ValueError, AttributeError):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with suppress(OSError, ValueError):
+        # "max" is no number
+        limits.append(int(_CGROUP_LIMIT.read_text("ascii")))
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limits += [] if soft == resource.RLIM_INFINITY else [soft]
+    return min(limits, default=0)

@@ -62,8 +62,11 @@ class Prediction:
     """The layouts with a plan, the preferred one first."""
     seconds: float
     """The seconds that planning took."""
-    choice: SimulatedGrid | None = None
-    """The planner's own grid, if the plan was given; else None."""
+
+    @property
+    def choice(self) -> SimulatedGrid | None:
+        """The planner's own grid, if the plan was given; else None."""
+        return self.result.others.get(CHOICE)
 
     @property
     def evidence(self) -> PlanEvidence:
@@ -152,8 +155,15 @@ def check_plan(options: PlanOptions, files: ModelFiles, plan: Plan) -> Predictio
     """
     started = time.perf_counter()
     options, grid = replace(options, target=plan.target), plan.buckets
-    workload = workload_of(options, files).within_grid(grid)
+    workload = workload_of(options, files)
     _check_workload(options, workload, files.spec.config.max_position)
+    workload = workload.within_grid(grid)
+    if not workload.rows:
+        raise ConfigError(
+            f"--check: expected a plan that serves a row of {options.workload}, got one for rows "
+            f"of at most {grid.max_length} tokens, prompt and output together, that serves none. "
+            f"Raise buckets.max_length, or plan anew."
+        )
     ranking = _ranking(options, files, workload, plan.numbers)
     ranking = replace(ranking, adapters=grid.adapters)
     _require(plan.layout, ranking, grid)
@@ -164,15 +174,14 @@ def check_plan(options: PlanOptions, files: ModelFiles, plan: Plan) -> Predictio
     (planned,) = _planned_layouts(options, ranking, workload, [ranked], rows)
     planner = _planner(options, ranking, workload, plan.layout, planned.cost, rows)
     result = replace(planner, compared={CHECKED: grid}).with_comparison(planned.result)
-    choice, others = result.best, dict(result.others)
+    others = dict(result.others)
     search = replace(result.search, best=others.pop(CHECKED))
-    result = replace(result, search=search, others={CHOICE: choice, **others}, uncertainty=None)
+    others = {CHOICE: result.best, **others}
+    result = replace(result, search=search, others=others, uncertainty=None)
     checked = replace(planned, result=result)
     plan = replace(plan, evidence=_evidence(options, workload, checked))
     seconds = time.perf_counter() - started
-    return Prediction(
-        plan, result, workload, planned.cost, [ranked], [checked], seconds, choice=choice
-    )
+    return Prediction(plan, result, workload, planned.cost, [ranked], [checked], seconds)
 
 
 def _check_workload(options: PlanOptions, workload: Workload, max_position: int) -> None:

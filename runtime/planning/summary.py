@@ -28,12 +28,13 @@ def summary(report: Mapping[str, Any]) -> str:
     """The summary of a report, from the content of report.json."""
     workload, hardware, predicted = report["workload"], report["hardware"], report["predicted"]
     search, refused = report["search"], plural(workload["refused"], "row")
+    lacks = "this plan cannot serve" if report["choice"] else "no plan can serve"
     other = " than the planner's own" if report["choice"] else ""
     lines = [
         f"workload   {workload['name']}: {plural(workload['rows'], 'row')}, "
         f"{plural(workload['prompt_tokens'], 'prompt token')}, "
         f"{plural(workload['expected_output_tokens'], 'expected output token')}"
-        + (f"; left out: {refused} that no plan can serve" if workload["refused"] else ""),
+        + (f"; left out: {refused} that {lacks}" if workload["refused"] else ""),
         f"target     {report['target']} ({hardware['name']})",
         *_layout_lines(report),
         *([f"limit      {report['limit']}"] if report["limit"] else []),

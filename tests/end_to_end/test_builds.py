@@ -12,6 +12,7 @@ from command import completion, plan_text, read_manifest, read_rows, write_lines
 from noria.compile import build
 from noria.runtime import cli, session
 from noria.runtime.bundles.executable_cache import ExecutableCache
+from noria.runtime.devices import graph_memory
 from noria.runtime.engine.generation import GenerationSession
 
 GRID = ["buckets.prefill=[[16, 2], [32, 1]]", "buckets.max_length=48", "buckets.page=16"]
@@ -104,7 +105,7 @@ def test_weights_that_do_not_fit_end_with_the_code_of_memory(job, monkeypatch, c
 
 def test_weights_beyond_the_memory_of_the_machine_are_not_loaded(job, monkeypatch, capsys):
     monkeypatch.setattr(session, "load_params", pytest.fail)
-    monkeypatch.setattr(session, "host_bytes", lambda: 10**4)
+    monkeypatch.setattr(graph_memory, "host_bytes", lambda: 10**4)
     assert cli.main(job) == 4
     assert "do not fit on cpu: this machine has 0.00 GB of memory" in capsys.readouterr().err
 

@@ -95,3 +95,7 @@ def test_the_keys_that_differ_from_the_planners_choice_are_named_with_their_cost
     assert "beside --check" in noria.refuse(*arguments, "--page", "16")
     assert "beside --check" in noria.refuse(*arguments, "-o", tmp_path / "other.toml")
     assert "got neither" in noria.refuse(*arguments[:-2])
+    plan.write_text(plan_text(edited({"max_length": "16", "prefill": "[[16, 4]]"})))
+    assert "left out: 18 rows that this plan cannot serve" in noria.run_here(*arguments)
+    plan.write_text(plan_text("max_length = 4\nprefill = [[4, 4]]\ndecode_slots = 2\n"))
+    assert "for rows of at most 4 tokens" in noria.refuse(*arguments)

@@ -11,7 +11,7 @@ from model_on_disk import write_model
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.runtime import session
-from noria.runtime.devices.graph_memory import host_bytes
+from noria.runtime.devices.machine import host_bytes
 
 CHUNKS = ("--set", "buckets.chunk=16")
 FEW = ("--set", "buckets.page=16", "--set", "buckets.pages=8", *CHUNKS)

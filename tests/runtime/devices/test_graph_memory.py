@@ -9,8 +9,9 @@ import pytest
 from tiny import GRID, TinyModel
 
 from noria.compile.graph_failures import GraphFailed
-from noria.runtime.devices import graph_memory
-from noria.runtime.devices.graph_memory import check_memory, host_bytes, required_bytes
+from noria.runtime.devices import graph_memory, machine
+from noria.runtime.devices.graph_memory import check_memory, required_bytes
+from noria.runtime.devices.machine import host_bytes
 
 FEW_GRAPHS = replace(GRID, prefill=((16, 2), (48, 1)), score=False)
 
@@ -53,8 +54,8 @@ def test_the_memory_of_a_process_is_the_smallest_of_its_limits(monkeypatch, tmp_
     assert 0 < whole <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for text, wanted in (("max\n", whole), (f"{10**9}\n", min(10**9, whole))):
         (tmp_path / "memory.max").write_text(text)
-        monkeypatch.setattr(graph_memory, "_CGROUP_LIMIT", tmp_path / "memory.max")
+        monkeypatch.setattr(machine, "_CGROUP_LIMIT", tmp_path / "memory.max")
         assert host_bytes() == wanted
     limits = SimpleNamespace(RLIMIT_AS=0, RLIM_INFINITY=-1, getrlimit=lambda which: (5 * 10**8, -1))
-    monkeypatch.setattr(graph_memory, "resource", limits)
+    monkeypatch.setattr(machine, "resource", limits)
     assert host_bytes() == 5 * 10**8

@@ -122,6 +122,19 @@ def test_prefixes_have_slots_and_pages_beside_those_of_all_rows():
     assert calls[0] == calls[1] < calls[2]
 
 
+def test_a_grid_with_calls_alike_needs_a_smaller_gain(monkeypatch):
+    rows, table = rows_and_table([30, 40] * 12, shared=128)
+    defaults = GridDefaults(chunks=(64,))
+    monkeypatch.setattr(shared_grids, "CHUNKS", ((32,),))
+    monkeypatch.setattr(shared_grids, "_batches", lambda grid, batch: [grid])
+    monkeypatch.setattr(shared_grids, "MAX_SHARE_OF_SECONDS", 0)
+    whole, chosen = choose(rows, table, defaults)
+    calls = [{x.batch * x.tokens for x in grid.prefill} for grid in (whole, chosen)]
+    assert chosen != whole and calls[0] == calls[1]
+    monkeypatch.setattr(shared_grids, "MAX_SHARE_ALIKE", 0)
+    assert choose(rows, table, defaults)[1] == whole
+
+
 def one_document() -> tuple[list[ExpectedRow], PrefixTable]:
     return rows_and_table([20, 30, 40, 50] * 30, shared=500)
 
