@@ -66,7 +66,7 @@ def table(title: str, call: Call, ceiling: float) -> list[str]:
 
 def bound(call: Call, ceiling: float, rate: float) -> str:
     """A sentence each on products with weights, and on those of attention."""
-    total, weights, attention = call.spent.total(), PRODUCTS.values(), (SCORES, VALUES, KERNEL)
+    total, weights, attention = call.spent.total(), set(PRODUCTS.values()), (SCORES, VALUES, KERNEL)
     of_weights, of_attention = (
         sum(call.spent[group] for group in groups) / total for groups in (weights, attention)
     )
