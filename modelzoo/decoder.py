@@ -45,7 +45,8 @@ class Decoder(nnx.Module):
         self, config: DecoderConfig, *, rngs: nnx.Rngs, arrangement: Arrangement = AS_PUBLISHED
     ):
         num_rows = arrangement.padded_vocab or config.vocab_size
-        self.embedding = Embedding(rngs, num_rows, config.embed)
+        is_head = config.has_head and config.tie_embeddings
+        self.embedding = Embedding(rngs, num_rows, config.embed, is_head=is_head)
         self.groups = layer_groups(config, arrangement)
         self.layers = nnx.List(
             make_block(rngs, config, arrangement, layers)
@@ -55,7 +56,7 @@ class Decoder(nnx.Module):
             self.inputs = InputSum(rngs, config, config.inputs)
         self.final_norm = Norm(config.embed, config) if config.has_final_norm else NoNorm()
         if config.has_head and not config.tie_embeddings:
-            self.head = Embedding(rngs, num_rows, config.embed)
+            self.head = Embedding(rngs, num_rows, config.embed, is_head=True)
         self.pooler = Pooler(rngs, config.embed, config.pooling)
         self.config = config
         self.attend: Attend = attend_blockwise

@@ -167,10 +167,14 @@ class NoNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token table, used as embedding and, transposed, as output head."""
+    """Token table, used as embedding and, transposed, as output head.
 
-    def __init__(self, rngs: nnx.Rngs, num_rows: int, embed: int):
-        self.table = weight(rngs, (num_rows, embed), (axes.VOCAB, ""), inputs=(1,))
+    A table that is no head has its rows in order, as only lookups read it.
+    """
+
+    def __init__(self, rngs: nnx.Rngs, num_rows: int, embed: int, *, is_head: bool):
+        shape, logical_axes = (num_rows, embed), (axes.VOCAB, "")
+        self.table = weight(rngs, shape, logical_axes, inputs=(1,), is_matrix=is_head)
 
     def __call__(self, tokens_BT: jax.Array, operations: Operations) -> jax.Array:
         return operations.lookup(self.table, tokens_BT, axes.RESIDUAL)

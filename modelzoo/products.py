@@ -156,7 +156,7 @@ def record_logits(config: DecoderConfig) -> WeightProduct:
     record = LayerRecord()
 
     def run() -> None:
-        head = Embedding(nnx.Rngs(0), config.vocab_size, config.embed)
+        head = Embedding(nnx.Rngs(0), config.vocab_size, config.embed, is_head=True)
         owner = "embedding" if config.tie_embeddings else "head"
         record.names = {id(head.table): f"{owner}.table"}
         head.logits(jnp.zeros((1, config.embed)), record)

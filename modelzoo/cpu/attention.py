@@ -301,15 +301,17 @@ def _weigher(lanes: int) -> Any:
     def weigh_row(frame, scratch, row, scores, count):
         """Weigh a row; padding after its scores is overwritten."""
         padded, factors = (count + lanes - 1) // lanes * lanes, argument(frame, 5)
-        scale(scores, scores, padded, load_float(factors))
-        most = load_float(factors + BYTES)
+        factor, most = load_float(factors), load_float(factors + BYTES)
         if most > _NONE:
+            scale(scores, scores, padded, factor)
             cap(scores, scores, padded, most)
+            factor = _ONE
+        lowest = _LOWEST / factor
         for i in range(count, padded):
-            store_float(scores + i * BYTES, _LOWEST)
+            store_float(scores + i * BYTES, lowest)
         largest, totals = scratch.largest + row * BYTES, scratch.totals + row * BYTES
         old, V = load_float(largest), size(frame, 2, 3)
-        new, total = weigh(scores, padded, old)
+        new, total = weigh(scores, padded, factor, old)
         decay = np.exp(old - new)
         store_float(largest, new)
         store_float(totals, load_float(totals) * decay + total)

@@ -379,6 +379,9 @@ def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = 
     wide, narrow = width.columns, width.lanes
     y_bytes, out_bytes = (2 if is_half else BYTES for is_half in (form.is_narrow, form.rounds))
     of_wide, of_narrow = _by_rows(narrow, width.vectors, form), _by_rows(narrow, 1, form)
+    # heads of few features are less wide than a tile
+    half = 2 * narrow if width.vectors > 2 and not has_single_columns else wide
+    of_half = _by_rows(narrow, half // narrow, form)
     of_one, single = of_narrow, narrow
     if has_single_columns:
         # a number alone has no product of pairs
@@ -396,6 +399,9 @@ def product(width: Width, form: Form = OF_FLOATS, *, has_single_columns: bool = 
             if columns - column >= wide:
                 of_wide(rows, count, x, y_here, out_here, others)
                 column += wide
+            elif columns - column >= half:
+                of_half(rows, count, x, y_here, out_here, others)
+                column += half
             elif columns - column >= narrow:
                 of_narrow(rows, count, x, y_here, out_here, others)
                 column += narrow
@@ -470,32 +476,36 @@ def transposer(lanes: int, *, is_narrow: bool = False) -> Any:
 
 @cache
 def softmax(lanes: int) -> Any:
-    """A function `softmax(x, count, top)` that replaces scores by weights exp(score - largest).
+    """A function `softmax(x, count, factor, top)` that replaces x by weights exp(score - largest).
 
-    The largest is that of the scores and of `top`. The count is a multiple of the lanes.
+    Scores are x times the factor. The largest is that of the scores and of `top`. The count is a
+    multiple of the lanes.
 
     Returns:
       The largest, and the sum of the weights. Scores that are NaN make the sum NaN.
     """
 
     @intrinsic
-    def weigh(typing: Any, x: Any, count: Any, top: Any) -> Any:
+    def weigh(typing: Any, x: Any, count: Any, factor: Any, top: Any) -> Any:
         result = types.UniTuple(types.float32, 2)
 
         def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            x, count, top = args
+            x, count, factor, top = args
             code = _Code(context, builder, lanes)
+            spread = code.spread(factor)
+
+            def score(index: Any) -> Any:
+                return builder.fmul(code.load(code.at(x, index, BYTES)), spread)
 
             def compare(index: Any, carried: list[Any]) -> list[Any]:
-                return [code.larger(carried[0], code.load(code.at(x, index, BYTES)))]
+                return [code.larger(carried[0], score(index))]
 
             (largest,) = code.loop(count, lanes, [code.spread(top)], compare)
             largest = code.over_lanes(largest, code.larger)
 
             def add(index: Any, carried: list[Any]) -> list[Any]:
-                place = code.at(x, index, BYTES)
-                weights = code.exp(builder.fsub(code.load(place), largest))
-                code.store(place, weights)
+                weights = code.exp(builder.fsub(score(index), largest))
+                code.store(code.at(x, index, BYTES), weights)
                 return [builder.fadd(carried[0], weights)]
 
             (total,) = code.loop(count, lanes, [code.all(0.0)], add)
@@ -503,7 +513,7 @@ def softmax(lanes: int) -> Any:
             firsts = [builder.extract_element(x, I32(0)) for x in (largest, total)]
             return context.make_tuple(builder, result, firsts)
 
-        return result(types.intp, types.intp, types.float32), write
+        return result(types.intp, types.intp, types.float32, types.float32), write
 
     return weigh
 

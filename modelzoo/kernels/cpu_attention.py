@@ -46,8 +46,6 @@ def cpu_refusal(call: AttentionCall) -> str | None:
     for size in (call.key_dim, call.value_dim):
         if size % STEP:
             return f"it takes heads of a multiple of {STEP} features, got {size}"
-    if call.page is None and call.num_queries % STEP:
-        return f"it takes prompts of a multiple of {STEP} tokens, got {call.num_queries}"
     if call.page is not None and call.page % STEP:
         return f"it takes pages of a multiple of {STEP} entries, got {call.page} (buckets.page)"
     return None
@@ -92,7 +90,14 @@ def attend_prompts_cpu(
         high_BT = jnp.minimum(high_BT, count_B1)
     seen_BT = _first_seen(index_BT, window), jnp.where(index_BT < count_B1, high_BT, 0)
     page_B1 = jnp.arange(B)[:, None]
-    return _attend(q_BTKGH, k_BKHS.swapaxes(-1, -2), v_BKSH, page_B1, seen_BT, scores)
+    k_BKSH, v_BKSH = (_whole_vectors(x) for x in (k_BKHS.swapaxes(-1, -2), v_BKSH))
+    return _attend(q_BTKGH, k_BKSH, v_BKSH, page_B1, seen_BT, scores)
+
+
+def _whole_vectors(x_BKSH: jax.Array) -> jax.Array:
+    """Keys or values with padding entries, so that their number is a multiple of the step."""
+    padding = -x_BKSH.shape[2] % STEP
+    return jnp.pad(x_BKSH, ((0, 0), (0, 0), (0, padding), (0, 0)))
 
 
 def _first_seen(position_BT: jax.Array, window: Window) -> jax.Array:

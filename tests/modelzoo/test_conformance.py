@@ -308,6 +308,9 @@ def test_weights_in_panels_give_the_logprobs_of_transformers(family, tmp_path, m
         case = next(case for case in CASES if case.family == family)
         loaded = LoadedCase(case, tmp_path, Arrangement(panel_columns=panel_columns()))
         assert loaded.definition.packed
+        # a lookup reads a row of a table faster than a column of panels
+        is_head = loaded.definition.config.tie_embeddings
+        assert ("embedding.table" in loaded.definition.packed) == is_head
         loaded.assert_close(loaded.prefill_logits(BUCKET_LENGTH))
         loaded.assert_close(loaded.decode_logits(first=20), first=20)
         narrow = loaded.definition.abstract_parameters(jnp.bfloat16)
