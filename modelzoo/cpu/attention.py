@@ -20,15 +20,12 @@ from .frames import Buffer, argument, is_coded, is_narrow, result, result_size, 
 from .memory import call_address, free, load32, load_float, malloc, native, store_float
 from .processor import Processor, Width
 from .threads import Kernel
+from .tiles import Form, Matrix, Others, product
 from .vectors import (
     BYTES,
     LOWEST,
-    Form,
-    Matrix,
-    Others,
     capper,
     filler,
-    product,
     rounder,
     scaler,
     softmax,

@@ -19,7 +19,8 @@ from .frames import Buffer, argument, result, result_size, size
 from .memory import call_address, load32, memset, native, on_stack, store32
 from .processor import Processor, Width
 from .threads import Kernel
-from .vectors import BYTES, Form, Matrix, Others, product
+from .tiles import Form, Matrix, Others, product
+from .vectors import BYTES
 
 NUM_BYTES = {"int8": 1, "bfloat16": 2, "float32": 4, "int32": 4}
 _BLOCK_ROWS = 96
