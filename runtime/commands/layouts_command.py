@@ -102,15 +102,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure the layouts; returns 1 if a layout that the user named failed, or one is wrong."""
     from ..checkpoint import open_model
+    from ..checkpoint.random_model import RandomModel, has_no_weights
 
     check_fillable(options.output)
     layouts = map(layout_file, split_spellings(options.layouts))
     read = [Path(options.model), *layouts]
     check_files({}, [("an input", path) for path in read], _files_in(options.output))
-    with open_model(options.model, needs_weights=options.verify) as files:
+    # weights that a directory does not have are made up for the comparison
+    is_random = options.verify and has_no_weights(Path(options.model))
+    with open_model(options.model, needs_weights=options.verify and not is_random) as files:
         files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         files.check_generates()
-        return _run(options, files)
+        if not is_random:
+            return _run(options, files)
+        tell(sys.stderr, f"{options.model}: has no weights, so --verify takes random ones")
+        return _run(options, RandomModel(files, options.layers))
 
 
 @without_alarms()
@@ -263,6 +269,7 @@ def _verify(
     layouts: Sequence["Layout"],
     results: Sequence["LayoutResult"],
 ) -> None:
+    from ..checkpoint.random_model import RandomModel
     from ..layouts.verification import NotFinite
 
     for layout, result in zip(layouts, results, strict=True):
@@ -271,6 +278,8 @@ def _verify(
         try:
             result.max_abs_diff = verification.max_abs_diff(layout)
             result.tolerance = verification.tolerance
+            is_random = verification.files.kind == RandomModel.kind
+            result.weights = "random" if is_random else "checkpoint"
         except NotFinite as error:
             # the figures of the other layouts stay
             result.verdict = NOT_FINITE

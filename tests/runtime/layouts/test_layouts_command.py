@@ -83,6 +83,7 @@ def test_a_legal_layout_says_what_its_programs_move_and_need(results, name, phas
 @pytest.mark.parametrize("name", LEGAL)
 def test_verified_logits_are_those_of_one_device(results, name):
     assert 0 <= results[name]["max_abs_diff"] < 1e-4
+    assert results[name]["agreement"] == "equal" and results[name]["weights"] == "checkpoint"
 
 
 def test_weights_split_over_two_axes_take_less_than_over_one(results):

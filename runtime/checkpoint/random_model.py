@@ -1,0 +1,117 @@
+"""A model whose weights are random: for a directory with a config.json and no weights.
+
+A parameter has the same numbers in every layout and on every machine: they depend on its name and
+the seed alone. They are drawn such that activations keep their size from layer to layer. No bias is
+zero and no scale is one, so all parameters count.
+"""
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...modelzoo.config import AS_PUBLISHED, Arrangement
+from ..files.small_files import has_file
+from .formats.safetensors import INDEX, PICKLES
+from .generation_defaults import GenerationDefaults
+from .model_files import CONFIG, ModelFiles
+from .orbax_store import arrange, arranged_info, identity_sources
+from .tensor_source import Index, TensorInfo
+from .unread_parts import UnreadParts
+
+if TYPE_CHECKING:
+    from ...modelzoo.config import DecoderConfig
+    from ...modelzoo.families.family import ModelSpec
+
+SEED = 0
+_SPREAD = 0.1
+"""The standard deviation of biases, and of scales around 1."""
+
+
+def has_no_weights(path: Path) -> bool:
+    """Whether a path is a directory with config.json and without weights of any format."""
+    if not (path.is_dir() and has_file(path, CONFIG)) or has_file(path, INDEX):
+        return False
+    weights = (*PICKLES, ".safetensors", ".gguf")
+    return not any(file.suffix in weights for file in path.iterdir())
+
+
+class RandomModel(ModelFiles):
+    """A model without weights that gets random ones, or only its first layers."""
+
+    kind = "random"
+
+    def __init__(self, files: ModelFiles, num_layers: int | None = None):
+        """Give random weights to all layers of a model, or to its first `num_layers`."""
+        super().__init__(files.path, files.name)
+        self.published_config = files.published_config
+        self._files, self._num_layers = files, num_layers
+
+    @cached_property
+    def spec(self) -> "ModelSpec":
+        spec = self._files.spec
+        config = spec.config.first_layers(self._num_layers or spec.config.num_layers)
+        sources = identity_sources(
+            {name: info.shape for name, info in RandomTensors(config).tensors.items()}
+        )
+        return replace(spec, config=config, sources=sources, names=None)
+
+    @cached_property
+    def tensors(self) -> "RandomTensors":
+        return RandomTensors(self.spec.config)
+
+    @cached_property
+    def generation_defaults(self) -> GenerationDefaults:
+        return self._files.generation_defaults
+
+    @cached_property
+    def tokenizer_files(self) -> Path | Mapping[str, Any]:
+        return self._files.tokenizer_files
+
+    @cached_property
+    def unread(self) -> UnreadParts:
+        return self._files.unread
+
+    def weight_files(self) -> Mapping[str, Path]:
+        return {}
+
+    def _descriptions(self) -> Iterable[tuple[str, bytes]]:
+        return ()
+
+
+class RandomTensors:
+    """The parameters of a decoder, with numbers that are drawn whenever they are read."""
+
+    def __init__(self, config: "DecoderConfig", arrangement: Arrangement = AS_PUBLISHED):
+        from ...compile.abstract_model import AbstractModel
+
+        self._config, self._arrangement = config, arrangement
+        self._weights = AbstractModel(config).weights
+        dtype = np.dtype(np.float32)
+        drawn = {
+            name: TensorInfo(shape, dtype, "random", math.prod(shape) * dtype.itemsize)
+            for name, (shape, _) in self._weights.items()
+        }
+        self.tensors = {
+            name: arranged_info(name, info, arrangement) for name, info in drawn.items()
+        }
+
+    def arranged(self, arrangement: Arrangement) -> "RandomTensors":
+        """The same parameters in an arrangement."""
+        return RandomTensors(self._config, arrangement)
+
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        """Draw a parameter, and return it or a box of it."""
+        shape, inputs = self._weights[name]
+        rng = np.random.default_rng([SEED, zlib.crc32(name.encode())])
+        drawn = rng.standard_normal(shape, np.float32)
+        if inputs is not None:
+            drawn *= math.prod(shape[axis] for axis in inputs) ** -0.5
+        else:
+            drawn = _SPREAD * drawn + name.endswith("scale")
+        return arrange(drawn, name, self._arrangement)[index or ...]
