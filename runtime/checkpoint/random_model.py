@@ -42,28 +42,23 @@ def has_no_weights(path: Path) -> bool:
 
 
 class RandomModel(ModelFiles):
-    """A model without weights that gets random ones, or only its first layers."""
+    """A model without weights that gets random ones."""
 
     kind = "random"
 
-    def __init__(self, files: ModelFiles, num_layers: int | None = None):
-        """Give random weights to all layers of a model, or to its first `num_layers`."""
+    def __init__(self, files: ModelFiles):
         super().__init__(files.path, files.name)
         self.published_config = files.published_config
-        self._files, self._num_layers = files, num_layers
+        self._files = files
 
     @cached_property
     def spec(self) -> "ModelSpec":
-        spec = self._files.spec
-        config = spec.config.first_layers(self._num_layers or spec.config.num_layers)
-        sources = identity_sources(
-            {name: info.shape for name, info in RandomTensors(config).tensors.items()}
-        )
-        return replace(spec, config=config, sources=sources, names=None)
+        shapes = {name: info.shape for name, info in self.tensors.tensors.items()}
+        return replace(self._files.spec, sources=identity_sources(shapes), names=None)
 
     @cached_property
     def tensors(self) -> "RandomTensors":
-        return RandomTensors(self.spec.config)
+        return RandomTensors(self._files.spec.config)
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:

@@ -83,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--layers",
         type=int,
-        help="number of layers to compile, for a quick result (default: all layers)",
+        help="number of layers to compile and to run, for a quick result (default: all layers)",
     )
     add(
         "--scan-layers",
@@ -113,10 +113,11 @@ def run(options: argparse.Namespace) -> int:
     with open_model(options.model, needs_weights=options.verify and not is_random) as files:
         files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         files.check_generates()
-        if not is_random:
-            return _run(options, files)
-        tell(sys.stderr, f"{options.model}: has no weights, so --verify takes random ones")
-        return _run(options, RandomModel(files, options.layers))
+        files = _first_layers(options, files)
+        if is_random:
+            tell(sys.stderr, f"{options.model}: has no weights, so --verify takes random ones")
+            files = RandomModel(files)
+        return _run(options, files)
 
 
 @without_alarms()
@@ -133,7 +134,7 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     load_kernels(options.target, partial(tell, sys.stderr))
     target = (present_target if options.verify else find_target)(options.target)
     dtype = session.resolve_dtype(options.dtype, target)
-    config, grid = _config(options, files), _grid(options)
+    config, grid = files.spec.config, _grid(options)
     layouts = _layouts(options.layouts, len(target.devices))
     verification = _verification(options, files, target, dtype) if options.verify else None
     results: list[LayoutResult] = []
@@ -164,16 +165,17 @@ def _layouts(names: str, num_devices: int) -> list["Layout"]:
     return [read_layout(spelling, num_devices) for spelling in spellings]
 
 
-def _config(options: argparse.Namespace, files: "ModelFiles") -> "DecoderConfig":
-    config = files.spec.config
+def _first_layers(options: argparse.Namespace, files: "ModelFiles") -> "ModelFiles":
+    """The model, or only as many of its layers as `--layers` says."""
     if options.layers is None:
-        return config
-    if not 0 < options.layers <= config.num_layers:
+        return files
+    num_layers = files.spec.config.num_layers
+    if not 0 < options.layers <= num_layers:
         raise ConfigError(
-            f"--layers: expected 1 to {config.num_layers}, the number of layers of the model, got "
+            f"--layers: expected 1 to {num_layers}, the number of layers of the model, got "
             f"{options.layers}."
         )
-    return config.first_layers(options.layers)
+    return files.first_layers(options.layers)
 
 
 def _grid(options: argparse.Namespace) -> "BucketGrid":

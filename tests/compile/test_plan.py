@@ -39,7 +39,7 @@ def test_every_field_that_is_a_table_is_listed_under_its_name(owner):
 
 
 def test_the_keys_that_the_page_calls_required_are_the_ones_that_a_file_must_have():
-    """Of each other key of these tables, the page has the default, or says that there is none."""
+    """The page has a default for each other key of these tables, or says that there is none."""
     text = (ROOT / "docs/plan_file.md").read_text("utf-8").partition("### `[prefixes]`")[0]
     parts = re.split(r"^### `\[(\w+)\]`$", text, flags=re.MULTILINE)
     of_tables = dict(zip(["", *parts[1::2]], parts[0::2], strict=True))
