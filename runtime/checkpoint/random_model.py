@@ -5,29 +5,27 @@ the seed alone. They are drawn such that activations keep their size from layer 
 zero and no scale is one, so all parameters count.
 """
 
+import copy
 import math
 import zlib
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...modelzoo.config import AS_PUBLISHED, Arrangement
 from ..files.small_files import has_file
 from .formats.safetensors import INDEX, PICKLES
-from .generation_defaults import GenerationDefaults
 from .model_files import CONFIG, ModelFiles
 from .orbax_store import arrange, arranged_info, identity_sources
 from .tensor_source import Index, TensorInfo
-from .unread_parts import UnreadParts
 
 if TYPE_CHECKING:
     from ...modelzoo.config import DecoderConfig
-    from ...modelzoo.families.family import ModelSpec
 
+RANDOM = "random"
+"""The kind of a model with random weights."""
 SEED = 0
 _SPREAD = 0.1
 """The standard deviation of biases, and of scales around 1."""
@@ -41,42 +39,13 @@ def has_no_weights(path: Path) -> bool:
     return not any(file.suffix in weights for file in path.iterdir())
 
 
-class RandomModel(ModelFiles):
-    """A model without weights that gets random ones."""
-
-    kind = "random"
-
-    def __init__(self, files: ModelFiles):
-        super().__init__(files.path, files.name)
-        self.published_config = files.published_config
-        self._files = files
-
-    @cached_property
-    def spec(self) -> "ModelSpec":
-        shapes = {name: info.shape for name, info in self.tensors.tensors.items()}
-        return replace(self._files.spec, sources=identity_sources(shapes), names=None)
-
-    @cached_property
-    def tensors(self) -> "RandomTensors":
-        return RandomTensors(self._files.spec.config)
-
-    @cached_property
-    def generation_defaults(self) -> GenerationDefaults:
-        return self._files.generation_defaults
-
-    @cached_property
-    def tokenizer_files(self) -> Path | Mapping[str, Any]:
-        return self._files.tokenizer_files
-
-    @cached_property
-    def unread(self) -> UnreadParts:
-        return self._files.unread
-
-    def weight_files(self) -> Mapping[str, Path]:
-        return {}
-
-    def _descriptions(self) -> Iterable[tuple[str, bytes]]:
-        return ()
+def with_random_weights(files: ModelFiles) -> ModelFiles:
+    """The same model with random weights."""
+    random, tensors = copy.copy(files), RandomTensors(files.spec.config)
+    sources = identity_sources({name: info.shape for name, info in tensors.tensors.items()})
+    spec = replace(files.spec, sources=sources, names=None)
+    vars(random).update(kind=RANDOM, spec=spec, tensors=tensors)
+    return random
 
 
 class RandomTensors:
@@ -89,7 +58,7 @@ class RandomTensors:
         self._weights = AbstractModel(config).weights
         dtype = np.dtype(np.float32)
         drawn = {
-            name: TensorInfo(shape, dtype, "random", math.prod(shape) * dtype.itemsize)
+            name: TensorInfo(shape, dtype, RANDOM, math.prod(shape) * dtype.itemsize)
             for name, (shape, _) in self._weights.items()
         }
         self.tensors = {

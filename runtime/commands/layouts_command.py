@@ -102,7 +102,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure the layouts; returns 1 if a layout that the user named failed, or one is wrong."""
     from ..checkpoint import open_model
-    from ..checkpoint.random_model import RandomModel, has_no_weights
+    from ..checkpoint.random_model import has_no_weights, with_random_weights
 
     check_fillable(options.output)
     layouts = map(layout_file, split_spellings(options.layouts))
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
         files = _first_layers(options, files)
         if is_random:
             tell(sys.stderr, f"{options.model}: has no weights, so --verify takes random ones")
-            files = RandomModel(files)
+            files = with_random_weights(files)
         return _run(options, files)
 
 
@@ -271,7 +271,7 @@ def _verify(
     layouts: Sequence["Layout"],
     results: Sequence["LayoutResult"],
 ) -> None:
-    from ..checkpoint.random_model import RandomModel
+    from ..checkpoint.random_model import RANDOM
     from ..layouts.verification import NotFinite
 
     for layout, result in zip(layouts, results, strict=True):
@@ -280,7 +280,7 @@ def _verify(
         try:
             result.max_abs_diff = verification.max_abs_diff(layout)
             result.tolerance = verification.tolerance
-            is_random = verification.files.kind == RandomModel.kind
+            is_random = verification.files.kind == RANDOM
             result.weights = "random" if is_random else "checkpoint"
         except NotFinite as error:
             # the figures of the other layouts stay

@@ -8,7 +8,7 @@ from model_on_disk import write_model
 
 from noria.modelzoo.config import Arrangement
 from noria.runtime.checkpoint import open_model
-from noria.runtime.checkpoint.random_model import RandomModel, RandomTensors, has_no_weights
+from noria.runtime.checkpoint.random_model import RandomTensors, has_no_weights, with_random_weights
 from noria.runtime.cli import main
 
 SHAPES = ["--slots", "8", "--length", "48", "--prompt", "16", "--prompts", "4"]
@@ -39,7 +39,7 @@ def test_layouts_of_a_model_without_weights_are_compared_with_random_ones(tmp_pa
 )
 def test_random_weights_depend_on_their_names_alone(tmp_path, heads, copies):
     with open_model(config_alone(tmp_path), needs_weights=False) as files:
-        spec = RandomModel(files).spec
+        spec = with_random_weights(files).spec
         tensors = RandomTensors(spec.config)
         arranged = tensors.arranged(Arrangement(head_shards=heads, padded_vocab=304))
     assert tensors.tensors.keys() == {source.parameter for source in spec.sources}
@@ -72,11 +72,11 @@ def test_weights_that_cannot_be_read_are_not_replaced_by_random_ones(tmp_path, n
 # others are compared in every run, in test_layouts_command.py
 OWN_LAYOUTS = (
     "data-tensor-batch-attention",
-    "embed-parallel@tensor=2",
     "gpu-host@data=2,tensor=2",
     "ring-tensor",
-    "sequence-parallel@tensor=2",
+    "v5p-slice@data=2,tensor=2",
     "weight-gathered-all",
+    "weight-stationary-1d-batch-attention@tensor=4",
     "weight-stationary-1d-kv-copies@tensor=4",
     "weight-stationary-2d@data=2,tensor=2",
 )
