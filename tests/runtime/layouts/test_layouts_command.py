@@ -288,6 +288,24 @@ def test_figures_are_written_if_a_later_comparison_fails(report, monkeypatch):
     assert "agreement" not in results["ring"] and results["ring"]["flops"] > 0
 
 
+def test_figures_are_written_if_a_later_layout_fails(report, monkeypatch):
+    measure = layout_measure.measure
+
+    def fail(measured, layout, *rest, **options):
+        if layout.name == "ring":
+            raise OutOfMemory("no room for a graph")
+        return measure(measured, layout, *rest, **options)
+
+    monkeypatch.setattr(layout_measure, "measure", fail)
+    folder = report / "stopped"
+    arguments = ["--model", str(report / "model"), "-o", str(folder), *OPTIONS]
+    code = main(["layouts", *arguments, "--layouts", "data-parallel ring"])
+    assert code == OutOfMemory.exit_code
+    (result,) = json.loads((folder / "layouts.json").read_text())
+    assert result["name"] == "data-parallel" and result["flops"] > 0
+    assert (folder / "layouts.png").exists()
+
+
 def test_the_kernel_that_is_asked_for_is_the_one_that_is_verified(report, monkeypatch):
     asked = []
 
