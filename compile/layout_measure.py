@@ -92,6 +92,8 @@ class LayoutResult:
     """Largest difference of logits from one device, if it was asked for."""
     tolerance: float | None = None
     """The largest difference of a layout that is equal to one device."""
+    weights: str | None = None
+    """The weights of the comparison: `checkpoint` or `random`."""
 
     @property
     def agreement(self) -> str:
@@ -104,7 +106,8 @@ class LayoutResult:
         """The result as one JSON object; with the agreement, if layouts were compared."""
         table = asdict(self)
         if not self.agreement:
-            return {key: x for key, x in table.items() if key not in ("max_abs_diff", "tolerance")}
+            of_comparison = ("max_abs_diff", "tolerance", "weights")
+            return {key: x for key, x in table.items() if key not in of_comparison}
         return table | {"agreement": self.agreement}
 
 

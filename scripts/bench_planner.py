@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 
 from noria.compile.abstract_model import AbstractModel
+from noria.compile.graphs.graph_kinds import EMPTY_STATE, FORK, graph_keys
 from noria.compile.grids.bucket_search import cheapest_cuts
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.hardware.hardware import hardware_of
-from noria.compile.planning.candidates import TOKENS_PER_PREFILL, Budget, CandidateGrids, num_graphs
+from noria.compile.planning.candidates import TOKENS_PER_PREFILL, Budget, CandidateGrids
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.other_grids import (
     multiples_of_128,
@@ -112,7 +113,10 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
         "multiples of 128": multiples_of_128(longest),
         **{name: _reaching(lengths, longest) for name, lengths in SHIPPED.items()},
     }
-    grids = {name: with_lengths(whole.grid, lengths, tokens) for name, lengths in lists.items()}
+    grids = {
+        name: with_lengths(whole.grid, lengths, tokens, GridDefaults())
+        for name, lengths in lists.items()
+    }
     multiples = with_fastest_lengths(grids["multiples of 128"], prompts, len(powers), cost)
     grids["multiples of 128"] = multiples
     least = least_padding(prompts.tolist(), len(powers))
@@ -187,7 +191,7 @@ def figures(tried: SimulatedGrid) -> dict[str, Any]:
     return {
         "prefill": tried.grid.to_table()["prefill"],
         "chunk": tried.grid.to_table()["chunk"],
-        "graphs": num_graphs(tried.grid),
+        "graphs": sum(key not in (FORK, EMPTY_STATE) for key in graph_keys(tried.grid)),
         "slots": tried.grid.decode_slots,
         "real_tokens": sum(use.real_tokens for use in prefill),
         "computed_tokens": sum(use.computed_tokens for use in prefill),

@@ -24,6 +24,7 @@ from typing import Any
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import derive_grid
+from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.prefill_bucket import PrefillBucket
 from noria.compile.hardware.hardware import hardware_of
 from noria.compile.plan import Numbers, Plan, PlannedModel
@@ -89,7 +90,9 @@ def grids(job: Path) -> dict[str, BucketGrid]:
     chunks = BucketGrid(length, (PrefillBucket(length, 4, 64),), alike.decode_slots)
     return {
         "derived": alike,
-        "powers of two, 24 slots": replace(with_lengths(alike, powers, 512), decode_slots=24),
+        "powers of two, 24 slots": replace(
+            with_lengths(alike, powers, 512, GridDefaults()), decode_slots=24
+        ),
         "chunks of 64": chunks,
     }
 

@@ -133,7 +133,9 @@ def page() -> str:
 def _sections() -> Iterator[str]:
     yield INTRO
     yield "## Plan file\n"
-    schema = Key("schema", "integer", f"`{SCHEMA}`", "The version of the format. Unit: version.")
+    schema = Key(
+        "schema", "integer", "required", f"The version of the format: {SCHEMA}. Unit: version."
+    )
     yield _table([schema, *_keys(Plan, only=("target", "max_length_reason"))])
     for table in Plan.TABLES:
         yield from _table_of_plan(table)

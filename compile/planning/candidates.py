@@ -16,7 +16,6 @@ from itertools import product
 
 import numpy as np
 
-from ..graphs.graph_kinds import DECODE, GRAPH_KINDS, kinds_of
 from ..grids.bucket_grid import BucketGrid
 from ..grids.default_grid import grid_of
 from ..grids.grid_defaults import GridDefaults, round_up
@@ -62,15 +61,9 @@ class Budget:
         each = self.graph_seconds
         if not (each.prefill and each.decode and math.isfinite(self.compile_seconds)):
             return self
-        left = self.compile_seconds - each.decode
+        left = self.compile_seconds - each.beside_prefill
         prefill = min(self.prefill_graphs, max(1, int(left / each.prefill / (1 + score))))
         return replace(self, prefill_graphs=prefill)
-
-
-def num_graphs(grid: BucketGrid) -> int:
-    """Number of prefill and decode graphs of a grid."""
-    has_decode = GRAPH_KINDS[DECODE.kind].is_built(grid)
-    return len(grid.prefill) * len(kinds_of(grid, PrefillBucket)) + has_decode
 
 
 def _expected_use(rows: Sequence[ExpectedRow], *, has_chunks: bool) -> SlotUse:

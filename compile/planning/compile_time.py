@@ -4,13 +4,18 @@
 
 The layers are all unrolled layers, or the layers in one iteration of a loop over layers. The
 constant of a decode graph is for sampling and the loop over steps. TPU's compiler takes longer for
-a larger cache. The small graphs of slots are not counted.
+a larger cache.
 
 Fitted to Llama 3.1 8B and 70B in `benchmarks/whole_plans.json`: processor seconds of a graph,
 halved because two graphs compile at once. Expert layers in a loop take up to three times as long
 there. The figures of the CPU are from the embedded model, for both phases: the extra time of a cold
 start over a start from a bundle in `benchmarks/bundle_start.json`, divided by the number of graphs.
-It is 3.4, 3.9 and 4.1 s for a graph of 30 layers.
+It is 3.4, 3.9 and 4.1 s for a graph of 30 layers. These graphs are those that run the model, so
+their seconds include those of the two small graphs: the copy of a slot, and the empty state.
+
+On TPU, the copy of a slot took 2.8 s of one processor for the 32 layers of Llama 3.1 8B, 6.6 s for
+the 80 layers of 70B, and 1.0 s for a loop over layers. On GPUs it was not compiled; its figures are
+those of the recorded graphs that wrote a prompt into its slot (`insert`).
 
 A first call on the CPU takes about 0.35 ms longer for each product than other calls, because its
 library then generates code for the product. For the 30 layers of the embedded model this is 0.25 to
@@ -20,9 +25,8 @@ platforms.
 
 from dataclasses import dataclass
 
-from ..graphs.graph_kinds import kinds_of
+from ..graphs.graph_kinds import DECODE, EMPTY_STATE, FORK, graph_keys
 from ..grids.bucket_grid import BucketGrid
-from ..grids.prefill_bucket import PrefillBucket
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class _Fit:
 
 _PREFILL = {"cpu": _Fit(0, 0.13), "gpu": _Fit(0.5, 0.06), "tpu": _Fit(3, 0.2)}
 _DECODE = {"cpu": _Fit(0, 0.13), "gpu": _Fit(2.5, 0.18), "tpu": _Fit(7.5, 0.23, 85e-9)}
+_FORK = {"cpu": _Fit(0, 0), "gpu": _Fit(0.2, 0.02), "tpu": _Fit(0.5, 0.035)}
+_EMPTY_STATE = {"cpu": 0.0, "gpu": 0.15, "tpu": 0.15}
 _FIRST_CALL_PER_LAYER = {"cpu": 0.012}
 
 
@@ -49,12 +55,15 @@ def first_call_seconds(hardware: str, num_layers: int) -> float:
 
 @dataclass(frozen=True)
 class GraphSeconds:
-    """Seconds to compile one graph of each phase."""
+    """Seconds to compile one graph of each kind."""
 
     prefill: float = 0.0
+    """A graph that reads prompts, whatever it returns."""
     decode: float = 0.0
     per_entry: float = 0.0
     """Extra seconds of the decode graph for each entry of the pages."""
+    fork: float = 0.0
+    empty_state: float = 0.0
 
     @classmethod
     def predicted(cls, platform: str, num_layers: int, entry_bytes: float) -> "GraphSeconds":
@@ -65,9 +74,18 @@ class GraphSeconds:
           num_layers: Layers that a program defines; for a loop, the layers of one iteration.
           entry_bytes: Average bytes of a cache entry in one layer, on each device.
         """
-        prefill, decode = _PREFILL[platform], _DECODE[platform]
-        per_entry = decode.per_byte * entry_bytes
-        return cls(prefill.seconds(num_layers), decode.seconds(num_layers), per_entry)
+        return cls(
+            _PREFILL[platform].seconds(num_layers),
+            _DECODE[platform].seconds(num_layers),
+            _DECODE[platform].per_byte * entry_bytes,
+            _FORK[platform].seconds(num_layers),
+            _EMPTY_STATE[platform],
+        )
+
+    @property
+    def beside_prefill(self) -> float:
+        """Seconds to compile the graphs that do not read prompts, in a grid with few pages."""
+        return self.decode + self.fork + self.empty_state
 
     def of_decode(self, grid: BucketGrid) -> float:
         """Seconds to compile the decode graph of a grid with slots."""
@@ -75,9 +93,12 @@ class GraphSeconds:
         return self.decode + grid.pages * grid.page * self.per_entry
 
     def of_grid(self, grid: BucketGrid) -> float:
-        """Seconds to compile all graphs of a grid, without the small graphs of slots."""
-        num_prefill = len(grid.prefill) * len(kinds_of(grid, PrefillBucket))
-        return num_prefill * self.prefill + (self.of_decode(grid) if grid.decode_slots else 0.0)
+        """Seconds to compile all graphs of a grid."""
+        others = {FORK: self.fork, EMPTY_STATE: self.empty_state}
+        return sum(
+            self.of_decode(grid) if key == DECODE else others.get(key, self.prefill)
+            for key in graph_keys(grid)
+        )
 
 
 NO_TIME = GraphSeconds()

@@ -1,7 +1,8 @@
 """Grids whose prefill lengths follow a simple rule, for comparison with a plan of the same slots.
 
-Of the lengths that a rule allows, those with the least predicted seconds for the workload are
-taken: the comparison is with the best grid of the rule. Knows nothing of schedules.
+Of the lengths that a rule allows, and of the sizes of calls that the planner tries, those with the
+least predicted seconds for the workload are taken: the comparison is with the best grid of the
+rule. Knows nothing of schedules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,13 @@ import numpy as np
 
 from ..grids.bucket_grid import BucketGrid
 from ..grids.bucket_search import cheapest_cuts
+from ..grids.grid_defaults import GridDefaults, round_up
 from ..grids.prefill_bucket import PrefillBucket
+from ..grids.prefill_ladder import with_small_calls
+from ..grids.slot_use import SlotUse
+from .candidates import TOKENS_PER_PREFILL
 from .cost import CostModel
-from .run_bounds import rows_by_bucket
+from .run_bounds import ExpectedRow, rows_by_bucket
 
 LANES = 128
 """The step of lengths that fill a TPU's lanes."""
@@ -22,7 +27,7 @@ SHORTEST = 16
 
 
 def rule_based(
-    grid: BucketGrid, prompts: np.ndarray, tokens_per_call: int, cost: CostModel
+    grid: BucketGrid, rows: Sequence[ExpectedRow], defaults: GridDefaults, cost: CostModel
 ) -> Mapping[str, BucketGrid]:
     """The fastest grids of whole prompts whose prefill lengths follow a rule, by name.
 
@@ -32,18 +37,25 @@ def rule_based(
 
     Args:
       grid: The grid to compare with.
-      prompts: The lengths of all prompts.
-      tokens_per_call: Maximum number of tokens of a call, if it has more than one row.
+      rows: The rows of the workload.
+      defaults: The sizes that the layout of the grid divides.
       cost: The seconds of calls.
     """
-    longest = int(prompts.max())
+    prompts = np.array([row.need.prompt_length for row in rows])
+    num_sequences = SlotUse.of_rows([row.need for row in rows], has_chunks=False).num_sequences
+    longest, max_buckets = int(prompts.max()), len(grid.prefill)
     rules = {"powers of two": powers_of_two(longest), "multiples of 128": multiples_of_128(longest)}
-    return {
-        name: with_fastest_lengths(
-            with_lengths(grid, lengths, tokens_per_call), prompts, len(grid.prefill), cost
-        )
-        for name, lengths in rules.items()
-    }
+    found = {}
+    for name, lengths in rules.items():
+        of_rule = []
+        for tokens in TOKENS_PER_PREFILL:
+            whole = with_lengths(grid, lengths, tokens * defaults.batch_multiple, defaults)
+            if slots := grid.decode_slots:
+                prefill = with_small_calls(whole.prefill, slots, num_sequences, defaults)
+                whole = replace(whole, prefill=prefill)
+            of_rule.append(with_fastest_lengths(whole, prompts, max_buckets, cost))
+        found[name] = min(of_rule, key=lambda whole: _prefill_seconds(whole, prompts, cost))
+    return found
 
 
 def powers_of_two(longest: int) -> list[int]:
@@ -57,14 +69,23 @@ def multiples_of_128(longest: int) -> list[int]:
     return list(range(LANES, longest + LANES, LANES))
 
 
-def with_lengths(grid: BucketGrid, lengths: Sequence[int], tokens_per_call: int) -> BucketGrid:
-    """The grid with other prefill lengths, none of them above `max_length`."""
-    lengths = sorted({min(length, grid.max_length) for length in lengths})
+def with_lengths(
+    grid: BucketGrid,
+    lengths: Sequence[int],
+    tokens_per_call: int,
+    defaults: GridDefaults,
+) -> BucketGrid:
+    """The grid with other prefill lengths, none of them above `max_length`.
+
+    Lengths and batches are rounded up to those that the layout of `defaults` divides.
+    """
+    multiple, longest = defaults.length_multiple, defaults.longest_prefill(grid.max_length)
+    lengths = sorted({min(round_up(length, multiple), longest) for length in lengths})
     max_rows = grid.decode_slots or tokens_per_call
-    prefill = [
-        PrefillBucket(length, max(1, min(tokens_per_call // length, max_rows)))
-        for length in lengths
-    ]
+    prefill = []
+    for length in lengths:
+        batch = max(1, min(tokens_per_call // length, max_rows))
+        prefill.append(PrefillBucket(length, round_up(batch, defaults.batch_multiple)))
     return replace(grid, prefill=tuple(prefill), chunks_per_decode=None)
 
 
@@ -84,3 +105,12 @@ def with_fastest_lengths(
 
     ends = cheapest_cuts(seconds, len(buckets), max_buckets)
     return replace(grid, prefill=tuple(buckets[end] for end in ends))
+
+
+def _prefill_seconds(grid: BucketGrid, prompts: np.ndarray, cost: CostModel) -> float:
+    """The seconds of the calls that prefill the prompts."""
+    counts = zip(grid.prefill, rows_by_bucket(grid, prompts), strict=True)
+    return sum(
+        -(-rows // bucket.batch) * cost.seconds(grid.prefill_call(bucket))
+        for bucket, rows in counts
+    )

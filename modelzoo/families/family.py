@@ -165,6 +165,19 @@ class ModelSpec:
         sources = parameter_sources(config, self.names, self.arrangement)
         return replace(self, config=config, sources=sources, ignored_tensors=ignored)
 
+    def first_layers(self, count: int) -> "ModelSpec":
+        """The same model with only its first `count` layers; tensors of others are not read."""
+        config = self.config.first_layers(count)
+        left_out = tuple(f"layers.{i}." for i in range(count, self.config.num_layers))
+        kept, others = [], set[str]()
+        for source in self.sources:
+            if source.parameter.startswith(left_out):
+                others.update(name for part in source.parts for name in part.tensors)
+            else:
+                kept.append(source)
+        ignored = (*self.ignored_tensors, *sorted(others))
+        return replace(self, config=config, sources=tuple(kept), ignored_tensors=ignored)
+
     def arranged(self, arrangement: Arrangement) -> "ModelSpec":
         """The same model with its parameters arranged for a layout.
 

@@ -5,6 +5,7 @@ text, devices or requests. Guarantees: no code of a model is run (`auto_map` is 
 opening, describing and fingerprinting import no jax.
 """
 
+import copy
 import hashlib
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ...modelzoo.families.config_reader import ConfigReader
 from ...modelzoo.families.quantisation import read_quantisation
@@ -88,6 +89,12 @@ class ModelFiles(AbstractContextManager["ModelFiles"]):
     def unread(self) -> UnreadParts:
         """Keys and tensors that nothing reads."""
         return UnreadParts(str(self.path))
+
+    def first_layers(self, count: int) -> Self:
+        """The same model with only its first `count` layers."""
+        first = copy.copy(self)
+        vars(first)["spec"] = self.spec.first_layers(count)
+        return first
 
     @abstractmethod
     def weight_files(self) -> Mapping[str, Path]:

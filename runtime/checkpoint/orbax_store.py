@@ -14,7 +14,7 @@ from the list in noria.json is refused before anything is read.
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -152,7 +152,7 @@ class OrbaxTensors:
             for name, entry in description["parameters"].items()
         }
         self.tensors = {
-            name: _arranged_info(path, name, info, arrangement)
+            name: arranged_info(name, info, arrangement, path / NORIA_JSON)
             for name, info in self._stored.items()
         }
         self._held: tuple[str, np.ndarray] | None = None
@@ -244,12 +244,18 @@ def spec_of(description: Mapping[str, Any]) -> "ModelSpec":
     """Return the spec of a saved model; each parameter is filled by the array of its name."""
     from ...modelzoo.families.family import ModelSpec
 
-    sources = []
-    for name, entry in description["parameters"].items():
-        axes = " ".join(f"axis{i}" for i in range(len(entry["shape"])))
-        sources.append(ParameterSource(name, (TensorPart(name, f"{axes} -> {axes}"),)))
+    shapes = {name: entry["shape"] for name, entry in description["parameters"].items()}
     config = decode_config(description["config"])
-    return ModelSpec(description["family"], config, tuple(sources), ())
+    return ModelSpec(description["family"], config, identity_sources(shapes), ())
+
+
+def identity_sources(shapes: Mapping[str, Sequence[int]]) -> tuple[ParameterSource, ...]:
+    """The sources of parameters of these shapes that are stored under their own names."""
+    sources = []
+    for name, shape in shapes.items():
+        axes = " ".join(f"axis{i}" for i in range(len(shape)))
+        sources.append(ParameterSource(name, (TensorPart(name, f"{axes} -> {axes}"),)))
+    return tuple(sources)
 
 
 def read_tokenizer_files(path: Path) -> Path | Mapping[str, Any]:
@@ -322,7 +328,10 @@ def _tensor_info(path: Path, name: str, entry: Any) -> TensorInfo:
     return dataclasses.replace(info, num_bytes=info.size * dtype.itemsize)
 
 
-def _arranged_info(path: Path, name: str, info: TensorInfo, arrangement: Arrangement) -> TensorInfo:
+def arranged_info(
+    name: str, info: TensorInfo, arrangement: Arrangement, where: Path | None = None
+) -> TensorInfo:
+    """A parameter as an arrangement has it; an error names the file `where` with its shape."""
     if not changes_shape(arrangement, name):
         return info
     import jax
@@ -334,7 +343,7 @@ def _arranged_info(path: Path, name: str, info: TensorInfo, arrangement: Arrange
         ).shape
     except (TypeError, ValueError) as error:
         raise InvalidOrbax(
-            f"{path / NORIA_JSON}: {name!r}: expected a shape for {arrangement}, got {info.shape}."
+            f"{where}: {name!r}: expected a shape for {arrangement}, got {info.shape}."
         ) from error
     return dataclasses.replace(info, shape=shape)
 

@@ -83,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--layers",
         type=int,
-        help="number of layers to compile, for a quick result (default: all layers)",
+        help="number of layers to compile and to run, for a quick result (default: all layers)",
     )
     add(
         "--scan-layers",
@@ -102,14 +102,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure the layouts; returns 1 if a layout that the user named failed, or one is wrong."""
     from ..checkpoint import open_model
+    from ..checkpoint.random_model import has_no_weights, with_random_weights
 
     check_fillable(options.output)
     layouts = map(layout_file, split_spellings(options.layouts))
     read = [Path(options.model), *layouts]
     check_files({}, [("an input", path) for path in read], _files_in(options.output))
-    with open_model(options.model, needs_weights=options.verify) as files:
+    # weights that a directory does not have are made up for the comparison
+    is_random = options.verify and has_no_weights(Path(options.model))
+    with open_model(options.model, needs_weights=options.verify and not is_random) as files:
         files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         files.check_generates()
+        files = _first_layers(options, files)
+        if is_random:
+            tell(sys.stderr, f"{options.model}: has no weights, so --verify takes random ones")
+            files = with_random_weights(files)
         return _run(options, files)
 
 
@@ -127,7 +134,7 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     load_kernels(options.target, partial(tell, sys.stderr))
     target = (present_target if options.verify else find_target)(options.target)
     dtype = session.resolve_dtype(options.dtype, target)
-    config, grid = _config(options, files), _grid(options)
+    config, grid = files.spec.config, _grid(options)
     layouts = _layouts(options.layouts, len(target.devices))
     verification = _verification(options, files, target, dtype) if options.verify else None
     results: list[LayoutResult] = []
@@ -158,16 +165,17 @@ def _layouts(names: str, num_devices: int) -> list["Layout"]:
     return [read_layout(spelling, num_devices) for spelling in spellings]
 
 
-def _config(options: argparse.Namespace, files: "ModelFiles") -> "DecoderConfig":
-    config = files.spec.config
+def _first_layers(options: argparse.Namespace, files: "ModelFiles") -> "ModelFiles":
+    """The model, or only as many of its layers as `--layers` says."""
     if options.layers is None:
-        return config
-    if not 0 < options.layers <= config.num_layers:
+        return files
+    num_layers = files.spec.config.num_layers
+    if not 0 < options.layers <= num_layers:
         raise ConfigError(
-            f"--layers: expected 1 to {config.num_layers}, the number of layers of the model, got "
+            f"--layers: expected 1 to {num_layers}, the number of layers of the model, got "
             f"{options.layers}."
         )
-    return config.first_layers(options.layers)
+    return files.first_layers(options.layers)
 
 
 def _grid(options: argparse.Namespace) -> "BucketGrid":
@@ -263,6 +271,7 @@ def _verify(
     layouts: Sequence["Layout"],
     results: Sequence["LayoutResult"],
 ) -> None:
+    from ..checkpoint.random_model import RANDOM
     from ..layouts.verification import NotFinite
 
     for layout, result in zip(layouts, results, strict=True):
@@ -271,6 +280,8 @@ def _verify(
         try:
             result.max_abs_diff = verification.max_abs_diff(layout)
             result.tolerance = verification.tolerance
+            is_random = verification.files.kind == RANDOM
+            result.weights = "random" if is_random else "checkpoint"
         except NotFinite as error:
             # the figures of the other layouts stay
             result.verdict = NOT_FINITE

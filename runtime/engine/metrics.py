@@ -113,6 +113,16 @@ class RunFigures(NamedTuple):
     """Share of the computed tokens that are padding; None before the first call."""
 
 
+class Scale(NamedTuple):
+    """The factors from the counters of a sample of rows to those of all rows."""
+
+    seconds: float = 1.0
+    prompts: float = 1.0
+    """The factor of counts of prefill."""
+    outputs: float = 1.0
+    """The factor of counts of decode."""
+
+
 class _Use:
     """Counters of the calls of one graph, which can be added and scaled."""
 
@@ -121,9 +131,9 @@ class _Use:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
-    def scaled(self, factor: float) -> Self:
-        """The counters multiplied by a factor; integers stay integers."""
-        scaled = {name: _times(value, factor) for name, value in vars(self).items()}
+    def scaled(self, factor: float, **own: float) -> Self:
+        """The counters multiplied by a factor, or by their own one; integers stay integers."""
+        scaled = {name: _times(value, own.get(name, factor)) for name, value in vars(self).items()}
         return type(self)(**scaled)
 
     def report(self, *, has_pages: bool) -> dict[str, Any]:
@@ -257,13 +267,25 @@ class EngineMetrics:
         self.copied_tokens += num_copied
         self.fork_seconds += seconds
 
-    def scaled(self, factor: float) -> "EngineMetrics":
-        """The counters multiplied by a factor; integers stay integers."""
-        totals = ("forks", "fork_seconds", "copied_tokens", "prefix_tokens", "cut_tokens")
-        scaled = EngineMetrics(**{name: _times(getattr(self, name), factor) for name in totals})
-        scaled.pages, scaled.grid = self.pages.scaled(factor), self.grid
-        scaled.prefill |= {name: use.scaled(factor) for name, use in self.prefill.items()}
-        scaled.decode = self.decode.scaled(factor)
+    def scaled(self, scale: Scale) -> "EngineMetrics":
+        """The counters for more rows of the same kind; integers stay integers."""
+        seconds, prompts, outputs = scale
+        totals = {
+            "forks": outputs,
+            "fork_seconds": seconds,
+            "copied_tokens": prompts,
+            "prefix_tokens": prompts,
+            "cut_tokens": outputs,
+        }
+        scaled = EngineMetrics(
+            **{name: _times(getattr(self, name), x) for name, x in totals.items()}
+        )
+        scaled.grid = self.grid
+        scaled.pages = self.pages.scaled(outputs, recomputed_prompt_tokens=prompts)
+        scaled.prefill |= {
+            name: use.scaled(prompts, seconds=seconds) for name, use in self.prefill.items()
+        }
+        scaled.decode = self.decode.scaled(outputs, seconds=seconds)
         return scaled
 
     @property

@@ -134,7 +134,7 @@ class Ranking:
                 f"available. Use more devices, a layout that splits more, or shorter rows."
             )
         graph, is_scored = self.budget.graph_seconds, any(row.need.is_scored for row in self.rows)
-        min_seconds = graph.prefill * (1 + is_scored) + graph.decode
+        min_seconds = graph.prefill * (1 + is_scored) + graph.beside_prefill
         return (
             f"compiling the smallest number of graphs takes {min_seconds:.0f} s (predicted), more "
             f"than the {self.budget.compile_seconds:.3g} s allowed. Raise --max-compile-minutes."

@@ -80,9 +80,8 @@ class Planner:
 
     def with_comparison(self, result: PlanResult) -> PlanResult:
         """The result with the grids to compare with the best one, and with its uncertainty."""
-        prompts = np.array([row.need.prompt_length for row in self.rows])
-        tokens = self.defaults.tokens_per_prefill
-        compared = {**self.compared, **rule_based(result.whole, prompts, tokens, self.cost)}
+        by_rule = rule_based(result.whole, self.rows, self.defaults, self.cost)
+        compared = {**self.compared, **by_rule}
         sample = self._sample
         others = {
             name: simulate_grid(grid, sample.schedules, self.cost, self.budget, sample.scaled)

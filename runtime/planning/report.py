@@ -11,10 +11,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...compile.graphs.graph_kinds import DECODE, GraphKey, call_of, kinds_of
+from ...compile.graphs.graph_kinds import DECODE, GraphKey, call_of, graph_keys, kinds_of
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
-from ...compile.planning.candidates import num_graphs
 from ...compile.planning.work import sent_by_axes
 from ...sharding.call import Call
 from ..engine.metrics import DecodeUse, PrefillUse, prefill_name
@@ -101,16 +100,30 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
         if grid.chunks and use.calls:
             read = use.read_entries / use.calls
             call = grid.prefill_call(bucket, is_scored=is_scored, entries=read)
-        figures = _graph(f"prefill {name}", use, use.calls, use.real_tokens)
+        figures = _graph(f"prefill {name}", use, use.real_tokens)
         entries.append(figures | _estimate(prediction, key, call))
     if grid.decode_slots:
-        use, step = metrics.decode, None
-        figures = _graph(str(DECODE), use, use.steps, use.emitted_tokens)
-        figures["seconds_beside_steps"] = use.calls * cost.decode_call_seconds()
+        use, step, steps = metrics.decode, None, float(grid.steps_per_call)
         if use.steps:
             step = grid.average_step(use.read_entries / use.steps, use.seen_entries / use.steps)
-        entries.append(figures | _estimate(prediction, DECODE, step))
+            # a call ends when no slot has a row any more
+            steps = use.steps / use.calls
+        figures = _graph(str(DECODE), use, use.emitted_tokens) | {"steps": use.steps}
+        estimate = _of_steps(_estimate(prediction, DECODE, step), steps)
+        estimate["seconds"] += cost.decode_call_seconds()
+        entries.append(figures | estimate)
     return entries
+
+
+def _of_steps(estimate: Mapping[str, Any], steps: float) -> dict[str, Any]:
+    """The figures of a decode call from those of a step; those of its program stay."""
+    names = ("flops", "bytes", "seconds", "network_seconds")
+    tables = ("sent_bytes", "by_part")
+    return {
+        **estimate,
+        **{name: steps * estimate[name] for name in names},
+        **{table: {key: steps * x for key, x in estimate[table].items()} for table in tables},
+    }
 
 
 def _evidence(prediction: "Prediction", key: GraphKey) -> dict[str, Any]:
@@ -130,11 +143,11 @@ def _evidence(prediction: "Prediction", key: GraphKey) -> dict[str, Any]:
     return {"compiled": figures}
 
 
-def _graph(name: str, use: PrefillUse | DecodeUse, calls: int, real_tokens: int) -> dict[str, Any]:
-    """The use of a graph; the calls of a decode graph are its steps."""
+def _graph(name: str, use: PrefillUse | DecodeUse, real_tokens: int) -> dict[str, Any]:
+    """The use of a graph."""
     return {
         "graph": name,
-        "calls": calls,
+        "calls": use.calls,
         "real_tokens": real_tokens,
         "computed_tokens": use.computed_tokens,
         "total_seconds": use.seconds,
@@ -293,7 +306,7 @@ def _figures(simulated: "SimulatedGrid") -> dict[str, Any]:
         "decode_slots": simulated.grid.decode_slots,
         "pages": simulated.grid.pages,
         "page": simulated.grid.page,
-        "graphs": num_graphs(simulated.grid),
+        "graphs": len(graph_keys(simulated.grid)),
         "run_seconds": simulated.simulation.seconds,
         "build_seconds": simulated.build_seconds,
         "tail_seconds": simulated.simulation.tail_seconds,

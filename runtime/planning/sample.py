@@ -5,7 +5,8 @@ every group of neighbours is taken, so each stratum has its share. The rows that
 of a plan are added. The seconds of the sample are scaled to all rows by the ratio of their bounds
 (a ratio estimator: Cochran 1977, "Sampling Techniques", ch. 6). The bound of all rows includes
 rare long rows with their weight, though few of these are simulated. The seconds of the tail do not
-grow with the number of rows.
+grow with the number of rows. Counts of prefill are scaled by the tokens of all prompts over those
+of the sample, and counts of decode by the tokens of outputs.
 
 The uncertainty is estimated from parts: every fourth row of the sample forms a part. It is twice
 the largest relative difference between a part and the whole sample, for the chosen grid.
@@ -19,6 +20,7 @@ from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.planning.candidates import CandidateGrids
 from ...compile.planning.cost import CostModel
 from ...compile.planning.run_bounds import ExpectedRow
+from ..engine.metrics import Scale
 from .search import Schedules, SimulatedGrid, simulate_in_order
 from .simulator import Simulation
 
@@ -41,8 +43,9 @@ class SampleUncertainty:
 
     def __str__(self) -> str:
         return (
-            f"{self.rows} rows simulated instead of all: seconds within {self.relative:.1%}, twice "
-            f"the largest difference between the sample and one of its {NUM_PARTS} parts"
+            f"{self.rows} rows simulated instead of all, and calls and tokens scaled: seconds "
+            f"within {self.relative:.1%}, twice the largest difference between the sample and one "
+            f"of its {NUM_PARTS} parts"
         )
 
 
@@ -83,6 +86,10 @@ class Sample:
         if not self.is_whole:
             self._all_bounds = bounds(simulated.every, simulated.every_table)
             self._sample_bounds = bounds(self.rows, self.table)
+            of_all, of_sample = map(_num_tokens, (simulated.every, self.rows))
+            self._prompts, self._outputs = (
+                every / max(sampled, 1) for every, sampled in zip(of_all, of_sample, strict=True)
+            )
 
     def scaled(self, grid: BucketGrid, simulation: Simulation) -> Simulation:
         """The simulation of the sample, scaled to all rows."""
@@ -110,7 +117,14 @@ class Sample:
         """A simulation, scaled to all rows; `bounds` has the bounds for the simulated rows."""
         ratio = self._all_bounds.run_seconds(grid) / bounds.run_seconds(grid)
         growing = simulation.seconds - simulation.tail_seconds
-        return simulation.scaled((growing * ratio + simulation.tail_seconds) / simulation.seconds)
+        seconds = (growing * ratio + simulation.tail_seconds) / simulation.seconds
+        return simulation.scaled(Scale(seconds, self._prompts, self._outputs))
+
+
+def _num_tokens(rows: Sequence[ExpectedRow]) -> tuple[int, int]:
+    """The tokens of all prompts, and of all outputs."""
+    outputs = sum(row.output * row.need.num_sequences for row in rows)
+    return sum(row.need.prompt_length for row in rows), outputs
 
 
 def _sampled(rows: Sequence[ExpectedRow], step: float) -> list[int]:

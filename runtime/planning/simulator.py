@@ -30,7 +30,7 @@ from ..engine.actions import (
     ScheduledRequest,
     ScheduledSequence,
 )
-from ..engine.metrics import EngineMetrics, prefill_name
+from ..engine.metrics import EngineMetrics, Scale, prefill_name
 from ..engine.scheduler import Scheduler
 from ..engine.shared_prefixes import SharedPrefix
 
@@ -83,10 +83,10 @@ class Simulation:
         prefill = sum(use.seconds for use in self.metrics.prefill.values())
         return prefill + self.metrics.decode.seconds
 
-    def scaled(self, factor: float) -> "Simulation":
-        """The simulation with all counts and times multiplied by a factor, for more rows of the
-        same kind; the tail keeps its seconds, and the schedule its calls."""
-        return replace(self, metrics=self.metrics.scaled(factor))
+    def scaled(self, scale: Scale) -> "Simulation":
+        """The simulation with its counts and times for more rows of the same kind; the tail keeps
+        its seconds, and the schedule its calls."""
+        return replace(self, metrics=self.metrics.scaled(scale))
 
     @property
     def occupancy(self) -> float:
@@ -167,7 +167,7 @@ class Schedule:
           grid: The grid of the schedule.
           cost: Gives the seconds of calls; without it all calls take 0 seconds.
         """
-        metrics = self.metrics.scaled(1)
+        metrics = self.metrics.scaled(Scale())
         seconds = self._seconds(self.counts, grid, cost)
         for name, use in metrics.prefill.items():
             use.seconds = seconds[name]

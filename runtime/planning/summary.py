@@ -110,7 +110,7 @@ def _graphs(graphs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     sent = [f"MB sent along {axis}" for axis in axes]
     rows = [
         (
-            graph["graph"],
+            graph["graph"] + (f", {plural(graph['steps'], 'step')}" if "steps" in graph else ""),
             str(graph["calls"]),
             f"{graph['real_tokens']} / {graph['computed_tokens']}",
             f"{graph['seconds'] * 1e3:.1f}",

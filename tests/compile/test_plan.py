@@ -1,7 +1,10 @@
 """The plan file: a written plan is read back unchanged, and unknown keys are refused."""
 
+import copy
+import re
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
@@ -18,6 +21,7 @@ from noria.compile.plan_tables import PlanTable, table_lines
 from noria.modelzoo.moe_config import LOSSLESS, Dispatch, Tiles
 from noria.modelzoo.weights.weight_formats import WeightFormat
 
+ROOT = Path(__file__).resolve().parents[2]
 GRID = BucketGrid(64, ((16, 4), (48, 1)), 8, page=16, steps_per_call=4, score=True)
 PLAN = Plan("cpu", PlannedModel('a "quoted" \\ name', "sha256:00"), Numbers("float32"), GRID)
 EXPERTS = ExpertPlan(LOSSLESS, Dispatch("capacity", 1.25), "drop")
@@ -32,6 +36,28 @@ def test_every_field_that_is_a_table_is_listed_under_its_name(owner):
         if isinstance(kind, type) and issubclass(kind, PlanTable)
     }
     assert kinds == {kind.NAME: kind for kind in owner.TABLES}
+
+
+def test_the_keys_that_the_page_calls_required_are_the_ones_that_a_file_must_have():
+    """The page has a default for each other key of these tables, or says that there is none."""
+    text = (ROOT / "docs/plan_file.md").read_text("utf-8").partition("### `[prefixes]`")[0]
+    parts = re.split(r"^### `\[(\w+)\]`$", text, flags=re.MULTILINE)
+    of_tables = dict(zip(["", *parts[1::2]], parts[0::2], strict=True))
+    row = re.compile(r"^\| `(\w+)` \| [^|]* \| [^|]* \| ([^|]*) \| ", re.MULTILINE)
+    evidence = PlanEvidence("published peaks", 1.0, 2.0, 3.0, 4.0)
+    whole = tomllib.loads(replace(PLAN, evidence=evidence).to_toml())
+    required = set()
+    for name, rows in of_tables.items():
+        for key, default in row.findall(rows):
+            table = copy.deepcopy(whole)
+            (table[name] if name else table).pop(key, None)
+            if default == "required":
+                required.add(key)
+                with pytest.raises(ValueError, match=f"missing .*{key}"):
+                    Plan.from_table(table)
+            else:
+                Plan.from_table(table)
+    assert {"schema", "target", "source", "dtype", "max_length", "costs"} <= required
 
 
 def test_a_plan_says_which_kernel_was_asked_for():

@@ -134,8 +134,14 @@ def test_a_required_bundle_that_is_of_another_plan_ends_the_job(noria, source, p
     assert "plan buckets.steps_per_call: then 8, now 4" in said and "compile [" not in said
     assert not output.exists()
     # without the option, the job runs, and says why it compiles although it is quiet
-    said = noria.run(*arguments, "--plan", bundle, *change).stderr
-    assert said.startswith(f"bundle {bundle}: it has no decode")
+    edited = source.with_name("edited-bundle")
+    shutil.copytree(bundle, edited)
+    text = (edited / "plan.toml").read_text("utf-8")
+    changed = text.replace("steps_per_call = 8", "steps_per_call = 4")
+    (edited / "plan.toml").write_text(changed, "utf-8")
+    assert changed != text
+    said = noria.run(*arguments, "--plan", edited).stderr
+    assert said.startswith(f"bundle {edited}: it has no decode")
     assert said.count("\n") == 1
     assert read_manifest(output)["bundle"]["executables"] > 0
     assert "buckets.steps_per_call" in read_manifest(output)["bundle"]["reason"]

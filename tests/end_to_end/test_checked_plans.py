@@ -69,13 +69,14 @@ def test_a_checked_plan_does_what_is_predicted(noria, source, tmp_path, name):
         for name, use in prefill.items()
     }
     (use,) = decode.values()
-    wanted["decode"] = use["steps"], use["emitted_tokens"], use["computed_tokens"]
+    wanted["decode"] = use["calls"], use["emitted_tokens"], use["computed_tokens"]
     found = {
         graph["graph"]: (graph["calls"], graph["real_tokens"], graph["computed_tokens"])
         for graph in predicted["graphs"]
         if graph["calls"]
     }
     assert found == wanted
+    assert predicted["graphs"][-1]["steps"] == use["steps"] >= use["calls"]
     figures, padding = predicted["predicted"], used["padding"]
     computed = sum(use["computed_tokens"] for use in prefill.values())
     assert figures["prefill_padding"] == pytest.approx(padding["prefill_padding_tokens"] / computed)

@@ -1,6 +1,9 @@
 """Communication derived from rules, against published formulas, and its consequences."""
 
+import math
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from alike import alike, changed
@@ -8,12 +11,14 @@ from decode_steps import step_of
 from published_communication import FORMULAS, LayerSizes
 
 from noria.modelzoo.config import DecoderConfig
+from noria.runtime.checkpoint import open_model
 from noria.runtime.files.layout_files import named_layout_tables
 from noria.sharding.call import Call
-from noria.sharding.communication import predict_collectives
+from noria.sharding.communication import predict_collectives, sent_bytes
 from noria.sharding.layout import Layout
 
 ITEMSIZE = 2
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = DecoderConfig.alike(
     vocab_size=1024,
     embed=512,
@@ -63,3 +68,22 @@ def test_named_layouts_send_what_the_published_formulas_say(name, phase):
         wanted["all-gather", *WRITTEN[name]] += 2 * config.num_layers
     found = predict_collectives(config, layout, call, ITEMSIZE)
     assert Counter({(e.kind, e.mesh_axes, e.num_bytes): e.times for e in found}) == wanted
+
+
+def test_the_page_about_experts_has_what_a_prefill_call_sends():
+    """The table of docs/experts.md, whose rows are checked by their arithmetic."""
+    page = (ROOT / "docs/experts.md").read_text("utf-8")
+    found = re.findall(r"^\| (.+?) \| (?:(.+?) )?\| ([\d,.]+) MB \|$", page, re.MULTILINE)
+    *parts, (_, _, total) = [(what, of, float(mb.replace(",", ""))) for what, of, mb in found]
+    sent = {
+        what: 7 / 8 * 48 * math.prod(int(n.replace(",", "")) for n in of.split(" x ")) / 1e6
+        for what, of, _ in parts
+    }
+    assert [megabytes for *_, megabytes in parts] == [round(x, 1) for x in sent.values()]
+    with open_model(ROOT / "benchmarks/models/qwen3-30b-a3b", needs_weights=False) as files:
+        config = files.spec.config
+    call = Call("prefill", 16, 512, 512)
+    predicted = predict_collectives(config, layout_of("expert-parallel"), call, ITEMSIZE)
+    every = sum(sent_bytes(one.kind, one.num_bytes * one.times, 8) for one in predicted) / 1e6
+    assert total == round(every, 1) == round(sum(sent.values()), 1)
+    assert f"alone are {2 * sent['tokens to experts']:,.1f} MB" in page

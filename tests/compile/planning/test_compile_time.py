@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.planning.candidates import Budget
 from noria.compile.planning.compile_time import GraphSeconds
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -49,9 +50,23 @@ def test_on_the_cpu_a_plan_compiles_about_as_long_as_its_bundle_saves(name):
     assert saved / 1.5 < each.of_grid(grid) + more * each.decode < saved * 1.5
 
 
-def test_scored_prompts_have_graphs_of_their_own():
-    each = GraphSeconds(prefill=3.0, decode=5.0)
-    prefill = (16, 2), (32, 1)
-    assert each.of_grid(BucketGrid(64, prefill, 4)) == 2 * 3 + 5
-    assert each.of_grid(BucketGrid(64, prefill, 4, score=True)) == 4 * 3 + 5
-    assert each.of_grid(BucketGrid(64, prefill, 0, score=True)) == 2 * 3
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 1000 + 100 + 10 + 2),
+        ({"score": True}, 1000 + 100 + 10 + 4),
+        ({"score": True, "decode_slots": 0}, 1000 + 2),
+    ],
+    ids=str,
+)
+def test_every_graph_of_a_job_counts(options, expected):
+    each = GraphSeconds(prefill=1, decode=10, fork=100, empty_state=1000)
+    grid = BucketGrid(64, ((16, 2), (32, 1)), **{"decode_slots": 4, **options})
+    assert each.of_grid(grid) == expected
+
+
+def test_the_graphs_beside_those_of_prompts_count_against_the_time_to_compile():
+    each = GraphSeconds(prefill=1, decode=10, fork=100, empty_state=1000)
+    budget = Budget(compile_seconds=1112, graph_seconds=each)
+    assert budget.with_affordable_graphs(score=False).prefill_graphs == 2
+    assert budget.with_affordable_graphs(score=True).prefill_graphs == 1

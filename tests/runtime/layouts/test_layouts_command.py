@@ -83,6 +83,7 @@ def test_a_legal_layout_says_what_its_programs_move_and_need(results, name, phas
 @pytest.mark.parametrize("name", LEGAL)
 def test_verified_logits_are_those_of_one_device(results, name):
     assert 0 <= results[name]["max_abs_diff"] < 1e-4
+    assert results[name]["agreement"] == "equal" and results[name]["weights"] == "checkpoint"
 
 
 def test_weights_split_over_two_axes_take_less_than_over_one(results):
@@ -285,6 +286,24 @@ def test_figures_are_written_if_a_later_comparison_fails(report, monkeypatch):
     assert code == OutOfMemory.exit_code
     assert results["data-parallel"]["agreement"] == "equal"
     assert "agreement" not in results["ring"] and results["ring"]["flops"] > 0
+
+
+def test_figures_are_written_if_a_later_layout_fails(report, monkeypatch):
+    measure = layout_measure.measure
+
+    def fail(measured, layout, *rest, **options):
+        if layout.name == "ring":
+            raise OutOfMemory("no room for a graph")
+        return measure(measured, layout, *rest, **options)
+
+    monkeypatch.setattr(layout_measure, "measure", fail)
+    folder = report / "stopped"
+    arguments = ["--model", str(report / "model"), "-o", str(folder), *OPTIONS]
+    code = main(["layouts", *arguments, "--layouts", "data-parallel ring"])
+    assert code == OutOfMemory.exit_code
+    (result,) = json.loads((folder / "layouts.json").read_text())
+    assert result["name"] == "data-parallel" and result["flops"] > 0
+    assert (folder / "layouts.png").exists()
 
 
 def test_the_kernel_that_is_asked_for_is_the_one_that_is_verified(report, monkeypatch):

@@ -2,11 +2,13 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from model_on_disk import write_model
 
+from noria.compile.plan import Plan
 from noria.runtime.cli import main
 
 MODELS = Path(__file__).parents[3] / "benchmarks/models"
@@ -97,6 +99,24 @@ def test_a_layout_that_splits_rows_has_a_group_of_slots_for_each_piece(plan):
     buckets = table["buckets"]
     assert buckets["slot_groups"] == 2
     assert buckets["pages"] % 2 == buckets["decode_slots"] % 2 == 0
+
+
+def test_grids_that_a_plan_is_compared_with_compile_under_its_layout(plan, tmp_path):
+    """Two devices split the rows of a call: one prompt of 60 tokens has a call of two."""
+    (tmp_path / "in.csv").write_text("prompt_tokens,output_tokens\n60,2\n9,2\n")
+    options = ("--target", "cpu:2", "--layout", "data-parallel@data=2", "--report", tmp_path)
+    table, _ = plan("--chunks", "never", "--tries", 1, *options)
+    compared = json.loads((tmp_path / "report.json").read_text())["comparison"]
+    assert set(compared) == {"powers of two", "multiples of 128"}
+    for name, figures in compared.items():
+        planned = Plan.from_table(table)
+        buckets = replace(planned.buckets, prefill=figures["prefill"])
+        path, bundle = tmp_path / "other.toml", tmp_path / name
+        path.write_text(replace(planned, buckets=buckets).to_toml())
+        model = ["--model", str(tmp_path / "model")]
+        assert main(["compile", *model, "--plan", str(path), "-o", str(bundle), "--quiet"]) == 0
+        # the comparison counts all graphs that are built
+        assert len(json.loads((bundle / "bundle.json").read_text())["graphs"]) == figures["graphs"]
 
 
 def test_more_memory_than_a_device_has_is_refused(plan):

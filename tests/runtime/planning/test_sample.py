@@ -123,9 +123,28 @@ def test_the_plan_of_a_large_workload_holds_every_row_and_states_its_error(few):
     for row in rows:
         planned.best.grid.fit(row.need.prompt_length, row.need.max_tokens)
     assert planned.uncertainty is not None
-    assert "rows simulated instead of all" in str(planned.uncertainty)
+    said = str(planned.uncertainty)
+    assert "rows simulated instead of all, and calls and tokens scaled: seconds within" in said
     smaller = replace(planner, rows=rows[:1000])
     assert smaller.with_comparison(smaller.plan()).uncertainty is None
+
+
+@pytest.mark.parametrize("may_chunk", [False, True])
+def test_tokens_of_a_sample_sum_to_those_of_all_rows(few, may_chunk):
+    rows = rows_of(1250)
+    planner = Planner(
+        rows, LONGEST, COST, Budget(), GridDefaults(), may_chunk, may_chunk, max_simulated=1
+    )
+    planned = planner.with_comparison(planner.plan())
+    for simulated in (planned.best, *planned.others.values()):
+        metrics = simulated.simulation.metrics
+        prompts = sum(use.real_tokens for use in metrics.prefill.values())
+        # each count is rounded
+        few_tokens = len(metrics.prefill)
+        every = sum(row.need.prompt_length for row in rows)
+        assert prompts + metrics.saved_tokens == pytest.approx(every, abs=few_tokens)
+        assert metrics.emitted_tokens == pytest.approx(sum(row.output for row in rows), abs=1)
+        assert min(metrics.padding.values()) >= 0
 
 
 def test_planners_of_the_same_rows_share_schedules_and_others_do_not(few):

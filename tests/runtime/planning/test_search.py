@@ -313,9 +313,7 @@ def test_rows_that_generate_nothing_can_be_planned_for():
     planned = compared(planner(rows, may_chunk=False))
     assert planned.best.grid.score and not planned.best.grid.decode_slots
     assert planned.best.simulation.metrics.emitted_tokens == 0
-    # other grids are unchanged: their calls have this number of tokens
     assert {one.grid.decode_slots for one in planned.others.values()} == {0}
-    assert max(b.batch for one in planned.others.values() for b in one.grid.prefill) > 1
 
 
 def test_pages_stay_within_memory_and_too_little_is_refused():
