@@ -34,8 +34,6 @@ OUTPUTS = "outputs"
 
 It is recorded only if there is no plan and no finished row, because no row could run.
 """
-REPEATED = "repeated"
-"""The key in a row's figures that says that the row got the output of another row."""
 Phase = Literal["scan", "load", "build", "run"]
 FINISHED_AT = "finished_at"
 """The key in a row's figures for the time of its end, in seconds since the epoch."""

@@ -123,7 +123,7 @@ class _Use:
 
     def scaled(self, factor: float) -> Self:
         """The counters multiplied by a factor; integers stay integers."""
-        scaled = {name: _times(value, factor) for name, value in vars(self).items()}
+        scaled = {name: _scaled(value, factor) for name, value in vars(self).items()}
         return type(self)(**scaled)
 
     def report(self, *, has_pages: bool) -> dict[str, Any]:
@@ -259,12 +259,8 @@ class EngineMetrics:
 
     def scaled(self, factor: float) -> "EngineMetrics":
         """The counters multiplied by a factor; integers stay integers."""
-        totals = ("forks", "fork_seconds", "copied_tokens", "prefix_tokens", "cut_tokens")
-        scaled = EngineMetrics(**{name: _times(getattr(self, name), factor) for name in totals})
-        scaled.pages, scaled.grid = self.pages.scaled(factor), self.grid
-        scaled.prefill |= {name: use.scaled(factor) for name, use in self.prefill.items()}
-        scaled.decode = self.decode.scaled(factor)
-        return scaled
+        scaled = {name: _scaled(value, factor) for name, value in vars(self).items()}
+        return EngineMetrics(**scaled)
 
     @property
     def padding(self) -> dict[str, int]:
@@ -339,7 +335,16 @@ class EngineMetrics:
         return self.decode.emitted_tokens - self.cut_tokens
 
 
-def _times(value: float, factor: float) -> Any:
+def _scaled(value: Any, factor: float) -> Any:
+    """Counters multiplied by a factor, in the tables and classes that have them."""
+    if isinstance(value, dict):
+        scaled = value.copy()
+        scaled.update({key: _scaled(x, factor) for key, x in value.items()})
+        return scaled
+    if isinstance(value, _Use):
+        return value.scaled(factor)
+    if isinstance(value, BucketGrid | None):
+        return value
     return round(value * factor) if isinstance(value, int) else value * factor
 
 
