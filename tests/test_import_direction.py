@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("modelzoo", "sharding", "compile", "runtime")
 PLACES = {
-    "modelzoo": """cpu axes config_values moe_config pooling_config rope_config latent_config
+    "modelzoo": """errors cpu axes config_values moe_config pooling_config rope_config latent_config
         weights rope structure layer_config config layer_groups cache operations attention kernels
         sampling_parameters sampling layers pooling moe layer_scan gqa mla block decoder products
         families""",

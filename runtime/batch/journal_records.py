@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..errors import OtherConfiguration
+from ..errors import OtherConfiguration, UserError
 from ..files.differences import differences
 
 FORMAT = 2
@@ -42,7 +42,7 @@ _LARGEST = 1e18
 _HEADER_START = b'{"kind":"header"'
 
 
-class BadRecord(ValueError):
+class BadRecord(UserError):
     """An invalid record; its message follows a text that gives the record's place."""
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..errors import ConfigError, RowError, invalid_request, joined, unknown_parameter
+from ..errors import ConfigError, RowError, UserError, invalid_request, joined, unknown_parameter
 from ..parameters.checks import INTEGERS, check_integer, whole_number, wrong_value
 from ..parameters.vllm_options import AcceptedValues
 from ..request import MAX_LOGPROBS, PARAMETERS, SampleRule, SamplingParams
@@ -146,7 +146,7 @@ def read_sampling(assignments: Sequence[str]) -> dict[str, Any]:
         key, equals, text = assignment.partition("=")
         try:
             if not equals:
-                raise ValueError("expected KEY=VALUE")
+                raise UserError("expected KEY=VALUE")
             if key not in _JOB_KEYS:
                 raise unknown_parameter(key, _JOB_KEYS)
             value = json.loads(text)
