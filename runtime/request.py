@@ -1,10 +1,8 @@
 """The types of the runtime: sampling parameters, requests and outputs.
 
 Names and defaults of `SamplingParams`, `RequestOutput` and `CompletionOutput` are vLLM's
-(github.com/vllm-project/vllm, sampling_params.py, outputs.py), with two exceptions.
-`max_tokens=None`, the default, means as many tokens as the plan's `max_length` leaves after the
-prompt. Log-probabilities are one `TokenLogprob` per token. Does not know about devices, buckets or
-files.
+(github.com/vllm-project/vllm, sampling_params.py, outputs.py); `docs/python.md` lists the
+exceptions. Does not know about devices, buckets or files.
 """
 
 import hashlib
