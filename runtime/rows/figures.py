@@ -26,7 +26,7 @@ class Figure(NamedTuple):
     """Whether it is the sum of a figure of rows, the number of rows that have one, or its mean and
     percentiles; None if it comes from runs or from the counters of the last run."""
     row_key: str = ""
-    """The key of the figure of a row."""
+    """The key of the figure of a row, if it is not its own key."""
     over_parts: Literal["sum", "runs", "stated"] = "sum"
     """Whether the figure of parts or stages is their sum, is made from all their runs, or is stated
     for each of them alone."""
@@ -60,18 +60,15 @@ FIGURES = (
         shown="with samples that stopped early",
     ),
     Figure("ignored_keys", "rows by key"),
+    Figure("prompt_tokens", "tokens", "sum", of_answer=lambda x, _: x["usage"]["prompt_tokens"]),
     Figure(
-        "prompt_tokens", "tokens", "sum", "prompt_tokens",
-        of_answer=lambda body, _: body["usage"]["prompt_tokens"],
-    ),
-    Figure(
-        "output_tokens", "tokens", "sum", "output_tokens",
+        "output_tokens", "tokens", "sum",
         of_answer=lambda body, _: body["usage"].get("completion_tokens", 0),
     ),
-    Figure("prompt_tokens_cut", "tokens", "sum", "prompt_tokens_cut"),
-    Figure("texts_cut", "texts", "sum", "texts_cut"),
-    Figure("stopped_samples", "samples", "sum", "stopped_samples"),
-    Figure("tokens_left", "tokens", "sum", "tokens_left"),
+    Figure("prompt_tokens_cut", "tokens", "sum"),
+    Figure("texts_cut", "texts", "sum"),
+    Figure("stopped_samples", "samples", "sum"),
+    Figure("tokens_left", "tokens", "sum"),
     Figure("time_to_first_token_seconds", "seconds", "spread", "time_to_first_token", "stated"),
     Figure("inter_token_latency_seconds", "seconds", "spread", "inter_token_latency", "stated"),
     Figure("end_to_end_latency_seconds", "seconds", "spread", "latency", "stated"),
@@ -82,12 +79,10 @@ FIGURES = (
     Figure("compiles_during_run", "programs"),
     Figure("generator", "counters of the last run", over_parts="stated"),
     Figure("bundle", "executables", over_parts="stated"),
-    Figure("scan_seconds", "seconds", over_parts="runs"),
-    Figure("load_seconds", "seconds", over_parts="runs"),
-    Figure("build_seconds", "seconds", over_parts="runs"),
-    Figure("run_seconds", "seconds", over_parts="runs"),
-    Figure("wall_seconds", "seconds", over_parts="runs"),
-    Figure("elapsed_seconds", "seconds", over_parts="runs"),
+    *(
+        Figure(f"{name}_seconds", "seconds", over_parts="runs")
+        for name in ("scan", "load", "build", "run", "wall", "elapsed")
+    ),
     Figure("output_tokens_per_second", "tokens/s", over_parts="runs"),
     Figure("price", "of price_per_hour", over_parts="runs"),
 )  # fmt: skip
@@ -99,15 +94,17 @@ def figures_over_rows(
     figures: Sequence[Figure], rows: Sequence[Mapping[str, float]]
 ) -> dict[str, Any]:
     """The figures that are made from the figures of rows."""
-    return {x.name: _OVER_ROWS[x.over_rows](rows, x.row_key) for x in figures if x.over_rows}
+    return {
+        x.name: _OVER_ROWS[x.over_rows](rows, x.row_key or x.name) for x in figures if x.over_rows
+    }
 
 
 def figures_of_answer(body: Mapping[str, Any], *, has_limit: bool) -> dict[str, float]:
     """The figures of a row that the body of its answer shows; times are not among them."""
     if "usage" not in body:
         return {}
-    read = {x.row_key: x.of_answer(body, has_limit) for x in FIGURES if x.of_answer is not None}
-    return {key: value for key, value in read.items() if value is not None}
+    read = ((x.row_key or x.name, x.of_answer and x.of_answer(body, has_limit)) for x in FIGURES)
+    return {key: value for key, value in read if value is not None}
 
 
 def add(values: Sequence[Any]) -> Any:
